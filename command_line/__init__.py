@@ -1,0 +1,1 @@
+"""What the scripts share: options, outputs, and the frame of `main`."""

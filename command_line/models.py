@@ -1,0 +1,32 @@
+"""Load the models that the options name."""
+
+import torch
+
+from command_line.options import check_utf8
+from errors import UserError
+from loading.load import Source, load_model
+from model import Model
+
+
+def pick_device(name: str) -> str:
+    """Return the device to run on. `auto` is the first available of cuda, mps and cpu.
+
+    Raises UserError for a device that this machine lacks.
+    """
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available.insert(0, "mps")
+    if torch.cuda.is_available():
+        available.insert(0, "cuda")
+    if name == "auto":
+        return available[0]
+    if name not in available:
+        raise UserError(f"--device {name}: not on this machine, which has {', '.join(available)}")
+    return name
+
+
+def load_models(names: list, args, device: str) -> list[Model]:
+    """Load models. Raises UserError for a model that cannot be loaded."""
+    for name in names:
+        check_utf8("the model", str(name.name if isinstance(name, Source) else name))
+    return [load_model(name, device=device) for name in names]

@@ -1,0 +1,53 @@
+"""Outputs and notes of the scripts."""
+
+import sys
+import time
+
+from command_line.parser import write_stdout
+from text.detokenizer import IncrementalDetokenizer
+
+
+class OutputWriter:
+    """A writer of outputs to stdout: a single one is streamed, several are printed at the end.
+
+    Outputs are written verbatim, control characters included, as `cat` would.
+    Use it as a context manager. However the block ends, the generated text is printed, then
+    statistics on stderr.
+    """
+
+    def __init__(self, prompts: list[str], encoding):
+        self.texts = list(prompts)
+        self.streams = [IncrementalDetokenizer(encoding) for _ in prompts]
+        self.printed = 0  # characters of the first text, if there is only one
+        self.count = 0
+        self.times = [time.perf_counter()]
+
+    def add(self, row: int, token: int) -> None:
+        """Append a token to the output of sequence `row`."""
+        self.texts[row] += self.streams[row].add(token)
+        self.count += 1
+
+    def end_step(self) -> None:
+        """Record the time of a step, and print the new characters if there is only one text."""
+        self.times.append(time.perf_counter())
+        if len(self.texts) == 1:
+            write_stdout(self.texts[0][self.printed :])
+            self.printed = len(self.texts[0])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, error_type, *_):
+        if error_type is not None and not self.times[1:]:
+            return  # the error came before the first token
+        texts = [text + stream.end() for text, stream in zip(self.texts, self.streams)]
+        write_stdout(("\n" + "-" * 40 + "\n").join(texts)[self.printed :] + "\n")
+        if self.times[1:]:
+            print(self.statistics(), file=sys.stderr)
+
+    def statistics(self) -> str:
+        """Format throughput and time to first token (seconds)."""
+        first = self.times[1] - self.times[0]
+        total = self.times[-1] - self.times[0]
+        speed = f"{self.count} tokens, {self.count / total:.1f} tokens/s"
+        return f"{speed}, the first after {first:.3f} s"

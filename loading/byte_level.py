@@ -1,0 +1,22 @@
+"""Byte-level vocabularies: the patterns that split a text, and the spelling of its bytes."""
+
+PATTERNS = {  # pre-tokenization: they split a text before bytes are merged
+    # openai/gpt-2, encoder.py
+    "GPT-2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+}
+
+
+def unicode_to_bytes() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for.
+
+    GPT-2 writes a printable byte as itself and the others, in order, as the characters from U+0100
+    on, so that no token contains white space (openai/gpt-2, encoder.py).
+    """
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): byte for byte in printable}
+    return characters | {chr(256 + i): byte for i, byte in enumerate(hidden)}

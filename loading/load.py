@@ -1,0 +1,279 @@
+"""Resolving a model's name, and loading and saving the model."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from errors import UserError, catch_out_of_memory
+from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
+from loading.config import gpt_to_dict, read_gpt_config
+from model import GPT, GPTConfig, Model
+
+HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+PRESETS = {  # configurations of random models: `random:` and one of these names
+    "gpt2": GPTConfig(),
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of a model.
+
+    type: "directory", "hub" or "random". name: a path, the model's name on the hub, or a preset's.
+    """
+
+    type: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        """Return a name to display; a directory in this repository is relative to its root."""
+        if self.type == "directory":
+            path, root = Path(self.name).resolve(), Path(__file__).resolve().parents[1]
+            return str(path.relative_to(root) if path.is_relative_to(root) else path)
+        return self.name if self.type == "hub" else f"random:{self.name}"
+
+    def find(self, file: str) -> Path | None:
+        """Return the path of one of the model's files, after any download; None if missing."""
+        if self.type == "hub":
+            return download_file(self.name, file)
+        path = Path(self.name) / file
+        return path if is_file(path) else None
+
+    def file(self, file: str) -> Path:
+        """Return the path that `find` returns. Raises UserError if the file is missing."""
+        if path := self.find(file):
+            return path
+        raise UserError(f"{self.name}: no {file} {self.location}")
+
+    def weight_files(self) -> list[Path]:
+        """Return the files with the model's tensors: one, or else the shards that its index names.
+
+        Raises UserError if a file is missing, or the index names none.
+        """
+        if path := self.find("model.safetensors"):
+            return [path]
+        if index := self.find("model.safetensors.index.json"):
+            return [self.file(shard) for shard in read_shard_index(index)]
+        pickles = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+        is_pickle = self.type == "directory" and any(map(self.find, pickles))
+        hint = PICKLE_HINT if is_pickle else ""
+        raise UserError(f"{self.name}: no model.safetensors {self.location}{hint}")
+
+    @property
+    def location(self) -> str:
+        return "in this directory" if self.type == "directory" else "on the Hugging Face hub"
+
+
+PICKLE_HINT = (
+    "; pytorch_model.bin is a pickle, which can execute any code, so it is not loaded: convert it"
+    " with transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
+)
+
+
+def is_file(path: Path) -> bool:
+    """Call `Path.is_file`. Raises UserError without permission, and for a name too long."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def resolve_source(name) -> Source:
+    """Resolve a model's name to its source.
+
+    In this order: a directory, a model on the hub, a preset.
+
+    name: a string or a path; a Source is returned unchanged. Raises UserError for any other name.
+    """
+    if isinstance(name, Source):
+        return name
+    name = str(name)
+    if os.path.isdir(name):
+        return Source("directory", name)
+    if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
+        if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a misspelled directory
+            return Source("hub", name)
+    preset = name.removeprefix("random:")
+    if preset != name and preset in PRESETS:
+        return Source("random", preset)
+    allowed = (
+        f"{', '.join(HUB_NAMES)} or ORG/NAME (from the Hugging Face hub),"
+        f" or random:NAME, with one of {', '.join(PRESETS)}"
+    )
+    raise UserError(
+        f"unknown model {name!r}: give a directory with config.json and model.safetensors,"
+        f" {allowed}"
+    )
+
+
+# Repository on the hub -> its commit in this process, so that all files come from one commit.
+REVISIONS: dict[str, str] = {}
+
+
+def download_file(name: str, file: str) -> Path | None:
+    """Download one file of a model from the hub, unless it is cached; None if it does not exist.
+
+    Raises UserError if the download fails. A file enters the cache when it is complete, so an
+    interrupted download leaves none.
+    """
+    # A late import: it takes longer than loading a small model.
+    from huggingface_hub import (
+        _CACHED_NO_EXIST,
+        errors,
+        hf_hub_download,
+        logging,
+        try_to_load_from_cache,
+    )
+
+    logging.set_verbosity_error()  # the final error replaces a warning per retry
+    repository = f"openai-community/{name}" if name in HUB_NAMES else name
+    try:
+        path = Path(hf_hub_download(repository, file, revision=REVISIONS.get(repository)))
+    except Exception as error:  # offline, refused, disk full: the hub's errors share no base class
+        if isinstance(error, errors.EntryNotFoundError):
+            offline = isinstance(error, errors.LocalEntryNotFoundError)
+            if not offline or try_to_load_from_cache(repository, file) is _CACHED_NO_EXIST:
+                return None
+        missing = "" if name in HUB_NAMES else "is not a local directory, and "
+        raise UserError(
+            f"{name} {missing}could not be fetched from the Hugging Face hub: {first_line(error)}"
+        ) from None
+    REVISIONS[repository] = path.parent.name
+    return path
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of another library's error."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def read_shard_index(file: Path) -> list[str]:
+    """Return the shards that an index names.
+
+    Raises UserError unless it names a .safetensors file beside it for each tensor.
+    """
+    shards = read_json(file).get("weight_map")
+    shards = list(shards.values()) if isinstance(shards, dict) else []
+    # Only files beside the index, because a path could lead anywhere.
+    if not shards or not all(re.fullmatch(r"[\w.-]+\.safetensors", str(name)) for name in shards):
+        raise UserError(
+            f"{file}: weight_map must name a .safetensors file beside it for each tensor"
+        )
+    return list(dict.fromkeys(shards))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture: its model class, its configuration, and the mapping to config.json."""
+
+    model: type[Model]
+    config: type
+    read_config: Callable  # (the path of config.json, the object in it) -> config
+    to_dict: Callable  # config -> the object for config.json, except the dtype
+
+
+GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
+# By the model_type of config.json.
+ARCHITECTURES = {"gpt2": GPT2}
+
+
+def get_architecture(config) -> Architecture:
+    """Return the architecture of this configuration."""
+    return next(each for each in ARCHITECTURES.values() if type(config) is each.config)
+
+
+def load_config(name):
+    """Load the configuration of a model, not its weights. name, errors: as in `load_model`."""
+    source = resolve_source(name)
+    if source.type == "random":
+        return PRESETS[source.name]
+    file = source.file("config.json")
+    raw = read_json(file)
+    model_type = raw.get("model_type")
+    check_values(file, {"model_type": model_type}, {"model_type": tuple(ARCHITECTURES)})
+    return ARCHITECTURES[model_type].read_config(file, raw)
+
+
+def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
+    """Load a model for inference, straight to its dtype and device.
+
+    name: as in `resolve_source`: a directory in Hugging Face's format, or a model on the hub
+    (`gpt2`, its sizes, or `org/name`). `random:` and a name in PRESETS mean that configuration with
+    random weights. Raises UserError, with the reason in one line, for any other name, for a model
+    that cannot be read, and if memory runs out.
+    """
+    source = resolve_source(name)
+    model = empty_model(load_config(source))
+    chunks = weights_iterator(source, model, dtype, device)
+    return load_weights(model, chunks, source, dtype, device)
+
+
+def empty_model(config) -> Model:
+    """Build a model on the meta device: weights with shapes, but no data."""
+    with torch.device("meta"):
+        return get_architecture(config).model(config)
+
+
+def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -> Iterator[tuple]:
+    """Iterate over the weights in chunks: (name, slice of rows, these rows), as `read_tensors`.
+
+    model: not sharded yet; it may be on the meta device.
+    """
+    shapes = {key: weight.shape for key, weight in model.named_parameters()}
+    if source.type == "random":
+        return random_tensors(model, shapes, dtype, device)
+    transposed = {key for key in shapes if model.is_transposed(key)}
+    files = source.weight_files()
+    skip = model.IGNORED_SUFFIXES
+    return read_tensors(files, shapes, model.BASE_MODEL_PREFIX, skip, transposed)
+
+
+def load_weights(
+    model: Model, chunks: Iterator[tuple], source: Source, dtype: torch.dtype, device
+) -> Model:
+    """Load weights into an empty model, and return it.
+
+    chunks: (name, slice of rows, these rows). Raises UserError if memory runs out.
+    """
+    size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    with catch_out_of_memory(f"{source.label}: {size:,} bytes of weights"):
+        weights = {}
+        for key, tensor in model.named_parameters():
+            weights[key] = torch.empty(tensor.shape, dtype=dtype, device=device)
+        for name, rows, chunk in chunks:
+            weights[name][rows] = chunk
+    model.load_state_dict(weights, assign=True, strict=False)
+    return model.tie_weights().eval()
+
+
+def random_tensors(
+    model: Model, shapes: dict, dtype: torch.dtype, device
+) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    """Yield random weights of these shapes as `read_tensors`, the same in each process."""
+    seeded = torch.Generator(device).manual_seed(0)
+    for name, shape in shapes.items():
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        yield name, slice(0, shape[0]), model.init_weight(name, weight, generator=seeded)
+
+
+def save_model(model: Model, directory) -> None:
+    """Write `config.json` and `model.safetensors` for transformers, in the weights' dtype.
+
+    Raises UserError if they cannot be written, and leaves no partial file then.
+    """
+    fields = get_architecture(model.config).to_dict(model.config)
+    fields["dtype"] = str(model.dtype).removeprefix("torch.")
+    # state_dict would list the tied embedding a second time, as the head.
+    weights = {}
+    for key, weight in model.named_parameters():
+        stored = weight.t() if model.is_transposed(key) else weight
+        weights[key] = stored.detach().contiguous()
+    write_checkpoint(Path(directory), fields, weights)

@@ -1,0 +1,221 @@
+"""Text to token ids and back: one `Encoding` for all models."""
+
+from itertools import pairwise, product
+from pathlib import Path
+
+import tiktoken
+
+from errors import UserError
+from loading.byte_level import PATTERNS, unicode_to_bytes
+from loading.checkpoint import check_nested_values, check_values, read_json
+from loading.load import HUB_NAMES, resolve_source
+
+EOT = "<|endoftext|>"
+SUPPORTED_VALUES = {  # tokenizer.json fields; others would change the ids of a text
+    "normalizer": (None,),
+    "pre_tokenizer.type": ("ByteLevel",),
+    "pre_tokenizer.add_prefix_space": (False,),
+    "pre_tokenizer.use_regex": (True,),
+    "model.type": ("BPE",),
+    "model.dropout": (None, 0),
+    "model.continuing_subword_prefix": (None, ""),
+    "model.end_of_word_suffix": (None, ""),
+    "model.ignore_merges": (False,),
+    "post_processor.type": (None, "ByteLevel", "TemplateProcessing"),
+    # A template that adds no token.
+    "post_processor.single": (None, [{"Sequence": {"id": "A", "type_id": 0}}]),
+    "decoder.type": ("ByteLevel",),
+}
+
+
+def check_tokenizer(file: Path, raw: dict) -> None:
+    """Raise UserError unless this is a byte-level BPE with the same ids in tiktoken.
+
+    file: for errors. raw: the object in it.
+    """
+    check_nested_values(file, raw, SUPPORTED_VALUES)
+    try:
+        vocabulary = raw["model"]["vocab"]
+        added = raw.get("added_tokens") or []
+        merges = [
+            tuple(merge.split(" ") if isinstance(merge, str) else merge)
+            for merge in raw["model"]["merges"]
+        ]
+        merged = [a + b for a, b in merges]
+        special = {token["content"]: token["id"] for token in added}
+        new = [token["id"] for token in added if token["content"] not in vocabulary]
+        ids = [*vocabulary.values(), *new]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"{file}: not a Hugging Face tokenizer") from None
+    is_whole = all(type(number) is int for number in ids)
+    if not is_whole or sorted(vocabulary.values()) + new != list(range(len(ids))):
+        raise UserError(
+            f"{file}: the ids are not 0 to {len(ids) - 1}, once each,"
+            " those of the added tokens last"
+        )
+    check_added_tokens(file, added, vocabulary)
+    tokens = sorted(vocabulary.keys() - special.keys(), key=vocabulary.get)
+    check_merges(file, tokens, merges, merged)
+
+
+class Encoding(tiktoken.Encoding):
+    """tiktoken's Encoding, with an error that says what is wrong with a text."""
+
+    def encode(self, text: str, **special) -> list[int]:
+        """Encode as tiktoken does. Raises UserError for a million spaces in a row, its limit."""
+        try:
+            return super().encode(text, **special)
+        except ValueError as error:
+            if "regex" not in str(error).lower():
+                raise
+            raise UserError("the text has a million spaces in a row; fewer are supported") from None
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        # tiktoken's own panics where its `encode` raises an error.
+        return self.encode(text, disallowed_special=())
+
+
+def check_merges(file: Path, tokens: list[str], merges: list, merged: list) -> None:
+    """Raise UserError if tiktoken, which merges by the ranks of tokens, would merge others.
+
+    tokens: in the order of their ids. merged: the result of each merge.
+    """
+    to_byte = unicode_to_bytes()
+    rank = {token: i for i, token in enumerate(tokens)}
+    if set(tokens[:256]) != set(to_byte):
+        raise UserError(f"{file}: the first tokens of the vocabulary are not the 256 bytes")
+    if merged != tokens[256:] or not all(is_last_merge(a, b, rank, merges) for a, b in merges):
+        raise UserError(
+            f"{file}: the merges do not make the tokens of the vocabulary in the order of their ids"
+        )
+
+
+def is_last_merge(a: str, b: str, rank: dict[str, int], merges: list) -> bool:
+    """Return whether the merges before that of `a` and `b` turn the text a + b into these two.
+
+    Hugging Face merges only the listed pairs, tiktoken any two parts that make a token. Both agree
+    if no earlier merge crosses the boundary between `a` and `b`. So go back in time until bytes
+    meet there: take the newer of the two parts apart, and see whether those that now meet had a
+    merge of their own before it was made. rank: of each token; 256 or more for a merge's result.
+    """
+    before = rank[a + b]
+    if max(rank.get(a, before), rank.get(b, before)) >= before:
+        return False  # a part that does not exist yet
+    while max(rank[a], rank[b]) >= 256:
+        if rank[a] > rank[b]:
+            before = rank[a]
+            a = merges[rank[a] - 256][1]
+        else:
+            # If both parts are equal, the left one is made first. So is the boundary's merge if
+            # it has this rank.
+            before = rank[b] + 1
+            b = merges[rank[b] - 256][0]
+        if rank.get(a + b, before) < before:
+            return False
+    return True
+
+
+def check_added_tokens(file: Path, added: list[dict], vocabulary: dict[str, int]) -> None:
+    """Raise UserError if tiktoken would not find the added tokens where the library finds them."""
+    flags = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}
+    for token in added:
+        content = token["content"]
+        check_values(f"{file}: added token {content!r}", token, flags)
+        if not is_text(content) or vocabulary.get(content, token["id"]) != token["id"]:
+            raise UserError(
+                f"{file}: added token {content!r} is empty, not text,"
+                " or has another id in the vocabulary"
+            )
+    contents = {token["content"] for token in added}
+    if len(contents) < len(added):
+        raise UserError(f"{file}: duplicate added token")
+    for a, b in pairwise(sorted(contents)):
+        if b.startswith(a):  # the library finds the longer one, tiktoken either
+            raise UserError(
+                f"{file}: added token {b!r} begins with another one, {a!r}; that is not supported"
+            )
+    # The library looks for normalized tokens last; tiktoken finds the left one of two that overlap.
+    last = {token["content"] for token in added if token.get("normalized")}
+    for a, b in product(sorted(last), sorted(contents - last)):
+        if any(a.startswith(b, i) or b.startswith(a[i:]) for i in range(1, len(a))):
+            raise UserError(
+                f"{file}: added token {a!r} is normalized and overlaps {b!r}; that is not supported"
+            )
+
+
+def is_text(content) -> bool:
+    """Return whether this is a nonempty text that UTF-8 can encode, without lone surrogates."""
+    return isinstance(content, str) and content.encode("utf-8", "ignore").decode() == content != ""
+
+
+def load_encoding(name, vocab_size: int) -> Encoding:
+    """Load the tokenizer of a model.
+
+    `encode(text, allowed_special="all")` encodes `<|endoftext|>` in a text as that token.
+
+    name: as for `load_model`. A directory needs a `tokenizer.json` (a byte-level BPE, as GPT-2's).
+    `gpt2` and its sizes use tiktoken's own. `random:` models get placeholder tokens: bytes, then
+    ids from 256 on as numbers. vocab_size: the model's; it may exceed the tokenizer's, as in models
+    that pad their vocabulary to a round number. Raises UserError if it is smaller, or if the
+    tokenizer is missing or unsupported.
+    """
+    source = resolve_source(name)
+    if source.type == "random":
+        encoding = placeholder_encoding(source.label, vocab_size)
+    elif source.type == "hub" and source.name in HUB_NAMES:
+        encoding = gpt2_encoding()
+    else:
+        encoding = read_tokenizer_json(source.file("tokenizer.json"))
+    if encoding.n_vocab > vocab_size:
+        raise UserError(
+            f"{source.name}: the tokenizer has {encoding.n_vocab} tokens,"
+            f" more than the model's vocab_size ({vocab_size})"
+        )
+    return encoding
+
+
+def placeholder_encoding(name: str, vocab_size: int) -> Encoding:
+    """Build an encoding of byte tokens, then numbers, and `<|endoftext|>` last."""
+    ranks = {bytes([i]): i for i in range(256)}
+    ranks |= {b" %d" % i: i for i in range(256, vocab_size - 1)}
+    pattern = PATTERNS["GPT-2"]
+    special = {EOT: vocab_size - 1}
+    return Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+def gpt2_encoding() -> Encoding:
+    """Return GPT-2's Encoding, which tiktoken downloads once. Raises UserError if that fails."""
+    try:
+        found = tiktoken.get_encoding("gpt2")
+    except Exception as error:  # offline, it is one of the HTTP library
+        raise UserError(
+            f"GPT-2's vocabulary could not be fetched: {type(error).__name__}"
+        ) from None
+    return Encoding(
+        found.name,
+        pat_str=found._pat_str,
+        mergeable_ranks=found._mergeable_ranks,
+        special_tokens=found._special_tokens,
+    )
+
+
+def read_tokenizer_json(file: Path) -> Encoding:
+    """Return the Encoding of a `tokenizer.json`.
+
+    In a byte-level BPE a token's id grows with the rank of the merge that makes it, and tiktoken
+    merges by the rank of the result: so the vocabulary, decoded to bytes, is tiktoken's rank table.
+    Raises UserError for unsupported tokenizers.
+    """
+    raw = read_json(file)
+    check_tokenizer(file, raw)
+    vocabulary = raw["model"]["vocab"]
+    special = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
+    to_byte = unicode_to_bytes()
+    ranks = {
+        bytes(to_byte[c] for c in token): rank
+        for token, rank in vocabulary.items()
+        if token not in special
+    }
+    return Encoding(
+        str(file.parent), pat_str=PATTERNS["GPT-2"], mergeable_ranks=ranks, special_tokens=special
+    )
