@@ -2,17 +2,53 @@
 
 import os
 import sys
+from collections.abc import Iterator
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
     import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
+import torch
+
 from command_line.models import load_models, pick_device
-from command_line.options import STORIES, add_options, read_prompts
+from command_line.options import (
+    STORIES,
+    add_options,
+    add_sampling_options,
+    read_prompts,
+    sampling_params,
+)
 from command_line.output import OutputWriter
 from command_line.parser import Parser, run_script
+from errors import UserError
 from loading.load import resolve_source
+from model import Model
+from sampling import SamplingParams, Sequence
 from text.tokenizer import load_encoding
+
+
+@torch.inference_mode()
+def generate(model: Model, prompts: list[list[int]], params: SamplingParams) -> Iterator[list[int]]:
+    """Generate tokens for all prompts in a static batch, one per sequence and step.
+
+    prompts: token ids, one list per prompt, all of one length; an empty one becomes the BOS token.
+    Yields, `params.max_new_tokens` times, the next token of each sequence.
+    Raises UserError if prompts is empty or their lengths differ.
+    """
+    if not prompts:
+        raise UserError("at least one prompt is needed")
+    config = model.config
+    sequences = [Sequence.from_prompt(prompt, params, config) for prompt in prompts]
+    lengths = [sequence.prompt_length for sequence in sequences]
+    if len(set(lengths)) > 1:
+        raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
+    for _ in range(params.max_new_tokens):
+        tokens = torch.tensor([sequence.tokens for sequence in sequences], device=model.device)
+        logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        next_tokens = logits.argmax(dim=-1).tolist()
+        yield next_tokens
+        for sequence, token in zip(sequences, next_tokens):
+            sequence.tokens.append(token)
 
 
 def main(argv=None) -> None:
@@ -20,18 +56,35 @@ def main(argv=None) -> None:
     model_help = "directory, ORG/NAME on the Hub, gpt2 or random:gpt2"
     parser.group("model").add_argument("--model", default=STORIES, help=model_help)
     add_options(parser)
+    add_sampling_options(parser)
     run_script(parser, run, argv)
 
 
 def run(args) -> None:
-    """Run the command line. Raises UserError for bad input."""
+    """Run the command line, with text on stdout and statistics on stderr.
+
+    Raises UserError for bad input.
+    """
     source = resolve_source(args.model)
+    params = sampling_params(args)
     prompts = read_prompts(args)
     device = pick_device(args.device)
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
-    with OutputWriter(prompts, encoding):
-        pass
+    prompt_ids = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
+    output = OutputWriter(prompts, encoding)
+    print_samples(model, prompt_ids, params, output)
+
+
+def print_samples(
+    model: Model, prompts: list[list[int]], params: SamplingParams, output: OutputWriter
+) -> None:
+    """Generate a continuation of each prompt."""
+    with output:
+        for step in generate(model, prompts, params):
+            for row, token in enumerate(step):
+                output.add(row, token)
+            output.end_step()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Options of all scripts: model and prompts."""
+"""Options of all scripts: model, sampling, prompts."""
 
+import dataclasses
 from pathlib import Path
 
 from command_line.parser import HelpFormatter, Parser
 from errors import UserError
+from sampling import SamplingParams
 
 STORIES = Path(__file__).resolve().parents[1] / "checkpoints" / "stories"
 
@@ -22,6 +24,20 @@ def add_model_options(parser: Parser) -> None:
     group = parser.group("model")
     devices = ("auto", "cuda", "mps", "cpu")
     group.add_argument("--device", default="auto", choices=devices, help="device to run on")
+
+
+def add_sampling_options(parser: Parser) -> None:
+    """Add the options for generation."""
+    group = parser.group("sampling")
+    length_help = "maximum number of new tokens"
+    group.add_argument("--max-new-tokens", metavar="N", type=int, help=length_help)
+    parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+
+
+def sampling_params(args) -> SamplingParams:
+    """Build SamplingParams from the parsed options."""
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
 def read_prompts(args) -> list[str]:
