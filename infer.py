@@ -28,11 +28,14 @@ from text.tokenizer import load_encoding
 
 
 @torch.inference_mode()
-def generate(model: Model, prompts: list[list[int]], params: SamplingParams) -> Iterator[list[int]]:
+def generate(
+    model: Model, prompts: list[list[int]], params: SamplingParams
+) -> Iterator[list[int | None]]:
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
     prompts: token ids, one list per prompt, all of one length; an empty one becomes the BOS token.
-    Yields, `params.max_new_tokens` times, the next token of each sequence.
+    Yields, once per step, the next token of each sequence, its EOS included, and None
+    once it has ended.
     Raises UserError if prompts is empty or their lengths differ.
     """
     if not prompts:
@@ -42,13 +45,19 @@ def generate(model: Model, prompts: list[list[int]], params: SamplingParams) -> 
     lengths = [sequence.prompt_length for sequence in sequences]
     if len(set(lengths)) > 1:
         raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
-    for _ in range(params.max_new_tokens):
+    finished = [params.max_new_tokens == 0] * len(sequences)
+    while not all(finished):
         tokens = torch.tensor([sequence.tokens for sequence in sequences], device=model.device)
         logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
         next_tokens = logits.argmax(dim=-1).tolist()
-        yield next_tokens
-        for sequence, token in zip(sequences, next_tokens):
-            sequence.tokens.append(token)
+        step = [None if done else token for done, token in zip(finished, next_tokens)]
+        yield step
+        for row, (sequence, token) in enumerate(zip(sequences, next_tokens)):
+            # Only a generated EOS ends a sequence, because a prompt may end in EOS.
+            is_eos = token in config.eos_token_ids and not params.ignore_eos
+            if is_eos or len(sequence.tokens) + 1 == sequence.max_length:
+                finished[row] = True
+            sequence.tokens.append(token)  # to finished ones too: all keep one length
 
 
 def main(argv=None) -> None:
@@ -71,8 +80,9 @@ def run(args) -> None:
     device = pick_device(args.device)
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
+    skip = () if params.ignore_eos else model.config.eos_token_ids
     prompt_ids = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
-    output = OutputWriter(prompts, encoding)
+    output = OutputWriter(prompts, encoding, skip)
     print_samples(model, prompt_ids, params, output)
 
 
@@ -83,7 +93,8 @@ def print_samples(
     with output:
         for step in generate(model, prompts, params):
             for row, token in enumerate(step):
-                output.add(row, token)
+                if token is not None:
+                    output.add(row, token)
             output.end_step()
 
 

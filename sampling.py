@@ -8,6 +8,7 @@ class SamplingParams:
     """Sampling parameters of a request; the defaults are greedy decoding."""
 
     max_new_tokens: int = 220
+    ignore_eos: bool = False  # continue after an EOS token
 
 
 @dataclasses.dataclass(eq=False)  # compare and hash by identity
@@ -26,3 +27,8 @@ class Sequence:
         """
         tokens = list(prompt) or [config.bos_token_id]
         return cls(tokens, len(tokens), params)
+
+    @property
+    def max_length(self) -> int:
+        """Return the maximum number of tokens, prompt included."""
+        return self.prompt_length + self.params.max_new_tokens

@@ -31,6 +31,8 @@ def add_sampling_options(parser: Parser) -> None:
     group = parser.group("sampling")
     length_help = "maximum number of new tokens"
     group.add_argument("--max-new-tokens", metavar="N", type=int, help=length_help)
+    eos_help = "continue after EOS, up to --max-new-tokens"
+    group.add_argument("--ignore-eos", action="store_true", help=eos_help)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 

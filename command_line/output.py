@@ -11,13 +11,14 @@ class OutputWriter:
     """A writer of outputs to stdout: a single one is streamed, several are printed at the end.
 
     Outputs are written verbatim, control characters included, as `cat` would.
+    skip: token ids that print nothing, such as EOS.
     Use it as a context manager. However the block ends, the generated text is printed, then
     statistics on stderr.
     """
 
-    def __init__(self, prompts: list[str], encoding):
+    def __init__(self, prompts: list[str], encoding, skip: tuple[int, ...] = ()):
         self.texts = list(prompts)
-        self.streams = [IncrementalDetokenizer(encoding) for _ in prompts]
+        self.streams = [IncrementalDetokenizer(encoding, skip) for _ in prompts]
         self.printed = 0  # characters of the first text, if there is only one
         self.count = 0
         self.times = [time.perf_counter()]
