@@ -47,7 +47,8 @@ def generate(
         raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
     finished = [params.max_new_tokens == 0] * len(sequences)
     while not all(finished):
-        tokens = torch.tensor([sequence.tokens for sequence in sequences], device=model.device)
+        windows = [sequence.tokens[-config.block_size :] for sequence in sequences]
+        tokens = torch.tensor(windows, device=model.device)
         logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
         next_tokens = logits.argmax(dim=-1).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
