@@ -15,6 +15,7 @@ from command_line.options import (
     STORIES,
     add_options,
     add_sampling_options,
+    pick_seed,
     read_prompts,
     sampling_params,
 )
@@ -23,17 +24,21 @@ from command_line.parser import Parser, run_script
 from errors import UserError
 from loading.load import resolve_source
 from model import Model
-from sampling import SamplingParams, Sequence
+from sampling import SamplingParams, Sequence, sample
 from text.tokenizer import load_encoding
 
 
 @torch.inference_mode()
 def generate(
-    model: Model, prompts: list[list[int]], params: SamplingParams
+    model: Model,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    generator: torch.Generator | None = None,
 ) -> Iterator[list[int | None]]:
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
     prompts: token ids, one list per prompt, all of one length; an empty one becomes the BOS token.
+    generator: random generator on the model's device; None: torch's global one.
     Yields, once per step, the next token of each sequence, its EOS included, and None
     once it has ended.
     Raises UserError if prompts is empty or their lengths differ.
@@ -50,7 +55,7 @@ def generate(
         windows = [sequence.tokens[-config.block_size :] for sequence in sequences]
         tokens = torch.tensor(windows, device=model.device)
         logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
-        next_tokens = logits.argmax(dim=-1).tolist()
+        next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, (sequence, token) in enumerate(zip(sequences, next_tokens)):
@@ -79,20 +84,26 @@ def run(args) -> None:
     params = sampling_params(args)
     prompts = read_prompts(args)
     device = pick_device(args.device)
+    seed = pick_seed(args.seed)
     (model,) = load_models([source], args, device)
+    generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
     prompt_ids = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
-    output = OutputWriter(prompts, encoding, skip)
-    print_samples(model, prompt_ids, params, output)
+    output = OutputWriter(prompts, encoding, skip, seed if params.temperature else None)
+    print_samples(model, prompt_ids, params, generator, output)
 
 
 def print_samples(
-    model: Model, prompts: list[list[int]], params: SamplingParams, output: OutputWriter
+    model: Model,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    generator: torch.Generator,
+    output: OutputWriter,
 ) -> None:
-    """Generate a continuation of each prompt."""
+    """Sample a continuation of each prompt."""
     with output:
-        for step in generate(model, prompts, params):
+        for step in generate(model, prompts, params, generator):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import torch
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -9,6 +11,7 @@ class SamplingParams:
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # continue after an EOS token
+    temperature: float = 0.0  # 0: greedy; 1: sample from the softmax
 
 
 @dataclasses.dataclass(eq=False)  # compare and hash by identity
@@ -32,3 +35,21 @@ class Sequence:
     def max_length(self) -> int:
         """Return the maximum number of tokens, prompt included."""
         return self.prompt_length + self.params.max_new_tokens
+
+
+def sample(
+    logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Sample a token from each row of logits.
+
+    logits: (B, vocab_size), float32. Returns (B,) ids: the argmax at temperature 0, else one draw
+    per row.
+    """
+    if params.temperature == 0:
+        return logits.argmax(dim=-1)
+    return torch.multinomial(sampling_probs(logits, params), 1, generator=generator)[:, 0]
+
+
+def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Return the distribution that `sample` draws from, in the shape of the logits."""
+    return torch.softmax(logits, dim=-1)

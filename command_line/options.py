@@ -1,6 +1,8 @@
 """Options of all scripts: model, sampling, prompts."""
 
 import dataclasses
+import secrets
+import sys
 from pathlib import Path
 
 from command_line.parser import HelpFormatter, Parser
@@ -11,10 +13,14 @@ STORIES = Path(__file__).resolve().parents[1] / "checkpoints" / "stories"
 
 
 def add_options(parser: Parser) -> None:
-    """Add the options for the prompt and the model."""
+    """Add the options for the prompt, seed and model."""
     group = parser.group("prompts")
     prompt_help = "text to continue; empty: start from the BOS token (default: empty)"
     group.add_argument("--prompt", metavar="TEXT", help=prompt_help)
+    samples_help = "number of outputs"
+    group.add_argument("--num-samples", metavar="N", type=int, default=1, help=samples_help)
+    seed_help = "seed for sampling (default: a random one)"
+    parser.group("sampling").add_argument("--seed", metavar="N", type=int, help=seed_help)
     add_model_options(parser)
 
 
@@ -27,27 +33,44 @@ def add_model_options(parser: Parser) -> None:
 
 
 def add_sampling_options(parser: Parser) -> None:
-    """Add the options for generation."""
+    """Add the sampling options."""
     group = parser.group("sampling")
     length_help = "maximum number of new tokens"
     group.add_argument("--max-new-tokens", metavar="N", type=int, help=length_help)
     eos_help = "continue after EOS, up to --max-new-tokens"
     group.add_argument("--ignore-eos", action="store_true", help=eos_help)
+    number = {"type": float, "metavar": "X"}
+    temperature_help = "0: greedy, 1: sample from the softmax"
+    group.add_argument("--temperature", **number, choices=(0.0, 1.0), help=temperature_help)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
 def sampling_params(args) -> SamplingParams:
-    """Build SamplingParams from the parsed options."""
+    """Build SamplingParams from the parsed options.
+
+    A note on stderr names options that have no effect at temperature 0.
+    """
     names = [field.name for field in dataclasses.fields(SamplingParams)]
-    return SamplingParams(**{name: getattr(args, name) for name in names})
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
+    explicit = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
+    if params.temperature == 0 and any(explicit.values()):
+        useless = ", ".join(name for name, is_given in explicit.items() if is_given)
+        print(
+            f"note: temperature 0 is greedy, so these options have no effect: {useless}",
+            file=sys.stderr,
+        )
+    return params
 
 
 def read_prompts(args) -> list[str]:
-    """Return the prompt, by default an empty one. Raises UserError if it is not UTF-8."""
+    """Return the prompt, repeated --num-samples times; the default is an empty one.
+
+    Raises UserError if it is not UTF-8.
+    """
     prompts = [args.prompt or ""]
     for prompt in prompts:
         check_utf8("--prompt", prompt)
-    return prompts
+    return [prompt for prompt in prompts for _ in range(args.num_samples)]
 
 
 def check_utf8(name: str, text: str) -> None:
@@ -56,3 +79,8 @@ def check_utf8(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError:  # Python decodes an invalid byte of an argument to a surrogate
         raise UserError(f"{name} {text!a}: not UTF-8 text") from None
+
+
+def pick_seed(seed: int | None) -> int:
+    """Return the seed, or a random one for None."""
+    return secrets.randbits(64) if seed is None else seed

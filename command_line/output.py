@@ -11,14 +11,17 @@ class OutputWriter:
     """A writer of outputs to stdout: a single one is streamed, several are printed at the end.
 
     Outputs are written verbatim, control characters included, as `cat` would.
-    skip: token ids that print nothing, such as EOS.
+    skip: token ids that print nothing, such as EOS. seed: the sampling seed, None if greedy.
     Use it as a context manager. However the block ends, the generated text is printed, then
     statistics on stderr.
     """
 
-    def __init__(self, prompts: list[str], encoding, skip: tuple[int, ...] = ()):
+    def __init__(
+        self, prompts: list[str], encoding, skip: tuple[int, ...] = (), seed: int | None = None
+    ):
         self.texts = list(prompts)
         self.streams = [IncrementalDetokenizer(encoding, skip) for _ in prompts]
+        self.seed = seed
         self.printed = 0  # characters of the first text, if there is only one
         self.count = 0
         self.times = [time.perf_counter()]
@@ -47,8 +50,9 @@ class OutputWriter:
             print(self.statistics(), file=sys.stderr)
 
     def statistics(self) -> str:
-        """Format throughput and time to first token (seconds)."""
+        """Format throughput, time to first token (seconds) and the sampling seed."""
         first = self.times[1] - self.times[0]
         total = self.times[-1] - self.times[0]
         speed = f"{self.count} tokens, {self.count / total:.1f} tokens/s"
-        return f"{speed}, the first after {first:.3f} s"
+        seed = "" if self.seed is None else f", seed {self.seed}"
+        return f"{speed}, the first after {first:.3f} s{seed}"
