@@ -11,7 +11,7 @@ class SamplingParams:
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # continue after an EOS token
-    temperature: float = 0.0  # 0: greedy; 1: sample from the softmax
+    temperature: float = 0.0  # divides the logits before the softmax; 0: greedy
 
 
 @dataclasses.dataclass(eq=False)  # compare and hash by identity
@@ -52,4 +52,17 @@ def sample(
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Return the distribution that `sample` draws from, in the shape of the logits."""
+    logits = apply_temperature(logits, params.temperature)
     return torch.softmax(logits, dim=-1)
+
+
+def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divide the logits (..., vocab_size) by a temperature > 0.
+
+    Values below 1 sharpen the distribution, values above 1 flatten it.
+    """
+    # Softmax is invariant to a shift. With the largest logit at 0, the others can only overflow to
+    # -inf, probability 0. A divisor that is infinite in this dtype would make all logits equal.
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    limits = torch.finfo(logits.dtype)
+    return logits / min(max(temperature, limits.tiny), limits.max)

@@ -40,8 +40,8 @@ def add_sampling_options(parser: Parser) -> None:
     eos_help = "continue after EOS, up to --max-new-tokens"
     group.add_argument("--ignore-eos", action="store_true", help=eos_help)
     number = {"type": float, "metavar": "X"}
-    temperature_help = "0: greedy, 1: sample from the softmax"
-    group.add_argument("--temperature", **number, choices=(0.0, 1.0), help=temperature_help)
+    temperature_help = "divisor of the logits; 0: greedy, below 1: sharper, above 1: flatter"
+    group.add_argument("--temperature", **number, help=temperature_help)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
