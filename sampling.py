@@ -12,6 +12,7 @@ class SamplingParams:
     max_new_tokens: int = 220
     ignore_eos: bool = False  # continue after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: greedy
+    top_k: int = 0  # sample from the k most likely tokens; 0: off
 
 
 @dataclasses.dataclass(eq=False)  # compare and hash by identity
@@ -53,6 +54,7 @@ def sample(
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Return the distribution that `sample` draws from, in the shape of the logits."""
     logits = apply_temperature(logits, params.temperature)
+    logits = top_k_filter(logits, params.top_k)
     return torch.softmax(logits, dim=-1)
 
 
@@ -66,3 +68,14 @@ def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     logits = logits - logits.amax(dim=-1, keepdim=True)
     limits = torch.finfo(logits.dtype)
     return logits / min(max(temperature, limits.tiny), limits.max)
+
+
+def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Set all but the k largest logits (..., vocab_size) to -inf; ties with the k-th stay.
+
+    k = 0 keeps all. Fan et al. 2018, "Hierarchical Neural Story Generation".
+    """
+    if k == 0 or k >= logits.shape[-1]:
+        return logits
+    kth = logits.topk(k, dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < kth, -torch.inf)

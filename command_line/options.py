@@ -42,6 +42,8 @@ def add_sampling_options(parser: Parser) -> None:
     number = {"type": float, "metavar": "X"}
     temperature_help = "divisor of the logits; 0: greedy, below 1: sharper, above 1: flatter"
     group.add_argument("--temperature", **number, help=temperature_help)
+    top_k_help = "sample from the K most likely tokens; 0: off"
+    group.add_argument("--top-k", metavar="K", type=int, help=top_k_help)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
@@ -53,6 +55,7 @@ def sampling_params(args) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     explicit = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
+    explicit |= {"--top-k": params.top_k > 0}
     if params.temperature == 0 and any(explicit.values()):
         useless = ", ".join(name for name, is_given in explicit.items() if is_given)
         print(
