@@ -13,6 +13,7 @@ class SamplingParams:
     ignore_eos: bool = False  # continue after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: greedy
     top_k: int = 0  # sample from the k most likely tokens; 0: off
+    top_p: float = 1.0  # sample from the fewest tokens with at least this mass; 1: off
 
 
 @dataclasses.dataclass(eq=False)  # compare and hash by identity
@@ -55,6 +56,7 @@ def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
     """Return the distribution that `sample` draws from, in the shape of the logits."""
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
+    logits = top_p_filter(logits, params.top_p)
     return torch.softmax(logits, dim=-1)
 
 
@@ -79,3 +81,28 @@ def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
         return logits
     kth = logits.topk(k, dim=-1).values[..., -1:]
     return logits.masked_fill(logits < kth, -torch.inf)
+
+
+def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Set all logits (..., vocab_size) outside the nucleus to -inf.
+
+    The nucleus is the smallest set of most likely tokens with mass p. The token that crosses p
+    stays, so at least one does; p = 1 keeps all. Holtzman et al. 2020, "The Curious Case of Neural
+    Text Degeneration" (nucleus sampling).
+    """
+    return logits if p == 1 else logits.masked_fill(outside_top_p(logits, p), -torch.inf)
+
+
+def outside_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Return bools (..., n): true for logits (..., n) outside the nucleus of mass p.
+
+    Equal logits are ordered by index.
+    """
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    ordered = values.softmax(dim=-1)
+    mass = ordered.cumsum(dim=-1)
+    # Keep the most likely token even if p rounds to 0. Remove others by the mass before them;
+    # mass - ordered would round differently.
+    remove = torch.zeros_like(mass, dtype=torch.bool)
+    remove[..., 1:] = mass[..., :-1] >= p
+    return remove.scatter(-1, order, remove)

@@ -44,6 +44,8 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--temperature", **number, help=temperature_help)
     top_k_help = "sample from the K most likely tokens; 0: off"
     group.add_argument("--top-k", metavar="K", type=int, help=top_k_help)
+    top_p_help = "sample from the fewest tokens with a total probability of at least X; 1: off"
+    group.add_argument("--top-p", **number, help=top_p_help)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
@@ -55,7 +57,7 @@ def sampling_params(args) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     explicit = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
-    explicit |= {"--top-k": params.top_k > 0}
+    explicit |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
     if params.temperature == 0 and any(explicit.values()):
         useless = ", ".join(name for name, is_given in explicit.items() if is_given)
         print(
