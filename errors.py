@@ -37,3 +37,17 @@ def catch_out_of_memory(what: str):
         if is_out_of_memory(error):
             raise UserError(f"{what} do not fit in memory") from None
         raise
+
+
+def check_limits(limits: dict[str, tuple], **values) -> None:
+    """Raise UserError for the first value that has a wrong type or is out of range.
+
+    limits: name -> (type, predicate for valid values, description of the allowed values).
+    """
+    for name, value in values.items():
+        expected_type, valid, allowed = limits[name]
+        has_type = isinstance(value, expected_type) and isinstance(value, bool) == (
+            expected_type is bool
+        )
+        if not has_type or not valid(value):
+            raise UserError(f"{name} {value!r}: must be {allowed}")

@@ -24,7 +24,7 @@ from command_line.parser import Parser, run_script
 from errors import UserError
 from loading.load import resolve_source
 from model import Model
-from sampling import SamplingParams, Sequence, sample
+from sampling import NOT_FINITE, SamplingParams, Sequence, sample
 from text.tokenizer import load_encoding
 
 
@@ -41,7 +41,7 @@ def generate(
     generator: random generator on the model's device; None: torch's global one.
     Yields, once per step, the next token of each sequence, its EOS included, and None
     once it has ended.
-    Raises UserError if prompts is empty or their lengths differ.
+    Raises UserError if prompts is empty, their lengths differ, or the logits are not finite.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")
@@ -53,8 +53,7 @@ def generate(
     finished = [params.max_new_tokens == 0] * len(sequences)
     while not all(finished):
         windows = [sequence.tokens[-config.block_size :] for sequence in sequences]
-        tokens = torch.tensor(windows, device=model.device)
-        logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        logits = next_logits(model, windows)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
@@ -64,6 +63,19 @@ def generate(
             if is_eos or len(sequence.tokens) + 1 == sequence.max_length:
                 finished[row] = True
             sequence.tokens.append(token)  # to finished ones too: all keep one length
+
+
+@torch.inference_mode()
+def next_logits(model: Model, windows: list[list[int]]) -> torch.Tensor:
+    """Return the logits for the token after each window, (B, vocab_size).
+
+    Raises UserError if the logits are not finite.
+    """
+    tokens = torch.tensor(windows, device=model.device)
+    logits = model(tokens, logits_to_keep=1)[:, -1]
+    if not logits.isfinite().all():
+        raise UserError(NOT_FINITE)
+    return logits
 
 
 def main(argv=None) -> None:

@@ -1,19 +1,47 @@
 """Sampling: from logits to tokens."""
 
 import dataclasses
+import sys
 
 import torch
+
+from errors import check_limits
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a request; the defaults are greedy decoding."""
+    """Sampling parameters of a request; the defaults are greedy decoding.
+
+    Raises UserError for a value out of range.
+    """
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # continue after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: greedy
     top_k: int = 0  # sample from the k most likely tokens; 0: off
     top_p: float = 1.0  # sample from the fewest tokens with at least this mass; 1: off
+
+    def __post_init__(self):
+        check_limits(LIMITS, **vars(self))
+        for field in dataclasses.fields(self):
+            if field.type is float:  # torch accepts no integer above 2**64 - 1
+                object.__setattr__(self, field.name, float(getattr(self, field.name)))
+
+
+MAX_FLOAT = sys.float_info.max
+
+
+LIMITS = {  # field of SamplingParams: type, predicate for valid values, their description
+    "max_new_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
+    "ignore_eos": (bool, lambda v: True, "True or False"),
+    "temperature": (int | float, lambda v: 0 <= v <= MAX_FLOAT, "a finite number >= 0"),
+    "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
+    "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+}
+NOT_FINITE = (
+    "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"
+    " range is too small (try --dtype float32)"
+)
 
 
 @dataclasses.dataclass(eq=False)  # compare and hash by identity

@@ -10,6 +10,8 @@ from errors import UserError
 from sampling import SamplingParams
 
 STORIES = Path(__file__).resolve().parents[1] / "checkpoints" / "stories"
+# Lists for 10**9 sequences would fill the memory before any tensor is allocated.
+MAX_SEQUENCES = 2**16
 
 
 def add_options(parser: Parser) -> None:
@@ -70,11 +72,16 @@ def sampling_params(args) -> SamplingParams:
 def read_prompts(args) -> list[str]:
     """Return the prompt, repeated --num-samples times; the default is an empty one.
 
-    Raises UserError if it is not UTF-8.
+    Raises UserError for too many prompts, or a prompt that is not UTF-8.
     """
     prompts = [args.prompt or ""]
     for prompt in prompts:
         check_utf8("--prompt", prompt)
+    if args.num_samples < 1:
+        raise UserError(f"--num-samples {args.num_samples}: must be an integer >= 1")
+    if len(prompts) * args.num_samples > MAX_SEQUENCES:
+        requested = f"{len(prompts)} prompts x --num-samples {args.num_samples}"
+        raise UserError(f"{requested}: at most {MAX_SEQUENCES} sequences are allowed")
     return [prompt for prompt in prompts for _ in range(args.num_samples)]
 
 
@@ -87,5 +94,7 @@ def check_utf8(name: str, text: str) -> None:
 
 
 def pick_seed(seed: int | None) -> int:
-    """Return the seed, or a random one for None."""
+    """Return the seed, or a random one for None. Raises UserError for a seed out of range."""
+    if seed is not None and not 0 <= seed < 2**64:
+        raise UserError(f"--seed {seed}: must be an integer from 0 to 2**64 - 1")
     return secrets.randbits(64) if seed is None else seed
