@@ -24,7 +24,7 @@ from command_line.parser import Parser, run_script
 from errors import UserError
 from loading.load import resolve_source
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, Sequence, sample
+from sampling import NOT_FINITE, SamplingParams, Sequence, apply_penalties, sample
 from text.tokenizer import load_encoding
 
 
@@ -54,6 +54,7 @@ def generate(
     while not all(finished):
         windows = [sequence.tokens[-config.block_size :] for sequence in sequences]
         logits = next_logits(model, windows)
+        logits = apply_penalties(logits, sequences)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step

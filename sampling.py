@@ -1,4 +1,4 @@
-"""Sampling: from logits to tokens."""
+"""Sampling: parameters of a request, logits processors, filters and draws."""
 
 import dataclasses
 import sys
@@ -20,6 +20,7 @@ class SamplingParams:
     temperature: float = 0.0  # divides the logits before the softmax; 0: greedy
     top_k: int = 0  # sample from the k most likely tokens; 0: off
     top_p: float = 1.0  # sample from the fewest tokens with at least this mass; 1: off
+    presence_penalty: float = 0.0  # subtracted once from the logit of each token in the output
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -37,6 +38,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "temperature": (int | float, lambda v: 0 <= v <= MAX_FLOAT, "a finite number >= 0"),
     "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+    "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"
@@ -49,7 +51,7 @@ class Sequence:
     """A prompt with its output and its sampling parameters."""
 
     tokens: list[int]  # prompt, then output
-    prompt_length: int
+    prompt_length: int  # penalties distinguish prompt and output
     params: SamplingParams
 
     @classmethod
@@ -62,9 +64,47 @@ class Sequence:
         return cls(tokens, len(tokens), params)
 
     @property
+    def output(self) -> list[int]:
+        """Return the generated tokens, EOS included."""
+        return self.tokens[self.prompt_length :]
+
+    @property
     def max_length(self) -> int:
         """Return the maximum number of tokens, prompt included."""
         return self.prompt_length + self.params.max_new_tokens
+
+
+def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """Apply the presence penalty of each sequence.
+
+    logits: (B, vocab_size). sequences: B sequences with equal penalties, none of them empty.
+    Returns new logits, or `logits` itself if the penalty is off.
+    """
+    params = sequences[0].params
+    if not params.presence_penalty:
+        return logits
+    # Gather the distinct tokens of each sequence; they are far fewer than the vocabulary.
+    seen = [list(set(sequence.tokens)) for sequence in sequences]
+    longest = max(len(row) for row in seen)
+    # Pad shorter rows with a repeated id: scatter then writes the same logit several times.
+    seen = [row + row[:1] * (longest - len(row)) for row in seen]
+    ids = torch.tensor(seen, device=logits.device)
+    selected = logits.gather(-1, ids)
+    outputs = [set(sequence.output) for sequence in sequences]
+    present = torch.tensor([[id in output for id in row] for output, row in zip(outputs, seen)])
+    selected = apply_presence_penalty(selected, present.to(logits.device), params.presence_penalty)
+    return logits.scatter(-1, ids, selected)
+
+
+def apply_presence_penalty(
+    logits: torch.Tensor, seen: torch.Tensor, penalty: float
+) -> torch.Tensor:
+    """Subtract `penalty` once from the logits of seen tokens (OpenAI's `presence_penalty`).
+
+    logits: (..., vocab_size). seen: bools of the same shape, for tokens of the output. Returns new
+    logits.
+    """
+    return logits - penalty * seen
 
 
 def sample(

@@ -48,6 +48,8 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--top-k", metavar="K", type=int, help=top_k_help)
     top_p_help = "sample from the fewest tokens with a total probability of at least X; 1: off"
     group.add_argument("--top-p", **number, help=top_p_help)
+    presence_help = "subtract X from the logits of tokens already in the output, -2 to 2"
+    group.add_argument("--presence-penalty", **number, help=presence_help)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
