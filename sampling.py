@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections import Counter
 
 import torch
 
@@ -21,6 +22,7 @@ class SamplingParams:
     top_k: int = 0  # sample from the k most likely tokens; 0: off
     top_p: float = 1.0  # sample from the fewest tokens with at least this mass; 1: off
     presence_penalty: float = 0.0  # subtracted once from the logit of each token in the output
+    frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -39,6 +41,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
+    "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"
@@ -75,13 +78,13 @@ class Sequence:
 
 
 def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Apply the presence penalty of each sequence.
+    """Apply frequency and presence penalties, in vLLM's order.
 
     logits: (B, vocab_size). sequences: B sequences with equal penalties, none of them empty.
-    Returns new logits, or `logits` itself if the penalty is off.
+    Returns new logits, or `logits` itself if no penalty is on.
     """
     params = sequences[0].params
-    if not params.presence_penalty:
+    if not params.frequency_penalty and not params.presence_penalty:
         return logits
     # Gather the distinct tokens of each sequence; they are far fewer than the vocabulary.
     seen = [list(set(sequence.tokens)) for sequence in sequences]
@@ -90,10 +93,24 @@ def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Te
     seen = [row + row[:1] * (longest - len(row)) for row in seen]
     ids = torch.tensor(seen, device=logits.device)
     selected = logits.gather(-1, ids)
-    outputs = [set(sequence.output) for sequence in sequences]
-    present = torch.tensor([[id in output for id in row] for output, row in zip(outputs, seen)])
-    selected = apply_presence_penalty(selected, present.to(logits.device), params.presence_penalty)
+    outputs = [Counter(sequence.output) for sequence in sequences]
+    # Integer counts, because bfloat16 cannot count past 256.
+    counts = torch.tensor([[output[id] for id in row] for output, row in zip(outputs, seen)])
+    counts = counts.to(logits.device)
+    selected = apply_frequency_penalty(selected, counts, params.frequency_penalty)
+    selected = apply_presence_penalty(selected, counts > 0, params.presence_penalty)
     return logits.scatter(-1, ids, selected)
+
+
+def apply_frequency_penalty(
+    logits: torch.Tensor, counts: torch.Tensor, penalty: float
+) -> torch.Tensor:
+    """Subtract `penalty` times a token's count from its logit (OpenAI's `frequency_penalty`).
+
+    logits: (..., vocab_size). counts: integers of the same shape, occurrences in the output.
+    Returns new logits.
+    """
+    return logits - penalty * counts
 
 
 def apply_presence_penalty(

@@ -50,6 +50,8 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--top-p", **number, help=top_p_help)
     presence_help = "subtract X from the logits of tokens already in the output, -2 to 2"
     group.add_argument("--presence-penalty", **number, help=presence_help)
+    frequency_help = "subtract X for each occurrence of a token in the output, -2 to 2"
+    group.add_argument("--frequency-penalty", **number, help=frequency_help)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
