@@ -23,6 +23,7 @@ class SamplingParams:
     top_p: float = 1.0  # sample from the fewest tokens with at least this mass; 1: off
     presence_penalty: float = 0.0  # subtracted once from the logit of each token in the output
     frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
+    repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -42,6 +43,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
+    "repetition_penalty": (int | float, lambda v: 0 < v <= MAX_FLOAT, "a finite number > 0"),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"
@@ -78,13 +80,14 @@ class Sequence:
 
 
 def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Apply frequency and presence penalties, in vLLM's order.
+    """Apply repetition, frequency and presence penalties, in vLLM's order.
 
     logits: (B, vocab_size). sequences: B sequences with equal penalties, none of them empty.
     Returns new logits, or `logits` itself if no penalty is on.
     """
     params = sequences[0].params
-    if not params.frequency_penalty and not params.presence_penalty:
+    in_output = params.frequency_penalty or params.presence_penalty
+    if params.repetition_penalty == 1 and not in_output:
         return logits
     # Gather the distinct tokens of each sequence; they are far fewer than the vocabulary.
     seen = [list(set(sequence.tokens)) for sequence in sequences]
@@ -93,13 +96,32 @@ def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Te
     seen = [row + row[:1] * (longest - len(row)) for row in seen]
     ids = torch.tensor(seen, device=logits.device)
     selected = logits.gather(-1, ids)
-    outputs = [Counter(sequence.output) for sequence in sequences]
-    # Integer counts, because bfloat16 cannot count past 256.
-    counts = torch.tensor([[output[id] for id in row] for output, row in zip(outputs, seen)])
-    counts = counts.to(logits.device)
-    selected = apply_frequency_penalty(selected, counts, params.frequency_penalty)
-    selected = apply_presence_penalty(selected, counts > 0, params.presence_penalty)
+    if params.repetition_penalty != 1:
+        every = torch.ones_like(ids, dtype=torch.bool)  # every gathered token was seen
+        selected = apply_repetition_penalty(selected, every, params.repetition_penalty)
+    if in_output:
+        outputs = [Counter(sequence.output) for sequence in sequences]
+        # Integer counts, because bfloat16 cannot count past 256.
+        counts = torch.tensor([[output[id] for id in row] for output, row in zip(outputs, seen)])
+        counts = counts.to(logits.device)
+        selected = apply_frequency_penalty(selected, counts, params.frequency_penalty)
+        selected = apply_presence_penalty(selected, counts > 0, params.presence_penalty)
     return logits.scatter(-1, ids, selected)
+
+
+def apply_repetition_penalty(
+    logits: torch.Tensor, seen: torch.Tensor, penalty: float
+) -> torch.Tensor:
+    """Divide the positive and multiply the negative logits of seen tokens, as transformers does.
+
+    logits: (..., vocab_size). seen: bools of the same shape, for tokens of prompt and output.
+    Returns new logits. Keskar et al. 2019, "CTRL".
+    """
+    # An infinite penalty or logit would turn the softmax into NaN.
+    limits = torch.finfo(logits.dtype)
+    penalty = min(max(penalty, limits.tiny), limits.max)
+    lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, lowered.clamp(limits.min, limits.max), logits)
 
 
 def apply_frequency_penalty(

@@ -52,6 +52,8 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--presence-penalty", **number, help=presence_help)
     frequency_help = "subtract X for each occurrence of a token in the output, -2 to 2"
     group.add_argument("--frequency-penalty", **number, help=frequency_help)
+    repetition_help = "divide positive and multiply negative logits of earlier tokens by X; 1: off"
+    group.add_argument("--repetition-penalty", **number, help=repetition_help)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
