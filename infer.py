@@ -68,12 +68,12 @@ def generate(
 
 @torch.inference_mode()
 def next_logits(model: Model, windows: list[list[int]]) -> torch.Tensor:
-    """Return the logits for the token after each window, (B, vocab_size).
+    """Return float32 logits for the token after each window, (B, vocab_size).
 
     Raises UserError if the logits are not finite.
     """
     tokens = torch.tensor(windows, device=model.device)
-    logits = model(tokens, logits_to_keep=1)[:, -1]
+    logits = model(tokens, logits_to_keep=1)[:, -1].float()
     if not logits.isfinite().all():
         raise UserError(NOT_FINITE)
     return logits

@@ -2,7 +2,7 @@
 
 import torch
 
-from command_line.options import check_utf8
+from command_line.options import DTYPES, check_utf8
 from errors import UserError
 from loading.load import Source, load_model
 from model import Model
@@ -25,8 +25,23 @@ def pick_device(name: str) -> str:
     return name
 
 
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """Return the torch dtype of that name. Raises UserError if the device has no matmul for it."""
+    dtype = DTYPES[name]
+    try:
+        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
+    except (RuntimeError, TypeError):
+        reason = f"not supported on {device}; float32 works everywhere"
+        raise UserError(f"--dtype {name}: {reason}") from None
+    return dtype
+
+
 def load_models(names: list, args, device: str) -> list[Model]:
-    """Load models. Raises UserError for a model that cannot be loaded."""
+    """Load models with the dtype of the options.
+
+    Raises UserError for a model that cannot be loaded, or a dtype that the device does not support.
+    """
     for name in names:
         check_utf8("the model", str(name.name if isinstance(name, Source) else name))
-    return [load_model(name, device=device) for name in names]
+    dtype = pick_dtype(args.dtype, device)
+    return [load_model(name, dtype, device) for name in names]

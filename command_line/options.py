@@ -5,6 +5,8 @@ import secrets
 import sys
 from pathlib import Path
 
+import torch
+
 from command_line.parser import HelpFormatter, Parser
 from errors import UserError
 from sampling import SamplingParams
@@ -12,6 +14,7 @@ from sampling import SamplingParams
 STORIES = Path(__file__).resolve().parents[1] / "checkpoints" / "stories"
 # Lists for 10**9 sequences would fill the memory before any tensor is allocated.
 MAX_SEQUENCES = 2**16
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def add_options(parser: Parser) -> None:
@@ -27,11 +30,13 @@ def add_options(parser: Parser) -> None:
 
 
 def add_model_options(parser: Parser) -> None:
-    """Add the option for the device."""
+    """Add the options for device and dtype."""
     parser.formatter_class = HelpFormatter
     group = parser.group("model")
     devices = ("auto", "cuda", "mps", "cpu")
     group.add_argument("--device", default="auto", choices=devices, help="device to run on")
+    dtype_help = "dtype of weights and activations"
+    group.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
 
 
 def add_sampling_options(parser: Parser) -> None:
