@@ -10,6 +10,7 @@ if __name__ == "__main__":
 
 import torch
 
+from cache import KVCache
 from command_line.models import load_models, pick_device
 from command_line.options import (
     STORIES,
@@ -34,11 +35,13 @@ def generate(
     prompts: list[list[int]],
     params: SamplingParams,
     generator: torch.Generator | None = None,
+    use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
     prompts: token ids, one list per prompt, all of one length; an empty one becomes the BOS token.
     generator: random generator on the model's device; None: torch's global one.
+    use_cache: use a KV cache; if False, each step recomputes all positions.
     Yields, once per step, the next token of each sequence, its EOS included, and None
     once it has ended.
     Raises UserError if prompts is empty, their lengths differ, or the logits are not finite.
@@ -50,10 +53,11 @@ def generate(
     lengths = [sequence.prompt_length for sequence in sequences]
     if len(set(lengths)) > 1:
         raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
+    cache = KVCache(model, len(sequences)) if use_cache else None
     finished = [params.max_new_tokens == 0] * len(sequences)
     while not all(finished):
         windows = [sequence.tokens[-config.block_size :] for sequence in sequences]
-        logits = next_logits(model, windows)
+        logits = next_logits(model, windows, cache)
         logits = apply_penalties(logits, sequences)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
@@ -67,13 +71,21 @@ def generate(
 
 
 @torch.inference_mode()
-def next_logits(model: Model, windows: list[list[int]]) -> torch.Tensor:
+def next_logits(model: Model, windows: list[list[int]], cache: KVCache | None) -> torch.Tensor:
     """Return float32 logits for the token after each window, (B, vocab_size).
 
+    With a cache, positions that a window shares with its row of the cache are not recomputed.
     Raises UserError if the logits are not finite.
     """
-    tokens = torch.tensor(windows, device=model.device)
-    logits = model(tokens, logits_to_keep=1)[:, -1].float()
+    if cache is None:
+        tokens = torch.tensor(windows, device=model.device)
+        logits = model(tokens, logits_to_keep=1)[:, -1].float()
+    else:
+        num_cached = cache.truncate_to_prefix(windows)
+        tokens, positions = cache.prepare([window[num_cached:] for window in windows])
+        x = model.hidden(tokens, positions, cache.attend)
+        cache.commit()
+        logits = model.head(x[:, -1]).float()
     if not logits.isfinite().all():
         raise UserError(NOT_FINITE)
     return logits
@@ -83,6 +95,8 @@ def main(argv=None) -> None:
     parser = Parser(description="Generate text with a GPT-2 model.")
     model_help = "directory, ORG/NAME on the Hub, gpt2 or random:gpt2"
     parser.group("model").add_argument("--model", default=STORIES, help=model_help)
+    no_cache_help = "recompute all positions in each step, without a KV cache"
+    parser.group("model").add_argument("--no-cache", action="store_true", help=no_cache_help)
     add_options(parser)
     add_sampling_options(parser)
     run_script(parser, run, argv)
@@ -104,10 +118,11 @@ def run(args) -> None:
     skip = () if params.ignore_eos else model.config.eos_token_ids
     prompt_ids = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     output = OutputWriter(prompts, encoding, skip, seed if params.temperature else None)
-    print_samples(model, prompt_ids, params, generator, output)
+    print_samples(args, model, prompt_ids, params, generator, output)
 
 
 def print_samples(
+    args,
     model: Model,
     prompts: list[list[int]],
     params: SamplingParams,
@@ -116,7 +131,7 @@ def print_samples(
 ) -> None:
     """Sample a continuation of each prompt."""
     with output:
-        for step in generate(model, prompts, params, generator):
+        for step in generate(model, prompts, params, generator, not args.no_cache):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)
