@@ -1,20 +1,38 @@
 """KV cache of a static batch: a pass computes only new tokens."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
+from errors import UserError
+
 
 class KVCache:
-    """A KV cache for a batch of sequences of equal length, which grows with each pass.
+    """A contiguous KV cache for a batch of sequences of equal length, allocated once.
 
-    layers: the keys and values of each layer, (2, batch_size, n_head, positions, head_dim).
-    tokens: the cached tokens of each sequence, from position 0.
+    storage: (n_layer, 2, batch_size, n_head, max_len, head_dim), in the model's dtype.
+    max_len: positions per sequence; None: block_size. tokens: the cached tokens of each sequence,
+    from position 0. Later positions in the storage are stale. Raises UserError if the storage
+    does not fit in memory.
     """
 
-    def __init__(self, model, batch_size: int = 1):
+    def __init__(self, model, batch_size: int = 1, max_len: int | None = None):
         config = model.config
-        shape = (2, batch_size, config.n_head, 0, config.head_dim)
-        self.layers = [torch.empty(shape, dtype=model.dtype, device=model.device)] * config.n_layer
+        max_len = config.block_size if max_len is None else max_len
+        shape = (config.n_layer, 2, batch_size, config.n_head, max_len, config.head_dim)
+        try:
+            # Zeros: a masked position has weight 0, but 0 times a NaN in stale memory would be NaN.
+            self.storage = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        except RuntimeError:
+            size = model.dtype.itemsize
+            factors = (
+                f"batch size {batch_size} x {config.n_layer} layers x keys and values"
+                f" x {config.n_head} heads x {max_len} positions"
+                f" x {config.head_dim} elements x {size} bytes"
+            )
+            count = f"{math.prod(shape) * size:,} bytes"
+            raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
 
     def truncate_to_prefix(self, windows: list[list[int]]) -> int:
@@ -28,24 +46,29 @@ class KVCache:
             for cached, tokens in zip(self.tokens, windows, strict=True)
         )
         self.tokens = [cached[:length] for cached in self.tokens]
-        self.layers = [kv[..., :length, :] for kv in self.layers]
         return length
 
     def prepare(self, new: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Plan a pass that appends new tokens, equally many to each sequence.
 
-        Returns the tokens, (B, T), and their positions, (1, T).
+        Returns the tokens, (B, T), and their positions, (1, T). Raises ValueError, before anything
+        changes, if the tokens do not fit.
         """
         T = len(new[0])
         end = len(self.tokens[0]) + T
-        device = self.layers[0].device
+        if end > self.storage.shape[4]:
+            raise ValueError(f"{end} positions exceed max_len ({self.storage.shape[4]})")
+        device = self.storage.device
         self.pending = new
         positions = torch.arange(end - T, end, device=device)[None]  # (1, T)
+        self.slot_mapping = slice(None), slice(end - T, end)
         self.mask = None  # (1, T, end); None: all keys are visible
         if T > 1:
             # is_causal would align the first new query with the very first key.
             keys = torch.arange(end, device=device)
             self.mask = keys <= positions[..., None]
+        # Alternating: keys, then values of each layer.
+        self.keys_values = self.storage[..., :end, :].flatten(0, 1).unbind()
         return torch.tensor(new, device=device), positions
 
     def commit(self) -> None:
@@ -57,9 +80,9 @@ class KVCache:
 
         q, k, v and the result are (B, T, heads, head_dim).
         """
-        new = torch.stack([k, v]).transpose(2, 3)  # (2, B, n_head, T, head_dim)
-        self.layers[layer] = torch.cat([self.layers[layer], new], dim=3)
-        keys, values = self.layers[layer]
+        keys, values = self.keys_values[2 * layer : 2 * layer + 2]
+        keys.transpose(1, 2)[self.slot_mapping] = k
+        values.transpose(1, 2)[self.slot_mapping] = v
         q = q.transpose(1, 2)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).transpose(1, 2)
 

@@ -44,7 +44,8 @@ def generate(
     use_cache: use a KV cache; if False, each step recomputes all positions.
     Yields, once per step, the next token of each sequence, its EOS included, and None
     once it has ended.
-    Raises UserError if prompts is empty, their lengths differ, or the logits are not finite.
+    Raises UserError if prompts is empty, their lengths differ, the cache does not fit in memory, or
+    the logits are not finite.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")
@@ -53,7 +54,8 @@ def generate(
     lengths = [sequence.prompt_length for sequence in sequences]
     if len(set(lengths)) > 1:
         raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
-    cache = KVCache(model, len(sequences)) if use_cache else None
+    longest = sequences[0].max_length - 1  # the last token is never an input
+    cache = KVCache(model, len(sequences), min(longest, config.block_size)) if use_cache else None
     finished = [params.max_new_tokens == 0] * len(sequences)
     while not all(finished):
         windows = [sequence.tokens[-config.block_size :] for sequence in sequences]
