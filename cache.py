@@ -93,3 +93,26 @@ def common_prefix_length(a: list[int], b: list[int]) -> int:
     if a[:length] == b[:length]:  # the common case, 20 times as fast as a loop
         return length
     return next(index for index, (x, y) in enumerate(zip(a, b)) if x != y)
+
+
+class ContextWindow:
+    """The context window over a growing sequence: its last tokens, at most block_size.
+
+    It moves by whole strides, and only when the sequence no longer fits (a context shift).
+    stride: tokens, from 1 to block_size; None: half of block_size. Raises UserError for any other.
+    """
+
+    def __init__(self, block_size: int, stride: int | None = None):
+        self.block_size = block_size
+        self.stride = max(1, block_size // 2) if stride is None else stride
+        if type(self.stride) is not int or not 1 <= self.stride <= block_size:
+            allowed = f"an integer from 1 to block_size ({block_size})"
+            raise UserError(f"stride {stride!r}: must be {allowed}")
+
+    def start(self, length: int) -> int:
+        """Return the start of the window over a sequence of `length` tokens."""
+        return max(0, math.ceil((length - self.block_size) / self.stride)) * self.stride
+
+    def crop(self, tokens: list[int]) -> list[int]:
+        """Return the tokens of a sequence that are in the window."""
+        return tokens[self.start(len(tokens)) :]

@@ -10,7 +10,7 @@ if __name__ == "__main__":
 
 import torch
 
-from cache import KVCache
+from cache import ContextWindow, KVCache
 from command_line.models import load_models, pick_device
 from command_line.options import (
     STORIES,
@@ -20,7 +20,7 @@ from command_line.options import (
     read_prompts,
     sampling_params,
 )
-from command_line.output import OutputWriter
+from command_line.output import OutputWriter, warn_long_prompts
 from command_line.parser import Parser, run_script
 from errors import UserError
 from loading.load import resolve_source
@@ -36,16 +36,19 @@ def generate(
     params: SamplingParams,
     generator: torch.Generator | None = None,
     use_cache: bool = True,
+    stride: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
     prompts: token ids, one list per prompt, all of one length; an empty one becomes the BOS token.
     generator: random generator on the model's device; None: torch's global one.
     use_cache: use a KV cache; if False, each step recomputes all positions.
+    stride: tokens by which a context shift moves the window, from 1 to block_size; None: half of
+    block_size.
     Yields, once per step, the next token of each sequence, its EOS included, and None
     once it has ended.
-    Raises UserError if prompts is empty, their lengths differ, the cache does not fit in memory, or
-    the logits are not finite.
+    Raises UserError if prompts is empty, their lengths differ, stride is out of range, the cache
+    does not fit in memory, or the logits are not finite.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")
@@ -54,11 +57,12 @@ def generate(
     lengths = [sequence.prompt_length for sequence in sequences]
     if len(set(lengths)) > 1:
         raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
+    context_window = ContextWindow(config.block_size, stride)
     longest = sequences[0].max_length - 1  # the last token is never an input
     cache = KVCache(model, len(sequences), min(longest, config.block_size)) if use_cache else None
     finished = [params.max_new_tokens == 0] * len(sequences)
     while not all(finished):
-        windows = [sequence.tokens[-config.block_size :] for sequence in sequences]
+        windows = [context_window.crop(sequence.tokens) for sequence in sequences]
         logits = next_logits(model, windows, cache)
         logits = apply_penalties(logits, sequences)
         next_tokens = sample(logits, params, generator).tolist()
@@ -119,6 +123,7 @@ def run(args) -> None:
     encoding = load_encoding(source, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
     prompt_ids = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
+    warn_long_prompts(prompt_ids, model.config.block_size, args.stride)
     output = OutputWriter(prompts, encoding, skip, seed if params.temperature else None)
     print_samples(args, model, prompt_ids, params, generator, output)
 
@@ -133,7 +138,7 @@ def print_samples(
 ) -> None:
     """Sample a continuation of each prompt."""
     with output:
-        for step in generate(model, prompts, params, generator, not args.no_cache):
+        for step in generate(model, prompts, params, generator, not args.no_cache, args.stride):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)

@@ -40,7 +40,7 @@ def add_model_options(parser: Parser) -> None:
 
 
 def add_sampling_options(parser: Parser) -> None:
-    """Add the sampling options."""
+    """Add the sampling options and --stride."""
     group = parser.group("sampling")
     length_help = "maximum number of new tokens"
     group.add_argument("--max-new-tokens", metavar="N", type=int, help=length_help)
@@ -59,7 +59,13 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--frequency-penalty", **number, help=frequency_help)
     repetition_help = "divide positive and multiply negative logits of earlier tokens by X; 1: off"
     group.add_argument("--repetition-penalty", **number, help=repetition_help)
+    add_stride_option(parser)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+
+
+def add_stride_option(parser: Parser) -> None:
+    stride_help = "number of tokens that a context shift drops (default: half the context window)"
+    parser.group("model").add_argument("--stride", metavar="N", type=int, help=stride_help)
 
 
 def sampling_params(args) -> SamplingParams:

@@ -3,8 +3,23 @@
 import sys
 import time
 
+from cache import ContextWindow
 from command_line.parser import write_stdout
 from text.detokenizer import IncrementalDetokenizer
+
+
+def warn_long_prompts(prompts: list[list[int]], block_size: int, stride: int | None) -> None:
+    """Note on stderr how many prompts exceed the context window of block_size tokens."""
+    longest = max(map(len, prompts))
+    if longest <= block_size:
+        return
+    count = sum(len(prompt) > block_size for prompt in prompts)
+    seen = longest - ContextWindow(block_size, stride).start(longest)
+    which = (
+        "the prompt exceeds" if len(prompts) == 1 else f"{count} of {len(prompts)} prompts exceed"
+    )
+    kept = f"of {longest} tokens the model sees the last {seen}"
+    print(f"note: {which} the context window of {block_size} tokens; {kept}", file=sys.stderr)
 
 
 class OutputWriter:
