@@ -18,11 +18,13 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def add_options(parser: Parser) -> None:
-    """Add the options for the prompt, seed and model."""
+    """Add the options for prompts, seed and model."""
     group = parser.group("prompts")
-    prompt_help = "text to continue; empty: start from the BOS token (default: empty)"
-    group.add_argument("--prompt", metavar="TEXT", help=prompt_help)
-    samples_help = "number of outputs"
+    prompt_help = "text to continue, repeatable; empty: start from the BOS token (default: empty)"
+    group.add_argument("--prompt", metavar="TEXT", action="append", help=prompt_help)
+    file_help = "UTF-8 file with additional prompts, one per line"
+    group.add_argument("--prompt-file", metavar="FILE", type=Path, help=file_help)
+    samples_help = "number of outputs per prompt"
     group.add_argument("--num-samples", metavar="N", type=int, default=1, help=samples_help)
     seed_help = "seed for sampling (default: a random one)"
     parser.group("sampling").add_argument("--seed", metavar="N", type=int, help=seed_help)
@@ -87,11 +89,24 @@ def sampling_params(args) -> SamplingParams:
 
 
 def read_prompts(args) -> list[str]:
-    """Return the prompt, repeated --num-samples times; the default is an empty one.
+    """Return the prompts of --prompt, then the nonempty lines of --prompt-file.
 
-    Raises UserError for too many prompts, or a prompt that is not UTF-8.
+    Each is repeated --num-samples times. The default is one empty prompt. Raises UserError for too
+    many prompts, a prompt that is not UTF-8, or a file that is missing or empty.
     """
-    prompts = [args.prompt or ""]
+    prompts = list(args.prompt or [])
+    if args.prompt_file is not None:
+        try:
+            lines = args.prompt_file.read_text("utf-8-sig").split("\n")
+        except OSError as error:
+            raise UserError(f"--prompt-file {args.prompt_file}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"--prompt-file {args.prompt_file}: not UTF-8 text") from None
+        if not any(lines):
+            needed = "one prompt in each line is needed"
+            raise UserError(f"--prompt-file {args.prompt_file}: empty; {needed}")
+        prompts += [line for line in lines if line]
+    prompts = prompts or [""]
     for prompt in prompts:
         check_utf8("--prompt", prompt)
     if args.num_samples < 1:
