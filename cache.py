@@ -1,6 +1,7 @@
 """KV cache of a static batch: a pass computes only new tokens."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +9,16 @@ import torch.nn.functional as F
 from errors import UserError
 
 
+class Span(NamedTuple):
+    """The consecutive positions of one sequence that a pass computes."""
+
+    row: int  # index of the sequence in the cache
+    start: int  # first computed position
+    tokens: list[int]  # at positions start, start + 1, ...
+
+
 class KVCache:
-    """A contiguous KV cache for a batch of sequences of equal length, allocated once.
+    """A contiguous KV cache for a batch of sequences of any lengths, allocated once.
 
     storage: (n_layer, 2, batch_size, n_head, max_len, head_dim), in the model's dtype.
     max_len: positions per sequence; None: block_size. tokens: the cached tokens of each sequence,
@@ -35,45 +44,76 @@ class KVCache:
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
 
-    def truncate_to_prefix(self, windows: list[list[int]]) -> int:
-        """Drop the cached tokens after the common prefix of each sequence with its window.
+    def truncate_to_prefix(self, windows: list[list[int]]) -> list[int]:
+        """Drop the cached tokens of each sequence after its common prefix with its window.
 
         The last position of a window is dropped too, because a pass has to compute its logits.
-        Returns the number of cached positions, the same for all sequences: the smallest.
+        Returns the number of cached positions of each sequence.
         """
-        length = min(
-            common_prefix_length(cached, tokens[:-1])
-            for cached, tokens in zip(self.tokens, windows, strict=True)
-        )
-        self.tokens = [cached[:length] for cached in self.tokens]
-        return length
+        for cached, tokens in zip(self.tokens, windows, strict=True):
+            del cached[common_prefix_length(cached, tokens[:-1]) :]
+        return [len(cached) for cached in self.tokens]
 
-    def prepare(self, new: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Plan a pass that appends new tokens, equally many to each sequence.
+    def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:
+        """Return the spans of a pass that appends new tokens to these rows (None: all rows).
 
-        Returns the tokens, (B, T), and their positions, (1, T). Raises ValueError, before anything
-        changes, if the tokens do not fit.
+        A row is the index of a sequence in the cache. Raises ValueError, before anything changes,
+        if the tokens do not fit, a row occurs twice, or a row gets no token.
         """
-        T = len(new[0])
-        end = len(self.tokens[0]) + T
+        rows = list(range(len(self.tokens))) if rows is None else rows
+        starts = [len(self.tokens[row]) for row in rows]
+        end = max(start + len(tokens) for start, tokens in zip(starts, new, strict=True))
         if end > self.storage.shape[4]:
             raise ValueError(f"{end} positions exceed max_len ({self.storage.shape[4]})")
+        if len(set(rows)) < len(rows) or not all(new):
+            rule = "each row must occur once, with at least one token"
+            raise ValueError(f"rows {rows}, new tokens {new}: {rule}")
+        self.pending = list(zip(rows, new))
+        return [Span(row, start, tokens) for row, start, tokens in zip(rows, starts, new)]
+
+    def prepare(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Plan a pass and return its tokens, (B, T), their positions, and the end of each span.
+
+        T is the length of the longest span. A shorter span repeats its last token at the same
+        position, which writes the same values again. Positions are (B, T), or (1, T) if all
+        sequences of the cache have the same start and length. An end is an index into the flattened
+        tokens.
+        """
+        new = [span.tokens for span in spans]
+        rows = [span.row for span in spans]
+        starts = [span.start for span in spans]
+        everything = list(range(len(self.tokens)))
+        stops = [start + len(tokens) for start, tokens in zip(starts, new)]
+        end = max(stops)
+        T = max(len(tokens) for tokens in new)
         device = self.storage.device
-        self.pending = new
-        positions = torch.arange(end - T, end, device=device)[None]  # (1, T)
-        self.slot_mapping = slice(None), slice(end - T, end)
-        self.mask = None  # (1, T, end); None: all keys are visible
-        if T > 1:
+        in_step = rows == everything and len(set(starts)) == len(set(stops)) == 1
+        if in_step:  # a slice is faster than an index, e.g. for a single sequence
+            positions = torch.arange(end - T, end, device=device)[None]  # (1, T)
+            self.slot_mapping = slice(None), slice(end - T, end)
+        else:
+            last = torch.tensor(stops)[:, None] - 1
+            positions = torch.tensor(starts)[:, None] + torch.arange(T)
+            positions = positions.minimum(last).to(device)  # (B, T)
+            self.slot_mapping = torch.tensor(rows, device=device)[:, None], positions
+        self.mask = None  # (B or 1, 1, T, end); None: all keys are visible
+        if T > 1 or not in_step:
             # is_causal would align the first new query with the very first key.
             keys = torch.arange(end, device=device)
-            self.mask = keys <= positions[..., None]
+            self.mask = keys <= positions[:, None, :, None]
+        self.batch_indices = (
+            slice(None) if rows == everything else torch.tensor(rows, device=device)
+        )
         # Alternating: keys, then values of each layer.
         self.keys_values = self.storage[..., :end, :].flatten(0, 1).unbind()
-        return torch.tensor(new, device=device), positions
+        tokens = [each + each[-1:] * (T - len(each)) for each in new]
+        ends = [T * index + len(each) for index, each in enumerate(new)]
+        return torch.tensor(tokens, device=device), positions, ends
 
     def commit(self) -> None:
-        """Record the tokens of the last `prepare` as cached, after their pass is complete."""
-        self.tokens = [cached + tokens for cached, tokens in zip(self.tokens, self.pending)]
+        """Record the tokens of the last `spans` as cached, after their pass is complete."""
+        for row, tokens in self.pending:
+            self.tokens[row] = self.tokens[row] + tokens
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Append keys and values, and return causal attention over the cached ones.
@@ -83,6 +123,8 @@ class KVCache:
         keys, values = self.keys_values[2 * layer : 2 * layer + 2]
         keys.transpose(1, 2)[self.slot_mapping] = k
         values.transpose(1, 2)[self.slot_mapping] = v
+        keys = keys[self.batch_indices]
+        values = values[self.batch_indices]
         q = q.transpose(1, 2)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).transpose(1, 2)
 

@@ -24,7 +24,7 @@ from command_line.output import OutputWriter, warn_long_prompts
 from command_line.parser import Parser, run_script
 from errors import UserError
 from loading.load import resolve_source
-from model import Model
+from model import Model, causal_attention
 from sampling import NOT_FINITE, SamplingParams, Sequence, apply_penalties, sample
 from text.tokenizer import load_encoding
 
@@ -40,25 +40,24 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
-    prompts: token ids, one list per prompt, all of one length; an empty one becomes the BOS token.
+    prompts: token ids, one list per prompt, of any lengths; an empty one becomes the BOS token.
     generator: random generator on the model's device; None: torch's global one.
     use_cache: use a KV cache; if False, each step recomputes all positions.
     stride: tokens by which a context shift moves the window, from 1 to block_size; None: half of
     block_size.
+    Finished sequences stay in the batch until the last one ends.
     Yields, once per step, the next token of each sequence, its EOS included, and None
-    once it has ended.
-    Raises UserError if prompts is empty, their lengths differ, stride is out of range, the cache
-    does not fit in memory, or the logits are not finite.
+    once it has ended. A greedy sequence does not depend on its batch, up to rounding. A sampled one
+    does, because the batch shares the generator.
+    Raises UserError if prompts is empty, stride is out of range, the cache does not fit in memory,
+    or the logits are not finite.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")
     config = model.config
     sequences = [Sequence.from_prompt(prompt, params, config) for prompt in prompts]
-    lengths = [sequence.prompt_length for sequence in sequences]
-    if len(set(lengths)) > 1:
-        raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
     context_window = ContextWindow(config.block_size, stride)
-    longest = sequences[0].max_length - 1  # the last token is never an input
+    longest = max(own.max_length for own in sequences) - 1  # the last token is never an input
     cache = KVCache(model, len(sequences), min(longest, config.block_size)) if use_cache else None
     finished = [params.max_new_tokens == 0] * len(sequences)
     while not all(finished):
@@ -68,12 +67,13 @@ def generate(
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
-        for row, (sequence, token) in enumerate(zip(sequences, next_tokens)):
+        for row, (sequence, token) in enumerate(zip(sequences, step)):
             # Only a generated EOS ends a sequence, because a prompt may end in EOS.
             is_eos = token in config.eos_token_ids and not params.ignore_eos
             if is_eos or len(sequence.tokens) + 1 == sequence.max_length:
                 finished[row] = True
-            sequence.tokens.append(token)  # to finished ones too: all keep one length
+            if not finished[row]:  # a finished one recomputes its last position
+                sequence.tokens.append(token)
 
 
 @torch.inference_mode()
@@ -83,18 +83,44 @@ def next_logits(model: Model, windows: list[list[int]], cache: KVCache | None) -
     With a cache, positions that a window shares with its row of the cache are not recomputed.
     Raises UserError if the logits are not finite.
     """
-    if cache is None:
-        tokens = torch.tensor(windows, device=model.device)
-        logits = model(tokens, logits_to_keep=1)[:, -1].float()
-    else:
-        num_cached = cache.truncate_to_prefix(windows)
-        tokens, positions = cache.prepare([window[num_cached:] for window in windows])
-        x = model.hidden(tokens, positions, cache.attend)
-        cache.commit()
-        logits = model.head(x[:, -1]).float()
+    num_cached = [0] * len(windows) if cache is None else cache.truncate_to_prefix(windows)
+    new = [window[length:] for window, length in zip(windows, num_cached)]
+    # Prefill and decode run as separate passes, so that a prompt or a context shift adds no padding
+    # to decode rows.
+    decode = [row for row, tokens in enumerate(new) if len(tokens) == 1]
+    prefill = [row for row, tokens in enumerate(new) if len(tokens) > 1]
+    passes = [rows for rows in (decode, prefill) if rows]
+    parts = [pass_logits(model, [new[row] for row in rows], rows, cache) for rows in passes]
+    logits = parts[0]
+    if len(parts) == 2:
+        logits = torch.cat(parts)[torch.tensor(decode + prefill).argsort()]
     if not logits.isfinite().all():
         raise UserError(NOT_FINITE)
     return logits
+
+
+def pass_logits(
+    model: Model, new: list[list[int]], rows: list[int], cache: KVCache | None
+) -> torch.Tensor:
+    """Run one pass and return logits at the last new token of each sequence, (B, vocab_size).
+
+    rows: the cache row of each list in new. Without a cache, shorter sequences are padded on the
+    right.
+    """
+    if cache is not None:
+        spans = cache.spans(new, rows)
+        tokens, positions, ends = cache.prepare(spans)
+        x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
+        cache.commit()
+        return model.head(x[[end - 1 for end in ends]]).float()
+    lengths = [len(tokens) for tokens in new]
+    T = max(lengths)
+    padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
+    tokens = torch.tensor(padded, device=model.device)  # (B, T)
+    positions = torch.arange(T, device=model.device)
+    x = model.hidden(tokens, positions, causal_attention)
+    last = torch.tensor(lengths) - 1
+    return model.head(x[torch.arange(len(new)), last]).float()
 
 
 def main(argv=None) -> None:
