@@ -1,6 +1,61 @@
-"""Speculative decoding: rejection sampling of draft tokens."""
+"""Speculative decoding: python infer_speculative.py --prompt "One day"."""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import torch
+
+from command_line.models import load_models, pick_device
+from command_line.options import (
+    STORIES,
+    add_options,
+    add_sampling_options,
+    pick_seed,
+    read_prompts,
+    sampling_params,
+)
+from command_line.output import OutputWriter, warn_long_prompts
+from command_line.parser import Parser, run_script
+from infer import generate
+from loading.load import resolve_source
+from model import Model
+from sampling import SamplingParams
+from text.tokenizer import load_encoding
+
+
+class SpeculativeStep(NamedTuple):
+    """Output of one target pass."""
+
+    # New tokens: accepted drafts, then one sampled from the target; cut after EOS.
+    tokens: list[int]
+    drafts: list[int]  # proposed draft tokens
+    # Number of drafts that the target accepted; `tokens` may have fewer if one ends the sequence.
+    accepted: int
+
+
+@torch.inference_mode()
+def generate_speculative(
+    target: Model,
+    draft: Model,
+    prompt: list[int],
+    params: SamplingParams,
+    gamma: int = 3,
+    generator: torch.Generator | None = None,
+    stride: int | None = None,
+) -> Iterator[SpeculativeStep]:
+    """Continue a prompt as `infer.generate` does with the target alone; nothing is drafted yet.
+
+    generator, stride: as in `infer.generate`. Yields one step per target pass, with at most
+    `params.max_new_tokens` tokens in all. Raises UserError as `infer.generate` does.
+    """
+    for (token,) in generate(target, [prompt], params, generator, stride=stride):
+        yield SpeculativeStep([token], [], 0)
 
 
 def verify(
@@ -39,3 +94,84 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def first_false(flags: list[bool]) -> int:
     """Return the index of the first False, or the length if there is none."""
     return flags.index(False) if False in flags else len(flags)
+
+
+class DraftOutput(OutputWriter):
+    """Output of speculative decoding.
+
+    colours: show accepted drafts in green, the target's tokens in magenta.
+    """
+
+    def __init__(self, *args, colours: bool):
+        super().__init__(*args)
+        self.passes = []
+        self.colours = colours
+
+    def add_step(self, row: int, step: SpeculativeStep) -> None:
+        """Append the tokens of a target pass to the text of a prompt, and end the step."""
+        self.passes.append(step)
+        for index, token in enumerate(step.tokens):
+            text = self.texts[row]
+            self.add(row, token)
+            new = self.texts[row].removeprefix(text)
+            if self.colours and new:
+                colour = "\033[32m" if index < step.accepted else "\033[35m"
+                self.texts[row] = text + colour + new + "\033[0m"
+        self.end_step()
+
+    def statistics(self) -> str:
+        """Return acceptance statistics, then the speed of the run."""
+        drafts = sum(len(step.drafts) for step in self.passes)
+        counts = [step.accepted for step in self.passes]
+        accepted = sum(counts)
+        rate = f"{accepted} of {drafts} drafts accepted ({accepted / max(drafts, 1):.0%})"
+        mean = f"{self.count / len(self.passes):.2f} tokens per target pass"
+        passes = ", ".join(f"{count}: {counts.count(count)}" for count in range(max(counts) + 1))
+        return f"{rate}, {mean}\npasses by accepted drafts: {passes}\n{super().statistics()}"
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Generate text with speculative decoding.")
+    target_help = "directory, ORG/NAME on the Hub, gpt2 or random:gpt2"
+    parser.group("model").add_argument("--target", default=STORIES, help=target_help)
+    group = parser.group("speculation")
+    draft_help = "smaller model with the target's vocabulary"
+    group.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
+    gamma_help = "maximum number of draft tokens per target pass, 1 to 16"
+    group.add_argument("--gamma", metavar="N", type=int, default=3, help=gamma_help)
+    show_help = "show accepted drafts in green, the target's tokens in magenta"
+    group.add_argument("--show", action="store_true", help=show_help)
+    add_options(parser)
+    add_sampling_options(parser)
+    run_script(parser, run, argv)
+
+
+def run(args) -> None:
+    """Run the command line, with text on stdout and statistics on stderr.
+
+    Raises UserError for bad input.
+    """
+    params = sampling_params(args)
+    prompts = read_prompts(args)
+    source = resolve_source(args.target)
+    device = pick_device(args.device)
+    seed = pick_seed(args.seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    target, draft = load_models([source, args.draft], args, device)
+    encoding = load_encoding(source, target.config.vocab_size)
+    skip = () if params.ignore_eos else target.config.eos_token_ids
+    encoded = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
+    warn_long_prompts(encoded, target.config.block_size, args.stride)
+    shown_seed = seed if params.temperature else None
+    # no-color.org: any non-empty NO_COLOR turns colours off.
+    colours = args.show and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    with DraftOutput(prompts, encoding, skip, shown_seed, colours=colours) as output:
+        for row, tokens in enumerate(encoded):
+            options = args.gamma, generator, args.stride
+            passes = generate_speculative(target, draft, tokens, params, *options)
+            for step in passes:
+                output.add_step(row, step)
+
+
+if __name__ == "__main__":
+    main()
