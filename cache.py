@@ -44,14 +44,14 @@ class KVCache:
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
 
-    def truncate_to_prefix(self, windows: list[list[int]]) -> list[int]:
+    def truncate_to_prefix(self, windows: list[list[int]], num_logits: int = 1) -> list[int]:
         """Drop the cached tokens of each sequence after its common prefix with its window.
 
-        The last position of a window is dropped too, because a pass has to compute its logits.
-        Returns the number of cached positions of each sequence.
+        The last num_logits positions of a window are dropped too, because a pass has to compute
+        their logits. Returns the number of cached positions of each sequence.
         """
         for cached, tokens in zip(self.tokens, windows, strict=True):
-            del cached[common_prefix_length(cached, tokens[:-1]) :]
+            del cached[common_prefix_length(cached, tokens[:-num_logits]) :]
         return [len(cached) for cached in self.tokens]
 
     def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:

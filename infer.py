@@ -62,7 +62,7 @@ def generate(
     finished = [params.max_new_tokens == 0] * len(sequences)
     while not all(finished):
         windows = [context_window.crop(sequence.tokens) for sequence in sequences]
-        logits = next_logits(model, windows, cache)
+        logits = next_logits(model, windows, cache)[:, 0]
         logits = apply_penalties(logits, sequences)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
@@ -77,20 +77,24 @@ def generate(
 
 
 @torch.inference_mode()
-def next_logits(model: Model, windows: list[list[int]], cache: KVCache | None) -> torch.Tensor:
-    """Return float32 logits for the token after each window, (B, vocab_size).
+def next_logits(
+    model: Model, windows: list[list[int]], cache: KVCache | None, keep: int = 1
+) -> torch.Tensor:
+    """Return float32 logits at the last `keep` positions of each window, (B, keep, vocab_size).
 
     With a cache, positions that a window shares with its row of the cache are not recomputed.
-    Raises UserError if the logits are not finite.
+    Raises UserError if the logits are not finite, ValueError if a window is shorter than keep.
     """
-    num_cached = [0] * len(windows) if cache is None else cache.truncate_to_prefix(windows)
+    if min(len(window) for window in windows) < keep:
+        raise ValueError(f"a window is shorter than the {keep} positions to keep")
+    num_cached = [0] * len(windows) if cache is None else cache.truncate_to_prefix(windows, keep)
     new = [window[length:] for window, length in zip(windows, num_cached)]
     # Prefill and decode run as separate passes, so that a prompt or a context shift adds no padding
     # to decode rows.
-    decode = [row for row, tokens in enumerate(new) if len(tokens) == 1]
-    prefill = [row for row, tokens in enumerate(new) if len(tokens) > 1]
+    decode = [row for row, tokens in enumerate(new) if len(tokens) == keep]
+    prefill = [row for row, tokens in enumerate(new) if len(tokens) > keep]
     passes = [rows for rows in (decode, prefill) if rows]
-    parts = [pass_logits(model, [new[row] for row in rows], rows, cache) for rows in passes]
+    parts = [pass_logits(model, [new[row] for row in rows], rows, cache, keep) for rows in passes]
     logits = parts[0]
     if len(parts) == 2:
         logits = torch.cat(parts)[torch.tensor(decode + prefill).argsort()]
@@ -100,9 +104,9 @@ def next_logits(model: Model, windows: list[list[int]], cache: KVCache | None) -
 
 
 def pass_logits(
-    model: Model, new: list[list[int]], rows: list[int], cache: KVCache | None
+    model: Model, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int
 ) -> torch.Tensor:
-    """Run one pass and return logits at the last new token of each sequence, (B, vocab_size).
+    """Run one pass and return logits at the last `keep` new tokens, (B, keep, vocab_size).
 
     rows: the cache row of each list in new. Without a cache, shorter sequences are padded on the
     right.
@@ -112,15 +116,17 @@ def pass_logits(
         tokens, positions, ends = cache.prepare(spans)
         x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
         cache.commit()
-        return model.head(x[[end - 1 for end in ends]]).float()
+        last = torch.tensor(ends)[:, None] + torch.arange(-keep, 0)  # (B, keep)
+        return model.head(x[last]).float()
     lengths = [len(tokens) for tokens in new]
     T = max(lengths)
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
     tokens = torch.tensor(padded, device=model.device)  # (B, T)
     positions = torch.arange(T, device=model.device)
     x = model.hidden(tokens, positions, causal_attention)
-    last = torch.tensor(lengths) - 1
-    return model.head(x[torch.arange(len(new)), last]).float()
+    each = torch.arange(len(new))[:, None]
+    last = torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
+    return model.head(x[each, last]).float()
 
 
 def main(argv=None) -> None:
