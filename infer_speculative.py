@@ -11,6 +11,7 @@ if __name__ == "__main__":
 
 import torch
 
+from cache import ContextWindow, KVCache
 from command_line.models import load_models, pick_device
 from command_line.options import (
     STORIES,
@@ -22,10 +23,12 @@ from command_line.options import (
 )
 from command_line.output import OutputWriter, warn_long_prompts
 from command_line.parser import Parser, run_script
-from infer import generate
+from drafts import GAMMA_LIMITS, check_vocabularies
+from errors import check_limits
+from infer import next_logits
 from loading.load import resolve_source
 from model import Model
-from sampling import SamplingParams
+from sampling import SamplingParams, Sequence, apply_penalties, sampling_probs
 from text.tokenizer import load_encoding
 
 
@@ -49,13 +52,75 @@ def generate_speculative(
     generator: torch.Generator | None = None,
     stride: int | None = None,
 ) -> Iterator[SpeculativeStep]:
-    """Continue a prompt as `infer.generate` does with the target alone; nothing is drafted yet.
+    """Continue a prompt by speculative decoding, as `infer.generate` does with the target alone.
 
-    generator, stride: as in `infer.generate`. Yields one step per target pass, with at most
-    `params.max_new_tokens` tokens in all. Raises UserError as `infer.generate` does.
+    Greedy output is equal and sampled output has the same distribution, up to rounding.
+    The draft model proposes up to gamma tokens, 1 to 16, and the target verifies them in one pass.
+    generator, stride: as in `infer.generate`. The draft model's context shifts by half of its own
+    block_size. Yields one step per target pass, with at most `params.max_new_tokens` tokens in all.
+    Raises UserError if gamma is out of range or the vocabularies differ, and as `infer.generate`
+    does.
     """
-    for (token,) in generate(target, [prompt], params, generator, stride=stride):
-        yield SpeculativeStep([token], [], 0)
+    check_limits(GAMMA_LIMITS, gamma=gamma)
+    check_vocabularies(target.config, draft.config)
+    config = target.config
+    sequence = Sequence.from_prompt(prompt, params, config)
+    context_window = ContextWindow(config.block_size, stride)
+    end = sequence.max_length
+    cache = KVCache(target, 1, min(end - 1, config.block_size))
+    propose = ModelDrafter(draft, end - 1, generator).propose
+    while len(sequence.tokens) < end:
+        start = context_window.start(len(sequence.tokens))
+        # No pass crosses a context shift: all its positions share this window.
+        window_left = start + config.block_size - len(sequence.tokens)
+        count = min(gamma, window_left, end - len(sequence.tokens) - 1)
+        drafts, q = propose(sequence, count)
+        # The cache needs no rollback: `truncate_to_prefix` drops rejected drafts in the next pass.
+        window = sequence.tokens[start:] + drafts
+        logits = next_logits(target, [window], cache, keep=len(drafts) + 1)[0]
+        drafted = [sequence.with_drafts(drafts[:index]) for index in range(len(drafts) + 1)]
+        logits = apply_penalties(logits, drafted)
+        accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
+        tokens = drafts[:accepted] + [token]
+        continues = [token not in config.eos_token_ids or params.ignore_eos for token in tokens]
+        tokens = tokens[: first_false(continues) + 1]
+        sequence.tokens += tokens
+        yield SpeculativeStep(tokens, drafts, accepted)
+        if not all(continues):
+            return
+
+
+class ModelDrafter:
+    """A draft model for one sequence, with its own KV cache.
+
+    max_len: maximum sequence length when drafting, in tokens.
+    """
+
+    def __init__(self, model: Model, max_len: int, generator: torch.Generator | None = None):
+        self.model = model
+        self.generator = generator
+        self.context_window = ContextWindow(model.config.block_size)
+        self.cache = KVCache(model, 1, min(max_len, model.config.block_size))
+
+    def propose(self, sequence: Sequence, count: int) -> tuple[list[int], torch.Tensor]:
+        """Return `count` drafts and q, the distribution that each was sampled from.
+
+        q: (count, vocab_size).
+        """
+        drafts = []
+        q = torch.empty(count, self.model.config.vocab_size, device=self.model.device)
+        for index in range(count):
+            drafted = sequence.with_drafts(drafts)
+            window = self.context_window.crop(drafted.tokens)
+            logits = next_logits(self.model, [window], self.cache)[0]
+            logits = apply_penalties(logits, [drafted])[0]  # (vocab_size,)
+            q[index] = sampling_probs(logits, sequence.params)
+            if sequence.params.temperature == 0:  # argmax is faster than a draw from one-hot q
+                drawn = logits.argmax()
+            else:
+                drawn = torch.multinomial(q[index], 1, generator=self.generator)
+            drafts.append(drawn.item())
+        return drafts, q
 
 
 def verify(

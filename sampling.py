@@ -78,6 +78,10 @@ class Sequence:
         """Return the maximum number of tokens, prompt included."""
         return self.prompt_length + self.params.max_new_tokens
 
+    def with_drafts(self, drafts: list[int]) -> "Sequence":
+        """Return a sequence of these tokens and the drafts."""
+        return Sequence(self.tokens + drafts, self.prompt_length, self.params)
+
 
 def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Apply repetition, frequency and presence penalties, in vLLM's order.
@@ -161,6 +165,8 @@ def sample(
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Return the distribution that `sample` draws from, in the shape of the logits."""
+    if params.temperature == 0:  # all on one token
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     logits = top_p_filter(logits, params.top_p)
