@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 if __name__ == "__main__":
@@ -23,7 +23,7 @@ from command_line.options import (
 )
 from command_line.output import OutputWriter, warn_long_prompts
 from command_line.parser import Parser, run_script
-from drafts import GAMMA_LIMITS, check_vocabularies
+from drafts import GAMMA_LIMITS, check_vocabularies, prompt_lookup
 from errors import check_limits
 from infer import next_logits
 from loading.load import resolve_source
@@ -45,7 +45,7 @@ class SpeculativeStep(NamedTuple):
 @torch.inference_mode()
 def generate_speculative(
     target: Model,
-    draft: Model,
+    draft: Model | Callable[..., tuple[list[int], torch.Tensor | None]],
     prompt: list[int],
     params: SamplingParams,
     gamma: int = 3,
@@ -55,20 +55,23 @@ def generate_speculative(
     """Continue a prompt by speculative decoding, as `infer.generate` does with the target alone.
 
     Greedy output is equal and sampled output has the same distribution, up to rounding.
-    The draft model proposes up to gamma tokens, 1 to 16, and the target verifies them in one pass.
-    generator, stride: as in `infer.generate`. The draft model's context shifts by half of its own
-    block_size. Yields one step per target pass, with at most `params.max_new_tokens` tokens in all.
-    Raises UserError if gamma is out of range or the vocabularies differ, and as `infer.generate`
-    does.
+    The drafter proposes up to gamma tokens, 1 to 16, and the target verifies them in one pass.
+    draft: a model, or a function with the signature of `ModelDrafter.propose`, such as
+    `propose_prompt_lookup`. generator, stride: as in `infer.generate`. The draft
+    model's context shifts by half of its own block_size. Yields one step per target pass, with at
+    most `params.max_new_tokens` tokens in all. Raises UserError if gamma is out of range or the
+    vocabularies differ, and as `infer.generate` does.
     """
     check_limits(GAMMA_LIMITS, gamma=gamma)
-    check_vocabularies(target.config, draft.config)
     config = target.config
     sequence = Sequence.from_prompt(prompt, params, config)
     context_window = ContextWindow(config.block_size, stride)
     end = sequence.max_length
     cache = KVCache(target, 1, min(end - 1, config.block_size))
-    propose = ModelDrafter(draft, end - 1, generator).propose
+    propose = draft
+    if isinstance(draft, Model):
+        check_vocabularies(config, draft.config)
+        propose = ModelDrafter(draft, end - 1, generator).propose
     while len(sequence.tokens) < end:
         start = context_window.start(len(sequence.tokens))
         # No pass crosses a context shift: all its positions share this window.
@@ -80,6 +83,9 @@ def generate_speculative(
         logits = next_logits(target, [window], cache, keep=len(drafts) + 1)[0]
         drafted = [sequence.with_drafts(drafts[:index]) for index in range(len(drafts) + 1)]
         logits = apply_penalties(logits, drafted)
+        if q is None:
+            draft_ids = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
+            q = torch.nn.functional.one_hot(draft_ids, config.vocab_size).float()
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
         tokens = drafts[:accepted] + [token]
         continues = [token not in config.eos_token_ids or params.ignore_eos for token in tokens]
@@ -121,6 +127,14 @@ class ModelDrafter:
                 drawn = torch.multinomial(q[index], 1, generator=self.generator)
             drafts.append(drawn.item())
         return drafts, q
+
+
+def propose_prompt_lookup(sequence: Sequence, count: int) -> tuple[list[int], None]:
+    """Return drafts by `prompt_lookup`, and None for q; arguments as in `ModelDrafter.propose`.
+
+    The drafts are deterministic, so q is one-hot. After Saxena 2023, "Prompt Lookup Decoding".
+    """
+    return prompt_lookup(sequence.tokens, count), None
 
 
 def verify(
@@ -200,7 +214,7 @@ def main(argv=None) -> None:
     target_help = "directory, ORG/NAME on the Hub, gpt2 or random:gpt2"
     parser.group("model").add_argument("--target", default=STORIES, help=target_help)
     group = parser.group("speculation")
-    draft_help = "smaller model with the target's vocabulary"
+    draft_help = "smaller model with the target's vocabulary; lookup: prompt lookup"
     group.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
     gamma_help = "maximum number of draft tokens per target pass, 1 to 16"
     group.add_argument("--gamma", metavar="N", type=int, default=3, help=gamma_help)
@@ -222,7 +236,9 @@ def run(args) -> None:
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     generator = torch.Generator(device).manual_seed(seed)
-    target, draft = load_models([source, args.draft], args, device)
+    names = [source] if args.draft == "lookup" else [source, args.draft]
+    target, *drafts = load_models(names, args, device)
+    draft = drafts[0] if drafts else propose_prompt_lookup
     encoding = load_encoding(source, target.config.vocab_size)
     skip = () if params.ignore_eos else target.config.eos_token_ids
     encoded = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
