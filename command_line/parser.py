@@ -8,6 +8,9 @@ import sys
 
 from errors import UserError, catch_out_of_memory
 
+# Packages of the extra `test` that benchmarks import lazily.
+OPTIONAL_PACKAGES = {"matplotlib", "pandas", "tokenizers", "transformers"}
+
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """A formatter that shows defaults, except None, False and empty ones."""
@@ -81,6 +84,10 @@ def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
             action(args)
     except UserError as error:
         parser.error(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL_PACKAGES:
+            raise
+        parser.error(f"this needs the package {error.name}: pip install '.[test]'")
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
