@@ -52,6 +52,7 @@ ENGINES = {
     "int8": Engine("", "int8", "torch"),
     "native": Engine("native", "float32", "C code"),
     "native int8": Engine("native", "int8", "C code"),
+    "native blocks": Engine("native", "blocks", "C code, in the format of Q8_0"),
     "transformers": Engine("transformers", "float32", "generate()"),
     "CTranslate2": Engine("ctranslate2", "float32", "Generator"),
     "CTranslate2 int8": Engine("ctranslate2", "int8", "Generator"),
@@ -71,9 +72,9 @@ LABELS = (  # y-axes of a model's panels
     "time to first token, s",
     "peak memory, MB",
 )
-COLOURS = [*(f"C{number}" for number in range(10)), "black"]  # of the engines' lines
+COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold"]  # of the engines' lines
 # Maximum KL divergence of a position from float32, in nats; the mean may be a tenth of it.
-BOUNDS = {"bfloat16": 0.1, "int8": 0.5}
+BOUNDS = {"bfloat16": 0.1, "int8": 0.5, "blocks": 0.5}
 # How far a log-probability may be below that of float32's choice. llama.cpp has a float16
 # cache, and a float16 table for GPT-2's GELU.
 TIES = {"llama.cpp": 0.05}
