@@ -59,6 +59,7 @@ class Grammar:
 
         self.vocabulary = vocabulary
         self.usable_tokens = vocabulary.usable_tokens
+        self.field = "tools" if constraint_field == "tool_grammar" else constraint_field
         try:
             if constraint_field == "tool_grammar":
                 text = source
@@ -95,8 +96,7 @@ class Grammar:
                 )
             self.check_initial_state()
         except ValueError as error:  # a UserError is one
-            name = "tools" if constraint_field == "tool_grammar" else constraint_field
-            raise UserError(f"{name}: {error}") from None
+            raise UserError(f"{self.field}: {error}") from None
 
     def matcher(self) -> "GrammarMatcher":
         return GrammarMatcher(self)
