@@ -1,4 +1,4 @@
-"""What GitHub runs: the tests on both systems."""
+"""What GitHub runs: the tests on both systems, and the book of main, put on GitHub Pages."""
 
 import tomllib
 
@@ -38,3 +38,16 @@ def test_running_needs_no_package_of_tests_or_benchmarks():
     lists = project["dependencies"], project["optional-dependencies"]["test"]
     needed, for_tests = ({line.partition("==")[0] for line in lines} for lines in lists)
     assert OPTIONAL_PACKAGES <= for_tests and not for_tests & needed
+
+
+def test_the_book_is_made_of_main_and_put_on_pages():
+    found = workflow("book.yml")
+    build, deploy = (found["jobs"][name] for name in ("build", "deploy"))
+    assert found[True]["push"] == {"branches": ["main"]}  # YAML reads `on` as true
+    assert build["steps"][0]["with"] == {"fetch-depth": 0, "ref": "main"}
+    assert steps_of(build)[-2:] == ["make book PYTHON=python", "actions/upload-pages-artifact"]
+    assert build["steps"][-1]["with"]["path"] == "book"
+    assert deploy["needs"] == "build" and steps_of(deploy) == ["actions/deploy-pages"]
+    assert deploy["permissions"] == {"pages": "write", "id-token": "write"}
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert "https://OWNER.github.io/REPOSITORY" in page
