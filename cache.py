@@ -44,6 +44,21 @@ class KVCache:
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
 
+    def reorder(self, rows: list[int]) -> None:
+        """Replace sequence i of the cache with a copy of sequence rows[i], as beam search needs.
+
+        An index may occur several times or not at all, and the batch size may change.
+        """
+        moved = [row for row, source in enumerate(rows) if row != source]
+        if len(rows) != len(self.tokens):
+            self.storage = self.storage[:, :, rows]
+        elif moved:
+            # In place and only used positions, because a whole copy costs more than a decode step.
+            used = self.storage[..., : max(len(cached) for cached in self.tokens), :]
+            used[:, :, moved] = used[:, :, [rows[row] for row in moved]]
+        # Copy each list, because `truncate_to_prefix` changes it in place.
+        self.tokens = [list(self.tokens[row]) for row in rows]
+
     def truncate_to_prefix(self, windows: list[list[int]], num_logits: int = 1) -> list[int]:
         """Drop the cached tokens of each sequence after its common prefix with its window.
 

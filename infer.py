@@ -1,8 +1,10 @@
 """Generate text: python infer.py --prompt "Once upon a time"."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
@@ -22,7 +24,7 @@ from command_line.options import (
 )
 from command_line.output import OutputWriter, warn_long_prompts
 from command_line.parser import Parser, run_script
-from errors import UserError
+from errors import UserError, check_limits
 from loading.load import resolve_source
 from model import Model, causal_attention
 from sampling import NOT_FINITE, SamplingParams, Sequence, apply_penalties, sample
@@ -74,6 +76,77 @@ def generate(
                 finished[row] = True
             if not finished[row]:  # a finished one recomputes its last position
                 sequence.tokens.append(token)
+
+
+BEAM_LIMITS = {  # argument of beam_search: type, validity check, description of valid values
+    "num_beams": (int, lambda v: 1 <= v <= 2**16, "an integer from 1 to 65536")
+}
+
+
+class Beam(NamedTuple):
+    """A hypothesis of beam search."""
+
+    tokens: list[int]  # generated tokens, EOS included
+    score: float  # sum of log-probabilities
+
+
+@torch.inference_mode()
+def beam_search(
+    model: Model,
+    prompt: list[int],
+    num_beams: int,
+    max_new_tokens: int = 220,
+    ignore_eos: bool = False,
+    use_cache: bool = True,
+    stride: int | None = None,
+) -> list[Beam]:
+    """Return the best continuations of a prompt by beam search.
+
+    Each step extends every running beam by every token and keeps the best.
+    num_beams: 1 to 65536. Other arguments: as in `generate`.
+    Returns at most num_beams finished beams, best first. They end in EOS or have max_new_tokens
+    tokens; with max_new_tokens 0 the list is empty. The search ends when no running beam can still
+    enter the list, as in transformers with early_stopping="never".
+    Raises UserError for a value out of range, and where `generate` does.
+    """
+    SamplingParams(max_new_tokens, ignore_eos)  # validates both
+    check_limits(BEAM_LIMITS, num_beams=num_beams)
+    prompt = list(prompt) or [model.config.bos_token_id]
+    eos = () if ignore_eos else model.config.eos_token_ids
+    block_size = model.config.block_size
+    context_window = ContextWindow(block_size, stride)
+    longest = len(prompt) + max_new_tokens - 1  # the last token is never an input
+    cache = KVCache(model, 1, min(longest, block_size)) if use_cache else None
+    running = [Beam([], 0.0)]  # best first
+    finished = []
+    for length in range(1, max_new_tokens + 1):
+        windows = [context_window.crop(prompt + tokens) for tokens, _ in running]
+        logits = next_logits(model, windows, cache)[:, 0]
+        # float64 for long sums; on the CPU, because MPS has no float64.
+        logprobs = logits.cpu().double().log_softmax(dim=-1)
+        sums = torch.tensor([score for _, score in running], dtype=torch.float64)
+        sums = (sums[:, None] + logprobs).flatten()  # (running * vocab_size)
+        # At least num_beams of these do not end, even if all EOS continuations are among them.
+        best = sums.topk(min(num_beams * (1 + len(eos)), len(sums)))
+        parents = []
+        candidates = []
+        for rank, (total, index) in enumerate(zip(best.values.tolist(), best.indices.tolist())):
+            row, token = divmod(index, logits.shape[-1])
+            tokens = running[row].tokens + [token]
+            if token not in eos and length < max_new_tokens:
+                parents.append(row)
+                candidates.append(Beam(tokens, total))
+            elif rank < num_beams:  # an ending of a lower rank is dropped
+                finished.append(Beam(tokens, total))
+        running = candidates[:num_beams]
+        finished = sorted(finished, key=lambda beam: beam.score, reverse=True)[:num_beams]
+        full = len(finished) == num_beams
+        # A sum can only fall, so no running beam can overtake a finished one with a larger sum.
+        if not running or (full and running[0].score <= finished[-1].score):
+            break
+        if cache:
+            cache.reorder(parents[:num_beams])
+    return finished
 
 
 @torch.inference_mode()
@@ -137,6 +210,9 @@ def main(argv=None) -> None:
     parser.group("model").add_argument("--no-cache", action="store_true", help=no_cache_help)
     add_options(parser)
     add_sampling_options(parser)
+    beams = parser.group("beam search")
+    beams_help = "beam width; use beam search instead of sampling"
+    beams.add_argument("--num-beams", metavar="N", type=int, help=beams_help)
     run_script(parser, run, argv)
 
 
@@ -145,6 +221,7 @@ def run(args) -> None:
 
     Raises UserError for bad input.
     """
+    check_beam_options(args)
     source = resolve_source(args.model)
     params = sampling_params(args)
     prompts = read_prompts(args)
@@ -157,7 +234,22 @@ def run(args) -> None:
     prompt_ids = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     warn_long_prompts(prompt_ids, model.config.block_size, args.stride)
     output = OutputWriter(prompts, encoding, skip, seed if params.temperature else None)
-    print_samples(args, model, prompt_ids, params, generator, output)
+    if args.num_beams is not None:
+        print_beams(args, model, prompt_ids, output)
+    else:
+        print_samples(args, model, prompt_ids, params, generator, output)
+
+
+def check_beam_options(args) -> None:
+    """Raise UserError for options that conflict with --num-beams."""
+    if args.num_beams is None:
+        return
+    unused = dataclasses.asdict(SamplingParams(args.max_new_tokens, args.ignore_eos))
+    unused |= {"num_samples": 1, "seed": None}
+    unsupported = [name for name, default in unused.items() if getattr(args, name) != default]
+    if unsupported:
+        names = ", ".join("--" + name.replace("_", "-") for name in unsupported)
+        raise UserError(f"--num-beams neither samples nor penalises tokens; omit {names}")
 
 
 def print_samples(
@@ -175,6 +267,23 @@ def print_samples(
                 if token is not None:
                     output.add(row, token)
             output.end_step()
+
+
+def print_beams(args, model: Model, prompts: list[list[int]], output: OutputWriter) -> None:
+    """Run beam search for each prompt, with the best text on stdout and its score on stderr."""
+    options = {"ignore_eos": args.ignore_eos, "use_cache": not args.no_cache, "stride": args.stride}
+    summaries = []
+    with output:
+        for row, prompt in enumerate(prompts):
+            beams = beam_search(model, prompt, args.num_beams, args.max_new_tokens, **options)
+            for tokens, score in beams[:1]:
+                for token in tokens:
+                    output.add(row, token)
+                output.end_step()
+                best = f"{len(tokens)} tokens, the best of {len(beams)} beams"
+                summaries.append(f"sum of log-probabilities {score:.6g}, {best}")
+    for line in summaries:
+        print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":
