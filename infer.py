@@ -79,7 +79,8 @@ def generate(
 
 
 BEAM_LIMITS = {  # argument of beam_search: type, validity check, description of valid values
-    "num_beams": (int, lambda v: 1 <= v <= 2**16, "an integer from 1 to 65536")
+    "num_beams": (int, lambda v: 1 <= v <= 2**16, "an integer from 1 to 65536"),
+    "length_penalty": (int | float, lambda v: -10 <= v <= 10, "a number in [-10, 10]"),
 }
 
 
@@ -87,7 +88,7 @@ class Beam(NamedTuple):
     """A hypothesis of beam search."""
 
     tokens: list[int]  # generated tokens, EOS included
-    score: float  # sum of log-probabilities
+    score: float  # sum of log-probabilities / len(tokens) ** length_penalty
 
 
 @torch.inference_mode()
@@ -99,25 +100,27 @@ def beam_search(
     ignore_eos: bool = False,
     use_cache: bool = True,
     stride: int | None = None,
+    length_penalty: float = 0.0,
 ) -> list[Beam]:
     """Return the best continuations of a prompt by beam search.
 
     Each step extends every running beam by every token and keeps the best.
-    num_beams: 1 to 65536. Other arguments: as in `generate`.
+    num_beams: 1 to 65536. length_penalty: -10 to 10; above 0 favours long sequences. Other
+    arguments: as in `generate`.
     Returns at most num_beams finished beams, best first. They end in EOS or have max_new_tokens
     tokens; with max_new_tokens 0 the list is empty. The search ends when no running beam can still
     enter the list, as in transformers with early_stopping="never".
     Raises UserError for a value out of range, and where `generate` does.
     """
     SamplingParams(max_new_tokens, ignore_eos)  # validates both
-    check_limits(BEAM_LIMITS, num_beams=num_beams)
+    check_limits(BEAM_LIMITS, num_beams=num_beams, length_penalty=length_penalty)
     prompt = list(prompt) or [model.config.bos_token_id]
     eos = () if ignore_eos else model.config.eos_token_ids
     block_size = model.config.block_size
     context_window = ContextWindow(block_size, stride)
     longest = len(prompt) + max_new_tokens - 1  # the last token is never an input
     cache = KVCache(model, 1, min(longest, block_size)) if use_cache else None
-    running = [Beam([], 0.0)]  # best first
+    running = [Beam([], 0.0)]  # best first; here score is the plain sum of log-probabilities
     finished = []
     for length in range(1, max_new_tokens + 1):
         windows = [context_window.crop(prompt + tokens) for tokens, _ in running]
@@ -137,12 +140,16 @@ def beam_search(
                 parents.append(row)
                 candidates.append(Beam(tokens, total))
             elif rank < num_beams:  # an ending of a lower rank is dropped
-                finished.append(Beam(tokens, total))
+                finished.append(Beam(tokens, total / length**length_penalty))
         running = candidates[:num_beams]
         finished = sorted(finished, key=lambda beam: beam.score, reverse=True)[:num_beams]
         full = len(finished) == num_beams
-        # A sum can only fall, so no running beam can overtake a finished one with a larger sum.
-        if not running or (full and running[0].score <= finished[-1].score):
+        # A sum can only fall, so the most favourable length bounds the score: max_new_tokens, or
+        # the next length if length_penalty <= 0. A max_new_tokens beyond float64 would overflow.
+        best_length = min(max_new_tokens, 2**53) if length_penalty > 0 else length + 1
+        if not running or (
+            full and running[0].score / best_length**length_penalty <= finished[-1].score
+        ):
             break
         if cache:
             cache.reorder(parents[:num_beams])
@@ -213,6 +220,8 @@ def main(argv=None) -> None:
     beams = parser.group("beam search")
     beams_help = "beam width; use beam search instead of sampling"
     beams.add_argument("--num-beams", metavar="N", type=int, help=beams_help)
+    penalty_help = "divide beam scores by length**X, -10 to 10; above 0 favours length (default: 0)"
+    beams.add_argument("--length-penalty", metavar="X", type=float, help=penalty_help)
     run_script(parser, run, argv)
 
 
@@ -241,8 +250,10 @@ def run(args) -> None:
 
 
 def check_beam_options(args) -> None:
-    """Raise UserError for options that conflict with --num-beams."""
+    """Raise UserError for options that conflict with --num-beams, or need it."""
     if args.num_beams is None:
+        if args.length_penalty is not None:
+            raise UserError("--length-penalty requires --num-beams")
         return
     unused = dataclasses.asdict(SamplingParams(args.max_new_tokens, args.ignore_eos))
     unused |= {"num_samples": 1, "seed": None}
@@ -272,16 +283,25 @@ def print_samples(
 def print_beams(args, model: Model, prompts: list[list[int]], output: OutputWriter) -> None:
     """Run beam search for each prompt, with the best text on stdout and its score on stderr."""
     options = {"ignore_eos": args.ignore_eos, "use_cache": not args.no_cache, "stride": args.stride}
+    penalty = 0.0 if args.length_penalty is None else args.length_penalty
     summaries = []
     with output:
         for row, prompt in enumerate(prompts):
-            beams = beam_search(model, prompt, args.num_beams, args.max_new_tokens, **options)
+            beams = beam_search(
+                model,
+                prompt,
+                args.num_beams,
+                args.max_new_tokens,
+                length_penalty=penalty,
+                **options,
+            )
             for tokens, score in beams[:1]:
                 for token in tokens:
                     output.add(row, token)
                 output.end_step()
+                total = f"sum of log-probabilities {score * len(tokens) ** penalty:.6g}"
                 best = f"{len(tokens)} tokens, the best of {len(beams)} beams"
-                summaries.append(f"sum of log-probabilities {score:.6g}, {best}")
+                summaries.append(f"score {score:.6g}, {total}, {best}")
     for line in summaries:
         print(line, file=sys.stderr)
 
