@@ -160,7 +160,52 @@ def sample(
     """
     if params.temperature == 0:
         return logits.argmax(dim=-1)
-    return torch.multinomial(sampling_probs(logits, params), 1, generator=generator)[:, 0]
+    logits = apply_temperature(logits, params.temperature)
+    logits = top_k_filter(logits, params.top_k)
+    # As in torch.multinomial. Without the clamp, 0 / 0 would be NaN, which argmax would pick.
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)
+    return exponential_race(logits, noise, params.top_p)
+
+
+MAX_REJECTION_ROUNDS = 8  # after these, top_p_winner sorts
+
+
+def exponential_race(logits: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
+    """Sample tokens under top-p by an exponential race over all tokens.
+
+    logits: (B, vocab_size), -inf for a banned token. noise: exponential random numbers > 0 of the
+    same shape. A token's score is its probability over its noise, and the best score of the tokens
+    that the filter keeps wins. Returns (B,) ids, as `torch.multinomial` after the filter would
+    draw from the same noise.
+    """
+    probs = torch.softmax(logits, dim=-1)
+    scores = probs / noise
+    if p == 1:
+        return scores.argmax(dim=-1)
+    winners = [top_p_winner(*row, p) for row in zip(logits, probs, scores)]
+    return torch.tensor(winners, device=logits.device)
+
+
+def top_p_winner(logits: torch.Tensor, probs: torch.Tensor, scores: torch.Tensor, p: float) -> int:
+    """Return the best-scoring token that `top_p_filter` keeps, for p < 1, usually without sorting.
+
+    logits, probs, scores: (vocab_size,) of one sequence. Follows FlashInfer's rejection sampling,
+    but takes the next token of the same race instead of a new draw.
+    """
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
+    for _ in range(MAX_REJECTION_ROUNDS):
+        winner = scores.argmax().item()
+        # The filter's order: larger logits first, then equal logits by id. Compare logits, because
+        # different logits may round to the same probability.
+        best = logits[winner]
+        before = torch.cat((logits[:winner] >= best, logits[winner:] > best))
+        # Round once, at the end, as the filter's cumsum does.
+        mass = torch.where(before, probs, 0).sum(dtype=exact).to(probs.dtype)
+        if mass < p or mass == 0:  # keep the most likely token even if p rounds to 0
+            return winner
+        scores = scores.masked_fill(~before, -1)  # drop the winner and all after it
+    return scores.masked_fill(top_p_filter(logits, p) == -torch.inf, -1).argmax().item()
 
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
