@@ -50,7 +50,8 @@ def generate(
     Finished sequences stay in the batch until the last one ends.
     Yields, once per step, the next token of each sequence, its EOS included, and None
     once it has ended. A greedy sequence does not depend on its batch, up to rounding. A sampled one
-    does, because the batch shares the generator.
+    does, because the batch shares the generator. With int8 weights, rounding may change the output;
+    see quantisation/int8.py.
     Raises UserError if prompts is empty, stride is out of range, the cache does not fit in memory,
     or the logits are not finite.
     """

@@ -86,11 +86,13 @@ class Model(nn.Module):
         embedding = self.layer("embedding")
         head = self.layer("head")
         head.weight = embedding.weight
+        for name, tensor in embedding.named_buffers():  # of a quantised weight
+            setattr(head, name, tensor)
         return self
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of weights and activations."""
+        """Return the dtype of activations, KV caches and all weights that are not quantised."""
         return next(self.parameters()).dtype
 
     @property

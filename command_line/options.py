@@ -14,7 +14,12 @@ from sampling import SamplingParams
 STORIES = Path(__file__).resolve().parents[1] / "checkpoints" / "stories"
 # Lists for 10**9 sequences would fill the memory before any tensor is allocated.
 MAX_SEQUENCES = 2**16
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
 
 
 def add_options(parser: Parser) -> None:
@@ -37,7 +42,7 @@ def add_model_options(parser: Parser) -> None:
     group = parser.group("model")
     devices = ("auto", "cuda", "mps", "cpu")
     group.add_argument("--device", default="auto", choices=devices, help="device to run on")
-    dtype_help = "dtype of weights and activations"
+    dtype_help = "dtype of weights and activations; int8: in matmuls only"
     group.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
 
 

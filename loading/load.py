@@ -12,6 +12,7 @@ from errors import UserError, catch_out_of_memory
 from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
 from loading.config import gpt_to_dict, read_gpt_config
 from model import GPT, GPTConfig, Model
+from quantisation.int8 import Int8Embedding, load_weight_rows, replace_with_int8_linear
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 PRESETS = {  # configurations of random models: `random:` and one of these names
@@ -205,6 +206,7 @@ def load_config(name):
 def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
     """Load a model for inference, straight to its dtype and device.
 
+    dtype: torch.int8 means int8 weights, as in quantisation/int8.py.
     name: as in `resolve_source`: a directory in Hugging Face's format, or a model on the hub
     (`gpt2`, its sizes, or `org/name`). `random:` and a name in PRESETS mean that configuration with
     random weights. Raises UserError, with the reason in one line, for any other name, for a model
@@ -229,7 +231,7 @@ def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -
     """
     shapes = {key: weight.shape for key, weight in model.named_parameters()}
     if source.type == "random":
-        return random_tensors(model, shapes, dtype, device)
+        return random_tensors(model, shapes, float_dtype(dtype), device)
     transposed = {key for key in shapes if model.is_transposed(key)}
     files = source.weight_files()
     skip = model.IGNORED_SUFFIXES
@@ -241,17 +243,27 @@ def load_weights(
 ) -> Model:
     """Load weights into an empty model, and return it.
 
-    chunks: (name, slice of rows, these rows). Raises UserError if memory runs out.
+    chunks: the arguments of `load_weight_rows`, after the first. Raises UserError if memory runs
+    out.
     """
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     with catch_out_of_memory(f"{source.label}: {size:,} bytes of weights"):
+        if dtype == torch.int8:
+            replace_with_int8_linear(model)
         weights = {}
         for key, tensor in model.named_parameters():
-            weights[key] = torch.empty(tensor.shape, dtype=dtype, device=device)
-        for name, rows, chunk in chunks:
-            weights[name][rows] = chunk
+            weights[key] = torch.empty(tensor.shape, dtype=float_dtype(dtype), device=device)
+        for key, tensor in model.named_buffers():  # of quantised weights
+            weights[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        for chunk in chunks:
+            load_weight_rows(weights, *chunk)
     model.load_state_dict(weights, assign=True, strict=False)
     return model.tie_weights().eval()
+
+
+def float_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of all tensors that are not int8."""
+    return dtype if dtype.is_floating_point else torch.float32
 
 
 def random_tensors(
@@ -267,8 +279,11 @@ def random_tensors(
 def save_model(model: Model, directory) -> None:
     """Write `config.json` and `model.safetensors` for transformers, in the weights' dtype.
 
-    Raises UserError if they cannot be written, and leaves no partial file then.
+    Raises UserError if they cannot be written, and leaves no partial file then. Raises ValueError
+    for int8 weights, which this format does not support.
     """
+    if isinstance(model.layer("embedding"), Int8Embedding):
+        raise ValueError("a model with int8 weights cannot be saved; save the unquantised model")
     fields = get_architecture(model.config).to_dict(model.config)
     fields["dtype"] = str(model.dtype).removeprefix("torch.")
     # state_dict would list the tied embedding a second time, as the head.

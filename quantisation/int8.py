@@ -1,10 +1,17 @@
-"""Symmetric int8 quantisation, one scale per row, with exact integer sums.
+"""Symmetric int8 quantisation of weights, one scale per row, with exact integer sums.
 
-Vector-wise quantisation as in Dettmers et al. 2022 (2208.07339). LLM.int8() also keeps outliers in
-half precision, which is left out here.
+Vector-wise quantisation as in Dettmers et al. 2022 (2208.07339), at a quarter of float32's bytes.
+LLM.int8() also keeps outliers in half precision, which is left out here.
+
+Activations are quantised to int8 as well, so a last-bit difference in one can become a whole
+quantisation step. torch's attention is not batch-invariant, so the output may depend on the batch
+in `generate`.
 """
 
 import torch
+import torch.nn as nn
+
+from errors import UserError
 
 EXACT_TERMS = 1024  # products of at most 127 * 127 that sum to less than 2**24, exact in float32
 
@@ -46,3 +53,61 @@ def int8_matmul(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     # integers.
     parts = zip(values.split(EXACT_TERMS, dim=-1), weight.split(EXACT_TERMS, dim=-1))
     return sum((a.float() @ b.float().t()).to(torch.int32) for a, b in parts)
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with an int8 weight (out_features, in_features) and its scale (out_features,).
+
+    Both tensors are uninitialised. Raises UserError for rows whose sums may not fit int32.
+    """
+
+    def __init__(self, layer: nn.Linear | nn.Embedding):
+        super().__init__()
+        shape = layer.weight.shape
+        device = layer.weight.device
+        if shape[1] > 2**17:
+            reason = "above 2**17 a sum of products may not fit int32"
+            raise UserError(f"int8 rows of {shape[1]} weights: {reason}")
+        weight = torch.empty(shape, dtype=torch.int8, device=device)
+        scale = torch.empty(shape[0], dtype=layer.weight.dtype, device=device)
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.bias = getattr(layer, "bias", None)
+
+    def forward(self, x):
+        return int8_linear(x, self.weight, self.scale, self.bias)
+
+
+class Int8Embedding(Int8Linear):
+    """A token embedding with int8 rows.
+
+    It has the tensors of a linear layer, so that the head can share them.
+    """
+
+    def forward(self, tokens):
+        return self.weight[tokens] * self.scale[tokens][..., None]
+
+
+def replace_with_int8_linear(model: nn.Module) -> nn.Module:
+    """Replace the linear layers and the token embedding with uninitialised int8 layers."""
+    for module in list(model.modules()):
+        for name, layer in module.named_children():
+            if isinstance(layer, nn.Linear):
+                setattr(module, name, Int8Linear(layer))
+    model.set_submodule(model.path("embedding"), Int8Embedding(model.layer("embedding")))
+    return model.tie_weights()
+
+
+def load_weight_rows(
+    tensors: dict[str, torch.Tensor], name: str, rows: slice, block: torch.Tensor
+) -> None:
+    """Write rows of a weight into a model's tensor. If it is int8, quantise them."""
+    if tensors[name].dtype == torch.int8:
+        values = tensors[name][rows]
+        scale = tensors[name.removesuffix("weight") + "scale"][rows]
+        # In chunks of rows, because quantisation needs temporary memory for all rows it is given.
+        pieces = (tensor.split(256) for tensor in (values, scale, block))
+        for piece, piece_scale, floats in zip(*pieces):
+            piece[:], piece_scale[:] = quantize(floats.to(scale))
+    else:
+        tensors[name][rows] = block

@@ -20,3 +20,14 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def to_int8(model):
+    """A model in memory with int8 weights, and everything else as it is."""
+    from quantisation.int8 import load_weight_rows, replace_with_int8_linear
+
+    weights = dict(model.named_parameters())
+    tensors = replace_with_int8_linear(model).state_dict()
+    for name, weight in weights.items():
+        load_weight_rows(tensors, name, slice(None), weight.detach())
+    return model
