@@ -4,6 +4,7 @@ Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (230
 Parameters are named as in transformers' Llama, so its files load unchanged.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,11 @@ import torch.nn.functional as F
 class LlamaConfig:
     """The configuration of a Llama; the defaults describe checkpoints/stories-llama (lesson 30)."""
 
+    head_dim: int = 32
     n_embd: int = 192
     n_inner: int = 512  # the width inside the MLP
     norm_eps: float = 1e-6
+    rope_theta: float = 10000.0  # about the positions per radian of the slowest rotation
 
 
 class RMSNorm(nn.Module):
@@ -34,6 +37,53 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         # rms_norm squares in float32: 256 ** 2 overflows float16.
         return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.eps)
+
+
+TABLE_CHUNK = 64  # positions by which the cosine and sine tables grow
+
+
+class RotaryEmbedding:
+    """Tables of the cosines and sines of RoPE angles, up to the longest sequence so far.
+
+    The tables grow by 64 positions, because a cosine's rounding may depend on how many are computed
+    in one call. They are not buffers of the model, because loading fills only weights. They do not
+    cover the context window from the start: 131,072 positions of 128 numbers are 134 MB in float32.
+    """
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device):
+        powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.inv_freq = 1 / config.rope_theta**powers  # radians per position, one per pair
+        self.cos = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
+        self.sin = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
+
+    def cos_sin(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cosines and sines of the first positions, each (length, 1, head_dim)."""
+        if len(self.cos) < length:
+            cosines = [self.cos]
+            sines = [self.sin]
+            for start in range(len(self.cos), max(length, 2 * len(self.cos)), TABLE_CHUNK):
+                positions = torch.arange(start, start + TABLE_CHUNK)
+                angles = positions[:, None, None] * self.inv_freq
+                cos = angles.cos()
+                sin = angles.sin()
+                cosines.append(torch.cat([cos, cos], -1).to(self.cos))
+                sines.append(torch.cat([-sin, sin], -1).to(self.sin))
+            self.cos = torch.cat(cosines)
+            self.sin = torch.cat(sines)
+        return self.cos[:length], self.sin[:length]
+
+
+rotary_embedding = functools.lru_cache(maxsize=2)(RotaryEmbedding)  # for a target and its draft
+
+
+def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate queries or keys by the angles of their positions (RoPE, Su et al. 2021, 2104.09864).
+
+    x: (..., heads, head_dim). cos, sin: (..., 1, head_dim). Element i of a head's first half and
+    element i of its second half are one rotated pair, as in transformers. Meta's own files
+    interleave them.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class MLP(nn.Module):
