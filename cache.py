@@ -20,7 +20,7 @@ class Span(NamedTuple):
 class KVCache:
     """A contiguous KV cache for a batch of sequences of any lengths, allocated once.
 
-    storage: (n_layer, 2, batch_size, n_head, max_len, head_dim), in the model's dtype.
+    storage: (n_layer, 2, batch_size, n_kv_head, max_len, head_dim), in the model's dtype.
     max_len: positions per sequence; None: block_size. tokens: the cached tokens of each sequence,
     from position 0. Later positions in the storage are stale. Raises UserError if the storage
     does not fit in memory.
@@ -29,7 +29,7 @@ class KVCache:
     def __init__(self, model, batch_size: int = 1, max_len: int | None = None):
         config = model.config
         max_len = config.block_size if max_len is None else max_len
-        shape = (config.n_layer, 2, batch_size, config.n_head, max_len, config.head_dim)
+        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_len, config.head_dim)
         try:
             # Zeros: a masked position has weight 0, but 0 times a NaN in stale memory would be NaN.
             self.storage = torch.zeros(shape, dtype=model.dtype, device=model.device)
@@ -37,7 +37,7 @@ class KVCache:
             size = model.dtype.itemsize
             factors = (
                 f"batch size {batch_size} x {config.n_layer} layers x keys and values"
-                f" x {config.n_head} heads x {max_len} positions"
+                f" x {config.n_kv_head} heads x {max_len} positions"
                 f" x {config.head_dim} elements x {size} bytes"
             )
             count = f"{math.prod(shape) * size:,} bytes"
@@ -140,8 +140,10 @@ class KVCache:
         values.transpose(1, 2)[self.slot_mapping] = v
         keys = keys[self.batch_indices]
         values = values[self.batch_indices]
-        q = q.transpose(1, 2)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).transpose(1, 2)
+        q = q.transpose(1, 2)  # consecutive query heads share a KV head
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=self.mask, enable_gqa=True
+        ).transpose(1, 2)
 
 
 def common_prefix_length(a: list[int], b: list[int]) -> int:

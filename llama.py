@@ -1,7 +1,8 @@
 """The forward pass of a Llama, with its changes to GPT-2.
 
-Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971).
-Parameters are named as in transformers' Llama, so its files load unchanged.
+Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
+grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
+its files load unchanged.
 """
 
 import functools
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 class LlamaConfig:
     """The configuration of a Llama; the defaults describe checkpoints/stories-llama (lesson 30)."""
 
+    n_head: int = 6
+    n_kv_head: int = 2  # key-value heads, each shared by n_head / n_kv_head query heads
     head_dim: int = 32
     n_embd: int = 192
     n_inner: int = 512  # the width inside the MLP
@@ -84,6 +87,26 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
     interleave them.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries = config.n_head * config.head_dim
+        keys = config.n_kv_head * config.head_dim
+        self.q_proj = nn.Linear(config.n_embd, queries, bias=False)
+        self.k_proj = nn.Linear(config.n_embd, keys, bias=False)
+        self.v_proj = nn.Linear(config.n_embd, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.n_embd, bias=False)
+
+    def forward(self, x, cos, sin, attend):
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_head, head_dim)
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_kv_head, head_dim)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q = apply_rotary_emb(q, cos, sin)
+        k = apply_rotary_emb(k, cos, sin)
+        return self.o_proj(attend(q, k, v).flatten(-2))
 
 
 class MLP(nn.Module):

@@ -42,11 +42,19 @@ class GPTConfig:
         """Return the width of one head's query, key or value."""
         return self.n_embd // self.n_head
 
+    @property
+    def n_kv_head(self) -> int:
+        """Return the number of key-value heads: in GPT-2 all heads."""
+        return self.n_head
+
 
 def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Let each position attend to itself and earlier ones. Tensors: (B, T, heads, head_dim)."""
+    """Let each position attend to itself and earlier ones. Tensors: (B, T, heads, head_dim).
+
+    k and v may have fewer heads: neighbouring query heads then share one (grouped-query attention).
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 class Model(nn.Module):
