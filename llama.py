@@ -15,15 +15,21 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The configuration of a Llama; the defaults describe checkpoints/stories-llama (lesson 30)."""
+    """The configuration of a Llama; the defaults describe checkpoints/stories-llama."""
 
+    vocab_size: int = 4096
+    block_size: int = 256
+    n_layer: int = 8
     n_head: int = 6
     n_kv_head: int = 2  # key-value heads, each shared by n_head / n_kv_head query heads
     head_dim: int = 32
     n_embd: int = 192
     n_inner: int = 512  # the width inside the MLP
+    bos_token_id: int = 4095  # an empty prompt starts from it
+    eos_token_ids: tuple[int, ...] = (4095,)
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0  # about the positions per radian of the slowest rotation
+    tie_word_embeddings: bool = True
 
 
 class RMSNorm(nn.Module):

@@ -4,6 +4,7 @@ import reprlib
 from pathlib import Path
 
 from errors import UserError
+from llama import LlamaConfig
 from loading.checkpoint import check_values
 from model import GPTConfig
 
@@ -48,6 +49,27 @@ def read_number(file: Path, raw: dict, key: str, default: float | None, limit: f
     if type(value) not in (int, float) or not 0 < value <= limit:
         raise UserError(f"{file}: {key} {reprlib.repr(value)}: must be above 0 and at most {limit}")
     return value
+
+
+def read_attention_sizes(
+    file: Path, raw: dict, sizes: dict[str, tuple[str, int]]
+) -> dict[str, int]:
+    """Call `read_sizes`. By default n_kv_head is n_head, and head_dim n_embd // n_head."""
+    defaults = {"n_kv_head": raw.get(sizes["n_head"][0]), "head_dim": 1}
+    fields = read_sizes(file, raw, sizes, defaults)
+    if sizes["head_dim"][0] not in raw:
+        fields["head_dim"] = fields["n_embd"] // fields["n_head"]
+    return fields
+
+
+def check_heads(file: Path, fields: dict[str, int], sizes: dict[str, tuple[str, int]]) -> None:
+    """Raise UserError unless query heads can share key-value heads, and RoPE can pair elements."""
+    n_head, n_kv_head, head_dim = (sizes[name][0] for name in ("n_head", "n_kv_head", "head_dim"))
+    if fields["n_head"] % fields["n_kv_head"]:
+        multiple = f"a multiple of {n_kv_head} ({fields['n_kv_head']})"
+        raise UserError(f"{file}: {n_head} {fields['n_head']}: must be {multiple}")
+    if fields["head_dim"] % 2 or not fields["head_dim"]:
+        raise UserError(f"{file}: {head_dim} {fields['head_dim']}: must be even and above 0")
 
 
 # Field of GPTConfig -> its key in config.json, and the largest value read: 10**9 layers would take
@@ -99,4 +121,74 @@ def gpt_to_dict(config: GPTConfig) -> dict:
         "activation_function": "gelu_new",
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos),
+    }
+
+
+LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the largest value read
+    "vocab_size": ("vocab_size", 10**6),
+    "block_size": ("max_position_embeddings", 10**7),
+    "n_layer": ("num_hidden_layers", 1000),
+    "n_head": ("num_attention_heads", 1000),
+    "n_kv_head": ("num_key_value_heads", 1000),
+    "n_embd": ("hidden_size", 10**5),
+    "n_inner": ("intermediate_size", 10**6),
+    "head_dim": ("head_dim", 1000),
+}
+LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
+    "model_type": ("llama",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "tie_word_embeddings": (False, True),
+    "is_causal": (True,),
+}
+
+
+def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
+    """Return the configuration of a Llama. Raises UserError for another architecture.
+
+    file: the config.json, for errors. raw: the object in it.
+    """
+    raw = {key: value for key, value in raw.items() if value is not None}  # null means missing
+    check_values(file, raw, LLAMA_SUPPORTED_VALUES)
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
+    rope = raw.get(key, {})
+    if not isinstance(rope, dict):
+        rope = {"rope_type": rope}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    check_values(f"{file}: {key}", {"rope_type": rope_type}, {"rope_type": ("default",)})
+    fields = read_attention_sizes(file, raw, LLAMA_SIZES)
+    check_heads(file, fields, LLAMA_SIZES)
+    vocabulary = fields["vocab_size"]
+    eos = read_token_ids(file, raw, "eos_token_id", vocabulary, 2)
+    return LlamaConfig(
+        **fields,
+        bos_token_id=read_token_ids(file, raw, "bos_token_id", vocabulary, eos[0])[0],
+        eos_token_ids=eos,
+        norm_eps=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
+        rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+    )
+
+
+def llama_to_dict(config: LlamaConfig) -> dict:
+    """Return the config.json of this Llama, except the dtype of its weights.
+
+    Raises UserError for a configuration that transformers refuses.
+    """
+    if config.n_embd % config.n_head:
+        raise UserError(
+            f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"
+            f" of n_head ({config.n_head})"
+        )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{key: getattr(config, field) for field, (key, _) in LLAMA_SIZES.items()},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids),
     }
