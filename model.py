@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -31,6 +32,7 @@ class GPTConfig:
     n_embd: int = 768
     eos_token_ids: tuple[int, ...] = (50256,)  # each ends a sequence
     layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: ClassVar[bool] = True  # the head shares the embedding's weight
 
     @property
     def bos_token_id(self) -> int:
@@ -90,12 +92,13 @@ class Model(nn.Module):
         return name.endswith("weight") and self.role(name) in self.TRANSPOSED
 
     def tie_weights(self) -> "Model":
-        """Make the head and the token embedding one parameter."""
-        embedding = self.layer("embedding")
-        head = self.layer("head")
-        head.weight = embedding.weight
-        for name, tensor in embedding.named_buffers():  # of a quantised weight
-            setattr(head, name, tensor)
+        """Make the head and the token embedding one parameter, if the config ties them."""
+        if self.config.tie_word_embeddings:
+            embedding = self.layer("embedding")
+            head = self.layer("head")
+            head.weight = embedding.weight
+            for name, tensor in embedding.named_buffers():  # of a quantised weight
+                setattr(head, name, tensor)
         return self
 
     @property

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from errors import UserError, catch_out_of_memory
+from llama import Llama, LlamaConfig
 from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
-from loading.config import gpt_to_dict, read_gpt_config
+from loading.config import gpt_to_dict, llama_to_dict, read_gpt_config, read_llama_config
 from model import GPT, GPTConfig, Model
 from quantisation.int8 import Int8Embedding, load_weight_rows, replace_with_int8_linear
 
@@ -20,6 +21,21 @@ PRESETS = {  # configurations of random models: `random:` and one of these names
     "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
+    # A popular small Llama. (Its tokenizer is of a form that is not read here.)
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49152,
+        block_size=8192,
+        n_layer=30,
+        n_head=9,
+        n_kv_head=3,
+        head_dim=64,
+        n_embd=576,
+        n_inner=1536,
+        bos_token_id=49151,
+        eos_token_ids=(49151,),
+        norm_eps=1e-5,
+        rope_theta=100000.0,
+    ),
 }
 
 
@@ -182,8 +198,9 @@ class Architecture:
 
 
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
+LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_to_dict)
 # By the model_type of config.json.
-ARCHITECTURES = {"gpt2": GPT2}
+ARCHITECTURES = {"gpt2": GPT2, "llama": LLAMA}
 
 
 def get_architecture(config) -> Architecture:
