@@ -6,6 +6,7 @@ its files load unchanged.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import Attend, Model
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """The RoPE scaling of Llama 3.1 and later, which extends the original context window."""
+
+    factor: float  # by which low frequencies are divided
+    low_freq_factor: float  # fewer rotations in the original window: scaled fully
+    high_freq_factor: float  # more rotations in the original window: unchanged
+    original_max_position_embeddings: float  # the original context window, in tokens
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = (4095,)
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0  # about the positions per radian of the slowest rotation
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = True
 
 
@@ -64,6 +76,8 @@ class RotaryEmbedding:
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device):
         powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         self.inv_freq = 1 / config.rope_theta**powers  # radians per position, one per pair
+        if config.rope_scaling:
+            self.inv_freq = scale_llama3_frequencies(self.inv_freq, config.rope_scaling)
         self.cos = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
         self.sin = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
 
@@ -85,6 +99,19 @@ class RotaryEmbedding:
 
 
 rotary_embedding = functools.lru_cache(maxsize=2)(RotaryEmbedding)  # for a target and its draft
+
+
+def scale_llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Scale RoPE frequencies for a longer context window as in Llama 3.1: only the low ones.
+
+    Between both limits the factor is interpolated. inv_freq: (n), in radians per position.
+    """
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    # Rotations in the original context window.
+    periods = scaling.original_max_position_embeddings / (2 * math.pi / inv_freq)
+    smooth_factor = ((periods - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth_factor) * inv_freq / scaling.factor + smooth_factor * inv_freq
 
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,11 @@
 """Model configurations in Hugging Face's `config.json`."""
 
+import dataclasses
 import reprlib
 from pathlib import Path
 
 from errors import UserError
-from llama import LlamaConfig
+from llama import LlamaConfig, RopeScaling
 from loading.checkpoint import check_values
 from model import GPTConfig
 
@@ -144,6 +145,17 @@ LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
 }
 
 
+def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
+    """Return the RopeScaling of a config.json. Raises UserError for invalid values."""
+    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    scaling = RopeScaling(*(read_number(file, rope, name, None, 1e9) for name in names))
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    if low >= high:
+        raise UserError(f"{file}: low_freq_factor {low}: must be below high_freq_factor ({high})")
+    return scaling
+
+
 def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     """Return the configuration of a Llama. Raises UserError for another architecture.
 
@@ -156,7 +168,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     if not isinstance(rope, dict):
         rope = {"rope_type": rope}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    check_values(f"{file}: {key}", {"rope_type": rope_type}, {"rope_type": ("default",)})
+    check_values(f"{file}: {key}", {"rope_type": rope_type}, {"rope_type": ("default", "llama3")})
     fields = read_attention_sizes(file, raw, LLAMA_SIZES)
     check_heads(file, fields, LLAMA_SIZES)
     vocabulary = fields["vocab_size"]
@@ -167,6 +179,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         eos_token_ids=eos,
         norm_eps=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
         rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
+        rope_scaling=read_rope_scaling(file, rope) if rope_type == "llama3" else None,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
     )
 
@@ -181,6 +194,7 @@ def llama_to_dict(config: LlamaConfig) -> dict:
             f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"
             f" of n_head ({config.n_head})"
         )
+    scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -188,6 +202,7 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
+        "rope_scaling": scaling and {"rope_type": "llama3", **vars(scaling)},
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
