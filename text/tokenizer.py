@@ -1,5 +1,6 @@
 """Text to token ids and back: one `Encoding` for all models."""
 
+import reprlib
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -13,17 +14,21 @@ from loading.load import HUB_NAMES, resolve_source
 EOT = "<|endoftext|>"
 SUPPORTED_VALUES = {  # tokenizer.json fields; others would change the ids of a text
     "normalizer": (None,),
-    "pre_tokenizer.type": ("ByteLevel",),
+    "pre_tokenizer.type": ("ByteLevel", "Split, ByteLevel"),
+    "pre_tokenizer.behavior": ("Isolated",),
+    "pre_tokenizer.invert": (False,),
     "pre_tokenizer.add_prefix_space": (False,),
-    "pre_tokenizer.use_regex": (True,),
     "model.type": ("BPE",),
     "model.dropout": (None, 0),
     "model.continuing_subword_prefix": (None, ""),
     "model.end_of_word_suffix": (None, ""),
-    "model.ignore_merges": (False,),
-    "post_processor.type": (None, "ByteLevel", "TemplateProcessing"),
-    # A template that adds no token.
-    "post_processor.single": (None, [{"Sequence": {"id": "A", "type_id": 0}}]),
+    "model.ignore_merges": (False, True),
+    "post_processor.type": (
+        None,
+        "ByteLevel",
+        "TemplateProcessing",
+        "ByteLevel, TemplateProcessing",
+    ),
     "decoder.type": ("ByteLevel",),
 }
 
@@ -31,9 +36,11 @@ SUPPORTED_VALUES = {  # tokenizer.json fields; others would change the ids of a 
 def check_tokenizer(file: Path, raw: dict) -> None:
     """Raise UserError unless this is a byte-level BPE with the same ids in tiktoken.
 
-    file: for errors. raw: the object in it.
+    file: for errors. raw: the object in it, with one pre_tokenizer and one post_processor, as
+    `one_step` makes them.
     """
     check_nested_values(file, raw, SUPPORTED_VALUES)
+    check_pattern(file, raw["pre_tokenizer"])
     try:
         vocabulary = raw["model"]["vocab"]
         added = raw.get("added_tokens") or []
@@ -55,13 +62,47 @@ def check_tokenizer(file: Path, raw: dict) -> None:
         )
     check_added_tokens(file, added, vocabulary)
     tokens = sorted(vocabulary.keys() - special.keys(), key=vocabulary.get)
-    check_merges(file, tokens, merges, merged)
+    check_merges(file, tokens, merges, merged, raw["model"].get("ignore_merges"))
+    check_prefix(file, raw["post_processor"], special)
+
+
+def check_pattern(file: Path, step: dict) -> None:
+    """Raise UserError unless a pre_tokenizer splits once, by one of PATTERNS.
+
+    A Split has a pattern; a ByteLevel alone has GPT-2's.
+    """
+    alone = step.get("type", "ByteLevel") == "ByteLevel"
+    step = {"use_regex": True} | step
+    check_nested_values(file, {"pre_tokenizer": step}, {"pre_tokenizer.use_regex": (alone,)})
+    found = step.get("pattern", {"Regex": PATTERNS["GPT-2"]})
+    if found not in [{"Regex": pattern} for pattern in PATTERNS.values()]:
+        names = " or ".join(f"{name}'s" for name in PATTERNS)
+        raise UserError(
+            f"{file}: pre_tokenizer.pattern is {repr(found):.200}; supported is {names}"
+        )
 
 
 class Encoding(tiktoken.Encoding):
-    """tiktoken's Encoding, with an error that says what is wrong with a text."""
+    """tiktoken's Encoding, with a prefix before each text, such as Llama 3's BOS."""
+
+    def __init__(self, *args, prefix_ids: tuple[int, ...] = (), **arguments):
+        super().__init__(*args, **arguments)
+        self.prefix_ids = prefix_ids
 
     def encode(self, text: str, **special) -> list[int]:
+        """Encode a text after the prefix tokens, unless the text begins with them.
+
+        Raises UserError as `encode_plain` does.
+        """
+        tokens = self.encode_plain(text, **special)
+        prefix = list(self.prefix_ids)
+        return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        # tiktoken's own panics where its `encode` raises an error.
+        return self.encode_plain(text, disallowed_special=())
+
+    def encode_plain(self, text: str, **special) -> list[int]:
         """Encode as tiktoken does. Raises UserError for a million spaces in a row, its limit."""
         try:
             return super().encode(text, **special)
@@ -70,24 +111,40 @@ class Encoding(tiktoken.Encoding):
                 raise
             raise UserError("the text has a million spaces in a row; fewer are supported") from None
 
-    def encode_ordinary(self, text: str) -> list[int]:
-        # tiktoken's own panics where its `encode` raises an error.
-        return self.encode(text, disallowed_special=())
 
-
-def check_merges(file: Path, tokens: list[str], merges: list, merged: list) -> None:
+def check_merges(file: Path, tokens: list[str], merges: list, merged: list, any_pair: bool) -> None:
     """Raise UserError if tiktoken, which merges by the ranks of tokens, would merge others.
 
-    tokens: in the order of their ids. merged: the result of each merge.
+    tokens: in the order of their ids. merged: the result of each merge. any_pair: whether texts
+    that are tokens need no merges.
     """
     to_byte = unicode_to_bytes()
     rank = {token: i for i, token in enumerate(tokens)}
     if set(tokens[:256]) != set(to_byte):
         raise UserError(f"{file}: the first tokens of the vocabulary are not the 256 bytes")
-    if merged != tokens[256:] or not all(is_last_merge(a, b, rank, merges) for a, b in merges):
+    one_each = merged == tokens[256:] and all(is_last_merge(a, b, rank, merges) for a, b in merges)
+    is_ranks = any_pair and are_all_merges(merges, tokens, rank)
+    if not one_each and not is_ranks:
         raise UserError(
             f"{file}: the merges do not make the tokens of the vocabulary in the order of their ids"
         )
+    for token in tokens:
+        if not set(token) <= set(to_byte):
+            raise UserError(f"{file}: token {token!r} has characters that stand for no byte")
+
+
+def are_all_merges(merges: list, tokens: list[str], rank: dict[str, int]) -> bool:
+    """Return whether the merges are all pairs that make a token, in the order of these tokens.
+
+    True for Llama 3. Then Hugging Face, like tiktoken, merges any two parts that make a token, the
+    lowest rank first. The order of several pairs that make one token does not matter, because a
+    text only ever has one of them: nothing was merged across the ends of the two parts, so they
+    are what merging the token's own text leaves when two parts remain. Tokens that no merges reach
+    are found as whole pieces, which is what ignore_merges means.
+    """
+    pairs = ((token[:i], token[i:]) for token in tokens for i in range(1, len(token)))
+    pairs = [(a, b) for a, b in pairs if a in rank and b in rank]
+    return [a + b for a, b in merges] == [a + b for a, b in pairs] and set(merges) == set(pairs)
 
 
 def is_last_merge(a: str, b: str, rank: dict[str, int], merges: list) -> bool:
@@ -113,6 +170,11 @@ def is_last_merge(a: str, b: str, rank: dict[str, int], merges: list) -> bool:
         if rank.get(a + b, before) < before:
             return False
     return True
+
+
+def has_template(step) -> bool:
+    """Return whether a post_processor adds tokens to a text."""
+    return isinstance(step, dict) and step.get("type") not in (None, "ByteLevel")
 
 
 def check_added_tokens(file: Path, added: list[dict], vocabulary: dict[str, int]) -> None:
@@ -148,12 +210,31 @@ def is_text(content) -> bool:
     return isinstance(content, str) and content.encode("utf-8", "ignore").decode() == content != ""
 
 
+def check_prefix(file: Path, step, special: dict[str, int]) -> None:
+    """Raise UserError unless a post_processor only puts added tokens before a text."""
+    if not has_template(step):
+        return
+    single = step.get("single")
+    try:
+        names = [piece["SpecialToken"]["id"] for piece in single[:-1]]
+        known = [step["special_tokens"][name]["ids"] for name in names]
+        prefix = [[special[name]] for name in names]
+        if known == prefix and single[-1] == {"Sequence": {"id": "A", "type_id": 0}}:
+            return
+    except (LookupError, TypeError):
+        pass
+    raise UserError(
+        f"{file}: post_processor.single is {reprlib.repr(single)};"
+        " supported is added tokens, then A"
+    )
+
+
 def load_encoding(name, vocab_size: int) -> Encoding:
     """Load the tokenizer of a model.
 
     `encode(text, allowed_special="all")` encodes `<|endoftext|>` in a text as that token.
 
-    name: as for `load_model`. A directory needs a `tokenizer.json` (a byte-level BPE, as GPT-2's).
+    name: as for `load_model`. A directory needs a `tokenizer.json` (of GPT-2's or Llama 3's form).
     `gpt2` and its sizes use tiktoken's own. `random:` models get placeholder tokens: bytes, then
     ids from 256 on as numbers. vocab_size: the model's; it may exceed the tokenizer's, as in models
     that pad their vocabulary to a round number. Raises UserError if it is smaller, or if the
@@ -207,6 +288,8 @@ def read_tokenizer_json(file: Path) -> Encoding:
     Raises UserError for unsupported tokenizers.
     """
     raw = read_json(file)
+    raw["pre_tokenizer"] = one_step(raw.get("pre_tokenizer"), "pretokenizers")
+    raw["post_processor"] = one_step(raw.get("post_processor"), "processors")
     check_tokenizer(file, raw)
     vocabulary = raw["model"]["vocab"]
     special = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
@@ -216,6 +299,26 @@ def read_tokenizer_json(file: Path) -> Encoding:
         for token, rank in vocabulary.items()
         if token not in special
     }
+    pattern = raw["pre_tokenizer"].get("pattern", {"Regex": PATTERNS["GPT-2"]})
+    step = raw["post_processor"]
+    prefix = step["single"][:-1] if has_template(step) else []
     return Encoding(
-        str(file.parent), pat_str=PATTERNS["GPT-2"], mergeable_ranks=ranks, special_tokens=special
+        str(file.parent),
+        pat_str=pattern["Regex"],
+        mergeable_ranks=ranks,
+        special_tokens=special,
+        prefix_ids=tuple(special[piece["SpecialToken"]["id"]] for piece in prefix),
     )
+
+
+def one_step(part, key: str):
+    """Return a part of a `tokenizer.json`, with a Sequence as one step that has all their fields.
+
+    key: of the steps in a Sequence. The type of the result names theirs: "Split, ByteLevel".
+    """
+    is_sequence = isinstance(part, dict) and part.get("type") == "Sequence"
+    steps = part.get(key) if is_sequence else None
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        return part
+    fields = {name: value for step in steps for name, value in step.items()}
+    return fields | {"type": ", ".join(str(step.get("type")) for step in steps)}
