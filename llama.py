@@ -1,4 +1,4 @@
-"""The forward pass of a Llama, with its changes to GPT-2.
+"""The forward pass of Llama and Qwen2, with their changes to GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
@@ -43,6 +43,7 @@ class LlamaConfig:
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0  # about the positions per radian of the slowest rotation
     rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False  # biases on queries, keys and values: Qwen2
     tie_word_embeddings: bool = True
 
 
@@ -130,9 +131,9 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         queries = config.n_head * config.head_dim
         keys = config.n_kv_head * config.head_dim
-        self.q_proj = nn.Linear(config.n_embd, queries, bias=False)
-        self.k_proj = nn.Linear(config.n_embd, keys, bias=False)
-        self.v_proj = nn.Linear(config.n_embd, keys, bias=False)
+        self.q_proj = nn.Linear(config.n_embd, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.n_embd, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.n_embd, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, config.n_embd, bias=False)
 
     def forward(self, x, cos, sin, attend):

@@ -136,10 +136,11 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "head_dim": ("head_dim", 1000),
 }
 LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
-    "model_type": ("llama",),
+    "model_type": ("llama", "qwen2"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
+    "use_sliding_window": (False,),
     "tie_word_embeddings": (False, True),
     "is_causal": (True,),
 }
@@ -172,7 +173,8 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     fields = read_attention_sizes(file, raw, LLAMA_SIZES)
     check_heads(file, fields, LLAMA_SIZES)
     vocabulary = fields["vocab_size"]
-    eos = read_token_ids(file, raw, "eos_token_id", vocabulary, 2)
+    is_qwen = raw.get("model_type") == "qwen2"
+    eos = read_token_ids(file, raw, "eos_token_id", vocabulary, None if is_qwen else 2)
     return LlamaConfig(
         **fields,
         bos_token_id=read_token_ids(file, raw, "bos_token_id", vocabulary, eos[0])[0],
@@ -180,6 +182,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         norm_eps=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
         rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
         rope_scaling=read_rope_scaling(file, rope) if rope_type == "llama3" else None,
+        qkv_bias=is_qwen,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
     )
 
@@ -195,9 +198,10 @@ def llama_to_dict(config: LlamaConfig) -> dict:
             f" of n_head ({config.n_head})"
         )
     scaling = config.rope_scaling
+    name = "Qwen2" if config.qkv_bias else "Llama"
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
         **{key: getattr(config, field) for field, (key, _) in LLAMA_SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,

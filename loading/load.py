@@ -1,5 +1,6 @@
 """Resolving a model's name, and loading and saving the model."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -11,7 +12,13 @@ import torch
 from errors import UserError, catch_out_of_memory
 from llama import Llama, LlamaConfig
 from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
-from loading.config import gpt_to_dict, llama_to_dict, read_gpt_config, read_llama_config
+from loading.config import (
+    gpt_to_dict,
+    llama_to_dict,
+    read_gpt_config,
+    read_llama_config,
+    read_token_ids,
+)
 from model import GPT, GPTConfig, Model
 from quantisation.int8 import Int8Embedding, load_weight_rows, replace_with_int8_linear
 
@@ -200,7 +207,7 @@ class Architecture:
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
 LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_to_dict)
 # By the model_type of config.json.
-ARCHITECTURES = {"gpt2": GPT2, "llama": LLAMA}
+ARCHITECTURES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": LLAMA}
 
 
 def get_architecture(config) -> Architecture:
@@ -217,7 +224,22 @@ def load_config(name):
     raw = read_json(file)
     model_type = raw.get("model_type")
     check_values(file, {"model_type": model_type}, {"model_type": tuple(ARCHITECTURES)})
-    return ARCHITECTURES[model_type].read_config(file, raw)
+    # Chat models list additional EOS ids here.
+    generation = source.find("generation_config.json")
+    generation_eos = read_json(generation).get("eos_token_id") if generation else None
+    read_config = ARCHITECTURES[model_type].read_config
+    if generation_eos is None:
+        return read_config(file, raw)
+    # If config.json has no EOS id, use a placeholder until vocab_size is known.
+    has_eos = raw.get("eos_token_id") is not None
+    config = read_config(file, raw if has_eos else raw | {"eos_token_id": 0})
+    extra_ids = read_token_ids(
+        generation, {"eos_token_id": generation_eos}, "eos_token_id", config.vocab_size, None
+    )
+    if not has_eos:
+        config = read_config(file, raw | {"eos_token_id": list(extra_ids)})
+    ids = dict.fromkeys([*config.eos_token_ids, *extra_ids])
+    return dataclasses.replace(config, eos_token_ids=tuple(ids))
 
 
 def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:

@@ -1,7 +1,8 @@
 """Text to token ids and back: one `Encoding` for all models."""
 
 import reprlib
-from itertools import pairwise, product
+import unicodedata
+from itertools import groupby, pairwise, product
 from pathlib import Path
 
 import tiktoken
@@ -13,7 +14,7 @@ from loading.load import HUB_NAMES, resolve_source
 
 EOT = "<|endoftext|>"
 SUPPORTED_VALUES = {  # tokenizer.json fields; others would change the ids of a text
-    "normalizer": (None,),
+    "normalizer": (None, {"type": "NFC"}),
     "pre_tokenizer.type": ("ByteLevel", "Split, ByteLevel"),
     "pre_tokenizer.behavior": ("Isolated",),
     "pre_tokenizer.invert": (False,),
@@ -60,7 +61,7 @@ def check_tokenizer(file: Path, raw: dict) -> None:
             f"{file}: the ids are not 0 to {len(ids) - 1}, once each,"
             " those of the added tokens last"
         )
-    check_added_tokens(file, added, vocabulary)
+    check_added_tokens(file, added, vocabulary, nfc=raw.get("normalizer") is not None)
     tokens = sorted(vocabulary.keys() - special.keys(), key=vocabulary.get)
     check_merges(file, tokens, merges, merged, raw["model"].get("ignore_merges"))
     check_prefix(file, raw["post_processor"], special)
@@ -83,23 +84,33 @@ def check_pattern(file: Path, step: dict) -> None:
 
 
 class Encoding(tiktoken.Encoding):
-    """tiktoken's Encoding, with a prefix before each text, such as Llama 3's BOS."""
+    """tiktoken's Encoding, with a prefix before each text, such as Llama 3's `<|begin_of_text|>`.
 
-    def __init__(self, *args, prefix_ids: tuple[int, ...] = (), **arguments):
+    nfc: normalise texts to NFC first: e and U+0301 become the single letter é. (The tokenizers
+    library has the characters of Unicode 9, Python those of its newer `unidata_version`.)
+    """
+
+    def __init__(self, *args, prefix_ids: tuple[int, ...] = (), nfc: bool = False, **arguments):
         super().__init__(*args, **arguments)
         self.prefix_ids = prefix_ids
+        self.nfc = nfc
 
     def encode(self, text: str, **special) -> list[int]:
         """Encode a text after the prefix tokens, unless the text begins with them.
 
         Raises UserError as `encode_plain` does.
         """
-        tokens = self.encode_plain(text, **special)
+        if self.nfc and not unicodedata.is_normalized("NFC", text):
+            tokens = self.encode_normalized(text, **special)
+        else:
+            tokens = self.encode_plain(text, **special)
         prefix = list(self.prefix_ids)
         return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
 
     def encode_ordinary(self, text: str) -> list[int]:
         # tiktoken's own panics where its `encode` raises an error.
+        if self.nfc:
+            text = unicodedata.normalize("NFC", text)
         return self.encode_plain(text, disallowed_special=())
 
     def encode_plain(self, text: str, **special) -> list[int]:
@@ -110,6 +121,14 @@ class Encoding(tiktoken.Encoding):
             if "regex" not in str(error).lower():
                 raise
             raise UserError("the text has a million spaces in a row; fewer are supported") from None
+
+    def encode_normalized(self, text: str, **special) -> list[int]:
+        """Encode added tokens as they stand in the text, and what is between them normalised."""
+        tokens = []
+        for added, group in groupby(self.encode_plain(text, **special), self.is_special_token):
+            piece = list(group)
+            tokens += piece if added else self.encode_ordinary(self.decode(piece))
+        return tokens
 
 
 def check_merges(file: Path, tokens: list[str], merges: list, merged: list, any_pair: bool) -> None:
@@ -177,9 +196,15 @@ def has_template(step) -> bool:
     return isinstance(step, dict) and step.get("type") not in (None, "ByteLevel")
 
 
-def check_added_tokens(file: Path, added: list[dict], vocabulary: dict[str, int]) -> None:
-    """Raise UserError if tiktoken would not find the added tokens where the library finds them."""
+def check_added_tokens(
+    file: Path, added: list[dict], vocabulary: dict[str, int], nfc: bool
+) -> None:
+    """Raise UserError if tiktoken would not find the added tokens where the library finds them.
+
+    nfc: whether texts are normalised, in which the library looks for normalized tokens.
+    """
     flags = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}
+    flags["normalized"] = (False,) if nfc else (False, True)
     for token in added:
         content = token["content"]
         check_values(f"{file}: added token {content!r}", token, flags)
@@ -234,7 +259,7 @@ def load_encoding(name, vocab_size: int) -> Encoding:
 
     `encode(text, allowed_special="all")` encodes `<|endoftext|>` in a text as that token.
 
-    name: as for `load_model`. A directory needs a `tokenizer.json` (of GPT-2's or Llama 3's form).
+    name: as for `load_model`. A directory needs a `tokenizer.json` (as GPT-2, Llama 3 or Qwen2).
     `gpt2` and its sizes use tiktoken's own. `random:` models get placeholder tokens: bytes, then
     ids from 256 on as numbers. vocab_size: the model's; it may exceed the tokenizer's, as in models
     that pad their vocabulary to a round number. Raises UserError if it is smaller, or if the
@@ -308,6 +333,7 @@ def read_tokenizer_json(file: Path) -> Encoding:
         mergeable_ranks=ranks,
         special_tokens=special,
         prefix_ids=tuple(special[piece["SpecialToken"]["id"]] for piece in prefix),
+        nfc=raw.get("normalizer") is not None,
     )
 
 
