@@ -1,1 +1,1 @@
-"""Readers of files: configurations, weights and vocabularies."""
+"""Readers of files: configurations, weights, vocabularies and chat templates."""

@@ -211,3 +211,7 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
     }
+
+
+# Special tokens that tokenizer_config.json may name, each as NAME_token. A template may use them.
+SPECIAL_TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")

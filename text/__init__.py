@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizers and detokenizers."""
+"""Text and token ids: tokenizers, detokenizers and chat templates."""

@@ -1,0 +1,44 @@
+"""The chat template in a model's files."""
+
+from pathlib import Path
+
+from errors import UserError
+from loading.checkpoint import read_json
+from loading.config import SPECIAL_TOKEN_NAMES
+from loading.load import Source
+
+
+def read_chat_template(source: Source) -> tuple[Path, str, dict[str, str]] | None:
+    """Return a chat template's file, text and special tokens; None if there is no template.
+
+    Raises UserError for a file that cannot be read.
+    """
+    config_file = source.find("tokenizer_config.json")
+    config = read_json(config_file) if config_file else {}
+    file = source.find("chat_template.jinja")
+    if file:
+        text = read_text(file)
+    else:
+        file = config_file
+        text = config.get("chat_template")
+        if isinstance(text, list):  # several named templates
+            entries = [entry for entry in text if isinstance(entry, dict)]
+            chosen = [entry for entry in entries if entry.get("name") == "default"]
+            text = chosen[0].get("template") if chosen else None
+    special_tokens = {}
+    for token_name in SPECIAL_TOKEN_NAMES:
+        token = config.get(f"{token_name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            special_tokens[f"{token_name}_token"] = token
+    return (file, text, special_tokens) if isinstance(text, str) else None
+
+
+def read_text(file: Path) -> str:
+    """Return a file's text without its byte order mark. Raises UserError if it is unreadable."""
+    try:
+        return file.read_text("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: not UTF-8 text") from None
