@@ -13,6 +13,7 @@ if __name__ == "__main__":
 import torch
 
 from cache import ContextWindow, KVCache
+from command_line.chat import add_chat_options, check_chat_options, encode_messages
 from command_line.models import load_models, pick_device
 from command_line.options import (
     STORIES,
@@ -28,6 +29,7 @@ from errors import UserError, check_limits
 from loading.load import resolve_source
 from model import Model, causal_attention
 from sampling import NOT_FINITE, SamplingParams, Sequence, apply_penalties, sample
+from text.chat import Chat
 from text.tokenizer import load_encoding
 
 
@@ -223,6 +225,7 @@ def main(argv=None) -> None:
     beams.add_argument("--num-beams", metavar="N", type=int, help=beams_help)
     penalty_help = "divide beam scores by length**X, -10 to 10; above 0 favours length (default: 0)"
     beams.add_argument("--length-penalty", metavar="X", type=float, help=penalty_help)
+    add_chat_options(parser)
     run_script(parser, run, argv)
 
 
@@ -232,16 +235,22 @@ def run(args) -> None:
     Raises UserError for bad input.
     """
     check_beam_options(args)
+    check_chat_options(args)
     source = resolve_source(args.model)
     params = sampling_params(args)
     prompts = read_prompts(args)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
+    chat = Chat(source) if args.chat else None
     (model,) = load_models([source], args, device)
     generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
-    prompt_ids = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
+    if chat:
+        prompt_ids = encode_messages(args, prompts, encoding, chat)
+        prompts = [""] * len(prompts)  # print only the replies
+    else:
+        prompt_ids = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     warn_long_prompts(prompt_ids, model.config.block_size, args.stride)
     output = OutputWriter(prompts, encoding, skip, seed if params.temperature else None)
     if args.num_beams is not None:

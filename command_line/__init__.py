@@ -1,1 +1,1 @@
-"""What the scripts share: options, outputs, and the frame of `main`."""
+"""What the scripts share: options, chats, outputs, and the frame of `main`."""

@@ -98,7 +98,7 @@ class Encoding(tiktoken.Encoding):
     def encode(self, text: str, **special) -> list[int]:
         """Encode a text after the prefix tokens, unless the text begins with them.
 
-        Raises UserError as `encode_plain` does.
+        Texts from a chat template may. Raises UserError as `encode_plain` does.
         """
         if self.nfc and not unicodedata.is_normalized("NFC", text):
             tokens = self.encode_normalized(text, **special)
