@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from datetime import datetime
 
 from errors import UserError
@@ -48,8 +49,56 @@ class Chat:
             return self.template.render(context, add_generation_prompt=True)
 
     def encode(self, messages: list[dict[str, str]], encoding: Encoding) -> list[int]:
-        """Return the token ids of the rendered messages."""
-        return encoding.encode(self.render(messages), allowed_special="all")
+        """Return the token ids of the rendered messages.
+
+        An added token in a message would let its author speak in any role. So in messages
+        stand-ins, used nowhere else, replace the characters that added tokens begin and end with:
+        whatever the template cuts out and joins, no added token begins or ends in a message.
+
+        Replies stay as they are, because templates look for the end of reasoning in them. So all
+        messages are rendered a second time, with stand-ins for all characters of added tokens. If
+        this text has other control tokens, a message added some, and this text counts. (A reply's
+        token can still count if the template leaves out one of its own for it.) A template that
+        escapes a message sees the stand-ins.
+        """
+        # None begins with another, as `check_added_tokens` ensures.
+        control_tokens = encoding.special_tokens_set
+        contents = [message["content"] for message in messages]
+        used = set().union(self.template_text, *self.special_tokens.values(), *contents)
+        used = used.union(*control_tokens)
+        hide = stand_ins(set().union(*control_tokens), used)
+        edges = {ord(token[end]) for token in control_tokens for end in (0, -1)}
+        hide_edges = {code: hide[code] for code in edges}
+        partly = []
+        fully = []
+        for message in messages:
+            text = message["content"]
+            shown = text if message["role"] == "assistant" else text.translate(hide_edges)
+            partly.append(message | {"content": shown})
+            fully.append(message | {"content": text.translate(hide)})
+        pieces = split_special_tokens(control_tokens, self.render(partly))
+        checked = split_special_tokens(control_tokens, self.render(fully))
+        if pieces[1::2] != checked[1::2]:
+            pieces = checked
+        show = {stand_in: code for code, stand_in in hide.items()}
+        ids = []
+        for index, piece in enumerate(pieces):
+            if index % 2:
+                ids.append(encoding.encode_single_token(piece))
+            else:
+                ids += encoding.encode_ordinary(piece.translate(show))
+        return ids
+
+
+def stand_ins(characters: set[str], used: set[str]) -> dict[int, int]:
+    """Map the code of each character to the code of an unused one, from the highest code down."""
+    unused = (code for code in range(0x10FFFD, 0, -1) if chr(code) not in used)
+    return {ord(character): next(unused) for character in characters}
+
+
+def split_special_tokens(tokens: set[str], text: str) -> list[str]:
+    """Split a text at added tokens: text, token, text, ..., text."""
+    return re.split(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})", text)
 
 
 def environment():
