@@ -13,7 +13,7 @@ if __name__ == "__main__":
 import torch
 
 from cache import ContextWindow, KVCache
-from command_line.chat import add_chat_options, check_chat_options, encode_messages
+from command_line.chat import Conversation, add_chat_options, check_chat_options
 from command_line.models import load_models, pick_device
 from command_line.options import (
     STORIES,
@@ -246,17 +246,16 @@ def run(args) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
-    if chat:
-        prompt_ids = encode_messages(args, prompts, encoding, chat)
-        prompts = [""] * len(prompts)  # print only the replies
-    else:
-        prompt_ids = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
-    warn_long_prompts(prompt_ids, model.config.block_size, args.stride)
-    output = OutputWriter(prompts, encoding, skip, seed if params.temperature else None)
-    if args.num_beams is not None:
-        print_beams(args, model, prompt_ids, output)
-    else:
-        print_samples(args, model, prompt_ids, params, generator, output)
+    max_prompt_tokens = model.config.block_size - params.max_new_tokens
+    conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
+    for prompt_ids, echoed in conversation:
+        warn_long_prompts(prompt_ids, model.config.block_size, args.stride)
+        output = OutputWriter(echoed, encoding, skip, seed if params.temperature else None)
+        if args.num_beams is not None:
+            print_beams(args, model, prompt_ids, output)
+        else:
+            print_samples(args, model, prompt_ids, params, generator, output)
+        conversation.add_replies(output.texts)
 
 
 def check_beam_options(args) -> None:

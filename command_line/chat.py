@@ -1,4 +1,7 @@
-"""Chats: options, and prompts from messages."""
+"""Chats: options, prompts from messages, and the interactive loop."""
+
+import sys
+from collections.abc import Iterator
 
 from command_line.options import check_utf8
 from command_line.parser import Parser
@@ -9,7 +12,7 @@ from text.chat import Chat
 def add_chat_options(parser: Parser) -> None:
     """Add the options for a chat model."""
     group = parser.group("chat")
-    chat_help = "send prompts as chat messages"
+    chat_help = "send prompts as chat messages; without a prompt, converse line by line"
     group.add_argument("--chat", action="store_true", help=chat_help)
     group.add_argument("--system", metavar="TEXT", help="system message, for --chat")
 
@@ -19,6 +22,67 @@ def check_chat_options(args) -> None:
     if args.system is not None and not args.chat:
         raise UserError("--system requires --chat")
     check_utf8("--system", args.system or "")
+    if is_interactive(args) and args.num_samples > 1:
+        reason = "a conversation continues from one reply"
+        raise UserError(f"--num-samples requires --prompt or --prompt-file: {reason}")
+
+
+def is_interactive(args) -> bool:
+    """Return True if messages come from standard input."""
+    return args.chat and args.prompt is None and args.prompt_file is None
+
+
+class Conversation:
+    """The prompts of a command line: all together, or message by message in an interactive chat.
+
+    Iterate over (prompts as token ids, strings to print before their outputs), and pass the printed
+    strings to `add_replies`. A chat has at most `max_prompt_tokens` tokens.
+    """
+
+    def __init__(
+        self, args, prompts: list[str], encoding, chat: Chat | None, max_prompt_tokens: int
+    ):
+        self.args = args
+        self.prompts = prompts
+        self.encoding = encoding
+        self.chat = chat
+        self.max_prompt_tokens = max_prompt_tokens
+        self.history: list[dict[str, str]] = []  # messages and replies of an interactive chat
+
+    def __iter__(self) -> Iterator[tuple[list[list[int]], list[str]]]:
+        args, prompts, encoding = self.args, self.prompts, self.encoding
+        if is_interactive(args):
+            for line in read_lines():
+                yield [self.encode_message(line)], [""]
+        elif self.chat:
+            # Print only the replies.
+            yield encode_messages(args, prompts, encoding, self.chat), [""] * len(prompts)
+        else:
+            yield [encoding.encode(prompt, allowed_special="all") for prompt in prompts], prompts
+
+    def add_replies(self, texts: list[str]) -> None:
+        """Continue the chat after the replies to the last prompts."""
+        self.history += [{"role": "assistant", "content": text} for text in texts]
+
+    def encode_message(self, line: str) -> list[int]:
+        """Encode the chat with one more message.
+
+        Beyond `max_prompt_tokens` tokens the oldest messages are dropped, each with its reply. The
+        context shift of `generate` would drop the system message first and cut inside another
+        message. It still cuts the last message if that is too long alone.
+        """
+        self.history.append({"role": "user", "content": line})
+        system = system_messages(self.args)
+        tokens = self.chat.encode(system + self.history, self.encoding)
+        left_out = 0
+        while len(tokens) > self.max_prompt_tokens and len(self.history) > 1:
+            del self.history[:2]
+            left_out += 2
+            tokens = self.chat.encode(system + self.history, self.encoding)
+        if left_out:
+            full = f"the context window is full: dropped the {left_out} oldest messages"
+            print(f"note: {full}; a smaller --max-new-tokens keeps more", file=sys.stderr)
+        return tokens
 
 
 def encode_messages(args, prompts: list[str], encoding, chat: Chat) -> list[list[int]]:
@@ -31,3 +95,30 @@ def encode_messages(args, prompts: list[str], encoding, chat: Chat) -> list[list
 def system_messages(args) -> list[dict[str, str]]:
     """Return the system message of --system as a list, empty without it."""
     return [] if args.system is None else [{"role": "system", "content": args.system}]
+
+
+def read_lines() -> Iterator[str]:
+    """Yield the nonempty lines of standard input. On a terminal, print a prompt before each.
+
+    Raises UserError if standard input is closed or not UTF-8.
+    """
+    if sys.stdin is None:
+        raise UserError("standard input is closed: give --prompt or --prompt-file")
+    typed = sys.stdin.isatty()
+    coding = "utf-8-sig"  # the first line may begin with a byte order mark
+    while True:
+        if typed:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            if typed:
+                print(file=sys.stderr)
+            return
+        try:
+            text = line.decode(coding)
+        except UnicodeDecodeError:
+            raise UserError("standard input: not UTF-8 text") from None
+        coding = "utf-8"
+        text = text.removesuffix("\n").removesuffix("\r")
+        if text:
+            yield text
