@@ -28,7 +28,7 @@ from command_line.parser import Parser, run_script
 from errors import UserError, check_limits
 from loading.load import resolve_source
 from model import Model, causal_attention
-from sampling import NOT_FINITE, SamplingParams, Sequence, apply_penalties, sample
+from sampling import NOT_FINITE, SamplingParams, Sequence, params_per_prompt, sample_batch
 from text.chat import Chat
 from text.tokenizer import load_encoding
 
@@ -37,7 +37,7 @@ from text.tokenizer import load_encoding
 def generate(
     model: Model,
     prompts: list[list[int]],
-    params: SamplingParams,
+    params: SamplingParams | list[SamplingParams],
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     stride: int | None = None,
@@ -45,7 +45,8 @@ def generate(
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
     prompts: token ids, one list per prompt, of any lengths; an empty one becomes the BOS token.
-    generator: random generator on the model's device; None: torch's global one.
+    params: for all prompts, or one for each. generator: random generator on the model's device;
+    None: torch's global one.
     use_cache: use a KV cache; if False, each step recomputes all positions.
     stride: tokens by which a context shift moves the window, from 1 to block_size; None: half of
     block_size.
@@ -55,26 +56,27 @@ def generate(
     does, because the batch shares the generator. With int8 weights, rounding may change the output;
     see quantisation/int8.py.
     Raises UserError if prompts is empty, stride is out of range, the cache does not fit in memory,
-    or the logits are not finite.
+    or the logits are not finite. Raises ValueError if params and prompts differ in number.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")
+    each = params_per_prompt(params, len(prompts))
     config = model.config
-    sequences = [Sequence.from_prompt(prompt, params, config) for prompt in prompts]
+    sequences = [Sequence.from_prompt(*pair, config) for pair in zip(prompts, each)]
     context_window = ContextWindow(config.block_size, stride)
-    longest = max(own.max_length for own in sequences) - 1  # the last token is never an input
+    # The last token is never an input, but every prompt is computed, even with max_new_tokens 0.
+    longest = max(max(own.prompt_length, own.max_length - 1) for own in sequences)
     cache = KVCache(model, len(sequences), min(longest, config.block_size)) if use_cache else None
-    finished = [params.max_new_tokens == 0] * len(sequences)
+    finished = [sequence.params.max_new_tokens == 0 for sequence in sequences]
     while not all(finished):
         windows = [context_window.crop(sequence.tokens) for sequence in sequences]
         logits = next_logits(model, windows, cache)[:, 0]
-        logits = apply_penalties(logits, sequences)
-        next_tokens = sample(logits, params, generator).tolist()
+        next_tokens = sample_batch(logits, sequences, generator)
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, (sequence, token) in enumerate(zip(sequences, step)):
             # Only a generated EOS ends a sequence, because a prompt may end in EOS.
-            is_eos = token in config.eos_token_ids and not params.ignore_eos
+            is_eos = token in config.eos_token_ids and not sequence.params.ignore_eos
             if is_eos or len(sequence.tokens) + 1 == sequence.max_length:
                 finished[row] = True
             if not finished[row]:  # a finished one recomputes its last position

@@ -1,6 +1,7 @@
 """Sampling: parameters of a request, logits processors, filters and draws."""
 
 import dataclasses
+import operator
 import sys
 from collections import Counter
 
@@ -51,6 +52,19 @@ NOT_FINITE = (
 )
 
 
+def params_per_prompt(
+    params: SamplingParams | list[SamplingParams], count: int
+) -> list[SamplingParams]:
+    """Return a list of `count` params, one per prompt.
+
+    Raises ValueError for a list of another length.
+    """
+    params_list = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(params_list) != count:
+        raise ValueError(f"{len(params_list)} params for {count} prompts")
+    return params_list
+
+
 @dataclasses.dataclass(eq=False)  # compare and hash by identity
 class Sequence:
     """A prompt with its output and its sampling parameters."""
@@ -81,6 +95,54 @@ class Sequence:
     def with_drafts(self, drafts: list[int]) -> "Sequence":
         """Return a sequence of these tokens and the drafts."""
         return Sequence(self.tokens + drafts, self.prompt_length, self.params)
+
+
+# Sequences are penalised and sampled together if these fields are equal.
+get_penalties = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
+get_sampling_fields = operator.attrgetter("temperature", "top_k", "top_p")
+
+
+def sample_batch(
+    logits: torch.Tensor, sequences: list[Sequence], generator: torch.Generator | None = None
+) -> list[int]:
+    """Sample the next token of each sequence by its own parameters. logits: (B, vocab_size).
+
+    generator: random numbers; None: torch's global generator.
+    """
+    logits = apply_all_penalties(logits, sequences)
+    groups = {}  # rows that are sampled together
+    for row, sequence in enumerate(sequences):
+        groups.setdefault(get_sampling_fields(sequence.params), []).append(row)
+    chosen = [0] * len(sequences)
+    for rows in groups.values():
+        selected = select_rows(logits, rows)
+        tokens = sample(selected, sequences[rows[0]].params, generator).tolist()
+        if len(groups) == 1:
+            return tokens
+        for row, token in zip(rows, tokens):
+            chosen[row] = token
+    return chosen
+
+
+def select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Return these rows in a new tensor, or `logits` itself if they are all of its rows."""
+    return logits if len(rows) == len(logits) else logits[rows]
+
+
+def apply_all_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """Apply the penalties of each sequence to its logits; see `apply_penalties`.
+
+    Returns new logits, or `logits` itself if no penalty is on.
+    """
+    groups = {}
+    for row, sequence in enumerate(sequences):
+        groups.setdefault(get_penalties(sequence.params), []).append(row)
+    if len(groups) == 1:
+        return apply_penalties(logits, sequences)
+    result = torch.empty_like(logits)
+    for rows in groups.values():
+        result[rows] = apply_penalties(logits[rows], [sequences[row] for row in rows])
+    return result
 
 
 def apply_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, is_one_line, record, run, run_rows
 
+import sampling
 from loading.load import load_model
 from model import GPT
 
@@ -16,15 +17,13 @@ def built(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sampling_sees_float32(tiny, monkeypatch, dtype):
-    import infer
-
     seen = []
 
     def sample(logits, *args):
         seen.append(logits.dtype)
         return logits.argmax(dim=-1)
 
-    monkeypatch.setattr(infer, "sample", sample)
+    monkeypatch.setattr(sampling, "sample", sample)
     run(tiny(dtype=dtype), [[1]], max_new_tokens=3, repetition_penalty=1.1)
     assert seen == [torch.float32] * 3
 
