@@ -22,6 +22,7 @@ from command_line.options import (
     pick_seed,
     read_prompts,
     sampling_params,
+    with_request_seeds,
 )
 from command_line.output import OutputWriter, warn_long_prompts
 from command_line.parser import Parser, run_script
@@ -45,16 +46,16 @@ def generate(
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
     prompts: token ids, one list per prompt, of any lengths; an empty one becomes the BOS token.
-    params: for all prompts, or one for each. generator: random generator on the model's device;
-    None: torch's global one.
+    params: for all prompts, or one for each. generator: random generator on the model's device for
+    params without a seed; None: torch's global one.
     use_cache: use a KV cache; if False, each step recomputes all positions.
     stride: tokens by which a context shift moves the window, from 1 to block_size; None: half of
     block_size.
     Finished sequences stay in the batch until the last one ends.
     Yields, once per step, the next token of each sequence, its EOS included, and None
-    once it has ended. A greedy sequence does not depend on its batch, up to rounding. A sampled one
-    does, because the batch shares the generator. With int8 weights, rounding may change the output;
-    see quantisation/int8.py.
+    once it has ended. Greedy or with a seed, a sequence does not depend on
+    its batch, up to rounding. Without a seed it does, because the batch shares the generator. With
+    int8 weights, rounding may change the output; see quantisation/int8.py.
     Raises UserError if prompts is empty, stride is out of range, the cache does not fit in memory,
     or the logits are not finite. Raises ValueError if params and prompts differ in number.
     """
@@ -245,7 +246,6 @@ def run(args) -> None:
     seed = pick_seed(args.seed)
     chat = Chat(source) if args.chat else None
     (model,) = load_models([source], args, device)
-    generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
     max_prompt_tokens = model.config.block_size - params.max_new_tokens
@@ -256,7 +256,8 @@ def run(args) -> None:
         if args.num_beams is not None:
             print_beams(args, model, prompt_ids, output)
         else:
-            print_samples(args, model, prompt_ids, params, generator, output)
+            each = with_request_seeds(params, seed, len(prompt_ids))
+            print_samples(args, model, prompt_ids, each, output)
         conversation.add_replies(output.texts)
 
 
@@ -275,16 +276,11 @@ def check_beam_options(args) -> None:
 
 
 def print_samples(
-    args,
-    model: Model,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    generator: torch.Generator,
-    output: OutputWriter,
+    args, model: Model, prompts: list[list[int]], params: list[SamplingParams], output: OutputWriter
 ) -> None:
-    """Sample a continuation of each prompt."""
+    """Sample a continuation of each prompt. params: one for each; they differ only in the seed."""
     with output:
-        for step in generate(model, prompts, params, generator, not args.no_cache, args.stride):
+        for step in generate(model, prompts, params, None, not args.no_cache, args.stride):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)

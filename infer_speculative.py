@@ -57,10 +57,10 @@ def generate_speculative(
     Greedy output is equal and sampled output has the same distribution, up to rounding.
     The drafter proposes up to gamma tokens, 1 to 16, and the target verifies them in one pass.
     draft: a model, or a function with the signature of `ModelDrafter.propose`, such as
-    `propose_prompt_lookup`. generator, stride: as in `infer.generate`. The draft
-    model's context shifts by half of its own block_size. Yields one step per target pass, with at
-    most `params.max_new_tokens` tokens in all. Raises UserError if gamma is out of range or the
-    vocabularies differ, and as `infer.generate` does.
+    `propose_prompt_lookup`. generator, stride: as in `infer.generate`, but params.seed is not
+    used. The draft model's context shifts by half of its own block_size. Yields one step per target
+    pass, with at most `params.max_new_tokens` tokens in all. Raises UserError if gamma is out of
+    range or the vocabularies differ, and as `infer.generate` does.
     """
     check_limits(GAMMA_LIMITS, gamma=gamma)
     config = target.config

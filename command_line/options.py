@@ -80,7 +80,8 @@ def sampling_params(args) -> SamplingParams:
 
     A note on stderr names options that have no effect at temperature 0.
     """
-    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    # Each sequence gets its own seed later.
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "seed"]
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     explicit = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
     explicit |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
@@ -135,3 +136,8 @@ def pick_seed(seed: int | None) -> int:
     if seed is not None and not 0 <= seed < 2**64:
         raise UserError(f"--seed {seed}: must be an integer from 0 to 2**64 - 1")
     return secrets.randbits(64) if seed is None else seed
+
+
+def with_request_seeds(params: SamplingParams, first: int, count: int) -> list[SamplingParams]:
+    """Return `count` copies of the parameters with the seeds first, first + 1, ... modulo 2**64."""
+    return [dataclasses.replace(params, seed=(first + row) % 2**64) for row in range(count)]
