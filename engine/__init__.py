@@ -1,0 +1,1 @@
+"""Continuous batching in which each request gets the output of its own run of `generate`."""

@@ -1,0 +1,92 @@
+"""Pages are lent and given back; a pool takes as much memory as was used of it."""
+
+import tracemalloc
+
+import pytest
+from conftest import module_with
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def new_pool(num_pages: int, page_size: int = 4):
+    return module_with("engine.pages", "PagePool").PagePool(num_pages, page_size)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16])
+def test_page_count(page_size):
+    from engine.pages import page_count
+
+    pool = new_pool(9, page_size)
+
+    for length in range(50):
+        pages = len({position // page_size for position in range(length)})
+        assert pool.page_count(length) == page_count(length, page_size) == pages
+
+
+def test_a_table_grows_to_the_pages_of_its_positions():
+    pool = new_pool(9)
+    pages = []
+    for length, count in ((0, 0), (1, 1), (4, 1), (5, 2), (5, 2), (16, 4), (2, 4)):
+        assert pool.allocate(pages, length)
+        assert pages == list(range(count))
+        assert (pool.num_free_pages, pool.first_unused) == (9 - count, count)
+
+
+def test_where_too_few_are_free_none_is_taken():
+    pool = new_pool(3)
+    first, second = [], []
+    assert pool.allocate(first, 8) and not pool.allocate(second, 8)
+    assert (first, second, pool.num_free_pages) == ([0, 1], [], 1)
+    assert not pool.allocate(first, 17) and pool.allocate(first, 12)
+    assert (first, pool.num_free_pages) == ([0, 1, 2], 0)
+    assert pool.allocate(first, 12) and not pool.allocate(second, 1)
+
+
+def test_a_table_gives_back_what_is_behind_its_positions():
+    pool = new_pool(5)
+    pages = []
+    pool.allocate(pages, 17)
+    pool.free_tail(pages, 9)
+    assert (pages, pool.num_free_pages, sorted(pool.free_pages)) == ([0, 1, 2], 2, [3, 4])
+    pool.free_tail(pages, 20)
+    assert len(pages) == 3
+    pool.free_tail(pages, 0)
+    assert (pages, pool.num_free_pages) == ([], 5)
+
+
+def test_a_freed_page_is_taken_before_an_unused_one():
+    pool = new_pool(9)
+    first, second = [], []
+    pool.allocate(first, 12)
+    pool.free_tail(first, 4)
+    assert pool.allocate(second, 12)
+    assert sorted(second) == [1, 2, 3] and pool.first_unused == 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=40))
+def test_each_page_is_free_or_in_one_table(history):
+    pool = new_pool(11, 3)
+    tables = [[] for _ in range(4)]
+    for row, length in history:
+        table = tables[row]
+        before = list(table)
+        missing = pool.page_count(length) - len(before)
+        fits = missing <= pool.num_free_pages
+        assert pool.allocate(table, length) == fits
+        assert table[: len(before)] == before
+        assert len(table) - len(before) == (max(missing, 0) if fits else 0)
+        pool.free_tail(table, length)
+        assert table[: pool.page_count(length)] == table
+        held = [page for table in tables for page in table]
+        assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
+        assert pool.num_free_pages + len(held) == pool.num_pages == 11
+
+
+def test_ten_million_pages_take_no_memory_before_they_are_used():
+    tracemalloc.start()
+    pool = new_pool(10**7, 1)
+    pages = []
+    pool.allocate(pages, 9)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10**7 and pool.num_free_pages == 10**7 - 9
