@@ -12,7 +12,7 @@ from errors import UserError
 class Span(NamedTuple):
     """The consecutive positions of one sequence that a pass computes."""
 
-    row: int  # index of the sequence in the cache
+    pages: list[int]  # page table of the sequence, from position 0
     start: int  # first computed position
     tokens: list[int]  # at positions start, start + 1, ...
 
@@ -72,8 +72,9 @@ class KVCache:
     def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:
         """Return the spans of a pass that appends new tokens to these rows (None: all rows).
 
-        A row is the index of a sequence in the cache. Raises ValueError, before anything changes,
-        if the tokens do not fit, a row occurs twice, or a row gets no token.
+        A row is the index of a sequence in the cache, and the only page of its span. Raises
+        ValueError, before anything changes, if the tokens do not fit, a row occurs twice, or a row
+        gets no token.
         """
         rows = list(range(len(self.tokens))) if rows is None else rows
         starts = [len(self.tokens[row]) for row in rows]
@@ -84,7 +85,7 @@ class KVCache:
             rule = "each row must occur once, with at least one token"
             raise ValueError(f"rows {rows}, new tokens {new}: {rule}")
         self.pending = list(zip(rows, new))
-        return [Span(row, start, tokens) for row, start, tokens in zip(rows, starts, new)]
+        return [Span([row], start, tokens) for row, start, tokens in zip(rows, starts, new)]
 
     def prepare(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Plan a pass and return its tokens, (B, T), their positions, and the end of each span.
@@ -95,7 +96,7 @@ class KVCache:
         tokens.
         """
         new = [span.tokens for span in spans]
-        rows = [span.row for span in spans]
+        rows = [span.pages[0] for span in spans]
         starts = [span.start for span in spans]
         everything = list(range(len(self.tokens)))
         stops = [start + len(tokens) for start, tokens in zip(starts, new)]

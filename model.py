@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from cache import Span
 from errors import UserError
 
 # (layer, q, k, v) -> attention output
@@ -59,6 +60,25 @@ def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
+class TorchRunner:
+    """The torch backend: computes logits.
+
+    The model is an argument of each call, so a runner keeps no model alive.
+    """
+
+    def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
+        """Return the logits of the last keep[i] positions of span i, from one pass over all spans.
+
+        Their shape is (sum of keep, vocab_size), their dtype float32.
+        """
+        tokens, positions, ends = cache.prepare(spans)
+        x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
+        rows = [row for end, count in zip(ends, keep) for row in range(end - count, end)]
+        if rows != list(range(len(x))):  # in most steps each span is one token
+            x = x[rows]
+        return model.head(x).float()
+
+
 class Model(nn.Module):
     """The base of all architectures: a pass over whole sequences, weight tying and initialisation.
 
@@ -69,6 +89,7 @@ class Model(nn.Module):
     that nothing reads.
     """
 
+    runner = TorchRunner()  # the backend: passes with a KV cache
     ROLES: dict[str, str]
     BASE_MODEL_PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()
