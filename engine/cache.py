@@ -29,35 +29,52 @@ class PagedCache:
                 f"num_pages {num_pages}, page_size {page_size}: a cache of"
                 f" {size:,} bytes does not fit in memory"
             ) from None
+        # Views of each layer's storage: (2, num_pages * n_kv_head, page_size * head_dim).
+        self.head_pages = self.storage.flatten(4).flatten(2, 3).unbind()
+        self.scratch = self.storage.new_empty(2, 0, self.head_pages[0].shape[2])
 
     def prepare(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Plan a pass and return its tokens and positions, both (N,), and the spans' ends.
 
-        Attention runs once for each sequence. A span's end is the index in N one past its last
-        token.
+        Spans with equal token counts and similar numbers of pages form one attention batch and are
+        adjacent in N. A span's end is the index in N one past its last token.
         """
         device = self.storage.device
-        size = self.storage.shape[4]
+        heads, size, _ = self.storage.shape[3:]
+        batches = {}
+        new_pages = []  # pages about to get their first position
+        for index, span in enumerate(spans):
+            used = page_count(span.start + len(span.tokens), size)
+            new_pages += span.pages[page_count(span.start, size) : used]
+            alike = len(span.tokens), used.bit_length()
+            batches.setdefault(alike, []).append((index, span, span.pages[:used]))
         tokens = []
         positions = []
         pages = []
-        ends = []
-        new_pages = []  # pages about to get their first position
-        self.sequences = []  # slice of N, page ids and mask of each sequence
-        for span in spans:
+        ends = [0] * len(spans)
+        self.batches = []
+        for (count, _), members in batches.items():
             first = len(tokens)
-            steps = range(span.start, span.start + len(span.tokens))
-            table = span.pages[: page_count(steps.stop, size)]
-            new_pages += table[page_count(span.start, size) :]
-            tokens += span.tokens
-            positions += steps
-            pages += [table[step // size] for step in steps]
-            ends.append(len(tokens))
-            query_positions = torch.tensor(steps, device=device)[:, None]
-            key_positions = torch.arange(len(table) * size, device=device)
-            mask = key_positions <= query_positions  # (T, S)
-            page_ids = torch.tensor(table, device=device)
-            self.sequences.append((slice(first, len(tokens)), page_ids, mask))
+            for index, span, table in members:
+                steps = range(span.start, span.start + count)
+                tokens += span.tokens
+                positions += steps
+                pages += [table[step // size] for step in steps]
+                ends[index] = len(tokens)
+            width = max(len(table) for _, _, table in members)
+            # Pad with the sequence's own last page, because a page of another one could hold NaN.
+            tables = [table + table[-1:] * (width - len(table)) for _, _, table in members]
+            head_ids = torch.arange(heads, device=device)[:, None]
+            page_ids = torch.tensor(tables, device=device)
+            head_pages = page_ids[:, None] * heads + head_ids  # (G, heads, pages)
+            starts = torch.tensor([span.start for _, span, _ in members], device=device)
+            query_positions = starts.view(-1, 1, 1, 1) + torch.arange(count, device=device)[:, None]
+            key_positions = torch.arange(width * size, device=device)
+            mask = key_positions <= query_positions  # (G, 1, T, S)
+            self.batches.append((slice(first, len(tokens)), head_pages.flatten(), mask))
+        largest = max(len(head_pages) for _, head_pages, _ in self.batches)
+        if largest > self.scratch.shape[1]:
+            self.scratch = self.scratch.new_empty(2, largest, self.scratch.shape[2])
         # A reused page may hold NaN, and no mask hides it: 0 * NaN is NaN.
         self.storage[:, :, new_pages] = 0
         position_ids = torch.tensor(positions, device=device)
@@ -73,12 +90,16 @@ class PagedCache:
         for stored, new in zip(self.storage[layer], (k, v)):
             stored[pages, :, offsets] = new
         out = torch.empty_like(q)
-        for part, page_ids, mask in self.sequences:
-            # From (pages, heads, page_size, head_dim) to (heads, S, head_dim).
+        for part, head_pages, mask in self.batches:
+            G, _, T, S = mask.shape
+            # Into the scratch buffer, because allocating memory takes longer than copying.
             keys, values = (
-                stored[page_ids].transpose(0, 1).flatten(1, 2) for stored in self.storage[layer]
+                torch.index_select(stored, 0, head_pages, out=scratch[: len(head_pages)])
+                for stored, scratch in zip(self.head_pages[layer], self.scratch)
             )
-            queries = q[part].transpose(0, 1)  # (heads, T, head_dim)
+            keys = keys.view(G, -1, S, q.shape[-1])  # (G, heads, S, head_dim)
+            values = values.view(keys.shape)
+            queries = q[part].view(G, T, *q.shape[1:]).transpose(1, 2)
             attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
-            out[part] = attended.transpose(0, 1)
+            out[part] = attended.transpose(1, 2).flatten(0, 1)
         return out
