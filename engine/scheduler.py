@@ -1,0 +1,92 @@
+"""Scheduler: selects the requests and tokens that the next step computes."""
+
+from collections import deque
+from typing import NamedTuple
+
+from cache import ContextWindow
+from engine.pages import PagePool
+from engine.request import Request
+from errors import UserError
+
+
+class ScheduledRequest(NamedTuple):
+    """Tokens of a request that a step computes, starting at `request.num_computed_tokens`."""
+
+    request: Request
+    tokens: list[int]
+
+
+class Scheduler:
+    """FIFO scheduler.
+
+    A waiting request is admitted when fewer than max_num_seqs run and pages for all its positions
+    are free.
+    There are no separate prefill and decode phases. A request has tokens and a count of computed
+    ones, and each step computes the rest. The scheduler needs no model: call `schedule`, compute,
+    then `advance` or `finish` each request.
+    """
+
+    def __init__(self, pool: PagePool, max_num_seqs: int, context_window: ContextWindow):
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.context_window = context_window
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """Queue a request; with max_new_tokens 0 it finishes immediately.
+
+        Raises UserError if its longest context window exceeds the pool.
+        """
+        if request.params.max_new_tokens == 0:
+            request.finish_reason = "length"
+            return
+        pool = self.pool
+        longest = self.max_positions(request)
+        needed = pool.page_count(longest)
+        if needed > pool.num_pages:
+            need = f"a sequence of up to {longest} positions needs {needed} pages"
+            raise UserError(f"{need}: num_pages is {pool.num_pages} (page_size {pool.page_size})")
+        self.shift_context(request)
+        self.waiting.append(request)
+
+    def schedule(self) -> list[ScheduledRequest]:
+        """Admit waiting requests, then schedule all uncomputed tokens of running ones."""
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            if not self.pool.allocate(request.pages, self.max_positions(request)):
+                break  # strict FIFO: a long request cannot starve
+            self.running.append(self.waiting.popleft())
+        return [ScheduledRequest(request, request.uncomputed_tokens) for request in self.running]
+
+    def max_positions(self, request: Request) -> int:
+        """Return the largest number of positions of a request; the last token is not computed."""
+        return min(request.max_length - 1, self.context_window.block_size)
+
+    def advance(self, entry: ScheduledRequest, token: int) -> None:
+        """Record that a scheduled request was computed, and append its next token."""
+        request = entry.request
+        request.num_computed_tokens += len(entry.tokens)
+        request.tokens.append(token)
+        self.shift_context(request)
+
+    def shift_context(self, request: Request) -> None:
+        """Shift the context window of a sequence that outgrew it; all positions are recomputed."""
+        start = self.context_window.start(len(request.tokens))
+        if start != request.start:
+            request.start = start
+            request.num_computed_tokens = 0
+
+    def finish(self, request: Request, reason: str) -> None:
+        """Finish a request. Raises ValueError if it is finished or belongs to another scheduler."""
+        if request.finish_reason:
+            past = request.finish_reason
+            raise ValueError(f"this request has already finished, with finish_reason {past!r}")
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            raise ValueError("this request belongs to another engine")
+        self.pool.free_tail(request.pages, 0)
+        request.finish_reason = reason
