@@ -1,8 +1,11 @@
-"""Requests."""
+"""Requests, and the events that a step emits."""
 
-from dataclasses import dataclass, field
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from sampling import Sequence
+from errors import UserError
+from sampling import SamplingParams, Sequence
 
 
 @dataclass(eq=False)  # compare and hash by identity
@@ -28,3 +31,27 @@ class Request(Sequence):
     def uncomputed_tokens(self) -> list[int]:
         """Return the tokens of the context window that are not computed yet."""
         return self.tokens[self.start + self.num_computed_tokens :]
+
+
+class Event(NamedTuple):
+    """New tokens of a request in a step, or its end."""
+
+    request: Request
+    tokens: list[int]  # new tokens, EOS included
+    finish_reason: str | None  # set in the last event of a request
+
+
+def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
+    """Return a request for a prompt of token ids; an empty prompt becomes the BOS token.
+
+    params without a seed get a random one. Raises UserError for an id outside the vocabulary.
+    """
+    size = config.vocab_size
+    tokens = list(prompt) or [config.bos_token_id]
+    wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
+    if wrong:
+        allowed = f"must be an integer from 0 to {size - 1}"
+        raise UserError(f"the prompt has the id {wrong[0]!r}: {allowed}")
+    if params.seed is None:
+        params = replace(params, seed=secrets.randbits(64))
+    return Request.from_prompt(tokens, params, config)

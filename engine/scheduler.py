@@ -3,7 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
-from cache import ContextWindow
+from cache import ContextWindow, Span
 from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
@@ -14,6 +14,11 @@ class ScheduledRequest(NamedTuple):
 
     request: Request
     tokens: list[int]
+
+    @property
+    def span(self) -> Span:
+        """Return the tokens with their place in the KV cache."""
+        return Span(self.request.pages, self.request.num_computed_tokens, self.tokens)
 
 
 class Scheduler:

@@ -5,7 +5,7 @@ LLM.int8() also keeps outliers in half precision, which is left out here.
 
 Activations are quantised to int8 as well, so a last-bit difference in one can become a whole
 quantisation step. torch's attention is not batch-invariant, so the output may depend on the batch
-in `generate`.
+in `generate` and in the engine.
 """
 
 import torch

@@ -1,13 +1,15 @@
-"""The output of `generate` for one prompt."""
+"""Engines for tests: run them, and check their outputs and pages."""
 
 import functools
+
+from conftest import random_tokens
 
 from infer import generate
 from sampling import SamplingParams
 
 
 def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
-    """Return the output of `generate` for one prompt. fields: of params None."""
+    """Return the output of `generate`, the oracle of every engine. fields: of params None."""
     params = SamplingParams(**fields) if params is None else params
     return list(remembered(model, tuple(prompt), params, stride))
 
@@ -15,6 +17,153 @@ def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
 @functools.lru_cache(4000)
 def remembered(model, prompt: tuple, params, stride) -> list[int]:
     return [token for (token,) in generate(model, [list(prompt)], params, stride=stride)]
+
+
+def raise_once(model, error: BaseException, after: int) -> None:
+    """Raise an error in a later pass, after its first layer has written keys and values."""
+    passes = []
+
+    def hook(module, args):
+        passes.append(None)
+        if len(passes) == after + 1:
+            raise error
+
+    model.h[1].register_forward_pre_hook(hook)
+
+
+def own_texts(model, prompts, params, stride=None) -> list[list[int]]:
+    """Return `alone` for each prompt. params: for all of them, or one for each."""
+    from sampling import params_per_prompt
+
+    each = params_per_prompt(params, len(prompts))
+    return [alone(model, *pair, stride) for pair in zip(prompts, each, strict=True)]
+
+
+def check_texts(model, requests, stride=None) -> None:
+    """Check that outputs equal `generate`; one that ended early is a prefix of it."""
+    for request in requests:
+        text = alone(model, request.tokens[: request.prompt_length], request.params, stride)
+        early = request.finish_reason == "abort"
+        assert request.output == (text[: len(request.output)] if early else text)
+
+
+def greedy(count: int, **fields) -> SamplingParams:
+    return SamplingParams(count, ignore_eos=True, **fields)
+
+
+def request_params(count: int, **fields) -> list[SamplingParams]:
+    """Return parameters for `count` requests with different seeds."""
+    return [SamplingParams(ignore_eos=True, seed=100 + row, **fields) for row in range(count)]
+
+
+def make_engine(model, prompts, params, **options) -> tuple:
+    """Return an engine that checks each pass, and its requests. params: for all, or one for each.
+
+    Its attribute `passes` lists the number of tokens of each span of each pass.
+    """
+    from engine.engine import Engine
+    from sampling import params_per_prompt
+
+    engine = Engine(model, **options)
+    engine.passes = check_passes(engine.cache, model.config.block_size)
+    each = params_per_prompt(params, len(prompts))
+    return engine, [engine.add(*pair) for pair in zip(prompts, each, strict=True)]
+
+
+def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
+    """Return an engine with greedy requests for random prompts of these lengths."""
+    prompts = [random_tokens(length, seed=row) for row, length in enumerate(lengths)]
+    params = request_params(len(prompts), max_new_tokens=max_new_tokens)
+    return make_engine(model, prompts, params, **options)
+
+
+def check_passes(cache, block_size: int = 16) -> list[list[int]]:
+    """Check that each later pass stays in its page tables and writes no slot twice.
+
+    Returns a list to which each pass appends the number of tokens of each span.
+    """
+    prepare = cache.prepare
+    num_pages, _, page_size = cache.storage.shape[2:5]
+    passes = []
+
+    def checked(spans):
+        slots = []
+        for span in spans:
+            end = span.start + len(span.tokens)
+            assert 0 <= span.start < end <= min(block_size, len(span.pages) * page_size)
+            assert all(0 <= page < num_pages for page in span.pages)
+            for position in range(span.start, end):
+                slots.append((span.pages[position // page_size], position % page_size))
+        assert len(set(slots)) == len(slots)
+        passes.append([len(span.tokens) for span in spans])
+        return prepare(spans)
+
+    cache.prepare = checked
+    return passes
+
+
+def check_pages(engine) -> None:
+    """Check free pages, and that no page table is too long or too short."""
+    scheduler = engine.scheduler
+    pool = scheduler.pool
+    held = [page for request in scheduler.running for page in request.pages]
+    assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
+    assert pool.num_free_pages + len(held) == pool.num_pages
+    for request in scheduler.running:
+        assert len(request.pages) == pool.page_count(scheduler.max_positions(request))
+    assert not any(request.pages or request.num_computed_tokens for request in scheduler.waiting)
+
+
+def step(engine) -> list:
+    """Return the events of one step, and check all pages."""
+    events = engine.step()
+    for event in events:
+        assert event.finish_reason == event.request.finish_reason
+        assert event.request.pages == [] or not event.finish_reason
+    check_pages(engine)
+    return events
+
+
+def finish(engine) -> list[list]:
+    """Return the events of all remaining steps, and check that all pages are free."""
+    steps = []
+    while engine.busy:
+        steps.append(step(engine))
+        assert len(steps) < 2000, "requests that never end"
+    assert engine.scheduler.pool.num_free_pages == engine.scheduler.pool.num_pages
+    return steps
+
+
+def events_of(engine) -> list:
+    """Return the events of all remaining steps, flattened."""
+    return [event for events in finish(engine) for event in events]
+
+
+def outputs_of(engine, prompts, params) -> list[list[int]]:
+    """Return the outputs for these prompts. params: for all of them, or one for each."""
+    from sampling import params_per_prompt
+
+    requests = [engine.add(*pair) for pair in zip(prompts, params_per_prompt(params, len(prompts)))]
+    events_of(engine)
+    return [request.output for request in requests]
+
+
+def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
+    """Return (positions computed, letters of the requests that got a token) of each step.
+
+    A is the first request.
+    """
+    steps = []
+    while engine.busy and len(steps) < count:
+        before = engine.num_computed_tokens
+        got = "".join("ABCDEFGH"[requests.index(event.request)] for event in step(engine))
+        steps.append((engine.num_computed_tokens - before, got))
+    return steps
+
+
+def letters(engine, requests, count=2000) -> list[str]:
+    """Return the letters of at most `count` steps."""
+    return [got for _, got in lettered(engine, requests, count)]
 
 
 def poison(model, token: int):

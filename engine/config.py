@@ -1,0 +1,31 @@
+"""Settings of an engine, and their limits."""
+
+from dataclasses import dataclass
+
+from engine.pages import page_count
+from errors import check_limits
+
+LIMITS = {  # field of EngineConfig: type, validity check, description of valid values
+    "max_num_seqs": (int, lambda value: value >= 1, "an integer >= 1"),
+    "num_pages": (int | None, lambda value: value is None or value >= 1, "an integer >= 1"),
+    "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine. Raises UserError for a value out of range."""
+
+    max_num_seqs: int = 32  # maximum sequences per step
+    num_pages: int | None = None  # size of the KV cache; None: max_num_seqs context windows
+    page_size: int = 16  # positions per page
+    stride: int | None = None  # tokens by which a context shift moves the window, as in `generate`
+
+    def __post_init__(self):
+        check_limits(LIMITS, **{name: getattr(self, name) for name in LIMITS})
+
+    def cache_size(self, block_size: int) -> int:
+        """Return num_pages; by default pages for max_num_seqs context windows."""
+        if self.num_pages is not None:
+            return self.num_pages
+        return self.max_num_seqs * page_count(block_size, self.page_size)

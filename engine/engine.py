@@ -1,0 +1,97 @@
+"""Engine with continuous batching: requests in, events out."""
+
+from dataclasses import replace
+
+import torch
+
+from cache import ContextWindow
+from engine.cache import PagedCache
+from engine.config import EngineConfig
+from engine.pages import PagePool
+from engine.request import Event, Request, make_request
+from engine.scheduler import ScheduledRequest, Scheduler
+from model import Model
+from sampling import SamplingParams, sample_batch
+
+
+class Engine:
+    """Continuous batching; each request gets the output of `generate`, up to rounding.
+
+    With int8 weights rounding may change the output; see quantisation/int8.py. config: an
+    EngineConfig; its fields may be given as keyword arguments instead. Not thread-safe. Raises
+    UserError for a value out of range, or if the cache does not fit in memory. After Yu et al.
+    2022, "Orca: A distributed serving system for transformer-based generative models".
+    """
+
+    def __init__(self, model: Model, config: EngineConfig | None = None, **fields):
+        config = replace(config or EngineConfig(), **fields)
+        block_size = model.config.block_size
+        num_pages = config.cache_size(block_size)
+        page_size = config.page_size
+        self.model = model
+        self.config = config
+        self.cache = PagedCache(model, num_pages, page_size)
+        pool = PagePool(num_pages, page_size)
+        context_window = ContextWindow(block_size, config.stride)
+        self.scheduler = Scheduler(pool, config.max_num_seqs, context_window)
+        self.steps = 0
+        self.num_computed_tokens = 0
+
+    def add(self, prompt: list[int], params: SamplingParams) -> Request:
+        """Queue a request for a prompt of token ids; an empty prompt becomes the BOS token.
+
+        params without a seed get a random one. With max_new_tokens 0 the request finishes
+        immediately, without an event. Raises UserError for an id out of range, or a sequence that
+        cannot fit into the cache.
+        """
+        request = make_request(prompt, params, self.model.config)
+        self.scheduler.add(request)
+        return request
+
+    @property
+    def busy(self) -> bool:
+        """Return whether any request is running or waiting."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def abort(self, request: Request) -> None:
+        """Abort a request; it emits no further event.
+
+        Raises ValueError if it has finished, or belongs to another engine.
+        """
+        self.scheduler.finish(request, "abort")
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Run one pass and return an event for each of its requests, with the next token.
+
+        An exception propagates. The step's events are lost, but the state stays consistent, and the
+        next step continues from it.
+        """
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return []
+        tokens = self.compute(scheduled)
+        return [self.update(entry, token) for entry, token in zip(scheduled, tokens)]
+
+    def compute(self, scheduled: list[ScheduledRequest]) -> list[int]:
+        """Run one pass and sample a token for each scheduled request."""
+        spans = [entry.span for entry in scheduled]
+        keep = [1] * len(scheduled)
+        runner = self.model.runner
+        logits = runner.logits(self.model, self.cache, spans, keep)  # (requests, vocab_size)
+        self.steps += 1
+        self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
+        return sample_batch(logits, [entry.request for entry in scheduled])
+
+    def update(self, entry: ScheduledRequest, token: int) -> Event:
+        """Append the sampled token to its request and return the event."""
+        request = entry.request
+        self.scheduler.advance(entry, token)
+        reason = None
+        if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+            reason = "stop"
+        elif len(request.output) == request.params.max_new_tokens:
+            reason = "length"
+        if reason:
+            self.scheduler.finish(request, reason)
+        return Event(request, [token], reason)
