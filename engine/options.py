@@ -1,0 +1,33 @@
+"""Engine options of the command line, and an engine from them."""
+
+from command_line.models import load_models
+from command_line.parser import Parser
+from engine.config import EngineConfig
+from engine.engine import Engine
+from loading.load import Source
+
+
+def add_engine_options(parser: Parser) -> None:
+    """Add the engine options to a parser, except the model's and --stride."""
+    group = parser.group("engine")
+    seqs_help = "maximum number of sequences per step"
+    group.add_argument("--max-num-seqs", metavar="N", type=int, default=32, help=seqs_help)
+    pages_help = "KV cache pages (default: max-num-seqs context windows)"
+    group.add_argument("--num-pages", metavar="N", type=int, help=pages_help)
+    page_help = "positions per page"
+    group.add_argument("--page-size", metavar="N", type=int, default=16, help=page_help)
+
+
+def load_engine(args, source: Source, device: str) -> Engine:
+    """Load the engine of a command line with its model.
+
+    Raises UserError for bad options or files.
+    """
+    (model,) = load_models([source], args, device)
+    return Engine(model, engine_config(args))
+
+
+def engine_config(args) -> EngineConfig:
+    """Return the engine settings of a command line. Raises UserError for a value out of range."""
+    names = "max_num_seqs", "num_pages", "page_size", "stride"
+    return EngineConfig(**{name: getattr(args, name) for name in names})

@@ -1,0 +1,85 @@
+"""Generate text with the engine: python infer_engine.py --prompt "One day" --prompt "Tom"."""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
+
+from command_line.chat import Conversation, add_chat_options, check_chat_options
+from command_line.models import pick_device
+from command_line.options import (
+    STORIES,
+    add_options,
+    add_sampling_options,
+    pick_seed,
+    read_prompts,
+    sampling_params,
+    with_request_seeds,
+)
+from command_line.output import OutputWriter, warn_long_prompts
+from command_line.parser import Parser, run_script
+from engine.engine import Engine
+from engine.options import add_engine_options, load_engine
+from loading.load import resolve_source
+from text.chat import Chat
+from text.tokenizer import load_encoding
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Generate text with continuous batching and a paged KV cache.")
+    parser.group("model").add_argument(
+        "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
+    )
+    add_engine_options(parser)
+    add_options(parser)
+    add_sampling_options(parser)
+    add_chat_options(parser)
+    run_script(parser, run, argv)
+
+
+def run(args) -> None:
+    """Run the command line, with text on stdout and statistics on stderr.
+
+    Raises UserError for bad input.
+    """
+    check_chat_options(args)
+    params = sampling_params(args)
+    prompts = read_prompts(args)
+    source = resolve_source(args.model)
+    device = pick_device(args.device)
+    seed = pick_seed(args.seed)
+    chat = Chat(source) if args.chat else None
+    engine = load_engine(args, source, device)
+    encoding = load_encoding(source, engine.model.config.vocab_size)
+    skip = () if params.ignore_eos else engine.model.config.eos_token_ids
+    max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
+    conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
+    for prompt_ids, echoed in conversation:
+        warn_long_prompts(prompt_ids, engine.model.config.block_size, args.stride)
+        output = OutputWriter(echoed, encoding, skip, seed if params.temperature else None)
+        request_args = zip(prompt_ids, with_request_seeds(params, seed, len(prompt_ids)))
+        run_engine(engine, list(request_args), output)
+        conversation.add_replies(output.texts)
+
+
+def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) -> None:
+    """Run requests to completion. request_args: arguments of `Engine.add` for each."""
+    total = ", in all" if engine.steps else ""  # counters include earlier chat replies
+    with output:
+        requests = [engine.add(*each) for each in request_args]
+        rows = {request: row for row, request in enumerate(requests)}
+        while engine.busy:
+            events = engine.step()
+            for event in events:
+                row = rows[event.request]
+                for token in event.tokens:
+                    output.add(row, token)
+            output.end_step()
+    computed = f"{engine.steps} steps, {engine.num_computed_tokens} positions computed"
+    print(f"{computed}{total}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
