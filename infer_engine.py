@@ -22,6 +22,7 @@ from command_line.output import OutputWriter, warn_long_prompts
 from command_line.parser import Parser, run_script
 from engine.engine import Engine
 from engine.options import add_engine_options, load_engine
+from errors import UserError
 from loading.load import resolve_source
 from text.chat import Chat
 from text.tokenizer import load_encoding
@@ -65,8 +66,12 @@ def run(args) -> None:
 
 
 def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) -> None:
-    """Run requests to completion. request_args: arguments of `Engine.add` for each."""
+    """Run requests to completion. request_args: arguments of `Engine.add` for each.
+
+    Raises UserError for failed requests, after the output of all others.
+    """
     total = ", in all" if engine.steps else ""  # counters include earlier chat replies
+    errors = []
     with output:
         requests = [engine.add(*each) for each in request_args]
         rows = {request: row for row, request in enumerate(requests)}
@@ -76,9 +81,16 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
                 row = rows[event.request]
                 for token in event.tokens:
                     output.add(row, token)
-            output.end_step()
+                if event.error:
+                    errors.append(f"sequence {row + 1}: {event.error}")
+            if any(event.tokens for event in events):
+                output.end_step()
+        if errors and not output.count:  # only errors to show
+            raise UserError("; ".join(errors))
     computed = f"{engine.steps} steps, {engine.num_computed_tokens} positions computed"
     print(f"{computed}{total}", file=sys.stderr)
+    if errors:
+        raise UserError("; ".join(errors))
 
 
 if __name__ == "__main__":

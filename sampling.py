@@ -108,6 +108,19 @@ get_penalties = operator.attrgetter("presence_penalty", "frequency_penalty", "re
 get_sampling_fields = operator.attrgetter("temperature", "top_k", "top_p")
 
 
+def zero_nonfinite_rows(logits: torch.Tensor) -> list[bool]:
+    """Zero the rows of logits (B, vocab_size) that hold NaN or infinity, in place.
+
+    Sampling then works on every row; callers discard tokens of zeroed rows. Returns B bools: true
+    for finite rows.
+    """
+    finite = logits.abs().amax(dim=-1).isfinite()  # amax propagates NaN
+    rows = finite.tolist()
+    if not all(rows):  # rare, and masked assignment is slow
+        logits[~finite] = 0
+    return rows
+
+
 def sample_batch(
     logits: torch.Tensor, sequences: list[Sequence], generator: torch.Generator | None = None
 ) -> list[int]:

@@ -10,8 +10,9 @@ from engine.config import EngineConfig
 from engine.pages import PagePool
 from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
+from errors import UserError, catch_out_of_memory
 from model import Model
-from sampling import SamplingParams, sample_batch
+from sampling import NOT_FINITE, SamplingParams, sample_batch, zero_nonfinite_rows
 
 
 class Engine:
@@ -62,29 +63,46 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Run one pass and return an event for each of its requests, with the next token.
+        """Run one pass and return an event for each request that got a token or failed.
 
-        An exception propagates. The step's events are lost, but the state stays consistent, and the
-        next step continues from it.
+        A pass that runs out of memory fails all its requests. Logits that are not finite fail only
+        their own request. Waiting requests stay queued. Any other exception, such as
+        KeyboardInterrupt, propagates. The step's events are lost, but the state stays consistent,
+        and the next step continues from it.
         """
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return []
-        tokens = self.compute(scheduled)
-        return [self.update(entry, token) for entry, token in zip(scheduled, tokens)]
+        try:
+            with catch_out_of_memory("the sequences of this step"):
+                outputs = self.compute(scheduled)
+        except UserError as error:
+            return [self.fail(entry.request, str(error)) for entry in scheduled]
+        return [self.update(entry, output) for entry, output in zip(scheduled, outputs)]
 
-    def compute(self, scheduled: list[ScheduledRequest]) -> list[int]:
-        """Run one pass and sample a token for each scheduled request."""
+    def compute(self, scheduled: list[ScheduledRequest]) -> list[int | None]:
+        """Run one pass and sample a token for each scheduled request.
+
+        It is None where logits are not finite.
+        """
         spans = [entry.span for entry in scheduled]
         keep = [1] * len(scheduled)
         runner = self.model.runner
         logits = runner.logits(self.model, self.cache, spans, keep)  # (requests, vocab_size)
         self.steps += 1
         self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
-        return sample_batch(logits, [entry.request for entry in scheduled])
+        finite = zero_nonfinite_rows(logits)
+        tokens = sample_batch(logits, [entry.request for entry in scheduled])
+        return [token if is_finite else None for token, is_finite in zip(tokens, finite)]
 
-    def update(self, entry: ScheduledRequest, token: int) -> Event:
-        """Append the sampled token to its request and return the event."""
+    def update(self, entry: ScheduledRequest, token: int | None) -> Event:
+        """Apply a sampled token to its request and return its event; None fails the request."""
+        if token is None:
+            return self.fail(entry.request, NOT_FINITE)
+        return self.extend(entry, token)
+
+    def extend(self, entry: ScheduledRequest, token: int) -> Event:
+        """Append the next sampled token to a request."""
         request = entry.request
         self.scheduler.advance(entry, token)
         reason = None
@@ -95,3 +113,8 @@ class Engine:
         if reason:
             self.scheduler.finish(request, reason)
         return Event(request, [token], reason)
+
+    def fail(self, request: Request, error: str) -> Event:
+        """End a request with an error."""
+        self.scheduler.finish(request, "error")
+        return Event(request, [], "error", error)

@@ -39,6 +39,7 @@ class Event(NamedTuple):
     request: Request
     tokens: list[int]  # new tokens, EOS included
     finish_reason: str | None  # set in the last event of a request
+    error: str | None = None  # message, if finish_reason is "error"
 
 
 def make_request(prompt: list[int], params: SamplingParams, config) -> Request:

@@ -1,5 +1,6 @@
 """Engines for tests: run them, and check their outputs and pages."""
 
+import contextlib
 import functools
 
 from conftest import random_tokens
@@ -43,7 +44,7 @@ def check_texts(model, requests, stride=None) -> None:
     """Check that outputs equal `generate`; one that ended early is a prefix of it."""
     for request in requests:
         text = alone(model, request.tokens[: request.prompt_length], request.params, stride)
-        early = request.finish_reason == "abort"
+        early = request.finish_reason in ("abort", "error")
         assert request.output == (text[: len(request.output)] if early else text)
 
 
@@ -144,7 +145,7 @@ def outputs_of(engine, prompts, params) -> list[list[int]]:
     from sampling import params_per_prompt
 
     requests = [engine.add(*pair) for pair in zip(prompts, params_per_prompt(params, len(prompts)))]
-    events_of(engine)
+    assert not any(event.error for event in events_of(engine))
     return [request.output for request in requests]
 
 
@@ -164,6 +165,22 @@ def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
 def letters(engine, requests, count=2000) -> list[str]:
     """Return the letters of at most `count` steps."""
     return [got for _, got in lettered(engine, requests, count)]
+
+
+@contextlib.contextmanager
+def failing(model, error=None):
+    """Fail each pass after its keys and values are written; error None: logits are NaN."""
+
+    def fail(module, args, out):
+        if error is not None:
+            raise error
+        return out * float("nan")
+
+    hook = model.lm_head.register_forward_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def poison(model, token: int):
