@@ -88,7 +88,8 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
         if errors and not output.count:  # only errors to show
             raise UserError("; ".join(errors))
     computed = f"{engine.steps} steps, {engine.num_computed_tokens} positions computed"
-    print(f"{computed}{total}", file=sys.stderr)
+    preemptions = f"{engine.scheduler.num_preemptions} preemptions"
+    print(f"{computed}, {preemptions}{total}", file=sys.stderr)
     if errors:
         raise UserError("; ".join(errors))
 

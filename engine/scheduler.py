@@ -22,10 +22,10 @@ class ScheduledRequest(NamedTuple):
 
 
 class Scheduler:
-    """FIFO scheduler.
+    """FIFO scheduler with preemption.
 
-    A waiting request is admitted when fewer than max_num_seqs run and pages for all its positions
-    are free.
+    A waiting request is admitted when fewer than max_num_seqs run and its context window fits.
+    Running requests allocate pages as they grow. If none is free, the youngest is preempted.
     There are no separate prefill and decode phases. A request has tokens and a count of computed
     ones, and each step computes the rest. The scheduler needs no model: call `schedule`, compute,
     then `advance` or `finish` each request.
@@ -37,6 +37,7 @@ class Scheduler:
         self.context_window = context_window
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
         """Queue a request; with max_new_tokens 0 it finishes immediately.
@@ -47,7 +48,7 @@ class Scheduler:
             request.finish_reason = "length"
             return
         pool = self.pool
-        longest = self.max_positions(request)
+        longest = min(request.max_length - 1, self.context_window.block_size)
         needed = pool.page_count(longest)
         if needed > pool.num_pages:
             need = f"a sequence of up to {longest} positions needs {needed} pages"
@@ -56,17 +57,34 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> list[ScheduledRequest]:
-        """Admit waiting requests, then schedule all uncomputed tokens of running ones."""
+        """Schedule uncomputed tokens of running requests, oldest first, then admit waiting ones."""
+        scheduled = []
+        while len(scheduled) < len(self.running):
+            request = self.running[len(scheduled)]
+            if not self.pool.allocate(request.pages, request.length):
+                # This may be the request itself, but never the oldest one, which fits alone.
+                self.preempt(self.running[-1])
+                continue
+            scheduled.append(ScheduledRequest(request, request.uncomputed_tokens))
         while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if not self.pool.allocate(request.pages, self.max_positions(request)):
+            if not self.pool.allocate(request.pages, request.length):
                 break  # strict FIFO: a long request cannot starve
             self.running.append(self.waiting.popleft())
-        return [ScheduledRequest(request, request.uncomputed_tokens) for request in self.running]
+            scheduled.append(ScheduledRequest(request, request.uncomputed_tokens))
+        return scheduled
 
-    def max_positions(self, request: Request) -> int:
-        """Return the largest number of positions of a request; the last token is not computed."""
-        return min(request.max_length - 1, self.context_window.block_size)
+    def preempt(self, request: Request) -> None:
+        """Free all pages of a running request, and put it first in the queue for recomputation."""
+        self.num_preemptions += 1
+        self.free(request)
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+
+    def free(self, request: Request) -> None:
+        """Free the pages of a request, and reset its computed tokens."""
+        self.pool.free_tail(request.pages, 0)
+        request.num_computed_tokens = 0
 
     def advance(self, entry: ScheduledRequest, token: int) -> None:
         """Record that a scheduled request was computed, and append its next token."""
@@ -80,7 +98,7 @@ class Scheduler:
         start = self.context_window.start(len(request.tokens))
         if start != request.start:
             request.start = start
-            request.num_computed_tokens = 0
+            self.free(request)
 
     def finish(self, request: Request, reason: str) -> None:
         """Finish a request. Raises ValueError if it is finished or belongs to another scheduler."""
@@ -93,5 +111,5 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             raise ValueError("this request belongs to another engine")
-        self.pool.free_tail(request.pages, 0)
+        self.free(request)
         request.finish_reason = reason
