@@ -87,7 +87,10 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
                 output.end_step()
         if errors and not output.count:  # only errors to show
             raise UserError("; ".join(errors))
-    computed = f"{engine.steps} steps, {engine.num_computed_tokens} positions computed"
+    hits = engine.scheduler.prefix_cache_hits
+    computed = (
+        f"{engine.steps} steps, {engine.num_computed_tokens} positions computed, {hits} shared"
+    )
     preemptions = f"{engine.scheduler.num_preemptions} preemptions"
     print(f"{computed}, {preemptions}{total}", file=sys.stderr)
     if errors:

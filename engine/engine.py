@@ -38,14 +38,19 @@ class Engine:
         self.steps = 0
         self.num_computed_tokens = 0
 
-    def add(self, prompt: list[int], params: SamplingParams) -> Request:
+    def add(self, prompt: list[int], params: SamplingParams, cache_salt: str = "") -> Request:
         """Queue a request for a prompt of token ids; an empty prompt becomes the BOS token.
 
-        params without a seed get a random one. With max_new_tokens 0 the request finishes
-        immediately, without an event. Raises UserError for an id out of range, or a sequence that
-        cannot fit into the cache.
+        cache_salt: prefix caching is limited to requests with the same cache_salt, because the time
+        to first token reveals a cached prefix. params without a seed get a random one. With
+        max_new_tokens 0 the request finishes immediately, without an event. Raises UserError for an
+        id out of range, a cache_salt that is not a string, or a sequence that cannot fit into the
+        cache.
         """
+        if not isinstance(cache_salt, str):
+            raise UserError(f"cache_salt {cache_salt!r}: must be a string")
         request = make_request(prompt, params, self.model.config)
+        request.cache_salt = cache_salt
         self.scheduler.add(request)
         return request
 

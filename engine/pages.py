@@ -1,10 +1,18 @@
-"""Page pool: free pages, and pages in use."""
+"""Page pool with reference counts and prefix caching."""
+
+import array
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator
 
 
 class PagePool:
-    """Page ids, each free or in the page table of one sequence.
+    """Reference-counted page ids, with prefix caching.
 
     A page table lists the pages of a sequence in order.
+
+    A free page with a hash stays cached until it is reused. Pages without one are reused first,
+    then the least recently freed.
 
     Pages that were never allocated have no record, so the records grow with the pages used.
     """
@@ -13,7 +21,11 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.first_unused = 0  # this page and all later ones were never allocated
-        self.free_pages: list[int] = []  # other free pages
+        # Other free pages in order of reuse: a dict, to remove any page in constant time.
+        self.free_pages: OrderedDict[int, None] = OrderedDict()
+        self.ref_counts: dict[int, int] = {}  # page -> number of page tables that list it
+        self.hash_to_page: dict[bytes, int] = {}
+        self.page_to_hash: dict[int, bytes] = {}
 
     @property
     def num_free_pages(self) -> int:
@@ -33,22 +45,91 @@ class PagePool:
         if needed > self.num_free_pages:
             return False
         for _ in range(needed):
-            pages.append(self.pop_free_page())
+            page = self.pop_free_page()
+            self.acquire([page])
+            pages.append(page)
         return True
 
     def pop_free_page(self) -> int:
-        """Return a free page; at least one must exist."""
-        if self.free_pages:
-            return self.free_pages.pop()
-        self.first_unused += 1
-        return self.first_unused - 1
+        """Return a free page; at least one must exist. A cached page loses its hash."""
+        first = next(iter(self.free_pages), None)
+        if self.first_unused < self.num_pages and (first is None or first in self.page_to_hash):
+            self.first_unused += 1
+            return self.first_unused - 1
+        if first in self.page_to_hash:
+            del self.hash_to_page[self.page_to_hash.pop(first)]
+        return first
+
+    def acquire(self, pages: list[int]) -> None:
+        """Add one reference to each page."""
+        for page in pages:
+            self.free_pages.pop(page, None)
+            self.ref_counts[page] = self.ref_counts.get(page, 0) + 1
 
     def free_tail(self, pages: list[int], length: int) -> None:
-        """Free the pages of a table after the first `length` positions."""
+        """Free the pages of a table after the first `length` positions, last page first.
+
+        So the last page is reused first, and the prefix before it can still be found.
+        """
         while len(pages) > self.page_count(length):
-            self.free_pages.append(pages.pop())
+            self.free(pages.pop())
+
+    def free(self, page: int) -> None:
+        """Drop one reference to a page; after the last one it is free."""
+        self.ref_counts[page] -= 1
+        if self.ref_counts[page]:
+            return
+        del self.ref_counts[page]
+        self.free_pages[page] = None
+        if page not in self.page_to_hash:
+            self.free_pages.move_to_end(page, last=False)
+
+    def cache_pages(
+        self, pages: list[int], page_hashes: list[bytes], tokens: list[int], cache_salt: str
+    ) -> None:
+        """Register for prefix caching the pages that these computed tokens fill.
+
+        page_hashes: hashes so far. The hashes of newly full pages are appended in place. A page
+        that duplicates a cached one is freed and replaced by it in `pages`.
+        """
+        num_cached = len(page_hashes)
+        parent_hash = page_hashes[-1] if page_hashes else root_hash(cache_salt)
+        new = hash_pages(tokens[num_cached * self.page_size :], self.page_size, parent_hash)
+        for index, page_hash in enumerate(new, num_cached):
+            page_hashes.append(page_hash)
+            page = self.hash_to_page.setdefault(page_hash, pages[index])
+            self.page_to_hash[page] = page_hash
+            if page != pages[index]:  # another request cached it first: keep one copy
+                self.acquire([page])
+                self.free(pages[index])
+                pages[index] = page
+
+    def find_cached(self, tokens: list[int], cache_salt: str) -> list[int]:
+        """Return the cached pages of the longest cached prefix of these tokens."""
+        found = []
+        for page_hash in hash_pages(tokens, self.page_size, root_hash(cache_salt)):
+            if page_hash not in self.hash_to_page:
+                break
+            found.append(self.hash_to_page[page_hash])
+        return found
 
 
 def page_count(length: int, page_size: int) -> int:
     """Return the number of pages for `length` positions."""
     return -(-length // page_size)
+
+
+def root_hash(cache_salt: str) -> bytes:
+    """Return the parent hash of a sequence's first page."""
+    return hashlib.sha256(cache_salt.encode(errors="surrogatepass")).digest()
+
+
+def hash_pages(tokens: list[int], page_size: int, parent_hash: bytes) -> Iterator[bytes]:
+    """Yield the hash of each full page: of its tokens and, through parent_hash, all tokens before.
+
+    SHA-256 has no known collision, so pages with equal hashes hold equal tokens.
+    """
+    for end in range(page_size, len(tokens) + 1, page_size):
+        page = array.array("q", tokens[end - page_size : end])
+        parent_hash = hashlib.sha256(parent_hash + page.tobytes()).digest()
+        yield parent_hash

@@ -12,10 +12,12 @@ from sampling import SamplingParams, Sequence
 class Request(Sequence):
     """A prompt, its output and its state in the engine; read-only for callers."""
 
+    cache_salt: str = ""  # limits prefix caching to requests with the same one
     finish_reason: str | None = None  # "stop", "length", "abort" or "error" when finished
     start: int = 0  # of the context window in tokens
     num_computed_tokens: int = 0  # positions of the context window in the KV cache
     pages: list[int] = field(default_factory=list)  # page table
+    page_hashes: list[bytes] = field(default_factory=list)  # of its full pages
 
     @property
     def context_window(self) -> list[int]:

@@ -38,6 +38,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.prefix_cache_hits = 0  # positions found in the cache
 
     def add(self, request: Request) -> None:
         """Queue a request; with max_new_tokens 0 it finishes immediately.
@@ -68,11 +69,29 @@ class Scheduler:
             scheduled.append(ScheduledRequest(request, request.uncomputed_tokens))
         while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if not self.pool.allocate(request.pages, request.length):
+            if not self.admit(request):
                 break  # strict FIFO: a long request cannot starve
             self.running.append(self.waiting.popleft())
             scheduled.append(ScheduledRequest(request, request.uncomputed_tokens))
         return scheduled
+
+    def admit(self, request: Request) -> bool:
+        """Allocate pages for the context window of a waiting request, with prefix caching.
+
+        Returns False if too few pages are free.
+        """
+        pool = self.pool
+        tokens = request.context_window[:-1]  # without the last token, whose logits are needed
+        cached = pool.find_cached(tokens, request.cache_salt)
+        # Cache hits among the free pages cannot serve as new pages.
+        free = pool.num_free_pages - sum(page in pool.free_pages for page in cached)
+        if pool.page_count(request.length) - len(cached) > free:
+            return False
+        pool.acquire(cached)
+        request.pages = cached
+        request.num_computed_tokens = len(cached) * pool.page_size
+        self.prefix_cache_hits += request.num_computed_tokens
+        return pool.allocate(request.pages, request.length)
 
     def preempt(self, request: Request) -> None:
         """Free all pages of a running request, and put it first in the queue for recomputation."""
@@ -85,12 +104,18 @@ class Scheduler:
         """Free the pages of a request, and reset its computed tokens."""
         self.pool.free_tail(request.pages, 0)
         request.num_computed_tokens = 0
+        request.page_hashes = []
 
     def advance(self, entry: ScheduledRequest, token: int) -> None:
         """Record that a scheduled request was computed, and append its next token."""
         request = entry.request
         request.num_computed_tokens += len(entry.tokens)
         request.tokens.append(token)
+        pool = self.pool
+        filled = request.num_computed_tokens // pool.page_size > len(request.page_hashes)
+        if filled:  # at least one new full page
+            computed = request.context_window[: request.num_computed_tokens]
+            pool.cache_pages(request.pages, request.page_hashes, computed, request.cache_salt)
         self.shift_context(request)
 
     def shift_context(self, request: Request) -> None:

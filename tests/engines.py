@@ -1,5 +1,6 @@
 """Engines for tests: run them, and check their outputs and pages."""
 
+import collections
 import contextlib
 import functools
 
@@ -104,13 +105,17 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
 
 
 def check_pages(engine) -> None:
-    """Check free pages, and that no page table is too long or too short."""
+    """Check reference counts, free pages, and that no page table is too long or too short."""
     scheduler = engine.scheduler
     pool = scheduler.pool
-    held = [page for request in scheduler.running for page in request.pages]
+    held = collections.Counter(page for request in scheduler.running for page in request.pages)
+    assert pool.ref_counts == held
     assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
     assert pool.num_free_pages + len(held) == pool.num_pages
+    assert pool.page_to_hash == {page: page_hash for page_hash, page in pool.hash_to_page.items()}
+    assert len(pool.page_to_hash) == len(pool.hash_to_page)
     for request in scheduler.running:
+        assert len(set(request.pages)) == len(request.pages)
         size = len(request.pages)
         assert pool.page_count(request.num_computed_tokens) <= size
         assert size <= pool.page_count(request.length)
