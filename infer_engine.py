@@ -83,6 +83,7 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
                     output.add(row, token)
                 if event.error:
                     errors.append(f"sequence {row + 1}: {event.error}")
+            # Skip prefill chunks, which would count as the first token.
             if any(event.tokens for event in events):
                 output.end_step()
         if errors and not output.count:  # only errors to show

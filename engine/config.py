@@ -9,6 +9,7 @@ LIMITS = {  # field of EngineConfig: type, validity check, description of valid 
     "max_num_seqs": (int, lambda value: value >= 1, "an integer >= 1"),
     "num_pages": (int | None, lambda value: value is None or value >= 1, "an integer >= 1"),
     "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
+    "max_num_batched_tokens": (int, lambda value: value >= 1, "an integer >= 1"),
 }
 
 
@@ -19,6 +20,7 @@ class EngineConfig:
     max_num_seqs: int = 32  # maximum sequences per step
     num_pages: int | None = None  # size of the KV cache; None: max_num_seqs context windows
     page_size: int = 16  # positions per page
+    max_num_batched_tokens: int = 512  # maximum tokens per step
     stride: int | None = None  # tokens by which a context shift moves the window, as in `generate`
 
     def __post_init__(self):

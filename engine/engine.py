@@ -33,8 +33,12 @@ class Engine:
         self.config = config
         self.cache = PagedCache(model, num_pages, page_size)
         pool = PagePool(num_pages, page_size)
-        context_window = ContextWindow(block_size, config.stride)
-        self.scheduler = Scheduler(pool, config.max_num_seqs, context_window)
+        self.scheduler = Scheduler(
+            pool,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            ContextWindow(block_size, config.stride),
+        )
         self.steps = 0
         self.num_computed_tokens = 0
 
@@ -83,7 +87,8 @@ class Engine:
                 outputs = self.compute(scheduled)
         except UserError as error:
             return [self.fail(entry.request, str(error)) for entry in scheduled]
-        return [self.update(entry, output) for entry, output in zip(scheduled, outputs)]
+        events = [self.update(entry, output) for entry, output in zip(scheduled, outputs)]
+        return [event for event in events if event]  # a prefill chunk has none
 
     def compute(self, scheduled: list[ScheduledRequest]) -> list[int | None]:
         """Run one pass and sample a token for each scheduled request.
@@ -100,16 +105,23 @@ class Engine:
         tokens = sample_batch(logits, [entry.request for entry in scheduled])
         return [token if is_finite else None for token, is_finite in zip(tokens, finite)]
 
-    def update(self, entry: ScheduledRequest, token: int | None) -> Event:
-        """Apply a sampled token to its request and return its event; None fails the request."""
+    def update(self, entry: ScheduledRequest, token: int | None) -> Event | None:
+        """Apply a sampled token to its request and return its event; a prefill chunk has none.
+
+        A token of None fails the request, even in a prefill chunk. Prefix caching would share its
+        pages otherwise.
+        """
         if token is None:
             return self.fail(entry.request, NOT_FINITE)
-        return self.extend(entry, token)
+        if entry.complete:
+            return self.extend(entry, token)
+        self.scheduler.advance(entry, [])
+        return None
 
     def extend(self, entry: ScheduledRequest, token: int) -> Event:
         """Append the next sampled token to a request."""
         request = entry.request
-        self.scheduler.advance(entry, token)
+        self.scheduler.advance(entry, [token])
         reason = None
         if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
             reason = "stop"

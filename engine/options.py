@@ -16,6 +16,10 @@ def add_engine_options(parser: Parser) -> None:
     group.add_argument("--num-pages", metavar="N", type=int, help=pages_help)
     page_help = "positions per page"
     group.add_argument("--page-size", metavar="N", type=int, default=16, help=page_help)
+    tokens_help = "maximum number of tokens per step"
+    group.add_argument(
+        "--max-num-batched-tokens", metavar="N", type=int, default=512, help=tokens_help
+    )
 
 
 def load_engine(args, source: Source, device: str) -> Engine:
@@ -29,5 +33,5 @@ def load_engine(args, source: Source, device: str) -> Engine:
 
 def engine_config(args) -> EngineConfig:
     """Return the engine settings of a command line. Raises UserError for a value out of range."""
-    names = "max_num_seqs", "num_pages", "page_size", "stride"
+    names = "max_num_seqs", "num_pages", "page_size", "max_num_batched_tokens", "stride"
     return EngineConfig(**{name: getattr(args, name) for name in names})

@@ -16,24 +16,32 @@ class ScheduledRequest(NamedTuple):
     tokens: list[int]
 
     @property
+    def complete(self) -> bool:
+        """Return whether the step reaches the newest token, and so samples the next one."""
+        return self.request.num_computed_tokens + len(self.tokens) == self.request.length
+
+    @property
     def span(self) -> Span:
         """Return the tokens with their place in the KV cache."""
         return Span(self.request.pages, self.request.num_computed_tokens, self.tokens)
 
 
 class Scheduler:
-    """FIFO scheduler with preemption.
+    """FIFO scheduler with chunked prefill and preemption.
 
     A waiting request is admitted when fewer than max_num_seqs run and its context window fits.
     Running requests allocate pages as they grow. If none is free, the youngest is preempted.
     There are no separate prefill and decode phases. A request has tokens and a count of computed
-    ones, and each step computes the rest. The scheduler needs no model: call `schedule`, compute,
-    then `advance` or `finish` each request.
+    ones, and each step computes some of the rest within token_budget. The scheduler needs no
+    model: call `schedule`, compute, then `advance` or `finish` each request.
     """
 
-    def __init__(self, pool: PagePool, max_num_seqs: int, context_window: ContextWindow):
+    def __init__(
+        self, pool: PagePool, max_num_seqs: int, token_budget: int, context_window: ContextWindow
+    ):
         self.pool = pool
         self.max_num_seqs = max_num_seqs
+        self.token_budget = token_budget
         self.context_window = context_window
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -60,19 +68,25 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRequest]:
         """Schedule uncomputed tokens of running requests, oldest first, then admit waiting ones."""
         scheduled = []
+        token_budget = self.token_budget
         while len(scheduled) < len(self.running):
             request = self.running[len(scheduled)]
             if not self.pool.allocate(request.pages, request.length):
                 # This may be the request itself, but never the oldest one, which fits alone.
                 self.preempt(self.running[-1])
                 continue
-            scheduled.append(ScheduledRequest(request, request.uncomputed_tokens))
-        while self.waiting and len(self.running) < self.max_num_seqs:
+            younger = len(self.running) - len(scheduled) - 1
+            tokens = request.uncomputed_tokens[: token_budget - younger]  # leave each a token
+            scheduled.append(ScheduledRequest(request, tokens))
+            token_budget -= len(tokens)
+        while self.waiting and token_budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             if not self.admit(request):
                 break  # strict FIFO: a long request cannot starve
             self.running.append(self.waiting.popleft())
-            scheduled.append(ScheduledRequest(request, request.uncomputed_tokens))
+            tokens = request.uncomputed_tokens[:token_budget]
+            scheduled.append(ScheduledRequest(request, tokens))
+            token_budget -= len(tokens)
         return scheduled
 
     def admit(self, request: Request) -> bool:
@@ -106,11 +120,14 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.page_hashes = []
 
-    def advance(self, entry: ScheduledRequest, token: int) -> None:
-        """Record that a scheduled request was computed, and append its next token."""
+    def advance(self, entry: ScheduledRequest, tokens: list[int]) -> None:
+        """Record that a scheduled request was computed, and append its new tokens.
+
+        tokens: the next sampled token; empty if the entry was not complete.
+        """
         request = entry.request
         request.num_computed_tokens += len(entry.tokens)
-        request.tokens.append(token)
+        request.tokens += tokens
         pool = self.pool
         filled = request.num_computed_tokens // pool.page_size > len(request.page_hashes)
         if filled:  # at least one new full page

@@ -15,8 +15,8 @@ CONTEXT_WINDOW = ContextWindow(BLOCK_SIZE, 4)
 def build(max_num_seqs: int = 4, pages: int | None = None):
     from engine.scheduler import Scheduler
 
-    pool = PagePool(pages or max_num_seqs * 4, 2)  # room for all rows by default
-    scheduler = Scheduler(pool, max_num_seqs, CONTEXT_WINDOW)
+    pool = PagePool(pages or max_num_seqs * 4, 2)  # room for all rows, and a budget
+    scheduler = Scheduler(pool, max_num_seqs, 1000, CONTEXT_WINDOW)
     scheduler.held = {}  # of each request, the tokens whose keys and values would be in the cache
     return scheduler
 
@@ -27,7 +27,7 @@ def place(request) -> set[int]:
 
 
 def advance(scheduler, entry, token: int) -> None:
-    scheduler.advance(entry, token)
+    scheduler.advance(entry, [token])
 
 
 def add(scheduler, *prompts: list[int], max_new_tokens: int = 6) -> list:
