@@ -18,6 +18,7 @@ class Request(Sequence):
     num_computed_tokens: int = 0  # positions of the context window in the KV cache
     pages: list[int] = field(default_factory=list)  # page table
     page_hashes: list[bytes] = field(default_factory=list)  # of its full pages
+    drafts: list[int] = field(default_factory=list)  # draft tokens for the next step
 
     @property
     def context_window(self) -> list[int]:

@@ -14,11 +14,15 @@ class ScheduledRequest(NamedTuple):
 
     request: Request
     tokens: list[int]
+    drafts: list[int]  # draft tokens at the end of `tokens`
 
     @property
     def complete(self) -> bool:
         """Return whether the step reaches the newest token, and so samples the next one."""
-        return self.request.num_computed_tokens + len(self.tokens) == self.request.length
+        return (
+            self.request.num_computed_tokens + len(self.tokens) - len(self.drafts)
+            == self.request.length
+        )
 
     @property
     def span(self) -> Span:
@@ -77,7 +81,7 @@ class Scheduler:
                 continue
             younger = len(self.running) - len(scheduled) - 1
             tokens = request.uncomputed_tokens[: token_budget - younger]  # leave each a token
-            scheduled.append(ScheduledRequest(request, tokens))
+            scheduled.append(ScheduledRequest(request, tokens, []))
             token_budget -= len(tokens)
         while self.waiting and token_budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
@@ -85,9 +89,22 @@ class Scheduler:
                 break  # strict FIFO: a long request cannot starve
             self.running.append(self.waiting.popleft())
             tokens = request.uncomputed_tokens[:token_budget]
-            scheduled.append(ScheduledRequest(request, tokens))
+            scheduled.append(ScheduledRequest(request, tokens, []))
             token_budget -= len(tokens)
-        return scheduled
+        return self.schedule_drafts(scheduled, token_budget)
+
+    def schedule_drafts(
+        self, scheduled: list[ScheduledRequest], token_budget: int
+    ) -> list[ScheduledRequest]:
+        """Add the drafts that fit into the remaining token budget and the free pages."""
+        result = []
+        for request, tokens, _ in scheduled:
+            drafts = request.drafts[:token_budget]
+            while drafts and not self.pool.allocate(request.pages, request.length + len(drafts)):
+                drafts.pop()
+            token_budget -= len(drafts)
+            result.append(ScheduledRequest(request, tokens + drafts, drafts))
+        return result
 
     def admit(self, request: Request) -> bool:
         """Allocate pages for the context window of a waiting request, with prefix caching.
@@ -115,24 +132,28 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def free(self, request: Request) -> None:
-        """Free the pages of a request, and reset its computed tokens."""
+        """Free the pages of a request, and reset its computed tokens and drafts."""
         self.pool.free_tail(request.pages, 0)
         request.num_computed_tokens = 0
         request.page_hashes = []
+        request.drafts = []
 
     def advance(self, entry: ScheduledRequest, tokens: list[int]) -> None:
         """Record that a scheduled request was computed, and append its new tokens.
 
-        tokens: the next sampled token; empty if the entry was not complete.
+        tokens: accepted drafts and the next sampled token; empty if the entry was not complete.
         """
         request = entry.request
-        request.num_computed_tokens += len(entry.tokens)
+        num_accepted = max(len(tokens) - 1, 0)
+        request.num_computed_tokens += len(entry.tokens) - len(entry.drafts) + num_accepted
         request.tokens += tokens
+        request.drafts = []
         pool = self.pool
         filled = request.num_computed_tokens // pool.page_size > len(request.page_hashes)
         if filled:  # at least one new full page
             computed = request.context_window[: request.num_computed_tokens]
             pool.cache_pages(request.pages, request.page_hashes, computed, request.cache_salt)
+        pool.free_tail(request.pages, request.length)  # rejected drafts may have allocated more
         self.shift_context(request)
 
     def shift_context(self, request: Request) -> None:
