@@ -21,7 +21,7 @@ from command_line.options import (
 from command_line.output import OutputWriter, warn_long_prompts
 from command_line.parser import Parser, run_script
 from engine.engine import Engine
-from engine.options import add_engine_options, load_engine
+from engine.options import add_engine_options, check_engine_options, load_engine
 from errors import UserError
 from loading.load import resolve_source
 from text.chat import Chat
@@ -46,6 +46,7 @@ def run(args) -> None:
     Raises UserError for bad input.
     """
     check_chat_options(args)
+    check_engine_options(args)
     params = sampling_params(args)
     prompts = read_prompts(args)
     source = resolve_source(args.model)
@@ -93,7 +94,12 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
         f"{engine.steps} steps, {engine.num_computed_tokens} positions computed, {hits} shared"
     )
     preemptions = f"{engine.scheduler.num_preemptions} preemptions"
-    print(f"{computed}, {preemptions}{total}", file=sys.stderr)
+    drafts = (
+        f", {engine.num_accepted_tokens} of {engine.num_draft_tokens} drafts accepted"
+        if engine.drafter
+        else ""
+    )
+    print(f"{computed}, {preemptions}{drafts}{total}", file=sys.stderr)
     if errors:
         raise UserError("; ".join(errors))
 

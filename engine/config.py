@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from drafts import GAMMA_LIMITS
 from engine.pages import page_count
 from errors import check_limits
 
@@ -10,6 +11,7 @@ LIMITS = {  # field of EngineConfig: type, validity check, description of valid 
     "num_pages": (int | None, lambda value: value is None or value >= 1, "an integer >= 1"),
     "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
     "max_num_batched_tokens": (int, lambda value: value >= 1, "an integer >= 1"),
+    **GAMMA_LIMITS,
 }
 
 
@@ -21,6 +23,7 @@ class EngineConfig:
     num_pages: int | None = None  # size of the KV cache; None: max_num_seqs context windows
     page_size: int = 16  # positions per page
     max_num_batched_tokens: int = 512  # maximum tokens per step
+    gamma: int = 3  # maximum draft tokens per request and step, 1 to 16
     stride: int | None = None  # tokens by which a context shift moves the window, as in `generate`
 
     def __post_init__(self):

@@ -1,16 +1,18 @@
 """Engine with continuous batching: requests in, events out."""
 
+import itertools
 from dataclasses import replace
 
 import torch
 
-from cache import ContextWindow
+from cache import ContextWindow, common_prefix_length
 from engine.cache import PagedCache
 from engine.config import EngineConfig
+from engine.drafter import PromptLookupDrafter
 from engine.pages import PagePool
 from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
-from errors import UserError, catch_out_of_memory
+from errors import UserError, catch_out_of_memory, is_out_of_memory
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, sample_batch, zero_nonfinite_rows
 
@@ -18,13 +20,20 @@ from sampling import NOT_FINITE, SamplingParams, sample_batch, zero_nonfinite_ro
 class Engine:
     """Continuous batching; each request gets the output of `generate`, up to rounding.
 
-    With int8 weights rounding may change the output; see quantisation/int8.py. config: an
-    EngineConfig; its fields may be given as keyword arguments instead. Not thread-safe. Raises
-    UserError for a value out of range, or if the cache does not fit in memory. After Yu et al.
-    2022, "Orca: A distributed serving system for transformer-based generative models".
+    With int8 weights rounding may change the output; see quantisation/int8.py.
+    drafter: proposes draft tokens for each request. config: an EngineConfig; its fields may be
+    given as keyword arguments instead. Not thread-safe. Raises UserError for a value out of range,
+    or if the cache does not fit in memory. After Yu et al. 2022, "Orca: A distributed serving
+    system for transformer-based generative models".
     """
 
-    def __init__(self, model: Model, config: EngineConfig | None = None, **fields):
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig | None = None,
+        drafter: PromptLookupDrafter | None = None,
+        **fields,
+    ):
         config = replace(config or EngineConfig(), **fields)
         block_size = model.config.block_size
         num_pages = config.cache_size(block_size)
@@ -39,8 +48,11 @@ class Engine:
             config.max_num_batched_tokens,
             ContextWindow(block_size, config.stride),
         )
+        self.drafter = drafter
         self.steps = 0
         self.num_computed_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0  # of the draft tokens
 
     def add(self, prompt: list[int], params: SamplingParams, cache_salt: str = "") -> Request:
         """Queue a request for a prompt of token ids; an empty prompt becomes the BOS token.
@@ -72,13 +84,14 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Run one pass and return an event for each request that got a token or failed.
+        """Run one pass and return an event for each request that got tokens or failed.
 
         A pass that runs out of memory fails all its requests. Logits that are not finite fail only
         their own request. Waiting requests stay queued. Any other exception, such as
         KeyboardInterrupt, propagates. The step's events are lost, but the state stays consistent,
         and the next step continues from it.
         """
+        self.propose_drafts()
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return []
@@ -90,46 +103,89 @@ class Engine:
         events = [self.update(entry, output) for entry, output in zip(scheduled, outputs)]
         return [event for event in events if event]  # a prefill chunk has none
 
-    def compute(self, scheduled: list[ScheduledRequest]) -> list[int | None]:
-        """Run one pass and sample a token for each scheduled request.
+    def propose_drafts(self) -> None:
+        """Ask the drafter for drafts of prefilled requests."""
+        if self.drafter is None:
+            return
+        running = self.scheduler.running
+        for request in running:
+            request.drafts = []  # left by an interrupted step
+        decoding = [request for request in running if len(request.uncomputed_tokens) == 1]
+        counts = [
+            min(
+                self.config.gamma,
+                # Each running request needs one token of the budget.
+                self.scheduler.token_budget - len(running),
+                # No pass crosses a context shift: all its positions share one context window.
+                self.scheduler.context_window.block_size - request.length,
+                # The pass samples the last token itself.
+                request.params.max_new_tokens - len(request.output) - 1,
+            )
+            for request in decoding
+        ]
+        try:
+            proposed = self.drafter.propose(decoding, counts)
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                return
+            raise
+        for request, count, tokens in zip(decoding, counts, proposed, strict=True):
+            request.drafts = tokens[:count]
 
-        It is None where logits are not finite.
+    def compute(self, scheduled: list[ScheduledRequest]) -> list[list[int] | None]:
+        """Run one pass and sample, with one list of tokens for each scheduled request.
+
+        A list has 1 + the number of the request's draft tokens. It is None where logits are not
+        finite.
         """
         spans = [entry.span for entry in scheduled]
-        keep = [1] * len(scheduled)
+        keep = [len(entry.drafts) + 1 for entry in scheduled]
         runner = self.model.runner
-        logits = runner.logits(self.model, self.cache, spans, keep)  # (requests, vocab_size)
+        logits = runner.logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
         self.steps += 1
         self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
         finite = zero_nonfinite_rows(logits)
-        tokens = sample_batch(logits, [entry.request for entry in scheduled])
-        return [token if is_finite else None for token, is_finite in zip(tokens, finite)]
+        sequences = [sequence for entry in scheduled for sequence in entry.sequences()]
+        tokens = sample_batch(logits, sequences)
+        outputs = []
+        for end, count in zip(itertools.accumulate(keep), keep):
+            part = slice(end - count, end)
+            outputs.append(tokens[part] if all(finite[part]) else None)
+        return outputs
 
-    def update(self, entry: ScheduledRequest, token: int | None) -> Event | None:
-        """Apply a sampled token to its request and return its event; a prefill chunk has none.
+    def update(self, entry: ScheduledRequest, output: list[int] | None) -> Event | None:
+        """Apply an output to its request and return its event; a prefill chunk has none.
 
-        A token of None fails the request, even in a prefill chunk. Prefix caching would share its
+        An output of None fails the request, even in a prefill chunk. Prefix caching would share its
         pages otherwise.
         """
-        if token is None:
+        if output is None:
             return self.fail(entry.request, NOT_FINITE)
         if entry.complete:
-            return self.extend(entry, token)
+            return self.extend(entry, output)
         self.scheduler.advance(entry, [])
         return None
 
-    def extend(self, entry: ScheduledRequest, token: int) -> Event:
-        """Append the next sampled token to a request."""
+    def extend(self, entry: ScheduledRequest, sampled: list[int]) -> Event:
+        """Append accepted drafts and the next sampled token to a request."""
         request = entry.request
-        self.scheduler.advance(entry, [token])
+        num_accepted = common_prefix_length(sampled, entry.drafts)
+        self.num_draft_tokens += len(entry.drafts)
+        self.num_accepted_tokens += num_accepted  # even if the sequence ends earlier
+        tokens = []
         reason = None
-        if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
-            reason = "stop"
-        elif len(request.output) == request.params.max_new_tokens:
-            reason = "length"
+        for token in sampled[: num_accepted + 1]:
+            tokens.append(token)
+            if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+                reason = "stop"
+            elif len(request.output) + len(tokens) == request.params.max_new_tokens:
+                reason = "length"
+            if reason:
+                break
+        self.scheduler.advance(entry, tokens)
         if reason:
             self.scheduler.finish(request, reason)
-        return Event(request, [token], reason)
+        return Event(request, tokens, reason)
 
     def fail(self, request: Request, error: str) -> Event:
         """End a request with an error."""

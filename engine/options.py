@@ -3,7 +3,9 @@
 from command_line.models import load_models
 from command_line.parser import Parser
 from engine.config import EngineConfig
+from engine.drafter import PromptLookupDrafter
 from engine.engine import Engine
+from errors import UserError
 from loading.load import Source
 
 
@@ -20,6 +22,17 @@ def add_engine_options(parser: Parser) -> None:
     group.add_argument(
         "--max-num-batched-tokens", metavar="N", type=int, default=512, help=tokens_help
     )
+    group = parser.group("speculation")
+    draft_help = "speculative decoding; lookup: prompt lookup"
+    group.add_argument("--draft", choices=("lookup",), help=draft_help)
+    gamma_help = "maximum draft tokens per sequence and step, 1 to 16 (default: 3)"
+    group.add_argument("--gamma", metavar="N", type=int, help=gamma_help)
+
+
+def check_engine_options(args) -> None:
+    """Raise UserError for engine options that are invalid or cannot be combined."""
+    if args.gamma is not None and args.draft is None:
+        raise UserError("--gamma requires --draft")
 
 
 def load_engine(args, source: Source, device: str) -> Engine:
@@ -28,10 +41,13 @@ def load_engine(args, source: Source, device: str) -> Engine:
     Raises UserError for bad options or files.
     """
     (model,) = load_models([source], args, device)
-    return Engine(model, engine_config(args))
+    return Engine(model, engine_config(args), PromptLookupDrafter() if args.draft else None)
 
 
 def engine_config(args) -> EngineConfig:
     """Return the engine settings of a command line. Raises UserError for a value out of range."""
     names = "max_num_seqs", "num_pages", "page_size", "max_num_batched_tokens", "stride"
-    return EngineConfig(**{name: getattr(args, name) for name in names})
+    return EngineConfig(
+        **{name: getattr(args, name) for name in names},
+        gamma=EngineConfig.gamma if args.gamma is None else args.gamma,
+    )

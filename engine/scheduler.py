@@ -7,6 +7,7 @@ from cache import ContextWindow, Span
 from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
+from sampling import Sequence
 
 
 class ScheduledRequest(NamedTuple):
@@ -28,6 +29,10 @@ class ScheduledRequest(NamedTuple):
     def span(self) -> Span:
         """Return the tokens with their place in the KV cache."""
         return Span(self.request.pages, self.request.num_computed_tokens, self.tokens)
+
+    def sequences(self) -> list[Sequence]:
+        """Return the sequences to sample from: the tokens with the first 0, 1, ... drafts."""
+        return [self.request.with_drafts(self.drafts[:n]) for n in range(len(self.drafts) + 1)]
 
 
 class Scheduler:
