@@ -1,7 +1,33 @@
 """Drafters for the engine."""
 
-from drafts import prompt_lookup
+from typing import NamedTuple, Protocol
+
+import torch
+
+from cache import ContextWindow, Span, common_prefix_length
+from drafts import check_vocabularies, prompt_lookup
+from engine.cache import PagedCache
+from engine.config import LIMITS
+from engine.pages import PagePool, page_count
 from engine.request import Request
+from errors import check_limits
+from model import Model
+from sampling import sample_batch, zero_nonfinite_rows
+
+
+class Drafter(Protocol):
+    """Interface of a drafter. Drafts do not change the output, with three exceptions.
+
+    A pass with drafts has more rows, so it may round differently. It is larger, so it may run
+    out of memory. A request fails if the logits after a draft token are not finite, even if the
+    draft would be rejected.
+    """
+
+    def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
+        """Return up to counts[i] draft tokens for request i, ids of the target's vocabulary.
+
+        If it runs out of memory, the step has no drafts. Other errors propagate from `Engine.step`.
+        """
 
 
 class PromptLookupDrafter:
@@ -12,3 +38,73 @@ class PromptLookupDrafter:
             prompt_lookup(request.tokens, count) if count else []
             for request, count in zip(requests, counts)
         ]
+
+
+class DraftState(NamedTuple):
+    """Cached tokens of a sequence in the draft model, and their page table."""
+
+    tokens: list[int]
+    pages: list[int]
+
+
+class PagedModelDrafter:
+    """A smaller model that drafts for all requests in batches, with its own paged KV cache.
+
+    It samples with the random numbers that the target uses at the same position. The closer their
+    distributions, the more often both draw the same token (Daliri et al. 2024, 2408.07978).
+    max_num_seqs: only the first max_num_seqs requests get drafts. The cache holds a whole context
+    window for each. Raises UserError for a value out of range, if the vocabularies differ, or if
+    the cache does not fit in memory.
+    """
+
+    def __init__(self, draft: Model, target: Model, max_num_seqs: int = 32, page_size: int = 16):
+        check_vocabularies(target.config, draft.config)
+        check_limits(LIMITS, max_num_seqs=max_num_seqs, page_size=page_size)
+        self.model = draft
+        self.max_num_seqs = max_num_seqs
+        self.context_window = ContextWindow(draft.config.block_size)
+        num_pages = max_num_seqs * page_count(draft.config.block_size, page_size)
+        self.pool = PagePool(num_pages, page_size)
+        self.cache = PagedCache(draft, self.pool.num_pages, page_size)
+        self.states: dict[Request, DraftState] = {}
+
+    @torch.inference_mode()
+    def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
+        for request in self.states.keys() - set(requests[: self.max_num_seqs]):
+            self.free(request)
+        wanted = counts[: self.max_num_seqs]
+        drafts = [[] for _ in requests]
+        while rows := [row for row, count in enumerate(wanted) if len(drafts[row]) < count]:
+            sequences = [requests[row].with_drafts(drafts[row]) for row in rows]
+            spans = [
+                self.prepare_span(requests[row], sequence.tokens)
+                for row, sequence in zip(rows, sequences)
+            ]
+            logits = self.model.runner.logits(self.model, self.cache, spans, [1] * len(rows))
+            finite = zero_nonfinite_rows(logits)
+            tokens = sample_batch(logits, sequences)
+            for row, span, token, is_finite in zip(rows, spans, tokens, finite):
+                if is_finite:
+                    self.states[requests[row]].tokens.extend(span.tokens)
+                    drafts[row].append(token)
+                else:
+                    self.free(requests[row])
+                    wanted[row] = 0  # stop drafting
+        return drafts
+
+    def prepare_span(self, request: Request, tokens: list[int]) -> Span:
+        """Allocate pages for the draft model's context window over a request's tokens and drafts.
+
+        Returns the span of its uncomputed tokens. Cached tokens after the common prefix of the
+        window and the request's state are dropped.
+        """
+        state = self.states.setdefault(request, DraftState([], []))
+        window = self.context_window.crop(tokens)
+        num_cached = common_prefix_length(state.tokens, window[:-1])
+        del state.tokens[num_cached:]
+        self.pool.allocate(state.pages, len(window))
+        return Span(state.pages, num_cached, window[num_cached:])
+
+    def free(self, request: Request) -> None:
+        """Free the pages of a request."""
+        self.pool.free_tail(self.states.pop(request).pages, 0)

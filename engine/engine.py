@@ -8,7 +8,7 @@ import torch
 from cache import ContextWindow, common_prefix_length
 from engine.cache import PagedCache
 from engine.config import EngineConfig
-from engine.drafter import PromptLookupDrafter
+from engine.drafter import Drafter
 from engine.pages import PagePool
 from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
@@ -31,7 +31,7 @@ class Engine:
         self,
         model: Model,
         config: EngineConfig | None = None,
-        drafter: PromptLookupDrafter | None = None,
+        drafter: Drafter | None = None,
         **fields,
     ):
         config = replace(config or EngineConfig(), **fields)

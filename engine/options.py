@@ -3,10 +3,11 @@
 from command_line.models import load_models
 from command_line.parser import Parser
 from engine.config import EngineConfig
-from engine.drafter import PromptLookupDrafter
+from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
 from loading.load import Source
+from model import Model
 
 
 def add_engine_options(parser: Parser) -> None:
@@ -23,8 +24,8 @@ def add_engine_options(parser: Parser) -> None:
         "--max-num-batched-tokens", metavar="N", type=int, default=512, help=tokens_help
     )
     group = parser.group("speculation")
-    draft_help = "speculative decoding; lookup: prompt lookup"
-    group.add_argument("--draft", choices=("lookup",), help=draft_help)
+    draft_help = "draft model with the same vocabulary; lookup: prompt lookup"
+    group.add_argument("--draft", metavar="MODEL", help=draft_help)
     gamma_help = "maximum draft tokens per sequence and step, 1 to 16 (default: 3)"
     group.add_argument("--gamma", metavar="N", type=int, help=gamma_help)
 
@@ -36,12 +37,14 @@ def check_engine_options(args) -> None:
 
 
 def load_engine(args, source: Source, device: str) -> Engine:
-    """Load the engine of a command line with its model.
+    """Load the engine of a command line with its models.
 
     Raises UserError for bad options or files.
     """
-    (model,) = load_models([source], args, device)
-    return Engine(model, engine_config(args), PromptLookupDrafter() if args.draft else None)
+    names = [source] if args.draft in (None, "lookup") else [source, args.draft]
+    model, *drafts = load_models(names, args, device)
+    config = engine_config(args)
+    return Engine(model, config, make_drafter(config, args.draft, model, drafts))
 
 
 def engine_config(args) -> EngineConfig:
@@ -51,3 +54,12 @@ def engine_config(args) -> EngineConfig:
         **{name: getattr(args, name) for name in names},
         gamma=EngineConfig.gamma if args.gamma is None else args.gamma,
     )
+
+
+def make_drafter(
+    config: EngineConfig, name: str | None, model: Model, drafts: list[Model]
+) -> PromptLookupDrafter | PagedModelDrafter | None:
+    """Return the drafter that --draft names. drafts: the draft model, or empty."""
+    if drafts:
+        return PagedModelDrafter(drafts[0], model, config.max_num_seqs, config.page_size)
+    return PromptLookupDrafter() if name else None
