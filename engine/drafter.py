@@ -1,5 +1,8 @@
-"""Drafters for the engine."""
+"""Drafters for the engine, and adaptive speculation."""
 
+import statistics
+import time
+from collections import deque
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +13,7 @@ from engine.cache import PagedCache
 from engine.config import LIMITS
 from engine.pages import PagePool, page_count
 from engine.request import Request
+from engine.scheduler import ScheduledRequest
 from errors import check_limits
 from model import Model
 from sampling import sample_batch, zero_nonfinite_rows
@@ -108,3 +112,74 @@ class PagedModelDrafter:
     def free(self, request: Request) -> None:
         """Free the pages of a request."""
         self.pool.free_tail(self.states.pop(request).pages, 0)
+
+
+TRIAL_STEPS = 16  # steps of each mode in a trial, and steps between later decisions
+COMMIT_STEPS = 256  # steps of the faster mode before the next trial
+MAX_SAMPLES = 64  # most recent steps of each mode that count
+
+
+class SpeculationTrial:
+    """Trial of TRIAL_STEPS steps with drafts and as many without, then COMMIT_STEPS of the faster.
+
+    Samples carry over to the next trial, and committed steps add samples too, because a few steps
+    of one sequence are too noisy.
+    """
+
+    def __init__(self):
+        self.steps = 0  # of the trial and the committed steps after it
+        self.drafting_pays = True
+        self.tokens = {drafts: deque(maxlen=MAX_SAMPLES) for drafts in (True, False)}  # per step
+        self.seconds = {drafts: deque(maxlen=MAX_SAMPLES) for drafts in (True, False)}
+
+    @property
+    def should_draft(self) -> bool:
+        """Return whether the next step has drafts."""
+        return self.drafting_pays if self.steps >= 2 * TRIAL_STEPS else self.steps < TRIAL_STEPS
+
+    def record_step(self, drafts: bool, tokens: int, seconds: float) -> None:
+        """Record the tokens and seconds of a step, and decide again when due."""
+        self.tokens[drafts].append(tokens)
+        self.seconds[drafts].append(seconds)
+        self.steps = (self.steps + 1) % (2 * TRIAL_STEPS + COMMIT_STEPS)
+        if self.steps >= 2 * TRIAL_STEPS and self.steps % TRIAL_STEPS == 0:
+            self.drafting_pays = self.throughput(True) > self.throughput(False)
+
+    def throughput(self, drafts: bool) -> float:
+        """Return mean tokens / median seconds; the median ignores a single pause."""
+        return statistics.mean(self.tokens[drafts]) / statistics.median(self.seconds[drafts])
+
+
+class AdaptiveSpeculation:
+    """Speculation only in steps where it raises the engine's throughput.
+
+    More tokens per sequence cost little in a batch of one and much in a large batch. Therefore each
+    batch size has its own trial, in powers of two: 1, 2 to 3, 4 to 7, ...
+    """
+
+    def __init__(self):
+        self.trials: dict[int, SpeculationTrial] = {}
+        self.drafted_before = False  # whether the last decode-only step had drafts
+
+    def should_draft(self, num_seqs: int) -> bool:
+        """Start timing a step of `num_seqs` sequences, and return whether it should have drafts."""
+        self.start_time = time.perf_counter()
+        self.num_seqs = num_seqs
+        self.trial = self.trials.setdefault(num_seqs.bit_length(), SpeculationTrial())
+        self.drafting = self.trial.should_draft
+        return self.drafting
+
+    def record_step(self, scheduled: list[ScheduledRequest], tokens: int) -> None:
+        """Record the step that `should_draft` started: its requests and number of new tokens.
+
+        A step that admits a request or computes a prompt does not count. Nor does the first step
+        after drafting resumes, in which a draft model catches up on the tokens generated without
+        it.
+        """
+        seconds = time.perf_counter() - self.start_time
+        decodes = all(len(entry.tokens) == len(entry.drafts) + 1 for entry in scheduled)
+        if len(scheduled) != self.num_seqs or not decodes:
+            return
+        if self.drafted_before or not self.drafting:
+            self.trial.record_step(self.drafting, tokens, seconds)
+        self.drafted_before = self.drafting

@@ -8,7 +8,7 @@ import torch
 from cache import ContextWindow, common_prefix_length
 from engine.cache import PagedCache
 from engine.config import EngineConfig
-from engine.drafter import Drafter
+from engine.drafter import AdaptiveSpeculation, Drafter
 from engine.pages import PagePool
 from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
@@ -21,10 +21,11 @@ class Engine:
     """Continuous batching; each request gets the output of `generate`, up to rounding.
 
     With int8 weights rounding may change the output; see quantisation/int8.py.
-    drafter: proposes draft tokens for each request. config: an EngineConfig; its fields may be
-    given as keyword arguments instead. Not thread-safe. Raises UserError for a value out of range,
-    or if the cache does not fit in memory. After Yu et al. 2022, "Orca: A distributed serving
-    system for transformer-based generative models".
+    drafter: proposes draft tokens for each request. adaptive_speculation: decides from measured
+    times which steps have drafts; None: all. config: an EngineConfig; its fields may be given as
+    keyword arguments instead. Not thread-safe. Raises UserError for a value out of range, or if the
+    cache does not fit in memory. After Yu et al. 2022, "Orca: A distributed serving system for
+    transformer-based generative models".
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Engine:
         model: Model,
         config: EngineConfig | None = None,
         drafter: Drafter | None = None,
+        adaptive_speculation: AdaptiveSpeculation | None = None,
         **fields,
     ):
         config = replace(config or EngineConfig(), **fields)
@@ -49,6 +51,7 @@ class Engine:
             ContextWindow(block_size, config.stride),
         )
         self.drafter = drafter
+        self.adaptive_speculation = adaptive_speculation if drafter else None
         self.steps = 0
         self.num_computed_tokens = 0
         self.num_draft_tokens = 0
@@ -101,15 +104,21 @@ class Engine:
         except UserError as error:
             return [self.fail(entry.request, str(error)) for entry in scheduled]
         events = [self.update(entry, output) for entry, output in zip(scheduled, outputs)]
-        return [event for event in events if event]  # a prefill chunk has none
+        events = [event for event in events if event]  # a prefill chunk has none
+        if self.adaptive_speculation:
+            tokens = sum(len(event.tokens) for event in events)
+            self.adaptive_speculation.record_step(scheduled, tokens)
+        return events
 
     def propose_drafts(self) -> None:
-        """Ask the drafter for drafts of prefilled requests."""
+        """Ask the drafter for drafts of prefilled requests, if speculation is on in this step."""
         if self.drafter is None:
             return
         running = self.scheduler.running
         for request in running:
             request.drafts = []  # left by an interrupted step
+        if self.adaptive_speculation and not self.adaptive_speculation.should_draft(len(running)):
+            return
         decoding = [request for request in running if len(request.uncomputed_tokens) == 1]
         counts = [
             min(

@@ -3,7 +3,7 @@
 from command_line.models import load_models
 from command_line.parser import Parser
 from engine.config import EngineConfig
-from engine.drafter import PagedModelDrafter, PromptLookupDrafter
+from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
 from loading.load import Source
@@ -26,7 +26,9 @@ def add_engine_options(parser: Parser) -> None:
     group = parser.group("speculation")
     draft_help = "draft model with the same vocabulary; lookup: prompt lookup"
     group.add_argument("--draft", metavar="MODEL", help=draft_help)
-    gamma_help = "maximum draft tokens per sequence and step, 1 to 16 (default: 3)"
+    gamma_help = (
+        "maximum draft tokens per sequence and step, 1 to 16 (default: 3, or 0 if that is faster)"
+    )
     group.add_argument("--gamma", metavar="N", type=int, help=gamma_help)
 
 
@@ -44,7 +46,12 @@ def load_engine(args, source: Source, device: str) -> Engine:
     names = [source] if args.draft in (None, "lookup") else [source, args.draft]
     model, *drafts = load_models(names, args, device)
     config = engine_config(args)
-    return Engine(model, config, make_drafter(config, args.draft, model, drafts))
+    return Engine(
+        model,
+        config,
+        make_drafter(config, args.draft, model, drafts),
+        adaptive_speculation=AdaptiveSpeculation() if args.gamma is None else None,
+    )
 
 
 def engine_config(args) -> EngineConfig:
