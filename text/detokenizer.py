@@ -1,4 +1,4 @@
-"""Token ids to text as they come: whole characters."""
+"""Token ids to text as they come: whole characters, up to a stop string."""
 
 import codecs
 
@@ -26,3 +26,54 @@ class IncrementalDetokenizer:
     def end(self) -> str:
         """Return the rest of the text: U+FFFD for an incomplete character."""
         return self.decoder.decode(b"", final=True)
+
+
+class StopStringDetokenizer(IncrementalDetokenizer):
+    """A detokenizer that ends before the first stop string.
+
+    The first stop string is the one completed first, and the longest of several. Text is held back
+    only while it may begin a stop string. Strings are compared by characters, so token boundaries
+    do not matter. stopped: whether one was found; later tokens print nothing.
+    """
+
+    def __init__(
+        self, encoding: Encoding, skip_ids: tuple[int, ...] = (), stop: tuple[str, ...] = ()
+    ):
+        super().__init__(encoding, skip_ids)
+        self.stop = stop
+        self.stop_buffer = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        return self.release_safe_text(super().add(token))
+
+    def end(self) -> str:
+        text = self.release_safe_text(super().end()) + self.stop_buffer
+        self.stop_buffer = ""
+        return text
+
+    def release_safe_text(self, text: str) -> str:
+        """Append text to the buffer, and release what cannot belong to a stop string."""
+        for character in "" if self.stopped else text:
+            self.stop_buffer += character
+            found = max(
+                (len(stop) for stop in self.stop if self.stop_buffer.endswith(stop)), default=0
+            )
+            if found:
+                safe = self.stop_buffer[:-found]
+                self.stop_buffer = ""
+                self.stopped = True
+                return safe
+        partial_length = max(
+            (partial_stop_length(self.stop_buffer, stop) for stop in self.stop), default=0
+        )
+        safe = len(self.stop_buffer) - partial_length
+        text = self.stop_buffer[:safe]
+        self.stop_buffer = self.stop_buffer[safe:]
+        return text
+
+
+def partial_stop_length(text: str, string: str) -> int:
+    """Return the length of the longest end of a text that begins, but is not, this string."""
+    sizes = range(min(len(text), len(string) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(string[:size])), 0)
