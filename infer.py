@@ -29,7 +29,14 @@ from command_line.parser import Parser, run_script
 from errors import UserError, check_limits
 from loading.load import resolve_source
 from model import Model, causal_attention
-from sampling import NOT_FINITE, SamplingParams, Sequence, params_per_prompt, sample_batch
+from sampling import (
+    NOT_FINITE,
+    SamplingParams,
+    Sequence,
+    check_engine_only_params,
+    params_per_prompt,
+    sample_batch,
+)
 from text.chat import Chat
 from text.tokenizer import load_encoding
 
@@ -62,6 +69,7 @@ def generate(
     if not prompts:
         raise UserError("at least one prompt is needed")
     each = params_per_prompt(params, len(prompts))
+    check_engine_only_params(each)
     config = model.config
     sequences = [Sequence.from_prompt(*pair, config) for pair in zip(prompts, each)]
     context_window = ContextWindow(config.block_size, stride)

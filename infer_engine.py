@@ -13,19 +13,19 @@ from command_line.options import (
     STORIES,
     add_options,
     add_sampling_options,
+    check_utf8,
     pick_seed,
     read_prompts,
     sampling_params,
     with_request_seeds,
 )
 from command_line.output import OutputWriter, warn_long_prompts
-from command_line.parser import Parser, run_script
+from command_line.parser import AppendToTuple, Parser, run_script
 from engine.engine import Engine
 from engine.options import add_engine_options, check_engine_options, load_engine
 from errors import UserError
 from loading.load import resolve_source
 from text.chat import Chat
-from text.tokenizer import load_encoding
 
 
 def main(argv=None) -> None:
@@ -36,6 +36,9 @@ def main(argv=None) -> None:
     add_engine_options(parser)
     add_options(parser)
     add_sampling_options(parser)
+    stop_help = "stop string, before which the output ends; repeatable"
+    group = parser.group("sampling")
+    group.add_argument("--stop", metavar="TEXT", action=AppendToTuple, default=(), help=stop_help)
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -47,6 +50,8 @@ def run(args) -> None:
     """
     check_chat_options(args)
     check_engine_options(args)
+    for text in args.stop:
+        check_utf8("--stop", text)
     params = sampling_params(args)
     prompts = read_prompts(args)
     source = resolve_source(args.model)
@@ -54,13 +59,12 @@ def run(args) -> None:
     seed = pick_seed(args.seed)
     chat = Chat(source) if args.chat else None
     engine = load_engine(args, source, device)
-    encoding = load_encoding(source, engine.model.config.vocab_size)
-    skip = () if params.ignore_eos else engine.model.config.eos_token_ids
+    encoding = engine.encoding
     max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
     for prompt_ids, echoed in conversation:
         warn_long_prompts(prompt_ids, engine.model.config.block_size, args.stride)
-        output = OutputWriter(echoed, encoding, skip, seed if params.temperature else None)
+        output = OutputWriter(echoed, encoding, seed=seed if params.temperature else None)
         request_args = zip(prompt_ids, with_request_seeds(params, seed, len(prompt_ids)))
         run_engine(engine, list(request_args), output)
         conversation.add_replies(output.texts)
@@ -73,22 +77,26 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
     """
     total = ", in all" if engine.steps else ""  # counters include earlier chat replies
     errors = []
+    echoed = list(output.texts)
     with output:
         requests = [engine.add(*each) for each in request_args]
         rows = {request: row for row, request in enumerate(requests)}
-        while engine.busy:
-            events = engine.step()
-            for event in events:
-                row = rows[event.request]
-                for token in event.tokens:
-                    output.add(row, token)
-                if event.error:
-                    errors.append(f"sequence {row + 1}: {event.error}")
-            # Skip prefill chunks, which would count as the first token.
-            if any(event.tokens for event in events):
-                output.end_step()
-        if errors and not output.count:  # only errors to show
-            raise UserError("; ".join(errors))
+        try:
+            while engine.busy:
+                events = engine.step()
+                for event in events:
+                    row = rows[event.request]
+                    output.replace(row, echoed[row] + event.request.text, len(event.tokens))
+                    if event.error:
+                        errors.append(f"sequence {row + 1}: {event.error}")
+                # Skip prefill chunks, which would count as the first token.
+                if any(event.tokens for event in events):
+                    output.end_step()
+            if errors and not output.count:  # only errors to show
+                raise UserError("; ".join(errors))
+        finally:  # after Ctrl-C some text is held back or came without an event
+            for row, request in enumerate(requests):
+                output.texts[row] = echoed[row] + request.text + request.stream.end()
     hits = engine.scheduler.prefix_cache_hits
     computed = (
         f"{engine.steps} steps, {engine.num_computed_tokens} positions computed, {hits} shared"

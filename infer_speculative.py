@@ -28,7 +28,13 @@ from errors import check_limits
 from infer import next_logits
 from loading.load import resolve_source
 from model import Model
-from sampling import SamplingParams, Sequence, apply_penalties, sampling_probs
+from sampling import (
+    SamplingParams,
+    Sequence,
+    apply_penalties,
+    check_engine_only_params,
+    sampling_probs,
+)
 from text.tokenizer import load_encoding
 
 
@@ -63,6 +69,7 @@ def generate_speculative(
     range or the vocabularies differ, and as `infer.generate` does.
     """
     check_limits(GAMMA_LIMITS, gamma=gamma)
+    check_engine_only_params([params])
     config = target.config
     sequence = Sequence.from_prompt(prompt, params, config)
     context_window = ContextWindow(config.block_size, stride)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from errors import check_limits
+from errors import UserError, check_limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
     repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
     seed: int | None = None  # of the draws; None: use a shared generator
+    stop: tuple[str, ...] = ()  # strings; the text is cut before the first one
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -51,6 +52,11 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
         lambda v: v is None or 0 <= v < 2**64,
         "None or an integer from 0 to 2**64 - 1",
     ),
+    "stop": (
+        tuple,
+        lambda v: all(isinstance(string, str) and string for string in v),
+        "a tuple of nonempty strings",
+    ),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"
@@ -69,6 +75,12 @@ def params_per_prompt(
     if len(params_list) != count:
         raise ValueError(f"{len(params_list)} params for {count} prompts")
     return params_list
+
+
+def check_engine_only_params(params_list: list[SamplingParams]) -> None:
+    """Raise UserError for parameters that only the engine supports."""
+    if any(params.stop for params in params_list):
+        raise UserError("only the engine supports stop; use infer_engine.py")
 
 
 @dataclasses.dataclass(eq=False)  # compare and hash by identity

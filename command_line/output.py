@@ -46,6 +46,11 @@ class OutputWriter:
         self.texts[row] += self.streams[row].add(token)
         self.count += 1
 
+    def replace(self, row: int, text: str, count: int) -> None:
+        """Replace the text of sequence `row`, which gained `count` tokens."""
+        self.texts[row] = text
+        self.count += count
+
     def end_step(self) -> None:
         """Record the time of a step, and print the new characters if there is only one text."""
         self.times.append(time.perf_counter())

@@ -44,6 +44,13 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
+class AppendToTuple(argparse.Action):
+    """An action that appends its value to a tuple, for repeatable options."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), value))
+
+
 def write_stdout(text: str) -> None:
     """Write to stdout and flush. Raises UserError if that fails, as on a full disk."""
     try:

@@ -15,6 +15,8 @@ from engine.scheduler import ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, is_out_of_memory
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, sample_batch, zero_nonfinite_rows
+from text.detokenizer import StopStringDetokenizer
+from text.tokenizer import Encoding
 
 
 class Engine:
@@ -22,10 +24,10 @@ class Engine:
 
     With int8 weights rounding may change the output; see quantisation/int8.py.
     drafter: proposes draft tokens for each request. adaptive_speculation: decides from measured
-    times which steps have drafts; None: all. config: an EngineConfig; its fields may be given as
-    keyword arguments instead. Not thread-safe. Raises UserError for a value out of range, or if the
-    cache does not fit in memory. After Yu et al. 2022, "Orca: A distributed serving system for
-    transformer-based generative models".
+    times which steps have drafts; None: all. encoding: for text output; None: tokens only. config:
+    an EngineConfig; its fields may be given as keyword arguments instead. Not thread-safe. Raises
+    UserError for a value out of range, or if the cache does not fit in memory. After Yu et al.
+    2022, "Orca: A distributed serving system for transformer-based generative models".
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Engine:
         config: EngineConfig | None = None,
         drafter: Drafter | None = None,
         adaptive_speculation: AdaptiveSpeculation | None = None,
+        encoding: Encoding | None = None,
         **fields,
     ):
         config = replace(config or EngineConfig(), **fields)
@@ -52,6 +55,7 @@ class Engine:
         )
         self.drafter = drafter
         self.adaptive_speculation = adaptive_speculation if drafter else None
+        self.encoding = encoding
         self.steps = 0
         self.num_computed_tokens = 0
         self.num_draft_tokens = 0
@@ -63,13 +67,18 @@ class Engine:
         cache_salt: prefix caching is limited to requests with the same cache_salt, because the time
         to first token reveals a cached prefix. params without a seed get a random one. With
         max_new_tokens 0 the request finishes immediately, without an event. Raises UserError for an
-        id out of range, a cache_salt that is not a string, or a sequence that cannot fit into the
-        cache.
+        id out of range, a cache_salt that is not a string, or stop strings without an encoding.
+        Also raises it if the sequence cannot fit into the cache.
         """
         if not isinstance(cache_salt, str):
             raise UserError(f"cache_salt {cache_salt!r}: must be a string")
+        if params.stop and self.encoding is None:
+            raise UserError("stop: stop strings need an engine with an encoding")
         request = make_request(prompt, params, self.model.config)
         request.cache_salt = cache_salt
+        if self.encoding is not None:
+            skip = () if params.ignore_eos else self.model.config.eos_token_ids
+            request.stream = StopStringDetokenizer(self.encoding, skip, params.stop)
         self.scheduler.add(request)
         return request
 
@@ -79,7 +88,7 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def abort(self, request: Request) -> None:
-        """Abort a request; it emits no further event.
+        """Abort a request; it emits no further event, and held-back text is lost.
 
         Raises ValueError if it has finished, or belongs to another engine.
         """
@@ -89,10 +98,10 @@ class Engine:
     def step(self) -> list[Event]:
         """Run one pass and return an event for each request that got tokens or failed.
 
-        A pass that runs out of memory fails all its requests. Logits that are not finite fail only
-        their own request. Waiting requests stay queued. Any other exception, such as
-        KeyboardInterrupt, propagates. The step's events are lost, but the state stays consistent,
-        and the next step continues from it.
+        A pass that runs out of memory fails all its requests. Logits that are not finite, or an
+        error in the work for one request, fail only that request. Waiting requests stay queued. Any
+        other exception, such as KeyboardInterrupt, propagates. The step's events are lost, but the
+        state stays consistent, and the next step continues from it.
         """
         self.propose_drafts()
         scheduled = self.scheduler.schedule()
@@ -166,14 +175,18 @@ class Engine:
         """Apply an output to its request and return its event; a prefill chunk has none.
 
         An output of None fails the request, even in a prefill chunk. Prefix caching would share its
-        pages otherwise.
+        pages otherwise. An error in the work for this request fails it too.
         """
-        if output is None:
-            return self.fail(entry.request, NOT_FINITE)
-        if entry.complete:
-            return self.extend(entry, output)
-        self.scheduler.advance(entry, [])
-        return None
+        request = entry.request
+        try:
+            if output is None:
+                return self.fail(request, NOT_FINITE)
+            if entry.complete:
+                return self.extend(entry, output)
+            self.scheduler.advance(entry, [])
+            return None
+        except Exception as error:  # of this request only, e.g. in the caller's encoding
+            return self.fail(request, f"{type(error).__name__}: {error}")
 
     def extend(self, entry: ScheduledRequest, sampled: list[int]) -> Event:
         """Append accepted drafts and the next sampled token to a request."""
@@ -182,21 +195,34 @@ class Engine:
         self.num_draft_tokens += len(entry.drafts)
         self.num_accepted_tokens += num_accepted  # even if the sequence ends earlier
         tokens = []
+        text = ""
+        stream = request.stream.copy() if request.stream else None
         reason = None
         for token in sampled[: num_accepted + 1]:
             tokens.append(token)
-            if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+            if stream:
+                text += stream.add(token)
+            is_eos = token in self.model.config.eos_token_ids and not request.params.ignore_eos
+            if is_eos or (stream and stream.stopped):
                 reason = "stop"
             elif len(request.output) + len(tokens) == request.params.max_new_tokens:
                 reason = "length"
             if reason:
                 break
         self.scheduler.advance(entry, tokens)
+        request.text += text
+        request.stream = stream
         if reason:
-            self.scheduler.finish(request, reason)
+            self.end(request, reason)
         return Event(request, tokens, reason)
 
     def fail(self, request: Request, error: str) -> Event:
         """End a request with an error."""
-        self.scheduler.finish(request, "error")
+        self.end(request, "error")
         return Event(request, [], "error", error)
+
+    def end(self, request: Request, reason: str) -> None:
+        """Finish a request and flush its held-back text."""
+        self.scheduler.finish(request, reason)
+        if request.stream:
+            request.text += request.stream.end()

@@ -8,6 +8,7 @@ from engine.engine import Engine
 from errors import UserError
 from loading.load import Source
 from model import Model
+from text.tokenizer import load_encoding
 
 
 def add_engine_options(parser: Parser) -> None:
@@ -39,7 +40,7 @@ def check_engine_options(args) -> None:
 
 
 def load_engine(args, source: Source, device: str) -> Engine:
-    """Load the engine of a command line with its models.
+    """Load the engine of a command line with its models and encoding.
 
     Raises UserError for bad options or files.
     """
@@ -51,6 +52,7 @@ def load_engine(args, source: Source, device: str) -> Engine:
         config,
         make_drafter(config, args.draft, model, drafts),
         adaptive_speculation=AdaptiveSpeculation() if args.gamma is None else None,
+        encoding=load_encoding(source, model.config.vocab_size),
     )
 
 

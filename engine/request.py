@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from errors import UserError
 from sampling import SamplingParams, Sequence
+from text.detokenizer import StopStringDetokenizer
 
 
 @dataclass(eq=False)  # compare and hash by identity
@@ -19,6 +20,10 @@ class Request(Sequence):
     pages: list[int] = field(default_factory=list)  # page table
     page_hashes: list[bytes] = field(default_factory=list)  # of its full pages
     drafts: list[int] = field(default_factory=list)  # draft tokens for the next step
+    # Output text without a held-back possible stop string, and its detokenizer; "" and None if the
+    # engine has no encoding.
+    text: str = ""
+    stream: StopStringDetokenizer | None = None
 
     @property
     def context_window(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 
 from conftest import random_tokens
@@ -13,6 +14,8 @@ from sampling import SamplingParams
 def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
     """Return the output of `generate`, the oracle of every engine. fields: of params None."""
     params = SamplingParams(**fields) if params is None else params
+    if params.stop:  # which generate refuses
+        params = dataclasses.replace(params, stop=())
     return list(remembered(model, tuple(prompt), params, stride))
 
 

@@ -1,6 +1,7 @@
 """Token ids to text as they come: whole characters, up to a stop string."""
 
 import codecs
+import copy
 
 from text.tokenizer import Encoding
 
@@ -43,6 +44,12 @@ class StopStringDetokenizer(IncrementalDetokenizer):
         self.stop = stop
         self.stop_buffer = ""
         self.stopped = False
+
+    def copy(self) -> "StopStringDetokenizer":
+        """Return an independent copy of the current state."""
+        other = copy.copy(self)
+        other.decoder = copy.copy(self.decoder)
+        return other
 
     def add(self, token: int) -> str:
         return self.release_safe_text(super().add(token))
