@@ -23,6 +23,7 @@ from command_line.output import OutputWriter, warn_long_prompts
 from command_line.parser import AppendToTuple, Parser, run_script
 from engine.engine import Engine
 from engine.options import add_engine_options, check_engine_options, load_engine
+from engine.request import Request
 from errors import UserError
 from loading.load import resolve_source
 from text.chat import Chat
@@ -39,6 +40,12 @@ def main(argv=None) -> None:
     stop_help = "stop string, before which the output ends; repeatable"
     group = parser.group("sampling")
     group.add_argument("--stop", metavar="TEXT", action=AppendToTuple, default=(), help=stop_help)
+    group.add_argument(
+        "--logprobs",
+        metavar="N",
+        type=int,
+        help="show log-probabilities of each token and of the N most likely ones, 0 to 20",
+    )
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -108,8 +115,33 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
         else ""
     )
     print(f"{computed}, {preemptions}{drafts}{total}", file=sys.stderr)
+    if requests and requests[0].params.logprobs is not None:
+        print_logprobs(engine.encoding, requests)
     if errors:
         raise UserError("; ".join(errors))
+
+
+def print_logprobs(encoding, requests: list[Request]) -> None:
+    """Print each output token with its log-probability to stderr.
+
+    The most likely tokens at its position follow on the same line.
+    """
+
+    def quoted(token: int) -> str:
+        try:
+            data = encoding.decode_single_token_bytes(token)
+            return repr(data.decode())
+        except KeyError:
+            return f"id {token}"  # a padded vocabulary has ids without text
+        except UnicodeDecodeError:
+            return repr(data)  # a part of a character
+
+    for number, request in enumerate(requests, 1):
+        if len(requests) > 1:
+            print(f"sequence {number}", file=sys.stderr)
+        for token, (logprob, top) in zip(request.output, request.logprobs):
+            others = "".join(f"  {quoted(other)} {value:.3f}" for other, value in top)
+            print(f"{logprob:8.3f}  {quoted(token):12}{others}".rstrip(), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import dataclasses
 import operator
 import sys
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
     seed: int | None = None  # of the draws; None: use a shared generator
     stop: tuple[str, ...] = ()  # strings; the text is cut before the first one
+    logprobs: int | None = None  # report the N most likely tokens per position; None: off
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -57,6 +59,11 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
         lambda v: all(isinstance(string, str) and string for string in v),
         "a tuple of nonempty strings",
     ),
+    "logprobs": (
+        int | None,
+        lambda v: v is None or 0 <= v <= 20,
+        "None or an integer from 0 to 20",
+    ),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"
@@ -79,8 +86,8 @@ def params_per_prompt(
 
 def check_engine_only_params(params_list: list[SamplingParams]) -> None:
     """Raise UserError for parameters that only the engine supports."""
-    if any(params.stop for params in params_list):
-        raise UserError("only the engine supports stop; use infer_engine.py")
+    if any(params.stop or params.logprobs is not None for params in params_list):
+        raise UserError("only the engine supports stop and logprobs; use infer_engine.py")
 
 
 @dataclasses.dataclass(eq=False)  # compare and hash by identity
@@ -165,6 +172,30 @@ def sample_batch(
 def select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Return these rows in a new tensor, or `logits` itself if they are all of its rows."""
     return logits if len(rows) == len(logits) else logits[rows]
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probabilities of a token and of the most likely tokens at its position.
+
+    They are the log-softmax of the model's raw logits, before penalties, temperature and filters.
+    """
+
+    logprob: float  # natural logarithm
+    top: list[tuple[int, float]]  # (id, log-probability), best first, ties by id
+
+
+def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
+    """Return the log-probability of a token and of the `count` most likely tokens.
+
+    logits: (vocab_size,), finite. A count above vocab_size returns all tokens.
+    """
+    logits = logits.cpu()  # MPS has no float64
+    logprobs = logits.double().log_softmax(dim=-1)
+    least = logits.topk(min(max(count, 1), len(logits))).values[-1]
+    # Break ties by token id; torch.topk breaks them arbitrarily.
+    ids = (logits >= least).nonzero()[:, 0]
+    ids = ids[logits[ids].argsort(descending=True, stable=True)][:count]
+    return TokenLogprob(logprobs[token].item(), list(zip(ids.tolist(), logprobs[ids].tolist())))
 
 
 def apply_all_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:

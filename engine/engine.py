@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -14,9 +15,16 @@ from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, is_out_of_memory
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, sample_batch, zero_nonfinite_rows
+from sampling import NOT_FINITE, SamplingParams, sample_batch, token_logprob, zero_nonfinite_rows
 from text.detokenizer import StopStringDetokenizer
 from text.tokenizer import Encoding
+
+
+class SamplerOutput(NamedTuple):
+    """Sampled tokens of one scheduled request: 1 + the number of its draft tokens."""
+
+    tokens: list[int]
+    logits: torch.Tensor  # (len(tokens), vocab_size)
 
 
 class Engine:
@@ -150,11 +158,10 @@ class Engine:
         for request, count, tokens in zip(decoding, counts, proposed, strict=True):
             request.drafts = tokens[:count]
 
-    def compute(self, scheduled: list[ScheduledRequest]) -> list[list[int] | None]:
-        """Run one pass and sample, with one list of tokens for each scheduled request.
+    def compute(self, scheduled: list[ScheduledRequest]) -> list[SamplerOutput | None]:
+        """Run one pass and sample, with one output for each scheduled request.
 
-        A list has 1 + the number of the request's draft tokens. It is None where logits are not
-        finite.
+        An output is None where logits are not finite.
         """
         spans = [entry.span for entry in scheduled]
         keep = [len(entry.drafts) + 1 for entry in scheduled]
@@ -166,12 +173,12 @@ class Engine:
         sequences = [sequence for entry in scheduled for sequence in entry.sequences()]
         tokens = sample_batch(logits, sequences)
         outputs = []
-        for end, count in zip(itertools.accumulate(keep), keep):
-            part = slice(end - count, end)
-            outputs.append(tokens[part] if all(finite[part]) else None)
+        for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
+            part = slice(end - len(own), end)
+            outputs.append(SamplerOutput(tokens[part], own) if all(finite[part]) else None)
         return outputs
 
-    def update(self, entry: ScheduledRequest, output: list[int] | None) -> Event | None:
+    def update(self, entry: ScheduledRequest, output: SamplerOutput | None) -> Event | None:
         """Apply an output to its request and return its event; a prefill chunk has none.
 
         An output of None fails the request, even in a prefill chunk. Prefix caching would share its
@@ -188,9 +195,10 @@ class Engine:
         except Exception as error:  # of this request only, e.g. in the caller's encoding
             return self.fail(request, f"{type(error).__name__}: {error}")
 
-    def extend(self, entry: ScheduledRequest, sampled: list[int]) -> Event:
+    def extend(self, entry: ScheduledRequest, output: SamplerOutput) -> Event:
         """Append accepted drafts and the next sampled token to a request."""
         request = entry.request
+        sampled, logits = output
         num_accepted = common_prefix_length(sampled, entry.drafts)
         self.num_draft_tokens += len(entry.drafts)
         self.num_accepted_tokens += num_accepted  # even if the sequence ends earlier
@@ -209,9 +217,14 @@ class Engine:
                 reason = "length"
             if reason:
                 break
+        logprobs = []
+        if request.params.logprobs is not None:
+            count = request.params.logprobs
+            logprobs = [token_logprob(row, token, count) for row, token in zip(logits, tokens)]
         self.scheduler.advance(entry, tokens)
         request.text += text
         request.stream = stream
+        request.logprobs += logprobs
         if reason:
             self.end(request, reason)
         return Event(request, tokens, reason)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from errors import UserError
-from sampling import SamplingParams, Sequence
+from sampling import SamplingParams, Sequence, TokenLogprob
 from text.detokenizer import StopStringDetokenizer
 
 
@@ -24,6 +24,8 @@ class Request(Sequence):
     # engine has no encoding.
     text: str = ""
     stream: StopStringDetokenizer | None = None
+    # One per output token, if params.logprobs is set.
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def context_window(self) -> list[int]:

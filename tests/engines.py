@@ -14,8 +14,8 @@ from sampling import SamplingParams
 def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
     """Return the output of `generate`, the oracle of every engine. fields: of params None."""
     params = SamplingParams(**fields) if params is None else params
-    if params.stop:  # which generate refuses
-        params = dataclasses.replace(params, stop=())
+    if params.stop or params.logprobs is not None:  # which generate refuses
+        params = dataclasses.replace(params, stop=(), logprobs=None)
     return list(remembered(model, tuple(prompt), params, stride))
 
 

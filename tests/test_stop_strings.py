@@ -53,7 +53,7 @@ def test_generate_has_no_text_to_stop(model):
     params = [SamplingParams(3), SamplingParams(3, stop=("a",))]
     runs = generate(model, [[1], [2]], params), generate_speculative(model, model, [1], params[1])
     for run in runs:
-        said = "only the engine supports stop; use infer_engine.py"
+        said = "only the engine supports stop and logprobs; use infer_engine.py"
         with pytest.raises(UserError, match=f"^{said}$"):
             next(run)
 
