@@ -295,6 +295,24 @@ def sample(
     """
     if params.temperature == 0:
         return logits.argmax(dim=-1)
+    filtered = 0 < params.top_k < logits.shape[-1] or params.top_p < 1
+    if rng_keys is None or not filtered:
+        return sample_from_vocabulary(logits, params, generator, rng_keys)
+    drawn, certain = sample_from_candidates(logits, params, rng_keys)
+    rest = (~certain).nonzero()[:, 0]
+    if len(rest):
+        rng_keys = [rng_keys[row] for row in rest.tolist()]
+        drawn[rest] = sample_from_vocabulary(logits[rest], params, None, rng_keys)
+    return drawn
+
+
+def sample_from_vocabulary(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    generator: torch.Generator | None,
+    rng_keys: list[tuple[int, int]] | None,
+) -> torch.Tensor:
+    """Sample a token per row with one random number per vocabulary token; see `sample`."""
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     if rng_keys is None:
@@ -304,6 +322,47 @@ def sample(
     else:
         noise = exponential_noise(logits, rng_keys)
     return exponential_race(logits, noise, params.top_p)
+
+
+NUM_CANDIDATES = 256  # most likely tokens, which usually contain the nucleus
+
+
+def sample_from_candidates(
+    logits: torch.Tensor, params: SamplingParams, rng_keys: list[tuple[int, int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample the same tokens as `sample_from_vocabulary` from the most likely candidates.
+
+    Arguments as in `sample`, with at least one filter on. Returns (B,) ids and (B,) bools: true if
+    the candidates certainly contain every token that the filters keep.
+    """
+    vocab_size = logits.shape[-1]
+    top_k = params.top_k if params.top_k < vocab_size else 0
+    if top_k:
+        best = logits.topk(top_k + 1, dim=-1)
+        values = apply_temperature(best.values, params.temperature)
+        # `top_k_filter` keeps ties with the k-th token; the candidates would miss them.
+        certain = values[:, -2] > values[:, -1]
+        values, ids = sort_by_id(values[:, :-1], best.indices[:, :-1])
+        probs = values.softmax(dim=-1)
+    else:
+        logits = apply_temperature(logits, params.temperature)
+        best = logits.topk(min(NUM_CANDIDATES, vocab_size), dim=-1)
+        values, ids = sort_by_id(*best)
+        probs = logits.softmax(dim=-1).gather(-1, ids)
+        # topk may omit ties with the last candidate. 1e-4 is a margin for rounding.
+        held = torch.where(values > best.values[:, -1:], probs, 0).sum(dim=-1)
+        certain = (held > params.top_p + 1e-4) | (ids.shape[-1] == vocab_size)
+    noise = exponential_noise_at(ids, rng_keys).to(probs.dtype)
+    scores = probs / noise.to(probs.device)
+    if params.top_p < 1:
+        scores = scores.masked_fill(outside_top_p(values, params.top_p, probs), -1)
+    return ids.gather(-1, scores.argmax(dim=-1, keepdim=True))[:, 0], certain
+
+
+def sort_by_id(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort values and ids, both (B, n), by id, so that stable sorts break ties by token id."""
+    ids, order = ids.sort(dim=-1)
+    return values.gather(-1, order), ids
 
 
 def exponential_noise(logits: torch.Tensor, rng_keys: list[tuple[int, int]]) -> torch.Tensor:
@@ -328,6 +387,13 @@ def exponential_noise(logits: torch.Tensor, rng_keys: list[tuple[int, int]]) -> 
         noise = torch.ones(inside.shape, dtype=logits.dtype, device=inside.device)
         noise[rows, ids] = exponential(splitmix64(states[rows], ids)).to(logits.dtype)
     return noise.to(logits.device)
+
+
+def exponential_noise_at(ids: torch.Tensor, rng_keys: list[tuple[int, int]]) -> torch.Tensor:
+    """Return the numbers of `exponential_noise` for these ids, (B, n), as (B, n) float64."""
+    if ids.device.type == "mps":
+        ids = ids.cpu()  # MPS has no float64
+    return exponential(splitmix64(rng_states(rng_keys).to(ids.device)[:, None], ids))
 
 
 def rng_states(rng_keys: list[tuple[int, int]]) -> torch.Tensor:
@@ -448,13 +514,15 @@ def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
     return logits if p == 1 else logits.masked_fill(outside_top_p(logits, p), -torch.inf)
 
 
-def outside_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
+def outside_top_p(
+    logits: torch.Tensor, p: float, probs: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return bools (..., n): true for logits (..., n) outside the nucleus of mass p.
 
-    Equal logits are ordered by index.
+    Equal logits are ordered by index. probs: probabilities of the logits; None: their softmax.
     """
     values, order = logits.sort(dim=-1, descending=True, stable=True)
-    ordered = values.softmax(dim=-1)
+    ordered = values.softmax(dim=-1) if probs is None else probs.gather(-1, order)
     mass = ordered.cumsum(dim=-1)
     # Keep the most likely token even if p rounds to 0. Remove others by the mass before them;
     # mass - ordered would round differently.
