@@ -1,1 +1,1 @@
-"""Helpers that the benchmarks share."""
+"""Benchmarks to run by hand, such as python -m benchmarks.engine."""

@@ -59,6 +59,22 @@ MEASURED = {
     "tokens_per_pass": "tokens per pass of the target",
 }
 COLUMNS = SETTING | CONDITIONS | MEASURED
+ENVIRONMENT = (  # columns in every file
+    "model",
+    "draft",
+    "dtype",
+    "parameters",
+    "device",
+    "threads",
+    "torch",
+    "library",
+    "commit",
+)
+
+
+def columns(own: dict[str, str]) -> dict[str, str]:
+    """Return these columns, followed by the ENVIRONMENT columns that they lack."""
+    return own | {name: COLUMNS[name] for name in ENVIRONMENT if name not in own}
 
 
 # Options
@@ -91,29 +107,42 @@ def integer_in_range(least: int, most: int | None = None):
 
 
 def add_options(
-    parser: argparse.ArgumentParser, output: str, lengths: list[int], repeats: int
+    parser: argparse.ArgumentParser,
+    output: str,
+    lengths: list[int] | None,
+    repeats: int | None,
+    dtypes: bool = True,
+    columns: dict[str, str] = COLUMNS,
 ) -> None:
     """Add the options that benchmarks share, and explain the columns in the epilog.
 
-    lengths, repeats: the defaults of --max-new-tokens and --repeats.
+    lengths, repeats: the defaults of --max-new-tokens and --repeats, None to omit the option.
+    dtypes: whether to add --dtype.
     """
     parser.formatter_class = Formatter
-    explained = (f"  {name:20} {text}" for name, text in COLUMNS.items())
+    explained = (f"  {name:20} {text}" for name, text in columns.items())
     parser.epilog = "\n".join(["columns of the CSV file:", *explained])
     number = integer_in_range(1)
     cores = os.cpu_count() or 1
-    length = {"type": integer_in_range(2), "default": lengths, "help": "new tokens per sequence"}
-    parser.add_argument("--max-new-tokens", **LIST, **length)
-    dtype = {"choices": FLOATS, "default": ["float32"], "help": "weight dtypes"}
-    parser.add_argument("--dtype", **LIST, **dtype)
+    if lengths:
+        length = {
+            "type": integer_in_range(2),
+            "default": lengths,
+            "help": "new tokens per sequence",
+        }
+        parser.add_argument("--max-new-tokens", **LIST, **length)
+    if dtypes:
+        dtype = {"choices": FLOATS, "default": ["float32"], "help": "weight dtypes"}
+        parser.add_argument("--dtype", **LIST, **dtype)
     devices = ("auto", "cuda", "mps", "cpu")
     parser.add_argument("--device", default="auto", choices=devices, help="device of the model")
     threads = integer_in_range(1, cores)
     parser.add_argument(
         "--threads", type=threads, help=f"CPU threads of torch, 1 to {cores} (default: torch's)"
     )
-    repeat = {"type": number, "default": repeats, "help": "runs of each mode"}
-    parser.add_argument("--repeats", **repeat)
+    if repeats:
+        repeat = {"type": number, "default": repeats, "help": "runs of each mode"}
+        parser.add_argument("--repeats", **repeat)
     parser.add_argument(
         "--output",
         type=Path,
@@ -133,6 +162,8 @@ class ResultsFile:
     file, and the rows of a killed run stay there. Raises UserError for an unusable path, OSError
     for a full disk.
     """
+
+    columns = COLUMNS
 
     def __init__(self, path: Path):
         if path.suffix != ".csv":
@@ -156,7 +187,7 @@ class ResultsFile:
             why = "another run is writing it, or was killed"
             raise UserError(f"{self.part} exists: {why}; wait, or move that file") from None
         try:
-            self.append(dict(zip(COLUMNS, COLUMNS)))
+            self.append(dict(zip(self.columns, self.columns)))
         except OSError:
             self.close()
             raise
@@ -164,7 +195,7 @@ class ResultsFile:
     def append(self, row: dict) -> None:
         """Write a line. If the disk is full, remove its partial bytes and raise OSError."""
         line = io.StringIO()
-        csv.DictWriter(line, COLUMNS, lineterminator="\n").writerow(row)
+        csv.DictWriter(line, self.columns, lineterminator="\n").writerow(row)
         data = line.getvalue().encode()
         end = self.file.tell()
         try:
@@ -173,7 +204,7 @@ class ResultsFile:
         except OSError:
             self.file.truncate(end)
             raise
-        self.lines.append({name: row.get(name) for name in COLUMNS})
+        self.lines.append({name: row.get(name) for name in self.columns})
 
     def write(self, **row) -> None:
         """Add a row and print it on stderr. The file gets measured numbers with four digits.
@@ -187,6 +218,10 @@ class ResultsFile:
         run = "temperature {temperature}  prompt {prompt}  repeat {repeat}"
         shown = f"{what}  {run}  {{mode}}: {{decode_tokens_per_s:.1f}} tokens/s"
         print(shown.format(**row), file=sys.stderr)
+
+    def summarise(self, baseline: str | dict | None):
+        """Return the summary of all rows, as the function `summarise` does."""
+        return summarise(self.rows, baseline)
 
     def close(self) -> bool:
         """Move the rows to `path`, and remove the summary, plot and JSON of an earlier run.
@@ -203,8 +238,40 @@ class ResultsFile:
         return True
 
 
+class MetricsFile(ResultsFile):
+    """A CSV file with a row for each value, for a benchmark that measures different things.
+
+    Columns that identify the run come first, then "measure", "value" and "repeat", then
+    ENVIRONMENT. A subclass lists in `setting` the columns that a summary groups by.
+    """
+
+    setting: list[str]
+    environment = {}  # columns with the same value in all rows
+
+    def add(self, which: str, run: dict, values: dict) -> None:
+        """Add the values of a run, measure -> number, and print them on stderr after `which`."""
+        for measure, value in values.items():
+            self.rows.append(self.environment | run | {"measure": measure, "value": value})
+            self.append(self.rows[-1] | {"value": four_digits(value)})
+        shown = "; ".join(f"{measure} {value:.4g}" for measure, value in values.items())
+        print(f"{which}: {shown}", file=sys.stderr)
+
+    def summarise(self, baseline):
+        """Return the median, min and max over repeats for each measure of each setting."""
+        import pandas
+
+        values = pandas.DataFrame(self.rows).groupby(self.setting, sort=False)["value"]
+        table = values.agg(["median", "min", "max"]).map(four_digits)
+        return table.assign(runs=values.size()).reset_index()
+
+
 def run_benchmark(
-    parser: argparse.ArgumentParser, measure, baseline: str | dict, plot, argv=None
+    parser: argparse.ArgumentParser,
+    measure,
+    baseline: str | dict | None,
+    plot,
+    argv=None,
+    results_file: type[ResultsFile] = ResultsFile,
 ) -> None:
     """Parse a command line and call measure(args, device, results); then summarise and plot.
 
@@ -217,7 +284,7 @@ def run_benchmark(
             torch.set_num_threads(args.threads)
         device = pick_device(args.device)
         try:
-            results = ResultsFile(args.output)
+            results = results_file(args.output)
             try:
                 measure(args, device, results)
             finally:
@@ -230,10 +297,10 @@ def run_benchmark(
     run_script(parser, run, argv)
 
 
-def report(results: ResultsFile, baseline: str | dict, plot) -> None:
+def report(results: ResultsFile, baseline: str | dict | None, plot) -> None:
     """Close the results. If there are rows, write and print the summary, and draw the plot."""
     if results.close():
-        summary = summarise(results.rows, baseline)
+        summary = results.summarise(baseline)
         picture = io.BytesIO()
         plot(summary).savefig(picture, dpi=120, format="png")
         write_whole(results.summary, summary.to_csv(index=False).encode())
@@ -302,7 +369,7 @@ def summarise(rows: list[dict], baseline: str | dict):
 
 
 def describe_environment(name, model, device: str, draft: str = "") -> dict:
-    """Return the columns that describe the model and the machine, except `library`."""
+    """Return the ENVIRONMENT columns except `library`."""
     return {
         "model": resolve_source(name).label,
         "draft": draft and resolve_source(draft).label,

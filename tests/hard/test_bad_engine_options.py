@@ -1,0 +1,66 @@
+"""What an engine refuses: in Python with a UserError, on the command line with one line."""
+
+import pytest
+
+from engine.engine import Engine
+from errors import UserError
+
+NO_COUNTS = {
+    "max_num_seqs": (0, -1, True, 1.0, "2", None),
+    "num_pages": (0, -3, 1.5, True, "4"),
+    "page_size": (0, -3, 1.5, True, "4"),
+    "max_num_batched_tokens": (0, -1, True, 2.5, "8"),
+}
+REFUSED = [(name, value, "an integer >= 1") for name in NO_COUNTS for value in NO_COUNTS[name]]
+REFUSED += [("gamma", value, "an integer from 1 to 16") for value in (-1, 0, 17, 2.5, True, "3")]
+REFUSED += [("gamma", None, "an integer from 1 to 16")]
+REFUSED += [("stride", value, "an integer from 1 to block_size (16)") for value in (0, 17, -1)]
+
+
+@pytest.mark.parametrize("name, value, allowed", REFUSED)
+def test_a_value_out_of_range(tiny, name, value, allowed):
+    with pytest.raises(UserError) as error:
+        Engine(tiny(), **{name: value})
+    assert str(error.value) == f"{name} {value!r}: must be {allowed}"
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_num_seqs": 10**13}, {"num_pages": 10**20}, {"page_size": 10**20}]
+)
+def test_more_than_memory(tiny, options):
+    with pytest.raises(UserError, match="bytes does not fit in memory"):
+        Engine(tiny(), **options)
+
+
+LINES = [
+    ("--num-beams 2 --no-cache", "unrecognized arguments: --num-beams 2 --no-cache"),
+    ("--stride 65", "stride 65: must be an integer from 1 to block_size (64)"),
+    ("--max-num-seqs 0", "max_num_seqs 0: must be an integer >= 1"),
+    ("--max-num-seqs x", "argument --max-num-seqs: invalid int value: 'x'"),
+    (f"--max-num-seqs {10**13}", ": a cache of "),
+    ("--page-size 0", "page_size 0: must be an integer >= 1"),
+    (f"--page-size {10**12}", f"num_pages 32, page_size {10**12}: a cache of "),
+    ("--num-pages 0", "num_pages 0: must be an integer >= 1"),
+    ("--num-pages 2 --page-size 4", " pages: num_pages is 2 (page_size 4)"),
+    (f"--num-pages {10**12}", f"num_pages {10**12}, page_size 16: a cache of "),
+    ("--max-num-batched-tokens 0", "max_num_batched_tokens 0: must be an integer >= 1"),
+    ("--gamma 3", ": error: --gamma requires --draft"),
+    ("--draft lookup --gamma 0", "gamma 0: must be an integer from 1 to 16"),
+    ("--draft missing", ": error: unknown model 'missing': "),
+    ("--draft itself --max-num-seqs 0", ": error: max_num_seqs 0: must be an integer >= 1"),
+    ("--draft itself --page-size 0", ": error: page_size 0: must be an integer >= 1"),
+    ("--draft other", "need the same vocabulary"),
+    ("--logprobs 21", "logprobs 21: must be None or an integer from 0 to 20\n"),
+    ("--stop=", "stop ('',): must be a tuple of nonempty strings\n"),
+    ("--stop=x --stop=", "stop ('x', ''): must be a tuple of nonempty strings\n"),
+    ("--stop", "expected one argument\n"),
+]
+
+
+@pytest.mark.parametrize("options, message", LINES)
+def test_a_bad_option_is_one_line(engine_cli, tiny_checkpoint, checkpoint, options, message):
+    models = {"itself": tiny_checkpoint, "other": checkpoint}
+    given = [models.get(word, word) for word in options.split()]
+    args = ["--model", tiny_checkpoint, "--prompt", "Once upon a time", "--max-new-tokens", 9]
+    code, out, err = engine_cli(*args, *given)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
