@@ -26,6 +26,8 @@ gc.set_threshold(100_000)
 # On a busy machine several threads wait for each other, and tiny models need one.
 torch.set_num_threads(1)
 
+PLAIN = ("-O1",)  # what to compile for, instead of this processor; -O3 takes four times as long
+
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
 
@@ -263,6 +265,36 @@ def checkpoint(tiny, tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / "tiny"
     save_model(tiny(dtype=torch.float32, block_size=64, eos_token_ids=tuple(range(61))), directory)
     return directory
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """native.build, as in a process that has compiled nothing; and little code."""
+    from native import build
+
+    build.load.cache_clear()
+    for name in ("CC", "CFLAGS", "LDFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    source = tmp_path / "small.c"
+    source.write_text('const char kernel[64] = "small"; int linear(void) { return 1; }\n')
+    monkeypatch.setattr(build, "SOURCE", source)
+    yield build
+    build.load.cache_clear()
+
+
+@pytest.fixture
+def compilations(fresh, monkeypatch):
+    """A list to which each run of the compiler that makes code adds its command."""
+    commands = []
+    call = fresh.run_compiler
+
+    def recorded(command):
+        if "-c" in command:
+            commands.append(command)
+        return call(command)
+
+    monkeypatch.setattr(fresh, "run_compiler", recorded)
+    return commands
 
 
 @pytest.fixture

@@ -1,8 +1,15 @@
-"""Processes of tests."""
+"""Compilers for tests."""
 
 import os
 import time
 from pathlib import Path
+
+
+def script(file, *lines) -> str:
+    """Write a program that runs these lines of shell, such as a compiler's."""
+    file.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    file.chmod(0o755)
+    return str(file)
 
 
 def alive(pid: str) -> bool:

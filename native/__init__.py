@@ -1,0 +1,1 @@
+"""Native CPU backend: gpt.c and its build."""
