@@ -1,10 +1,14 @@
-"""Build of gpt.c: compiled, then loaded."""
+"""Build of gpt.c: compiled once per source, compiler and processor, then loaded."""
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import os
 import shlex
+import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,7 +26,10 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=off",
 )
-TARGETS = ("-march=native",)  # for this processor
+# When gcc tunes for some AMD processors, its code reloads values from memory at each use.
+AVX512 = ("-march=native", "-mtune=generic", "-mprefer-vector-width=512")
+TARGETS = AVX512, ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts
+TIMEOUT = 120  # seconds per run of the compiler
 
 
 class BuildError(Exception):
@@ -31,13 +38,15 @@ class BuildError(Exception):
 
 @functools.cache
 def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
-    """Compile the library and load it. Raises BuildError.
+    """Load the library, and compile it first if it is not in the cache. Raises BuildError.
 
     target: compiler flags for a processor other than this one.
-    The compiler is $CC or cc. $CFLAGS and $LDFLAGS come before the flags of this file.
+    The compiler is $CC, cc, or the one in the Python package ziglang. $CFLAGS and $LDFLAGS come
+    before the flags of this file. The library is cached in `cache_directory`. If other users can
+    write to that directory, each run compiles again.
     """
     try:
-        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+        compiler = shlex.split(os.environ.get("CC", "")) or default_compiler()
         base_flags = [*shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
         # Without $CFLAGS, because linking with -ffast-math would make the whole process flush
         # subnormals to 0.
@@ -45,11 +54,94 @@ def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
     except ValueError as error:  # an unclosed quotation mark
         raise BuildError(f"$CC, $CFLAGS or $LDFLAGS: {error}") from None
     try:
-        compile_command = [*compiler, *base_flags, *(TARGETS if target is None else target)]
-        with tempfile.TemporaryDirectory() as temporary:
-            return open_library(compile_library(Path(temporary), compile_command, link_command))
+        flags, macros = predefined_macros(
+            [*compiler, *base_flags], TARGETS if target is None else (target,)
+        )
+        compile_command = [*compiler, *base_flags, *flags]
+        commands = repr((compile_command, link_command, torch_openmp())).encode()
+        sources = [file.read_bytes() for file in sorted(SOURCE.parent.glob("*.[ch]"))]
+        key = hashlib.sha256(b"\0".join([macros, commands, *sources])).hexdigest()
+        directory, file = find_cached(key)
+        if file is None:
+            with tempfile.TemporaryDirectory(dir=directory) as temporary:
+                file = compile_library(Path(temporary), compile_command, link_command)
+                return open_library(cache_library(file, directory, key) if directory else file)
+        return open_library(file)
     except OSError as error:
         raise BuildError(f"gpt.c cannot be compiled: {error}") from None
+    except subprocess.TimeoutExpired:
+        raise BuildError(
+            f"the C compiler {compiler_name(compiler)} takes more than {TIMEOUT} s"
+        ) from None
+
+
+def default_compiler() -> list[str]:
+    """Return the command cc, or the C compiler of the Python package ziglang. Raises BuildError."""
+    if shutil.which("cc"):
+        return ["cc"]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise BuildError("there is no C compiler; `pip install ziglang` installs one, for one thread")
+
+
+def predefined_macros(command: list[str], candidates: tuple) -> tuple[tuple[str, ...], bytes]:
+    """Return the first flags that the compiler accepts, and its predefined macros with them.
+
+    The macros identify its version and the enabled instruction sets. Raises BuildError.
+    """
+    for flags in candidates:
+        try:
+            return flags, run_compiler([*command, *flags, "-dM", "-E", "-x", "c", os.devnull])
+        except BuildError as error:
+            reason = error
+    raise reason
+
+
+def find_cached(key: str) -> tuple[Path | None, Path | None]:
+    """Return the cache directory and the library in it, each None if it cannot be used.
+
+    The library is named KEY-HASH.so. It is used only if no other user can have written it and its
+    bytes have that hash. Otherwise a note on stderr says that it is compiled now.
+    """
+    try:
+        directory = cache_directory()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_private(directory):
+            raise PermissionError(f"{directory} is not a directory of this user alone")
+        for file in directory.glob(f"{key}-*.so"):
+            library_hash = hashlib.sha256(file.read_bytes()).hexdigest()
+            if is_private(file) and file.stem == f"{key}-{library_hash}":
+                return directory, file
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(bytes(2**20))  # raises if the directory is read-only or the disk full
+        print("note: gpt.c is compiled for this processor, once", file=sys.stderr)
+        return directory, None
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        print(f"note: gpt.c is compiled in each run: {error}", file=sys.stderr)
+        return None, None
+
+
+def cache_library(library: Path, directory: Path, key: str) -> Path:
+    """Move a complete library into the cache, which concurrent processes may do safely."""
+    try:
+        library.chmod(0o700)
+        library_hash = hashlib.sha256(library.read_bytes()).hexdigest()
+        return library.replace(directory / f"{key}-{library_hash}.so")
+    except OSError as error:
+        print(f"note: gpt.c is compiled in each run: {error}", file=sys.stderr)
+        return library
+
+
+def cache_directory() -> Path:
+    """Return the project's directory in $XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-native"
+
+
+def is_private(path: Path) -> bool:
+    """Return whether this user owns a file or directory and no one else can write to it."""
+    info = path.stat()
+    owner = os.getuid() if hasattr(os, "getuid") else info.st_uid
+    return info.st_uid == owner and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def torch_openmp() -> list[str]:
@@ -86,21 +178,34 @@ def compile_library(directory: Path, compile_command: list[str], link_command: l
     raise reason
 
 
+def compiler_name(command: list[str]) -> str:
+    """Return the name of a compiler for error messages."""
+    return "ziglang" if "ziglang" in command[:3] else command[0]
+
+
 def run_compiler(command: list[str]) -> bytes:
-    """Run a compiler and return its output. Raises BuildError with its first error."""
-    name = command[0]
+    """Run a compiler and return its output.
+
+    Raises BuildError with the compiler's first error, and TimeoutExpired after TIMEOUT.
+    """
+    name = compiler_name(command)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = os.environ | {"LC_ALL": "C"}
     try:
-        process = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment
-        )
+        process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
     except OSError as error:
         raise BuildError(f"the C compiler {name} cannot be run: {error.strerror}") from None
+    with process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # a compiler starts child processes
+            raise
     if process.returncode:
-        lines = process.stderr.decode(errors="replace").splitlines() or ["no reason given"]
+        lines = errors.decode(errors="replace").splitlines() or ["no reason given"]
         reason = next((line for line in lines if "error:" in line), lines[0])
         raise BuildError(f"the C compiler {name} failed: {reason}")
-    return process.stdout
+    return output
 
 
 def open_library(file: Path) -> ctypes.CDLL:

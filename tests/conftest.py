@@ -269,12 +269,13 @@ def checkpoint(tiny, tmp_path_factory):
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """native.build, as in a process that has compiled nothing; and little code."""
+    """native.build, as in a process that has compiled nothing; an empty cache; and little code."""
     from native import build
 
     build.load.cache_clear()
     for name in ("CC", "CFLAGS", "LDFLAGS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = tmp_path / "small.c"
     source.write_text('const char kernel[64] = "small"; int linear(void) { return 1; }\n')
     monkeypatch.setattr(build, "SOURCE", source)

@@ -1,8 +1,12 @@
 """Compilers for tests."""
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+
+from conftest import ROOT
 
 
 def script(file, *lines) -> str:
@@ -10,6 +14,27 @@ def script(file, *lines) -> str:
     file.write_text("\n".join(["#!/bin/sh", *lines, ""]))
     file.chmod(0o755)
     return str(file)
+
+
+def files(build) -> list:
+    """What is in the cache directory."""
+    return sorted(build.cache_directory().iterdir())
+
+
+# What another process runs: build.py by itself, so that it imports no torch.
+CODE = """
+import sys
+sys.path.insert(0, "native")
+import build
+build.SOURCE = build.Path(sys.argv[1])
+print(build.kernel())
+"""
+
+
+def start(fresh) -> subprocess.Popen:
+    """A process that compiles what this one would."""
+    command = [sys.executable, "-c", CODE, str(fresh.SOURCE)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True)
 
 
 def alive(pid: str) -> bool:
@@ -27,6 +52,15 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def hanging_compiler(monkeypatch, tmp_path) -> Path:
+    """Let $CC know its macros but never end its work. Returns the file with its process."""
+    pid = tmp_path / "pid"
+    macros = 'case "$*" in *-dM*) exec cc "$@";; esac'
+    lines = (macros, "sleep 1000 &", f"echo $! > {pid}", "wait")
+    monkeypatch.setenv("CC", script(tmp_path / "hanging-cc", *lines))
+    return pid
 
 
 def to_int8(model):
