@@ -1,5 +1,6 @@
 """Build of gpt.c: compiled once per source, compiler and processor, then loaded."""
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -12,6 +13,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("gpt.c")
@@ -63,7 +66,7 @@ def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
         key = hashlib.sha256(b"\0".join([macros, commands, *sources])).hexdigest()
         directory, file = find_cached(key)
         if file is None:
-            with tempfile.TemporaryDirectory(dir=directory) as temporary:
+            with exit_on_sigterm(), tempfile.TemporaryDirectory(dir=directory) as temporary:
                 file = compile_library(Path(temporary), compile_command, link_command)
                 return open_library(cache_library(file, directory, key) if directory else file)
         return open_library(file)
@@ -191,21 +194,62 @@ def run_compiler(command: list[str]) -> bytes:
     name = compiler_name(command)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environment = os.environ | {"LC_ALL": "C"}
-    try:
-        process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
-    except OSError as error:
-        raise BuildError(f"the C compiler {name} cannot be run: {error.strerror}") from None
-    with process:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(defer_sigterm())
         try:
-            output, errors = process.communicate(timeout=TIMEOUT)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # a compiler starts child processes
-            raise
+            process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
+        except OSError as error:
+            raise BuildError(f"the C compiler {name} cannot be run: {error.strerror}") from None
+        with process:
+            try:
+                stack.close()
+                output, errors = process.communicate(timeout=TIMEOUT)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)  # a compiler starts child processes
+                raise
     if process.returncode:
         lines = errors.decode(errors="replace").splitlines() or ["no reason given"]
         reason = next((line for line in lines if "error:" in line), lines[0])
         raise BuildError(f"the C compiler {name} failed: {reason}")
     return output
+
+
+@contextlib.contextmanager
+def defer_sigterm() -> Iterator[None]:
+    """Delay SIGTERM to the end of the block, if the program has a handler for it.
+
+    If the handler raised while a process is being started, that process would be orphaned.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    deferred = []
+    signal.signal(signal.SIGTERM, lambda *info: deferred.append(info))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    for info in deferred[:1]:
+        handler(*info)
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM in the block, so that its temporary files are removed."""
+
+    def end(number, frame):
+        raise SystemExit(128 + number)
+
+    default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if not default or threading.current_thread() is not threading.main_thread():
+        yield  # the program has its own handler, or this thread may not set one
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def open_library(file: Path) -> ctypes.CDLL:
