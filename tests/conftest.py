@@ -27,6 +27,9 @@ gc.set_threshold(100_000)
 torch.set_num_threads(1)
 
 PLAIN = ("-O1",)  # what to compile for, instead of this processor; -O3 takes four times as long
+AVX2 = ("-O1", "-mavx2", "-mfma")
+HAS_AVX2 = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
+TARGETS = [None, PLAIN, *([AVX2] if HAS_AVX2 else [])]
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
@@ -265,6 +268,36 @@ def checkpoint(tiny, tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / "tiny"
     save_model(tiny(dtype=torch.float32, block_size=64, eos_token_ids=tuple(range(61))), directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory, request):
+    """Native code is compiled into a directory of this session and its workers, not the user's."""
+    from native import build
+
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if hasattr(request.config, "workerinput") else base) / "compiled"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.delenv("CC", raising=False)
+        build.load()
+        yield
+
+
+@pytest.fixture(params=TARGETS, ids=str)
+def library(request, compiled):
+    """The code compiled for that processor."""
+    from native import build
+
+    return build.load(request.param)
+
+
+@pytest.fixture
+def target(library, monkeypatch):
+    """All code in this test is compiled for that processor."""
+    from native import build
+
+    monkeypatch.setattr(build, "load", lambda *_: library)
 
 
 @pytest.fixture

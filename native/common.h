@@ -1,0 +1,6 @@
+// Definitions used by gpt.c.
+#ifndef COMMON_H
+#define COMMON_H
+#define INLINE static inline __attribute__((always_inline))
+
+#endif
