@@ -1,1 +1,1 @@
-"""Native CPU backend: gpt.c and its build."""
+"""Native CPU backend: gpt.c, its build, and its Python bindings."""

@@ -1,8 +1,10 @@
-"""Weights packed for gpt.c."""
+"""Linear layers with weights packed for gpt.c, and their matrix products in C."""
 
 import ctypes
+import math
 
 import torch
+import torch.nn as nn
 
 
 class LinearStruct(ctypes.Structure):
@@ -27,3 +29,76 @@ def pack(weight: torch.Tensor, panel_width: int) -> tuple[torch.Tensor, torch.Te
     tail_panel = weight.new_zeros(weight.shape[1], panel_width)
     tail_panel[:, : len(weight) - full] = weight[full:].t()
     return panels, tail_panel
+
+
+class NativeLinear(nn.Module):
+    """A linear layer in C with float32 weights.
+
+    The weight is packed in place, so the replaced layer cannot be used any more. Raises ValueError,
+    before anything changes, for tensors that C cannot read.
+    """
+
+    def __init__(self, layer: nn.Linear, library: ctypes.CDLL):
+        super().__init__()
+        self.out_features, self.in_features = layer.weight.shape
+        check_layer(layer, self.out_features, self.in_features)
+        panel_width = ctypes.c_int.in_dll(library, "panel_width").value
+        self.library = library
+        panels, tail_panel = pack(layer.weight.detach(), panel_width)
+        self.register_buffer("weight", panels)
+        self.register_buffer("tail_panel", tail_panel)
+        self.bias = layer.bias
+
+    def struct(self) -> LinearStruct:
+        """Return the layer's C struct. It holds addresses, so the tensors must not move."""
+        tensors = self.weight, self.tail_panel, self.bias
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        return LinearStruct(*addresses, self.out_features, self.in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute `F.linear`.
+
+        x: (..., in_features), float32, contiguous or not. Raises ValueError for any other input.
+        """
+        rows = math.prod(x.shape[:-1])
+        x2d = x.reshape(rows, x.shape[-1]).contiguous()
+        y = torch.empty(rows, self.out_features)
+        self.library.linear(
+            ctypes.byref(self.struct()),
+            ctypes.c_int64(rows),
+            ctypes.c_void_p(address(x2d, torch.float32, rows, self.in_features)),
+            ctypes.c_void_p(y.data_ptr()),
+            ctypes.c_int(torch.get_num_threads()),
+        )
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+def check_layer(layer: nn.Module, out: int, size: int) -> None:
+    """Raise ValueError if C cannot read a layer with `out` outputs and `size` inputs."""
+    match layer:
+        case nn.Linear() | nn.Embedding():
+            address(layer.weight, torch.float32, out, size)
+            address(getattr(layer, "bias", None), torch.float32, out)
+        case _:
+            raise ValueError(f"native code computes no layer of type {type(layer).__name__}")
+
+
+def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
+    """Return the address of a tensor's data, None (NULL in C) for no tensor.
+
+    Raises ValueError unless it is a contiguous CPU tensor of this dtype and shape.
+    """
+    if tensor is None:
+        return None
+    if (
+        tensor.dtype != dtype
+        or tensor.shape != shape
+        or tensor.device.type != "cpu"
+        or not tensor.is_contiguous()
+        or tensor.is_neg()  # a lazily negated view: its memory holds the values before negation
+    ):
+        actual = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        actual += f", strides {tensor.stride()}" + ", negative" * tensor.is_neg()
+        expected = f"contiguous {dtype} {shape} on the CPU"
+        raise ValueError(f"native code reads {expected}; this is {actual}")
+    return tensor.data_ptr()

@@ -1,7 +1,6 @@
 """Compilers and native layers for tests."""
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 from conftest import ROOT
+from torch import nn
 
 
 def script(file, *lines) -> str:
@@ -81,25 +81,15 @@ def random_layer(out: int, size: int, bias: bool = True) -> tuple:
 
 
 def native_linear(weight, scale=None, bias=None):
-    """Return a function that computes a float32 layer of these tensors in C for contiguous rows."""
+    """A layer of these tensors in C."""
     from native import build
-    from native.linear import LinearStruct, pack
+    from native.linear import NativeLinear
+    from quantisation.int8 import Int8Linear
 
-    library = build.load()
-    panel_width = ctypes.c_int.in_dll(library, "panel_width").value
-    panels, tail_panel = pack(weight.clone(), panel_width)
-
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        y = torch.empty(len(x), len(weight))
-        tensors = panels, tail_panel, bias
-        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        layer = LinearStruct(*addresses, *weight.shape)
-        pointers = (ctypes.c_void_p(each.data_ptr()) for each in (x, y))
-        count = ctypes.c_int(torch.get_num_threads())
-        library.linear(ctypes.byref(layer), ctypes.c_int64(len(x)), *pointers, count)
-        return y
-
-    return linear
+    layer = object.__new__(nn.Linear if scale is None else Int8Linear)
+    nn.Module.__init__(layer)
+    layer.weight, layer.scale, layer.bias = weight, scale, bias
+    return NativeLinear(layer, build.load())
 
 
 @contextlib.contextmanager
