@@ -12,7 +12,7 @@ tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 .venv/compiled: .venv/installed $(wildcard native/*.[ch]) native/build.py
 	@echo "compiling native/gpt.c, which takes some seconds, once"
 	@.venv/bin/python -c "from native.build import load; load()" 2>/dev/null || \
-	echo "there is no compiled code; torch does as well"
+	echo "there is no compiled code (python infer.py --backend native says why); torch does as well"
 	@touch $@
 
 INSTALL = .venv/bin/python -m pip install --quiet --disable-pip-version-check

@@ -82,7 +82,8 @@ class TorchRunner:
 class Model(nn.Module):
     """The base of all architectures: a pass over whole sequences, weight tying and initialisation.
 
-    An architecture adds `hidden`, `head` and the roles of its layers. Loading finds layers by role.
+    An architecture adds `hidden`, `head` and the roles of its layers. Loading and the C backend
+    find layers by role.
     ROLES: role -> the layer's name, here and in Hugging Face's files; * is the block's number.
     BASE_MODEL_PREFIX: optional prefix of names in these files. TRANSPOSED: roles of matrices that
     these files store as (in, out). IGNORED_SUFFIXES: suffixes of tensors in some of these files

@@ -1,11 +1,14 @@
 """Load the models that the options name."""
 
+import sys
+
 import torch
 
 from command_line.options import DTYPES, check_utf8
 from errors import UserError
 from loading.load import Source, load_model
 from model import Model
+from native import BuildError, kernel, use_native
 
 
 def pick_device(name: str) -> str:
@@ -39,11 +42,37 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 def load_models(names: list, args, device: str) -> list[Model]:
-    """Load models with the dtype of the options.
+    """Load models with the dtype and backend of the options.
 
-    Raises UserError for a model that cannot be loaded, or a dtype that the device does not support.
+    Raises UserError for a model that cannot be loaded, or an incompatible backend, dtype and
+    device.
     """
     for name in names:
         check_utf8("the model", str(name.name if isinstance(name, Source) else name))
     dtype = pick_dtype(args.dtype, device)
-    return [load_model(name, dtype, device) for name in names]
+    native = device == "cpu" and args.dtype == "float32"
+    if args.backend == "native" and not native:
+        required = "--device cpu and --dtype float32"
+        raise UserError(f"--backend native requires {required}, not {device} and {args.dtype}")
+    models = [load_model(name, dtype, device) for name in names]
+    if native and args.backend != "torch":
+        use_native_backend(models, is_explicit=args.backend == "native")
+    return models
+
+
+def use_native_backend(models: list[Model], is_explicit: bool) -> None:
+    """Use native kernels where possible. If is_explicit, note on stderr what they lack."""
+    is_native = False
+    for model in models:
+        try:
+            use_native(model)
+            is_native = True
+        except BuildError as error:
+            print(f"note: {error}; torch computes instead", file=sys.stderr)
+            return
+        except ValueError as error:  # weights that the kernels cannot read
+            if is_explicit:
+                print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
+    if is_explicit and is_native and ("plain C" in kernel() or "one thread" in kernel()):
+        note = f"a slow build: {kernel()}"
+        print(f"note: --backend native: {note}", file=sys.stderr)

@@ -37,13 +37,16 @@ def add_options(parser: Parser) -> None:
 
 
 def add_model_options(parser: Parser) -> None:
-    """Add the options for device and dtype."""
+    """Add the options for device, dtype and backend."""
     parser.formatter_class = HelpFormatter
     group = parser.group("model")
     devices = ("auto", "cuda", "mps", "cpu")
     group.add_argument("--device", default="auto", choices=devices, help="device to run on")
     dtype_help = "dtype of weights and activations; int8: in matmuls only"
     group.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
+    backend_help = "compute backend: native (C compiled for this CPU) or torch; auto prefers native"
+    backends = ("auto", "torch", "native")
+    group.add_argument("--backend", default="auto", choices=backends, help=backend_help)
 
 
 def add_sampling_options(parser: Parser) -> None:

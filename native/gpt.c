@@ -122,3 +122,13 @@ void linear(const Linear *l, int64_t T, const float *x, float *y, int threads) {
 #pragma omp parallel num_threads(threads)
   gemm(l, T, x, y);
 }
+
+// Look up the embeddings of T tokens in a weight (vocab_size, C). y: (T, C).
+void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
+  for (int64_t t = 0; t < T; t++, y += l->in) {
+    int64_t token = tokens[t];
+    int64_t o = token % PANEL;
+    const float *row = panel_at(l, token);
+    for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
+  }
+}

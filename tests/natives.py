@@ -1,4 +1,4 @@
-"""Compilers and native layers for tests."""
+"""Compilers, native layers and native models for tests."""
 
 import contextlib
 import os
@@ -101,6 +101,15 @@ def threads(count: int):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def with_native_linear(model):
+    """The model, with its products in C."""
+    from native import build
+    from native.linear import replace_with_native_linear
+
+    replace_with_native_linear(model, build.load())
+    return model
 
 
 def to_int8(model):
