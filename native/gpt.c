@@ -1,8 +1,10 @@
-// Matrix products with float32 weights on a CPU.
+// Matrix products with float32 or int8 weights on a CPU.
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
 // with a barrier, unless it says `nowait`.
 // Sizes: T tokens.
+#include <float.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -48,31 +50,62 @@ enum { WIDTH = 4 };
 #define MULADD(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
 #endif
 
+// A Quant is an activation rounded to an integer. dot_add_int8 adds to each int32 sum the dot
+// product of GROUP Quants, packed into the 4 bytes of `values`, and GROUP int8 weights.
+enum { GROUP = 2 };
+typedef int16_t Quant;
+typedef int32_t Sums __attribute__((vector_size(4 * WIDTH)));
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
+  for (int lane = 0; lane < WIDTH; lane++)
+    sums[lane] += (int16_t)values * w[2 * lane] + (values >> 16) * w[2 * lane + 1];
+  return sums;
+}
+
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 #define LOAD(p) (*(const Vector *)(p))
 
 // products ----------------------------------------------------------------------------------------
 //
 // A weight (out, in) is packed into panels of PANEL outputs. A panel holds the weights of its
-// outputs for the first input, then for the next, so one vector load reads the weights of adjacent
-// outputs. Each tile of TILE tokens reads the panel once and keeps its sums in registers. Products
-// are added in the order of the inputs, whatever the number of tokens, so a token's outputs do not
-// depend on its batch.
+// outputs for the first input (or GROUP inputs), then for the next, so one vector load reads the
+// weights of adjacent outputs. Each tile of TILE tokens reads the panel once and keeps its sums in
+// registers. Products are added in the order of the inputs, whatever the number of tokens, so a
+// token's outputs do not depend on its batch.
 
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
-const int panel_width = PANEL;
+const int panel_width = PANEL, int8_group = GROUP;
 
 typedef struct {
-  const float *weight;      // the full panels
-  const float *tail_panel;  // a panel for the remaining outputs, padded with zeros
-  const float *bias;        // (out), or NULL
+  const void *weight;      // the full panels, int8 with a scale, otherwise float32
+  const void *tail_panel;  // a panel for the remaining outputs, padded with zeros
+  const float *scale;      // (out), or NULL
+  const float *bias;       // (out), or NULL
   int64_t out, in;
 } Linear;
 
+// The input of a layer, (T, in). int8 weights use `values` and a scale per token. Float weights use
+// x.
+typedef struct {
+  const float *x;
+  Quant *values;  // (T, groups, GROUP)
+  float *scale;   // (T)
+} Input;
+
+static int64_t num_groups(const Linear *l) {
+  return l->scale ? (l->in + GROUP - 1) / GROUP : l->in;
+}
+
+INLINE Input input_at(const Linear *l, Input in, int64_t t) {
+  Quant *values = in.values + t * num_groups(l) * GROUP;
+  return (Input){in.x + t * l->in, values, in.scale + t};
+}
+
 // Return the panel of output o.
-static const float *panel_at(const Linear *l, int64_t o) {
+static const void *panel_at(const Linear *l, int64_t o) {
   int64_t full = l->out - l->out % PANEL;
-  return o < full ? l->weight + o / PANEL * PANEL * l->in : l->tail_panel;
+  int64_t bytes = l->scale ? GROUP : sizeof(float);
+  int64_t size = PANEL * num_groups(l) * bytes;
+  return o < full ? (const char *)l->weight + o / PANEL * size : l->tail_panel;
 }
 
 // Multiply T tokens by a panel of weights. x: (T, in). Each block of BLOCK inputs has its own sum,
@@ -92,21 +125,47 @@ INLINE void gemm_float(const int T, int64_t in, const float *w, const float *x, 
   }
 }
 
+// Multiply T tokens by a panel of int8 weights. The sums are exact. x: (T, groups, GROUP).
+INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant *x,
+                      Sums sums[T][VECTORS]) {
+  for (int64_t i = 0; i < groups; i++, w += PANEL * GROUP)
+    for (int t = 0; t < T; t++) {
+      int32_t x4;
+      memcpy(&x4, x + (t * groups + i) * GROUP, 4);
+      for (int v = 0; v < VECTORS; v++)
+        sums[t][v] = dot_add_int8(sums[t][v], x4, w + v * WIDTH * GROUP);
+    }
+}
+
 // Write outputs o to o + PANEL - 1 of T tokens to y, (T, out).
-INLINE void panel_gemm(const int T, const Linear *l, int64_t o, const float *x, float *y) {
+INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float *y) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
-  gemm_float(T, l->in, panel_at(l, o), x, dots);
+  if (l->scale) {
+    Sums sums[T][VECTORS];
+    int32_t acc[T][PANEL];
+    const float *scale = l->scale;
+    memset(sums, 0, sizeof sums);
+    gemm_int8(T, num_groups(l), panel_at(l, o), in.values, sums);
+    memcpy(acc, sums, sizeof acc);
+    for (int t = 0; t < T; t++)
+      for (int64_t i = 0; i < count; i++)
+        dots[t][i] = acc[t][i] * (in.scale[t] * scale[o + i]);
+  } else {
+    gemm_float(T, l->in, panel_at(l, o), in.x, dots);
+  }
   for (int t = 0; t < T; t++)
-    for (int64_t i = 0; i < count; i++)
-      y[t * l->out + o + i] = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
+    for (int64_t i = 0; i < count; i++) {
+      float *out = y + t * l->out + o + i;
+      *out = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
+    }
 }
 
 // Compute all outputs of T tokens, without a barrier at the end. y: (T, out).
-static void gemm(const Linear *l, int64_t T, const float *x, float *y) {
-#define CASE(n)                                         \
-  case n:                                               \
-    panel_gemm(n, l, o, x + t * l->in, y + t * l->out); \
+static void gemm(const Linear *l, int64_t T, Input in, float *y) {
+#define CASE(n)                                              \
+  case n:                                                    \
+    panel_gemm(n, l, o, input_at(l, in, t), y + t * l->out); \
     break;
 #pragma omp for schedule(static) collapse(2) nowait
   for (int64_t o = 0; o < l->out; o += PANEL)
@@ -117,10 +176,42 @@ static void gemm(const Linear *l, int64_t T, const float *x, float *y) {
       }
 }
 
-// Compute the outputs y of a layer, (T, out). x: (T, in).
-void linear(const Linear *l, int64_t T, const float *x, float *y, int threads) {
+// Quantise n floats to integers from -127 to 127 and a scale, bit-identical to quantize
+// in quantisation/int8.py.
+static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
+  int32_t largest = 0;  // bits of |x|, which order as the floats do, with NaN above infinity
+  for (int64_t i = 0; i < n; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, 4);
+    bits &= INT32_MAX;
+    largest = bits > largest ? bits : largest;
+  }
+  float max;
+  memcpy(&max, &largest, 4);
+  *scale = max / 127 < FLT_MIN ? FLT_MIN : max / 127;
+  if (*scale <= FLT_MAX)
+    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / *scale);
+  else
+    for (int64_t i = 0; i < n; i++) values[i] = 0;  // 0 times an infinite scale is NaN
+}
+
+static void quantize_token(const Linear *l, Input in, int64_t t) {
+  Input token = input_at(l, in, t);
+  quantize(l->in, token.x, token.values, token.scale);
+}
+
+// Compute the outputs y of a layer, (T, out). x: (T, in). values, scale: scratch for an Input.
+void linear(const Linear *l, int64_t T, const float *x, Quant *values, float *scale, float *y,
+            int threads) {
+  Input in = {x, values, scale};
 #pragma omp parallel num_threads(threads)
-  gemm(l, T, x, y);
+  {
+    if (l->scale) {
+#pragma omp for
+      for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
+    }
+    gemm(l, T, in, y);
+  }
 }
 
 // Look up the embeddings of T tokens in a weight (vocab_size, C). y: (T, C).
@@ -129,6 +220,11 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     int64_t token = tokens[t];
     int64_t o = token % PANEL;
     const float *row = panel_at(l, token);
-    for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
+    const int8_t *row8 = panel_at(l, token);
+    if (l->scale)
+      for (int64_t i = 0; i < l->in; i++)
+        y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
+    else
+      for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
   }
 }

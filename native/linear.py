@@ -6,68 +6,92 @@ import math
 import torch
 import torch.nn as nn
 
+from quantisation.int8 import Int8Linear
+
 
 class LinearStruct(ctypes.Structure):
     """The struct Linear of gpt.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "tail_panel", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weight", "tail_panel", "scale", "bias")),
         *((name, ctypes.c_int64) for name in ("out_features", "in_features")),
     ]
 
 
-def pack(weight: torch.Tensor, panel_width: int) -> tuple[torch.Tensor, torch.Tensor]:
+INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
+
+
+def pack(
+    weight: torch.Tensor, panel_width: int, group_size: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack a weight (out, in) in place into panels of `panel_width` outputs.
 
-    Returns the full panels, (out // panel_width, in, panel_width), and a tail panel for the
-    remaining outputs, padded with zeros.
+    Returns the full panels, (out // panel_width, groups, panel_width), each element a group of
+    weights, and a tail panel for the remaining outputs, padded with zeros. If `in` is not a
+    multiple of the group size, a copy of the weight with zero-padded rows is packed instead.
     """
-    full = len(weight) - len(weight) % panel_width
-    panels = weight[:full].view(full // panel_width, weight.shape[1], panel_width)
-    for panel, rows in zip(panels, weight.split(panel_width)):  # they share their memory
+    if weight.shape[1] % group_size:
+        weight = nn.functional.pad(weight, (0, -weight.shape[1] % group_size))
+    units = weight.flatten().view(INT_OF_SIZE[weight.itemsize * group_size])  # flat: in may be 0
+    units = units.view(len(weight), weight.shape[1] // group_size)
+    full = len(units) - len(units) % panel_width
+    panels = units[:full].view(full // panel_width, units.shape[1], panel_width)
+    for panel, rows in zip(panels, units.split(panel_width)):  # they share their memory
         panel.copy_(rows.clone().t())
-    tail_panel = weight.new_zeros(weight.shape[1], panel_width)
-    tail_panel[:, : len(weight) - full] = weight[full:].t()
+    tail_panel = units.new_zeros(units.shape[1], panel_width)
+    tail_panel[:, : len(units) - full] = units[full:].t()
     return panels, tail_panel
 
 
 class NativeLinear(nn.Module):
-    """A linear layer in C with float32 weights.
+    """A linear layer in C with float32 or int8 weights (one scale per row).
 
     The weight is packed in place, so the replaced layer cannot be used any more. Raises ValueError,
     before anything changes, for tensors that C cannot read.
     """
 
-    def __init__(self, layer: nn.Linear | nn.Embedding, library: ctypes.CDLL):
+    def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
         super().__init__()
         self.out_features, self.in_features = layer.weight.shape
         check_layer(layer, self.out_features, self.in_features)
-        panel_width = ctypes.c_int.in_dll(library, "panel_width").value
+        names = "panel_width", "int8_group"
+        panel_width, int8_group = (ctypes.c_int.in_dll(library, name).value for name in names)
+        weight = layer.weight.detach()
+        scale = None
+        match layer:
+            case Int8Linear():
+                group_size = int8_group
+                scale = layer.scale
+            case _:
+                group_size = 1
         self.library = library
-        panels, tail_panel = pack(layer.weight.detach(), panel_width)
-        self.register_buffer("weight", panels)
-        self.register_buffer("tail_panel", tail_panel)
+        panels, tail_panel = pack(weight, panel_width, group_size)
+        buffers = {"weight": panels, "tail_panel": tail_panel, "scale": scale}
+        for name, tensor in buffers.items():
+            self.register_buffer(name, tensor)
         self.bias = getattr(layer, "bias", None)
 
     def struct(self) -> LinearStruct:
         """Return the layer's C struct. It holds addresses, so the tensors must not move."""
-        tensors = self.weight, self.tail_panel, self.bias
+        tensors = self.weight, self.tail_panel, self.scale, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return LinearStruct(*addresses, self.out_features, self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute `F.linear`.
+        """Compute `F.linear`, or `int8_linear` bit for bit.
 
         x: (..., in_features), float32, contiguous or not. Raises ValueError for any other input.
         """
         rows = math.prod(x.shape[:-1])
         x2d = x.reshape(rows, x.shape[-1]).contiguous()
         y = torch.empty(rows, self.out_features)
+        values = torch.empty(rows, self.in_features + 4, dtype=torch.int16)  # quantised x
+        x_scale = torch.empty(rows)
         self.library.linear(
             ctypes.byref(self.struct()),
             ctypes.c_int64(rows),
             ctypes.c_void_p(address(x2d, torch.float32, rows, self.in_features)),
-            ctypes.c_void_p(y.data_ptr()),
+            *(ctypes.c_void_p(each.data_ptr()) for each in (values, x_scale, y)),
             ctypes.c_int(torch.get_num_threads()),
         )
         return y.view(*x.shape[:-1], self.out_features)
@@ -111,7 +135,7 @@ def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
 
     for module in list(model.modules()):
         for name, layer in module.named_children():
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, nn.Linear | Int8Linear) and layer is not embedding:
                 setattr(module, name, native_layer(layer))
     model.set_submodule(model.path("embedding"), NativeEmbedding(native_layer(embedding)))
 
@@ -119,6 +143,10 @@ def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
 def check_layer(layer: nn.Module, out: int, size: int) -> None:
     """Raise ValueError if C cannot read a layer with `out` outputs and `size` inputs."""
     match layer:
+        case Int8Linear():
+            address(layer.weight, torch.int8, out, size)
+            address(layer.scale, torch.float32, out)
+            address(layer.bias, torch.float32, out)
         case nn.Linear() | nn.Embedding():
             address(layer.weight, torch.float32, out, size)
             address(getattr(layer, "bias", None), torch.float32, out)
