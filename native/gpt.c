@@ -18,48 +18,76 @@
 
 // instruction sets --------------------------------------------------------------------------------
 //
-// Vectors hold WIDTH floats. MULADD is a * b + c in float32.
+// Vectors hold WIDTH floats or int32 sums. MULADD is a * b + c in float32. dot_add_int8 adds to
+// each int32 sum the dot product of GROUP Quants, packed into the 4 bytes of `values`, and GROUP
+// int8 weights. A Quant is an activation rounded to an integer, plus ZERO_POINT, because VNNI takes
+// unsigned bytes.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
 enum { WIDTH = 16 };
+typedef __m512i Sums;
 #define MULADD(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #ifdef __AVX512VNNI__
 const char kernel[64] = "AVX-512 VNNI" THREADS;
+enum { GROUP = 4, ZERO_POINT = 128 };
+typedef uint8_t Quant;
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
+  return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(values), _mm512_loadu_si512(w));
+}
 #else
 const char kernel[64] = "AVX-512" THREADS;
+enum { GROUP = 2, ZERO_POINT = 0 };
+typedef int16_t Quant;
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
+  __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)w));
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_set1_epi32(values), wide));
+}
 #endif
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 const char kernel[64] = "AVX2" THREADS;
-enum { WIDTH = 8 };
+enum { WIDTH = 8, GROUP = 2, ZERO_POINT = 0 };
+typedef __m256i Sums;
+typedef int16_t Quant;
 #define MULADD(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
+  __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w));
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_set1_epi32(values), wide));
+}
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 const char kernel[64] = "NEON" THREADS;
-enum { WIDTH = 4 };
+enum { WIDTH = 4, GROUP = 4, ZERO_POINT = 0 };
+typedef int32x4_t Sums;
+typedef int8_t Quant;
 #define MULADD(a, b, c) (Vector)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
+  return vdotq_s32(sums, vreinterpretq_s8_s32(vdupq_n_s32(values)), vld1q_s8(w));
+}
 #elif defined(__wasm_simd128__)
 #include <wasm_simd128.h>
 const char kernel[64] = "WebAssembly" THREADS;
-enum { WIDTH = 4 };
+enum { WIDTH = 4, GROUP = 2, ZERO_POINT = 0 };
+typedef v128_t Sums;
+typedef int16_t Quant;
 #define MULADD(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
+INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
+  v128_t wide = wasm_i16x8_load8x8(w);
+  return wasm_i32x4_add(sums, wasm_i32x4_dot_i16x8(wasm_i32x4_splat(values), wide));
+}
 #else
 const char kernel[64] = "plain C" THREADS;
-enum { WIDTH = 4 };
-#define MULADD(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
-#endif
-
-// A Quant is an activation rounded to an integer. dot_add_int8 adds to each int32 sum the dot
-// product of GROUP Quants, packed into the 4 bytes of `values`, and GROUP int8 weights.
-enum { GROUP = 2 };
+enum { WIDTH = 4, GROUP = 2, ZERO_POINT = 0 };
+typedef int32_t Sums __attribute__((vector_size(16)));
 typedef int16_t Quant;
-typedef int32_t Sums __attribute__((vector_size(4 * WIDTH)));
+#define MULADD(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
 INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
   for (int lane = 0; lane < WIDTH; lane++)
     sums[lane] += (int16_t)values * w[2 * lane] + (values >> 16) * w[2 * lane + 1];
   return sums;
 }
+#endif
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 #define LOAD(p) (*(const Vector *)(p))
@@ -73,13 +101,14 @@ typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alia
 // token's outputs do not depend on its batch.
 
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
-const int panel_width = PANEL, int8_group = GROUP;
+const int panel_width = PANEL, int8_group = GROUP, activation_zero_point = ZERO_POINT;
 
 typedef struct {
-  const void *weight;      // the full panels, int8 with a scale, otherwise float32
-  const void *tail_panel;  // a panel for the remaining outputs, padded with zeros
-  const float *scale;      // (out), or NULL
-  const float *bias;       // (out), or NULL
+  const void *weight;            // the full panels, int8 with a scale, otherwise float32
+  const void *tail_panel;        // a panel for the remaining outputs, padded with zeros
+  const float *scale;            // (out), or NULL
+  const uint32_t *compensation;  // (out), added to int8 sums modulo 2**32 to undo ZERO_POINT
+  const float *bias;             // (out), or NULL
   int64_t out, in;
 } Linear;
 
@@ -143,14 +172,14 @@ INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float 
   float dots[T][PANEL];
   if (l->scale) {
     Sums sums[T][VECTORS];
-    int32_t acc[T][PANEL];
+    uint32_t acc[T][PANEL];
     const float *scale = l->scale;
     memset(sums, 0, sizeof sums);
     gemm_int8(T, num_groups(l), panel_at(l, o), in.values, sums);
     memcpy(acc, sums, sizeof acc);
     for (int t = 0; t < T; t++)
       for (int64_t i = 0; i < count; i++)
-        dots[t][i] = acc[t][i] * (in.scale[t] * scale[o + i]);
+        dots[t][i] = (int32_t)(acc[t][i] + l->compensation[o + i]) * (in.scale[t] * scale[o + i]);
   } else {
     gemm_float(T, l->in, panel_at(l, o), in.x, dots);
   }
@@ -176,8 +205,8 @@ static void gemm(const Linear *l, int64_t T, Input in, float *y) {
       }
 }
 
-// Quantise n floats to integers from -127 to 127 and a scale, bit-identical to quantize
-// in quantisation/int8.py.
+// Quantise n floats to integers from -127 to 127, plus ZERO_POINT, and a scale, bit-identical to
+// quantize in quantisation/int8.py.
 static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
   int32_t largest = 0;  // bits of |x|, which order as the floats do, with NaN above infinity
   for (int64_t i = 0; i < n; i++) {
@@ -190,9 +219,9 @@ static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
   memcpy(&max, &largest, 4);
   *scale = max / 127 < FLT_MIN ? FLT_MIN : max / 127;
   if (*scale <= FLT_MAX)
-    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / *scale);
+    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / *scale) + ZERO_POINT;
   else
-    for (int64_t i = 0; i < n; i++) values[i] = 0;  // 0 times an infinite scale is NaN
+    for (int64_t i = 0; i < n; i++) values[i] = ZERO_POINT;  // 0 times an infinite scale is NaN
 }
 
 static void quantize_token(const Linear *l, Input in, int64_t t) {

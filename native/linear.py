@@ -13,7 +13,10 @@ class LinearStruct(ctypes.Structure):
     """The struct Linear of gpt.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "tail_panel", "scale", "bias")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("weight", "tail_panel", "scale", "compensation", "bias")
+        ),
         *((name, ctypes.c_int64) for name in ("out_features", "in_features")),
     ]
 
@@ -54,26 +57,31 @@ class NativeLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = layer.weight.shape
         check_layer(layer, self.out_features, self.in_features)
-        names = "panel_width", "int8_group"
-        panel_width, int8_group = (ctypes.c_int.in_dll(library, name).value for name in names)
+        names = "panel_width", "int8_group", "activation_zero_point"
+        panel_width, int8_group, zero_point = (
+            ctypes.c_int.in_dll(library, name).value for name in names
+        )
         weight = layer.weight.detach()
-        scale = None
+        scale = compensation = None
         match layer:
             case Int8Linear():
                 group_size = int8_group
                 scale = layer.scale
+                # In chunks of rows, because torch converts all values to int32 before it sums.
+                sums = [rows.sum(dim=1, dtype=torch.int32) for rows in weight.split(1024)]
+                compensation = -zero_point * torch.cat(sums)
             case _:
                 group_size = 1
         self.library = library
         panels, tail_panel = pack(weight, panel_width, group_size)
         buffers = {"weight": panels, "tail_panel": tail_panel, "scale": scale}
-        for name, tensor in buffers.items():
+        for name, tensor in (buffers | {"compensation": compensation}).items():
             self.register_buffer(name, tensor)
         self.bias = getattr(layer, "bias", None)
 
     def struct(self) -> LinearStruct:
         """Return the layer's C struct. It holds addresses, so the tensors must not move."""
-        tensors = self.weight, self.tail_panel, self.scale, self.bias
+        tensors = self.weight, self.tail_panel, self.scale, self.compensation, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return LinearStruct(*addresses, self.out_features, self.in_features)
 
