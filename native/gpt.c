@@ -1,8 +1,8 @@
-// Matrix products with float32 or int8 weights on a CPU.
+// Parts of the forward pass of GPT-2 on a CPU, with float32 or int8 weights.
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
 // with a barrier, unless it says `nowait`.
-// Sizes: T tokens.
+// Sizes: T tokens, C channels (n_embd).
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -90,6 +90,7 @@ INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
 #endif
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef float Float4 __attribute__((vector_size(16)));
 #define LOAD(p) (*(const Vector *)(p))
 
 // products ----------------------------------------------------------------------------------------
@@ -256,4 +257,56 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     else
       for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
   }
+}
+
+// parts of a pass ---------------------------------------------------------------------------------
+//
+// No multiply-add here is contracted to an FMA, and every sum has a fixed order, so each part is
+// bit-identical on every processor.
+
+enum { NUM_PARTIALS = 16 };  // partial sums of a dot product, whatever WIDTH is
+
+typedef struct {
+  const float *weight, *bias;  // (C)
+} Norm;
+
+// Return the dot product of a and b, or the sum of a if b is NULL. The NUM_PARTIALS
+// partial sums are reduced as a tree, the upper half added to the lower, unrolled so that they stay
+// in registers.
+INLINE float dot(int64_t n, const float *a, const float *b) {
+  Vector sums[NUM_PARTIALS / WIDTH] = {0};
+  int64_t i = 0;
+  for (; i + NUM_PARTIALS <= n; i += NUM_PARTIALS)
+    for (int s = 0; s < NUM_PARTIALS / WIDTH; s++) {
+      Vector x = LOAD(a + i + s * WIDTH);
+      if (b) x *= LOAD(b + i + s * WIDTH);
+      sums[s] += x;
+    }
+  if (i < n) {
+    float partial[NUM_PARTIALS];
+    memcpy(partial, sums, sizeof partial);
+    for (int l = 0; i < n; l++, i++) partial[l] += b ? a[i] * b[i] : a[i];
+    memcpy(sums, partial, sizeof partial);
+  }
+  Float4 quads[NUM_PARTIALS / 4];
+  memcpy(quads, sums, sizeof quads);
+  Float4 quad = (quads[0] + quads[2]) + (quads[1] + quads[3]);
+  return (quad[0] + quad[2]) + (quad[1] + quad[3]);
+}
+
+INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
+
+// x and y: (T, C).
+void layer_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += C, y += C) {
+    float mean = sum(C, x) / C;
+    for (int64_t i = 0; i < C; i++) y[i] = x[i] - mean;
+    float factor = 1 / sqrtf(dot(C, y, y) / C + eps);
+    for (int64_t i = 0; i < C; i++) y[i] = y[i] * factor * norm->weight[i] + norm->bias[i];
+  }
+}
+
+void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
+  for (int64_t i = 0; i < n; i++)
+    y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
 }
