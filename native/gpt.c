@@ -2,7 +2,7 @@
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
 // with a barrier, unless it says `nowait`.
-// Sizes: T tokens, C channels (n_embd).
+// Sizes: T tokens, C channels (n_embd), D channels per head (head_dim).
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -309,4 +309,114 @@ void layer_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *
 void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
   for (int64_t i = 0; i < n; i++)
     y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+}
+
+// attention ---------------------------------------------------------------------------------------
+//
+// softmax(q k / sqrt(D)) v in three steps: qk_dots, softmax, accumulate_values. N and D are
+// compile-time constants where possible, so that loops over them unroll.
+
+// The cache of one sequence for one layer and one head, in pages of (page_size, D) floats.
+typedef struct {
+  float *keys, *values;  // of page 0
+  int64_t page_stride;   // floats
+  int64_t page_size;
+  const int64_t *page_table;  // of the sequence
+  int64_t length;             // positions that the query sees
+} KVView;
+
+INLINE float *key_page(const KVView *kv, int64_t i) {
+  return kv->keys + kv->page_table[i] * kv->page_stride;
+}
+
+INLINE float *value_page(const KVView *kv, int64_t i) {
+  return kv->values + kv->page_table[i] * kv->page_stride;
+}
+
+// Prefetch n floats. Pages lie anywhere in memory, so the CPU cannot predict the next one.
+INLINE void prefetch(int64_t n, const float *x) {
+  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a cache line is 64 bytes
+}
+
+// Step 1: compute the dot product of a query with each key. scores: (length).
+INLINE void qk_dots(const int64_t D, const KVView *kv, const float *q, float *scores) {
+  int64_t length = kv->length;
+  int64_t size = kv->page_size;
+  for (int64_t start = 0, page = 0; start < length; start += size, page++) {
+    int64_t n = length - start < size ? length - start : size;
+    const float *key = key_page(kv, page);
+    const float *next = start + size < length ? key_page(kv, page + 1) : value_page(kv, 0);
+    for (int64_t i = 0; i < n; i++) {
+      prefetch(D, next + i * D);
+      scores[start + i] = dot(D, q, key + i * D);
+    }
+  }
+}
+
+// Step 2: replace the scores with exponentials, at most 1 so that none overflows. Return their sum,
+// by which step 3 divides its result, because dividing each score takes longer.
+INLINE float softmax(int64_t D, int64_t length, float *scores) {
+  float factor = 1 / sqrtf(D);
+  float max = -INFINITY;
+  for (int64_t i = 0; i < length; i++) max = scores[i] > max ? scores[i] : max;
+  for (int64_t i = 0; i < length; i++) scores[i] = exponential((scores[i] - max) * factor);
+  return sum(length, scores);
+}
+
+// Step 3 for columns d to d + N * WIDTH - 1 of the values: add each value times its score. scores:
+// (length). y: (D).
+INLINE void accumulate_columns(const int N, const int64_t D, const KVView *kv, int64_t d,
+                               const float *scores, float *y) {
+  Vector sums[4] = {0};
+  int64_t length = kv->length;
+  int64_t size = kv->page_size;
+  for (int64_t start = 0, page = 0; start < length; start += size, page++) {
+    int64_t end = length - start < size ? length : start + size;
+    const float *value = value_page(kv, page) + d;
+    const float *next = NULL;
+    if (end < length) next = value_page(kv, page + 1) + d;
+    for (int64_t i = start; i < end; i++, value += D) {
+      if (next) prefetch(N * WIDTH, next + (i - start) * D);
+      for (int j = 0; j < N; j++) sums[j] += scores[i] * LOAD(value + j * WIDTH);
+    }
+  }
+  for (int j = 0; j < N; j++) *(Vector *)(y + d + j * WIDTH) = sums[j];
+}
+
+// Step 3: compute all columns and divide them by the sum of step 2.
+INLINE void accumulate_values(const int64_t D, const KVView *kv, const float *scores, float sum,
+                              float *y) {
+  int64_t d = 0;
+  for (; d + 4 * WIDTH <= D; d += 4 * WIDTH) accumulate_columns(4, D, kv, d, scores, y);
+  for (; d + WIDTH <= D; d += WIDTH) accumulate_columns(1, D, kv, d, scores, y);
+  for (; d < D; d++) {
+    float acc = 0;
+    for (int64_t i = 0; i < kv->length; i++) {
+      const float *value = value_page(kv, i / kv->page_size) + i % kv->page_size * D;
+      acc += scores[i] * value[d];
+    }
+    y[d] = acc;
+  }
+  for (d = 0; d < D; d++) y[d] /= sum;
+}
+
+INLINE void query_attention(const int64_t D, const KVView *kv, const float *q, float *scores,
+                            float *y) {
+  qk_dots(D, kv, q, scores);
+  float sum = softmax(D, kv->length, scores);
+  accumulate_values(D, kv, scores, sum, y);
+}
+
+// Attend with one query of one head, (D). y: (D). scores: scratch, (length).
+static void attend_query(int64_t D, const KVView *kv, const float *q, float *scores, float *y) {
+  if (D == 64)  // as in GPT-2
+    query_attention(64, kv, q, scores, y);
+  else
+    query_attention(D, kv, q, scores, y);
+}
+
+// Attend with one query of one head. Exported for tests, which compare it with torch.
+void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
+            const float *q, float *k, float *v, float *scores, float *y) {
+  attend_query(D, &(KVView){k, v, stride, size, pages, length}, q, scores, y);
 }
