@@ -50,6 +50,15 @@ class GPTConfig:
         """Return the number of key-value heads: in GPT-2 all heads."""
         return self.n_head
 
+    @property
+    def n_inner(self) -> int:
+        """Return the width inside the MLP."""
+        return 4 * self.n_embd
+
+    @property
+    def norm_eps(self) -> float:
+        return self.layer_norm_epsilon
+
 
 def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Let each position attend to itself and earlier ones. Tensors: (B, T, heads, head_dim).
@@ -63,7 +72,8 @@ def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 class TorchRunner:
     """The torch backend: computes logits.
 
-    The model is an argument of each call, so a runner keeps no model alive.
+    A backend is a class with this method; `Model.runner` is the model's backend. The model is
+    an argument of each call, so a runner keeps no model alive.
     """
 
     def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
@@ -96,13 +106,13 @@ class Model(nn.Module):
     TRANSPOSED: tuple[str, ...] = ()
     IGNORED_SUFFIXES: tuple[str, ...] = ()
 
-    def path(self, role: str) -> str:
-        """Return the name of the layer with this role."""
-        return self.ROLES[role]
+    def path(self, role: str, *numbers: int) -> str:
+        """Return the name of the layer with this role. numbers: of its block, if any."""
+        return self.ROLES[role].replace("*", "{}").format(*numbers)
 
-    def layer(self, role: str) -> nn.Module:
-        """Return the layer with this role."""
-        return self.get_submodule(self.path(role))
+    def layer(self, role: str, *numbers: int) -> nn.Module | None:
+        """Return the layer with this role; None if this architecture has none."""
+        return self.get_submodule(self.path(role, *numbers)) if role in self.ROLES else None
 
     def role(self, name: str) -> str:
         """Return the role of the layer whose weight or bias has this name."""

@@ -6,6 +6,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+#ifdef _OPENMP
+#include <omp.h>
+#else
+INLINE int omp_get_thread_num(void) { return 0; }
+#endif
+
 // Return exp(x), with x clamped to -87..88. NaN stays NaN. As in Cephes' expf, the result is 2**n
 // times a polynomial in r = x - n ln 2, where n is x / ln 2 rounded to an integer. No branches, so
 // the compiler can vectorise it.

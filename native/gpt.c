@@ -1,8 +1,8 @@
 // Parts of the forward pass of GPT-2 on a CPU, with float32 or int8 weights.
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
-// with a barrier, unless it says `nowait`.
-// Sizes: T tokens, C channels (n_embd), D channels per head (head_dim).
+// with a barrier, unless it says `nowait`. Every thread executes the remaining code.
+// Sizes: T tokens, C channels (n_embd), H heads, D channels per head (head_dim).
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -167,8 +167,8 @@ INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant 
     }
 }
 
-// Write outputs o to o + PANEL - 1 of T tokens to y, (T, out).
-INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float *y) {
+// Write outputs o to o + PANEL - 1 of T tokens to y, (T, out), or add them to y with `add`.
+INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
   if (l->scale) {
@@ -187,15 +187,16 @@ INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float 
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < count; i++) {
       float *out = y + t * l->out + o + i;
-      *out = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
+      float output = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
+      *out = add ? *out + output : output;
     }
 }
 
 // Compute all outputs of T tokens, without a barrier at the end. y: (T, out).
-static void gemm(const Linear *l, int64_t T, Input in, float *y) {
-#define CASE(n)                                              \
-  case n:                                                    \
-    panel_gemm(n, l, o, input_at(l, in, t), y + t * l->out); \
+static void gemm(const Linear *l, int64_t T, Input in, float *y, int add) {
+#define CASE(n)                                                   \
+  case n:                                                         \
+    panel_gemm(n, l, o, input_at(l, in, t), y + t * l->out, add); \
     break;
 #pragma omp for schedule(static) collapse(2) nowait
   for (int64_t o = 0; o < l->out; o += PANEL)
@@ -240,7 +241,7 @@ void linear(const Linear *l, int64_t T, const float *x, Quant *values, float *sc
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
     }
-    gemm(l, T, in, y);
+    gemm(l, T, in, y, 0);
   }
 }
 
@@ -269,6 +270,29 @@ enum { NUM_PARTIALS = 16 };  // partial sums of a dot product, whatever WIDTH is
 typedef struct {
   const float *weight, *bias;  // (C)
 } Norm;
+
+typedef struct {
+  Norm attn_norm, mlp_norm;
+  Linear attn_in, attn_out;  // in: query, key and value in one fused layer
+  Linear mlp_in, mlp_out;
+} Layer;
+
+typedef struct {
+  int64_t n_layer, n_head, head_dim, n_embd;
+  int64_t max_width;  // the most floats per token in a buffer
+  float eps;
+  Linear embedding, head;  // (vocab_size, C); they may share their weight
+  const float *wpe;        // (block_size, C), the position embeddings
+  Norm norm;
+  const Layer *layers;
+} Model;
+
+typedef struct {
+  float *cache;  // keys and values, (n_layer, 2, num_pages, H, page_size, D)
+  int64_t num_pages, page_size;
+  int64_t token, position;    // the token's id, and its position in its sequence
+  const int64_t *page_table;  // of the sequence
+} Pass;
 
 // Return the dot product of a and b, or the sum of a if b is NULL. The NUM_PARTIALS
 // partial sums are reduced as a tree, the upper half added to the lower, unrolled so that they stay
@@ -419,4 +443,39 @@ static void attend_query(int64_t D, const KVView *kv, const float *q, float *sco
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
             const float *q, float *k, float *v, float *scores, float *y) {
   attend_query(D, &(KVView){k, v, stride, size, pages, length}, q, scores, y);
+}
+
+// Return a view of the cached sequence, up to the token.
+static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t head) {
+  int64_t head_size = p->page_size * m->head_dim;
+  int64_t page_stride = m->n_head * head_size;
+  int64_t layer_size = p->num_pages * page_stride;  // the keys or the values of a layer
+  float *keys = p->cache + 2 * layer * layer_size + head * head_size;
+  return (KVView){
+      .keys = keys,
+      .values = keys + layer_size,
+      .page_stride = page_stride,
+      .page_size = p->page_size,
+      .page_table = p->page_table,
+      .length = p->position + 1,
+  };
+}
+
+// Store the key and the value of a token, (D) each, at its position, the last of the view.
+static void append_kv(const KVView *kv, int64_t D, const float *key, const float *value) {
+  int64_t page = (kv->length - 1) / kv->page_size;
+  int64_t offset = (kv->length - 1) % kv->page_size * D;
+  memcpy(key_page(kv, page) + offset, key, D * sizeof(float));
+  memcpy(value_page(kv, page) + offset, value, D * sizeof(float));
+}
+
+// a pass ------------------------------------------------------------------------------------------
+
+static void embed(const Model *m, const Pass *p, float *x) {
+  int64_t C = m->n_embd;
+#pragma omp single
+  {
+    get_rows(&m->embedding, 1, &p->token, x);
+    for (int64_t i = 0; i < C; i++) x[i] += m->wpe[p->position * C + i];
+  }
 }
