@@ -70,7 +70,7 @@ def use_native_backend(models: list[Model], is_explicit: bool) -> None:
         except BuildError as error:
             print(f"note: {error}; torch computes instead", file=sys.stderr)
             return
-        except ValueError as error:  # weights that the kernels cannot read
+        except ValueError as error:  # such as an architecture that gpt.c does not support
             if is_explicit:
                 print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
     if is_explicit and is_native and ("plain C" in kernel() or "one thread" in kernel()):

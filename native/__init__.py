@@ -2,16 +2,16 @@
 
 import torch
 
-from native.build import BuildError, kernel, load
-from native.linear import replace_with_native_linear
+from native.build import BuildError, kernel
+from native.step import NativeRunner
 
-__all__ = ["BuildError", "kernel", "use_native"]
+__all__ = ["BuildError", "NativeRunner", "kernel", "use_native"]
 
 
 def use_native(model: torch.nn.Module) -> None:
-    """Run a model's linear layers and token embedding in C.
+    """Run a model in C: decode steps with a KV cache, only linear layers in all other passes.
 
-    The weights are packed in place. Raises BuildError, and ValueError for weights that C cannot
-    read.
+    The weights are packed in place. Raises BuildError and ValueError as `NativeRunner` does, and
+    then leaves the model unchanged.
     """
-    replace_with_native_linear(model, load())
+    model.runner = NativeRunner(model)

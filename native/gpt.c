@@ -1,4 +1,4 @@
-// Parts of the forward pass of GPT-2 on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2 on a CPU, with float32 or int8 weights.
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
 // with a barrier, unless it says `nowait`. Every thread executes the remaining code.
@@ -263,7 +263,8 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 // parts of a pass ---------------------------------------------------------------------------------
 //
 // No multiply-add here is contracted to an FMA, and every sum has a fixed order, so each part is
-// bit-identical on every processor.
+// bit-identical on every processor. With int8 weights the logits are too, because their dot
+// products are exact.
 
 enum { NUM_PARTIALS = 16 };  // partial sums of a dot product, whatever WIDTH is
 
@@ -469,6 +470,19 @@ static void append_kv(const KVView *kv, int64_t D, const float *key, const float
   memcpy(value_page(kv, page) + offset, value, D * sizeof(float));
 }
 
+// Append the key and the value of each head to the cache, then attend. qkv: (3, H, D). y: (H, D).
+static void attention(const Model *m, const Pass *p, int64_t layer, const float *qkv, float *scores,
+                      float *y) {
+  int64_t H = m->n_head, D = m->head_dim;
+#pragma omp for schedule(static)
+  for (int64_t h = 0; h < H; h++) {
+    KVView kv = kv_view(m, p, layer, h);
+    const float *q = qkv + h * D;
+    append_kv(&kv, D, q + H * D, q + 2 * H * D);
+    attend_query(D, &kv, q, scores, y + h * D);
+  }
+}
+
 // a pass ------------------------------------------------------------------------------------------
 
 static void embed(const Model *m, const Pass *p, float *x) {
@@ -477,5 +491,54 @@ static void embed(const Model *m, const Pass *p, float *x) {
   {
     get_rows(&m->embedding, 1, &p->token, x);
     for (int64_t i = 0; i < C; i++) x[i] += m->wpe[p->position * C + i];
+  }
+}
+
+// Compute the outputs of a layer for the token and write them to y, or add them to y with `add`.
+static void project(const Linear *l, Input in, float *y, int add) {
+  if (l->scale) quantize_token(l, in, 0);
+  gemm(l, 1, in, y, add);
+#pragma omp barrier
+}
+
+// Return the scratch size for an Input of one token: x, scale and values.
+static int64_t input_floats(const Model *m) { return 2 * (m->max_width + GROUP) + 1; }
+
+int64_t work_floats(const Model *m, int64_t length, int threads) {
+  return 3 * m->max_width + threads * (length + input_floats(m));
+}
+
+// Run a forward pass of one token. logits: (vocab_size). work: scratch, (work_floats).
+void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int threads) {
+  int64_t C = m->n_embd;
+  int64_t length = p->position + 1;
+  float *x = work;  // the residual stream
+  float *y = x + m->max_width;
+  float *wide = y + m->max_width;
+  float *all_scores = wide + m->max_width;
+  float *all_inputs = all_scores + threads * length;
+#pragma omp parallel num_threads(threads)
+  {
+    // Each thread repeats the small work in its own buffer, which is faster than a barrier.
+    int64_t thread = omp_get_thread_num();
+    float *scores = all_scores + thread * length;
+    float *in = all_inputs + thread * input_floats(m);
+    float *scale = in + m->max_width;
+    Input input = {in, (Quant *)(scale + 1), scale};
+    Input attn = {y, input.values, scale};
+    embed(m, p, x);
+    for (int64_t i = 0; i < m->n_layer; i++) {
+      const Layer *layer = m->layers + i;
+      layer_norm(&layer->attn_norm, m->eps, 1, C, x, in);
+      project(&layer->attn_in, input, wide, 0);
+      attention(m, p, i, wide, scores, y);
+      project(&layer->attn_out, attn, x, 1);
+      layer_norm(&layer->mlp_norm, m->eps, 1, C, x, in);
+      project(&layer->mlp_in, input, wide, 0);
+      gelu(layer->mlp_out.in, wide, in);
+      project(&layer->mlp_out, input, x, 1);
+    }
+    layer_norm(&m->norm, m->eps, 1, C, x, in);
+    project(&m->head, input, logits, 0);
   }
 }

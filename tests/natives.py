@@ -1,6 +1,7 @@
 """Compilers, native layers and native models for tests."""
 
 import contextlib
+import copy
 import ctypes
 import os
 import subprocess
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 
 import torch
-from conftest import ROOT
+from conftest import ROOT, random_tokens
 from torch import nn
 
 
@@ -142,6 +143,59 @@ def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def native(model, target=None):
+    """The model, computed in C."""
+    from native.step import NativeRunner
+
+    model.runner = NativeRunner(model, target)
+    return model
+
+
+def both(build, **shape) -> tuple:
+    """A random model in float32, in torch and in C."""
+    return build(dtype=torch.float32, **shape), native(build(dtype=torch.float32, **shape))
+
+
+def passed(model, storage, parts, keep) -> torch.Tensor:
+    """The logits of a native pass. parts: pages, start and tokens of each text."""
+    from cache import Span
+
+    return model.runner.compute(storage, Span(*parts[0]))
+
+
+def in_pieces(model, texts: torch.Tensor, size: int) -> torch.Tensor:
+    """The logits at all positions of equally long texts, from passes of `size` tokens of each."""
+    from cache import KVCache
+    from infer import pass_logits
+
+    cache = KVCache(model, *texts.shape)
+    rows = list(range(len(texts)))
+    parts = [
+        pass_logits(model, part.tolist(), rows, cache, part.shape[1])
+        for part in texts.split(size, dim=1)
+    ]
+    assert cache.tokens == texts.tolist()
+    return torch.cat(parts, dim=1)
+
+
+def random_texts(model, count: int, length: int = 16) -> torch.Tensor:
+    rows = [random_tokens(length, model.config.vocab_size, seed=row) for row in range(count)]
+    return torch.tensor(rows)
+
+
+def check_logits(model, target) -> None:
+    """A model with these random weights has logits in C as near to float64's as torch's."""
+    generator = torch.Generator().manual_seed(0)
+    model.init_weights(std=0.8 * model.config.n_embd**-0.5, generator=generator)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    texts = random_texts(model, 1)
+    expected = copy.deepcopy(model).double()(texts).float()
+    native(model, target)
+    torch.testing.assert_close(in_pieces(model, texts, 1), expected, rtol=1e-5, atol=1e-5)
+
+
 def to_int8(model):
     """A model in memory with int8 weights, and everything else as it is."""
     from quantisation.int8 import load_weight_rows, replace_with_int8_linear
@@ -151,3 +205,8 @@ def to_int8(model):
     for name, weight in weights.items():
         load_weight_rows(tensors, name, slice(None), weight.detach())
     return model
+
+
+def native_in_dtype(model, dtype):
+    """The model in C, in float32 or int8."""
+    return native(to_int8(model) if dtype == torch.int8 else model)
