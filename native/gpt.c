@@ -1,8 +1,8 @@
-// The forward pass of GPT-2 on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2 and Llama on a CPU, with float32 or int8 weights.
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
 // with a barrier, unless it says `nowait`. Every thread executes the remaining code.
-// Sizes: T tokens, C channels (n_embd), H heads, D channels per head (head_dim).
+// Sizes: T tokens, C channels (n_embd), H query heads, K KV heads, D channels per head (head_dim).
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -111,6 +111,7 @@ typedef struct {
   const uint32_t *compensation;  // (out), added to int8 sums modulo 2**32 to undo ZERO_POINT
   const float *bias;             // (out), or NULL
   int64_t out, in;
+  int64_t row_stride;  // of y, larger than `out` if several layers write side by side
 } Linear;
 
 // The input of a layer, (T, in). int8 weights use `values` and a scale per token. Float weights use
@@ -167,7 +168,7 @@ INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant 
     }
 }
 
-// Write outputs o to o + PANEL - 1 of T tokens to y, (T, out), or add them to y with `add`.
+// Write outputs o to o + PANEL - 1 of T tokens to y, (T, row_stride), or add them to y with `add`.
 INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
@@ -186,17 +187,17 @@ INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float 
   }
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < count; i++) {
-      float *out = y + t * l->out + o + i;
+      float *out = y + t * l->row_stride + o + i;
       float output = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
       *out = add ? *out + output : output;
     }
 }
 
-// Compute all outputs of T tokens, without a barrier at the end. y: (T, out).
+// Compute all outputs of T tokens, without a barrier at the end. y: (T, row_stride).
 static void gemm(const Linear *l, int64_t T, Input in, float *y, int add) {
-#define CASE(n)                                                   \
-  case n:                                                         \
-    panel_gemm(n, l, o, input_at(l, in, t), y + t * l->out, add); \
+#define CASE(n)                                                          \
+  case n:                                                                \
+    panel_gemm(n, l, o, input_at(l, in, t), y + t * l->row_stride, add); \
     break;
 #pragma omp for schedule(static) collapse(2) nowait
   for (int64_t o = 0; o < l->out; o += PANEL)
@@ -269,30 +270,31 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 enum { NUM_PARTIALS = 16 };  // partial sums of a dot product, whatever WIDTH is
 
 typedef struct {
-  const float *weight, *bias;  // (C)
+  const float *weight, *bias;  // (C); bias is NULL in an RMSNorm
 } Norm;
 
 typedef struct {
   Norm attn_norm, mlp_norm;
-  Linear attn_in, attn_out;  // in: query, key and value in one fused layer
-  Linear mlp_in, mlp_out;
+  Linear attn_in[3], attn_out;  // query, key and value, or one fused layer; unused ones have out 0
+  Linear mlp_in[2], mlp_out;    // in: gate and up in Llama, one layer in GPT-2
 } Layer;
 
 typedef struct {
-  int64_t n_layer, n_head, head_dim, n_embd;
+  int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
   int64_t max_width;  // the most floats per token in a buffer
   float eps;
   Linear embedding, head;  // (vocab_size, C); they may share their weight
-  const float *wpe;        // (block_size, C), the position embeddings
+  const float *wpe;        // (block_size, C), the position embeddings, or NULL
   Norm norm;
   const Layer *layers;
 } Model;
 
 typedef struct {
-  float *cache;  // keys and values, (n_layer, 2, num_pages, H, page_size, D)
+  float *cache;  // keys and values, (n_layer, 2, num_pages, K, page_size, D)
   int64_t num_pages, page_size;
   int64_t token, position;    // the token's id, and its position in its sequence
   const int64_t *page_table;  // of the sequence
+  const float *cos, *sin;     // (positions, D), for `apply_rotary_emb`, or NULL
 } Pass;
 
 // Return the dot product of a and b, or the sum of a if b is NULL. The NUM_PARTIALS
@@ -331,9 +333,40 @@ void layer_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *
   }
 }
 
+static void rms_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += C, y += C) {
+    float factor = 1 / sqrtf(dot(C, x, x) / C + eps);
+    for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * norm->weight[i];
+  }
+}
+
+static void normalize(const Norm *norm, float eps, int64_t T, int64_t C, const float *x, float *y) {
+  (norm->bias ? layer_norm : rms_norm)(norm, eps, T, C, x, y);
+}
+
 void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
   for (int64_t i = 0; i < n; i++)
     y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+}
+
+// x: (T, 2, n), gate and up; y: (T, n). SiLU of the gate is x / (1 + exp(-x)).
+static void swiglu(int64_t T, int64_t n, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += 2 * n, y += n)
+    for (int64_t i = 0; i < n; i++) y[i] = x[i] / (1 + exponential(-x[i])) * x[n + i];
+}
+
+// Apply RoPE: rotate a query or key by the angles of its position. Channels d and d + D / 2 are the
+// coordinates of a point.
+static void apply_rotary_emb(const Pass *p, int64_t position, int64_t D, float *x) {
+  int64_t half = D / 2;
+  const float *cos = p->cos + position * D;
+  const float *sin = p->sin + position * D;
+  for (int64_t d = 0; d < half; d++) {
+    float a = x[d];
+    float b = x[d + half];
+    x[d] = a * cos[d] + b * sin[d];
+    x[d + half] = b * cos[d + half] + a * sin[d + half];
+  }
 }
 
 // attention ---------------------------------------------------------------------------------------
@@ -341,7 +374,7 @@ void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1
 // softmax(q k / sqrt(D)) v in three steps: qk_dots, softmax, accumulate_values. N and D are
 // compile-time constants where possible, so that loops over them unroll.
 
-// The cache of one sequence for one layer and one head, in pages of (page_size, D) floats.
+// The cache of one sequence for one layer and one KV head, in pages of (page_size, D) floats.
 typedef struct {
   float *keys, *values;  // of page 0
   int64_t page_stride;   // floats
@@ -447,11 +480,11 @@ void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, 
 }
 
 // Return a view of the cached sequence, up to the token.
-static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t head) {
+static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_head) {
   int64_t head_size = p->page_size * m->head_dim;
-  int64_t page_stride = m->n_head * head_size;
+  int64_t page_stride = m->n_kv_head * head_size;
   int64_t layer_size = p->num_pages * page_stride;  // the keys or the values of a layer
-  float *keys = p->cache + 2 * layer * layer_size + head * head_size;
+  float *keys = p->cache + 2 * layer * layer_size + kv_head * head_size;
   return (KVView){
       .keys = keys,
       .values = keys + layer_size,
@@ -470,16 +503,27 @@ static void append_kv(const KVView *kv, int64_t D, const float *key, const float
   memcpy(value_page(kv, page) + offset, value, D * sizeof(float));
 }
 
-// Append the key and the value of each head to the cache, then attend. qkv: (3, H, D). y: (H, D).
-static void attention(const Model *m, const Pass *p, int64_t layer, const float *qkv, float *scores,
+// Apply RoPE to queries and keys, append keys and values to the cache, then attend. Each KV head
+// serves H / K query heads. qkv: (H + 2 K, D). y: (H, D).
+static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scores,
                       float *y) {
-  int64_t H = m->n_head, D = m->head_dim;
+  int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
+  int64_t group_size = H / K;
+#pragma omp for schedule(static)
+  for (int64_t k = 0; k < K; k++) {
+    KVView kv = kv_view(m, p, layer, k);
+    float *key = qkv + (H + k) * D;
+    if (p->cos) {
+      for (int64_t h = k * group_size; h < (k + 1) * group_size; h++)
+        apply_rotary_emb(p, p->position, D, qkv + h * D);
+      apply_rotary_emb(p, p->position, D, key);
+    }
+    append_kv(&kv, D, key, key + K * D);
+  }
 #pragma omp for schedule(static)
   for (int64_t h = 0; h < H; h++) {
-    KVView kv = kv_view(m, p, layer, h);
-    const float *q = qkv + h * D;
-    append_kv(&kv, D, q + H * D, q + 2 * H * D);
-    attend_query(D, &kv, q, scores, y + h * D);
+    KVView kv = kv_view(m, p, layer, h / group_size);
+    attend_query(D, &kv, qkv + h * D, scores, y + h * D);
   }
 }
 
@@ -490,14 +534,18 @@ static void embed(const Model *m, const Pass *p, float *x) {
 #pragma omp single
   {
     get_rows(&m->embedding, 1, &p->token, x);
-    for (int64_t i = 0; i < C; i++) x[i] += m->wpe[p->position * C + i];
+    if (m->wpe)
+      for (int64_t i = 0; i < C; i++) x[i] += m->wpe[p->position * C + i];
   }
 }
 
-// Compute the outputs of a layer for the token and write them to y, or add them to y with `add`.
-static void project(const Linear *l, Input in, float *y, int add) {
+// Compute layers that share an input, with their outputs side by side in y.
+static void project(const Linear *l, int count, Input in, float *y, int add) {
   if (l->scale) quantize_token(l, in, 0);
-  gemm(l, 1, in, y, add);
+  for (int i = 0; i < count; i++) {
+    gemm(l + i, 1, in, y, add);
+    y += l[i].out;
+  }
 #pragma omp barrier
 }
 
@@ -529,16 +577,20 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     embed(m, p, x);
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
-      layer_norm(&layer->attn_norm, m->eps, 1, C, x, in);
-      project(&layer->attn_in, input, wide, 0);
+      int64_t inner = layer->mlp_out.in;
+      normalize(&layer->attn_norm, m->eps, 1, C, x, in);
+      project(layer->attn_in, 3, input, wide, 0);
       attention(m, p, i, wide, scores, y);
-      project(&layer->attn_out, attn, x, 1);
-      layer_norm(&layer->mlp_norm, m->eps, 1, C, x, in);
-      project(&layer->mlp_in, input, wide, 0);
-      gelu(layer->mlp_out.in, wide, in);
-      project(&layer->mlp_out, input, x, 1);
+      project(&layer->attn_out, 1, attn, x, 1);
+      normalize(&layer->mlp_norm, m->eps, 1, C, x, in);
+      project(layer->mlp_in, 2, input, wide, 0);
+      if (layer->mlp_in[1].out)
+        swiglu(1, inner, wide, in);
+      else
+        gelu(inner, wide, in);
+      project(&layer->mlp_out, 1, input, x, 1);
     }
-    layer_norm(&m->norm, m->eps, 1, C, x, in);
-    project(&m->head, input, logits, 0);
+    normalize(&m->norm, m->eps, 1, C, x, in);
+    project(&m->head, 1, input, logits, 0);
   }
 }

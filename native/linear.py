@@ -17,7 +17,7 @@ class LinearStruct(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("weight", "tail_panel", "scale", "compensation", "bias")
         ),
-        *((name, ctypes.c_int64) for name in ("out_features", "in_features")),
+        *((name, ctypes.c_int64) for name in ("out_features", "in_features", "row_stride")),
     ]
 
 
@@ -83,7 +83,8 @@ class NativeLinear(nn.Module):
         """Return the layer's C struct. It holds addresses, so the tensors must not move."""
         tensors = self.weight, self.tail_panel, self.scale, self.compensation, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return LinearStruct(*addresses, self.out_features, self.in_features)
+        sizes = self.out_features, self.in_features, self.out_features
+        return LinearStruct(*addresses, *sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `F.linear`, or `int8_linear` bit for bit.

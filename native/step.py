@@ -1,10 +1,11 @@
-"""Runners that compute a decode step of GPT-2 in C."""
+"""Runners that compute a decode step of GPT-2 and Llama in C."""
 
 import ctypes
 
 import torch
 
 from cache import KVCache, Span
+from llama import Llama, rotary_embedding
 from model import TorchRunner
 from native import build
 from native.linear import address, replace_with_native_linear
@@ -15,6 +16,8 @@ PassStruct = struct(
     cache=POINTER,
     **dict.fromkeys(("num_pages", "page_size", "token", "position"), INT),
     page_table=ctypes.POINTER(INT),
+    cos=POINTER,
+    sin=POINTER,
 )
 
 
@@ -36,6 +39,10 @@ class NativeRunner(TorchRunner):
         model_struct(model)  # checks every tensor before the first is packed
         replace_with_native_linear(model, self.library)
         self.model = model_struct(model)
+        self.rotary_embedding = None
+        if isinstance(model, Llama):
+            cpu = torch.device("cpu")
+            self.rotary_embedding = rotary_embedding(model.config, torch.float32, cpu)
         # References that keep the memory of the tensors allocated.
         self.weights = list(model.state_dict().values())
 
@@ -69,7 +76,10 @@ class NativeRunner(TorchRunner):
         shape = self.model.n_layer, 2, num_pages, config.n_kv_head, page_size, config.head_dim
         cache = address(storage, torch.float32, *shape)
         page_table = (INT * len(pages))(*pages)
-        return PassStruct(cache, num_pages, page_size, token, position, page_table)
+        length = position + 1
+        angles = self.rotary_embedding.cos_sin(length) if self.rotary_embedding else ()
+        angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
+        return PassStruct(cache, num_pages, page_size, token, position, page_table, *angles)
 
     def run_pass(self, struct: PassStruct) -> torch.Tensor:
         """Run the forward pass in C and return its logits."""

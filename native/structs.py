@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from llama import Llama
 from model import GPT
 from native.linear import LinearStruct, NativeEmbedding, NativeLinear, address, check_layer
 
@@ -20,14 +21,14 @@ LayerStruct = struct(
     "LayerStruct",
     attn_norm=NormStruct,
     mlp_norm=NormStruct,
-    attn_in=LinearStruct,
+    attn_in=LinearStruct * 3,
     attn_out=LinearStruct,
-    mlp_in=LinearStruct,
+    mlp_in=LinearStruct * 2,
     mlp_out=LinearStruct,
 )
 ModelStruct = struct(
     "ModelStruct",
-    **dict.fromkeys(("n_layer", "n_head", "head_dim", "n_embd", "max_width"), INT),
+    **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "max_width"), INT),
     eps=ctypes.c_float,
     embedding=LinearStruct,
     head=LinearStruct,
@@ -37,25 +38,32 @@ ModelStruct = struct(
 )
 
 
+SUPPORTED = (GPT, Llama)  # gpt.c tells them apart by their layers
+
+
 def model_struct(model) -> ModelStruct:
     """Return the C struct of a model. It holds addresses, so the tensors must not move.
 
     Raises ValueError for another architecture, and for weights that are neither float32 nor int8,
     are not on the CPU, or do not have the shape that the config gives.
     """
-    if type(model) is not GPT:
-        raise ValueError(f"native code computes GPT; this is {type(model).__name__}")
+    if type(model) not in SUPPORTED:
+        allowed = " and ".join(each.__name__ for each in SUPPORTED)
+        raise ValueError(f"native code computes {allowed}; this is {type(model).__name__}")
     config = model.config
     C = config.n_embd
+    if config.n_head % config.n_kv_head:
+        raise ValueError(f"{config.n_head} heads cannot share the keys of {config.n_kv_head}")
     blocks = model.get_submodule(model.ROLES["attn_norm"].partition(".*")[0])
     layers = [layer_struct(model, block) for block in range(len(blocks))]
-    positions = model.layer("positions").weight
+    positions = getattr(model.layer("positions"), "weight", None)
     return ModelStruct(
         n_layer=len(layers),
         n_head=config.n_head,
+        n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
         n_embd=C,
-        max_width=max(layers[0].attn_in.out_features, layers[0].mlp_in.out_features),
+        max_width=max(C, layers[0].attn_in[0].row_stride, layers[0].mlp_in[0].row_stride),
         eps=config.norm_eps,
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
         head=linear(model.layer("head"), config.vocab_size, C),
@@ -71,19 +79,31 @@ def layer_struct(model, block: int) -> LayerStruct:
     C = config.n_embd
     inner = config.n_inner
     queries = config.n_head * config.head_dim
+    keys = config.n_kv_head * config.head_dim
+    attn_in = {"qkv": queries + 2 * keys, "query": queries, "key": keys, "value": keys}
+
+    def concatenated(outputs: dict[str, int], *numbers: int) -> tuple[LinearStruct, ...]:
+        """Return the structs of layers that share an input and write side by side."""
+        layers = {role: model.layer(role, *numbers) for role in outputs}
+        roles = [role for role in outputs if layers[role] is not None]
+        structs = tuple(linear(layers[role], outputs[role], C) for role in roles)
+        for each in structs:
+            each.row_stride = sum(outputs[role] for role in roles)
+        return structs
+
     return LayerStruct(
         attn_norm=norm(model.layer("attn_norm", block), C),
-        attn_in=linear(model.layer("qkv", block), 3 * queries, C),
+        attn_in=concatenated(attn_in, block),
         attn_out=linear(model.layer("attn_out", block), C, queries),
         mlp_norm=norm(model.layer("mlp_norm", block), C),
-        mlp_in=linear(model.layer("up", block), inner, C),
+        mlp_in=concatenated({"gate": inner, "up": inner}, block),
         mlp_out=linear(model.layer("down", block), C, inner),
     )
 
 
 def norm(layer, size: int) -> NormStruct:
-    """Return the C struct of a norm."""
-    tensors = layer.weight, layer.bias
+    """Return the C struct of a norm, with NULL for a missing bias."""
+    tensors = layer.weight, getattr(layer, "bias", None)
     return NormStruct(*(address(tensor, torch.float32, size) for tensor in tensors))
 
 
@@ -97,4 +117,4 @@ def linear(layer, out: int, size: int) -> LinearStruct:
     if isinstance(layer, NativeLinear):
         return layer.struct()
     check_layer(layer, out, size)
-    return LinearStruct(out_features=out, in_features=size)
+    return LinearStruct(out_features=out, in_features=size, row_stride=out)
