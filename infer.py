@@ -62,7 +62,8 @@ def generate(
     Yields, once per step, the next token of each sequence, its EOS included, and None
     once it has ended. Greedy or with a seed, a sequence does not depend on
     its batch, up to rounding. Without a seed it does, because the batch shares the generator. With
-    int8 weights, rounding may change the output; see quantisation/int8.py.
+    int8 weights, rounding may change the output unless C computes the whole pass; see
+    quantisation/int8.py.
     Raises UserError if prompts is empty, stride is out of range, the cache does not fit in memory,
     or the logits are not finite. Raises ValueError if params and prompts differ in number.
     """

@@ -30,7 +30,8 @@ class SamplerOutput(NamedTuple):
 class Engine:
     """Continuous batching; each request gets the output of `generate`, up to rounding.
 
-    With int8 weights rounding may change the output; see quantisation/int8.py.
+    With int8 weights and attention in torch, rounding may change the output; see
+    quantisation/int8.py. If C computes the whole pass, the output equals `generate` bit for bit.
     drafter: proposes draft tokens for each request. adaptive_speculation: decides from measured
     times which steps have drafts; None: all. encoding: for text output; None: tokens only. config:
     an EngineConfig; its fields may be given as keyword arguments instead. Not thread-safe. Raises

@@ -9,7 +9,7 @@ __all__ = ["BuildError", "NativeRunner", "kernel", "use_native"]
 
 
 def use_native(model: torch.nn.Module) -> None:
-    """Run a model in C: decode steps with a KV cache, only linear layers in all other passes.
+    """Run a model in C: whole forward passes with a KV cache, only linear layers without one.
 
     The weights are packed in place. Raises BuildError and ValueError as `NativeRunner` does, and
     then leaves the model unchanged.

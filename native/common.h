@@ -10,6 +10,7 @@
 #include <omp.h>
 #else
 INLINE int omp_get_thread_num(void) { return 0; }
+INLINE int omp_get_num_threads(void) { return 1; }
 #endif
 
 // Return exp(x), with x clamped to -87..88. NaN stays NaN. As in Cephes' expf, the result is 2**n

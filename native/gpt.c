@@ -1,7 +1,8 @@
 // The forward pass of GPT-2 and Llama on a CPU, with float32 or int8 weights.
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
-// with a barrier, unless it says `nowait`. Every thread executes the remaining code.
+// with a barrier, unless it says `nowait`. Every thread executes the remaining code, for all tokens
+// or for its `thread_range` of them.
 // Sizes: T tokens, C channels (n_embd), H query heads, K KV heads, D channels per head (head_dim).
 #include <float.h>
 #include <math.h>
@@ -292,9 +293,13 @@ typedef struct {
 typedef struct {
   float *cache;  // keys and values, (n_layer, 2, num_pages, K, page_size, D)
   int64_t num_pages, page_size;
-  int64_t token, position;    // the token's id, and its position in its sequence
-  const int64_t *page_table;  // of the sequence
-  const float *cos, *sin;     // (positions, D), for `apply_rotary_emb`, or NULL
+  int64_t length;  // of the longest sequence
+  int64_t T, num_logits;
+  const int64_t *tokens, *positions;  // (T): token ids, positions in their sequences
+  const int64_t *page_tables;         // of all sequences, concatenated
+  const int64_t *table_starts;        // (T): where the page table of the token's sequence begins
+  const int64_t *logits_indices;      // (num_logits): the tokens that need logits
+  const float *cos, *sin;             // (positions, D), for `apply_rotary_emb`, or NULL
 } Pass;
 
 // Return the dot product of a and b, or the sum of a if b is NULL. The NUM_PARTIALS
@@ -381,7 +386,13 @@ typedef struct {
   int64_t page_size;
   const int64_t *page_table;  // of the sequence
   int64_t length;             // positions that the query sees
+  int fresh;                  // whether to prefetch: this layer has not read the sequence yet
 } KVView;
+
+// Tokens from begin to end - 1.
+typedef struct {
+  int64_t begin, end;
+} Range;
 
 INLINE float *key_page(const KVView *kv, int64_t i) {
   return kv->keys + kv->page_table[i] * kv->page_stride;
@@ -403,9 +414,10 @@ INLINE void qk_dots(const int64_t D, const KVView *kv, const float *q, float *sc
   for (int64_t start = 0, page = 0; start < length; start += size, page++) {
     int64_t n = length - start < size ? length - start : size;
     const float *key = key_page(kv, page);
-    const float *next = start + size < length ? key_page(kv, page + 1) : value_page(kv, 0);
+    const float *next = NULL;
+    if (kv->fresh) next = start + size < length ? key_page(kv, page + 1) : value_page(kv, 0);
     for (int64_t i = 0; i < n; i++) {
-      prefetch(D, next + i * D);
+      if (next) prefetch(D, next + i * D);
       scores[start + i] = dot(D, q, key + i * D);
     }
   }
@@ -432,7 +444,7 @@ INLINE void accumulate_columns(const int N, const int64_t D, const KVView *kv, i
     int64_t end = length - start < size ? length : start + size;
     const float *value = value_page(kv, page) + d;
     const float *next = NULL;
-    if (end < length) next = value_page(kv, page + 1) + d;
+    if (kv->fresh && end < length) next = value_page(kv, page + 1) + d;
     for (int64_t i = start; i < end; i++, value += D) {
       if (next) prefetch(N * WIDTH, next + (i - start) * D);
       for (int j = 0; j < N; j++) sums[j] += scores[i] * LOAD(value + j * WIDTH);
@@ -476,11 +488,11 @@ static void attend_query(int64_t D, const KVView *kv, const float *q, float *sco
 // Attend with one query of one head. Exported for tests, which compare it with torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
             const float *q, float *k, float *v, float *scores, float *y) {
-  attend_query(D, &(KVView){k, v, stride, size, pages, length}, q, scores, y);
+  attend_query(D, &(KVView){k, v, stride, size, pages, length, 1}, q, scores, y);
 }
 
-// Return a view of the cached sequence, up to the token.
-static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_head) {
+// Return a view of the cached sequence of token t, up to this token.
+static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_head, int64_t t) {
   int64_t head_size = p->page_size * m->head_dim;
   int64_t page_stride = m->n_kv_head * head_size;
   int64_t layer_size = p->num_pages * page_stride;  // the keys or the values of a layer
@@ -490,8 +502,8 @@ static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_h
       .values = keys + layer_size,
       .page_stride = page_stride,
       .page_size = p->page_size,
-      .page_table = p->page_table,
-      .length = p->position + 1,
+      .page_table = p->page_tables + p->table_starts[t],
+      .length = p->positions[t] + 1,
   };
 }
 
@@ -504,93 +516,124 @@ static void append_kv(const KVView *kv, int64_t D, const float *key, const float
 }
 
 // Apply RoPE to queries and keys, append keys and values to the cache, then attend. Each KV head
-// serves H / K query heads. qkv: (H + 2 K, D). y: (H, D).
+// serves H / K query heads. qkv: (T, H + 2 K, D). y: (T, H, D).
 static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scores,
                       float *y) {
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group_size = H / K;
-#pragma omp for schedule(static)
-  for (int64_t k = 0; k < K; k++) {
-    KVView kv = kv_view(m, p, layer, k);
-    float *key = qkv + (H + k) * D;
-    if (p->cos) {
-      for (int64_t h = k * group_size; h < (k + 1) * group_size; h++)
-        apply_rotary_emb(p, p->position, D, qkv + h * D);
-      apply_rotary_emb(p, p->position, D, key);
+  int64_t row_stride = (H + 2 * K) * D;
+#pragma omp for schedule(static) collapse(2)
+  for (int64_t k = 0; k < K; k++)
+    for (int64_t t = 0; t < p->T; t++) {
+      KVView kv = kv_view(m, p, layer, k, t);
+      float *token = qkv + t * row_stride;
+      float *key = token + (H + k) * D;
+      if (p->cos) {
+        for (int64_t h = k * group_size; h < (k + 1) * group_size; h++)
+          apply_rotary_emb(p, p->positions[t], D, token + h * D);
+        apply_rotary_emb(p, p->positions[t], D, key);
+      }
+      append_kv(&kv, D, key, key + K * D);
     }
-    append_kv(&kv, D, key, key + K * D);
-  }
-#pragma omp for schedule(static)
-  for (int64_t h = 0; h < H; h++) {
-    KVView kv = kv_view(m, p, layer, h / group_size);
-    attend_query(D, &kv, qkv + h * D, scores, y + h * D);
-  }
+#pragma omp for schedule(static) collapse(3)
+  for (int64_t k = 0; k < K; k++)
+    for (int64_t t = 0; t < p->T; t++)
+      for (int64_t g = 0; g < group_size; g++) {
+        int64_t h = k * group_size + g;
+        KVView kv = kv_view(m, p, layer, k, t);
+        kv.fresh = g == 0 && (t == 0 || p->table_starts[t - 1] != p->table_starts[t]);
+        attend_query(D, &kv, qkv + t * row_stride + h * D, scores, y + (t * H + h) * D);
+      }
 }
 
 // a pass ------------------------------------------------------------------------------------------
 
 static void embed(const Model *m, const Pass *p, float *x) {
   int64_t C = m->n_embd;
-#pragma omp single
-  {
-    get_rows(&m->embedding, 1, &p->token, x);
+#pragma omp for
+  for (int64_t t = 0; t < p->T; t++) {
+    get_rows(&m->embedding, 1, p->tokens + t, x + t * C);
     if (m->wpe)
-      for (int64_t i = 0; i < C; i++) x[i] += m->wpe[p->position * C + i];
+      for (int64_t i = 0; i < C; i++) x[t * C + i] += m->wpe[p->positions[t] * C + i];
   }
 }
 
+// Return the tokens that this thread prepares for a product: its share of n, or all n if `private`.
+// For few tokens each thread repeats the work in its own buffer, which is faster than a barrier.
+static Range thread_range(int64_t n, int private) {
+  int64_t thread = omp_get_thread_num();
+  int64_t threads = omp_get_num_threads();
+  return private ? (Range){0, n} : (Range){n * thread / threads, n * (thread + 1) / threads};
+}
+
 // Compute layers that share an input, with their outputs side by side in y.
-static void project(const Linear *l, int count, Input in, float *y, int add) {
-  if (l->scale) quantize_token(l, in, 0);
+static void project(const Linear *l, int count, int64_t T, int private, Input in, float *y,
+                    int add) {
+  Range range = thread_range(T, private);
+  if (l->scale)
+    for (int64_t t = range.begin; t < range.end; t++) quantize_token(l, in, t);
+  if (!private) {
+#pragma omp barrier
+  }
   for (int i = 0; i < count; i++) {
-    gemm(l + i, 1, in, y, add);
+    gemm(l + i, T, in, y, add);
     y += l[i].out;
   }
 #pragma omp barrier
 }
 
-// Return the scratch size for an Input of one token: x, scale and values.
-static int64_t input_floats(const Model *m) { return 2 * (m->max_width + GROUP) + 1; }
-
-int64_t work_floats(const Model *m, int64_t length, int threads) {
-  return 3 * m->max_width + threads * (length + input_floats(m));
+// Return the scratch size for an Input of T tokens: x, scale and values.
+static int64_t input_floats(const Model *m, int64_t T) {
+  return T * (2 * (m->max_width + GROUP) + 1);
 }
 
-// Run a forward pass of one token. logits: (vocab_size). work: scratch, (work_floats).
+int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
+  int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
+  return T * 3 * m->max_width + threads * length + inputs;
+}
+
+// Run a forward pass. logits: (num_logits, vocab_size). work: scratch, (work_floats).
 void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int threads) {
   int64_t C = m->n_embd;
-  int64_t length = p->position + 1;
+  int64_t T = p->T;
+  int64_t buffer_floats = T * m->max_width;
   float *x = work;  // the residual stream
-  float *y = x + m->max_width;
-  float *wide = y + m->max_width;
-  float *all_scores = wide + m->max_width;
-  float *all_inputs = all_scores + threads * length;
+  float *y = x + buffer_floats;
+  float *wide = y + buffer_floats;
+  float *all_scores = wide + buffer_floats;
+  float *all_inputs = all_scores + threads * p->length;
 #pragma omp parallel num_threads(threads)
   {
-    // Each thread repeats the small work in its own buffer, which is faster than a barrier.
+    int private = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *scores = all_scores + thread * length;
-    float *in = all_inputs + thread * input_floats(m);
-    float *scale = in + m->max_width;
-    Input input = {in, (Quant *)(scale + 1), scale};
+    float *scores = all_scores + thread * p->length;
+    float *in = all_inputs + private * thread * input_floats(m, T);
+    float *scale = in + buffer_floats;
+    Input input = {in, (Quant *)(scale + T), scale};
     Input attn = {y, input.values, scale};
     embed(m, p, x);
+    Range range = thread_range(T, private);
+    int64_t n = range.end - range.begin;
+    float *thread_x = x + range.begin * C;
+    float *thread_in = in + range.begin * C;
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
       int64_t inner = layer->mlp_out.in;
-      normalize(&layer->attn_norm, m->eps, 1, C, x, in);
-      project(layer->attn_in, 3, input, wide, 0);
+      normalize(&layer->attn_norm, m->eps, n, C, thread_x, thread_in);
+      project(layer->attn_in, 3, T, private, input, wide, 0);
       attention(m, p, i, wide, scores, y);
-      project(&layer->attn_out, 1, attn, x, 1);
-      normalize(&layer->mlp_norm, m->eps, 1, C, x, in);
-      project(layer->mlp_in, 2, input, wide, 0);
+      project(&layer->attn_out, 1, T, private, attn, x, 1);
+      normalize(&layer->mlp_norm, m->eps, n, C, thread_x, thread_in);
+      project(layer->mlp_in, 2, T, private, input, wide, 0);
       if (layer->mlp_in[1].out)
-        swiglu(1, inner, wide, in);
+        swiglu(n, inner, wide + range.begin * 2 * inner, in + range.begin * inner);
       else
-        gelu(inner, wide, in);
-      project(&layer->mlp_out, 1, input, x, 1);
+        gelu(n * inner, wide + range.begin * inner, in + range.begin * inner);
+      project(&layer->mlp_out, 1, T, private, input, x, 1);
     }
-    normalize(&m->norm, m->eps, 1, C, x, in);
-    project(&m->head, 1, input, logits, 0);
+    range = thread_range(p->num_logits, private);
+    for (int64_t i = range.begin; i < range.end; i++)
+      normalize(&m->norm, m->eps, 1, C, x + p->logits_indices[i] * C, in + i * C);
+    project(&m->head, 1, p->num_logits, private, input, logits, 0);
   }
 }

@@ -4,8 +4,9 @@ Vector-wise quantisation as in Dettmers et al. 2022 (2208.07339), at a quarter o
 LLM.int8() also keeps outliers in half precision, which is left out here.
 
 Activations are quantised to int8 as well, so a last-bit difference in one can become a whole
-quantisation step. torch's attention is not batch-invariant, so the output may depend on the batch
-in `generate` and in the engine.
+quantisation step. torch's attention is not batch-invariant, so in torch the output may depend on
+the batch in `generate` and in the engine. If C computes the whole pass, the output is
+batch-invariant.
 """
 
 import torch

@@ -251,6 +251,7 @@ def test_logprobs_are_shown_beside_failed_requests(engine_cli, monkeypatch):
 
     monkeypatch.setattr(GPT, "head", first_fails)
     args = [*STORY, "--prompt", "One", "--max-new-tokens", 2, "--logprobs", 0]
+    args += ["--backend", "torch"]
     code, _, err = engine_cli(*args)
     lines = err.splitlines()[2:]
     assert code == 2 and lines[:2] == ["sequence 1", "sequence 2"] and len(lines) == 5
