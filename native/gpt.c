@@ -268,7 +268,9 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 // bit-identical on every processor. With int8 weights the logits are too, because their dot
 // products are exact.
 
-enum { NUM_PARTIALS = 16 };  // partial sums of a dot product, whatever WIDTH is
+// NUM_PARTIALS: partial sums of a dot product, whatever WIDTH is. QUERY_TILE: queries that share
+// one load of a value.
+enum { NUM_PARTIALS = 16, QUERY_TILE = 4 };
 
 typedef struct {
   const float *weight, *bias;  // (C); bias is NULL in an RMSNorm
@@ -328,6 +330,22 @@ INLINE float dot(int64_t n, const float *a, const float *b) {
 
 INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
 
+// Return the dot products of a and WIDTH columns, where b[i] holds element i of each column, or the
+// columns' sums if a is NULL. Each adds in the order of `dot`.
+INLINE Vector column_dots(int64_t n, const float *a, const Vector *b) {
+  Vector sums[NUM_PARTIALS] = {0};
+  int64_t i = 0;
+  for (; i + NUM_PARTIALS <= n; i += NUM_PARTIALS)
+    for (int l = 0; l < NUM_PARTIALS; l++) sums[l] += (a ? a[i + l] : 1) * b[i + l];
+  for (int l = 0; l < NUM_PARTIALS; l++)
+    if (i + l < n) sums[l] += (a ? a[i + l] : 1) * b[i + l];
+  for (int half = NUM_PARTIALS / 2; half; half /= 2)
+    for (int l = 0; l < half; l++) sums[l] += sums[l + half];
+  return sums[0];
+}
+
+INLINE Vector column_sums(int64_t n, const Vector *b) { return column_dots(n, NULL, b); }
+
 // x and y: (T, C).
 void layer_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x, float *y) {
   for (int64_t t = 0; t < T; t++, x += C, y += C) {
@@ -376,8 +394,10 @@ static void apply_rotary_emb(const Pass *p, int64_t position, int64_t D, float *
 
 // attention ---------------------------------------------------------------------------------------
 //
-// softmax(q k / sqrt(D)) v in three steps: qk_dots, softmax, accumulate_values. N and D are
-// compile-time constants where possible, so that loops over them unroll.
+// softmax(q k / sqrt(D)) v in three steps: qk_dots, softmax, accumulate_values. A query attends
+// alone, or WIDTH queries at adjacent positions attend as a block, which reads each key once for
+// all of them. T, N and D are compile-time constants where possible, so that loops over them
+// unroll.
 
 // The cache of one sequence for one layer and one KV head, in pages of (page_size, D) floats.
 typedef struct {
@@ -385,7 +405,7 @@ typedef struct {
   int64_t page_stride;   // floats
   int64_t page_size;
   const int64_t *page_table;  // of the sequence
-  int64_t length;             // positions that the query sees
+  int64_t length;             // positions that the first query sees; each later query sees one more
   int fresh;                  // whether to prefetch: this layer has not read the sequence yet
 } KVView;
 
@@ -407,7 +427,7 @@ INLINE void prefetch(int64_t n, const float *x) {
   for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a cache line is 64 bytes
 }
 
-// Step 1: compute the dot product of a query with each key. scores: (length).
+// Step 1 for one query: compute its dot product with each key. scores: (length).
 INLINE void qk_dots(const int64_t D, const KVView *kv, const float *q, float *scores) {
   int64_t length = kv->length;
   int64_t size = kv->page_size;
@@ -423,8 +443,24 @@ INLINE void qk_dots(const int64_t D, const KVView *kv, const float *q, float *sc
   }
 }
 
-// Step 2: replace the scores with exponentials, at most 1 so that none overflows. Return their sum,
-// by which step 3 divides its result, because dividing each score takes longer.
+// Step 1 for a block of queries: compute the dot product of each with each key, -infinity at masked
+// positions. columns: (D, WIDTH), one query in each. scores: (positions, WIDTH).
+INLINE void qk_dots_block(const int64_t D, const KVView *kv, const Vector *columns, float *scores) {
+  int64_t length = kv->length;
+  int64_t last = length + WIDTH - 1;
+  int64_t size = kv->page_size;
+  for (int64_t start = 0, page = 0; start < last; start += size, page++) {
+    int64_t end = last - start < size ? last : start + size;
+    const float *key = key_page(kv, page);
+    for (int64_t i = start; i < end; i++, key += D)
+      *(Vector *)(scores + i * WIDTH) = column_dots(D, key, columns);
+  }
+  for (int64_t i = length; i < last; i++)
+    for (int t = 0; t <= i - length; t++) scores[i * WIDTH + t] = -INFINITY;
+}
+
+// Step 2 for one query: replace the scores with exponentials, at most 1 so that none overflows.
+// Return their sum, by which step 3 divides its result, because dividing each score takes longer.
 INLINE float softmax(int64_t D, int64_t length, float *scores) {
   float factor = 1 / sqrtf(D);
   float max = -INFINITY;
@@ -433,48 +469,99 @@ INLINE float softmax(int64_t D, int64_t length, float *scores) {
   return sum(length, scores);
 }
 
-// Step 3 for columns d to d + N * WIDTH - 1 of the values: add each value times its score. scores:
-// (length). y: (D).
-INLINE void accumulate_columns(const int N, const int64_t D, const KVView *kv, int64_t d,
-                               const float *scores, float *y) {
-  Vector sums[4] = {0};
-  int64_t length = kv->length;
-  int64_t size = kv->page_size;
-  for (int64_t start = 0, page = 0; start < length; start += size, page++) {
-    int64_t end = length - start < size ? length : start + size;
-    const float *value = value_page(kv, page) + d;
-    const float *next = NULL;
-    if (kv->fresh && end < length) next = value_page(kv, page + 1) + d;
-    for (int64_t i = start; i < end; i++, value += D) {
-      if (next) prefetch(N * WIDTH, next + (i - start) * D);
-      for (int j = 0; j < N; j++) sums[j] += scores[i] * LOAD(value + j * WIDTH);
-    }
-  }
-  for (int j = 0; j < N; j++) *(Vector *)(y + d + j * WIDTH) = sums[j];
+// Step 2 for a block of queries. sums: (WIDTH).
+INLINE void softmax_block(int64_t D, int64_t length, float *scores, float *sums) {
+  int64_t last = length + WIDTH - 1;
+  float factor = 1 / sqrtf(D);
+  float max[WIDTH];
+  for (int t = 0; t < WIDTH; t++) max[t] = -INFINITY;
+  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+    for (int t = 0; t < WIDTH; t++) max[t] = scores[i + t] > max[t] ? scores[i + t] : max[t];
+  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+    for (int t = 0; t < WIDTH; t++)
+      scores[i + t] = exponential((scores[i + t] - max[t]) * factor);
+  for (int64_t i = length; i < last; i++)  // `exponential` clamps these to exp(-87)
+    for (int t = 0; t <= i - length; t++) scores[i * WIDTH + t] = 0;
+  *(Vector *)sums = column_sums(last, (Vector *)scores);
 }
 
-// Step 3: compute all columns and divide them by the sum of step 2.
-INLINE void accumulate_values(const int64_t D, const KVView *kv, const float *scores, float sum,
-                              float *y) {
-  int64_t d = 0;
-  for (; d + 4 * WIDTH <= D; d += 4 * WIDTH) accumulate_columns(4, D, kv, d, scores, y);
-  for (; d + WIDTH <= D; d += WIDTH) accumulate_columns(1, D, kv, d, scores, y);
-  for (; d < D; d++) {
-    float acc = 0;
-    for (int64_t i = 0; i < kv->length; i++) {
-      const float *value = value_page(kv, i / kv->page_size) + i % kv->page_size * D;
-      acc += scores[i] * value[d];
+// A matrix whose rows begin `stride` floats apart.
+typedef struct {
+  float *data;
+  int64_t stride;
+} Matrix;
+
+// Step 3 for columns d to d + N * WIDTH - 1 of T queries: add each value times its score. scores:
+// (positions, T). y: (T, D).
+INLINE void accumulate_columns(const int T, const int N, const int64_t D, const KVView *kv,
+                               int64_t d, Matrix scores, Matrix y) {
+  Vector sums[QUERY_TILE][4] = {0};
+  int64_t length = kv->length;
+  int64_t last = length + T - 1;
+  int64_t size = kv->page_size;
+  for (int64_t start = 0, page = 0; start < last; start += size, page++) {
+    int64_t end = last - start < size ? last : start + size;
+    const float *value = value_page(kv, page) + d;
+    const float *next = NULL;
+    if (kv->fresh && end < last) next = value_page(kv, page + 1) + d;
+    for (int64_t i = start; i < end; i++, value += D) {
+      if (next) prefetch(N * WIDTH, next + (i - start) * D);
+      for (int t = 0; t < T; t++)
+        if (T == 1 || i < length + t)
+          for (int j = 0; j < N; j++)
+            sums[t][j] += scores.data[i * scores.stride + t] * LOAD(value + j * WIDTH);
     }
-    y[d] = acc;
   }
-  for (d = 0; d < D; d++) y[d] /= sum;
+  for (int t = 0; t < T; t++)
+    for (int j = 0; j < N; j++) *(Vector *)(y.data + t * y.stride + d + j * WIDTH) = sums[t][j];
+}
+
+// Step 3 for T queries: compute all columns and divide them by the sums of step 2.
+INLINE void accumulate_values(const int T, const int64_t D, const KVView *kv, Matrix scores,
+                              const float *sums, Matrix y) {
+  const int N = T == 1 || WIDTH == 16 ? 4 : 2;  // limited by the number of registers
+  int64_t d = 0;
+  for (; d + N * WIDTH <= D; d += N * WIDTH) accumulate_columns(T, N, D, kv, d, scores, y);
+  for (; d + WIDTH <= D; d += WIDTH) accumulate_columns(T, 1, D, kv, d, scores, y);
+  for (; d < D; d++)
+    for (int t = 0; t < T; t++) {
+      float acc = 0;
+      for (int64_t i = 0; i < kv->length + t; i++) {
+        const float *value = value_page(kv, i / kv->page_size) + i % kv->page_size * D;
+        acc += scores.data[i * scores.stride + t] * value[d];
+      }
+      y.data[t * y.stride + d] = acc;
+    }
+  for (int t = 0; t < T; t++)
+    for (d = 0; d < D; d++) y.data[t * y.stride + d] /= sums[t];
 }
 
 INLINE void query_attention(const int64_t D, const KVView *kv, const float *q, float *scores,
                             float *y) {
   qk_dots(D, kv, q, scores);
   float sum = softmax(D, kv->length, scores);
-  accumulate_values(D, kv, scores, sum, y);
+  accumulate_values(1, D, kv, (Matrix){scores, 1}, &sum, (Matrix){y, D});
+}
+
+INLINE void block_attention(const int64_t D, const KVView *kv, Matrix q, float *scores, Matrix y) {
+  float *columns = scores + (kv->length + WIDTH - 1) * WIDTH;  // (D, WIDTH)
+  for (int64_t d = 0; d < D; d++)
+    for (int t = 0; t < WIDTH; t++) columns[d * WIDTH + t] = q.data[t * q.stride + d];
+  float sums[WIDTH];
+  qk_dots_block(D, kv, (Vector *)columns, scores);
+  softmax_block(D, kv->length, scores, sums);
+  for (int t = 0; t < WIDTH; t += QUERY_TILE) {
+    KVView view = *kv;  // of these queries
+    view.length += t;
+    view.fresh = 0;
+    Matrix out = {y.data + t * y.stride, y.stride};
+    accumulate_values(QUERY_TILE, D, &view, (Matrix){scores + t, WIDTH}, sums + t, out);
+  }
+}
+
+// Return the scratch size for the scores of a block of queries, and for the queries.
+static int64_t score_floats(const Model *m, int64_t length) {
+  return (length + m->head_dim) * WIDTH;
 }
 
 // Attend with one query of one head, (D). y: (D). scores: scratch, (length).
@@ -485,10 +572,29 @@ static void attend_query(int64_t D, const KVView *kv, const float *q, float *sco
     query_attention(D, kv, q, scores, y);
 }
 
+// Attend with a block of WIDTH queries of one head. q and y: (WIDTH, D). scores: scratch,
+// (score_floats).
+static void attend_query_block(int64_t D, const KVView *kv, Matrix q, float *scores, Matrix y) {
+  if (D == 64)
+    block_attention(64, kv, q, scores, y);
+  else
+    block_attention(D, kv, q, scores, y);
+}
+
 // Attend with one query of one head. Exported for tests, which compare it with torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
             const float *q, float *k, float *v, float *scores, float *y) {
   attend_query(D, &(KVView){k, v, stride, size, pages, length, 1}, q, scores, y);
+}
+
+// Return the first token of the query block of token t, or -1 if it is not entirely in this pass.
+// Query blocks begin at positions that are multiples of WIDTH.
+static int64_t query_block_start(const Pass *p, int64_t t) {
+  int64_t first = t - p->positions[t] % WIDTH;
+  int64_t last = first + WIDTH - 1;
+  if (first < 0 || last >= p->T) return -1;
+  int64_t table = p->table_starts[t];
+  return p->table_starts[first] == table && p->table_starts[last] == table ? first : -1;
 }
 
 // Return a view of the cached sequence of token t, up to this token.
@@ -540,9 +646,16 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
     for (int64_t t = 0; t < p->T; t++)
       for (int64_t g = 0; g < group_size; g++) {
         int64_t h = k * group_size + g;
+        int64_t first = query_block_start(p, t);
         KVView kv = kv_view(m, p, layer, k, t);
-        kv.fresh = g == 0 && (t == 0 || p->table_starts[t - 1] != p->table_starts[t]);
-        attend_query(D, &kv, qkv + t * row_stride + h * D, scores, y + (t * H + h) * D);
+        Matrix q = {qkv + t * row_stride + h * D, row_stride};
+        Matrix o = {y + (t * H + h) * D, H * D};
+        if (first == t) {
+          attend_query_block(D, &kv, q, scores, o);
+        } else if (first < 0) {
+          kv.fresh = g == 0 && (t == 0 || p->table_starts[t - 1] != p->table_starts[t]);
+          attend_query(D, &kv, q.data, scores, o.data);
+        }
       }
 }
 
@@ -589,7 +702,7 @@ static int64_t input_floats(const Model *m, int64_t T) {
 
 int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
   int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
-  return T * 3 * m->max_width + threads * length + inputs;
+  return T * 3 * m->max_width + threads * score_floats(m, length) + inputs;
 }
 
 // Run a forward pass. logits: (num_logits, vocab_size). work: scratch, (work_floats).
@@ -601,12 +714,12 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   float *y = x + buffer_floats;
   float *wide = y + buffer_floats;
   float *all_scores = wide + buffer_floats;
-  float *all_inputs = all_scores + threads * p->length;
+  float *all_inputs = all_scores + threads * score_floats(m, p->length);
 #pragma omp parallel num_threads(threads)
   {
     int private = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *scores = all_scores + thread * p->length;
+    float *scores = all_scores + thread * score_floats(m, p->length);
     float *in = all_inputs + private * thread * input_floats(m, T);
     float *scale = in + buffer_floats;
     Input input = {in, (Quant *)(scale + T), scale};
