@@ -35,7 +35,6 @@ from sampling import (
     Sequence,
     check_engine_only_params,
     params_per_prompt,
-    sample_batch,
 )
 from text.chat import Chat
 from text.tokenizer import load_encoding
@@ -81,7 +80,7 @@ def generate(
     while not all(finished):
         windows = [context_window.crop(sequence.tokens) for sequence in sequences]
         logits = next_logits(model, windows, cache)[:, 0]
-        next_tokens = sample_batch(logits, sequences, generator)
+        next_tokens = model.runner.sample_batch(logits, sequences, generator)
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, (sequence, token) in enumerate(zip(sequences, step)):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from cache import Span
 from errors import UserError
+from sampling import Sequence, sample_batch
 
 # (layer, q, k, v) -> attention output
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -70,9 +71,9 @@ def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 
 class TorchRunner:
-    """The torch backend: computes logits.
+    """The torch backend: computes logits and samples tokens.
 
-    A backend is a class with this method; `Model.runner` is the model's backend. The model is
+    A backend is a class with these methods; `Model.runner` is the model's backend. The model is
     an argument of each call, so a runner keeps no model alive.
     """
 
@@ -88,6 +89,15 @@ class TorchRunner:
             x = x[rows]
         return model.head(x).float()
 
+    def sample_batch(
+        self,
+        logits: torch.Tensor,
+        sequences: list[Sequence],
+        generator: torch.Generator | None = None,
+    ) -> list[int]:
+        """Sample the next token of each sequence; arguments as in `sampling.sample_batch`."""
+        return sample_batch(logits, sequences, generator)
+
 
 class Model(nn.Module):
     """The base of all architectures: a pass over whole sequences, weight tying and initialisation.
@@ -100,7 +110,7 @@ class Model(nn.Module):
     that nothing reads.
     """
 
-    runner = TorchRunner()  # the backend: passes with a KV cache
+    runner = TorchRunner()  # the backend: passes with a KV cache, and sampling
     ROLES: dict[str, str]
     BASE_MODEL_PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()

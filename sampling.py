@@ -4,7 +4,7 @@ import dataclasses
 import operator
 import sys
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -122,9 +122,20 @@ class Sequence:
         return Sequence(self.tokens + drafts, self.prompt_length, self.params)
 
 
-# Sequences are penalised and sampled together if these fields are equal.
+# torch penalises and samples sequences together if these fields are equal.
 get_penalties = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
 get_sampling_fields = operator.attrgetter("temperature", "top_k", "top_p")
+NATIVE_GROUP = "in C"  # group of the rows that C samples
+
+
+class RowSampler(Protocol):
+    """Sampler implemented in C, for the CPU."""
+
+    def draw(self, logits: torch.Tensor) -> list[int]:
+        """Return the most likely token of each row, as `sample` does.
+
+        logits: (B, vocab_size), contiguous.
+        """
 
 
 def zero_nonfinite_rows(logits: torch.Tensor) -> list[bool]:
@@ -141,27 +152,41 @@ def zero_nonfinite_rows(logits: torch.Tensor) -> list[bool]:
 
 
 def sample_batch(
-    logits: torch.Tensor, sequences: list[Sequence], generator: torch.Generator | None = None
+    logits: torch.Tensor,
+    sequences: list[Sequence],
+    generator: torch.Generator | None = None,
+    native: RowSampler | None = None,
 ) -> list[int]:
     """Sample the next token of each sequence by its own parameters. logits: (B, vocab_size).
 
-    generator: random numbers for sequences without a seed.
+    generator: random numbers for sequences without a seed. native: sampler for greedy
+    sequences on a CPU.
     """
     logits = apply_all_penalties(logits, sequences)
+    use_native = (
+        native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
+    )
     groups = {}  # rows that are sampled together
     for row, sequence in enumerate(sequences):
         params = sequence.params
         group = get_sampling_fields(params), params.seed is None
+        if use_native and params.temperature == 0:
+            group = NATIVE_GROUP
         groups.setdefault(group, []).append(row)
     chosen = [0] * len(sequences)
-    for rows in groups.values():
+    for group, rows in groups.items():
         selected = select_rows(logits, rows)
         params_list = [sequences[row].params for row in rows]
         positions = [len(sequences[row].tokens) for row in rows]
-        rng_keys = None
-        if params_list[0].seed is not None:
-            rng_keys = [(params.seed, position) for params, position in zip(params_list, positions)]
-        tokens = sample(selected, params_list[0], generator, rng_keys).tolist()
+        if group == NATIVE_GROUP:
+            tokens = native.draw(selected.contiguous())
+        else:
+            rng_keys = None
+            if params_list[0].seed is not None:
+                rng_keys = [
+                    (params.seed, position) for params, position in zip(params_list, positions)
+                ]
+            tokens = sample(selected, params_list[0], generator, rng_keys).tolist()
         if len(groups) == 1:
             return tokens
         for row, token in zip(rows, tokens):

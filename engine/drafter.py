@@ -16,7 +16,7 @@ from engine.request import Request
 from engine.scheduler import ScheduledRequest
 from errors import check_limits
 from model import Model
-from sampling import sample_batch, zero_nonfinite_rows
+from sampling import zero_nonfinite_rows
 
 
 class Drafter(Protocol):
@@ -86,7 +86,7 @@ class PagedModelDrafter:
             ]
             logits = self.model.runner.logits(self.model, self.cache, spans, [1] * len(rows))
             finite = zero_nonfinite_rows(logits)
-            tokens = sample_batch(logits, sequences)
+            tokens = self.model.runner.sample_batch(logits, sequences)
             for row, span, token, is_finite in zip(rows, spans, tokens, finite):
                 if is_finite:
                     self.states[requests[row]].tokens.extend(span.tokens)

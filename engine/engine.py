@@ -15,7 +15,7 @@ from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, is_out_of_memory
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, sample_batch, token_logprob, zero_nonfinite_rows
+from sampling import NOT_FINITE, SamplingParams, token_logprob, zero_nonfinite_rows
 from text.detokenizer import StopStringDetokenizer
 from text.tokenizer import Encoding
 
@@ -172,7 +172,7 @@ class Engine:
         self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
         finite = zero_nonfinite_rows(logits)
         sequences = [sequence for entry in scheduled for sequence in entry.sequences()]
-        tokens = sample_batch(logits, sequences)
+        tokens = runner.sample_batch(logits, sequences)
         outputs = []
         for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
             part = slice(end - len(own), end)

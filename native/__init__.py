@@ -1,4 +1,4 @@
-"""Native CPU backend: gpt.c, its build, and its Python bindings."""
+"""Native CPU backend: gpt.c and draw.c, their build, and their Python bindings."""
 
 import torch
 

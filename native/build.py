@@ -1,4 +1,4 @@
-"""Build of gpt.c: compiled once per source, compiler and processor, then loaded."""
+"""Build of gpt.c and draw.c: compiled once per source, compiler and processor, then loaded."""
 
 import contextlib
 import ctypes
@@ -158,7 +158,7 @@ def torch_openmp() -> list[str]:
 
 
 def compile_library(directory: Path, compile_command: list[str], link_command: list[str]) -> Path:
-    """Compile gpt.c into a library. Raises BuildError.
+    """Compile gpt.c and the C files beside it into one library. Raises BuildError.
 
     The library is single-threaded if the compiler cannot use torch's OpenMP.
     """

@@ -1,4 +1,4 @@
-// Definitions used by gpt.c.
+// Definitions shared by gpt.c and draw.c.
 #ifndef COMMON_H
 #define COMMON_H
 #include <stdint.h>

@@ -7,9 +7,10 @@ import torch
 
 from llama import Llama, rotary_embedding
 from model import TorchRunner
-from native import build
+from native import build, draw
 from native.linear import address, replace_with_native_linear
 from native.structs import INT, POINTER, model_struct, struct
+from sampling import sample_batch
 
 PassStruct = struct(
     "PassStruct",
@@ -35,7 +36,7 @@ class FlatBatch(NamedTuple):
 
 
 class NativeRunner(TorchRunner):
-    """A runner that computes the forward passes of one model in C.
+    """A runner that computes the forward passes of one model and samples in C.
 
     The model's weights are packed in place. C does not see weights that are loaded or moved later,
     and the model cannot be copied or pickled.
@@ -104,6 +105,13 @@ class NativeRunner(TorchRunner):
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(struct), *buffers, threads)
         return logits
+
+    def sample_batch(self, logits, sequences, generator=None) -> list[int]:
+        return sample_batch(logits, sequences, generator, self)
+
+    def draw(self, logits: torch.Tensor) -> list[int]:
+        """Return the most likely token of each row, as `draw.draw` does."""
+        return draw.draw(self.library, logits)
 
 
 def flatten_spans(spans: list, keep: list[int], page_size: int) -> FlatBatch:

@@ -207,8 +207,7 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
 
 
 def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
-    import infer
-    from engine import engine
+    import model as runner
 
     def slower_draws(sample_batch):
         def call(logits, sequences, *args):
@@ -218,8 +217,7 @@ def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
 
         return call
 
-    for module in (engine, infer):
-        monkeypatch.setattr(module, "sample_batch", slower_draws(module.sample_batch))
+    monkeypatch.setattr(runner, "sample_batch", slower_draws(runner.sample_batch))
     rows = bench.rows("--only", "sampling")
     for mode in ("engine", "generate"):
         for size in (1, 3):
