@@ -131,8 +131,8 @@ NATIVE_GROUP = "in C"  # group of the rows that C samples
 class RowSampler(Protocol):
     """Sampler implemented in C, for the CPU."""
 
-    def draw(self, logits: torch.Tensor) -> list[int]:
-        """Return the most likely token of each row, as `sample` does.
+    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
+        """Sample a token for each greedy or seeded sequence as `sample` does, up to rounding.
 
         logits: (B, vocab_size), contiguous.
         """
@@ -160,7 +160,7 @@ def sample_batch(
     """Sample the next token of each sequence by its own parameters. logits: (B, vocab_size).
 
     generator: random numbers for sequences without a seed. native: sampler for greedy
-    sequences on a CPU.
+    sequences, and for seeded ones without a filter, on a CPU.
     """
     logits = apply_all_penalties(logits, sequences)
     use_native = (
@@ -169,8 +169,10 @@ def sample_batch(
     groups = {}  # rows that are sampled together
     for row, sequence in enumerate(sequences):
         params = sequence.params
+        seeded = params.temperature == 0 or params.seed is not None  # needs no generator
+        filtered = params.temperature and (params.top_k or params.top_p < 1)
         group = get_sampling_fields(params), params.seed is None
-        if use_native and params.temperature == 0:
+        if use_native and seeded and not filtered:
             group = NATIVE_GROUP
         groups.setdefault(group, []).append(row)
     chosen = [0] * len(sequences)
@@ -179,7 +181,7 @@ def sample_batch(
         params_list = [sequences[row].params for row in rows]
         positions = [len(sequences[row].tokens) for row in rows]
         if group == NATIVE_GROUP:
-            tokens = native.draw(selected.contiguous())
+            tokens = native.draw(selected.contiguous(), params_list, positions)
         else:
             rng_keys = None
             if params_list[0].seed is not None:

@@ -1,22 +1,40 @@
-"""The most likely token, found in C: ctypes bindings of draw.c."""
+"""Sampling in C: ctypes bindings of draw.c."""
 
 import ctypes
 
 import torch
 
 from native.linear import address
-from native.structs import INT, POINTER
+from native.structs import INT, POINTER, struct
+
+DrawStruct = struct(
+    "DrawStruct", logits=POINTER, seed=ctypes.c_uint64, position=INT, temperature=ctypes.c_float
+)
 
 
-def draw(library: ctypes.CDLL, logits: torch.Tensor) -> list[int]:
-    """Return the most likely token of each row of logits, ties by lower id.
+def draw(
+    library: ctypes.CDLL, logits: torch.Tensor, params: list, positions: list[int]
+) -> list[int]:
+    """Sample the next token of each row of logits, as `sampling.sample` does up to rounding.
 
-    logits: (B, vocab_size). Uses up to torch.get_num_threads() threads. Raises ValueError unless
-    logits are float32 and contiguous.
+    logits: (B, vocab_size), after penalties, B >= 1. params: a SamplingParams per row, greedy or
+    with a seed, without top-k and top-p. positions: position of each draw. Uses up to
+    torch.get_num_threads() threads. Returns valid token ids for any logits, even NaN. Raises
+    ValueError unless logits are float32, contiguous and of this shape.
     """
-    count, size = logits.shape
+    count, size = len(params), logits.shape[-1]
     start = address(logits, torch.float32, count, size)
+    limits = torch.finfo(torch.float32)
+    jobs = (DrawStruct * count)()
+    for job, each, position in zip(jobs, params, positions, strict=True):
+        job.logits = start
+        start += size * logits.element_size()
+        job.seed = each.seed or 0
+        job.position = position
+        if each.temperature:  # clamped, because float32 may round it to 0 or infinity
+            job.temperature = min(max(each.temperature, limits.tiny), limits.max)
     chosen = (INT * count)()
     threads = min(torch.get_num_threads(), count)
-    library.draw(INT(count), INT(size), POINTER(start), chosen, threads)
+    scratch = torch.empty(threads, size)
+    library.draw(INT(count), INT(size), jobs, chosen, POINTER(scratch.data_ptr()), threads)
     return list(chosen)

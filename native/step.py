@@ -109,9 +109,9 @@ class NativeRunner(TorchRunner):
     def sample_batch(self, logits, sequences, generator=None) -> list[int]:
         return sample_batch(logits, sequences, generator, self)
 
-    def draw(self, logits: torch.Tensor) -> list[int]:
-        """Return the most likely token of each row, as `draw.draw` does."""
-        return draw.draw(self.library, logits)
+    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
+        """Sample the next token of each row, as `draw.draw` does."""
+        return draw.draw(self.library, logits, params, positions)
 
 
 def flatten_spans(spans: list, keep: list[int], page_size: int) -> FlatBatch:
