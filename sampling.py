@@ -125,7 +125,7 @@ class Sequence:
 # torch penalises and samples sequences together if these fields are equal.
 get_penalties = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
 get_sampling_fields = operator.attrgetter("temperature", "top_k", "top_p")
-NATIVE_GROUP = "in C"  # group of the rows that C samples
+NATIVE_GROUP = "in C"  # group of the rows that C samples, whatever their parameters
 
 
 class RowSampler(Protocol):
@@ -159,8 +159,8 @@ def sample_batch(
 ) -> list[int]:
     """Sample the next token of each sequence by its own parameters. logits: (B, vocab_size).
 
-    generator: random numbers for sequences without a seed. native: sampler for greedy
-    sequences, and for seeded ones without a filter, on a CPU.
+    generator: random numbers for sequences without a seed. native: sampler for greedy and seeded
+    sequences on a CPU.
     """
     logits = apply_all_penalties(logits, sequences)
     use_native = (
@@ -170,9 +170,8 @@ def sample_batch(
     for row, sequence in enumerate(sequences):
         params = sequence.params
         seeded = params.temperature == 0 or params.seed is not None  # needs no generator
-        filtered = params.temperature and (params.top_k or params.top_p < 1)
         group = get_sampling_fields(params), params.seed is None
-        if use_native and seeded and not filtered:
+        if use_native and seeded:
             group = NATIVE_GROUP
         groups.setdefault(group, []).append(row)
     chosen = [0] * len(sequences)

@@ -1,4 +1,7 @@
 // Sampling of the next token from each row of logits.
+//
+// Weights are summed as integers, so that neither the vector width nor the number of threads
+// changes a draw.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -8,7 +11,8 @@
 typedef struct {
   const float *logits;  // (V)
   uint64_t seed, position;
-  float temperature;  // 0: greedy
+  int64_t top_k;             // 0: off
+  float temperature, top_p;  // temperature 0: greedy
 } Draw;
 
 // Return output `index` of the generator SplitMix64, like sampling.py's `splitmix64`.
@@ -48,6 +52,34 @@ static int64_t argmax(int64_t V, const float *logits) {
   return block;
 }
 
+// Convert a weight to an integer, because integer sums do not depend on their order.
+INLINE int32_t fixed_point(float weight) { return (int32_t)(weight * 0x1p30f + 0.5f); }
+
+// Return the bits of |x|, which sort like |x|.
+INLINE uint32_t magnitude_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits & INT32_MAX;
+}
+
+// Keep the weights of the k largest x and of ties with the k-th, and zero all others (top-k). A
+// binary search finds the magnitude that separates them. x: 0 or below.
+static void keep_top_k(int64_t V, int64_t k, const float *x, float *weights) {
+  // low..high contains the smallest magnitude that at least k numbers do not exceed.
+  uint32_t low = 0, high = 0x7f800000;
+  while (low < high) {
+    uint32_t middle = low + (high - low) / 2;
+    int32_t count = 0;
+    for (int64_t i = 0; i < V; i++) count += magnitude_bits(x[i]) <= middle;
+    if (count < k)
+      low = middle + 1;
+    else
+      high = middle;
+    if (count == k) break;  // no tie: `middle` separates them
+  }
+  for (int64_t i = 0; i < V; i++) weights[i] = magnitude_bits(x[i]) <= high ? weights[i] : 0;
+}
+
 // Divide a weight by the exponential random number made from these bits.
 INLINE double race_score(float weight, uint64_t bits) {
   return weight / -log(((bits >> 12) + 0.5) * 0x1p-52);
@@ -82,23 +114,54 @@ static int64_t exponential_race(int64_t V, const float *weights, uint64_t state,
   return winner;
 }
 
-// Sample the next token of one row. weights: scratch, (V).
-static int64_t sample_row(int64_t V, const Draw *d, float *weights) {
+// Zero the weights of a token and all after it in the order of top-p: larger x first, ties by lower
+// id. Returns the sum of the remaining weights.
+static int64_t zero_tail(int64_t V, int64_t token, const float *x, float *weights) {
+  int64_t sum = 0;
+  float value = x[token];
+  for (int64_t i = 0; i < token; i++) {
+    weights[i] = x[i] >= value ? weights[i] : 0;
+    sum += fixed_point(weights[i]);
+  }
+  for (int64_t i = token; i < V; i++) {
+    weights[i] = x[i] > value ? weights[i] : 0;
+    sum += fixed_point(weights[i]);
+  }
+  return sum;
+}
+
+// Sample the next token of one row. scratch: (2, V).
+static int64_t sample_row(int64_t V, const Draw *d, float *scratch) {
   const float *logits = d->logits;
   int64_t top_id = argmax(V, logits);
   if (d->temperature == 0) return top_id;
   float max = logits[top_id];
   float temperature = d->temperature;
+  float *x = scratch;
+  float *weights = scratch + V;
   for (int64_t i = 0; i < V; i++) {
-    float x = (logits[i] - max) / temperature;
-    weights[i] = x >= -87 ? exponential(x) : 0;  // 0 for NaN
+    x[i] = (logits[i] - max) / temperature;
+    weights[i] = x[i] >= -87 ? exponential(x[i]) : 0;  // 0 for NaN
   }
-  return exponential_race(V, weights, splitmix64(d->seed, d->position), top_id);
+  if (d->top_k && d->top_k < V) keep_top_k(V, d->top_k, x, weights);
+  int64_t total = 0;
+  if (d->top_p < 1)
+    for (int64_t i = 0; i < V; i++) total += fixed_point(weights[i]);
+  uint64_t state = splitmix64(d->seed, d->position);
+  // Top-p without sorting: a winner is in the nucleus if the mass before it is below p. Otherwise
+  // neither it nor any token after it is, and the race is run again without them, on average
+  // 1 + ln(1 / p) times in total.
+  for (;;) {
+    int64_t winner = exponential_race(V, weights, state, top_id);
+    if (d->top_p >= 1) return winner;
+    int64_t before = zero_tail(V, winner, x, weights);
+    if (before == 0 || (float)((double)before / total) < d->top_p) return winner;
+  }
 }
 
-// Sample the next token of each row into chosen, (rows). scratch: (threads, V).
+// Sample the next token of each row into chosen, (rows). scratch: (threads, 2, V).
 void draw(int64_t rows, int64_t V, const Draw *jobs, int64_t *chosen, float *scratch, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t row = 0; row < rows; row++)
-    chosen[row] = sample_row(V, jobs + row, scratch + omp_get_thread_num() * V);
+    chosen[row] = sample_row(V, jobs + row, scratch + omp_get_thread_num() * 2 * V);
 }

@@ -8,7 +8,11 @@ from native.linear import address
 from native.structs import INT, POINTER, struct
 
 DrawStruct = struct(
-    "DrawStruct", logits=POINTER, seed=ctypes.c_uint64, position=INT, temperature=ctypes.c_float
+    "DrawStruct",
+    logits=POINTER,
+    seed=ctypes.c_uint64,
+    **dict.fromkeys(("position", "top_k"), INT),
+    **dict.fromkeys(("temperature", "top_p"), ctypes.c_float),
 )
 
 
@@ -18,9 +22,9 @@ def draw(
     """Sample the next token of each row of logits, as `sampling.sample` does up to rounding.
 
     logits: (B, vocab_size), after penalties, B >= 1. params: a SamplingParams per row, greedy or
-    with a seed, without top-k and top-p. positions: position of each draw. Uses up to
-    torch.get_num_threads() threads. Returns valid token ids for any logits, even NaN. Raises
-    ValueError unless logits are float32, contiguous and of this shape.
+    with a seed. positions: position of each draw. Uses up to torch.get_num_threads() threads.
+    Returns valid token ids for any logits, even NaN. Raises ValueError unless logits are float32,
+    contiguous and of this shape.
     """
     count, size = len(params), logits.shape[-1]
     start = address(logits, torch.float32, count, size)
@@ -31,10 +35,12 @@ def draw(
         start += size * logits.element_size()
         job.seed = each.seed or 0
         job.position = position
+        job.top_k = min(each.top_k, size)
         if each.temperature:  # clamped, because float32 may round it to 0 or infinity
             job.temperature = min(max(each.temperature, limits.tiny), limits.max)
+        job.top_p = each.top_p
     chosen = (INT * count)()
     threads = min(torch.get_num_threads(), count)
-    scratch = torch.empty(threads, size)
+    scratch = torch.empty(threads, 2, size)
     library.draw(INT(count), INT(size), jobs, chosen, POINTER(scratch.data_ptr()), threads)
     return list(chosen)
