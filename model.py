@@ -102,23 +102,23 @@ class TorchRunner:
 class Model(nn.Module):
     """The base of all architectures: a pass over whole sequences, weight tying and initialisation.
 
-    An architecture adds `hidden`, `head` and the roles of its layers. Loading and the C backend
-    find layers by role.
-    ROLES: role -> the layer's name, here and in Hugging Face's files; * is the block's number.
-    BASE_MODEL_PREFIX: optional prefix of names in these files. TRANSPOSED: roles of matrices that
-    these files store as (in, out). IGNORED_SUFFIXES: suffixes of tensors in some of these files
-    that nothing reads.
+    An architecture adds `hidden`, `head` and the roles of its layers. Loading, export and the C
+    backend find layers by role.
+    ROLES: role -> the layer's name here and in Hugging Face's files, and its name in GGUF files; *
+    is the block's number. BASE_MODEL_PREFIX: optional prefix of names in Hugging Face's files.
+    TRANSPOSED: roles of matrices that these files store as (in, out). IGNORED_SUFFIXES: suffixes of
+    tensors in some of these files that nothing reads.
     """
 
     runner = TorchRunner()  # the backend: passes with a KV cache, and sampling
-    ROLES: dict[str, str]
+    ROLES: dict[str, tuple[str, str]]
     BASE_MODEL_PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()
     IGNORED_SUFFIXES: tuple[str, ...] = ()
 
     def path(self, role: str, *numbers: int) -> str:
         """Return the name of the layer with this role. numbers: of its block, if any."""
-        return self.ROLES[role].replace("*", "{}").format(*numbers)
+        return self.ROLES[role][0].replace("*", "{}").format(*numbers)
 
     def layer(self, role: str, *numbers: int) -> nn.Module | None:
         """Return the layer with this role; None if this architecture has none."""
@@ -127,7 +127,7 @@ class Model(nn.Module):
     def role(self, name: str) -> str:
         """Return the role of the layer whose weight or bias has this name."""
         layer = re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0])
-        return {path: role for role, path in self.ROLES.items()}[layer]
+        return {path: role for role, (path, _) in self.ROLES.items()}[layer]
 
     def is_transposed(self, name: str) -> bool:
         """Return whether Hugging Face's files store the tensor of this name as (in, out)."""
@@ -227,16 +227,16 @@ class Block(nn.Module):
 
 class GPT(Model):
     ROLES = {
-        "embedding": "wte",
-        "positions": "wpe",
-        "attn_norm": "h.*.ln_1",
-        "qkv": "h.*.attn.c_attn",
-        "attn_out": "h.*.attn.c_proj",
-        "mlp_norm": "h.*.ln_2",
-        "up": "h.*.mlp.c_fc",
-        "down": "h.*.mlp.c_proj",
-        "norm": "ln_f",
-        "head": "lm_head",
+        "embedding": ("wte", "token_embd"),
+        "positions": ("wpe", "position_embd"),
+        "attn_norm": ("h.*.ln_1", "blk.*.attn_norm"),
+        "qkv": ("h.*.attn.c_attn", "blk.*.attn_qkv"),
+        "attn_out": ("h.*.attn.c_proj", "blk.*.attn_output"),
+        "mlp_norm": ("h.*.ln_2", "blk.*.ffn_norm"),
+        "up": ("h.*.mlp.c_fc", "blk.*.ffn_up"),
+        "down": ("h.*.mlp.c_proj", "blk.*.ffn_down"),
+        "norm": ("ln_f", "output_norm"),
+        "head": ("lm_head", "output"),
     }
     BASE_MODEL_PREFIX = "transformer."
     TRANSPOSED = ("qkv", "attn_out", "up", "down")

@@ -23,6 +23,7 @@ from command_line.options import DTYPES
 from command_line.parser import HelpFormatter, run_script
 from errors import UserError
 from loading.load import load_config, resolve_source
+from native import BuildError, kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark_results"  # the default directory
@@ -42,6 +43,7 @@ CONDITIONS = {
     "repeat": "each repeat runs all modes once; ratios are taken within it",
     "parameters": "number of weights of the model",
     "device": "GPU, or processor",
+    "kernel": "instruction set of the C code; empty if it is not compiled here",
     "threads": "threads of torch",
     "torch": "version of torch",
     "library": "library of the engine and its version; empty for this repository",
@@ -65,6 +67,7 @@ ENVIRONMENT = (  # columns in every file
     "dtype",
     "parameters",
     "device",
+    "kernel",
     "threads",
     "torch",
     "library",
@@ -376,10 +379,27 @@ def describe_environment(name, model, device: str, draft: str = "") -> dict:
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{device} {cpu_name()}",
+        "kernel": instruction_set(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": commit(),
     }
+
+
+def instruction_set(device: str) -> str:
+    """Return the instruction set that the C code uses on this CPU, or "" if it cannot compute."""
+    return "" if native_refusal(device) else kernel()
+
+
+def native_refusal(device: str) -> str:
+    """Return the reason why the C code cannot compute on a device, or ""."""
+    if device != "cpu":
+        return f"runs on the CPU only, not on {device}"
+    try:
+        kernel()
+    except BuildError as error:
+        return str(error)
+    return ""
 
 
 def library(package: str) -> str:

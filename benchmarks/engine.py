@@ -34,11 +34,13 @@ from errors import UserError
 from infer import generate
 from loading.load import load_model, resolve_source, save_model
 from model import Model
+from native import NativeRunner, use_native
 from sampling import SamplingParams
 from text.tokenizer import load_encoding
 
 COLUMNS = {
     "part": "part of the benchmark, as in --only",
+    "backend": "torch, native (C code), both in float32, or native int8",
     "mode": "mode of the engine; all modes take turns within a repeat",
     "batch_size": "maximum number of sequences per step",
     "temperature": "0: greedy",
@@ -47,11 +49,12 @@ COLUMNS = {
     "repeat": "each repeat runs all modes once",
 }
 COLUMNS = common.columns(COLUMNS)
-SETTING = ["model", "part", "mode", "batch_size", "temperature", "measure"]
+SETTING = ["model", "part", "backend", "mode", "batch_size", "temperature", "measure"]
 ADAPTIVE = "adaptive draft model"
 STEPS = 50  # timed steps, for their median
 PAGE = 16  # positions per page
 NEW = 8  # new tokens of a request that is timed for its first token
+BACKENDS = {"torch": torch.float32, "native": torch.float32, "native int8": torch.int8}
 SAMPLERS = {  # name -> sampling parameters
     "greedy": {},
     "temperature 0.8, top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
@@ -68,6 +71,7 @@ class Results(common.MetricsFile):
     def write(
         self,
         part: str,
+        backend: str,
         mode: str,
         batch_size: int,
         repeat: int,
@@ -76,9 +80,13 @@ class Results(common.MetricsFile):
         library: str = "",
     ) -> None:
         """Add values, measure -> number."""
-        run = {"part": part, "mode": mode, "batch_size": batch_size}
+        run = {"part": part, "backend": backend, "mode": mode, "batch_size": batch_size}
         run |= {"temperature": temperature, "repeat": repeat, "library": library}
-        which = f"{part}  {mode}, batch {batch_size}  temperature {temperature}  repeat {repeat}"
+        run["dtype"] = str(BACKENDS[backend]).removeprefix("torch.")
+        which = (
+            f"{part}  {mode}, {backend}, batch {batch_size}  "
+            f"temperature {temperature}  repeat {repeat}"
+        )
         self.add(which, run, values)
 
 
@@ -86,9 +94,10 @@ class Bench(NamedTuple):
     """The options, models and output of a part of the benchmark."""
 
     args: argparse.Namespace
+    backend: str
     model: Model
     draft: Model | None  # for speculation
-    write: Callable  # Results.write, for this part
+    write: Callable  # Results.write, for this part and backend
 
 
 # Shared by the parts
@@ -246,40 +255,50 @@ def transformers_engine(model: Model, batch_size: int):
     return run
 
 
-def throughput(bench: Bench) -> None:
+def throughput(benches: list[Bench]) -> None:
     """Run the whole queue one at a time, in static batches, in the engine, and in transformers."""
-    args = bench.args
-    prompts, params = sample_requests(bench, args.requests)
+    args = benches[0].args
+    prompts, params = sample_requests(benches[0], args.requests)
     short = [greedy(2)] * len(prompts)  # warm up
-    modes = {("one at a time", 1): functools.partial(run_static_batches, bench.model, 1)}
-    for name, function in (("static batches", run_static_batches), ("engine", run_engine)):
-        for batch_size in args.batch_size:
-            modes[name, batch_size] = functools.partial(function, bench.model, batch_size)
-    for (_, batch_size), run in modes.items():
+    modes = {}
+    for bench in benches:
+        alone = functools.partial(run_static_batches, bench.model, 1)
+        modes[bench.backend, "one at a time", 1] = bench, alone
+        for name, function in (("static batches", run_static_batches), ("engine", run_engine)):
+            for batch_size in args.batch_size:
+                run = functools.partial(function, bench.model, batch_size)
+                modes[bench.backend, name, batch_size] = bench, run
+    for (_, _, batch_size), (_, run) in modes.items():
         run(prompts[:batch_size], short[:batch_size])
-    if importlib.util.find_spec("transformers"):
+    with_torch = benches[0].backend == "torch"  # transformers is compared with torch only
+    if with_torch and importlib.util.find_spec("transformers"):
         try:
-            run = transformers_engine(bench.model, max(args.batch_size))
+            run = transformers_engine(benches[0].model, max(args.batch_size))
             run(prompts[:2], short[:2])
-            modes["transformers", max(args.batch_size)] = run
+            modes["torch", "transformers", max(args.batch_size)] = benches[0], run
         except Exception as error:  # anything that transformers does not support here
             print(f"without transformers: {type(error).__name__}: {error}", file=sys.stderr)
-    else:
+    elif with_torch:
         print("without transformers: pip install transformers", file=sys.stderr)
     for repeat in range(args.repeats):
         rates = {}
-        expected = None
-        for (name, batch_size), run in modes.items():
+        expected = {}  # backend -> outputs
+        for (backend, name, batch_size), (bench, run) in modes.items():
             began = now(bench.model)
             outputs = run(prompts, params)
             rate = sum(map(len, outputs)) / (now(bench.model) - began)
-            rates[name, batch_size] = rate
-            expected = expected or outputs
-            check(f"{name}, batch size {batch_size}", outputs, expected)
+            rates[backend, name, batch_size] = rate
+            check(
+                f"{name}, {backend}, batch size {batch_size}",
+                outputs,
+                expected.setdefault(backend, outputs),
+            )
             values = {"tokens/s": rate}
             for other in (("one at a time", 1), ("static batches", batch_size)):
-                if other in rates:
-                    values[f"x {other[0]}"] = rate / rates[other]
+                if (backend, *other) in rates:
+                    values[f"x {other[0]}"] = rate / rates[backend, *other]
+            if backend != "torch" and ("torch", name, batch_size) in rates:
+                values["x torch"] = rate / rates["torch", name, batch_size]
             extra_columns = {"library": common.library(name)} if name == "transformers" else {}
             bench.write(name, batch_size, repeat, values, **extra_columns)
 
@@ -294,13 +313,16 @@ def overhead(bench: Bench) -> None:
         engine = decoding_engine(bench, batch_size)
         model = engine.model
         methods = {"compute": (engine, "compute"), "scheduling": (engine.scheduler, "schedule")}
-        passes = {name: (model, name) for name in ("hidden", "head")}
-        methods["cache"] = engine.cache, "prepare"
+        if isinstance(model.runner, NativeRunner):
+            passes = {"pass": (model.runner, "logits")}
+        else:
+            passes = {name: (model, name) for name in ("hidden", "head")}
+            methods["cache"] = engine.cache, "prepare"
         with stopwatch(model, **methods, **passes) as seconds:
             times = [time for time, _ in itertools.islice(timed_steps(engine), STEPS)]
         computing = sum(seconds.pop(name) for name in passes)
         # `compute` consists of the pass, preparing the cache, and sampling.
-        sampling_seconds = seconds.pop("compute") - computing - seconds["cache"]
+        sampling_seconds = seconds.pop("compute") - computing - seconds.get("cache", 0)
         values = {"step, ms": 1000 * statistics.median(times)}
         values["share of the engine"] = 1 - computing / sum(times)
         seconds["sampling"] = sampling_seconds
@@ -611,15 +633,48 @@ def measure(args, device: str, results: Results) -> None:
             raise UserError(f"{name}: {why}")
     for temperature in args.temperature:
         SamplingParams(temperature=temperature)  # validates it
-    model = load_model(args.model, torch.float32, device)
-    draft = load_model(args.draft, torch.float32, device) if speculates else None
+    benches = []
+    for backend in available(args.backend, device):
+        model = load(args.model, backend, device)
+        draft = load(args.draft, backend, device) if speculates else None
+        benches.append(Bench(args, backend, model, draft, None))
     environment = common.describe_environment(
-        args.model, model, device, args.draft if speculates else ""
+        args.model, benches[0].model, device, args.draft if speculates else ""
     )
     results.environment = {name: value for name, value in environment.items() if name in COLUMNS}
     for name, part in PARTS.items():
         if name in args.only:
-            part(Bench(args, model, draft, functools.partial(results.write, name)))
+            each = []
+            for bench in benches:
+                write = functools.partial(results.write, name, bench.backend)
+                each.append(bench._replace(write=write))
+            if part is throughput:  # all backends take turns
+                part(each)
+            else:
+                for bench in each:
+                    part(bench)
+
+
+def available(backends: list[str], device: str) -> list[str]:
+    """Return the backends that can compute on this device; report the others on stderr.
+
+    Raises UserError if none is left.
+    """
+    reason = "" if backends == ["torch"] else common.native_refusal(device)
+    left_out = [name for name in backends if reason and name != "torch"]
+    if left_out == backends:
+        raise UserError(f"--backend {' '.join(backends)}: {reason}")
+    if left_out:
+        print(f"without {', '.join(left_out)}: {reason}", file=sys.stderr)
+    return [name for name in backends if name not in left_out]
+
+
+def load(name: str, backend: str, device: str) -> Model:
+    """Return the model as that backend runs it."""
+    model = load_model(name, BACKENDS[backend], device)
+    if backend != "torch":
+        use_native(model)
+    return model
 
 
 PANELS = {  # part -> title, axis label, measures to draw
@@ -651,7 +706,7 @@ def plot(summary):
 
 def draw(axes, table, measures: list[str]) -> None:
     """Draw bars of these measures side by side, for each mode that has all of them."""
-    setting = ["mode", "batch_size", "temperature"]
+    setting = ["backend", "mode", "batch_size", "temperature"]
     found = table[table["measure"].isin(measures)]
     found = found.groupby(setting, sort=False).filter(lambda group: len(group) == len(measures))
     settings = list(found.groupby(setting, sort=False).groups)[::-1]  # the first at the top
@@ -663,9 +718,9 @@ def draw(axes, table, measures: list[str]) -> None:
         drawn = axes.barh(at, bars["median"], height, xerr=error, capsize=2, label=measure)
         axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="x-small")
     names = []
-    for mode, size, temperature in settings:
+    for backend, mode, size, temperature in settings:
         warm = f", temperature {temperature}" if temperature and "temp" not in mode else ""
-        names.append(f"{mode}, batch size {size}{warm}")
+        names.append(f"{mode}, {backend}, batch size {size}{warm}")
     axes.set_yticks(range(len(names)), names, fontsize="small")
     axes.margins(x=0.12)
     axes.legend(fontsize="x-small")
@@ -692,7 +747,7 @@ def main(argv=None) -> None:
     for name, part in PARTS.items():
         sentence = part.__doc__.partition(".")[0]
         descriptions.append(f"{name}: {sentence[0].lower()}{sentence[1:]}")
-    parser = Parser(description=f"Time the engine, in float32. {'; '.join(descriptions)}.")
+    parser = Parser(description=f"Time the engine. {'; '.join(descriptions)}.")
     names = list(PARTS)
     only = {"default": names, "choices": names, "metavar": "PART"}
     parser.add_argument("--only", **common.LIST, **only, help="parts to run")
@@ -710,6 +765,8 @@ def main(argv=None) -> None:
     parser.add_argument(
         "--temperature", **common.LIST, **temperature, help="temperatures of the part speculation"
     )
+    computes = {"choices": BACKENDS, "default": list(BACKENDS)}
+    parser.add_argument("--backend", **common.LIST, **computes, help="compute backends")
     shared = {"lengths": None, "repeats": 2, "dtypes": False, "columns": COLUMNS}
     common.add_options(parser, "engine_cpu.csv", **shared)
     common.run_benchmark(parser, measure, None, plot, argv, Results)

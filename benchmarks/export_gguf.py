@@ -1,0 +1,114 @@
+"""Export of a model to GGUF, llama.cpp's file format, with the package `gguf`.
+
+Format: docs/gguf.md in github.com/ggml-org/ggml.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from llama import LlamaConfig, RotaryEmbedding
+from loading.byte_level import PATTERNS
+from loading.checkpoint import read_json
+from loading.gguf_model import gguf_name
+from model import Model
+from text.tokenizer import read_tokenizer_json
+
+PRE_TOKENIZERS = {  # our name -> llama.cpp's name
+    "GPT-2": "gpt-2",
+    "Llama 3": "llama-bpe",
+    "Qwen2": "qwen2",
+}
+
+
+def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = None) -> None:
+    """Write a float32 model on the CPU to a GGUF file.
+
+    dtype: "float32", or "int8" for Q8_0, which stores each block of 32 weights of a row as int8
+    with one scale. Rows not a multiple of 32 long, vectors and learned positions stay float32.
+    tokenizer: a tokenizer.json. With None the file has no vocabulary and works only with token ids.
+    """
+    import gguf
+
+    config = model.config
+    is_llama = isinstance(config, LlamaConfig)
+    architecture = "llama" if is_llama else "gpt2"
+    writer = gguf.GGUFWriter(path, architecture)
+    if tokenizer:
+        add_vocabulary(writer, tokenizer, config)
+    else:
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.block_size)
+    writer.add_block_count(config.n_layer)
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.n_kv_head)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_feed_forward_length(config.n_inner)
+    if architecture != "gpt2":
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_freq_base(config.rope_theta)
+        writer.add_tensor("rope_freqs.weight", rope_freq_factors(config).numpy())
+    else:
+        writer.add_layer_norm_eps(config.norm_eps)
+    heads = {"query": config.n_head, "key": config.n_kv_head} if is_llama else {}
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    for key, weight in model.named_parameters():
+        role = model.role(key)
+        if role in heads:
+            weight = permute(weight, heads[role])
+        values = weight.detach().contiguous().numpy()
+        has_blocks = weight.dim() == 2 and weight.shape[1] % 32 == 0 and role != "positions"
+        if dtype == "int8" and has_blocks:
+            writer.add_tensor(gguf_name(model, key), gguf.quantize(values, q8_0), raw_dtype=q8_0)
+        else:
+            writer.add_tensor(gguf_name(model, key), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_vocabulary(writer, tokenizer: Path, config) -> None:
+    """Add tokens and merges of a tokenizer.json. Raises UserError like `read_tokenizer_json`."""
+    import gguf
+
+    encoding = read_tokenizer_json(tokenizer)
+    raw = read_json(tokenizer)
+    added = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
+    ids = raw["model"]["vocab"] | added
+    tokens = [f"<unused {token}>" for token in range(config.vocab_size)]
+    token_types = [gguf.TokenType.UNUSED] * config.vocab_size
+    for text, token in ids.items():
+        tokens[token] = text
+        token_types[token] = gguf.TokenType.CONTROL if text in added else gguf.TokenType.NORMAL
+    merges = raw["model"]["merges"]
+    names = {pattern: PRE_TOKENIZERS[name] for name, pattern in PATTERNS.items()}
+    writer.add_tokenizer_model("gpt2")  # byte-level BPE
+    writer.add_tokenizer_pre(names[encoding._pat_str])
+    writer.add_token_list(tokens)
+    writer.add_token_types(token_types)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_ids[0])
+    writer.add_add_bos_token(bool(encoding.prefix_ids))
+
+
+def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return query or key rows in llama.cpp's order, the order of Meta's checkpoints.
+
+    There the two rows that RoPE rotates together are adjacent. `llama.apply_rotary_emb` expects
+    them in the two halves of a head. weight: (heads * head_dim, ...).
+    """
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def rope_freq_factors(config: LlamaConfig) -> torch.Tensor:
+    """Return llama.cpp's divisor of each RoPE frequency, (head_dim / 2): 1 except in Llama 3."""
+    plain = dataclasses.replace(config, rope_scaling=None)
+    unslowed = RotaryEmbedding(plain, torch.float32, "cpu").inv_freq
+    return unslowed / RotaryEmbedding(config, torch.float32, "cpu").inv_freq
