@@ -1,0 +1,1 @@
+"""HTTP server for the engine, with OpenAI's API."""
