@@ -1,5 +1,6 @@
 """Interface between the API's handlers and the engine that generates."""
 
+import itertools
 from typing import NamedTuple
 
 from sampling import SamplingParams, TokenLogprob
@@ -20,3 +21,13 @@ class Update(NamedTuple):
     text: str
     logprobs: tuple[TokenLogprob, ...]  # one per token, if requested
     finish_reason: str | None  # "stop", "length" or "error" in the last update
+
+    @staticmethod
+    def join(parts: list["Update"]) -> "Update":
+        """Join consecutive updates of a sequence into one."""
+        if len(parts) == 1:
+            return parts[0]
+        tokens = itertools.chain.from_iterable(part.tokens for part in parts)
+        text = "".join(part.text for part in parts)
+        logprobs = itertools.chain.from_iterable(part.logprobs for part in parts)
+        return Update(tuple(tokens), text, tuple(logprobs), parts[-1].finish_reason)

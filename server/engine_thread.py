@@ -12,11 +12,37 @@ from engine.request import Event, Request
 from server.backend import GenerateInput, Update
 
 
+class Generation:
+    """Updates of a call of `generate` that its reader has not fetched. Only for the event loop."""
+
+    def __init__(self):
+        self.updates: dict[int, list[Update]] = {}  # by index: not fetched yet
+        self.error: Exception | None = None
+        self.changed = asyncio.Event()
+
+    def add_update(self, index: int, update: Update) -> None:
+        """Queue new output of a sequence for the reader."""
+        self.updates.setdefault(index, []).append(update)
+        self.changed.set()
+
+    def fetch(self) -> dict[int, Update]:
+        """Return and clear the new output of each sequence, joined into one update each."""
+        updates = {index: Update.join(parts) for index, parts in self.updates.items()}
+        self.updates = {}
+        self.changed.clear()
+        return updates
+
+    def fail(self, error: Exception) -> None:
+        """Set the error that ends the generation."""
+        self.error = error
+        self.changed.set()
+
+
 @dataclass
 class RequestState:
     """Where a request's updates are delivered."""
 
-    updates: asyncio.Queue  # of all requests of the call
+    generation: Generation
     index: int
     num_chars_sent: int = 0
 
@@ -55,22 +81,25 @@ class EngineThread:
     async def generate(self, inputs: GenerateInput) -> AsyncIterator[dict[int, Update]]:
         """Yield new output of the prompts until all are finished.
 
-        Each item has an Update for one prompt, by its index. Raises what `Engine.add` raises.
+        Each item has an Update for one or more prompts, by their indices. Updates that are not
+        fetched in time are joined. Raises what `Engine.add` raises.
         """
-        queued = asyncio.Queue()
-        self.commands.put(functools.partial(self.add, queued, inputs))
+        generation = Generation()
+        self.commands.put(functools.partial(self.add, generation, inputs))
         num_unfinished = len(inputs.prompts)
         while num_unfinished:
-            updates = await queued.get()
-            if isinstance(updates, Exception):
-                raise updates
+            await generation.changed.wait()
+            updates = generation.fetch()
             num_unfinished -= sum(update.finish_reason is not None for update in updates.values())
-            yield updates
+            if updates:
+                yield updates
+            if generation.error:
+                raise generation.error
 
     def deliver_outputs(self, outputs: list[tuple[RequestState, Update]]) -> None:
         """Deliver the output of a step to its readers, in the event loop."""
         for state, update in outputs:
-            state.updates.put_nowait({state.index: update})
+            state.generation.add_update(state.index, update)
 
     def set_ready(self, error: Exception | None = None) -> None:
         """Report, in the event loop, that the engine is loaded or failed to load."""
@@ -105,7 +134,7 @@ class EngineThread:
             command()
         return True
 
-    def add(self, queued: asyncio.Queue, inputs: GenerateInput) -> None:
+    def add(self, generation: Generation, inputs: GenerateInput) -> None:
         """Add the requests of a call to the engine."""
         finished = []
         try:
@@ -113,15 +142,16 @@ class EngineThread:
                 zip(inputs.prompts, inputs.params, strict=True)
             ):
                 request = self.engine.add(prompt, params, cache_salt=inputs.cache_salt)
-                state = RequestState(queued, index)
+                state = RequestState(generation, index)
                 if request.finish_reason:  # zero tokens requested: no step emits an event
                     finished.append((state, Update((), "", (), request.finish_reason)))
                 else:
                     self.request_states[request] = state
         except Exception as error:  # fails only this call
-            self.call_in_event_loop(queued.put_nowait, error)
+            self.call_in_event_loop(generation.fail, error)
         else:
-            self.call_in_event_loop(self.deliver_outputs, finished)
+            if finished:
+                self.call_in_event_loop(self.deliver_outputs, finished)
 
     def publish_events(self, events: list[Event]) -> None:
         """Send all output of a step to the event loop in one call."""
@@ -135,4 +165,5 @@ class EngineThread:
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
             update = Update(tuple(tokens), text, tuple(logprobs), reason)
             outputs.append((state, update))
-        self.call_in_event_loop(self.deliver_outputs, outputs)
+        if outputs:  # prefill chunks emit none
+            self.call_in_event_loop(self.deliver_outputs, outputs)
