@@ -6,6 +6,14 @@ from typing import NamedTuple
 from sampling import SamplingParams, TokenLogprob
 
 
+class EngineDead(Exception):
+    """The engine is no longer running."""
+
+
+class RequestFailed(Exception):
+    """A request failed while the engine computed it."""
+
+
 class GenerateInput(NamedTuple):
     """Sequences to generate for one API request."""
 
@@ -20,7 +28,7 @@ class Update(NamedTuple):
     tokens: tuple[int, ...]  # EOS included
     text: str
     logprobs: tuple[TokenLogprob, ...]  # one per token, if requested
-    finish_reason: str | None  # "stop", "length" or "error" in the last update
+    finish_reason: str | None  # "stop" or "length" in the last update
 
     @staticmethod
     def join(parts: list["Update"]) -> "Update":

@@ -1,21 +1,25 @@
 """Engine in a background thread, with an asyncio interface for requests."""
 
 import asyncio
+import contextlib
 import functools
 import queue
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from engine.engine import Engine
 from engine.request import Event, Request
-from server.backend import GenerateInput, Update
+from server.backend import EngineDead, GenerateInput, RequestFailed, Update
 
 
 class Generation:
-    """Updates of a call of `generate` that its reader has not fetched. Only for the event loop."""
+    """One call of `generate`: its requests, and the updates that the reader has not fetched."""
 
     def __init__(self):
+        self.requests: list[Request] = []  # only for the engine's thread
+        # The fields below are only for the event loop.
         self.updates: dict[int, list[Update]] = {}  # by index: not fetched yet
         self.error: Exception | None = None
         self.changed = asyncio.Event()
@@ -61,6 +65,9 @@ class EngineThread:
         self.engine: Engine | None = None  # None while the model loads
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.request_states: dict[Request, RequestState] = {}  # only for the engine's thread
+        self.generations: set[Generation] = set()  # with a reader; only for the event loop
+        self.error: str | None = None  # why the engine is no longer running
+        # A daemon thread, so that the process can exit during a step.
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -82,48 +89,81 @@ class EngineThread:
         """Yield new output of the prompts until all are finished.
 
         Each item has an Update for one or more prompts, by their indices. Updates that are not
-        fetched in time are joined. Raises what `Engine.add` raises.
+        fetched in time are joined.
+        Raises what `Engine.add` raises, RequestFailed after the last update of a request that
+        fails, and EngineDead.
+        Unfinished requests are aborted when the generator closes. A reader that may leave early
+        must close it: `async with contextlib.aclosing(...)`.
         """
+        if self.error:
+            raise EngineDead(self.error)
         generation = Generation()
-        self.commands.put(functools.partial(self.add, generation, inputs))
+        self.generations.add(generation)
         num_unfinished = len(inputs.prompts)
-        while num_unfinished:
-            await generation.changed.wait()
-            updates = generation.fetch()
-            num_unfinished -= sum(update.finish_reason is not None for update in updates.values())
-            if updates:
-                yield updates
-            if generation.error:
-                raise generation.error
+        try:
+            self.commands.put(functools.partial(self.add, generation, inputs))
+            while num_unfinished:
+                await generation.changed.wait()
+                updates = generation.fetch()
+                num_unfinished -= sum(
+                    update.finish_reason is not None for update in updates.values()
+                )
+                if updates:
+                    yield updates
+                if generation.error:
+                    raise generation.error
+        finally:
+            self.generations.remove(generation)
+            if num_unfinished:
+                self.commands.put(functools.partial(self.abort, generation))
 
-    def deliver_outputs(self, outputs: list[tuple[RequestState, Update]]) -> None:
+    def deliver_outputs(self, outputs: list[tuple[RequestState, Update, str | None]]) -> None:
         """Deliver the output of a step to its readers, in the event loop."""
-        for state, update in outputs:
+        for state, update, error in outputs:
             state.generation.add_update(state.index, update)
+            if error:
+                state.generation.fail(RequestFailed(error))
 
     def set_ready(self, error: Exception | None = None) -> None:
         """Report, in the event loop, that the engine is loaded or failed to load."""
+        if self.ready.done():  # the waiting task was cancelled
+            return
         if error:
             self.ready.set_exception(error)
         else:
             self.ready.set_result(None)
 
+    def mark_dead(self, error: str) -> None:
+        """Record why the engine has ended, and fail all readers, in the event loop."""
+        self.error = error
+        for generation in self.generations:
+            generation.fail(EngineDead(error))
+
     # The methods below run in the engine's thread.
 
     def call_in_event_loop(self, function: Callable, *args) -> None:
-        """Schedule a function in the event loop."""
-        self.loop.call_soon_threadsafe(function, *args)
+        """Schedule a function in the event loop, unless the loop is closed."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
 
     def run(self) -> None:
-        """Run commands and engine steps until stopped."""
+        """Run commands and engine steps until stopped, or until the engine fails."""
         try:
             self.engine = self.make_engine()
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # raised in the event loop, it would end the loop
+                error = RuntimeError(repr(error))
             self.call_in_event_loop(self.set_ready, error)
             return
         self.call_in_event_loop(self.set_ready)
-        while self.run_commands():
-            self.publish_events(self.engine.step())
+        reason = "the server is shutting down"
+        try:
+            while self.run_commands():
+                self.publish_events(self.engine.step())
+        except BaseException as error:
+            traceback.print_exc()
+            reason = f"the engine has failed: {type(error).__name__}: {error}"
+        self.call_in_event_loop(self.mark_dead, reason)
 
     def run_commands(self) -> bool:
         """Run queued commands, and wait for more while idle; return False on shutdown."""
@@ -135,35 +175,44 @@ class EngineThread:
         return True
 
     def add(self, generation: Generation, inputs: GenerateInput) -> None:
-        """Add the requests of a call to the engine."""
+        """Add the requests of a call to the engine, all or none."""
         finished = []
         try:
             for index, (prompt, params) in enumerate(
                 zip(inputs.prompts, inputs.params, strict=True)
             ):
                 request = self.engine.add(prompt, params, cache_salt=inputs.cache_salt)
+                generation.requests.append(request)
                 state = RequestState(generation, index)
                 if request.finish_reason:  # zero tokens requested: no step emits an event
-                    finished.append((state, Update((), "", (), request.finish_reason)))
+                    finished.append((state, Update((), "", (), request.finish_reason), None))
                 else:
                     self.request_states[request] = state
         except Exception as error:  # fails only this call
+            self.abort(generation)
             self.call_in_event_loop(generation.fail, error)
         else:
             if finished:
                 self.call_in_event_loop(self.deliver_outputs, finished)
 
+    def abort(self, generation: Generation) -> None:
+        """Abort the unfinished requests of a call."""
+        for request in generation.requests:
+            if request in self.request_states:
+                self.engine.abort(request)
+                del self.request_states[request]
+
     def publish_events(self, events: list[Event]) -> None:
         """Send all output of a step to the event loop in one call."""
         outputs = []
-        for request, tokens, reason, _ in events:
+        for request, tokens, reason, error in events:
             state = self.request_states[request]
             if reason:
                 del self.request_states[request]
             text = request.text[state.num_chars_sent :]
             state.num_chars_sent += len(text)
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
-            update = Update(tuple(tokens), text, tuple(logprobs), reason)
-            outputs.append((state, update))
+            update = Update(tuple(tokens), text, tuple(logprobs), None if error else reason)
+            outputs.append((state, update, error))
         if outputs:  # prefill chunks emit none
             self.call_in_event_loop(self.deliver_outputs, outputs)

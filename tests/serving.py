@@ -58,6 +58,22 @@ def in_turns(engine, turn):
     return engine
 
 
+def changed(engine, change):
+    """Change each result of an engine; returns the engine. change: (work, result) to result."""
+    compute = engine.compute
+
+    def computed(scheduled):
+        return [change(*pair) for pair in zip(scheduled, compute(scheduled), strict=True)]
+
+    engine.compute = computed
+    return engine
+
+
+def failing(engine, fails):
+    """Let texts of an engine fail; returns the engine. fails: whether a request's text does."""
+    return changed(engine, lambda work, own: None if fails(work.request) else own)
+
+
 @contextlib.asynccontextmanager
 async def started(make, **options):
     """An EngineThread whose engine is made, closed after the block."""
