@@ -1,7 +1,8 @@
 """Interface between the API's handlers and the engine that generates."""
 
 import itertools
-from typing import NamedTuple
+from collections.abc import AsyncIterator
+from typing import NamedTuple, Protocol
 
 from sampling import SamplingParams, TokenLogprob
 
@@ -39,3 +40,16 @@ class Update(NamedTuple):
         text = "".join(part.text for part in parts)
         logprobs = itertools.chain.from_iterable(part.logprobs for part in parts)
         return Update(tuple(tokens), text, tuple(logprobs), parts[-1].finish_reason)
+
+
+class Backend(Protocol):
+    """What generates for a ServedModel: an EngineThread."""
+
+    error: str | None  # why nothing can be generated; None if it can
+
+    @property
+    def config(self):
+        """Return the configuration of the model."""
+
+    def generate(self, inputs: GenerateInput) -> AsyncIterator[dict[int, Update]]:
+        """Yield new output of the prompts, by index, until all are finished."""

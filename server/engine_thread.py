@@ -85,6 +85,11 @@ class EngineThread:
         self.stop()
         await asyncio.to_thread(self.thread.join)
 
+    @property
+    def config(self):
+        """Return the configuration of the engine's model."""
+        return self.engine.model.config
+
     async def generate(self, inputs: GenerateInput) -> AsyncIterator[dict[int, Update]]:
         """Yield new output of the prompts until all are finished.
 

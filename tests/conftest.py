@@ -271,6 +271,15 @@ def checkpoint(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def client(tiny_llama):
+    """A Client to a server of a random model, which all tests share."""
+    from serving import serving, small_engine
+
+    with serving(lambda: small_engine(tiny_llama)) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
 def compiled(tmp_path_factory, request):
     """Native code is compiled into a directory of this session and its workers, not the user's."""
     from native import build

@@ -1,10 +1,16 @@
-"""What the tests of the engine's thread share."""
+"""What the tests of the server share."""
 
 import asyncio
 import contextlib
 import functools
+import http.client
+import json
+import queue
+import socket
+import threading
+from collections.abc import Iterator
 
-from conftest import CHECKPOINTS
+from conftest import CHECKPOINTS, module_with
 
 SMALL = CHECKPOINTS / "stories-llama"
 
@@ -98,6 +104,17 @@ def run_calls(make, use, **options):
     return asyncio.run(main())
 
 
+def refusal(message: str, param: str | None = None, code: str | None = None) -> dict:
+    """The body of an answer that says what is wrong with a request."""
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    return {"error": error}
+
+
+def server_error(message: str) -> dict:
+    """The body of an answer to a good request that the server cannot serve."""
+    return {"error": refusal(message)["error"] | {"type": "server_error"}}
+
+
 def check_refused(answer: tuple, param: str | None, said: str = "", status=400, code=None) -> None:
     """Check that an answer refuses a request for this field. said: words of its short message."""
     found, body = answer
@@ -106,3 +123,96 @@ def check_refused(answer: tuple, param: str | None, said: str = "", status=400, 
     assert (found, error["type"], error["param"], error["code"]) == expected, body
     message = error["message"]
     assert 0 < len(message) < 700 and all(word in message for word in said.split()), message
+
+
+class Client:
+    """A server at a port of 127.0.0.1. thread: its EngineThread. server: uvicorn's."""
+
+    def __init__(self, port: int, thread, server):
+        self.port = port
+        self.thread = thread
+        self.server = server
+
+    def send(self, method: str, path: str, body=None, headers=()) -> http.client.HTTPResponse:
+        """The answer to a request, of which only the head has been read.
+
+        body: bytes, an iterator over them, sent in chunks, or what is made JSON.
+        """
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = body if isinstance(body, bytes | Iterator | None) else json.dumps(body).encode()
+        known = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request(method, path, data, known | dict(headers))
+        return connection.getresponse()
+
+    def get(self, path: str) -> tuple:
+        """Status and body, read as JSON if there is one."""
+        return self.ask("GET", path)
+
+    def post(self, path: str, body, headers=()) -> tuple:
+        return self.ask("POST", path, body, headers)
+
+    def ask(self, *request) -> tuple:
+        with self.send(*request) as answer:
+            data = answer.read()
+            return answer.status, json.loads(data) if data else None
+
+
+def stop_engine(client) -> None:
+    """End the engine of a server by an error."""
+    client.thread.commands.put(lambda: 1 / 0)
+    client.thread.thread.join(60)
+
+
+@contextlib.contextmanager
+def serving(make, **options):
+    """A Client to an engine; the event loop has a thread of its own.
+
+    options: of the EngineThread.
+    """
+    make_app = module_with("server.app", "make_app").make_app
+
+    from server.served import ServedModel
+
+    @contextlib.asynccontextmanager
+    async def enter():
+        async with started(make, **options) as thread:
+            served = ServedModel(thread, "small", "somewhere/small")
+            yield make_app(served), thread
+
+    with serving_app(enter) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def serving_app(enter):
+    """A Client to an app. enter: makes an async context manager of it and its EngineThread."""
+    import uvicorn
+
+    started = queue.SimpleQueue()
+
+    async def main():
+        async with enter() as (app, thread):
+            server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+            sock = socket.create_server(("127.0.0.1", 0))
+            started.put(Client(sock.getsockname()[1], thread, server))
+            await server.serve([sock])
+
+    def work():
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            started.put(error)
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    client = started.get(timeout=60)
+    if isinstance(client, BaseException):
+        raise client
+    try:
+        yield client
+    finally:
+        client.thread.commands.put(None)  # texts that are not over end with an error
+        client.server.config.timeout_graceful_shutdown = 1  # second for answers that do not end
+        client.server.should_exit = True
+        worker.join(60)
+        assert not worker.is_alive()

@@ -1,0 +1,34 @@
+"""The served model, its engine, and the encoding of requests for them."""
+
+import time
+
+from server.backend import Backend
+from server.protocol import APIError
+
+
+class ServedModel:
+    """A model served under a name. root: the model's source."""
+
+    def __init__(self, backend: Backend, name: str, root: str):
+        self.backend = backend
+        self.name = name
+        self.root = root
+        self.created = int(time.time())
+
+    def model(self) -> dict:
+        """Return the model's /v1/models entry."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "serve.py",
+            "root": self.root,
+            "parent": None,
+            "max_model_len": self.backend.config.block_size,
+        }
+
+    def check_model(self, name: str | None) -> None:
+        """Raise APIError for the name of another model."""
+        if name not in (None, self.name):
+            message = f"the model {name[:100]!r} does not exist; this server has {self.name!r}"
+            raise APIError(404, message, "model", "model_not_found")
