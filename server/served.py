@@ -1,9 +1,16 @@
 """The served model, its engine, and the encoding of requests for them."""
 
 import time
+from pathlib import Path
 
+from loading.load import Source
 from server.backend import Backend
 from server.protocol import APIError
+
+
+def served_name(source: Source) -> str:
+    """Return the name of a model for clients."""
+    return Path(source.name).resolve().name if source.type == "directory" else source.label
 
 
 class ServedModel:

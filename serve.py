@@ -1,0 +1,104 @@
+"""Serve a model over HTTP, for clients of OpenAI's API: python serve.py."""
+
+import asyncio
+import functools
+import os
+import socket
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
+
+import uvicorn
+
+from command_line.models import pick_device
+from command_line.options import STORIES, add_model_options, add_stride_option
+from command_line.parser import Parser, run_script, write_stdout
+from engine.options import add_engine_options, check_engine_options, load_engine
+from errors import UserError
+from loading.load import Source, resolve_source
+from server.app import make_app
+from server.engine_thread import EngineThread
+from server.served import ServedModel, served_name
+
+LLAMA = STORIES.with_name("stories-llama")
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Serve a model over HTTP, with OpenAI's API.")
+    add_server_options(parser)
+    run_script(parser, run, argv)
+
+
+def add_server_options(parser: Parser) -> None:
+    """Add the options of a server, its model and its engine, in groups."""
+    model_help = "directory, ORG/NAME on the Hub, gpt2 or random:gpt2"
+    parser.group("model").add_argument("--model", default=LLAMA, help=model_help)
+    add_model_options(parser)
+    add_stride_option(parser)
+    server = parser.group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    server.add_argument("--port", type=int, default=8000, help="TCP port; 0: any free one")
+    add_engine_options(parser)
+
+
+def run(args) -> None:
+    """Serve until a signal comes. Raises UserError for bad input."""
+    check_server_options(args)
+    source = resolve_source(args.model)
+    device = pick_device(args.device)
+    with listen(args.host, args.port) as sock:
+        asyncio.run(serve(args, source, device, sock))
+
+
+def check_server_options(args) -> None:
+    """Raise UserError for values out of range or conflicting options."""
+    check_engine_options(args)
+    if not args.host:
+        raise UserError("--host is empty: use 0.0.0.0 to listen on all addresses")
+
+
+UVICORN = {"access_log": False}
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at this address. Raises UserError if it cannot be opened."""
+    if not 0 <= port < 2**16:
+        raise UserError(f"--port {port}: must be from 0 to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=2048)
+    except (TypeError, UnicodeError):
+        raise UserError(f"--host {host}: not a host name") from None
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno > 0 else error.strerror
+        raise UserError(f"--host {host} --port {port}: {reason}") from None
+    # Connections inherit it. Otherwise a small response waits for the ACK of the previous one.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def server_url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
+    """Load the model, print the address, and serve until a signal."""
+    name = served_name(source)
+    make = functools.partial(load_engine, args, source, device)
+    thread = EngineThread(make)
+    served = ServedModel(thread, name, source.label)
+    app = make_app(served)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))
+    thread.start()
+    await thread.ready  # raises what loading raised
+    try:
+        write_stdout(f"{name} at {server_url(*sock.getsockname()[:2])}\n")
+        await server.serve([sock])
+    finally:
+        await thread.close()
+
+
+if __name__ == "__main__":
+    main()
