@@ -4,6 +4,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from errors import UserError
+from server.answers import api_error
+from server.backend import EngineDead, RequestFailed
 from server.protocol import APIError
 from server.served import ServedModel
 
@@ -37,16 +40,21 @@ def make_app(served: ServedModel) -> FastAPI:
         served.check_model(name)
         return served.model()
 
-    app.add_exception_handler(APIError, handle_error)
+    for error_type in (APIError, UserError, EngineDead, RequestFailed, Exception):
+        app.add_exception_handler(error_type, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     return app
 
 
-async def handle_error(request: Request, error: APIError) -> JSONResponse:
-    return JSONResponse(error.body, error.status)
+async def handle_error(request: Request, error: Exception) -> JSONResponse:
+    response_error = api_error(error)
+    return JSONResponse(response_error.body, response_error.status)
 
 
 async def handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
     """Answer an error of the framework, such as an unknown path."""
-    response_error = APIError(error.status_code, error.detail)
+    message = error.detail
+    if isinstance(error.__cause__, UnicodeDecodeError):
+        message = f"the body is not UTF-8: byte {error.__cause__.start} cannot be decoded"
+    response_error = APIError(error.status_code, message)
     return JSONResponse(response_error.body, response_error.status, error.headers)

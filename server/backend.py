@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
 from sampling import SamplingParams, TokenLogprob
+from text.tokenizer import Encoding
 
 
 class EngineDead(Exception):
@@ -50,6 +51,10 @@ class Backend(Protocol):
     @property
     def config(self):
         """Return the configuration of the model."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """Return the encoding of the model."""
 
     def generate(self, inputs: GenerateInput) -> AsyncIterator[dict[int, Update]]:
         """Yield new output of the prompts, by index, until all are finished."""

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+import tiktoken
+
 from engine.engine import Engine
 from engine.request import Event, Request
 from server.backend import EngineDead, GenerateInput, RequestFailed, Update
@@ -89,6 +91,10 @@ class EngineThread:
     def config(self):
         """Return the configuration of the engine's model."""
         return self.engine.model.config
+
+    @property
+    def encoding(self) -> tiktoken.Encoding:
+        return self.engine.encoding
 
     async def generate(self, inputs: GenerateInput) -> AsyncIterator[dict[int, Update]]:
         """Yield new output of the prompts until all are finished.

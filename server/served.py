@@ -39,3 +39,8 @@ class ServedModel:
         if name not in (None, self.name):
             message = f"the model {name[:100]!r} does not exist; this server has {self.name!r}"
             raise APIError(404, message, "model", "model_not_found")
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the token ids of a prompt; an empty one becomes BOS, as in the engine."""
+        ids = self.backend.encoding.encode(prompt, allowed_special="all")
+        return ids or [self.backend.config.bos_token_id]
