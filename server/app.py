@@ -5,6 +5,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from errors import UserError
+from server import completions
 from server.answers import api_error
 from server.backend import EngineDead, RequestFailed
 from server.protocol import APIError
@@ -16,6 +17,7 @@ def make_app(served: ServedModel) -> FastAPI:
     # No documentation pages: they load scripts from other servers.
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
     app.state.served = served
+    app.include_router(completions.router)
 
     def get(path: str, **options):
         """Register a function for GET, and for HEAD, which monitors use."""

@@ -22,6 +22,12 @@ class GenerateInput(NamedTuple):
     prompts: list[list[int]]
     params: list[SamplingParams]  # one per prompt
     cache_salt: str = ""
+    request_id: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens in all prompts."""
+        return sum(map(len, self.prompts))
 
 
 class Update(NamedTuple):
