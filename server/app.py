@@ -1,6 +1,7 @@
 """FastAPI application with its routes, middleware and error handlers."""
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
@@ -44,12 +45,29 @@ def make_app(served: ServedModel) -> FastAPI:
 
     for error_type in (APIError, UserError, EngineDead, RequestFailed, Exception):
         app.add_exception_handler(error_type, handle_error)
+    app.add_exception_handler(RequestValidationError, handle_validation_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     return app
 
 
 async def handle_error(request: Request, error: Exception) -> JSONResponse:
     response_error = api_error(error)
+    return JSONResponse(response_error.body, response_error.status)
+
+
+async def handle_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+    """Answer 400 with the first error of a body, without the invalid value."""
+    first = error.errors()[0]
+    fields = [str(part) for part in first["loc"][1:]]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        message = f"the body is not JSON: {first['ctx']['error']}"
+        fields = []
+    elif not fields:
+        message = "the body must be a JSON object, with Content-Type: application/json"
+    elif not message.startswith(f"{fields[-1]} "):  # `check_limits` names the field itself
+        message = f"{'.'.join(fields)}: {message}"
+    response_error = APIError(400, message, fields[0] if fields else None)
     return JSONResponse(response_error.body, response_error.status)
 
 

@@ -1,10 +1,23 @@
 """Request models and error bodies of OpenAI's API."""
 
-from typing import Annotated
+import contextlib
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, to_json
 
-from sampling import SamplingParams
+from errors import check_limits
+from sampling import LIMITS, SamplingParams
+
+LONE_SURROGATE = "not UTF-8 text: it has a lone surrogate"
 
 
 class APIError(Exception):
@@ -28,12 +41,70 @@ class APIError(Exception):
         return {"error": error}
 
 
-class GenerationRequest(BaseModel):
-    """Fields common to all generation requests. Null equals an absent field."""
+def find_lone_surrogate(body: Any) -> tuple[str | int, ...] | None:
+    """Return the path to a string with a lone surrogate; None if the body has none.
+
+    The path has up to 6 parts. Keys of nested objects are checked, keys of the body are not.
+    """
+    with contextlib.suppress(ValueError):  # to_json also rejects objects nested too deeply
+        to_json(body)
+        return None
+    pending = [((), body)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, dict) and path and has_lone_surrogate("".join(value)):
+            return path
+        inner = []
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(each, str) and has_lone_surrogate(each):
+                return (*path, name)[:6]
+            if each and isinstance(each, dict | list):  # long bodies consist mostly of numbers
+                inner.append(((*path, name)[:6], each))
+        pending += reversed(inner)
+    return None
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Return whether a string has a lone surrogate, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+class RequestBody(BaseModel):
+    """The JSON body of a request. Null equals an absent field."""
+
+    model_config = ConfigDict(strict=True)  # "1" is not a number
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_utf8(cls, data: Any) -> Any:
+        """Raise ValidationError for a string that UTF-8 cannot encode."""
+        path = find_lone_surrogate(data) if isinstance(data, dict) else None
+        if path is not None:
+            path = [ascii(part[:100])[1:-1] if isinstance(part, str) else part for part in path]
+            error = PydanticCustomError("not_utf8", LONE_SURROGATE)
+            raise ValidationError.from_exception_data(
+                "body", [{"type": error, "loc": tuple(path), "input": None}]
+            )
+        return data
+
+
+class GenerationRequest(RequestBody):
+    """Fields and checks common to all generation requests."""
 
     model: str | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
     temperature: float | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def check_range(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            check_limits(LIMITS, **{info.field_name: value})
+        return value
 
     def to_sampling_params(self, max_new_tokens: int) -> SamplingParams:
         temperature = 1.0 if self.temperature is None else self.temperature
