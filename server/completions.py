@@ -23,7 +23,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     params = body.to_sampling_params(max_new_tokens)
     # In another thread, because encoding a long prompt is slow.
     prompt = await asyncio.to_thread(served.encode, body.prompt or "")
-    inputs = GenerateInput([prompt], [params], request_id=f"cmpl-{uuid.uuid4().hex}")
+    inputs = GenerateInput(
+        [prompt], [params], body.cache_salt or "", request_id=f"cmpl-{uuid.uuid4().hex}"
+    )
     builder = CompletionBuilder(body, served, inputs, served.backend.generate(inputs))
     return await builder.to_response()
 

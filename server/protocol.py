@@ -1,6 +1,7 @@
 """Request models and error bodies of OpenAI's API."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import (
@@ -9,6 +10,7 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -18,6 +20,16 @@ from errors import check_limits
 from sampling import LIMITS, SamplingParams
 
 LONE_SURROGATE = "not UTF-8 text: it has a lone surrogate"
+
+SAMPLING_FIELDS = (  # fields of SamplingParams with the same name
+    "ignore_eos",
+    "temperature",
+    "top_k",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 
 # Unsupported fields of OpenAI's and vLLM's API, with the no-op values that are accepted.
 UNSUPPORTED_FIELDS = {
@@ -73,6 +85,27 @@ class APIError(Exception):
         error_type = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": str(self), "type": error_type, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def field_error(field: str, what: str) -> PydanticCustomError:
+    """Return an error about a field, for validators of a whole request."""
+    return PydanticCustomError("field", "{field} {what}", {"field": field, "what": what})
+
+
+def must_be(allowed: str) -> WrapValidator:
+    """Return a validator with one error for a union, where pydantic has one for each type."""
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(f"must be {allowed}") from None
+
+    return WrapValidator(check)
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], Field(max_length=16)]
 
 
 def find_lone_surrogate(body: Any) -> tuple[str | int, ...] | None:
@@ -131,9 +164,36 @@ class GenerationRequest(RequestBody):
 
     model: str | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
+    stop: Annotated[
+        StopString | StopStrings | None,
+        must_be("a string or a list of up to 16, each of 1 to 256 characters"),
+    ] = None
     temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
 
-    @field_validator("temperature")
+    @model_validator(mode="before")
+    @classmethod
+    def check_supported(cls, data: Any) -> Any:
+        """Raise PydanticCustomError for the first field with an unsupported value."""
+        for name, no_op in UNSUPPORTED_FIELDS.items() if isinstance(data, dict) else ():
+            value = data.get(name)
+            if value is not None and value not in no_op:
+                raise field_error(name, "is not supported")
+        return data
+
+    @field_validator("top_k")
+    @classmethod
+    def disable_top_k(cls, value: int | None) -> int | None:
+        return 0 if value == -1 else value  # -1 disables top_k in vLLM
+
+    @field_validator(*SAMPLING_FIELDS)
     @classmethod
     def check_range(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None:
@@ -141,8 +201,12 @@ class GenerationRequest(RequestBody):
         return value
 
     def to_sampling_params(self, max_new_tokens: int) -> SamplingParams:
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return SamplingParams(max_new_tokens, temperature=temperature)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        given = {name: value for name, value in given.items() if value is not None}
+        given = {"temperature": 1.0} | given
+        seed = None if self.seed is None else self.seed % 2**64
+        return SamplingParams(max_new_tokens, stop=stop, seed=seed, **given)
 
 
 class CompletionRequest(GenerationRequest):

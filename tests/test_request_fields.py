@@ -1,0 +1,130 @@
+"""The fields of a request: those that work, against the engine, and those that are refused."""
+
+import pytest
+from serving import PATH, check_refused, engine_alone, serving, small_engine
+
+from server.protocol import UNSUPPORTED_FIELDS, CompletionRequest
+
+PARAMS = [
+    {"seed": 1},
+    {"seed": 2**64 - 1, "temperature": 0.5, "top_k": 9},
+    {"seed": 3, "top_p": 0.5, "top_k": -1},
+    {"seed": 4, "presence_penalty": 2, "frequency_penalty": -1.5},
+    {"temperature": 0, "repetition_penalty": 1.5},
+    {"seed": 5, "stop": "e"},
+    {"seed": 6, "stop": ["the", "an", "o"]},
+    {"seed": 7, "ignore_eos": True, "stop": []},
+]
+
+
+def text_of(client, body: dict) -> tuple:
+    status, found = client.post(PATH, body)
+    assert status == 200, found
+    return found["choices"][0]["text"], found["choices"][0]["finish_reason"]
+
+
+def alone(tiny_llama, prompt: str, **params) -> tuple:
+    return engine_alone(tiny_llama, prompt, max_new_tokens=40, **params)[1::2]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_parameters_are_those_of_the_engine(client, tiny_llama, params):
+    body = {"prompt": "Tom saw", "max_tokens": 40} | params
+    assert text_of(client, body) == alone(tiny_llama, "Tom saw", **params)
+
+
+def test_a_stop_string_ends_a_text_wherever_tokens_cut_it(client, tiny_llama):
+    text, _ = alone(tiny_llama, "Tom", temperature=0)
+    for start in range(1, 12):
+        stop = text[start : start + 5]
+        body = {"prompt": "Tom", "max_tokens": 40, "temperature": 0, "stop": stop}
+        assert text_of(client, body) == (text[: text.index(stop)], "stop")
+
+
+def test_a_seed_counts_modulo_2_to_the_64th(client):
+    seeds = (-1, 2**64 - 1, 0, -(2**63), 2**63)
+    texts = [text_of(client, {"prompt": "Tom", "seed": seed}) for seed in seeds]
+    assert texts[0] == texts[1] != texts[2] and texts[3] == texts[4]
+
+
+def test_a_salt_keeps_prefixes_apart(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as client:
+        shared = []
+        for cache_salt in ("a", None, "a", "b", None):
+            body = {"prompt": "word " * 30, "max_tokens": 1, "cache_salt": cache_salt}
+            client.post(PATH, body)
+            shared.append(client.thread.engine.scheduler.prefix_cache_hits)
+    assert shared[:2] == [0, 0] and shared[2] == shared[3] > 0 and shared[4] == 2 * shared[3]
+
+
+ASKING = {  # field -> what asks for nothing, and for something
+    "add_generation_prompt": (True, False),
+    "add_special_tokens": (True, False),
+    "allowed_token_ids": (None, [3]),
+    "audio": (None, {"voice": "alloy"}),
+    "bad_words": ([], ["dog"]),
+    "chat_template": (None, "{{ messages }}"),
+    "chat_template_kwargs": ({}, {"thinking": True}),
+    "continue_final_message": (False, True),
+    "function_call": ("none", "auto"),
+    "functions": ([], [{"name": "f"}]),
+    "suffix": ("", " end"),
+    "logit_bias": ({}, {"5": 100}),
+    "modalities": (["text"], ["text", "audio"]),
+    "tools": ([], [{"type": "function"}]),
+    "tool_choice": ("none", "required"),
+    "response_format": ({"type": "text"}, {"type": "json_object"}),
+    "min_p": (0.0, 0.1),
+    "min_tokens": (0, 3),
+    "stop_token_ids": ([], [3]),
+    "structured_outputs": (None, {"regex": "a"}),
+    "use_beam_search": (False, True),
+    "include_stop_str_in_output": (False, True),
+    "skip_special_tokens": (True, False),
+    "prompt_embeds": (None, "AAAA"),
+    "prompt_logprobs": (None, 1),
+    "guided_choice": (None, ["a"]),
+    "guided_grammar": (None, "root ::= 'a'"),
+    "guided_json": (None, {}),
+    "guided_regex": (None, "a"),
+    "truncate_prompt_tokens": (None, 5),
+}
+
+
+@pytest.mark.parametrize("field", ASKING)
+def test_what_is_not_supported_is_refused_by_name(client, field):
+    nothing, something = ASKING[field]
+    for value in (nothing, None):
+        assert client.post(PATH, {"max_tokens": 1, field: value})[0] == 200
+    answer = client.post(PATH, {"max_tokens": 1, field: something})
+    check_refused(answer, field, f"{field} supported")
+
+
+def test_a_field_works_or_is_refused():
+    fields = CompletionRequest.model_fields.keys()
+    assert fields >= {"seed", "stop", "top_p", "top_k", "ignore_eos", "cache_salt"}
+    assert ASKING.keys() == UNSUPPORTED_FIELDS.keys()
+    assert not UNSUPPORTED_FIELDS.keys() & fields
+
+
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("top_p", 0, "0.0 (0, 1]"),
+        ("top_k", -2, "-2 0"),
+        ("presence_penalty", 2.1, "2.1 [-2, 2]"),
+        ("seed", 2**64, str(2**64)),
+        ("seed", -(2**63) - 1, str(-(2**63))),
+        ("seed", 1.5, "integer"),
+        ("ignore_eos", 1, "boolean"),
+        *(("stop", value, "string 16 256") for value in ("x" * 257, ["x"] * 17, ["x", 1])),
+    ],
+)
+def test_values_out_of_range(client, field, value, said):
+    check_refused(client.post(PATH, {"prompt": "Tom", field: value}), field, f"{field} {said}")
+
+
+def test_stop_strings_at_their_limits(client):
+    longest = ["x" * 256] * 16
+    assert text_of(client, {"prompt": "Tom", "stop": longest})
+    assert client.post("/v1/completions", {"prompt": "Tom", "stop": [*longest, "x"]})[0] == 400
