@@ -1,9 +1,11 @@
-"""Responses to generation requests."""
+"""Responses to generation requests, as JSON or as server-sent events."""
 
+import contextlib
 import time
 from collections.abc import AsyncIterator
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic_core import to_json
 
 from errors import UserError
 from server.backend import EngineDead, GenerateInput, Update
@@ -20,6 +22,28 @@ def api_error(error: Exception) -> APIError:
     return APIError(503 if isinstance(error, EngineDead) else 500, str(error))
 
 
+class EventStreamResponse(StreamingResponse):
+    """A response of server-sent events.
+
+    However it ends, even before its first event, it closes the generators of its events and
+    updates.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], updates: AsyncIterator[dict[int, Update]]):
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self.updates = updates
+
+    async def __call__(self, scope, receive, send) -> None:
+        async with contextlib.aclosing(self.updates), contextlib.aclosing(self.body_iterator):
+            await super().__call__(scope, receive, send)
+
+
+def to_event(data: dict) -> bytes:
+    return b"data: %b\n\n" % to_json(data)
+
+
 class ResponseBuilder:
     """Builder of a response from updates. Each subclass implements one API.
 
@@ -27,6 +51,7 @@ class ResponseBuilder:
     """
 
     object_type: str  # the "object" of a response
+    chunk_object_type: str  # the "object" of an event
 
     def __init__(
         self,
@@ -40,9 +65,12 @@ class ResponseBuilder:
         self.updates = updates
         self.prompt_tokens = inputs.num_tokens
         self.completion_tokens = 0
+        options = body.stream_options
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = self.include_usage and options.continuous_usage_stats
         self.head = {
             "id": inputs.request_id,
-            "object": self.object_type,
+            "object": self.chunk_object_type if body.stream else self.object_type,
             "created": int(time.time()),
             "model": served.name,
         }
@@ -56,6 +84,10 @@ class ResponseBuilder:
         choices = [self.choice(*output) for output in outputs.items()]
         return self.head | {"choices": choices, "usage": self.usage()}
 
+    def delta(self, index: int, update: Update) -> dict:
+        """Return the choice of the event for an update."""
+        raise NotImplementedError
+
     def usage(self) -> dict[str, int]:
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -64,7 +96,13 @@ class ResponseBuilder:
         }
 
     async def to_response(self) -> Response:
-        """Return the response once all output is complete."""
+        """Return the complete response, or a stream of events once the first update has arrived.
+
+        Raises any error that occurs before that.
+        """
+        if self.body.stream:
+            first = await anext(self.updates)
+            return EventStreamResponse(self.events(first), self.updates)
         parts: dict[int, list[Update]] = {}
         async for updates in self.updates:
             for index, update in updates.items():
@@ -72,3 +110,26 @@ class ResponseBuilder:
         outputs = {index: Update.join(parts[index]) for index in sorted(parts)}
         self.completion_tokens = sum(len(output.tokens) for output in outputs.values())
         return JSONResponse(self.full_response(outputs))
+
+    async def events(self, first: dict[int, Update]) -> AsyncIterator[bytes]:
+        """Yield the response as events, one or more at a time. An error also becomes an event."""
+        try:
+            yield self.deltas(first)
+            async for updates in self.updates:
+                yield self.deltas(updates)
+            if self.include_usage:
+                yield to_event(self.head | {"choices": [], "usage": self.usage()})
+        except Exception as error:
+            yield to_event(api_error(error).body)
+        yield b"data: [DONE]\n\n"
+
+    def deltas(self, updates: dict[int, Update]) -> bytes:
+        """Encode an event for each updated choice."""
+        events = []
+        for index, update in updates.items():
+            self.completion_tokens += len(update.tokens)
+            event = self.head | {"choices": [self.delta(index, update)]}
+            if self.include_usage:
+                event["usage"] = self.usage() if self.continuous_usage else None
+            events.append(to_event(event))
+        return b"".join(events)

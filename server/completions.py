@@ -32,6 +32,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 class CompletionBuilder(ResponseBuilder):
     object_type = "text_completion"
+    chunk_object_type = object_type
 
     def choice(self, index: int, update: Update) -> dict:
         return {
@@ -40,3 +41,6 @@ class CompletionBuilder(ResponseBuilder):
             "logprobs": None,
             "finish_reason": update.finish_reason,
         }
+
+    def delta(self, index: int, update: Update) -> dict:
+        return self.choice(index, update)

@@ -159,10 +159,21 @@ class RequestBody(BaseModel):
         return data
 
 
+class StreamOptions(BaseModel):
+    """Options for the events of a streamed response."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None  # in an additional last event
+    continuous_usage_stats: bool | None = None  # usage in every event, vLLM's extension
+
+
 class GenerationRequest(RequestBody):
     """Fields and checks common to all generation requests."""
 
     model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
     stop: Annotated[

@@ -103,6 +103,11 @@ def failing(engine, fails):
     return changed(engine, lambda work, own: None if fails(work.request) else own)
 
 
+def writing(engine, ids: list[int]):
+    """Let an engine write these ids, whatever its model thinks; returns the engine."""
+    return changed(engine, lambda work, own: ([ids[len(work.request.output)]], own[1]))
+
+
 @contextlib.asynccontextmanager
 async def started(make, **options):
     """An EngineThread whose engine is made, closed after the block."""
@@ -148,6 +153,17 @@ def check_refused(answer: tuple, param: str | None, said: str = "", status=400, 
     assert 0 < len(message) < 700 and all(word in message for word in said.split()), message
 
 
+def texts_by_index(events) -> dict[int, tuple]:
+    """Text and finish reason of each choice: the last of its events alone has a reason."""
+    outputs = {}
+    for event in events:
+        (choice,) = event["choices"]
+        text, reason = outputs.get(choice["index"], ("", None))
+        assert reason is None
+        outputs[choice["index"]] = (text + choice["text"], choice["finish_reason"])
+    return outputs
+
+
 def until(condition, seconds: float = 120) -> None:
     """Wait for what happens in other threads or processes; fail where it never does."""
     end = time.monotonic() + seconds
@@ -181,6 +197,17 @@ class Client:
 
     def post(self, path: str, body, headers=()) -> tuple:
         return self.ask("POST", path, body, headers)
+
+    def events(self, path: str, body: dict) -> list:
+        """The events of a streamed answer, as JSON; after them comes "[DONE]", and nothing else."""
+        with self.send("POST", path, body) as answer:
+            assert answer.status == 200, answer.read()
+            assert answer.headers["Content-Type"].startswith("text/event-stream")
+            *events, empty = answer.read().decode().split("\n\n")
+        assert empty == "" and all(event.startswith("data: ") for event in events)
+        data = [event.removeprefix("data: ") for event in events]
+        assert data[-1] == "[DONE]" and "[DONE]" not in data[:-1]
+        return [json.loads(event) for event in data[:-1]]
 
     def ask(self, *request) -> tuple:
         with self.send(*request) as answer:
