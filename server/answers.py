@@ -63,7 +63,7 @@ class ResponseBuilder:
         self.body = body
         self.served = served
         self.updates = updates
-        self.prompt_tokens = inputs.num_tokens
+        self.prompt_tokens = inputs.num_tokens // (body.n or 1)  # inputs has each n times
         self.completion_tokens = 0
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)

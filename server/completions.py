@@ -10,23 +10,30 @@ from server.answers import ResponseBuilder
 from server.backend import GenerateInput, Update
 from server.protocol import CompletionRequest
 from server.served import ServedModel
+from text.detokenizer import IncrementalDetokenizer
 
 router = APIRouter()
 
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    """Continue a prompt. Output continues past the context window by context shift."""
+    """Continue prompts. Output continues past the context window by context shift."""
     served: ServedModel = request.app.state.served
     served.check_model(body.model)
     max_new_tokens = 16 if body.max_tokens is None else body.max_tokens
-    params = body.to_sampling_params(max_new_tokens)
+    params = body.to_sampling_params(max_new_tokens, body.logprobs)
     # In another thread, because encoding a long prompt is slow.
-    prompt = await asyncio.to_thread(served.encode, body.prompt or "")
+    prompts = await asyncio.to_thread(served.encode, body.prompts)
     inputs = GenerateInput(
-        [prompt], [params], body.cache_salt or "", request_id=f"cmpl-{uuid.uuid4().hex}"
+        [prompt for prompt in prompts for _ in params],
+        params * len(prompts),
+        body.cache_salt or "",
+        request_id=f"cmpl-{uuid.uuid4().hex}",
     )
     builder = CompletionBuilder(body, served, inputs, served.backend.generate(inputs))
+    if body.echo:
+        echoes = await asyncio.to_thread(list, map(served.decode, body.prompts))
+        builder.echoes = [text for text in echoes for _ in params]
     return await builder.to_response()
 
 
@@ -34,13 +41,62 @@ class CompletionBuilder(ResponseBuilder):
     object_type = "text_completion"
     chunk_object_type = object_type
 
+    def __init__(self, body: CompletionRequest, served: ServedModel, *call):
+        super().__init__(body, served, *call)
+        # One per choice, if requested:
+        self.echoes: list[str] = []  # prompt that the text repeats first
+        self.logprob_tables: list[LogprobTable] = []
+        if body.logprobs is not None:
+            num_choices = len(body.prompts) * (body.n or 1)
+            self.logprob_tables = [LogprobTable(self.served) for _ in range(num_choices)]
+
     def choice(self, index: int, update: Update) -> dict:
+        echo = ""
+        if self.echoes:
+            echo = self.echoes[index]
+            self.echoes[index] = ""  # only in its first event
         return {
             "index": index,
-            "text": update.text,
-            "logprobs": None,
+            "text": echo + update.text,
+            "logprobs": self.logprob_tables[index].add(update) if self.logprob_tables else None,
             "finish_reason": update.finish_reason,
         }
 
     def delta(self, index: int, update: Update) -> dict:
         return self.choice(index, update)
+
+
+class LogprobTable:
+    """Log-probabilities of a choice, update by update, in the columns of this API."""
+
+    def __init__(self, served: ServedModel):
+        self.served = served
+        self.stream = IncrementalDetokenizer(served.backend.encoding)
+        self.offset = 0
+
+    def add(self, update: Update) -> dict:
+        """Return the columns of an update; text_offset counts complete characters before each."""
+        token_texts = [self.name(token) for token in update.tokens]
+        top_logprobs = []
+        offsets = []
+        for token, name, (chosen, top) in zip(update.tokens, token_texts, update.logprobs):
+            # Include the sampled token, which is not always among the top ones.
+            top_logprobs.append(
+                {self.name(other): logprob for other, logprob in top} | {name: chosen}
+            )
+            offsets.append(self.offset)
+            self.offset += len(self.stream.add(token))
+        return {
+            "tokens": token_texts,
+            "token_logprobs": [entry.logprob for entry in update.logprobs],
+            "top_logprobs": top_logprobs,
+            "text_offset": offsets,
+        }
+
+    def name(self, token: int) -> str:
+        """Return a token's text; for incomplete UTF-8 its bytes, as OpenAI: "bytes:\\xf0\\x9f"."""
+        data = self.served.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

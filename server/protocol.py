@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import (
@@ -106,6 +107,9 @@ def must_be(allowed: str) -> WrapValidator:
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Field(max_length=16)]
+Strings = Annotated[list[str], Field(min_length=1)]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+IdLists = Annotated[list[list[int]], Field(min_length=1)]
 
 
 def find_lone_surrogate(body: Any) -> tuple[str | int, ...] | None:
@@ -172,6 +176,8 @@ class GenerationRequest(RequestBody):
     """Fields and checks common to all generation requests."""
 
     model: str | None = None
+    n: Annotated[int | None, Field(ge=1, le=128)] = None  # sequences per prompt
+    best_of: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -211,14 +217,41 @@ class GenerationRequest(RequestBody):
             check_limits(LIMITS, **{info.field_name: value})
         return value
 
-    def to_sampling_params(self, max_new_tokens: int) -> SamplingParams:
+    @model_validator(mode="after")
+    def check_best_of(self) -> "GenerationRequest":
+        if self.best_of not in (None, self.n or 1):
+            raise field_error("best_of", "must equal n")
+        return self
+
+    def to_sampling_params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
+        """Return the sampling parameters of each of a prompt's n choices; choice i has seed + i."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0} | given
-        seed = None if self.seed is None else self.seed % 2**64
-        return SamplingParams(max_new_tokens, stop=stop, seed=seed, **given)
+        params = SamplingParams(max_new_tokens, stop=stop, logprobs=logprobs, **given)
+        return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
+
+    def child_seed(self, index: int) -> int | None:
+        return None if self.seed is None else (self.seed + index) % 2**64
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | None = None
+    prompt: Annotated[
+        str | Strings | TokenIds | IdLists | None,
+        must_be("a string, a list of strings, a list of token ids or a list of such lists"),
+    ] = None
+    echo: bool | None = None
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @model_validator(mode="after")
+    def check_combination(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise field_error("logprobs", "is not supported with echo: prompts have none")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts as a list; an absent prompt is one empty string."""
+        given = self.prompt or ""
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given

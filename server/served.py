@@ -6,6 +6,7 @@ from pathlib import Path
 from loading.load import Source
 from server.backend import Backend
 from server.protocol import APIError
+from text.detokenizer import IncrementalDetokenizer
 
 
 def served_name(source: Source) -> str:
@@ -40,7 +41,26 @@ class ServedModel:
             message = f"the model {name[:100]!r} does not exist; this server has {self.name!r}"
             raise APIError(404, message, "model", "model_not_found")
 
-    def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt; an empty one becomes BOS, as in the engine."""
-        ids = self.backend.encoding.encode(prompt, allowed_special="all")
-        return ids or [self.backend.config.bos_token_id]
+    def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
+        """Return the token ids of prompts; an empty one becomes the BOS token, as in the engine."""
+        ids = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                prompt = self.backend.encoding.encode(prompt, allowed_special="all")
+            ids.append(prompt or [self.backend.config.bos_token_id])
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return a token's bytes; b"" for padding ids of the vocabulary."""
+        try:
+            return self.backend.encoding.decode_single_token_bytes(token)
+        except KeyError:
+            return b""
+
+    def decode(self, prompt: str | list[int]) -> str:
+        """Return the text of a prompt without ids out of range, which the engine rejects."""
+        if isinstance(prompt, str):
+            return prompt
+        prompt = [token for token in prompt if 0 <= token < 2**32]
+        stream = IncrementalDetokenizer(self.backend.encoding)
+        return "".join(map(stream.add, prompt)) + stream.end()
