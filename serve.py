@@ -20,7 +20,7 @@ from errors import UserError
 from loading.load import Source, resolve_source
 from server.app import make_app
 from server.engine_thread import EngineThread
-from server.served import ServedModel, served_name
+from server.served import ServedModel, find_chat, served_name
 
 LLAMA = STORIES.with_name("stories-llama")
 
@@ -88,7 +88,7 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     name = served_name(source)
     make = functools.partial(load_engine, args, source, device)
     thread = EngineThread(make)
-    served = ServedModel(thread, name, source.label)
+    served = ServedModel(thread, name, source.label, find_chat(source))
     app = make_app(served)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))
     thread.start()

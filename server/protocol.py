@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -255,3 +255,42 @@ class CompletionRequest(GenerationRequest):
         """Return the prompts as a list; an absent prompt is one empty string."""
         given = self.prompt or ""
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
+class ContentPart(BaseModel):
+    """A part of a message's content; only text is supported."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True)
+    # A template writes the role verbatim, so it must not be able to close a message and start one.
+    role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
+    content: Annotated[
+        str | list[ContentPart], must_be("a string or a list of parts of the type text")
+    ]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
+    echo: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @model_validator(mode="after")
+    def check_combination(self) -> "ChatRequest":
+        if self.echo:
+            raise field_error("echo", "is not supported for messages")
+        if self.top_logprobs and not self.logprobs:
+            raise field_error("top_logprobs", "requires logprobs: true")
+        return self

@@ -3,9 +3,11 @@
 import time
 from pathlib import Path
 
+from errors import UserError
 from loading.load import Source
 from server.backend import Backend
-from server.protocol import APIError
+from server.protocol import APIError, ChatRequest
+from text.chat import Chat
 from text.detokenizer import IncrementalDetokenizer
 
 
@@ -14,12 +16,24 @@ def served_name(source: Source) -> str:
     return Path(source.name).resolve().name if source.type == "directory" else source.label
 
 
-class ServedModel:
-    """A model served under a name. root: the model's source."""
+def find_chat(source: Source) -> Chat | UserError:
+    """Return a model's chat template, or the error to raise for chat requests if it has none."""
+    try:
+        return Chat(source)
+    except UserError as error:
+        return error
 
-    def __init__(self, backend: Backend, name: str, root: str):
+
+class ServedModel:
+    """A model served under a name.
+
+    root: the model's source. chat: its template, or the error that says why it has none.
+    """
+
+    def __init__(self, backend: Backend, name: str, root: str, chat: Chat | UserError):
         self.backend = backend
         self.name = name
+        self.chat = chat
         self.root = root
         self.created = int(time.time())
 
@@ -49,6 +63,21 @@ class ServedModel:
                 prompt = self.backend.encoding.encode(prompt, allowed_special="all")
             ids.append(prompt or [self.backend.config.bos_token_id])
         return ids
+
+    def prepare_chat(self, body: ChatRequest) -> list[int]:
+        """Encode a conversation up to the start of the reply.
+
+        Raises UserError for a model without a template, APIError for messages that the template
+        rejects.
+        """
+        if isinstance(self.chat, UserError):
+            raise self.chat
+        messages = [{"role": each.role, "content": each.text} for each in body.messages]
+        try:
+            return self.chat.encode(messages, self.backend.encoding)
+        except UserError as error:
+            message = str(error).removeprefix(f"{self.chat.file}: ")  # without the file's path
+            raise APIError(400, message, "messages") from None
 
     def token_bytes(self, token: int) -> bytes:
         """Return a token's bytes; b"" for padding ids of the vocabulary."""

@@ -222,11 +222,13 @@ def stop_engine(client) -> None:
 
 
 @contextlib.contextmanager
-def serving(make, **options):
+def serving(make, chat=None, **options):
     """A Client to an engine; the event loop has a thread of its own.
 
-    options: of the EngineThread.
+    chat: the template of the model, or an error. options: of the EngineThread.
     """
+    from text.chat import Chat
+
     make_app = module_with("server.app", "make_app").make_app
 
     from server.served import ServedModel
@@ -234,7 +236,8 @@ def serving(make, **options):
     @contextlib.asynccontextmanager
     async def enter():
         async with started(make, **options) as thread:
-            served = ServedModel(thread, "small", "somewhere/small")
+            names = "small", "somewhere/small"
+            served = ServedModel(thread, *names, chat or Chat(SMALL))
             yield make_app(served), thread
 
     with serving_app(enter) as client:
