@@ -6,7 +6,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from errors import UserError
-from server import completions
+from server import chat_completions, completions
 from server.answers import api_error
 from server.backend import EngineDead, RequestFailed
 from server.protocol import APIError
@@ -19,6 +19,7 @@ def make_app(served: ServedModel) -> FastAPI:
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
     app.state.served = served
     app.include_router(completions.router)
+    app.include_router(chat_completions.router)
 
     def get(path: str, **options):
         """Register a function for GET, and for HEAD, which monitors use."""

@@ -294,3 +294,9 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "requires logprobs: true")
         return self
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Return the requested maximum length of the reply; None for no explicit limit."""
+        given = self.max_completion_tokens
+        return self.max_tokens if given is None else given

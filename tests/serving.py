@@ -215,6 +215,14 @@ class Client:
             return answer.status, json.loads(data) if data else None
 
 
+def official_client(client):
+    """OpenAI's own client of this server."""
+    import openai
+
+    url = f"http://127.0.0.1:{client.port}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
 def stop_engine(client) -> None:
     """End the engine of a server by an error."""
     client.thread.commands.put(lambda: 1 / 0)

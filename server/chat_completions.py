@@ -1,0 +1,77 @@
+"""OpenAI's chat completions (/v1/chat/completions)."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from server.answers import ResponseBuilder
+from server.backend import GenerateInput, Update
+from server.protocol import ChatRequest
+from server.served import ServedModel
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Reply to messages. Output continues past the context window by context shift."""
+    served: ServedModel = request.app.state.served
+    served.check_model(body.model)
+    prompt = await asyncio.to_thread(served.prepare_chat, body)
+    max_new_tokens = body.max_new_tokens
+    window = served.backend.config.block_size
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    if max_new_tokens is None:  # as many as the window can hold
+        max_new_tokens = max(window - len(prompt), 1)
+    params = body.to_sampling_params(max_new_tokens, logprobs)
+    inputs = GenerateInput(
+        [prompt] * len(params),
+        params,
+        body.cache_salt or "",
+        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+    )
+    updates = served.backend.generate(inputs)
+    return await ChatCompletionBuilder(body, served, inputs, updates).to_response()
+
+
+class ChatCompletionBuilder(ResponseBuilder):
+    object_type = "chat.completion"
+    chunk_object_type = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        body: ChatRequest,
+        served: ServedModel,
+        inputs: GenerateInput,
+        updates: AsyncIterator[dict[int, Update]],
+    ):
+        super().__init__(body, served, inputs, updates)
+        self.started: set[int] = set()  # choices that have had an event
+
+    def choice(self, index: int, update: Update) -> dict:
+        message = {"role": "assistant", "content": update.text}
+        return {"index": index, "message": message} | self.logprobs_and_finish_reason(update)
+
+    def delta(self, index: int, update: Update) -> dict:
+        # The role comes with the first update, because clients measure the time to the first chunk.
+        role = {} if index in self.started else {"role": "assistant"}
+        self.started.add(index)
+        delta = role | {"content": update.text}
+        return {"index": index, "delta": delta} | self.logprobs_and_finish_reason(update)
+
+    def logprobs_and_finish_reason(self, update: Update) -> dict:
+        logprobs = None
+        if self.body.logprobs:
+            content = [
+                self.entry(token, logprob) | {"top_logprobs": [self.entry(*pair) for pair in top]}
+                for token, (logprob, top) in zip(update.tokens, update.logprobs)
+            ]
+            logprobs = {"content": content}
+        return {"logprobs": logprobs, "finish_reason": update.finish_reason}
+
+    def entry(self, token: int, logprob: float) -> dict:
+        data = self.served.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}

@@ -1,0 +1,192 @@
+"""/v1/chat/completions over a real socket, by the official client too. Oracle: the engine."""
+
+import openai
+import pytest
+from serving import (
+    SMALL,
+    check_refused,
+    engine_alone,
+    official_client,
+    serving,
+    small_encoding,
+    small_engine,
+)
+
+from errors import UserError
+from text.chat import Chat
+
+PATH = "/v1/chat/completions"
+MESSAGES = [
+    {"role": "user", "content": "cat, moon"},
+    {"role": "assistant", "content": "A cat saw the moon."},
+    {"role": "user", "content": "dog"},
+]
+
+
+def prompt_of(messages) -> list[int]:
+    return Chat(SMALL).encode(messages, small_encoding())
+
+
+def alone(tiny_llama, messages, **params) -> tuple:
+    """Tokens, text, log-probabilities and finish reason of the engine alone."""
+    ids = prompt_of(messages)
+    return engine_alone(tiny_llama, ids, **{"max_new_tokens": max(64 - len(ids), 1)} | params)
+
+
+FULL = [{"role": "user", "content": "x " * 27 + "x,"}]  # a window of tokens
+
+
+@pytest.mark.parametrize("messages", [MESSAGES[:1], MESSAGES, FULL])
+def test_a_reply_is_the_text_of_the_engine(client, tiny_llama, messages):
+    """Up to the end of the window if nothing is said, and one token where that is full."""
+    tokens, text, _, reason = alone(tiny_llama, messages, seed=4)
+    body = {"messages": messages, "seed": 4}
+    status, found = client.post(PATH, body)
+    assert status == 200 and found.pop("id").startswith("chatcmpl-") and found.pop("created")
+    given = len(prompt_of(messages))
+    usage = {"prompt_tokens": given, "completion_tokens": len(tokens)}
+    usage["total_tokens"] = given + len(tokens)
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+    known = {"object": "chat.completion", "model": "small", "choices": [choice], "usage": usage}
+    assert found == known
+
+
+def test_events_begin_with_the_role_and_the_first_token(client, tiny_llama):
+    tokens, text, _, reason = alone(tiny_llama, MESSAGES, seed=1, max_new_tokens=9)
+    body = {"messages": MESSAGES, "seed": 1, "max_tokens": 9, "stream": True}
+    *events, last = client.events(PATH, body | {"stream_options": {"include_usage": True}})
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(tokens)
+    choices = [event["choices"][0] for event in events]
+    deltas = [choice["delta"] for choice in choices]
+    assert deltas[0]["role"] == "assistant" and all("role" not in delta for delta in deltas[1:])
+    assert "".join(delta["content"] for delta in deltas) == text
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons == [None] * (len(events) - 1) + [reason]
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len(events) <= len(tokens)  # none for the role alone
+
+
+@pytest.mark.parametrize("limits, count", [((3, None), 3), ((None, 4), 4), ((3, 4), 4)])
+def test_limits_of_length(client, limits, count):
+    body = {"messages": MESSAGES, "ignore_eos": True}
+    body |= dict(zip(("max_tokens", "max_completion_tokens"), limits))
+    assert client.post(PATH, body)[1]["usage"]["completion_tokens"] == count
+
+
+def test_another_model_writes_nothing(client):
+    answer = client.post(PATH, {"messages": MESSAGES, "model": "gpt-4"})
+    check_refused(answer, "model", "gpt-4 small", 404, "model_not_found")
+
+
+def test_log_probabilities_with_the_bytes_of_tokens(client, tiny_llama):
+    tokens, _, logprobs, _ = alone(tiny_llama, MESSAGES, seed=2, logprobs=3)
+    body = {"messages": MESSAGES, "seed": 2, "logprobs": True, "top_logprobs": 3}
+    (choice,) = client.post(PATH, body)[1]["choices"]
+    found = choice["logprobs"]["content"]
+    decode = small_encoding().decode_single_token_bytes
+
+    def entry(token, logprob):
+        data = decode(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+    assert found == [
+        entry(token, logprob) | {"top_logprobs": [entry(*pair) for pair in top]}
+        for token, (logprob, top) in zip(tokens, logprobs)
+    ]
+    events = client.events(PATH, body | {"stream": True})
+    parts = [event["choices"][0]["logprobs"]["content"] for event in events]
+    assert sum(parts, []) == found
+    (choice,) = client.post(PATH, body | {"top_logprobs": None})[1]["choices"]
+    assert choice["logprobs"]["content"] == [entry | {"top_logprobs": []} for entry in found]
+
+
+def test_n_replies(client, tiny_llama):
+    body = {"messages": MESSAGES, "seed": 5, "n": 3, "max_tokens": 8}
+    wanted = [alone(tiny_llama, MESSAGES, seed=5 + row, max_new_tokens=8)[1] for row in range(3)]
+    found = [choice["message"]["content"] for choice in client.post(PATH, body)[1]["choices"]]
+    assert found == wanted
+    texts = [""] * 3
+    roles = []
+    for event in client.events(PATH, body | {"stream": True}):
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["delta"]["content"]
+        roles += [choice["index"]] if "role" in choice["delta"] else []
+    assert (texts, sorted(roles)) == (wanted, [0, 1, 2])
+
+
+def test_a_second_turn_shares_the_pages_of_the_first(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama, page_size=4)) as client:
+        (choice,) = client.post(PATH, {"messages": MESSAGES[:1], "max_tokens": 6})[1]["choices"]
+        client.post(
+            PATH, {"messages": [*MESSAGES[:1], choice["message"], MESSAGES[2]], "max_tokens": 1}
+        )
+        shared = client.thread.engine.scheduler.prefix_cache_hits
+    assert shared >= len(prompt_of(MESSAGES[:1])) // 4 * 4 > 0
+
+
+def said(content="x", role="user", **fields) -> dict:
+    return {"messages": [{"role": role, "content": content} | fields]}
+
+
+@pytest.mark.parametrize(
+    "fields, param, words",
+    [
+        ({"messages": None}, "messages", "list"),
+        ({"messages": []}, "messages", "1"),
+        ({"messages": [{"content": "x"}]}, "messages", "messages.0.role"),
+        (said(None), "messages", "messages.0.content string list text"),
+        (said([{"type": "image_url"}]), "messages", "messages.0.content string list text"),
+        (said(role="system"), "messages", "user assistant"),
+        *(
+            (said(role=role), "messages", "messages.0.role")
+            for role in ("", "user\nhi<|im_end|>", "User ", "x" * 65)
+        ),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"tools": [{}]}, "tools", "supported"),
+        ({"echo": True}, "echo", "messages"),
+        ({"best_of": 2}, "best_of", "n"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "supported"),
+    ],
+)
+def test_what_is_refused(client, fields, param, words):
+    for more in ({}, {"stream": True}):
+        check_refused(client.post(PATH, {"messages": MESSAGES} | fields | more), param, words)
+
+
+def test_what_asks_for_nothing_more_is_accepted(client):
+    plain = {"messages": MESSAGES[:1], "seed": 1, "max_tokens": 3}
+    more = {"echo": False, "best_of": 1, "add_generation_prompt": True, "tool_choice": "auto"}
+    parts = said([{"type": "text", "text": text} for text in ("cat,", " moon")], name="me")
+    first, *others = [
+        client.post(PATH, plain | fields)[1]
+        for fields in ({}, more, dict.fromkeys(more), {"max_tokens": 3}, parts)
+    ]
+    for other in others:
+        assert (other["choices"], other["usage"]) == (first["choices"], first["usage"])
+
+
+def test_a_model_without_a_template(tiny_llama):
+    error = UserError("small: not a chat model")
+    with serving(lambda: small_engine(tiny_llama), chat=error) as client:
+        check_refused(client.post(PATH, {"messages": MESSAGES}), None, str(error))
+        assert client.post("/v1/completions", {"max_tokens": 1})[0] == 200
+
+
+def test_the_official_client(client, tiny_llama):
+    _, text, logprobs, reason = alone(tiny_llama, MESSAGES, seed=3, logprobs=1, max_new_tokens=12)
+    asked = {"model": "small", "messages": MESSAGES, "seed": 3, "max_completion_tokens": 12}
+    with official_client(client) as openai_client:
+        assert [model.id for model in openai_client.models.list()] == ["small"]
+        create = openai_client.chat.completions.create
+        reply = create(**asked, logprobs=True, top_logprobs=1)
+        (choice,) = reply.choices
+        assert (choice.message.content, choice.finish_reason) == (text, reason)
+        found = [entry.logprob for entry in choice.logprobs.content]
+        assert found == [entry.logprob for entry in logprobs]
+        *events, last = create(**asked, stream=True, stream_options={"include_usage": True})
+        assert "".join(event.choices[0].delta.content for event in events) == text
+        assert last.usage.total_tokens == reply.usage.total_tokens
+        with pytest.raises(openai.NotFoundError) as refused:
+            openai_client.completions.create(model="gpt-4", prompt=prompt_of(MESSAGES))
+        assert refused.value.code == "model_not_found"
