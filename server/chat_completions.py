@@ -23,6 +23,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     prompt = await asyncio.to_thread(served.prepare_chat, body)
     max_new_tokens = body.max_new_tokens
     window = served.backend.config.block_size
+    # Room for the reply, with truncate_prompt_tokens -1.
+    reserved_tokens = window // 2 if max_new_tokens is None else max_new_tokens
+    prompt = served.truncate_prompt(
+        prompt, body.truncate_prompt_tokens, reserved_tokens, "messages"
+    )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if max_new_tokens is None:  # as many as the window can hold
         max_new_tokens = max(window - len(prompt), 1)

@@ -23,7 +23,11 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     max_new_tokens = 16 if body.max_tokens is None else body.max_tokens
     params = body.to_sampling_params(max_new_tokens, body.logprobs)
     # In another thread, because encoding a long prompt is slow.
-    prompts = await asyncio.to_thread(served.encode, body.prompts)
+    encoded = await asyncio.to_thread(served.encode, body.prompts)
+    limit = body.truncate_prompt_tokens
+    prompts = [
+        served.truncate_prompt(prompt, limit, max_new_tokens, "prompt") for prompt in encoded
+    ]
     inputs = GenerateInput(
         [prompt for prompt in prompts for _ in params],
         params * len(prompts),
@@ -32,7 +36,11 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     )
     builder = CompletionBuilder(body, served, inputs, served.backend.generate(inputs))
     if body.echo:
-        echoes = await asyncio.to_thread(list, map(served.decode, body.prompts))
+        echoed = [
+            prompt if len(truncated) == len(whole) else truncated
+            for prompt, truncated, whole in zip(body.prompts, prompts, encoded)
+        ]
+        echoes = await asyncio.to_thread(list, map(served.decode, echoed))
         builder.echoes = [text for text in echoes for _ in params]
     return await builder.to_response()
 

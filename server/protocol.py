@@ -62,7 +62,6 @@ UNSUPPORTED_FIELDS = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 
@@ -181,6 +180,10 @@ class GenerationRequest(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
+    # Number of last prompt tokens to keep; -1: as many as leave room for max_tokens.
+    truncate_prompt_tokens: Annotated[
+        Literal[-1] | Annotated[int, Field(ge=1)] | None, must_be("-1 or an integer >= 1")
+    ] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
     stop: Annotated[
         StopString | StopStrings | None,

@@ -64,6 +64,31 @@ class ServedModel:
             ids.append(prompt or [self.backend.config.bos_token_id])
         return ids
 
+    def truncate_prompt(
+        self, prompt: list[int], limit: int | None, new_tokens: int, field: str
+    ) -> list[int]:
+        """Return the last `limit` tokens of a prompt, or all of it for None.
+
+        limit: -1 for as many as leave room for new_tokens, as in vLLM. If new_tokens fill the
+        window anyway, -1 keeps a full window; the context shifts during generation. field: the
+        prompt's field. Raises APIError if the result exceeds the window, where the engine would
+        drop its start.
+        """
+        window = self.backend.config.block_size
+        if limit is not None and limit > window:
+            message = (
+                f"truncate_prompt_tokens {limit}: must be at most the context window ({window})"
+            )
+            raise APIError(400, message, "truncate_prompt_tokens")
+        if limit == -1:
+            limit = window - new_tokens if new_tokens < window else window
+        truncated = prompt if limit is None else prompt[-limit:]
+        if len(truncated) > window:
+            message = f"the prompt has {len(truncated)} tokens; the context window holds {window}"
+            message += ": shorten it, or set truncate_prompt_tokens to keep only its last tokens"
+            raise APIError(400, message, field, "context_length_exceeded")
+        return truncated
+
     def prepare_chat(self, body: ChatRequest) -> list[int]:
         """Encode a conversation up to the start of the reply.
 
