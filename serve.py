@@ -20,6 +20,7 @@ from errors import UserError
 from loading.load import Source, resolve_source
 from server.app import make_app
 from server.engine_thread import EngineThread
+from server.memory import freeze
 from server.served import ServedModel, find_chat, served_name
 
 LLAMA = STORIES.with_name("stories-llama")
@@ -94,6 +95,7 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     thread.start()
     await thread.ready  # raises what loading raised
     try:
+        freeze()
         write_stdout(f"{name} at {server_url(*sock.getsockname()[:2])}\n")
         await server.serve([sock])
     finally:
