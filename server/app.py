@@ -12,11 +12,43 @@ from server.backend import EngineDead, RequestFailed
 from server.protocol import APIError
 from server.served import ServedModel
 
+MAX_BODY_BYTES = 2**20  # of a request
+MAX_DISCARDED_BYTES = 2**23  # read of a longer body before the 413
+
+
+class BodyLimit:
+    """Middleware that answers 413 to requests whose body is too long.
+
+    Many clients write the whole body before they read, and never see a response if the connection
+    closes earlier. So part of the excess is read and discarded.
+    """
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        size = 0
+
+        async def limited() -> dict:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size <= MAX_BODY_BYTES:
+                return message
+            while message.get("more_body") and size < MAX_DISCARDED_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+            error = f"the body is too long: at most {MAX_BODY_BYTES} bytes are allowed"
+            raise HTTPException(413, error, {"Connection": "close"})
+
+        await self.app(scope, limited, send)
+
 
 def make_app(served: ServedModel) -> FastAPI:
     """Return the FastAPI app for a model, which its routes find in `request.app.state.served`."""
     # No documentation pages: they load scripts from other servers.
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit)
     app.state.served = served
     app.include_router(completions.router)
     app.include_router(chat_completions.router)

@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     ValidationInfo,
     WrapValidator,
@@ -20,6 +22,7 @@ from pydantic_core import PydanticCustomError, to_json
 from errors import check_limits
 from sampling import LIMITS, SamplingParams
 
+MAX_ITEMS = 2**14  # prompts, messages, or parts of a message
 LONE_SURROGATE = "not UTF-8 text: it has a lone surrogate"
 
 SAMPLING_FIELDS = (  # fields of SamplingParams with the same name
@@ -104,11 +107,26 @@ def must_be(allowed: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+def prompt_type(prompt: Any) -> str:
+    """Return the tag of a prompt's type, so that pydantic validates only this type."""
+    if isinstance(prompt, list):
+        return f"list of {type(prompt[0]).__name__}" if prompt else "empty list"
+    return type(prompt).__name__
+
+
+# A list fails at its first bad element. A body of 1 MiB can hold half a million of them, and
+# collecting an error for each would block the event loop, and so all streams, for seconds.
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-StopStrings = Annotated[list[StopString], Field(max_length=16)]
-Strings = Annotated[list[str], Field(min_length=1)]
-TokenIds = Annotated[list[int], Field(min_length=1)]
-IdLists = Annotated[list[list[int]], Field(min_length=1)]
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=16)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+ListLimits = Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)
+Prompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[list[str], ListLimits, Tag("list of str")]
+    | Annotated[TokenIds, Tag("list of int")]
+    | Annotated[list[TokenIds], ListLimits, Tag("list of list")],
+    Discriminator(prompt_type),
+]
 
 
 def find_lone_surrogate(body: Any) -> tuple[str | int, ...] | None:
@@ -241,8 +259,11 @@ class GenerationRequest(RequestBody):
 
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[
-        str | Strings | TokenIds | IdLists | None,
-        must_be("a string, a list of strings, a list of token ids or a list of such lists"),
+        Prompt | None,
+        must_be(
+            "a string, a list of strings, a list of token ids or a list of such lists, "
+            f"at most {MAX_ITEMS} prompts"
+        ),
     ] = None
     echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -273,7 +294,8 @@ class Message(BaseModel):
     # A template writes the role verbatim, so it must not be able to close a message and start one.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
     content: Annotated[
-        str | list[ContentPart], must_be("a string or a list of parts of the type text")
+        str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_ITEMS)],
+        must_be(f"a string or a list of up to {MAX_ITEMS} parts of the type text"),
     ]
 
     @property
@@ -284,7 +306,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], ListLimits]
     max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
     echo: bool | None = None
     logprobs: bool | None = None
