@@ -60,7 +60,9 @@ def check_server_options(args) -> None:
         raise UserError("--host is empty: use 0.0.0.0 to listen on all addresses")
 
 
-UVICORN = {"access_log": False}
+# Use h11 even if httptools is installed. httptools stops reading when bytes follow a body, and
+# the server does not notice that the client disconnects.
+UVICORN = {"http": "h11", "access_log": False}
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,9 +1,11 @@
 """Responses to generation requests, as JSON or as server-sent events."""
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic_core import to_json
 
@@ -20,6 +22,27 @@ def api_error(error: Exception) -> APIError:
     if isinstance(error, UserError):
         return APIError(400, str(error))
     return APIError(503 if isinstance(error, EngineDead) else 500, str(error))
+
+
+async def with_cancellation(request: Request, handler: Coroutine[None, None, Response]) -> Response:
+    """Return a handler's response, or cancel the handler if its client disconnects first.
+
+    The request's body has been read, so `receive` can only return the disconnect. Until the
+    response starts, nothing else calls it.
+    """
+    handler_task = asyncio.ensure_future(handler)
+    options = {"timeout": 1, "return_when": asyncio.FIRST_COMPLETED}
+    try:
+        done = ()
+        while not done:
+            # Again each second: when bytes follow the body, uvicorn only reads on in this call.
+            disconnect_task = asyncio.ensure_future(request.receive())
+            done, _ = await asyncio.wait((handler_task, disconnect_task), **options)
+            disconnect_task.cancel()
+        return handler_task.result() if handler_task.done() else Response(status_code=499)
+    finally:
+        handler_task.cancel()
+        disconnect_task.cancel()
 
 
 class EventStreamResponse(StreamingResponse):

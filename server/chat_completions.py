@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from server.answers import ResponseBuilder
+from server.answers import ResponseBuilder, with_cancellation
 from server.backend import GenerateInput, Update
 from server.protocol import ChatRequest
 from server.served import ServedModel
@@ -18,7 +18,10 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Reply to messages. Output continues past the context window by context shift."""
-    served: ServedModel = request.app.state.served
+    return await with_cancellation(request, create_chat_completion(body, request.app.state.served))
+
+
+async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Response:
     served.check_model(body.model)
     prompt = await asyncio.to_thread(served.prepare_chat, body)
     max_new_tokens = body.max_new_tokens

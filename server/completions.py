@@ -6,7 +6,7 @@ import uuid
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from server.answers import ResponseBuilder
+from server.answers import ResponseBuilder, with_cancellation
 from server.backend import GenerateInput, Update
 from server.protocol import CompletionRequest
 from server.served import ServedModel
@@ -18,7 +18,10 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts. Output continues past the context window by context shift."""
-    served: ServedModel = request.app.state.served
+    return await with_cancellation(request, create_completion(body, request.app.state.served))
+
+
+async def create_completion(body: CompletionRequest, served: ServedModel) -> Response:
     served.check_model(body.model)
     max_new_tokens = 16 if body.max_tokens is None else body.max_tokens
     params = body.to_sampling_params(max_new_tokens, body.logprobs)
