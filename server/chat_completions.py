@@ -32,8 +32,8 @@ async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Resp
         prompt, body.truncate_prompt_tokens, reserved_tokens, "messages"
     )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    if max_new_tokens is None:  # as many as the window can hold
-        max_new_tokens = max(window - len(prompt), 1)
+    if max_new_tokens is None:  # as many as the window and a response can hold
+        max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
     params = body.to_sampling_params(max_new_tokens, logprobs)
     inputs = GenerateInput(
         [prompt] * len(params),

@@ -25,6 +25,8 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     served.check_model(body.model)
     max_new_tokens = 16 if body.max_tokens is None else body.max_tokens
     params = body.to_sampling_params(max_new_tokens, body.logprobs)
+    if body.echo:
+        body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
     # In another thread, because encoding a long prompt is slow.
     encoded = await asyncio.to_thread(served.encode, body.prompts)
     limit = body.truncate_prompt_tokens
@@ -44,6 +46,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
             for prompt, truncated, whole in zip(body.prompts, prompts, encoded)
         ]
         echoes = await asyncio.to_thread(list, map(served.decode, echoed))
+        body.check_echo(echoes)
         builder.echoes = [text for text in echoes for _ in params]
     return await builder.to_response()
 
@@ -58,8 +61,7 @@ class CompletionBuilder(ResponseBuilder):
         self.echoes: list[str] = []  # prompt that the text repeats first
         self.logprob_tables: list[LogprobTable] = []
         if body.logprobs is not None:
-            num_choices = len(body.prompts) * (body.n or 1)
-            self.logprob_tables = [LogprobTable(self.served) for _ in range(num_choices)]
+            self.logprob_tables = [LogprobTable(self.served) for _ in range(body.num_choices)]
 
     def choice(self, index: int, update: Update) -> dict:
         echo = ""

@@ -22,6 +22,10 @@ from pydantic_core import PydanticCustomError, to_json
 from errors import check_limits
 from sampling import LIMITS, SamplingParams
 
+MAX_RESPONSE_BYTES = 2**22  # estimated with TOKEN_BYTES and LOGPROB_BYTES
+TOKEN_BYTES = 16
+LOGPROB_BYTES = 64  # for the sampled token, and for each of its top_logprobs
+MAX_ECHO = 2**20  # bytes of echoed prompts in a response
 MAX_ITEMS = 2**14  # prompts, messages, or parts of a message
 LONE_SURROGATE = "not UTF-8 text: it has a lone surrogate"
 
@@ -244,8 +248,26 @@ class GenerationRequest(RequestBody):
             raise field_error("best_of", "must equal n")
         return self
 
+    @property
+    def num_choices(self) -> int:
+        """Return the number of choices in the response."""
+        return self.n or 1
+
+    def max_tokens_limit(self, logprobs: int | None) -> int:
+        """Return the largest max_tokens that keeps the response within MAX_RESPONSE_BYTES."""
+        entries = 0 if logprobs is None else 1 + logprobs
+        return MAX_RESPONSE_BYTES // (self.num_choices * (TOKEN_BYTES + entries * LOGPROB_BYTES))
+
     def to_sampling_params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
-        """Return the sampling parameters of each of a prompt's n choices; choice i has seed + i."""
+        """Return the sampling parameters of each of a prompt's n choices; choice i has seed + i.
+
+        Raises APIError if the response could be too long.
+        """
+        limit = self.max_tokens_limit(logprobs)
+        if max_new_tokens > limit:
+            size = f"sequences: {self.num_choices}, log-probabilities per token: {logprobs or 0}"
+            message = f"max_tokens {max_new_tokens}: must be at most {limit} ({size})"
+            raise APIError(400, message, "max_tokens")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
@@ -279,6 +301,17 @@ class CompletionRequest(GenerationRequest):
         """Return the prompts as a list; an absent prompt is one empty string."""
         given = self.prompt or ""
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * (self.n or 1)
+
+    def check_echo(self, prompts: list[str]) -> None:
+        """Raise APIError if the response would echo too many bytes: each prompt n times."""
+        size = sum(len(text.encode(errors="replace")) for text in prompts) * (self.n or 1)
+        if size > MAX_ECHO:
+            message = f"echo would repeat {size} bytes of prompts: at most {MAX_ECHO} are allowed"
+            raise APIError(400, message, "echo")
 
 
 class ContentPart(BaseModel):
