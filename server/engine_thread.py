@@ -19,15 +19,17 @@ from server.backend import EngineDead, GenerateInput, RequestFailed, Update
 class Generation:
     """One call of `generate`: its requests, and the updates that the reader has not fetched."""
 
-    def __init__(self):
+    def __init__(self, inputs: GenerateInput):
         self.requests: list[Request] = []  # only for the engine's thread
         # The fields below are only for the event loop.
+        self.num_unfinished = len(inputs.prompts)
         self.updates: dict[int, list[Update]] = {}  # by index: not fetched yet
         self.error: Exception | None = None
         self.changed = asyncio.Event()
 
     def add_update(self, index: int, update: Update) -> None:
         """Queue new output of a sequence for the reader."""
+        self.num_unfinished -= update.finish_reason is not None
         self.updates.setdefault(index, []).append(update)
         self.changed.set()
 
@@ -39,9 +41,10 @@ class Generation:
         return updates
 
     def fail(self, error: Exception) -> None:
-        """Set the error that ends the generation."""
-        self.error = error
-        self.changed.set()
+        """Set the error that ends the generation, unless all its sequences are finished."""
+        if self.num_unfinished:
+            self.error = error
+            self.changed.set()
 
 
 @dataclass
@@ -108,24 +111,20 @@ class EngineThread:
         """
         if self.error:
             raise EngineDead(self.error)
-        generation = Generation()
+        generation = Generation(inputs)
         self.generations.add(generation)
-        num_unfinished = len(inputs.prompts)
         try:
             self.commands.put(functools.partial(self.add, generation, inputs))
-            while num_unfinished:
+            while generation.num_unfinished or generation.updates:
                 await generation.changed.wait()
                 updates = generation.fetch()
-                num_unfinished -= sum(
-                    update.finish_reason is not None for update in updates.values()
-                )
                 if updates:
                     yield updates
                 if generation.error:
                     raise generation.error
         finally:
             self.generations.remove(generation)
-            if num_unfinished:
+            if generation.num_unfinished:
                 self.commands.put(functools.partial(self.abort, generation))
 
     def deliver_outputs(self, outputs: list[tuple[RequestState, Update, str | None]]) -> None:
