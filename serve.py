@@ -16,7 +16,7 @@ from command_line.models import pick_device
 from command_line.options import STORIES, add_model_options, add_stride_option
 from command_line.parser import Parser, run_script, write_stdout
 from engine.options import add_engine_options, check_engine_options, load_engine
-from errors import UserError
+from errors import UserError, check_limits
 from loading.load import Source, resolve_source
 from server.app import make_app
 from server.engine_thread import EngineThread
@@ -24,6 +24,7 @@ from server.memory import freeze
 from server.served import ServedModel, find_chat, served_name
 
 LLAMA = STORIES.with_name("stories-llama")
+AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
 
 
 def main(argv=None) -> None:
@@ -41,6 +42,13 @@ def add_server_options(parser: Parser) -> None:
     server = parser.group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on")
     server.add_argument("--port", type=int, default=8000, help="TCP port; 0: any free one")
+    queue = parser.add_argument_group("queue", "Requests beyond these limits are refused with 429.")
+    waiting_help = "maximum number of waiting sequences, in addition to --max-num-seqs"
+    queue.add_argument("--max-waiting", metavar="N", type=int, default=1024, help=waiting_help)
+    tokens_help = "maximum total of prompt tokens of requests that have no output yet"
+    queue.add_argument(
+        "--max-waiting-tokens", metavar="N", type=int, default=2**20, help=tokens_help
+    )
     add_engine_options(parser)
 
 
@@ -58,6 +66,8 @@ def check_server_options(args) -> None:
     check_engine_options(args)
     if not args.host:
         raise UserError("--host is empty: use 0.0.0.0 to listen on all addresses")
+    for name in ("max_waiting", "max_waiting_tokens"):
+        check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
 
 
 # Use h11 even if httptools is installed. httptools stops reading when bytes follow a body, and
@@ -90,7 +100,7 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     """Load the model, print the address, and serve until a signal."""
     name = served_name(source)
     make = functools.partial(load_engine, args, source, device)
-    thread = EngineThread(make)
+    thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     served = ServedModel(thread, name, source.label, find_chat(source))
     app = make_app(served)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from errors import UserError
 from server import chat_completions, completions
 from server.answers import api_error
-from server.backend import EngineDead, RequestFailed
+from server.backend import EngineDead, QueueFull, RequestFailed
 from server.protocol import APIError
 from server.served import ServedModel
 
@@ -76,7 +76,7 @@ def make_app(served: ServedModel) -> FastAPI:
         served.check_model(name)
         return served.model()
 
-    for error_type in (APIError, UserError, EngineDead, RequestFailed, Exception):
+    for error_type in (APIError, UserError, QueueFull, EngineDead, RequestFailed, Exception):
         app.add_exception_handler(error_type, handle_error)
     app.add_exception_handler(RequestValidationError, handle_validation_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
@@ -85,7 +85,8 @@ def make_app(served: ServedModel) -> FastAPI:
 
 async def handle_error(request: Request, error: Exception) -> JSONResponse:
     response_error = api_error(error)
-    return JSONResponse(response_error.body, response_error.status)
+    headers = {"Retry-After": "1"} if response_error.status == 429 else None  # seconds
+    return JSONResponse(response_error.body, response_error.status, headers)
 
 
 async def handle_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:

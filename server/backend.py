@@ -12,6 +12,10 @@ class EngineDead(Exception):
     """The engine is no longer running."""
 
 
+class QueueFull(Exception):
+    """Error for a request that the server has no capacity for now."""
+
+
 class RequestFailed(Exception):
     """A request failed while the engine computed it."""
 
@@ -62,5 +66,14 @@ class Backend(Protocol):
     def encoding(self) -> Encoding:
         """Return the encoding of the model."""
 
+    def admit(self, num_requests: int, num_tokens: int = 0) -> None:
+        """Check that the queue has room for more requests, with `num_tokens` prompt tokens in all.
+
+        Raises QueueFull if it has no room now, UserError if it never could, and EngineDead.
+        """
+
     def generate(self, inputs: GenerateInput) -> AsyncIterator[dict[int, Update]]:
-        """Yield new output of the prompts, by index, until all are finished."""
+        """Yield new output of the prompts, by index, until all are finished.
+
+        Raises what `admit` raises, before any work.
+        """

@@ -23,6 +23,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Response:
     served.check_model(body.model)
+    served.backend.admit(body.num_choices)  # before any work
     prompt = await asyncio.to_thread(served.prepare_chat, body)
     max_new_tokens = body.max_new_tokens
     window = served.backend.config.block_size

@@ -23,6 +23,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 async def create_completion(body: CompletionRequest, served: ServedModel) -> Response:
     served.check_model(body.model)
+    served.backend.admit(body.num_choices)  # before any work
     max_new_tokens = 16 if body.max_tokens is None else body.max_tokens
     params = body.to_sampling_params(max_new_tokens, body.logprobs)
     if body.echo:

@@ -13,7 +13,8 @@ import tiktoken
 
 from engine.engine import Engine
 from engine.request import Event, Request
-from server.backend import EngineDead, GenerateInput, RequestFailed, Update
+from errors import UserError
+from server.backend import EngineDead, GenerateInput, QueueFull, RequestFailed, Update
 
 
 class Generation:
@@ -23,12 +24,14 @@ class Generation:
         self.requests: list[Request] = []  # only for the engine's thread
         # The fields below are only for the event loop.
         self.num_unfinished = len(inputs.prompts)
+        self.waiting_tokens = inputs.num_tokens  # prompt tokens; 0 from the first update on
         self.updates: dict[int, list[Update]] = {}  # by index: not fetched yet
         self.error: Exception | None = None
         self.changed = asyncio.Event()
 
     def add_update(self, index: int, update: Update) -> None:
         """Queue new output of a sequence for the reader."""
+        self.waiting_tokens = 0
         self.num_unfinished -= update.finish_reason is not None
         self.updates.setdefault(index, []).append(update)
         self.changed.set()
@@ -60,13 +63,22 @@ class EngineThread:
     """An engine that runs in its own thread, for readers in an event loop.
 
     make_engine: returns the engine. It is called in the thread, because it may take a long time.
+    max_waiting: maximum number of requests in addition to max_num_seqs.
+    max_waiting_tokens: maximum total of prompt tokens of calls that have no output yet.
     Only this thread uses the engine, so it needs no lock, and no reader waits for a step. Requests
     enter through a queue, and after each step the new output goes to the event loop.
     `start` it, await `ready`, and `close` it at the end.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine]):
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        max_waiting: int = 1024,
+        max_waiting_tokens: int = 2**20,
+    ):
         self.make_engine = make_engine
+        self.max_waiting = max_waiting
+        self.max_waiting_tokens = max_waiting_tokens
         self.engine: Engine | None = None  # None while the model loads
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.request_states: dict[Request, RequestState] = {}  # only for the engine's thread
@@ -99,18 +111,45 @@ class EngineThread:
     def encoding(self) -> tiktoken.Encoding:
         return self.engine.encoding
 
+    @property
+    def num_open_requests(self) -> int:
+        """Return the number of unfinished requests, without those whose end is not fetched yet."""
+        return sum(generation.num_unfinished for generation in self.generations)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Return the total of prompt tokens of calls that have no output yet."""
+        return sum(generation.waiting_tokens for generation in self.generations)
+
+    def admit(self, num_requests: int, num_tokens: int = 0) -> None:
+        """Check that the queue has room for more requests, with `num_tokens` prompt tokens in all.
+
+        Raises QueueFull if it has no room now, UserError if it never could, and EngineDead.
+        """
+        if self.error:
+            raise EngineDead(self.error)
+        max_requests = self.engine.scheduler.max_num_seqs + self.max_waiting
+        limits = (
+            ("sequences", num_requests, self.num_open_requests, max_requests),
+            ("prompt tokens", num_tokens, self.waiting_tokens, self.max_waiting_tokens),
+        )
+        for unit, new, current, limit in limits:
+            if new > limit:
+                raise UserError(f"the request has {new} {unit}: at most {limit} are allowed")
+            if current + new > limit:
+                raise QueueFull(f"the queue is full ({current} {unit}): try again later")
+
     async def generate(self, inputs: GenerateInput) -> AsyncIterator[dict[int, Update]]:
         """Yield new output of the prompts until all are finished.
 
         Each item has an Update for one or more prompts, by their indices. Updates that are not
         fetched in time are joined.
-        Raises what `Engine.add` raises, RequestFailed after the last update of a request that
-        fails, and EngineDead.
+        Raises the errors of `admit` before any work; EngineDead may also come later. Raises what
+        `Engine.add` raises, and RequestFailed after the last update of a request that fails.
         Unfinished requests are aborted when the generator closes. A reader that may leave early
         must close it: `async with contextlib.aclosing(...)`.
         """
-        if self.error:
-            raise EngineDead(self.error)
+        self.admit(len(inputs.prompts), inputs.num_tokens)
         generation = Generation(inputs)
         self.generations.add(generation)
         try:

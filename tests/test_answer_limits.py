@@ -38,7 +38,7 @@ LONG = {"prompt": [" uncomfortable" * 60] * 8, "n": 120, "max_tokens": 0, "echo"
 def test_what_an_echo_may_repeat(tiny_llama, monkeypatch):
     """It is refused before there is work, or, where only tokens tell its length, any text."""
     (word,) = small_encoding().encode(" uncomfortable")
-    with serving(lambda: small_engine(tiny_llama)) as client:
+    with serving(lambda: small_engine(tiny_llama), max_waiting=4000) as client:
         asked = LONG | {"prompt": [[word] * 60] * 11}
         said = f"{11 * 128 * 60 * 14} 1048576"
         check_refused(client.post(PATH, asked | {"n": 128}), "echo", said)

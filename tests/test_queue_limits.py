@@ -1,0 +1,149 @@
+"""The bounds of the queue, in texts and in tokens of prompts."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import is_one_line
+from serving import (
+    ENDLESS,
+    PATH,
+    check_refused,
+    collect,
+    in_turns,
+    run_calls,
+    serving,
+    small_encoding,
+    small_engine,
+    until,
+)
+
+import serve
+from errors import UserError
+from sampling import SamplingParams
+from server.backend import GenerateInput
+from server.served import ServedModel
+
+CHAT = "/v1/chat/completions"
+MESSAGES = {"messages": [{"role": "user", "content": "cat"}]}
+FULL = (None, "try again", 429, "rate_limit_exceeded")
+STREAM = ENDLESS | {"stream": True}
+
+
+def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
+    """5 of 12 requests at once get in: 2 rows and 3 that wait. Later there is room again."""
+    turn = threading.Semaphore(0)
+
+    def make():
+        return in_turns(small_engine(tiny_llama, max_num_seqs=2), turn)
+
+    with serving(make, max_waiting=3) as client, ThreadPoolExecutor(12) as pool:
+        bodies = [{"seed": row, "max_tokens": 4} for row in range(12)]
+        answers = [pool.submit(client.post, PATH, body) for body in bodies]
+        until(lambda: sum(answer.done() for answer in answers) == 7)
+        for answer in answers:
+            if answer.done():
+                check_refused(answer.result(), *FULL)
+                assert "(5 sequences)" in answer.result()[1]["error"]["message"]
+        for path, body in ((PATH, {}), (CHAT, MESSAGES)):
+            for stream in (False, True):
+                with client.send("POST", path, body | {"stream": stream}) as answer:
+                    assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+        assert client.get("/v1/models")[0] == client.get("/health")[0] == 200
+        turn.release(10**6)
+        assert sorted(answer.result()[0] for answer in answers) == [200] * 5 + [429] * 7
+        assert client.post(PATH, {"n": 5, "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        (PATH, {"prompt": ["a", "b"], "n": 3}),
+        (PATH, {"prompt": ["a"] * 6}),
+        (PATH, {"n": 6}),
+        (CHAT, MESSAGES | {"n": 6}),
+    ],
+)
+def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch, path, body):
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=2), max_waiting=3) as client:
+        for name in ("encode", "prepare_chat"):
+            monkeypatch.setattr(ServedModel, name, None)
+        check_refused(client.post(path, body), None, "6 5")
+
+
+def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama):
+    """They count until their text begins."""
+    turn = threading.Semaphore(0)
+    prompt = {"prompt": [1] * 10, "max_tokens": 3}
+
+    def make():
+        return in_turns(small_engine(tiny_llama), turn)
+
+    with serving(make, max_waiting_tokens=25) as client, ThreadPoolExecutor(2) as pool:
+        first = [pool.submit(client.post, PATH, prompt) for _ in range(2)]
+        until(lambda: len(client.thread.generations) == 2)
+        check_refused(client.post(PATH, prompt), *FULL)
+        check_refused(client.post(PATH, {"prompt": [1] * 26}), None, "26 25")
+        turn.release(10**6)
+        assert [answer.result()[0] for answer in first] == [200, 200]
+        with client.send("POST", PATH, STREAM | {"prompt": [1] * 20}) as answer:
+            answer.readline()  # it has begun
+            assert client.post(PATH, {"prompt": [1] * 25, "max_tokens": 1})[0] == 200
+    assert client.thread.waiting_tokens == client.thread.num_open_requests == 0
+
+
+def test_more_tokens_than_ever_fit_are_400(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama), max_waiting_tokens=9) as client:
+        check_refused(client.post(PATH, {"prompt": [1] * 10}), None, "10 prompt tokens 9")
+
+
+def test_a_request_is_not_encoded_where_there_is_no_room(tiny_llama, monkeypatch):
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=0) as client:
+        for path, body in ((PATH, {}), (CHAT, MESSAGES)):
+            assert client.post(path, body | {"max_tokens": 1})[0] == 200
+        with client.send("POST", PATH, STREAM):
+            until(lambda: client.thread.generations)
+            monkeypatch.setattr(type(small_encoding()), "encode", None)
+            check_refused(client.post(PATH, {"prompt": "x"}), *FULL)
+
+
+@pytest.mark.parametrize("end", ["over", "cancelled", "refused"])
+def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
+    from server.backend import QueueFull
+
+    params = SamplingParams(max_new_tokens=10**9 if end == "cancelled" else 2, ignore_eos=True)
+    prompt = [4096] if end == "refused" else [1]
+
+    async def use(thread):
+        for _ in range(3):
+            task = asyncio.ensure_future(
+                collect(thread.generate(GenerateInput([prompt] * 2, [params] * 2)))
+            )
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFull):
+                thread.admit(1)
+            if end == "cancelled":
+                task.cancel()
+            await asyncio.wait([task])
+            assert (thread.num_open_requests, thread.waiting_tokens) == (0, 0)
+            thread.admit(2, 5)
+            if end == "refused":
+                assert isinstance(task.exception(), UserError)
+
+    options = {"max_waiting": 1, "max_waiting_tokens": 5}
+    run_calls(lambda: small_engine(tiny_llama, max_num_seqs=1), use, **options)
+
+
+def test_a_full_queue_still_has_its_model(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=0) as client:
+        with client.send("POST", PATH, STREAM) as answer:
+            assert answer.status == 200
+            assert client.post(PATH, {})[0] == 429
+            assert client.get("/v1/models")[0] == client.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("name", ["max_waiting", "max_waiting_tokens"])
+def test_a_bound_is_an_integer(run_main, name):
+    option = f"--{name.replace('_', '-')}=-1"
+    assert is_one_line(run_main(serve.main, "--port", 0, option), name, "-1", ">= 0")
