@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import re
 import socket
 import sys
 
@@ -13,8 +14,8 @@ if __name__ == "__main__":
 import uvicorn
 
 from command_line.models import pick_device
-from command_line.options import STORIES, add_model_options, add_stride_option
-from command_line.parser import Parser, run_script, write_stdout
+from command_line.options import STORIES, add_model_options, add_stride_option, check_utf8
+from command_line.parser import AppendToTuple, Parser, run_script, write_stdout
 from engine.options import add_engine_options, check_engine_options, load_engine
 from errors import UserError, check_limits
 from loading.load import Source, resolve_source
@@ -42,6 +43,13 @@ def add_server_options(parser: Parser) -> None:
     server = parser.group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on")
     server.add_argument("--port", type=int, default=8000, help="TCP port; 0: any free one")
+    access = parser.group("access")
+    key_help = "bearer token that clients must send (default: no key needed)"
+    access.add_argument("--api-key", metavar="KEY", help=key_help)
+    origin_help = "origin whose web pages may send requests, *: any; repeatable (default: none)"
+    access.add_argument(
+        "--allow-origin", metavar="ORIGIN", action=AppendToTuple, default=(), help=origin_help
+    )
     queue = parser.add_argument_group("queue", "Requests beyond these limits are refused with 429.")
     waiting_help = "maximum number of waiting sequences, in addition to --max-num-seqs"
     queue.add_argument("--max-waiting", metavar="N", type=int, default=1024, help=waiting_help)
@@ -64,6 +72,13 @@ def run(args) -> None:
 def check_server_options(args) -> None:
     """Raise UserError for values out of range or conflicting options."""
     check_engine_options(args)
+    check_utf8("--api-key", args.api_key or "")
+    if args.api_key == "":
+        raise UserError("--api-key is empty: omit it to serve without a key")
+    if args.api_key and args.api_key != args.api_key.strip():
+        raise UserError("--api-key begins or ends with whitespace, which no client can send")
+    if re.search(r"[\x00-\x08\n-\x1f\x7f]", args.api_key or ""):
+        raise UserError("--api-key has a control character, which no client can send")
     if not args.host:
         raise UserError("--host is empty: use 0.0.0.0 to listen on all addresses")
     for name in ("max_waiting", "max_waiting_tokens"):
@@ -102,7 +117,7 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     make = functools.partial(load_engine, args, source, device)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     served = ServedModel(thread, name, source.label, find_chat(source))
-    app = make_app(served)
+    app = make_app(served, args.api_key, args.allow_origin)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))
     thread.start()
     await thread.ready  # raises what loading raised

@@ -1,7 +1,11 @@
 """FastAPI application with its routes, middleware and error handlers."""
 
+import secrets
+from collections.abc import Sequence
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
@@ -44,8 +48,34 @@ class BodyLimit:
         await self.app(scope, limited, send)
 
 
-def make_app(served: ServedModel) -> FastAPI:
-    """Return the FastAPI app for a model, which its routes find in `request.app.state.served`."""
+class KeyMiddleware:
+    """Middleware that answers 401 for /v1/ without the key, before reading the body."""
+
+    def __init__(self, app, key: str):
+        self.app = app
+        self.key = key.encode()
+
+    async def __call__(self, scope, receive, send) -> None:
+        guarded = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        if guarded and scope["method"] != "OPTIONS":
+            scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            # Not ==, whose timing reveals how many characters match.
+            if scheme.lower() != b"bearer" or not secrets.compare_digest(key.strip(), self.key):
+                error = APIError(401, "the API key is missing or wrong", code="invalid_api_key")
+                headers = {"WWW-Authenticate": "Bearer"}
+                await JSONResponse(error.body, error.status, headers)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def make_app(
+    served: ServedModel, api_key: str | None = None, origins: Sequence[str] = ()
+) -> FastAPI:
+    """Return the FastAPI app for a model, which its routes find in `request.app.state.served`.
+
+    api_key: key that clients must send; None for no check. origins: allowed origins of web pages;
+    "*": all.
+    """
     # No documentation pages: they load scripts from other servers.
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit)
@@ -80,6 +110,13 @@ def make_app(served: ServedModel) -> FastAPI:
         app.add_exception_handler(error_type, handle_error)
     app.add_exception_handler(RequestValidationError, handle_validation_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
+    if api_key is not None:
+        app.add_middleware(KeyMiddleware, key=api_key)
+    if origins:  # outermost, because browsers send preflight requests without a key
+        # Browsers send a preflight request for a public page that calls a private network.
+        allowed = {"allow_methods": ["*"], "allow_headers": ["*"], "allow_private_network": True}
+        shown = {"expose_headers": ["Retry-After"]}
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed, **shown)
     return app
 
 

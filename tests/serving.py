@@ -251,10 +251,11 @@ def stop_engine(client) -> None:
 
 
 @contextlib.contextmanager
-def serving(make, chat=None, **options):
+def serving(make, chat=None, app_options=None, **options):
     """A Client to an engine; the event loop has a thread of its own.
 
-    chat: the template of the model, or an error. options: of the EngineThread.
+    chat: the template of the model, or an error. app_options: of `make_app`.
+    options: of the EngineThread.
     """
     from text.chat import Chat
 
@@ -267,7 +268,7 @@ def serving(make, chat=None, **options):
         async with started(make, **options) as thread:
             names = "small", "somewhere/small"
             served = ServedModel(thread, *names, chat or Chat(SMALL))
-            yield make_app(served), thread
+            yield make_app(served, **(app_options or {})), thread
 
     with serving_app(enter) as client:
         yield client
