@@ -19,7 +19,7 @@ from command_line.parser import AppendToTuple, Parser, run_script, write_stdout
 from engine.options import add_engine_options, check_engine_options, load_engine
 from errors import UserError, check_limits
 from loading.load import Source, resolve_source
-from server.app import make_app
+from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.memory import freeze
 from server.served import ServedModel, find_chat, served_name
@@ -43,12 +43,19 @@ def add_server_options(parser: Parser) -> None:
     server = parser.group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on")
     server.add_argument("--port", type=int, default=8000, help="TCP port; 0: any free one")
-    access = parser.group("access")
+    access = parser.add_argument_group(
+        "access",
+        "Allowed Host headers: localhost, --host, IP addresses; with --host 0.0.0.0 or ::, all.",
+    )
     key_help = "bearer token that clients must send (default: no key needed)"
     access.add_argument("--api-key", metavar="KEY", help=key_help)
     origin_help = "origin whose web pages may send requests, *: any; repeatable (default: none)"
     access.add_argument(
         "--allow-origin", metavar="ORIGIN", action=AppendToTuple, default=(), help=origin_help
+    )
+    host_help = "additional Host header to accept, *: any; repeatable"
+    access.add_argument(
+        "--allowed-host", metavar="NAME", action=AppendToTuple, default=(), help=host_help
     )
     queue = parser.add_argument_group("queue", "Requests beyond these limits are refused with 429.")
     waiting_help = "maximum number of waiting sequences, in addition to --max-num-seqs"
@@ -81,6 +88,9 @@ def check_server_options(args) -> None:
         raise UserError("--api-key has a control character, which no client can send")
     if not args.host:
         raise UserError("--host is empty: use 0.0.0.0 to listen on all addresses")
+    for name in args.allowed_host:
+        if not re.fullmatch(r"\*|[\w.-]+", name):
+            raise UserError(f"--allowed-host {name}: must be a host name without a port")
     for name in ("max_waiting", "max_waiting_tokens"):
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
 
@@ -117,7 +127,8 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     make = functools.partial(load_engine, args, source, device)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     served = ServedModel(thread, name, source.label, find_chat(source))
-    app = make_app(served, args.api_key, args.allow_origin)
+    hosts = allowed_hosts(args.host, args.allowed_host)
+    app = make_app(served, args.api_key, args.allow_origin, hosts)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))
     thread.start()
     await thread.ready  # raises what loading raised

@@ -1,7 +1,8 @@
 """FastAPI application with its routes, middleware and error handlers."""
 
+import ipaddress
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -68,13 +69,64 @@ class KeyMiddleware:
         await self.app(scope, receive, send)
 
 
+class HostMiddleware:
+    """Middleware that answers 403 to requests whose Host header names another server.
+
+    A web page can point its own name at 127.0.0.1 (DNS rebinding). The browser then lets it read
+    this server's responses, but still sends that name. IP addresses are always allowed, because no
+    page can redirect one.
+    """
+
+    def __init__(self, app, names: Iterable[str]):
+        self.app = app
+        self.names = {name.lower() for name in names}
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        # Only HTTP/1.0 clients omit the header, and browsers are not among them.
+        host = dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1")
+        name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
+        if name.lower().removesuffix(".") in self.names or is_address(name):
+            await self.app(scope, receive, send)
+            return
+        message = f"the host name {name[:100]!r} is not allowed; --allowed-host adds it"
+        error = APIError(403, message)
+        await JSONResponse(error.body, error.status)(scope, receive, send)
+
+
+def is_address(name: str) -> bool:
+    """Return whether a name is an IP address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def allowed_hosts(host: str, others: Sequence[str]) -> list[str] | None:
+    """Return the names allowed in a Host header; None for all.
+
+    host: the address that the server listens at. If that is all interfaces, the server cannot know
+    its names, and the network can reach it anyway, so all are allowed unless `others` are given.
+    """
+    everywhere = is_address(host) and ipaddress.ip_address(host).is_unspecified
+    if "*" in others or (everywhere and not others):
+        return None
+    return ["localhost", host, *others]
+
+
 def make_app(
-    served: ServedModel, api_key: str | None = None, origins: Sequence[str] = ()
+    served: ServedModel,
+    api_key: str | None = None,
+    origins: Sequence[str] = (),
+    hosts: Sequence[str] | None = None,
 ) -> FastAPI:
     """Return the FastAPI app for a model, which its routes find in `request.app.state.served`.
 
     api_key: key that clients must send; None for no check. origins: allowed origins of web pages;
-    "*": all.
+    "*": all. hosts: what `allowed_hosts` returns.
     """
     # No documentation pages: they load scripts from other servers.
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
@@ -112,6 +164,8 @@ def make_app(
     app.add_exception_handler(HTTPException, handle_http_exception)
     if api_key is not None:
         app.add_middleware(KeyMiddleware, key=api_key)
+    if hosts is not None:
+        app.add_middleware(HostMiddleware, names=hosts)
     if origins:  # outermost, because browsers send preflight requests without a key
         # Browsers send a preflight request for a public page that calls a private network.
         allowed = {"allow_methods": ["*"], "allow_headers": ["*"], "allow_private_network": True}
