@@ -146,7 +146,7 @@ def make_app(
 
     @get("/health")
     async def health() -> Response:
-        """Return an empty 200, or 503 if the engine has died."""
+        """Return an empty 200, or 503 if the engine is not running."""
         return Response(status_code=503 if served.backend.error else 200)
 
     @get("/v1/models")

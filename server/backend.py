@@ -9,7 +9,7 @@ from text.tokenizer import Encoding
 
 
 class EngineDead(Exception):
-    """The engine is no longer running."""
+    """The engine is not running: not yet, or no longer."""
 
 
 class QueueFull(Exception):

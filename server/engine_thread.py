@@ -83,7 +83,8 @@ class EngineThread:
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.request_states: dict[Request, RequestState] = {}  # only for the engine's thread
         self.generations: set[Generation] = set()  # with a reader; only for the event loop
-        self.error: str | None = None  # why the engine is no longer running
+        # Why the engine is not running; None while it is.
+        self.error: str | None = "the model is still loading"
         # A daemon thread, so that the process can exit during a step.
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
@@ -180,6 +181,7 @@ class EngineThread:
         if error:
             self.ready.set_exception(error)
         else:
+            self.error = None
             self.ready.set_result(None)
 
     def mark_dead(self, error: str) -> None:

@@ -38,7 +38,8 @@ class ServedModel:
         self.created = int(time.time())
 
     def model(self) -> dict:
-        """Return the model's /v1/models entry."""
+        """Return the model's /v1/models entry. Raises EngineDead."""
+        self.backend.admit(0)
         return {
             "id": self.name,
             "object": "model",

@@ -150,3 +150,26 @@ def test_the_thread_ends_with_the_block(tiny_llama):
 
     thread = run_calls(lambda: small_engine(tiny_llama, max_num_seqs=2), use)
     assert not thread.thread.is_alive()
+
+
+def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
+    """Its end is not fetched by then."""
+    from server.backend import GenerateInput
+
+    async def use(thread):
+        updates = thread.generate(
+            GenerateInput([[5]], [SamplingParams(max_new_tokens=3, ignore_eos=True)])
+        )
+        tokens = len((await anext(updates))[0].tokens)
+        while thread.engine.busy:
+            await asyncio.sleep(0.001)
+        thread.stop()
+        await asyncio.to_thread(thread.thread.join, 10)
+        while not thread.error:
+            await asyncio.sleep(0)
+        async for step in updates:
+            tokens += len(step[0].tokens)
+        return tokens, thread.error
+
+    found = run_calls(lambda: small_engine(tiny_llama), use)
+    assert found == (3, "the server is shutting down")
