@@ -4,6 +4,7 @@ import asyncio
 import functools
 import os
 import re
+import signal
 import socket
 import sys
 
@@ -12,6 +13,7 @@ if __name__ == "__main__":
     import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
 import uvicorn
+from fastapi import FastAPI
 
 from command_line.models import pick_device
 from command_line.options import STORIES, add_model_options, add_stride_option, check_utf8
@@ -26,6 +28,7 @@ from server.served import ServedModel, find_chat, served_name
 
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
+SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number from 0 to below 1000000")
 
 
 def main(argv=None) -> None:
@@ -43,6 +46,13 @@ def add_server_options(parser: Parser) -> None:
     server = parser.group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on")
     server.add_argument("--port", type=int, default=8000, help="TCP port; 0: any free one")
+    server.add_argument(
+        "--drain-seconds",
+        metavar="S",
+        type=float,
+        default=30,
+        help="seconds that running requests may continue after SIGTERM or Ctrl-C",
+    )
     access = parser.add_argument_group(
         "access",
         "Allowed Host headers: localhost, --host, IP addresses; with --host 0.0.0.0 or ::, all.",
@@ -73,7 +83,8 @@ def run(args) -> None:
     source = resolve_source(args.model)
     device = pick_device(args.device)
     with listen(args.host, args.port) as sock:
-        asyncio.run(serve(args, source, device, sock))
+        if asyncio.run(serve(args, source, device, sock)) == signal.SIGINT:
+            raise KeyboardInterrupt
 
 
 def check_server_options(args) -> None:
@@ -91,6 +102,7 @@ def check_server_options(args) -> None:
     for name in args.allowed_host:
         if not re.fullmatch(r"\*|[\w.-]+", name):
             raise UserError(f"--allowed-host {name}: must be a host name without a port")
+    check_limits({"drain_seconds": SECONDS}, drain_seconds=args.drain_seconds)
     for name in ("max_waiting", "max_waiting_tokens"):
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
 
@@ -98,6 +110,37 @@ def check_server_options(args) -> None:
 # Use h11 even if httptools is installed. httptools stops reading when bytes follow a body, and
 # the server does not notice that the client disconnects.
 UVICORN = {"http": "h11", "access_log": False}
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, with a drain on shutdown.
+
+    After a signal it refuses new clients, and running requests may continue for `seconds` before
+    they fail. A second signal ends the process immediately.
+    """
+
+    def __init__(self, app: FastAPI, thread: EngineThread, seconds: float):
+        # A client that does not read its error within another 5 seconds is disconnected.
+        options = {"timeout_graceful_shutdown": seconds + 5, "lifespan": "off"}
+        super().__init__(uvicorn.Config(app, log_level="warning", **options, **UVICORN))
+        self.thread = thread
+        self.seconds = seconds
+        self.signal: int | None = None
+
+    def handle_exit(self, sig: int, frame) -> None:
+        if self.signal is not None or not self.thread.ready.done():
+            os._exit(128 + sig)
+        self.signal = sig
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket]) -> None:
+        asyncio.get_running_loop().call_later(self.seconds, self.fail_requests)
+        await super().shutdown(sockets)
+
+    def fail_requests(self) -> None:
+        """Fail all requests with a 503, even during a step of the engine's thread."""
+        self.thread.stop()
+        self.thread.mark_dead("the server is shutting down")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -121,23 +164,33 @@ def server_url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
-    """Load the model, print the address, and serve until a signal."""
+async def serve(args, source: Source, device: str, sock: socket.socket) -> int | None:
+    """Load the model, print the address, serve until a signal, and return the signal.
+
+    Requests get a 503 while the model loads.
+    """
     name = served_name(source)
     make = functools.partial(load_engine, args, source, device)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     served = ServedModel(thread, name, source.label, find_chat(source))
     hosts = allowed_hosts(args.host, args.allowed_host)
     app = make_app(served, args.api_key, args.allow_origin, hosts)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))
+    server = Server(app, thread, args.drain_seconds)
     thread.start()
-    await thread.ready  # raises what loading raised
-    try:
+    serving = asyncio.ensure_future(server.serve([sock]))
+    await asyncio.wait((thread.ready, serving), return_when=asyncio.FIRST_COMPLETED)
+    if thread.engine:
         freeze()
         write_stdout(f"{name} at {server_url(*sock.getsockname()[:2])}\n")
-        await server.serve([sock])
-    finally:
-        await thread.close()
+    else:
+        server.should_exit = True
+        server.force_exit = True  # no client waits for output
+    await serving
+    if not thread.ready.done():  # a signal came first, and loading cannot be interrupted
+        os._exit(128 + server.signal)
+    await thread.ready  # raises what loading raised
+    await thread.close()
+    return server.signal
 
 
 if __name__ == "__main__":
