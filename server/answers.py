@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -13,6 +13,8 @@ from errors import UserError
 from server.backend import EngineDead, GenerateInput, QueueFull, Update
 from server.protocol import APIError, GenerationRequest
 from server.served import ServedModel
+
+MAX_CHUNK_BYTES = 2**16  # bytes
 
 
 def api_error(error: Exception) -> APIError:
@@ -47,22 +49,38 @@ async def with_cancellation(request: Request, handler: Coroutine[None, None, Res
         disconnect_task.cancel()
 
 
-class EventStreamResponse(StreamingResponse):
-    """A response of server-sent events.
+def split_chunks(data: bytes) -> Iterator[bytes]:
+    """Split bytes into chunks of MAX_CHUNK_BYTES."""
+    return (data[start : start + MAX_CHUNK_BYTES] for start in range(0, len(data), MAX_CHUNK_BYTES))
 
-    However it ends, even before its first event, it closes the generators of its events and
-    updates.
+
+class ChunkedResponse(StreamingResponse):
+    """A response in parts, each sent once the client has taken the previous one.
+
+    However it ends, even before its first part, it closes the generators of its parts and updates.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes], updates: AsyncIterator[dict[int, Update]]):
-        super().__init__(events, headers={"Cache-Control": "no-cache"})
+    def __init__(
+        self,
+        parts: AsyncIterator[bytes],
+        updates: AsyncIterator[dict[int, Update]],
+        headers: Mapping[str, str],
+    ):
+        super().__init__(parts, headers=headers)
         self.updates = updates
 
     async def __call__(self, scope, receive, send) -> None:
         async with contextlib.aclosing(self.updates), contextlib.aclosing(self.body_iterator):
             await super().__call__(scope, receive, send)
+
+
+class EventStreamResponse(ChunkedResponse):
+    """A response of server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], updates: AsyncIterator[dict[int, Update]]):
+        super().__init__(events, updates, {"Cache-Control": "no-cache"})
 
 
 def to_event(data: dict) -> bytes:
@@ -72,7 +90,9 @@ def to_event(data: dict) -> bytes:
 class ResponseBuilder:
     """Builder of a response from updates. Each subclass implements one API.
 
-    updates: from `Backend.generate` for these inputs.
+    updates: from `Backend.generate` for these inputs. They stay open until the client has taken all
+    of the response but its last chunk. Until then its requests count against --max-waiting, so a
+    client that does not read cannot pile up responses.
     """
 
     object_type: str  # the "object" of a response
@@ -126,26 +146,56 @@ class ResponseBuilder:
         Raises any error that occurs before that.
         """
         if self.body.stream:
-            first = await anext(self.updates)
-            return EventStreamResponse(self.events(first), self.updates)
+            update_stream = self.update_stream()
+            first = await anext(update_stream)
+            return EventStreamResponse(self.events(first, update_stream), self.updates)
         parts: dict[int, list[Update]] = {}
-        async for updates in self.updates:
+        async for updates in self.update_stream():
             for index, update in updates.items():
                 parts.setdefault(index, []).append(update)
         outputs = {index: Update.join(parts[index]) for index in sorted(parts)}
         self.completion_tokens = sum(len(output.tokens) for output in outputs.values())
-        return JSONResponse(self.full_response(outputs))
+        try:
+            full_response = JSONResponse(self.full_response(outputs))
+        except BaseException:  # else its requests would count until garbage collection
+            await self.updates.aclose()
+            raise
+        return ChunkedResponse(
+            self.last_chunks(full_response.body), self.updates, full_response.headers
+        )
 
-    async def events(self, first: dict[int, Update]) -> AsyncIterator[bytes]:
+    async def update_stream(self) -> AsyncIterator[dict[int, Update]]:
+        """Yield updates until all choices are finished; `self.updates` stays open."""
+        num_unfinished = self.body.num_choices
+        async for updates in self.updates:
+            num_unfinished -= sum(update.finish_reason is not None for update in updates.values())
+            yield updates
+            if not num_unfinished:
+                return
+
+    async def last_chunks(self, data: bytes) -> AsyncIterator[bytes]:
+        """Yield the end of a response in chunks; close `updates` before the last."""
+        *chunks, last = split_chunks(data)
+        for chunk in chunks:
+            yield chunk
+        await self.updates.aclose()
+        yield last
+
+    async def events(
+        self, first: dict[int, Update], update_stream: AsyncIterator[dict[int, Update]]
+    ) -> AsyncIterator[bytes]:
         """Yield the response as events, one or more at a time. An error also becomes an event."""
         try:
-            yield self.deltas(first)
-            async for updates in self.updates:
-                yield self.deltas(updates)
+            for chunk in split_chunks(self.deltas(first)):
+                yield chunk
+            async for updates in update_stream:
+                for chunk in split_chunks(self.deltas(updates)):
+                    yield chunk
             if self.include_usage:
                 yield to_event(self.head | {"choices": [], "usage": self.usage()})
         except Exception as error:
             yield to_event(api_error(error).body)
+        await self.updates.aclose()
         yield b"data: [DONE]\n\n"
 
     def deltas(self, updates: dict[int, Update]) -> bytes:

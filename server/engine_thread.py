@@ -23,7 +23,8 @@ class Generation:
     def __init__(self, inputs: GenerateInput):
         self.requests: list[Request] = []  # only for the engine's thread
         # The fields below are only for the event loop.
-        self.num_unfinished = len(inputs.prompts)
+        self.num_requests = len(inputs.prompts)
+        self.num_unfinished = self.num_requests
         self.waiting_tokens = inputs.num_tokens  # prompt tokens; 0 from the first update on
         self.updates: dict[int, list[Update]] = {}  # by index: not fetched yet
         self.error: Exception | None = None
@@ -114,8 +115,8 @@ class EngineThread:
 
     @property
     def num_open_requests(self) -> int:
-        """Return the number of unfinished requests, without those whose end is not fetched yet."""
-        return sum(generation.num_unfinished for generation in self.generations)
+        """Return the number of requests of open calls, finished ones included."""
+        return sum(generation.num_requests for generation in self.generations)
 
     @property
     def waiting_tokens(self) -> int:
@@ -147,8 +148,8 @@ class EngineThread:
         fetched in time are joined.
         Raises the errors of `admit` before any work; EngineDead may also come later. Raises what
         `Engine.add` raises, and RequestFailed after the last update of a request that fails.
-        Unfinished requests are aborted when the generator closes. A reader that may leave early
-        must close it: `async with contextlib.aclosing(...)`.
+        Unfinished requests are aborted when the generator closes and count towards the limits until
+        then. A reader that may leave early must close it: `async with contextlib.aclosing(...)`.
         """
         self.admit(len(inputs.prompts), inputs.num_tokens)
         generation = Generation(inputs)
