@@ -12,8 +12,10 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
     import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from command_line.models import pick_device
 from command_line.options import STORIES, add_model_options, add_stride_option, check_utf8
@@ -26,6 +28,7 @@ from server.engine_thread import EngineThread
 from server.memory import freeze
 from server.served import ServedModel, find_chat, served_name
 
+MAX_PIPELINED = 2**20  # bytes sent after a request, before its response is complete
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
 SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number from 0 to below 1000000")
@@ -107,9 +110,76 @@ def check_server_options(args) -> None:
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
 
 
+class Protocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol, with timeouts for slow clients.
+
+    The head of the first request must be complete within `seconds` of the connection, and a later
+    one within `seconds` of its first byte. Each chunk of a body must arrive, and the client must
+    take each chunk of a response, within `seconds`. nginx's client_header_timeout,
+    client_body_timeout and send_timeout do the same.
+    It keeps reading while it responds, or it would miss the disconnect of a client that has sent
+    more. A client that sends more than MAX_PIPELINED is disconnected.
+    """
+
+    seconds = 30
+    timer: asyncio.TimerHandle | None = None  # while a request is incomplete
+    send_timer: asyncio.TimerHandle | None = None  # while unsent data is buffered
+    pipelined_bytes = 0  # bytes received since the request was complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # any unsent byte pauses writing
+        self.update_timer()
+
+    def data_received(self, data: bytes) -> None:
+        self.pipelined_bytes = (
+            self.pipelined_bytes + len(data) if self.conn.their_state is h11.DONE else 0
+        )
+        super().data_received(data)
+        self.update_timer()
+        if self.pipelined_bytes > MAX_PIPELINED:
+            self.transport.abort()
+        elif self.conn.their_state is h11.DONE:
+            self.flow.resume_reading()  # uvicorn pauses it when bytes follow a request
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # which starts the next pipelined request
+        self.pipelined_bytes = len(self.conn.trailing_data[0])
+        if self.conn.their_state is h11.SEND_BODY:
+            self.update_timer()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.timer:  # refuse new requests
+            self.transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        for timer in (self.timer, self.send_timer):
+            if timer:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.send_timer = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.send_timer.cancel()
+
+    def update_timer(self) -> None:
+        """Start or stop the request timer. Body data restarts it, header data does not."""
+        # Keep it in IDLE: a body that ends after its response has cancelled uvicorn's own timer.
+        if self.timer and self.conn.their_state is not h11.IDLE:
+            self.timer.cancel()
+            self.timer = None
+        if not self.timer and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self.timer = self.loop.call_later(self.seconds, self.transport.close)
+
+
 # Use h11 even if httptools is installed. httptools stops reading when bytes follow a body, and
 # the server does not notice that the client disconnects.
-UVICORN = {"http": "h11", "access_log": False}
+UVICORN = {"http": Protocol, "access_log": False}
 
 
 class Server(uvicorn.Server):

@@ -35,14 +35,9 @@ async def with_cancellation(request: Request, handler: Coroutine[None, None, Res
     response starts, nothing else calls it.
     """
     handler_task = asyncio.ensure_future(handler)
-    options = {"timeout": 1, "return_when": asyncio.FIRST_COMPLETED}
+    disconnect_task = asyncio.ensure_future(request.receive())
     try:
-        done = ()
-        while not done:
-            # Again each second: when bytes follow the body, uvicorn only reads on in this call.
-            disconnect_task = asyncio.ensure_future(request.receive())
-            done, _ = await asyncio.wait((handler_task, disconnect_task), **options)
-            disconnect_task.cancel()
+        await asyncio.wait((handler_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
         return handler_task.result() if handler_task.done() else Response(status_code=499)
     finally:
         handler_task.cancel()
