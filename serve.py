@@ -1,6 +1,7 @@
 """Serve a model over HTTP, for clients of OpenAI's API: python serve.py."""
 
 import asyncio
+import errno
 import functools
 import os
 import re
@@ -29,6 +30,7 @@ from server.memory import freeze
 from server.served import ServedModel, find_chat, served_name
 
 MAX_PIPELINED = 2**20  # bytes sent after a request, before its response is complete
+RESERVED_DESCRIPTORS = 64  # file descriptors for uses other than connections
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
 SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number from 0 to below 1000000")
@@ -125,11 +127,14 @@ class Protocol(H11Protocol):
     timer: asyncio.TimerHandle | None = None  # while a request is incomplete
     send_timer: asyncio.TimerHandle | None = None  # while unsent data is buffered
     pipelined_bytes = 0  # bytes received since the request was complete
+    is_closing = False  # accepted during shutdown
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # any unsent byte pauses writing
         self.update_timer()
+        if self.is_closing:
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         self.pipelined_bytes = (
@@ -149,6 +154,9 @@ class Protocol(H11Protocol):
             self.update_timer()
 
     def shutdown(self) -> None:
+        if not self.transport:  # connection_made is still to come
+            self.is_closing = True
+            return
         super().shutdown()
         if self.timer:  # refuse new requests
             self.transport.close()
@@ -183,10 +191,12 @@ UVICORN = {"http": Protocol, "access_log": False}
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with a drain on shutdown.
+    """uvicorn's server, with a connection limit and a drain on shutdown.
 
-    After a signal it refuses new clients, and running requests may continue for `seconds` before
-    they fail. A second signal ends the process immediately.
+    It accepts only as many connections as file descriptors allow; further clients wait in the
+    backlog. asyncio's own servers would use up all descriptors and report each failure. After a
+    signal it refuses new clients, and running requests may continue for `seconds` before they fail.
+    A second signal ends the process immediately.
     """
 
     def __init__(self, app: FastAPI, thread: EngineThread, seconds: float):
@@ -196,6 +206,67 @@ class Server(uvicorn.Server):
         self.thread = thread
         self.seconds = seconds
         self.signal: int | None = None
+        self.has_warned = False  # about the connection limit
+
+    async def startup(self, sockets: list[socket.socket]) -> None:
+        await super().startup([])
+        (sock,) = sockets
+        self.accepting = asyncio.ensure_future(self.accept(sock))
+        self.accepting.add_done_callback(self.on_accept_end)
+
+    async def accept(self, sock: socket.socket) -> None:
+        """Accept connections forever, up to the limit of open ones."""
+        loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        limit = max_connections()
+        while True:
+            while len(self.server_state.connections) >= limit:
+                await self.wait_for_connection()
+            try:
+                connection, _ = await loop.sock_accept(sock)
+            except ConnectionAbortedError:  # the client has left
+                continue
+            except OSError as error:  # other open files have used up the descriptors
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                await self.wait_for_connection()
+            else:
+                self.serve_connection(connection)
+
+    def on_accept_end(self, accepting: asyncio.Future) -> None:
+        """End the server if accepting fails: it would look healthy but accept no one."""
+        if not accepting.cancelled():
+            self.should_exit = True
+            print(
+                f"note: the server accepts no more connections: {accepting.exception()}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    async def wait_for_connection(self) -> None:
+        """Wait 0.1 s for a connection to end, and warn once about the limit."""
+        if not self.has_warned:
+            self.has_warned = True
+            num_open = len(self.server_state.connections)
+            limit = "the limit of open files (ulimit -n) allows no more"
+            print(f"note: {num_open} connections are open; {limit}", file=sys.stderr, flush=True)
+        await asyncio.sleep(0.1)
+
+    def serve_connection(self, connection: socket.socket) -> None:
+        """Serve a connection, and count it as open from now on."""
+        loop = asyncio.get_running_loop()
+        state = self.server_state
+        protocol = Protocol(config=self.config, server_state=state, app_state={}, _loop=loop)
+        state.connections.add(protocol)
+        task = loop.create_task(loop.connect_accepted_socket(lambda: protocol, connection))
+        state.tasks.add(task)
+
+        def connected(task: asyncio.Task) -> None:
+            state.tasks.discard(task)
+            if task.cancelled() or task.exception():
+                state.connections.discard(protocol)
+
+        task.add_done_callback(connected)
 
     def handle_exit(self, sig: int, frame) -> None:
         if self.signal is not None or not self.thread.ready.done():
@@ -204,6 +275,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket]) -> None:
+        self.accepting.cancel()
         asyncio.get_running_loop().call_later(self.seconds, self.fail_requests)
         await super().shutdown(sockets)
 
@@ -211,6 +283,18 @@ class Server(uvicorn.Server):
         """Fail all requests with a 503, even during a step of the engine's thread."""
         self.thread.stop()
         self.thread.mark_dead("the server is shutting down")
+
+
+def max_connections() -> int:
+    """Return the maximum number of connections, which leaves file descriptors for other uses."""
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return sys.maxsize
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(limit - RESERVED_DESCRIPTORS, limit // 2)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -330,6 +330,11 @@ def start(*arguments, program=None) -> Iterator[subprocess.Popen]:
             server.kill()
 
 
+def client_of(server: subprocess.Popen) -> Client:
+    """A Client to the address that a process prints."""
+    return Client(int(server.stdout.readline().rsplit(":", 1)[1]), None, server)
+
+
 class Script:
     """serve.py in a process forked from this one, because an import of torch takes seconds.
 
