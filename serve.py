@@ -26,7 +26,7 @@ from errors import UserError, check_limits
 from loading.load import Source, resolve_source
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
-from server.memory import freeze
+from server.memory import freeze, trim
 from server.served import ServedModel, find_chat, served_name
 
 MAX_PIPELINED = 2**20  # bytes sent after a request, before its response is complete
@@ -207,6 +207,9 @@ class Server(uvicorn.Server):
         self.seconds = seconds
         self.signal: int | None = None
         self.has_warned = False  # about the connection limit
+        self.accepted = 0
+        # Number of connections and requests at the last check, and at the last trim.
+        self.last_events = self.trimmed_events = 0
 
     async def startup(self, sockets: list[socket.socket]) -> None:
         await super().startup([])
@@ -243,6 +246,19 @@ class Server(uvicorn.Server):
                 flush=True,
             )
 
+    async def on_tick(self, counter: int) -> bool:
+        """Trim the heap after an idle second; uvicorn calls this every 0.1 s."""
+        if counter % 10 == 0:
+            events = self.accepted + self.server_state.total_requests
+            if (
+                self.trimmed_events != events == self.last_events
+                and not self.thread.num_open_requests
+            ):
+                self.trimmed_events = events
+                await asyncio.to_thread(trim)
+            self.last_events = events
+        return await super().on_tick(counter)
+
     async def wait_for_connection(self) -> None:
         """Wait 0.1 s for a connection to end, and warn once about the limit."""
         if not self.has_warned:
@@ -254,6 +270,7 @@ class Server(uvicorn.Server):
 
     def serve_connection(self, connection: socket.socket) -> None:
         """Serve a connection, and count it as open from now on."""
+        self.accepted += 1
         loop = asyncio.get_running_loop()
         state = self.server_state
         protocol = Protocol(config=self.config, server_state=state, app_state={}, _loop=loop)

@@ -1,6 +1,8 @@
-"""Settings of the garbage collector for a server process."""
+"""Settings of the garbage collector and the heap for a server process."""
 
+import ctypes
 import gc
+import sys
 
 GC_THRESHOLD = 10_000  # new objects before a collection of the youngest generation
 
@@ -15,3 +17,15 @@ def freeze() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
+
+
+def trim() -> None:
+    """Return garbage and free heap memory to the system, if the C library can.
+
+    Otherwise glibc keeps the peak memory of many clients forever.
+    """
+    gc.collect()
+    if sys.platform == "linux":
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if malloc_trim:  # musl has none
+            malloc_trim(0)
