@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import tiktoken
 
@@ -15,6 +16,17 @@ from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
 from server.backend import EngineDead, GenerateInput, QueueFull, RequestFailed, Update
+
+
+class Observer(Protocol):
+    """An observer of steps and aborted requests, called in the engine's thread.
+
+    `EngineThread.request_states` still has the requests during the call.
+    """
+
+    def on_step(self, events: list[Event]) -> None: ...
+
+    def on_abort(self, request: Request) -> None: ...
 
 
 class Generation:
@@ -83,6 +95,7 @@ class EngineThread:
         self.engine: Engine | None = None  # None while the model loads
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.request_states: dict[Request, RequestState] = {}  # only for the engine's thread
+        self.observers: list[Observer] = []
         self.generations: set[Generation] = set()  # with a reader; only for the event loop
         # Why the engine is not running; None while it is.
         self.error: str | None = "the model is still loading"
@@ -241,21 +254,25 @@ class EngineThread:
                 else:
                     self.request_states[request] = state
         except Exception as error:  # fails only this call
-            self.abort(generation)
+            self.abort(generation, notify=False)
             self.call_in_event_loop(generation.fail, error)
         else:
             if finished:
                 self.call_in_event_loop(self.deliver_outputs, finished)
 
-    def abort(self, generation: Generation) -> None:
-        """Abort the unfinished requests of a call."""
+    def abort(self, generation: Generation, notify: bool = True) -> None:
+        """Abort the unfinished requests of a call. notify: whether to call observers."""
         for request in generation.requests:
             if request in self.request_states:
                 self.engine.abort(request)
+                for observer in self.observers if notify else ():
+                    observer.on_abort(request)
                 del self.request_states[request]
 
     def publish_events(self, events: list[Event]) -> None:
         """Send all output of a step to the event loop in one call."""
+        for observer in self.observers:
+            observer.on_step(events)
         outputs = []
         for request, tokens, reason, error in events:
             state = self.request_states[request]
