@@ -27,6 +27,7 @@ from loading.load import Source, resolve_source
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.memory import freeze, trim
+from server.metrics import Metrics
 from server.served import ServedModel, find_chat, served_name
 
 MAX_PIPELINED = 2**20  # bytes sent after a request, before its response is complete
@@ -343,7 +344,7 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> int |
     name = served_name(source)
     make = functools.partial(load_engine, args, source, device)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
-    served = ServedModel(thread, name, source.label, find_chat(source))
+    served = ServedModel(thread, name, source.label, find_chat(source), Metrics(thread, name))
     hosts = allowed_hosts(args.host, args.allowed_host)
     app = make_app(served, args.api_key, args.allow_origin, hosts)
     server = Server(app, thread, args.drain_seconds)

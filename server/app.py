@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from errors import UserError
@@ -148,6 +149,12 @@ def make_app(
     async def health() -> Response:
         """Return an empty 200, or 503 if the engine is not running."""
         return Response(status_code=503 if served.backend.error else 200)
+
+    @get("/metrics")
+    async def read_metrics() -> Response:
+        """Return metrics for Prometheus, with vLLM's names, counted since the start."""
+        served.backend.admit(0)
+        return Response(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @get("/v1/models")
     async def models() -> dict:

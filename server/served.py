@@ -6,6 +6,7 @@ from pathlib import Path
 from errors import UserError
 from loading.load import Source
 from server.backend import Backend
+from server.metrics import Metrics
 from server.protocol import APIError, ChatRequest
 from text.chat import Chat
 from text.detokenizer import IncrementalDetokenizer
@@ -28,14 +29,23 @@ class ServedModel:
     """A model served under a name.
 
     root: the model's source. chat: its template, or the error that says why it has none.
+    metrics: what /metrics shows.
     """
 
-    def __init__(self, backend: Backend, name: str, root: str, chat: Chat | UserError):
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        root: str,
+        chat: Chat | UserError,
+        metrics: Metrics | None = None,
+    ):
         self.backend = backend
         self.name = name
         self.chat = chat
         self.root = root
         self.created = int(time.time())
+        self.metrics = metrics
 
     def model(self) -> dict:
         """Return the model's /v1/models entry. Raises EngineDead."""

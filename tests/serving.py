@@ -261,13 +261,15 @@ def serving(make, chat=None, app_options=None, **options):
 
     make_app = module_with("server.app", "make_app").make_app
 
+    from server.metrics import Metrics
     from server.served import ServedModel
 
     @contextlib.asynccontextmanager
     async def enter():
         async with started(make, **options) as thread:
             names = "small", "somewhere/small"
-            served = ServedModel(thread, *names, chat or Chat(SMALL))
+            metrics = Metrics(thread, "small")
+            served = ServedModel(thread, *names, chat or Chat(SMALL), metrics=metrics)
             yield make_app(served, **(app_options or {})), thread
 
     with serving_app(enter) as client:
