@@ -55,7 +55,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.prefix_cache_hits = 0  # positions found in the cache
+        self.prefix_cache_queries = 0  # positions of requests at admission
+        self.prefix_cache_hits = 0  # of these, positions found in the cache
 
     def add(self, request: Request) -> None:
         """Queue a request; with max_new_tokens 0 it finishes immediately.
@@ -126,6 +127,7 @@ class Scheduler:
         pool.acquire(cached)
         request.pages = cached
         request.num_computed_tokens = len(cached) * pool.page_size
+        self.prefix_cache_queries += request.length
         self.prefix_cache_hits += request.num_computed_tokens
         return pool.allocate(request.pages, request.length)
 

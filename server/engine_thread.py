@@ -5,6 +5,7 @@ import contextlib
 import functools
 import queue
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Generation:
     """One call of `generate`: its requests, and the updates that the reader has not fetched."""
 
     def __init__(self, inputs: GenerateInput):
+        self.arrival_time = time.perf_counter()
         self.requests: list[Request] = []  # only for the engine's thread
         # The fields below are only for the event loop.
         self.num_requests = len(inputs.prompts)

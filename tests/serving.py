@@ -155,6 +155,15 @@ def check_refused(answer: tuple, param: str | None, said: str = "", status=400, 
     assert 0 < len(message) < 700 and all(word in message for word in said.split()), message
 
 
+def metric_families(client) -> list:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with client.send("GET", "/metrics") as answer:
+        assert answer.status == 200
+        assert answer.headers["Content-Type"].startswith("text/plain; version=")
+        return list(text_string_to_metric_families(answer.read().decode()))
+
+
 def texts_by_index(events) -> dict[int, tuple]:
     """Text and finish reason of each choice: the last of its events alone has a reason."""
     outputs = {}
