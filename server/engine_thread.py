@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import queue
 import threading
 import time
@@ -34,6 +35,7 @@ class Generation:
     """One call of `generate`: its requests, and the updates that the reader has not fetched."""
 
     def __init__(self, inputs: GenerateInput):
+        self.request_id = inputs.request_id
         self.arrival_time = time.perf_counter()
         self.requests: list[Request] = []  # only for the engine's thread
         # The fields below are only for the event loop.
@@ -71,6 +73,7 @@ class RequestState:
 
     generation: Generation
     index: int
+    number: int  # serial number of the request in this engine
     num_chars_sent: int = 0
 
 
@@ -98,6 +101,7 @@ class EngineThread:
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.request_states: dict[Request, RequestState] = {}  # only for the engine's thread
         self.observers: list[Observer] = []
+        self.request_numbers = itertools.count(1)
         self.generations: set[Generation] = set()  # with a reader; only for the event loop
         # Why the engine is not running; None while it is.
         self.error: str | None = "the model is still loading"
@@ -250,7 +254,7 @@ class EngineThread:
             ):
                 request = self.engine.add(prompt, params, cache_salt=inputs.cache_salt)
                 generation.requests.append(request)
-                state = RequestState(generation, index)
+                state = RequestState(generation, index, next(self.request_numbers))
                 if request.finish_reason:  # zero tokens requested: no step emits an event
                     finished.append((state, Update((), "", (), request.finish_reason), None))
                 else:
