@@ -26,6 +26,7 @@ from errors import UserError, check_limits
 from loading.load import Source, resolve_source
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
+from server.live import EngineMonitor
 from server.memory import freeze, trim
 from server.metrics import Metrics
 from server.served import ServedModel, find_chat, served_name
@@ -204,6 +205,7 @@ class Server(uvicorn.Server):
         # A client that does not read its error within another 5 seconds is disconnected.
         options = {"timeout_graceful_shutdown": seconds + 5, "lifespan": "off"}
         super().__init__(uvicorn.Config(app, log_level="warning", **options, **UVICORN))
+        self.monitor = app.state.served.monitor
         self.thread = thread
         self.seconds = seconds
         self.signal: int | None = None
@@ -294,6 +296,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket]) -> None:
         self.accepting.cancel()
+        self.monitor.close()
         asyncio.get_running_loop().call_later(self.seconds, self.fail_requests)
         await super().shutdown(sockets)
 
@@ -344,7 +347,14 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> int |
     name = served_name(source)
     make = functools.partial(load_engine, args, source, device)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
-    served = ServedModel(thread, name, source.label, find_chat(source), Metrics(thread, name))
+    served = ServedModel(
+        thread,
+        name,
+        source.label,
+        find_chat(source),
+        Metrics(thread, name),
+        EngineMonitor(thread, name),
+    )
     hosts = allowed_hosts(args.host, args.allowed_host)
     app = make_app(served, args.api_key, args.allow_origin, hosts)
     server = Server(app, thread, args.drain_seconds)

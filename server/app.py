@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from errors import UserError
 from server import chat_completions, completions
-from server.answers import api_error
+from server.answers import EventStreamResponse, api_error
 from server.backend import EngineDead, QueueFull, RequestFailed
 from server.protocol import APIError
 from server.served import ServedModel
@@ -51,14 +51,14 @@ class BodyLimit:
 
 
 class KeyMiddleware:
-    """Middleware that answers 401 for /v1/ without the key, before reading the body."""
+    """Middleware that answers 401 for /live and /v1/ without the key, before reading the body."""
 
     def __init__(self, app, key: str):
         self.app = app
         self.key = key.encode()
 
     async def __call__(self, scope, receive, send) -> None:
-        guarded = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        guarded = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/live"))
         if guarded and scope["method"] != "OPTIONS":
             scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # Not ==, whose timing reveals how many characters match.
@@ -155,6 +155,13 @@ def make_app(
         """Return metrics for Prometheus, with vLLM's names, counted since the start."""
         served.backend.admit(0)
         return Response(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/live")
+    async def watch() -> Response:
+        """Stream the engine's state as server-sent events; see server/live.py for their content."""
+        served.backend.admit(0)
+        frames = served.monitor.subscribe()
+        return EventStreamResponse(frames, frames)
 
     @get("/v1/models")
     async def models() -> dict:

@@ -77,3 +77,13 @@ class Backend(Protocol):
 
         Raises what `admit` raises, before any work.
         """
+
+
+class Monitor(Protocol):
+    """What /live streams."""
+
+    def subscribe(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events until the engine or the client ends."""
+
+    def close(self) -> None:
+        """End all streams and refuse new ones."""

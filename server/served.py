@@ -5,7 +5,7 @@ from pathlib import Path
 
 from errors import UserError
 from loading.load import Source
-from server.backend import Backend
+from server.backend import Backend, Monitor
 from server.metrics import Metrics
 from server.protocol import APIError, ChatRequest
 from text.chat import Chat
@@ -29,7 +29,7 @@ class ServedModel:
     """A model served under a name.
 
     root: the model's source. chat: its template, or the error that says why it has none.
-    metrics: what /metrics shows.
+    metrics: what /metrics shows. monitor: what /live streams.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class ServedModel:
         root: str,
         chat: Chat | UserError,
         metrics: Metrics | None = None,
+        monitor: Monitor | None = None,
     ):
         self.backend = backend
         self.name = name
@@ -46,6 +47,7 @@ class ServedModel:
         self.root = root
         self.created = int(time.time())
         self.metrics = metrics
+        self.monitor = monitor
 
     def model(self) -> dict:
         """Return the model's /v1/models entry. Raises EngineDead."""

@@ -270,15 +270,16 @@ def serving(make, chat=None, app_options=None, **options):
 
     make_app = module_with("server.app", "make_app").make_app
 
+    from server.live import EngineMonitor
     from server.metrics import Metrics
     from server.served import ServedModel
 
     @contextlib.asynccontextmanager
     async def enter():
         async with started(make, **options) as thread:
+            views = {"metrics": Metrics(thread, "small"), "monitor": EngineMonitor(thread, "small")}
             names = "small", "somewhere/small"
-            metrics = Metrics(thread, "small")
-            served = ServedModel(thread, *names, chat or Chat(SMALL), metrics=metrics)
+            served = ServedModel(thread, *names, chat or Chat(SMALL), **views)
             yield make_app(served, **(app_options or {})), thread
 
     with serving_app(enter) as client:
