@@ -65,6 +65,7 @@ class Engine:
         self.drafter = drafter
         self.adaptive_speculation = adaptive_speculation if drafter else None
         self.encoding = encoding
+        self.scheduled: list[ScheduledRequest] = []  # in the last step
         self.steps = 0
         self.num_computed_tokens = 0
         self.num_draft_tokens = 0
@@ -112,6 +113,7 @@ class Engine:
         other exception, such as KeyboardInterrupt, propagates. The step's events are lost, but the
         state stays consistent, and the next step continues from it.
         """
+        self.scheduled = []
         self.propose_drafts()
         scheduled = self.scheduler.schedule()
         if not scheduled:
@@ -168,6 +170,7 @@ class Engine:
         keep = [len(entry.drafts) + 1 for entry in scheduled]
         runner = self.model.runner
         logits = runner.logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
+        self.scheduled = scheduled
         self.steps += 1
         self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
         finite = zero_nonfinite_rows(logits)

@@ -54,6 +54,7 @@ class Scheduler:
         self.context_window = context_window
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.preempted: list[Request] = []  # in the last step; may be running again
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # positions of requests at admission
         self.prefix_cache_hits = 0  # of these, positions found in the cache
@@ -77,6 +78,7 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledRequest]:
         """Schedule uncomputed tokens of running requests, oldest first, then admit waiting ones."""
+        self.preempted = []
         scheduled = []
         token_budget = self.token_budget
         while len(scheduled) < len(self.running):
@@ -133,6 +135,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Free all pages of a running request, and put it first in the queue for recomputation."""
+        self.preempted.append(request)
         self.num_preemptions += 1
         self.free(request)
         self.running.remove(request)

@@ -1,8 +1,12 @@
 """FastAPI application with its routes, middleware and error handlers."""
 
+import base64
+import hashlib
 import ipaddress
+import re
 import secrets
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,11 +17,13 @@ from starlette.exceptions import HTTPException
 
 from errors import UserError
 from server import chat_completions, completions
-from server.answers import EventStreamResponse, api_error
+from server.answers import api_error
 from server.backend import EngineDead, QueueFull, RequestFailed
+from server.live import FrameStream
 from server.protocol import APIError
 from server.served import ServedModel
 
+HERE = Path(__file__).parent
 MAX_BODY_BYTES = 2**20  # of a request
 MAX_DISCARDED_BYTES = 2**23  # read of a longer body before the 413
 
@@ -160,8 +166,17 @@ def make_app(
     async def watch() -> Response:
         """Stream the engine's state as server-sent events; see server/live.py for their content."""
         served.backend.admit(0)
-        frames = served.monitor.subscribe()
-        return EventStreamResponse(frames, frames)
+        return FrameStream(served.monitor.subscribe())
+
+    @get("/", include_in_schema=False)
+    async def page() -> Response:
+        answer = file_response("page.html", "text/html")
+        answer.headers["Content-Security-Policy"] = page_policy(answer.body.decode())
+        return answer
+
+    @get("/player.js", include_in_schema=False)
+    async def player() -> Response:
+        return file_response("player.js", "text/javascript")
 
     @get("/v1/models")
     async def models() -> dict:
@@ -186,6 +201,25 @@ def make_app(
         shown = {"expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed, **shown)
     return app
+
+
+def file_response(name: str, media_type: str) -> Response:
+    """Return a file of this directory; FileResponse would hold a descriptor for each client."""
+    return Response((HERE / name).read_bytes(), media_type=media_type)
+
+
+def page_policy(page: str) -> str:
+    """Return the Content-Security-Policy of a page, which limits what it loads, runs and fetches.
+
+    Allowed scripts are this server's files, and the page's inline scripts by hash, so output of a
+    model can never run as one. No other site may show the page in a frame.
+    """
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in scripts]
+    allowed = "".join(f" 'sha256-{digest.decode()}'" for digest in digests)
+    rules = ["default-src 'none'", f"script-src 'self'{allowed}", "style-src 'unsafe-inline'"]
+    rules += ["connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
+    return "; ".join([*rules, "frame-ancestors 'none'"])
 
 
 async def handle_error(request: Request, error: Exception) -> JSONResponse:
