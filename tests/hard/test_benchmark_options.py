@@ -11,6 +11,8 @@ HELP = {  # script -> words of its help
     "benchmarks/batching.py": ["native int8", "batching_cpu.csv"],
     "benchmarks/engine.py": ["throughput:", "overhead:", "sampling:", "prefix:", "chunks:"]
     + ["queue:", "waste:", "speculation:", "temperature", "engine_cpu.csv"],
+    "benchmarks/client.py": ["ttft", "itl", "tpot", "goodput", "client CPU", "chunk gap"]
+    + ["default: 5", "--request-rate", "send lag", "open loop"],
 }
 
 
@@ -69,6 +71,24 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--temperature -1": "temperature -1",
         "--model nowhere": "nowhere",
         "--draft nowhere": "nowhere",
+    },
+    "benchmarks.client": {
+        "": "one of the arguments --request-rate --clients is required",
+        "--request-rate 1 --clients 1": "not allowed with",
+        "--request-rate 0": "'0': must be a number above 0",
+        "--request-rate 1e308 --seconds 1e9": "1e+09: their product must be at most 1000000",
+        "--request-rate nan": "'nan': must be a number above 0",
+        "--clients 0": "--clients",
+        "--clients 1 --seconds nan": "'nan': must be a number above 0",
+        "--clients 1 --seconds 0": "'0': must be a number above 0",
+        "--clients 1 --goodput 500": "--goodput",
+        "--clients 1 --prompt-words 6 5": "--prompt-words 6 5: the minimum",
+        "--clients 1 --new-tokens 6 5": "--new-tokens 6 5: the minimum",
+        "--clients 1 --url 127.0.0.1:80": "127.0.0.1:80: must be http://HOST:PORT",
+        "--clients 1 --url http://a:99999": "http://a:99999: must be",
+        "--clients 1 --extra-body []": "--extra-body []: must be a JSON object",
+        "--clients 1 --extra-body {": "--extra-body {: must be a JSON object",
+        f"--clients 1 --extra-body {'[' * 10**5}": "[: must be a JSON object",
     },
 }
 
