@@ -1,0 +1,57 @@
+"""What serve.py refuses, in one line."""
+
+import pytest
+from conftest import is_one_line
+
+import serve
+
+SERVE = {  # option -> words of the error
+    "--port=-1": "--port 0 65535",
+    "--port=65536": "--port 65536 0 65535",
+    "--host=": "--host 0.0.0.0",
+    f"--host={70 * chr(233)}": f"--host {70 * chr(233)}",
+    "--gamma=2": "--gamma --draft",
+    "--drain-seconds=-1": "drain_seconds -1.0 0 1000000",
+    "--drain-seconds=inf": "drain_seconds inf",
+    "--drain-seconds=nan": "drain_seconds nan",
+    "--max-waiting=-1": "max_waiting -1 0",
+    "--max-waiting-tokens=-1": "max_waiting_tokens -1 0",
+    "--api-key=": "--api-key empty",
+    "--api-key=key\n": "--api-key whitespace",
+    "--api-key=k\ney": "--api-key control character",
+    "--api-key=k\x7fy": "--api-key control character",
+    "--allowed-host=a:8000": "--allowed-host a:8000 port",
+    "--allowed-host=http://a": "--allowed-host http://a",
+    "--allowed-host=": "--allowed-host",
+    "--allowed-host=[::1]": "--allowed-host [::1]",
+}
+MODEL = {
+    "--max-num-seqs=0": "max_num_seqs 0 1",
+    "--model=.": "config.json",
+    "--model=nowhere/x/y": "'nowhere/x/y'",
+}
+REFUSED = [(serve.main, *case) for case in (SERVE | MODEL).items()]
+
+
+@pytest.mark.parametrize("main, option, words", REFUSED)
+def test_what_is_wrong_is_one_line(run_main, monkeypatch, tmp_path, main, option, words):
+    monkeypatch.chdir(tmp_path)
+    if option not in MODEL:
+        monkeypatch.setattr(serve, "load_engine", None)  # what is accepted ends here
+    assert is_one_line(run_main(main, "--port", 0, option), "error: ", *words.split())
+
+
+@pytest.mark.parametrize(
+    "main, option, words",
+    [
+        (serve.main, "--max-num-seqs=0", "error: max_num_seqs is 0; it must be an integer >= 1\n"),
+        (serve.main, "--model=.", "error: .: no config.json in this directory\n"),
+        (serve.main, "--model=nowhere/x/y", "unknown model 'nowhere/x/y'"),
+    ],
+)
+def test_so_is_what_a_model_cannot_be_loaded_with(
+    run_main, monkeypatch, tmp_path, main, option, words
+):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_main(main, "--port", 0, option)
+    assert (code, out, err.count("\n")) == (2, "", 1) and words in err
