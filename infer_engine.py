@@ -20,12 +20,19 @@ from command_line.options import (
     with_request_seeds,
 )
 from command_line.output import OutputWriter, warn_long_prompts
-from command_line.parser import AppendToTuple, Parser, run_script
+from command_line.parser import AppendToTuple, Parser, is_worker, run_script
 from engine.engine import Engine
-from engine.options import add_engine_options, check_engine_options, load_engine
+from engine.options import (
+    add_engine_options,
+    check_engine_options,
+    driver_group,
+    load_engine,
+    run_worker,
+)
 from engine.request import Request
 from errors import UserError
 from loading.load import resolve_source
+from parallel.ranks import TensorParallelGroup
 from text.chat import Chat
 
 
@@ -55,6 +62,18 @@ def run(args) -> None:
 
     Raises UserError for bad input.
     """
+    if is_worker():
+        run_worker(args)
+        return
+    with driver_group(args) as tp_group:
+        write_all(args, tp_group)
+
+
+def write_all(args, tp_group: TensorParallelGroup | None) -> None:
+    """Generate for each prompt, with the tensor-parallel group if any.
+
+    Raises UserError for bad input.
+    """
     check_chat_options(args)
     check_engine_options(args)
     for text in args.stop:
@@ -65,7 +84,7 @@ def run(args) -> None:
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     chat = Chat(source) if args.chat else None
-    engine = load_engine(args, source, device)
+    engine = load_engine(args, source, device, tp_group)
     encoding = engine.encoding
     max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)

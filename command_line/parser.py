@@ -67,10 +67,23 @@ def discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def is_distributed() -> bool:
+    """Return True if torchrun started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def is_worker() -> bool:
+    """Return True if this process has a rank above 0."""
+    return is_distributed() and os.environ["RANK"] != "0"
+
+
 def prepare_streams() -> None:
-    """Redirect closed streams to os.devnull, and escape characters that stdout cannot encode."""
+    """Redirect closed streams to os.devnull, and escape characters that stdout cannot encode.
+
+    Streams of ranks above 0 go to os.devnull too, because rank 0 prints the same.
+    """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        if getattr(sys, name) is None or is_worker():
             setattr(sys, name, open(os.devnull, "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -1,13 +1,17 @@
 """Engine options of the command line, and an engine from them."""
 
-from command_line.models import load_models
-from command_line.parser import Parser
+import contextlib
+from collections.abc import Iterator
+
+from command_line.models import load_models, pick_device
+from command_line.parser import Parser, is_distributed
 from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
-from loading.load import Source
+from loading.load import Source, resolve_source
 from model import Model
+from parallel.ranks import TensorParallelGroup, TensorParallelRunner
 from text.tokenizer import load_encoding
 
 
@@ -39,13 +43,22 @@ def check_engine_options(args) -> None:
         raise UserError("--gamma requires --draft")
 
 
-def load_engine(args, source: Source, device: str) -> Engine:
+def load_engine(
+    args, source: Source, device: str, tp_group: TensorParallelGroup | None = None
+) -> Engine:
     """Load the engine of a command line with its models and encoding.
 
-    Raises UserError for bad options or files.
+    On a rank above 0 only its model and cache are used. Raises UserError for bad options or files.
     """
-    names = [source] if args.draft in (None, "lookup") else [source, args.draft]
+    is_driver = tp_group is None or tp_group.rank == 0
+    if tp_group and is_driver:
+        tp_group.broadcast()  # start loading on the workers
+    has_draft = is_driver and args.draft not in (None, "lookup")
+    names = [source, args.draft] if has_draft else [source]
     model, *drafts = load_models(names, args, device)
+    if tp_group:
+        model.runner = TensorParallelRunner(tp_group, model.runner)
+        tp_group.barrier()
     config = engine_config(args)
     return Engine(
         model,
@@ -72,3 +85,26 @@ def make_drafter(
     if drafts:
         return PagedModelDrafter(drafts[0], model, config.max_num_seqs, config.page_size)
     return PromptLookupDrafter() if name else None
+
+
+@contextlib.contextmanager
+def driver_group(args) -> Iterator[TensorParallelGroup | None]:
+    """Yield the tensor-parallel group that torchrun started, for a block that only rank 0 runs.
+
+    Yields None without torchrun. The workers exit at the end of the block.
+    """
+    if not is_distributed():
+        yield None
+        return
+    with TensorParallelGroup() as tp_group:
+        yield tp_group
+        tp_group.broadcast()
+
+
+def run_worker(args) -> None:
+    """Run a worker, a rank above 0, until the `driver_group` block of rank 0 ends."""
+    with TensorParallelGroup() as tp_group:
+        tp_group.broadcast()  # wait until rank 0 has checked the options, so that it reports errors
+        device = pick_device(args.device)
+        engine = load_engine(args, resolve_source(args.model), device, tp_group)
+        engine.model.runner.run_worker_loop(engine.model, engine.cache)

@@ -1,0 +1,1 @@
+"""Tensor parallelism over processes that torchrun starts."""
