@@ -1,9 +1,12 @@
 """Tensor-parallel ranks and their collectives."""
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 IDLE_TIMEOUT = timedelta(days=365)  # between two passes
 
@@ -11,8 +14,10 @@ IDLE_TIMEOUT = timedelta(days=365)  # between two passes
 class TensorParallelGroup:
     """The tensor-parallel group. rank: of this process, from 0. size: the number of processes.
 
-    Rank 0 is the driver: it does the input and output and broadcasts each pass to the workers. Use
-    it as a context manager. All ranks leave the block together.
+    Rank 0 is the driver: it does the input and output and broadcasts each pass to the workers.
+    collectives, bytes_sent, seconds: the number of collectives in passes, the bytes that this rank
+    sent, and the time they took, waiting included. `broadcast` is not counted. Use it as a context
+    manager. All ranks leave the block together.
     """
 
     def __init__(self):
@@ -20,6 +25,15 @@ class TensorParallelGroup:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.broadcast_group = dist.new_group(timeout=IDLE_TIMEOUT)
+        self.collectives = 0
+        self.bytes_sent = 0
+        self.seconds = 0.0
+
+    def all_gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        """Concatenate the parts of all ranks, (..., widths[rank]), as (..., sum(widths))."""
+        padded, parts = pad_to_widest(x, widths)
+        self.timed_collective((self.size - 1) * padded.nbytes, dist.all_gather, parts, padded)
+        return unpad_and_concat(parts, widths)
 
     def broadcast(self, command=None):
         """Broadcast rank 0's command and return it on every rank. Workers may wait a long time."""
@@ -30,6 +44,14 @@ class TensorParallelGroup:
     def barrier(self) -> None:
         """Wait until all ranks are here, however long that takes."""
         dist.barrier(self.broadcast_group)
+
+    def timed_collective(self, bytes_sent: int, collective: Callable, *arguments) -> None:
+        """Run a collective and count it. bytes_sent: by this rank."""
+        began = time.perf_counter()
+        collective(*arguments)
+        self.collectives += 1
+        self.bytes_sent += bytes_sent
+        self.seconds += time.perf_counter() - began
 
     def __enter__(self) -> "TensorParallelGroup":
         return self
@@ -62,3 +84,14 @@ class TensorParallelRunner:
 
     def sample_batch(self, *arguments) -> list[int]:
         return self.local_runner.sample_batch(*arguments)
+
+
+def pad_to_widest(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return x padded to the widest part, as gloo requires, and buffers for the parts of all."""
+    padded = F.pad(x, (0, max(widths) - x.shape[-1]))
+    return padded, [torch.empty_like(padded) for _ in widths]
+
+
+def unpad_and_concat(parts: list[torch.Tensor], widths: list[int]) -> torch.Tensor:
+    """Remove the padding of each part and concatenate them: (..., sum(widths))."""
+    return torch.cat([part[..., :width] for part, width in zip(parts, widths)], dim=-1)
