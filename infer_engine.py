@@ -134,6 +134,8 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
         else ""
     )
     print(f"{computed}, {preemptions}{drafts}{total}", file=sys.stderr)
+    if tp_group := engine.model.runner.tp_group:
+        print(tp_group.statistics(engine.steps), file=sys.stderr)
     if requests and requests[0].params.logprobs is not None:
         print_logprobs(engine.encoding, requests)
     if errors:

@@ -77,6 +77,8 @@ class TorchRunner:
     an argument of each call, so a runner keeps no model alive.
     """
 
+    tp_group = None  # the tensor-parallel processes, if there are several
+
     def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
         """Return the logits of the last keep[i] positions of span i, from one pass over all spans.
 
@@ -102,8 +104,8 @@ class TorchRunner:
 class Model(nn.Module):
     """The base of all architectures: a pass over whole sequences, weight tying and initialisation.
 
-    An architecture adds `hidden`, `head` and the roles of its layers. Loading, export and the C
-    backend find layers by role.
+    An architecture adds `hidden`, `head` and the roles of its layers. Loading, export, tensor
+    parallelism and the C backend find layers by role.
     ROLES: role -> the layer's name here and in Hugging Face's files, and its name in GGUF files; *
     is the block's number. BASE_MODEL_PREFIX: optional prefix of names in Hugging Face's files.
     TRANSPOSED: roles of matrices that these files store as (in, out). IGNORED_SUFFIXES: suffixes of

@@ -20,10 +20,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from command_line.models import pick_device
 from command_line.options import STORIES, add_model_options, add_stride_option, check_utf8
-from command_line.parser import AppendToTuple, Parser, run_script, write_stdout
-from engine.options import add_engine_options, check_engine_options, load_engine
+from command_line.parser import AppendToTuple, Parser, is_worker, run_script, write_stdout
+from engine.options import (
+    add_engine_options,
+    check_engine_options,
+    driver_group,
+    load_engine,
+    run_worker,
+)
 from errors import UserError, check_limits
 from loading.load import Source, resolve_source
+from parallel.ranks import TensorParallelGroup
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.live import EngineMonitor
@@ -87,11 +94,15 @@ def add_server_options(parser: Parser) -> None:
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input."""
     check_server_options(args)
-    source = resolve_source(args.model)
-    device = pick_device(args.device)
-    with listen(args.host, args.port) as sock:
-        if asyncio.run(serve(args, source, device, sock)) == signal.SIGINT:
-            raise KeyboardInterrupt
+    if is_worker():
+        run_worker(args)
+        return
+    with driver_group(args) as tp_group:
+        source = resolve_source(args.model)
+        device = pick_device(args.device)
+        with listen(args.host, args.port) as sock:
+            if asyncio.run(serve(args, source, device, sock, tp_group)) == signal.SIGINT:
+                raise KeyboardInterrupt
 
 
 def check_server_options(args) -> None:
@@ -339,13 +350,19 @@ def server_url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def serve(args, source: Source, device: str, sock: socket.socket) -> int | None:
+async def serve(
+    args,
+    source: Source,
+    device: str,
+    sock: socket.socket,
+    tp_group: TensorParallelGroup | None = None,
+) -> int | None:
     """Load the model, print the address, serve until a signal, and return the signal.
 
     Requests get a 503 while the model loads.
     """
     name = served_name(source)
-    make = functools.partial(load_engine, args, source, device)
+    make = functools.partial(load_engine, args, source, device, tp_group)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     served = ServedModel(
         thread,

@@ -1,6 +1,7 @@
 """Load the models that the options name."""
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -41,9 +42,10 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return dtype
 
 
-def load_models(names: list, args, device: str) -> list[Model]:
+def load_models(names: list, args, device: str, load_first: Callable | None = None) -> list[Model]:
     """Load models with the dtype and backend of the options.
 
+    load_first: loader for the first model, with the signature of `load_model` (the default).
     Raises UserError for a model that cannot be loaded, or an incompatible backend, dtype and
     device.
     """
@@ -54,7 +56,9 @@ def load_models(names: list, args, device: str) -> list[Model]:
     if args.backend == "native" and not native:
         required = "--device cpu and --dtype float32 or int8"
         raise UserError(f"--backend native requires {required}, not {device} and {args.dtype}")
-    models = [load_model(name, dtype, device) for name in names]
+    first, *others = names
+    models = [(load_first or load_model)(first, dtype, device)]
+    models += [load_model(name, dtype, device) for name in others]
     if native and args.backend != "torch":
         use_native_backend(models, is_explicit=args.backend == "native")
     return models

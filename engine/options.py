@@ -1,6 +1,7 @@
 """Engine options of the command line, and an engine from them."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 from command_line.models import load_models, pick_device
@@ -11,7 +12,8 @@ from engine.engine import Engine
 from errors import UserError
 from loading.load import Source, resolve_source
 from model import Model
-from parallel.ranks import TensorParallelGroup, TensorParallelRunner
+from parallel.ranks import TensorParallelGroup
+from parallel.shards import load_shard
 from text.tokenizer import load_encoding
 
 
@@ -55,9 +57,9 @@ def load_engine(
         tp_group.broadcast()  # start loading on the workers
     has_draft = is_driver and args.draft not in (None, "lookup")
     names = [source, args.draft] if has_draft else [source]
-    model, *drafts = load_models(names, args, device)
+    load_first = functools.partial(load_shard, tp_group=tp_group) if tp_group else None
+    model, *drafts = load_models(names, args, device, load_first)
     if tp_group:
-        model.runner = TensorParallelRunner(tp_group, model.runner)
         tp_group.barrier()
     config = engine_config(args)
     return Engine(
@@ -97,6 +99,9 @@ def driver_group(args) -> Iterator[TensorParallelGroup | None]:
         yield None
         return
     with TensorParallelGroup() as tp_group:
+        device = pick_device(args.device)
+        if device != "cpu":
+            raise UserError(f"several processes require --device cpu, not {device}")
         yield tp_group
         tp_group.broadcast()
 
@@ -105,6 +110,5 @@ def run_worker(args) -> None:
     """Run a worker, a rank above 0, until the `driver_group` block of rank 0 ends."""
     with TensorParallelGroup() as tp_group:
         tp_group.broadcast()  # wait until rank 0 has checked the options, so that it reports errors
-        device = pick_device(args.device)
-        engine = load_engine(args, resolve_source(args.model), device, tp_group)
+        engine = load_engine(args, resolve_source(args.model), "cpu", tp_group)
         engine.model.runner.run_worker_loop(engine.model, engine.cache)

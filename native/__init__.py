@@ -2,8 +2,9 @@
 
 import torch
 
-from native.build import BuildError, kernel
-from native.step import NativeRunner
+from native.build import BuildError, kernel, load
+from native.linear import replace_with_native_linear
+from native.step import NativeRunner, NativeSampler
 
 __all__ = ["BuildError", "NativeRunner", "kernel", "use_native"]
 
@@ -11,7 +12,13 @@ __all__ = ["BuildError", "NativeRunner", "kernel", "use_native"]
 def use_native(model: torch.nn.Module) -> None:
     """Run a model in C: whole forward passes with a KV cache, only linear layers without one.
 
-    The weights are packed in place. Raises BuildError and ValueError as `NativeRunner` does, and
-    then leaves the model unchanged.
+    With tensor parallelism C runs only the linear layers and the sampling. The weights are packed
+    in place. Raises BuildError and ValueError as `NativeRunner` does, and then leaves the
+    model unchanged.
     """
-    model.runner = NativeRunner(model)
+    if model.runner.tp_group:
+        library = load()
+        replace_with_native_linear(model, library)
+        model.runner = model.runner.with_local_runner(NativeSampler(library))
+    else:
+        model.runner = NativeRunner(model)

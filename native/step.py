@@ -35,7 +35,21 @@ class FlatBatch(NamedTuple):
     logits_indices: list[int]  # the tokens whose logits are wanted
 
 
-class NativeRunner(TorchRunner):
+class NativeSampler(TorchRunner):
+    """A runner that samples in C; forward passes run in torch, with or without native layers."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self.library = library
+
+    def sample_batch(self, logits, sequences, generator=None) -> list[int]:
+        return sample_batch(logits, sequences, generator, self)
+
+    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
+        """Sample the next token of each row, as `draw.draw` does."""
+        return draw.draw(self.library, logits, params, positions)
+
+
+class NativeRunner(NativeSampler):
     """A runner that computes the forward passes of one model and samples in C.
 
     The model's weights are packed in place. C does not see weights that are loaded or moved later,
@@ -48,7 +62,7 @@ class NativeRunner(TorchRunner):
     def __init__(self, model, target: tuple[str, ...] | None = None):
         self.config = model.config
         # load() and load(None) are different keys for functools.cache.
-        self.library = build.load() if target is None else build.load(target)
+        super().__init__(build.load() if target is None else build.load(target))
         self.library.work_floats.restype = INT
         model_struct(model)  # checks every tensor before the first is packed
         replace_with_native_linear(model, self.library)
@@ -105,13 +119,6 @@ class NativeRunner(TorchRunner):
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(struct), *buffers, threads)
         return logits
-
-    def sample_batch(self, logits, sequences, generator=None) -> list[int]:
-        return sample_batch(logits, sequences, generator, self)
-
-    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
-        """Sample the next token of each row, as `draw.draw` does."""
-        return draw.draw(self.library, logits, params, positions)
 
 
 def flatten_spans(spans: list, keep: list[int], page_size: int) -> FlatBatch:

@@ -53,6 +53,13 @@ class TensorParallelGroup:
         self.bytes_sent += bytes_sent
         self.seconds += time.perf_counter() - began
 
+    def statistics(self, passes: int) -> str:
+        """Return the average communication per pass as a line of text."""
+        passes = max(passes, 1)
+        each = f"{self.collectives / passes:.0f} collectives a step"
+        cost = f"{self.bytes_sent / passes:,.0f} bytes sent, {1000 * self.seconds / passes:.1f} ms"
+        return f"{self.size} ranks: {each}, {cost}"
+
     def __enter__(self) -> "TensorParallelGroup":
         return self
 
@@ -65,12 +72,16 @@ class TensorParallelGroup:
 class TensorParallelRunner:
     """A runner that computes each pass on all ranks, driven by rank 0.
 
-    local_runner: computes them on each rank.
+    local_runner: computes this rank's part.
     """
 
     def __init__(self, tp_group: TensorParallelGroup, local_runner):
         self.tp_group = tp_group
         self.local_runner = local_runner
+
+    def with_local_runner(self, local_runner) -> "TensorParallelRunner":
+        """Return a runner on the same ranks, with this rank's part on another backend."""
+        return TensorParallelRunner(self.tp_group, local_runner)
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
         self.tp_group.broadcast((spans, keep))

@@ -5,8 +5,8 @@ LLM.int8() also keeps outliers in half precision, which is left out here.
 
 Activations are quantised to int8 as well, so a last-bit difference in one can become a whole
 quantisation step. torch's attention is not batch-invariant, so in torch the output may depend on
-the batch in `generate` and in the engine. If C computes the whole pass, the output is
-batch-invariant.
+the batch in `generate` and in the engine, or on the number of processes. If C computes the whole
+pass, the output is batch-invariant.
 """
 
 import torch

@@ -1,5 +1,6 @@
 """Ranks for tests: forked with torchrun's environment, so that none imports torch again."""
 
+import contextlib
 import faulthandler
 import io
 import multiprocessing
@@ -12,13 +13,24 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import CHECKPOINTS, ROOT
+from serving import Client
 
 import infer_engine
+import serve
+from loading.load import load_model, save_model
+from native import build, use_native
+from native.linear import replace_with_native_linear
 
 SMALL = ["--model", CHECKPOINTS / "stories-draft", "--backend", "torch"]
+LLAMA = CHECKPOINTS / "stories-llama"
+SAMPLES = ["--model", LLAMA, "--prompt", "Lily", "--num-samples", 3, "--max-new-tokens", 9]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+# The largest difference between logits on ranks and in one process. In float32, torch's kernels may
+# round by shape. In int8 nothing lies between none and 0.1: an activation rounded the other way.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.int8: 0}
 SECONDS = 90  # that a process may take; then it says where it stands, and ends
 
 
@@ -104,12 +116,107 @@ def run_engine_script(size, directory, *arguments) -> tuple[str, str]:
     return out, err
 
 
+def wait_for_output(directory, process, sign: str) -> str:
+    """Return the stdout of the first process as soon as it contains `sign`."""
+    out = directory / "out0"
+    while not (out.exists() and sign in out.read_text()):
+        assert process.is_alive()
+        process.join(0.05)
+    return out.read_text()
+
+
+@contextlib.contextmanager
+def serving(directory, *arguments, size: int = 2):
+    """Yield the processes of a server on `size` ranks, and a Client to it."""
+    words = [*SMALL, "--port", 0, *arguments]
+    processes = start(size, script, directory, serve.main, words)
+    try:
+        address = wait_for_output(directory, processes[0], "\n")
+        yield processes, Client(int(address.rsplit(":", 1)[1]), None, None)
+    finally:
+        wait(processes, 0)
+
+
 def written(directory, size: int) -> list[tuple[str, str]]:
     names = [("out", "err")] * size
     return [
         tuple((directory / f"{name}{rank}").read_text() for name in pair)
         for rank, pair in enumerate(names)
     ]
+
+
+def parallel_model(name, tp_group, dtype=torch.float32, native=True):
+    """Load this rank's shard of a model. native: with products in C."""
+    from parallel.shards import load_shard
+
+    model = load_shard(name, dtype, tp_group=tp_group)
+    if native:
+        use_native(model)
+    return model
+
+
+def logits_of(name, tokens, dtype=torch.float32, native=True):
+    """Return a rank's logits of tokens, (1, T), and (collectives, bytes sent)."""
+    from parallel.ranks import TensorParallelGroup
+
+    with TensorParallelGroup() as tp_group, torch.inference_mode():
+        model = parallel_model(name, tp_group, dtype, native)
+        logits = model(tokens)
+        counts = tp_group.collectives, tp_group.bytes_sent
+        return logits.numpy(), counts
+
+
+def compared(size, name, tokens, **options) -> tuple:
+    """Return rank 0's largest difference from one process, and its counts."""
+
+    def action():
+        return logits_of(name, tokens, **options)
+
+    with attention_in_float64():
+        found = results(size, action)
+        difference = torch.from_numpy(found[0][0]) - single_process_logits(name, tokens, **options)
+    return difference.abs().max().item(), found[0][1], [heads for *_, heads in found]
+
+
+@contextlib.contextmanager
+def attention_in_float64():
+    """Compute torch's attention in float64, in this process and in those it starts meanwhile.
+
+    The kernel depends on the processor and on the number of heads, and a rank has fewer heads. In
+    float32 it may give other last bits then, and an int8 activation be rounded the other way.
+    """
+    functions = torch.nn.functional
+    attend = functions.scaled_dot_product_attention
+
+    def in_float64(queries, keys, values, attn_mask=None, **options):
+        wide = (each.double() for each in (queries, keys, values))
+        return attend(*wide, attn_mask, **options).to(queries.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functions, "scaled_dot_product_attention", in_float64)
+        yield
+
+
+def single_process_logits(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
+    model = load_model(name, dtype)
+    if native:
+        replace_with_native_linear(model, build.load())
+    with torch.inference_mode():
+        return model(tokens)
+
+
+def save_uneven(build, directory, kind: str, **sizes):
+    """Save a random model with widths that no number of ranks divides. sizes: other fields."""
+    shape = {"vocab_size": 61, "n_embd": 160, "n_head": 5, "block_size": 64}
+    if kind == "tiny_llama":
+        shape |= {"n_head": 10, "n_kv_head": 5, "head_dim": 32, "n_inner": 224, "n_embd": 70}
+    model = build(dtype=torch.float32, **shape | sizes)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.dim() == 1:  # biases too, which a new model has as zeros
+            weight.data.normal_(mean=1, std=0.4, generator=generator)
+    save_model(model, directory)
+    return directory
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -124,6 +124,7 @@ def test_a_backend_is_one_class(tiny):
     from sampling import SamplingParams
 
     class Backend:
+        tp_group = None
         passes = []
 
         def logits(self, model, cache, spans, keep):
