@@ -113,6 +113,7 @@ class Model(nn.Module):
     """
 
     runner = TorchRunner()  # the backend: passes with a KV cache, and sampling
+    local_n_kv_head: int | None = None  # this rank's key-value heads, with tensor parallelism
     ROLES: dict[str, tuple[str, str]]
     BASE_MODEL_PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()
@@ -144,6 +145,11 @@ class Model(nn.Module):
             for name, tensor in embedding.named_buffers():  # of a quantised weight
                 setattr(head, name, tensor)
         return self
+
+    @property
+    def n_kv_head(self) -> int:
+        """Return the number of key-value heads in this process."""
+        return self.local_n_kv_head or self.config.n_kv_head
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,9 +4,12 @@ After Shoeybi et al. 2019 (1909.08053), "Megatron-LM: Training multi-billion par
 models using model parallelism".
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn as nn
 
+from errors import UserError
 from loading.load import load_model
 from model import Model
 from parallel.ranks import TensorParallelGroup, TensorParallelRunner
@@ -17,7 +20,10 @@ ALIGNMENT = 32  # torch computes a tail without SIMD, which rounds differently
 def load_shard(
     name, dtype: torch.dtype = torch.float32, device="cpu", *, tp_group: TensorParallelGroup
 ) -> Model:
-    """Load this rank's shard of a model, with `load_model`'s arguments and errors."""
+    """Load this rank's shard of a model, with `load_model`'s arguments and errors.
+
+    Also raises UserError if the model has too few heads.
+    """
     model = load_model(name, dtype, device)
     plan = ShardPlan(model, tp_group)
     shard_model(model, plan)
@@ -25,33 +31,82 @@ def load_shard(
     return model
 
 
-def split(width: int, size: int) -> list[range]:
+class Shard(NamedTuple):
+    """A rank's shard of a tensor: concatenated ranges of rows."""
+
+    rows: list[range]
+
+
+def split(width: int, size: int, alignment: int = ALIGNMENT) -> list[range]:
     """Split a width into one range per rank, as evenly as possible.
 
-    The ranges are multiples of ALIGNMENT if it divides the width and every rank gets at least one.
+    The ranges are multiples of `alignment` if it divides the width and every rank gets at least
+    one.
     """
-    alignment = ALIGNMENT if width % ALIGNMENT == 0 and width >= ALIGNMENT * size else 1
+    alignment = alignment if width % alignment == 0 and width >= alignment * size else 1
     units, left = divmod(width // alignment, size)
     ends = [alignment * (units * rank + min(rank, left)) for rank in range(size + 1)]
     return [range(*pair) for pair in zip(ends, ends[1:])]
 
 
+def local_kv_heads(heads: range, group: int) -> list[int]:
+    """Return the KV heads that these query heads need, if `group` adjacent ones share one.
+
+    If they are shared unevenly on this rank, return one KV head per query head instead.
+    """
+    needed = [head // group for head in heads]
+    keys = sorted(set(needed))
+    shared = len(needed) // len(keys)
+    return keys if needed == [key for key in keys for _ in range(shared)] else needed
+
+
 class ShardPlan:
     """The shards of a model's weights on this rank, and the widths of all ranks.
 
-    shards: of this rank, by weight name; a rank holds all of the other weights. inner, outputs: one
-    range per rank.
+    shards: of this rank, by weight name; a rank holds all of the other weights. heads, inner,
+    outputs: one range per rank. kv_heads: of this rank. Raises UserError if the model has too few
+    heads.
     """
 
     def __init__(self, model: Model, tp_group: TensorParallelGroup):
         config = model.config
+        if tp_group.size > config.n_head:
+            reason = f"this model has {config.n_head} heads"
+            raise UserError(f"{tp_group.size} processes: {reason}, and each process needs one")
         C = config.n_embd
+        D = config.head_dim
         self.tp_group = tp_group
+        group = config.n_head // config.n_kv_head
+        if config.n_kv_head >= tp_group.size:
+            kv_heads = split(config.n_kv_head, tp_group.size, alignment=1)
+            self.heads = [range(group * part.start, group * part.stop) for part in kv_heads]
+        else:  # ranks that share a KV head hold a copy each
+            self.heads = split(config.n_head, tp_group.size, alignment=1)
         self.inner = split(config.n_inner, tp_group.size)
         self.outputs = split(C, tp_group.size)
+        heads = self.heads[tp_group.rank]
+        self.kv_heads = local_kv_heads(heads, group)
+        queries = range(heads.start * D, heads.stop * D)
         inner = self.inner[tp_group.rank]
-        block_end = self.outputs[tp_group.rank]
-        shards = {"gate": inner, "up": inner, "down": block_end}  # by role
+        block_end = Shard([self.outputs[tp_group.rank]])
+
+        def kv_rows(before: int = 0) -> list[range]:
+            """Return the rows of this rank's keys or values, which follow `before` heads."""
+            return [range((before + key) * D, (before + key + 1) * D) for key in self.kv_heads]
+
+        # By role. All other layers are replicated.
+        shards = {
+            "query": Shard([queries]),
+            "key": Shard(kv_rows()),
+            "value": Shard(kv_rows()),
+            "qkv": Shard(
+                [queries, *kv_rows(config.n_head), *kv_rows(config.n_head + config.n_kv_head)]
+            ),
+            "attn_out": block_end,
+            "gate": Shard([inner]),
+            "up": Shard([inner]),
+            "down": block_end,
+        }
         roles = {name: model.role(name) for name in model.state_dict()}
         self.shards = {name: shards[role] for name, role in roles.items() if role in shards}
 
@@ -62,16 +117,21 @@ def shard_model(model: Model, plan: ShardPlan) -> None:
         if shard := plan.shards.get(name):
             path, _, attribute = name.rpartition(".")
             layer = model.get_submodule(path)
-            local = whole[shard.start : shard.stop].clone()
+            local = torch.cat([whole[rows.start : rows.stop] for rows in shard.rows])
             is_buffer = attribute in dict(layer.named_buffers())
             setattr(layer, attribute, local if is_buffer else nn.Parameter(local))
     model.runner = TensorParallelRunner(plan.tp_group, model.runner)
+    model.local_n_kv_head = len(plan.kv_heads)
 
 
 def parallelize_blocks(model: Model, plan: ShardPlan) -> None:
     """Replace the layers that end a residual branch with parallel layers."""
     tp_group = plan.tp_group
-    widths = {"down": [len(inner) for inner in plan.inner]}
+    D = model.config.head_dim
+    widths = {
+        "attn_out": [len(heads) * D for heads in plan.heads],
+        "down": [len(inner) for inner in plan.inner],
+    }
     outputs = [len(part) for part in plan.outputs]
     roles = {name.rpartition(".")[0]: model.role(name) for name in plan.shards}
     for path, role in roles.items():
