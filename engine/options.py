@@ -13,7 +13,7 @@ from errors import UserError
 from loading.load import Source, resolve_source
 from model import Model
 from parallel.ranks import TensorParallelGroup
-from parallel.shards import load_shard
+from parallel.shards import load_shard, parallelize_vocabulary
 from text.tokenizer import load_encoding
 
 
@@ -60,6 +60,7 @@ def load_engine(
     load_first = functools.partial(load_shard, tp_group=tp_group) if tp_group else None
     model, *drafts = load_models(names, args, device, load_first)
     if tp_group:
+        parallelize_vocabulary(model)
         tp_group.barrier()
     config = engine_config(args)
     return Engine(

@@ -35,6 +35,20 @@ class TensorParallelGroup:
         self.timed_collective((self.size - 1) * padded.nbytes, dist.all_gather, parts, padded)
         return unpad_and_concat(parts, widths)
 
+    def gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        """Concatenate the parts on rank 0. Other ranks send their part and get it back."""
+        padded, parts = pad_to_widest(x, widths)
+        if self.rank:
+            self.timed_collective(padded.nbytes, dist.gather, padded)
+            return x
+        self.timed_collective(0, dist.gather, padded, parts)
+        return unpad_and_concat(parts, widths)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum x over all ranks in place (all-reduce)."""
+        self.timed_collective(2 * (self.size - 1) * x.nbytes // self.size, dist.all_reduce, x)
+        return x
+
     def broadcast(self, command=None):
         """Broadcast rank 0's command and return it on every rank. Workers may wait a long time."""
         objects = [command]

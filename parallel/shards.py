@@ -22,7 +22,8 @@ def load_shard(
 ) -> Model:
     """Load this rank's shard of a model, with `load_model`'s arguments and errors.
 
-    Also raises UserError if the model has too few heads.
+    Call `parallelize_vocabulary` after the last layer has been replaced. Also raises UserError if
+    the model has too few heads.
     """
     model = load_model(name, dtype, device)
     plan = ShardPlan(model, tp_group)
@@ -87,6 +88,7 @@ class ShardPlan:
         heads = self.heads[tp_group.rank]
         self.kv_heads = local_kv_heads(heads, group)
         queries = range(heads.start * D, heads.stop * D)
+        vocab = Shard([split(config.vocab_size, tp_group.size)[tp_group.rank]])
         inner = self.inner[tp_group.rank]
         block_end = Shard([self.outputs[tp_group.rank]])
 
@@ -96,6 +98,7 @@ class ShardPlan:
 
         # By role. All other layers are replicated.
         shards = {
+            "embedding": vocab,
             "query": Shard([queries]),
             "key": Shard(kv_rows()),
             "value": Shard(kv_rows()),
@@ -106,6 +109,7 @@ class ShardPlan:
             "gate": Shard([inner]),
             "up": Shard([inner]),
             "down": block_end,
+            "head": vocab,
         }
         roles = {name: model.role(name) for name in model.state_dict()}
         self.shards = {name: shards[role] for name, role in roles.items() if role in shards}
@@ -120,6 +124,7 @@ def shard_model(model: Model, plan: ShardPlan) -> None:
             local = torch.cat([whole[rows.start : rows.stop] for rows in shard.rows])
             is_buffer = attribute in dict(layer.named_buffers())
             setattr(layer, attribute, local if is_buffer else nn.Parameter(local))
+    model.tie_weights()
     model.runner = TensorParallelRunner(plan.tp_group, model.runner)
     model.local_n_kv_head = len(plan.kv_heads)
 
@@ -142,6 +147,19 @@ def parallelize_blocks(model: Model, plan: ShardPlan) -> None:
         model.set_submodule(path, parallel_layer)
 
 
+def parallelize_vocabulary(model: Model) -> None:
+    """Replace the token embedding and the head with parallel layers. Only rank 0 gets the logits.
+
+    The two may share a tensor, so call this after the last layer has been replaced.
+    """
+    tp_group = model.runner.tp_group
+    vocab = split(model.config.vocab_size, tp_group.size)
+    embedding = VocabParallelEmbedding(model.layer("embedding"), tp_group, vocab[tp_group.rank])
+    head = ParallelLMHead(model.layer("head"), tp_group, [len(part) for part in vocab])
+    model.set_submodule(model.path("embedding"), embedding)
+    model.set_submodule(model.path("head"), head)
+
+
 class ColumnParallelLinear(nn.Module):
     """A linear layer with its outputs split over the ranks.
 
@@ -159,3 +177,35 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x):
         y = self.layer(self.tp_group.all_gather(x, self.inputs))
         return self.tp_group.all_gather(y, self.outputs)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A token embedding with the vocabulary split over the ranks."""
+
+    def __init__(self, layer, tp_group: TensorParallelGroup, vocab_range: range):
+        super().__init__()
+        self.layer = layer
+        self.tp_group = tp_group
+        self.vocab_range = vocab_range
+
+    def forward(self, tokens):
+        ids = tokens - self.vocab_range.start
+        is_elsewhere = (ids < 0) | (ids >= len(self.vocab_range))
+        rows = self.layer(ids.masked_fill(is_elsewhere, 0))
+        return self.tp_group.sum(rows.masked_fill(is_elsewhere[..., None], 0))
+
+
+class ParallelLMHead(nn.Module):
+    """An LM head with the vocabulary split over the ranks. Rank 0 gets logits (..., vocab_size).
+
+    widths: the number of logits on each rank.
+    """
+
+    def __init__(self, layer, tp_group: TensorParallelGroup, widths: list[int]):
+        super().__init__()
+        self.layer = layer
+        self.tp_group = tp_group
+        self.widths = widths
+
+    def forward(self, x):
+        return self.tp_group.gather(self.layer(x), self.widths)

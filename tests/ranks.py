@@ -147,11 +147,12 @@ def written(directory, size: int) -> list[tuple[str, str]]:
 
 def parallel_model(name, tp_group, dtype=torch.float32, native=True):
     """Load this rank's shard of a model. native: with products in C."""
-    from parallel.shards import load_shard
+    from parallel.shards import load_shard, parallelize_vocabulary
 
     model = load_shard(name, dtype, tp_group=tp_group)
     if native:
         use_native(model)
+    parallelize_vocabulary(model)
     return model
 
 
