@@ -12,7 +12,7 @@ from engine.engine import Engine
 from errors import UserError
 from loading.load import Source, resolve_source
 from model import Model
-from parallel.ranks import TensorParallelGroup
+from parallel.ranks import PARALLEL_MODES, TensorParallelGroup
 from parallel.shards import load_shard, parallelize_vocabulary
 from text.tokenizer import load_encoding
 
@@ -30,6 +30,8 @@ def add_engine_options(parser: Parser) -> None:
     group.add_argument(
         "--max-num-batched-tokens", metavar="N", type=int, default=512, help=tokens_help
     )
+    join_help = "collective of tensor parallelism: all-gather is bit-exact, all-reduce sends less"
+    group.add_argument("--join", default="gather", choices=PARALLEL_MODES, help=join_help)
     group = parser.group("speculation")
     draft_help = "draft model with the same vocabulary; lookup: prompt lookup"
     group.add_argument("--draft", metavar="MODEL", help=draft_help)
@@ -99,7 +101,7 @@ def driver_group(args) -> Iterator[TensorParallelGroup | None]:
     if not is_distributed():
         yield None
         return
-    with TensorParallelGroup() as tp_group:
+    with TensorParallelGroup(args.join) as tp_group:
         device = pick_device(args.device)
         if device != "cpu":
             raise UserError(f"several processes require --device cpu, not {device}")
@@ -109,7 +111,7 @@ def driver_group(args) -> Iterator[TensorParallelGroup | None]:
 
 def run_worker(args) -> None:
     """Run a worker, a rank above 0, until the `driver_group` block of rank 0 ends."""
-    with TensorParallelGroup() as tp_group:
+    with TensorParallelGroup(args.join) as tp_group:
         tp_group.broadcast()  # wait until rank 0 has checked the options, so that it reports errors
         engine = load_engine(args, resolve_source(args.model), "cpu", tp_group)
         engine.model.runner.run_worker_loop(engine.model, engine.cache)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+PARALLEL_MODES = "gather", "reduce"
 IDLE_TIMEOUT = timedelta(days=365)  # between two passes
 
 
@@ -15,12 +16,14 @@ class TensorParallelGroup:
     """The tensor-parallel group. rank: of this process, from 0. size: the number of processes.
 
     Rank 0 is the driver: it does the input and output and broadcasts each pass to the workers.
-    collectives, bytes_sent, seconds: the number of collectives in passes, the bytes that this rank
-    sent, and the time they took, waiting included. `broadcast` is not counted. Use it as a context
-    manager. All ranks leave the block together.
+    parallel_mode: how layers combine their results, "gather" or "reduce". collectives, bytes_sent,
+    seconds: the number of collectives in passes, the bytes that this rank sent, and the time they
+    took, waiting included. `broadcast` is not counted. Use it as a context manager. All ranks leave
+    the block together.
     """
 
-    def __init__(self):
+    def __init__(self, parallel_mode: str = "gather"):
+        self.parallel_mode = parallel_mode
         dist.init_process_group("gloo")
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()

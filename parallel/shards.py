@@ -33,9 +33,10 @@ def load_shard(
 
 
 class Shard(NamedTuple):
-    """A rank's shard of a tensor: concatenated ranges of rows."""
+    """A rank's shard of a tensor: concatenated ranges of rows, and the columns of each row."""
 
     rows: list[range]
+    columns: slice = slice(None)
 
 
 def split(width: int, size: int, alignment: int = ALIGNMENT) -> list[range]:
@@ -90,11 +91,15 @@ class ShardPlan:
         queries = range(heads.start * D, heads.stop * D)
         vocab = Shard([split(config.vocab_size, tp_group.size)[tp_group.rank]])
         inner = self.inner[tp_group.rank]
-        block_end = Shard([self.outputs[tp_group.rank]])
 
         def kv_rows(before: int = 0) -> list[range]:
             """Return the rows of this rank's keys or values, which follow `before` heads."""
             return [range((before + key) * D, (before + key + 1) * D) for key in self.kv_heads]
+
+        def block_end(inputs: range) -> Shard:
+            if tp_group.parallel_mode == "reduce":
+                return Shard([range(C)], slice(inputs.start, inputs.stop))
+            return Shard([self.outputs[tp_group.rank]])
 
         # By role. All other layers are replicated.
         shards = {
@@ -105,10 +110,10 @@ class ShardPlan:
             "qkv": Shard(
                 [queries, *kv_rows(config.n_head), *kv_rows(config.n_head + config.n_kv_head)]
             ),
-            "attn_out": block_end,
+            "attn_out": block_end(queries),
             "gate": Shard([inner]),
             "up": Shard([inner]),
-            "down": block_end,
+            "down": block_end(inner),
             "head": vocab,
         }
         roles = {name: model.role(name) for name in model.state_dict()}
@@ -122,6 +127,7 @@ def shard_model(model: Model, plan: ShardPlan) -> None:
             path, _, attribute = name.rpartition(".")
             layer = model.get_submodule(path)
             local = torch.cat([whole[rows.start : rows.stop] for rows in shard.rows])
+            local = local[:, shard.columns].contiguous() if local.dim() > 1 else local
             is_buffer = attribute in dict(layer.named_buffers())
             setattr(layer, attribute, local if is_buffer else nn.Parameter(local))
     model.tie_weights()
@@ -143,7 +149,10 @@ def parallelize_blocks(model: Model, plan: ShardPlan) -> None:
         if role not in widths:
             continue
         layer = model.get_submodule(path)
-        parallel_layer = ColumnParallelLinear(layer, tp_group, widths[role], outputs)
+        if tp_group.parallel_mode == "gather":
+            parallel_layer = ColumnParallelLinear(layer, tp_group, widths[role], outputs)
+        else:
+            parallel_layer = RowParallelLinear(layer, tp_group)
         model.set_submodule(path, parallel_layer)
 
 
@@ -177,6 +186,21 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x):
         y = self.layer(self.tp_group.all_gather(x, self.inputs))
         return self.tp_group.all_gather(y, self.outputs)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer with its inputs split over the ranks, whose outputs are all-reduced."""
+
+    def __init__(self, layer: nn.Linear, tp_group: TensorParallelGroup):
+        super().__init__()
+        self.bias = layer.bias  # added once, after the all-reduce
+        layer.bias = None
+        self.layer = layer
+        self.tp_group = tp_group
+
+    def forward(self, x):
+        y = self.tp_group.sum(self.layer(x))
+        return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -156,22 +156,22 @@ def parallel_model(name, tp_group, dtype=torch.float32, native=True):
     return model
 
 
-def logits_of(name, tokens, dtype=torch.float32, native=True):
+def logits_of(name, tokens, *parallel_mode, dtype=torch.float32, native=True):
     """Return a rank's logits of tokens, (1, T), (collectives, bytes sent), and its KV heads."""
     from parallel.ranks import TensorParallelGroup
 
-    with TensorParallelGroup() as tp_group, torch.inference_mode():
+    with TensorParallelGroup(*parallel_mode) as tp_group, torch.inference_mode():
         model = parallel_model(name, tp_group, dtype, native)
         logits = model(tokens)
         counts = tp_group.collectives, tp_group.bytes_sent
         return logits.numpy(), counts, model.n_kv_head
 
 
-def compared(size, name, tokens, **options) -> tuple:
+def compared(size, name, tokens, *parallel_mode, **options) -> tuple:
     """Return rank 0's largest difference from one process, its counts, and all ranks' KV heads."""
 
     def action():
-        return logits_of(name, tokens, **options)
+        return logits_of(name, tokens, *parallel_mode, **options)
 
     with attention_in_float64():
         found = results(size, action)
