@@ -4,13 +4,14 @@ After Shoeybi et al. 2019 (1909.08053), "Megatron-LM: Training multi-billion par
 models using model parallelism".
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 
 from errors import UserError
-from loading.load import load_model
+from loading.load import empty_model, load_config, load_weights, resolve_source, weights_iterator
 from model import Model
 from parallel.ranks import TensorParallelGroup, TensorParallelRunner
 
@@ -22,12 +23,15 @@ def load_shard(
 ) -> Model:
     """Load this rank's shard of a model, with `load_model`'s arguments and errors.
 
-    Call `parallelize_vocabulary` after the last layer has been replaced. Also raises UserError if
-    the model has too few heads.
+    No process ever holds the whole model. Call `parallelize_vocabulary` after the last layer has
+    been replaced. Also raises UserError if the model has too few heads.
     """
-    model = load_model(name, dtype, device)
+    source = resolve_source(name)
+    model = empty_model(load_config(source))
     plan = ShardPlan(model, tp_group)
+    blocks = plan.local_blocks(weights_iterator(source, model, dtype, device))
     shard_model(model, plan)
+    load_weights(model, blocks, source, dtype, device)
     parallelize_blocks(model, plan)
     return model
 
@@ -65,9 +69,9 @@ def local_kv_heads(heads: range, group: int) -> list[int]:
 class ShardPlan:
     """The shards of a model's weights on this rank, and the widths of all ranks.
 
-    shards: of this rank, by weight name; a rank holds all of the other weights. heads, inner,
-    outputs: one range per rank. kv_heads: of this rank. Raises UserError if the model has too few
-    heads.
+    shards: of this rank, by weight name. heads, inner, outputs: one range per rank.
+    kv_heads: of this rank.
+    Raises UserError if the model has too few heads.
     """
 
     def __init__(self, model: Model, tp_group: TensorParallelGroup):
@@ -116,23 +120,46 @@ class ShardPlan:
             "down": block_end(inner),
             "head": vocab,
         }
-        roles = {name: model.role(name) for name in model.state_dict()}
-        self.shards = {name: shards[role] for name, role in roles.items() if role in shards}
+        self.shards = {}
+        for name, weight in model.named_parameters():
+            shard = shards.get(model.role(name), Shard([range(len(weight))]))
+            self.shards[name] = shard if weight.dim() > 1 else Shard(shard.rows)
+
+    def local_blocks(self, blocks: Iterator[tuple]) -> Iterator[tuple]:
+        """Yield this rank's share of blocks of weight rows, as `load_weight_rows` takes them."""
+        for name, rows, block in blocks:
+            shard = self.shards[name]
+            for destination, source in overlapping_rows(shard.rows, rows):
+                yield name, destination, block[source], shard.columns
 
 
 def shard_model(model: Model, plan: ShardPlan) -> None:
-    """Shrink each weight of a model to this rank's shard."""
-    for name, whole in model.state_dict().items():
-        if shard := plan.shards.get(name):
-            path, _, attribute = name.rpartition(".")
-            layer = model.get_submodule(path)
-            local = torch.cat([whole[rows.start : rows.stop] for rows in shard.rows])
-            local = local[:, shard.columns].contiguous() if local.dim() > 1 else local
-            is_buffer = attribute in dict(layer.named_buffers())
-            setattr(layer, attribute, local if is_buffer else nn.Parameter(local))
+    """Shrink each weight of an uninitialised model to this rank's shard."""
+    for name, shard in plan.shards.items():
+        layer, _, attribute = name.rpartition(".")
+        whole = model.get_parameter(name)
+        local = whole.new_empty(sum(map(len, shard.rows)), *whole.shape[1:])[..., shard.columns]
+        setattr(model.get_submodule(layer), attribute, nn.Parameter(local))
     model.tie_weights()
     model.runner = TensorParallelRunner(plan.tp_group, model.runner)
     model.local_n_kv_head = len(plan.kv_heads)
+
+
+def overlapping_rows(rows: list[range], block: slice) -> list[tuple[slice, slice]]:
+    """Return the overlaps of a block of a weight's rows with a rank's shard.
+
+    Each overlap is a slice of the shard's rows and the matching slice of the block's rows.
+    """
+    overlaps = []
+    first = 0
+    for shard_rows in rows:
+        start = max(shard_rows.start, block.start)
+        stop = min(shard_rows.stop, block.stop)
+        if start < stop:
+            destination = slice(first + start - shard_rows.start, first + stop - shard_rows.start)
+            overlaps.append((destination, slice(start - block.start, stop - block.start)))
+        first += len(shard_rows)
+    return overlaps
 
 
 def parallelize_blocks(model: Model, plan: ShardPlan) -> None:

@@ -100,15 +100,23 @@ def replace_with_int8_linear(model: nn.Module) -> nn.Module:
 
 
 def load_weight_rows(
-    tensors: dict[str, torch.Tensor], name: str, rows: slice, block: torch.Tensor
+    tensors: dict[str, torch.Tensor],
+    name: str,
+    rows: slice,
+    block: torch.Tensor,
+    columns: slice = slice(None),
 ) -> None:
-    """Write rows of a weight into a model's tensor. If it is int8, quantise them."""
+    """Write rows of a weight into a model's tensor. If it is int8, quantise them.
+
+    columns: the columns of each row that the tensor holds. A scale is that of the complete row.
+    """
     if tensors[name].dtype == torch.int8:
         values = tensors[name][rows]
         scale = tensors[name.removesuffix("weight") + "scale"][rows]
         # In chunks of rows, because quantisation needs temporary memory for all rows it is given.
         pieces = (tensor.split(256) for tensor in (values, scale, block))
         for piece, piece_scale, floats in zip(*pieces):
-            piece[:], piece_scale[:] = quantize(floats.to(scale))
+            complete, piece_scale[:] = quantize(floats.to(scale))
+            piece[:] = complete[:, columns]
     else:
-        tensors[name][rows] = block
+        tensors[name][rows] = block[..., columns]
