@@ -14,6 +14,7 @@ from errors import UserError
 from loading.load import empty_model, load_config, load_weights, resolve_source, weights_iterator
 from model import Model
 from parallel.ranks import TensorParallelGroup, TensorParallelRunner
+from quantisation import int8
 
 ALIGNMENT = 32  # torch computes a tail without SIMD, which rounds differently
 
@@ -178,6 +179,8 @@ def parallelize_blocks(model: Model, plan: ShardPlan) -> None:
         layer = model.get_submodule(path)
         if tp_group.parallel_mode == "gather":
             parallel_layer = ColumnParallelLinear(layer, tp_group, widths[role], outputs)
+        elif isinstance(layer, int8.Int8Linear):
+            parallel_layer = Int8RowParallelLinear(layer, tp_group)
         else:
             parallel_layer = RowParallelLinear(layer, tp_group)
         model.set_submodule(path, parallel_layer)
@@ -228,6 +231,23 @@ class RowParallelLinear(nn.Module):
     def forward(self, x):
         y = self.tp_group.sum(self.layer(x))
         return y if self.bias is None else y + self.bias
+
+
+class Int8RowParallelLinear(nn.Module):
+    """A RowParallelLinear with int8 weights: ranks share one scale, and sums are exact."""
+
+    def __init__(self, layer: int8.Int8Linear, tp_group: TensorParallelGroup):
+        super().__init__()
+        self.register_buffer("weight", layer.weight)
+        self.register_buffer("scale", layer.scale)
+        self.bias = layer.bias
+        self.tp_group = tp_group
+
+    def forward(self, x):
+        largest = self.tp_group.maximum(x.abs().amax(dim=-1, keepdim=True))
+        values, x_scale = int8.quantize(x, largest)
+        sums = self.tp_group.sum(int8.int8_matmul(values, self.weight))
+        return int8.dequantize_sums(sums, x_scale, self.scale, self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -17,13 +17,17 @@ from errors import UserError
 EXACT_TERMS = 1024  # products of at most 127 * 127 that sum to less than 2**24, exact in float32
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise each row to int8, so that x is close to values * scale[..., None].
 
-    x: (..., n), floating-point. Returns values, int8 (..., n), from -127 to 127, and scale, (...),
-    in the dtype of x. A row with a NaN or infinity gets a non-finite scale.
+    x: (..., n), floating-point. largest: (..., 1), the largest |x| of rows of which this is a part.
+    Returns values, int8 (..., n), from -127 to 127, and scale, (...), in the dtype of x. A row with
+    a NaN or infinity gets a non-finite scale.
     """
-    largest = x.abs().amax(dim=-1, keepdim=True)
+    if largest is None:
+        largest = x.abs().amax(dim=-1, keepdim=True)
     scale = (largest / 127).clamp(min=torch.finfo(x.dtype).tiny)  # a row of zeros would give 0 / 0
     return (x / scale).round().to(torch.int8), scale.squeeze(-1)
 
