@@ -30,7 +30,7 @@ from engine.options import (
 )
 from errors import UserError, check_limits
 from loading.load import Source, resolve_source
-from parallel.ranks import TensorParallelGroup
+from parallel.ranks import RankError, TensorParallelGroup
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.live import EngineMonitor
@@ -94,7 +94,9 @@ def add_server_options(parser: Parser) -> None:
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input."""
     check_server_options(args)
-    if is_worker():
+    if is_worker():  # workers end once rank 0 has drained
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         run_worker(args)
         return
     with driver_group(args) as tp_group:
@@ -359,7 +361,7 @@ async def serve(
 ) -> int | None:
     """Load the model, print the address, serve until a signal, and return the signal.
 
-    Requests get a 503 while the model loads.
+    Requests get a 503 while the model loads. Raises RankError if another rank's process has ended.
     """
     name = served_name(source)
     make = functools.partial(load_engine, args, source, device, tp_group)
@@ -384,11 +386,19 @@ async def serve(
     else:
         server.should_exit = True
         server.force_exit = True  # no client waits for output
+    failed = False
+    if tp_group:
+        ended = asyncio.ensure_future(asyncio.to_thread(thread.thread.join))
+        await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
+        failed = ended.done() and not server.should_exit  # without a signal or a failed socket
+        server.should_exit = True
     await serving
     if not thread.ready.done():  # a signal came first, and loading cannot be interrupted
         os._exit(128 + server.signal)
     await thread.ready  # raises what loading raised
     await thread.close()
+    if failed and server.signal is None:
+        raise RankError(thread.error)
     return server.signal
 
 

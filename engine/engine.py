@@ -111,7 +111,9 @@ class Engine:
         A pass that runs out of memory fails all its requests. Logits that are not finite, or an
         error in the work for one request, fail only that request. Waiting requests stay queued. Any
         other exception, such as KeyboardInterrupt, propagates. The step's events are lost, but the
-        state stays consistent, and the next step continues from it.
+        state stays consistent, and the next step continues from it. With several ranks do not call
+        `step` after such an exception or after running out of memory, because some ranks may still
+        be inside the pass.
         """
         self.scheduled = []
         self.propose_drafts()
