@@ -160,13 +160,14 @@ def make_app(
     async def read_metrics() -> Response:
         """Return metrics for Prometheus, with vLLM's names, counted since the start."""
         served.backend.admit(0)
-        return Response(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        text = generate_latest(require_local(served.metrics).registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/live")
     async def watch() -> Response:
         """Stream the engine's state as server-sent events; see server/live.py for their content."""
         served.backend.admit(0)
-        return FrameStream(served.monitor.subscribe())
+        return FrameStream(require_local(served.monitor).subscribe())
 
     @get("/", include_in_schema=False)
     async def page() -> Response:
@@ -220,6 +221,13 @@ def page_policy(page: str) -> str:
     rules = ["default-src 'none'", f"script-src 'self'{allowed}", "style-src 'unsafe-inline'"]
     rules += ["connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
     return "; ".join([*rules, "frame-ancestors 'none'"])
+
+
+def require_local(view):
+    """Return the metrics or monitor. Raises APIError if the engine is not in this process."""
+    if view is None:
+        raise APIError(404, "not available here: the engines run in other processes")
+    return view
 
 
 async def handle_error(request: Request, error: Exception) -> JSONResponse:

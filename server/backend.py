@@ -1,4 +1,4 @@
-"""Interface between the API's handlers and the engine that generates."""
+"""Interface between the API's handlers and what generates: one engine, or several replicas."""
 
 import itertools
 from collections.abc import AsyncIterator
@@ -54,7 +54,7 @@ class Update(NamedTuple):
 
 
 class Backend(Protocol):
-    """What generates for a ServedModel: an EngineThread."""
+    """What generates for a ServedModel: an EngineThread, or a ReplicaClient."""
 
     error: str | None  # why nothing can be generated; None if it can
 

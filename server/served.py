@@ -29,7 +29,8 @@ class ServedModel:
     """A model served under a name.
 
     root: the model's source. chat: its template, or the error that says why it has none.
-    metrics: what /metrics shows. monitor: what /live streams.
+    metrics: what /metrics shows. monitor: what /live streams; None: the engines run in other
+    processes.
     """
 
     def __init__(
