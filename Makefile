@@ -6,6 +6,9 @@ demo: .venv/compiled tags  ## run infer.py with the embedded model, on the CPU
 test: .venv/compiled .venv/tested tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
+test-ray: .venv/ray tags  ## run the tests of engines on Ray, which is 490 MB more
+	.venv/bin/python -m pytest tests/ray_serve
+
 tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python lessons.py tag --quiet
 
@@ -19,6 +22,10 @@ INSTALL = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
 .venv/tested: pyproject.toml .venv/installed
 	$(INSTALL) '.[test]'
+	@touch $@
+
+.venv/ray: pyproject.toml .venv/tested
+	$(INSTALL) '.[ray]'
 	@touch $@
 
 SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
@@ -35,4 +42,4 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 	$(INSTALL) .
 	@touch $@
 
-.PHONY: demo test tags
+.PHONY: demo test test-ray tags

@@ -200,8 +200,8 @@ class Protocol(H11Protocol):
             self.timer = self.loop.call_later(self.seconds, self.transport.close)
 
 
-# Use h11 even if httptools is installed. httptools stops reading when bytes follow a body, and
-# the server does not notice that the client disconnects.
+# Use h11 even if httptools is installed, as with Ray. httptools stops reading when bytes follow a
+# body, and the server does not notice that the client disconnects.
 UVICORN = {"http": Protocol, "access_log": False}
 
 

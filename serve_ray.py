@@ -1,11 +1,27 @@
-"""Serve a model with several engines on Ray, each in its own process."""
+"""Serve a model with several engines on Ray, each in its own process: python serve_ray.py."""
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
+    import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
+
+import torch
 
 from command_line.models import pick_device
-from command_line.parser import Parser
-from errors import check_limits
+from command_line.parser import Parser, run_script, write_stdout
+from errors import UserError, check_limits
 from loading.load import load_config, resolve_source
-from serve import add_server_options, check_server_options
+from serve import add_server_options, check_server_options, listen, server_url
 from server.replicas import Ingress, Replica
+from server.served import served_name
 from text.tokenizer import load_encoding
 
 CPUS = (int | float, lambda value: 1e-4 <= value < 1e6, "a number from 0.0001 to below 1000000")
@@ -14,6 +30,16 @@ LIMITS = {
     "cpus": CPUS,  # Ray's minimum is 0.0001
 }
 MAX_ONGOING_REQUESTS = 2**20  # concurrent requests; an engine enforces its own limit
+RAY_ENVIRONMENT = {  # Ray reads these at import
+    "RAY_USAGE_STATS_ENABLED": "0",  # send no usage statistics
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # calls by gRPC, and fewer threads
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # no additional port
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # allow Windows and macOS
+}
+
+
+def main(argv=None) -> None:
+    run_script(make_parser(), run, argv)
 
 
 def make_parser() -> Parser:
@@ -27,6 +53,53 @@ def make_parser() -> Parser:
     return parser
 
 
+def run(args) -> None:
+    """Serve until a signal comes. Raises UserError for bad input."""
+    check_options(args)
+    requested = f"--replicas {args.replicas}"
+    cpus = os.cpu_count()
+    if args.replicas * args.cpus > cpus:
+        raise UserError(f"{requested} --cpus {args.cpus:g}: this machine has {cpus} CPUs")
+    gpus = torch.cuda.device_count()
+    if pick_device(args.device) == "cuda" and args.replicas > gpus:
+        raise UserError(f"{requested}: each needs a GPU; this machine has {gpus}")
+    signals = queue.SimpleQueue()
+    with ray_server(args) as address:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: signals.put(number))
+        write_stdout(f"{served_name(resolve_source(args.model))} at {address}\n")
+        received = signals.get()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)  # which does not wait
+        drain()
+    if received == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def child_processes() -> list:
+    """Return a psutil.Process for each process that Ray started."""
+    import psutil  # comes with Ray, once that is imported
+
+    return psutil.Process().children(recursive=True)
+
+
+def kill(processes) -> None:
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def drain() -> None:
+    """Refuse new clients, and wait up to --drain-seconds for running requests."""
+    from ray import serve
+
+    serve.delete("default", _blocking=False)  # not serve.shutdown, which cuts connections first
+    while serve.status().applications:
+        time.sleep(0.1)
+
+
 def check_options(args) -> None:
     """Raise UserError for options that would otherwise fail later, in other processes."""
     check_server_options(args)
@@ -36,6 +109,38 @@ def check_options(args) -> None:
     load_encoding(source, load_config(source).vocab_size)
     if source.type != "random":
         source.weight_files()
+
+
+@contextlib.contextmanager
+def ray_server(args) -> Iterator[str]:
+    """Start Ray and yield the server's address; end all processes on exit.
+
+    Raises UserError if Ray is not installed or a replica fails to start.
+    """
+    with listen(args.host, args.port) as sock:
+        port = sock.getsockname()[1]  # a free one for --port 0
+    os.environ.update(RAY_ENVIRONMENT)
+    try:
+        import ray
+        from ray import serve
+    except ImportError:
+        raise UserError("Ray is not installed: pip install '.[ray]'") from None
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    ray.init("local", num_cpus=os.cpu_count(), _node_ip_address="127.0.0.1", **quiet)
+    try:
+        logging.getLogger("ray.serve").setLevel("ERROR")
+        serve.start(http_options={"host": args.host, "port": port})
+        try:
+            serve.run(application(args))
+        except RuntimeError as error:
+            status = serve.status().applications["default"].deployments["Replica"]
+            reason = (status.message or str(error)).strip().rpartition("\n")[2]
+            raise UserError(reason.removeprefix("errors.UserError: ")) from None
+        yield server_url(args.host, port)
+    finally:
+        started = child_processes()
+        ray.shutdown()  # which tells workers to end, and does not wait
+        kill(started)
 
 
 def application(args):
@@ -65,3 +170,7 @@ def build(options: dict[str, str]):
     args = make_parser().parse_args([f"--{name}={value}" for name, value in options.items()])
     check_options(args)
     return application(args)
+
+
+if __name__ == "__main__":
+    main()
