@@ -15,8 +15,11 @@ if __name__ == "__main__":
 
 import torch
 
+from cache import ContextWindow
 from command_line.models import pick_device
 from command_line.parser import Parser, run_script, write_stdout
+from engine.options import engine_config
+from engine.pages import page_count
 from errors import UserError, check_limits
 from loading.load import load_config, resolve_source
 from serve import add_server_options, check_server_options, listen, server_url
@@ -49,6 +52,8 @@ def make_parser() -> Parser:
     ray.add_argument(
         "--cpus", metavar="N", type=float, default=1, help="CPUs reserved for each engine"
     )
+    routing_help = "prefix: prefer the engine that caches a prompt's prefix; load: the least loaded"
+    ray.add_argument("--routing", default="prefix", choices=("prefix", "load"), help=routing_help)
     add_server_options(parser)
     return parser
 
@@ -158,11 +163,29 @@ def application(args):
         ray_actor_options=actor_options,
         max_constructor_retry_count=1,  # a constructor that fails once always fails
         **common_options,
+        **router_options(args),
     )
     ingress = serve.deployment(
         serve.ingress()(Ingress), ray_actor_options={"num_cpus": 0}, **common_options
     )
     return ingress.bind(args, replicas.bind(args))
+
+
+def router_options(args) -> dict:
+    """Return the deployment options that select a router; none for Ray's own."""
+    if args.routing == "load":
+        return {}
+    from ray.serve.config import RequestRouterConfig
+
+    config = engine_config(args)
+    sizes = {name: getattr(config, name) for name in ("stride", "page_size", "max_num_seqs")}
+    sizes["block_size"] = load_config(resolve_source(args.model)).block_size
+    sizes["num_pages"] = config.num_pages or config.max_num_seqs * page_count(
+        sizes["block_size"], config.page_size
+    )
+    ContextWindow(sizes["block_size"], args.stride)  # checks the stride
+    router = {"request_router_class": "server.router:PrefixAwareRouter"}
+    return {"request_router_config": RequestRouterConfig(**router, request_router_kwargs=sizes)}
 
 
 def build(options: dict[str, str]):
