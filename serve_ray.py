@@ -59,7 +59,7 @@ def make_parser() -> Parser:
 
 
 def run(args) -> None:
-    """Serve until a signal comes. Raises UserError for bad input."""
+    """Serve until a signal comes. Raises UserError for bad input, or if Ray itself ends."""
     check_options(args)
     requested = f"--replicas {args.replicas}"
     cpus = os.cpu_count()
@@ -73,12 +73,34 @@ def run(args) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: signals.put(number))
         write_stdout(f"{served_name(resolve_source(args.model))} at {address}\n")
-        received = signals.get()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)  # which does not wait
+        try:
+            received = wait_for_signal(signals)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.default_int_handler)  # which does not wait
         drain()
     if received == signal.SIGINT:
         raise KeyboardInterrupt
+
+
+def wait_for_signal(signals: queue.SimpleQueue) -> int:
+    """Return the first signal.
+
+    If the GCS or raylet ends before, kill all processes that Ray started and raise UserError. Ray
+    restarts its other processes, or runs without them.
+    """
+    from ray._private.worker import _global_node as node
+
+    started = child_processes()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return signals.get(timeout=1)
+        children = child_processes()
+        if ended := {name for name, _ in node.dead_processes()} & {"gcs_server", "raylet"}:
+            kill({*started, *children})  # children of a killed raylet may survive
+            logs = node.get_logs_dir_path()
+            raise UserError(f"Ray's {min(ended)} has ended; its logs are in {logs}")
+        started = children
 
 
 def child_processes() -> list:
@@ -162,6 +184,7 @@ def application(args):
         num_replicas=args.replicas,
         ray_actor_options=actor_options,
         max_constructor_retry_count=1,  # a constructor that fails once always fails
+        health_check_period_s=1,  # three failures mark a replica as unhealthy
         **common_options,
         **router_options(args),
     )

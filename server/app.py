@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from errors import UserError
@@ -160,8 +160,7 @@ def make_app(
     async def read_metrics() -> Response:
         """Return metrics for Prometheus, with vLLM's names, counted since the start."""
         served.backend.admit(0)
-        text = generate_latest(require_local(served.metrics).registry)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return Response(await require_local(served.metrics).read(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/live")
     async def watch() -> Response:

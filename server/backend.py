@@ -79,6 +79,13 @@ class Backend(Protocol):
         """
 
 
+class MetricsReader(Protocol):
+    """What /metrics shows."""
+
+    async def read(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+
+
 class Monitor(Protocol):
     """What /live streams."""
 

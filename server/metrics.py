@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine.request import Event, Request
@@ -72,6 +72,10 @@ class Metrics:
             f"vllm:{name}", documentation, labels, registry=self.registry, buckets=buckets
         )
         return family.labels(self.model_name)
+
+    async def read(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the counts that the engine keeps; the registry calls this."""

@@ -2,17 +2,21 @@
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Iterable
 
 from fastapi import FastAPI
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
 
 from command_line.models import pick_device
 from engine.options import load_engine
 from loading.load import load_config, resolve_source
 from server.app import allowed_hosts, make_app
-from server.backend import GenerateInput, Update
+from server.backend import EngineDead, GenerateInput, Update
 from server.engine_thread import EngineThread
 from server.memory import freeze
+from server.metrics import Metrics
 from server.served import ServedModel, find_chat, served_name
 from text.tokenizer import load_encoding
 
@@ -25,6 +29,8 @@ class Replica:
             load_engine, args, resolve_source(args.model), pick_device(args.device)
         )
         self.thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
+        self.metrics = Metrics(self.thread, served_name(resolve_source(args.model)))
+        self.name = uuid.uuid4().hex[:8]
         self.thread.start()
         await self.thread.ready
 
@@ -36,6 +42,49 @@ class Replica:
                     yield update
         except Exception as error:
             yield error
+
+    def check_health(self) -> None:
+        """Raise EngineDead if the engine has ended, so that Ray replaces this replica."""
+        if self.thread.error:
+            raise EngineDead(self.thread.error)
+
+    def read_metrics(self) -> list[Metric]:
+        """Return the engine's metrics, each sample with the label engine, as in vLLM."""
+        families = list(self.metrics.registry.collect())
+        for family in families:
+            family.samples = [
+                sample._replace(labels=sample.labels | {"engine": self.name})
+                for sample in family.samples
+            ]
+        return families
+
+
+class AggregatedMetrics:
+    """The metrics of all replicas, read on demand. handle: Ray's."""
+
+    def __init__(self, handle):
+        self.handle = handle
+
+    async def read(self) -> bytes:
+        """Return the merged metrics in Prometheus' text format, without replicas that just ended.
+
+        Raises TimeoutError if a replica does not answer within 10 s, Prometheus' own timeout.
+        """
+        responses = self.handle.broadcast("read_metrics")
+        merged = MetricFamilies()
+        for families in await responses.results_async(timeout_s=10, return_exceptions=True):
+            for family in families if isinstance(families, list) else ():
+                merged_family = merged.setdefault(family.name, family)
+                if merged_family is not family:
+                    merged_family.samples += family.samples
+        return generate_latest(merged)
+
+
+class MetricFamilies(dict[str, Metric]):
+    """Metric families by name, with the interface of a registry."""
+
+    def collect(self) -> Iterable[Metric]:
+        return self.values()
 
 
 class ReplicaClient:
@@ -58,7 +107,14 @@ class ReplicaClient:
         """Yield what `EngineThread.generate` yields; one replica computes the whole call."""
         updates = self.handle.generate.remote(inputs)
         try:
-            async for update in updates:
+            while True:
+                try:
+                    update = await anext(updates)
+                except StopAsyncIteration:
+                    return
+                except Exception as error:  # Ray raises many types
+                    reason = "the replica of this request has ended, or cannot be reached"
+                    raise EngineDead(f"{reason}: {type(error).__name__}") from None
                 if isinstance(update, Exception):
                     raise update
                 yield update
@@ -80,6 +136,7 @@ class Ingress:
             served_name(source),
             source.label,
             find_chat(source),
+            metrics=AggregatedMetrics(self.replicas),
         )
         freeze()
         hosts = allowed_hosts(self.args.host, self.args.allowed_host)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from errors import UserError
 from loading.load import Source
-from server.backend import Backend, Monitor
-from server.metrics import Metrics
+from server.backend import Backend, MetricsReader, Monitor
 from server.protocol import APIError, ChatRequest
 from text.chat import Chat
 from text.detokenizer import IncrementalDetokenizer
@@ -39,7 +38,7 @@ class ServedModel:
         name: str,
         root: str,
         chat: Chat | UserError,
-        metrics: Metrics | None = None,
+        metrics: MetricsReader | None = None,
         monitor: Monitor | None = None,
     ):
         self.backend = backend

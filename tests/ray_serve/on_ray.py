@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from conftest import ROOT
 from replicas import OPTIONS
-from serving import Client
+from serving import Client, metric_families
 from serving import until as until_in
 
 until = functools.partial(until_in, seconds=100)
@@ -64,3 +64,15 @@ def start(model, directory, *options) -> Iterator[tuple[Client, Server]]:
         if server.process.poll() is None:
             os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does
             assert server.result() == (130, "")
+
+
+def samples(client, name: str, **labels) -> dict[str, float]:
+    """The values of a metric, of each engine by its name, which have these labels."""
+    families = metric_families(client)
+    assert len({family.name for family in families}) == len(families)
+    return {
+        sample.labels["engine"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == f"vllm:{name}" and labels.items() <= sample.labels.items()
+    }
