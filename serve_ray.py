@@ -27,6 +27,7 @@ from server.replicas import Ingress, Replica
 from server.served import served_name
 from text.tokenizer import load_encoding
 
+SECONDS = (int | float, lambda value: 1 <= value < 1e6, "a number from 1 to below 1000000")
 CPUS = (int | float, lambda value: 1e-4 <= value < 1e6, "a number from 0.0001 to below 1000000")
 LIMITS = {
     "replicas": (int, lambda value: value >= 1, "an integer >= 1"),
@@ -49,6 +50,10 @@ def make_parser() -> Parser:
     parser = Parser(description="Serve a model with several engines, each in a process of Ray.")
     ray = parser.group("replicas")
     ray.add_argument("--replicas", metavar="N", type=int, default=2, help="number of engines")
+    max_help = "maximum number of engines under load (default: --replicas)"
+    ray.add_argument("--max-replicas", metavar="N", type=int, help=max_help)
+    scale_help = "seconds of more or less load before --max-replicas adds or removes an engine"
+    ray.add_argument("--scale-seconds", metavar="S", type=float, default=30, help=scale_help)
     ray.add_argument(
         "--cpus", metavar="N", type=float, default=1, help="CPUs reserved for each engine"
     )
@@ -61,12 +66,13 @@ def make_parser() -> Parser:
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input, or if Ray itself ends."""
     check_options(args)
-    requested = f"--replicas {args.replicas}"
+    option = "--replicas" if args.max_replicas is None else "--max-replicas"
+    requested = f"{option} {max_replicas(args)}"
     cpus = os.cpu_count()
-    if args.replicas * args.cpus > cpus:
+    if max_replicas(args) * args.cpus > cpus:
         raise UserError(f"{requested} --cpus {args.cpus:g}: this machine has {cpus} CPUs")
     gpus = torch.cuda.device_count()
-    if pick_device(args.device) == "cuda" and args.replicas > gpus:
+    if pick_device(args.device) == "cuda" and max_replicas(args) > gpus:
         raise UserError(f"{requested}: each needs a GPU; this machine has {gpus}")
     signals = queue.SimpleQueue()
     with ray_server(args) as address:
@@ -131,11 +137,21 @@ def check_options(args) -> None:
     """Raise UserError for options that would otherwise fail later, in other processes."""
     check_server_options(args)
     check_limits(LIMITS, replicas=args.replicas, cpus=args.cpus)
+    check_limits({"scale_seconds": SECONDS}, scale_seconds=args.scale_seconds)
+    if max_replicas(args) < args.replicas:
+        raise UserError(
+            f"--max-replicas {max_replicas(args)}: must be at least --replicas ({args.replicas})"
+        )
     pick_device(args.device)
     source = resolve_source(args.model)
     load_encoding(source, load_config(source).vocab_size)
     if source.type != "random":
         source.weight_files()
+
+
+def max_replicas(args) -> int:
+    """Return the maximum number of replicas."""
+    return args.replicas if args.max_replicas is None else args.max_replicas
 
 
 @contextlib.contextmanager
@@ -181,7 +197,7 @@ def application(args):
     actor_options = {"num_cpus": args.cpus, "num_gpus": int(pick_device(args.device) == "cuda")}
     replicas = serve.deployment(
         Replica,
-        num_replicas=args.replicas,
+        autoscaling_config=autoscaling_config(args),
         ray_actor_options=actor_options,
         max_constructor_retry_count=1,  # a constructor that fails once always fails
         health_check_period_s=1,  # three failures mark a replica as unhealthy
@@ -192,6 +208,19 @@ def application(args):
         serve.ingress()(Ingress), ray_actor_options={"num_cpus": 0}, **common_options
     )
     return ingress.bind(args, replicas.bind(args))
+
+
+def autoscaling_config(args) -> dict:
+    """Return Ray's autoscaling configuration, with a target of max_num_seqs requests a replica."""
+    return {
+        "min_replicas": args.replicas,
+        "max_replicas": max_replicas(args),
+        "target_ongoing_requests": args.max_num_seqs,
+        "metrics_interval_s": min(args.scale_seconds / 4, 10),
+        "look_back_period_s": args.scale_seconds,
+        "upscale_delay_s": args.scale_seconds,
+        "downscale_delay_s": args.scale_seconds,
+    }
 
 
 def router_options(args) -> dict:
