@@ -1,10 +1,14 @@
-"""What serve.py refuses, in one line."""
+"""What serve.py and serve_ray.py refuse, in one line."""
+
+import os
 
 import pytest
 from conftest import is_one_line
 
 import serve
+import serve_ray
 
+CPUS = os.cpu_count()
 SERVE = {  # option -> words of the error
     "--port=-1": "--port 0 65535",
     "--port=65536": "--port 65536 0 65535",
@@ -25,12 +29,23 @@ SERVE = {  # option -> words of the error
     "--allowed-host=": "--allowed-host",
     "--allowed-host=[::1]": "--allowed-host [::1]",
 }
+SERVE_RAY = {
+    "--replicas=0": "replicas 0 1",
+    "--cpus=0.00001": "cpus 1e-05 0.0001 1000000",
+    "--cpus=1e6": "cpus 1000000.0 0.0001 1000000",
+    "--cpus=1e5": f"--replicas 2 --cpus 100000 {CPUS}",
+    "--gamma=2": "--gamma --draft",
+    "--max-replicas=1": "--max-replicas 1 --replicas 2",
+    "--scale-seconds=0": "scale_seconds 0.0 1 1000000",
+    "--max-replicas=1000000": f"--max-replicas 1000000 --cpus 1 {CPUS}",
+}
 MODEL = {
     "--max-num-seqs=0": "max_num_seqs 0 1",
     "--model=.": "config.json",
     "--model=nowhere/x/y": "'nowhere/x/y'",
 }
 REFUSED = [(serve.main, *case) for case in (SERVE | MODEL).items()]
+REFUSED += [(serve_ray.main, *case) for case in SERVE_RAY.items()]
 
 
 @pytest.mark.parametrize("main, option, words", REFUSED)
@@ -47,6 +62,7 @@ def test_what_is_wrong_is_one_line(run_main, monkeypatch, tmp_path, main, option
         (serve.main, "--max-num-seqs=0", "error: max_num_seqs is 0; it must be an integer >= 1\n"),
         (serve.main, "--model=.", "error: .: no config.json in this directory\n"),
         (serve.main, "--model=nowhere/x/y", "unknown model 'nowhere/x/y'"),
+        (serve_ray.main, "--routing=luck", "--routing: invalid choice: 'luck' (choose from"),
     ],
 )
 def test_so_is_what_a_model_cannot_be_loaded_with(
