@@ -1,6 +1,8 @@
-"""Imports: libraries import no script."""
+"""Imports: libraries import no script, and one sequence needs no engine."""
 
 import ast
+import subprocess
+import sys
 
 from conftest import ROOT
 
@@ -20,6 +22,10 @@ def is_script(file) -> bool:
     return 'if __name__ == "__main__":' in file.read_text("utf-8")
 
 
+def test_fourteen_files_stand_at_the_root():
+    assert len(list(ROOT.glob("*.py"))) == 14
+
+
 def test_libraries_import_no_script():
     packages = [start.parent for start in ROOT.glob("*/__init__.py")]
     files = [*ROOT.glob("*.py"), *(file for package in packages for file in package.rglob("*.py"))]
@@ -32,3 +38,16 @@ def test_libraries_import_no_script():
     assert wanted <= libraries.keys()
     wrong = {name: imported(file) & scripts for name, file in libraries.items()}
     assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def test_one_sequence_needs_no_engine():
+    """`import infer` loads no engine, server or parallel code."""
+    program = "import sys, infer; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    places = {name: ROOT / f"{name.replace('.', '/')}.py" for name in found.stdout.split()}
+    names = [name for name, place in places.items() if place.is_file()]
+    packages = {name.partition(".")[0] for name in names if "." in name}
+    wanted = {"command_line", "loading", "native", "quantisation", "text"}
+    assert packages == wanted
+    assert {name for name in names if is_script(places[name])} == {"infer"}, found.stderr
