@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from errors import UserError
 from llama import LlamaConfig, RotaryEmbedding
 from loading.byte_level import PATTERNS
 from loading.checkpoint import read_json
@@ -87,15 +88,29 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
         tokens[token] = text
         token_types[token] = gguf.TokenType.CONTROL if text in added else gguf.TokenType.NORMAL
     merges = raw["model"]["merges"]
-    names = {pattern: PRE_TOKENIZERS[name] for name, pattern in PATTERNS.items()}
     writer.add_tokenizer_model("gpt2")  # byte-level BPE
-    writer.add_tokenizer_pre(names[encoding._pat_str])
+    writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer, raw["pre_tokenizer"]))
     writer.add_token_list(tokens)
     writer.add_token_types(token_types)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_ids[0])
     writer.add_add_bos_token(bool(encoding.prefix_ids))
+
+
+def pre_tokenizer_name(file: Path, step: dict) -> str:
+    """Return llama.cpp's name of a pre_tokenizer. Raises UserError if it has none."""
+    level = {"type": "ByteLevel", "add_prefix_space": False}
+    steps = [part.copy() for part in step.get("pretokenizers", [step])]
+    for part in steps:
+        part.pop("trim_offsets", None)
+    if steps in ([level], [level | {"use_regex": True}]):
+        return PRE_TOKENIZERS["GPT-2"]
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    for name, pattern in PATTERNS.items():
+        if steps == [split | {"pattern": {"Regex": pattern}}, level | {"use_regex": False}]:
+            return PRE_TOKENIZERS[name]
+    raise UserError(f"{file}: GGUF has no name for this pre_tokenizer")
 
 
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import tiktoken
-
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
 from parallel.ranks import RankError
 from server.backend import EngineDead, GenerateInput, QueueFull, RequestFailed, Update
+from text.tokenizer import Encoding
 
 
 class Observer(Protocol):
@@ -130,7 +129,7 @@ class EngineThread:
         return self.engine.model.config
 
     @property
-    def encoding(self) -> tiktoken.Encoding:
+    def encoding(self) -> Encoding:
         return self.engine.encoding
 
     @property
