@@ -9,7 +9,7 @@ import sys
 from errors import UserError, catch_out_of_memory
 
 # Packages of the extra `test` that benchmarks import lazily.
-OPTIONAL_PACKAGES = {"gguf", "matplotlib", "pandas", "tokenizers", "transformers"}
+OPTIONAL_PACKAGES = {"gguf", "matplotlib", "pandas", "transformers"}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

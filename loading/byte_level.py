@@ -24,3 +24,7 @@ def unicode_to_bytes() -> dict[str, int]:
     hidden = [byte for byte in range(256) if byte not in printable]
     characters = {chr(byte): byte for byte in printable}
     return characters | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+BYTE_DECODER = unicode_to_bytes()
+BYTE_ENCODER = {byte: character for character, byte in BYTE_DECODER.items()}

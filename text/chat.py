@@ -61,7 +61,6 @@ class Chat:
         token can still count if the template leaves out one of its own for it.) A template that
         escapes a message sees the stand-ins.
         """
-        # None begins with another, as `check_added_tokens` ensures.
         control_tokens = encoding.special_tokens_set
         contents = [message["content"] for message in messages]
         used = set().union(self.template_text, *self.special_tokens.values(), *contents)
@@ -97,8 +96,9 @@ def stand_ins(characters: set[str], used: set[str]) -> dict[int, int]:
 
 
 def split_special_tokens(tokens: set[str], text: str) -> list[str]:
-    """Split a text at added tokens: text, token, text, ..., text."""
-    return re.split(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})", text)
+    """Split a text at added tokens: text, token, text, ..., text. The longest match wins."""
+    longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
+    return re.split(f"({'|'.join(longest_first) or '(?!)'})", text)
 
 
 def environment():
