@@ -11,7 +11,7 @@ import torch
 from errors import UserError
 from llama import LlamaConfig, RotaryEmbedding
 from loading.byte_level import PATTERNS
-from loading.checkpoint import read_json
+from loading.checkpoint import check_values, read_json
 from loading.gguf_model import gguf_name
 from model import Model
 from text.tokenizer import read_tokenizer_json
@@ -80,6 +80,7 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
 
     encoding = read_tokenizer_json(tokenizer)
     raw = read_json(tokenizer)
+    check_values(tokenizer, raw, {"normalizer": (None, {"type": "NFC"})})
     added = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
     ids = raw["model"]["vocab"] | added
     tokens = [f"<unused {token}>" for token in range(config.vocab_size)]

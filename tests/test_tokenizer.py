@@ -247,6 +247,10 @@ TEMPLATE = {
         with_changes(model__vocab=VOCABULARY | {"hello": 263}),
         with_changes(model__merges=[MERGES[1], MERGES[0], *MERGES[2:]]),
         with_changes(model__merges=[]),
+        # Another normal form, a blank before each text, and no split.
+        with_changes(normalizer={"type": "Lowercase"}),
+        with_changes(pre_tokenizer__add_prefix_space=True),
+        with_changes(pre_tokenizer__use_regex=False),
         # Special tokens first: the ids of bytes and merges begin after theirs.
         with_values(SMALL, {"added_tokens.0.id": 0, "model.vocab": AFTER}),
     ],
@@ -279,24 +283,18 @@ def with_two_added(ids: tuple[int, int], in_vocabulary: dict) -> dict:
 
 
 OTHER_VALUES = {
-    "normalizer": {"type": "Lowercase"},
     "model.type": "Unigram",
     "model.dropout": 0.1,
     "model.byte_fallback": True,
     "model.end_of_word_suffix": "</w>",
     "model.continuing_subword_prefix": "##",
-    "pre_tokenizer.type": "Whitespace",
-    "pre_tokenizer.add_prefix_space": True,
-    "pre_tokenizer.use_regex": False,
     "decoder.type": "WordPiece",
-    "post_processor.type": "BertProcessing",
 }
 
 
 @pytest.mark.parametrize("key, value", OTHER_VALUES.items())
 def test_a_value_that_would_give_other_ids_is_refused_by_name(load, key, value):
-    raw = with_values(SMALL | {"post_processor": {"type": "ByteLevel"}}, {key: value})
-    check_refused(f"{key} is {value!r}", load, raw)
+    check_refused(f"{key} is {value!r}", load, with_values(SMALL, {key: value}))
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
@@ -306,6 +304,8 @@ def test_a_flag_of_an_added_token_is_refused_by_name(load, flag):
 
 
 FOREIGN = "not a Hugging Face tokenizer: "
+BYTES = "pre_tokenizer must have a step ByteLevel"
+AROUND = "post_processor may only put added tokens before a text"
 OUT = "out of vocabulary"
 IN_LIBRARY = "added token '<|endoftext|>' has the id {}, but 262 in the"
 
@@ -314,9 +314,12 @@ IN_LIBRARY = "added token '<|endoftext|>' has the id {}, but 262 in the"
     "raw, words",
     [
         (with_changes(model=None), "model.type is None; supported is 'BPE'"),
-        (with_changes(pre_tokenizer=None), "pre_tokenizer.type is None"),
+        (with_changes(pre_tokenizer=None), BYTES),
+        (with_changes(pre_tokenizer={"type": "Whitespace"}), BYTES),
+        (with_changes(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), FOREIGN),
+        (with_changes(post_processor={"type": "BertProcessing"}), AROUND),
         *[
-            (with_changes(post_processor=TEMPLATE | {"single": single}), "post_processor.single")
+            (with_changes(post_processor=TEMPLATE | {"single": single}), AROUND)
             for single in ([ADDS_EOT, TEXT_A], [TEXT_A, ADDS_EOT])
         ],
         # added tokens

@@ -1,71 +1,38 @@
 """Text to token ids and back: one `Encoding` for all models."""
 
 import json
-import reprlib
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from errors import UserError
-from loading.byte_level import BYTE_DECODER, BYTE_ENCODER, PATTERNS
+from loading.byte_level import BYTE_DECODER, BYTE_ENCODER
 from loading.checkpoint import check_nested_values, check_values, read_json
 from loading.load import resolve_source
 
 EOT = "<|endoftext|>"
-SUPPORTED_VALUES = {  # tokenizer.json fields; others would change the ids of a text
-    "normalizer": (None, {"type": "NFC"}),
-    "pre_tokenizer.type": ("ByteLevel", "Split, ByteLevel"),
-    "pre_tokenizer.behavior": ("Isolated",),
-    "pre_tokenizer.invert": (False,),
-    "pre_tokenizer.add_prefix_space": (False,),
+SUPPORTED_VALUES = {  # tokenizer.json fields; others would change the bytes of a token
     "model.type": ("BPE",),
     "model.dropout": (None, 0),
     "model.byte_fallback": (None, False),
     "model.continuing_subword_prefix": (None, ""),
     "model.end_of_word_suffix": (None, ""),
-    "post_processor.type": (
-        None,
-        "ByteLevel",
-        "TemplateProcessing",
-        "ByteLevel, TemplateProcessing",
-    ),
     "decoder.type": ("ByteLevel",),
 }
-
-
-def check_pattern(file: Path, step: dict) -> None:
-    """Raise UserError unless a pre_tokenizer splits once, by one of PATTERNS.
-
-    A Split has a pattern; a ByteLevel alone has GPT-2's.
-    """
-    alone = step.get("type", "ByteLevel") == "ByteLevel"
-    step = {"use_regex": True} | step
-    check_nested_values(file, {"pre_tokenizer": step}, {"pre_tokenizer.use_regex": (alone,)})
-    found = step.get("pattern", {"Regex": PATTERNS["GPT-2"]})
-    if found not in [{"Regex": pattern} for pattern in PATTERNS.values()]:
-        names = " or ".join(f"{name}'s" for name in PATTERNS)
-        raise UserError(
-            f"{file}: pre_tokenizer.pattern is {repr(found):.200}; supported is {names}"
-        )
-
-
 ADDED_TOKEN_FLAGS = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}
 
 
 class Encoding:
     """A byte-level BPE tokenizer of the tokenizers library.
 
-    where: prefix of errors. raw: the object in a `tokenizer.json`.
-    special_tokens_set: the control tokens, which plain text never becomes: all added tokens.
-    Raises UserError for other tokenizers.
+    where: prefix of errors. raw: the object in a `tokenizer.json`. fault: the error if the library
+    cannot read it.
+    special_tokens_set: the control tokens, which plain text never becomes: all added tokens except
+    runs of white space. Raises UserError for other tokenizers.
     """
 
-    def __init__(self, where, raw: dict):
-        pre_tokenizer = one_step(raw.get("pre_tokenizer"), "pretokenizers")
-        post_processor = one_step(raw.get("post_processor"), "processors")
-        steps = {"pre_tokenizer": pre_tokenizer, "post_processor": post_processor}
-        check_nested_values(where, raw | steps, SUPPORTED_VALUES)
-        check_pattern(where, pre_tokenizer)
+    def __init__(self, where, raw: dict, fault: str = "not a Hugging Face tokenizer"):
+        check_nested_values(where, raw, SUPPORTED_VALUES)
         # No truncation, no padding. A byte that the vocabulary lacks is dropped, because unk_token
         # may be a control token.
         model = raw["model"] | {"unk_token": None}
@@ -73,20 +40,21 @@ class Encoding:
         raw = raw | {"model": model, "added_tokens": added, "truncation": None, "padding": None}
         try:
             self.tokenizer = Tokenizer.from_str(json.dumps(raw | {"post_processor": None}))
-            self.ordinary = ordinary_tokenizer(self.tokenizer)
+            control_tokens = {token["content"] for token in added if is_control_token(token)}
+            self.ordinary = ordinary_tokenizer(self.tokenizer, control_tokens)
+            encode_ids(self.ordinary, "a")
         except BaseException as error:  # the library's panics are not Exceptions
             if isinstance(error, KeyboardInterrupt):
                 raise
             reason = " ".join(str(error).split())
-            raise UserError(f"{where}: not a Hugging Face tokenizer: {reason:.200}") from None
+            raise UserError(f"{where}: {fault}: {reason:.200}") from None
+        check_byte_level(where, self.tokenizer)
         check_added_tokens(where, added, self.tokenizer, model)
         self.added_token_ids = {token["content"]: token["id"] for token in added}
         self.added_token_texts = {token: name for name, token in self.added_token_ids.items()}
         self.n_vocab = max([*model["vocab"].values(), *self.added_token_texts], default=-1) + 1
-        self.special_tokens_set = set(self.added_token_ids)
-        check_prefix(where, post_processor, self.added_token_ids)
-        prefix = post_processor["single"][:-1] if has_template(post_processor) else []
-        self.prefix_ids = [self.added_token_ids[piece["SpecialToken"]["id"]] for piece in prefix]
+        self.special_tokens_set = control_tokens
+        self.prefix_ids = find_prefix_ids(where, raw.get("post_processor"), self.added_token_ids)
 
     def encode(self, text: str, allowed_special="") -> list[int]:
         """Encode a text after the prefix tokens, unless the text begins with them.
@@ -132,15 +100,17 @@ class Encoding:
         return b"".join(map(self.decode_single_token_bytes, tokens)).decode("utf-8", "replace")
 
 
-def has_template(step) -> bool:
-    """Return whether a post_processor adds tokens to a text."""
-    return isinstance(step, dict) and step.get("type") not in (None, "ByteLevel")
-
-
 def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text."""
-    # encode_batch_fast releases the GIL, and computes no offsets.
-    (encoded,) = tokenizer.encode_batch_fast([replace_surrogates(text)], add_special_tokens=False)
+    """Return the ids of a text. Raises UserError if a pattern of the tokenizer gives up on it."""
+    try:
+        # encode_batch_fast releases the GIL, and computes no offsets.
+        (encoded,) = tokenizer.encode_batch_fast(
+            [replace_surrogates(text)], add_special_tokens=False
+        )
+    except BaseException as error:  # the library's panics are not Exceptions
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError("the tokenizer's pattern cannot split this text") from None
     return encoded.ids
 
 
@@ -149,19 +119,41 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def ordinary_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy that finds no added tokens in a text."""
+def is_control_token(token: dict) -> bool:
+    """Return whether an added token is a control token: all are, except runs of white space."""
+    return not token["content"].isspace()
+
+
+def ordinary_tokenizer(tokenizer: Tokenizer, control_tokens: set[str]) -> Tokenizer:
+    """Return a copy that finds no control tokens in a text."""
     plain = Tokenizer(tokenizer.model)
     plain.normalizer = tokenizer.normalizer
     plain.pre_tokenizer = tokenizer.pre_tokenizer
+    added = [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+    for token in added:
+        token.special = token.content in control_tokens
+    plain.add_tokens(added)
+    plain.encode_special_tokens = True  # special tokens become plain text
     return plain
+
+
+def check_byte_level(where, tokenizer: Tokenizer) -> None:
+    """Raise UserError unless only the pre_tokenizer maps a text to bytes."""
+    if tokenizer.normalizer and "Ã" in tokenizer.normalizer.normalize_str("é"):
+        raise UserError(
+            f"{where}: normalizer has a step ByteLevel; only pre_tokenizer may have one"
+        )
+    step = tokenizer.pre_tokenizer
+    pieces = step.pre_tokenize_str("é") if step else []
+    if "Ã©" not in "".join(piece for piece, _ in pieces):
+        raise UserError(f"{where}: pre_tokenizer must have a step ByteLevel")
 
 
 def check_added_tokens(where, added: list[dict], tokenizer: Tokenizer, model: dict) -> None:
     """Raise UserError for added tokens with other ids in the library, or that plain text becomes.
 
     The library ignores the ids in the file: a token gets its id in the vocabulary, or the next id.
-    Plain text becomes an added token of the vocabulary by a merge, or, with ignore_merges, as a
+    Plain text becomes a control token of the vocabulary by a merge, or, with ignore_merges, as a
     piece that equals the token.
     """
     pairs = (pair if isinstance(pair, str) else "".join(pair) for pair in model["merges"])
@@ -178,27 +170,30 @@ def check_added_tokens(where, added: list[dict], tokenizer: Tokenizer, model: di
         if not content:
             raise UserError(f"{name} is empty")
         whole = len(content) == 1 or model.get("ignore_merges") or content in merged
-        if content in model["vocab"] and whole:
+        if content in model["vocab"] and whole and is_control_token(token):
             raise UserError(f"{name}: plain text must not become it")
 
 
-def check_prefix(file: Path, step, special: dict[str, int]) -> None:
-    """Raise UserError unless a post_processor only puts added tokens before a text."""
-    if not has_template(step):
-        return
-    single = step.get("single")
+def find_prefix_ids(where, processor, added: dict[str, int]) -> list[int]:
+    """Return the ids of the added tokens that a post_processor puts before a text.
+
+    Raises UserError if it does anything else.
+    """
     try:
-        names = [piece["SpecialToken"]["id"] for piece in single[:-1]]
-        known = [step["special_tokens"][name]["ids"] for name in names]
-        prefix = [[special[name]] for name in names]
-        if known == prefix and single[-1] == {"Sequence": {"id": "A", "type_id": 0}}:
-            return
-    except (LookupError, TypeError):
+        steps = processor.get("processors", [processor]) if processor else []
+        templates = [step for step in steps if step["type"] != "ByteLevel"]
+        if not templates:
+            return []
+        (template,) = templates
+        *pieces, text = template["single"]
+        names = [piece["SpecialToken"]["id"] for piece in pieces]
+        known = [template["special_tokens"][name]["ids"] for name in names]
+        prefix = [added[name] for name in names]
+        if known == [[token] for token in prefix] and text["Sequence"]["id"] == "A":
+            return prefix
+    except (LookupError, TypeError, ValueError, AttributeError):
         pass
-    raise UserError(
-        f"{file}: post_processor.single is {reprlib.repr(single)};"
-        " supported is added tokens, then A"
-    )
+    raise UserError(f"{where}: post_processor may only put added tokens before a text")
 
 
 def load_encoding(name, vocab_size: int) -> Encoding:
@@ -240,16 +235,3 @@ def placeholder_encoding(name: str, vocab_size: int) -> Encoding:
 def read_tokenizer_json(file: Path) -> Encoding:
     """Return the Encoding of a `tokenizer.json`. Raises UserError for unsupported tokenizers."""
     return Encoding(file, read_json(file))
-
-
-def one_step(part, key: str):
-    """Return a part of a `tokenizer.json`, with a Sequence as one step that has all their fields.
-
-    key: of the steps in a Sequence. The type of the result names theirs: "Split, ByteLevel".
-    """
-    is_sequence = isinstance(part, dict) and part.get("type") == "Sequence"
-    steps = part.get(key) if is_sequence else None
-    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        return part
-    fields = {name: value for step in steps for name, value in step.items()}
-    return fields | {"type": ", ".join(str(step.get("type")) for step in steps)}
