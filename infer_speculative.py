@@ -21,7 +21,7 @@ from command_line.options import (
     read_prompts,
     sampling_params,
 )
-from command_line.output import OutputWriter, warn_long_prompts
+from command_line.output import OutputWriter, warn_dropped_bytes, warn_long_prompts
 from command_line.parser import Parser, run_script
 from drafts import GAMMA_LIMITS, check_vocabularies, prompt_lookup
 from errors import check_limits
@@ -248,6 +248,7 @@ def run(args) -> None:
     draft = drafts[0] if drafts else propose_prompt_lookup
     encoding = load_encoding(source, target.config.vocab_size)
     skip = () if params.ignore_eos else target.config.eos_token_ids
+    warn_dropped_bytes(encoding, *prompts)
     encoded = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     warn_long_prompts(encoded, target.config.block_size, args.stride)
     shown_seed = seed if params.temperature else None

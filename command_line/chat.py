@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 
 from command_line.options import check_utf8
+from command_line.output import warn_dropped_bytes
 from command_line.parser import Parser
 from errors import UserError
 from text.chat import Chat
@@ -51,6 +52,7 @@ class Conversation:
 
     def __iter__(self) -> Iterator[tuple[list[list[int]], list[str]]]:
         args, prompts, encoding = self.args, self.prompts, self.encoding
+        warn_dropped_bytes(encoding, *prompts, args.system or "", plain=args.chat)
         if is_interactive(args):
             for line in read_lines():
                 yield [self.encode_message(line)], [""]
@@ -71,6 +73,7 @@ class Conversation:
         context shift of `generate` would drop the system message first and cut inside another
         message. It still cuts the last message if that is too long alone.
         """
+        warn_dropped_bytes(self.encoding, line, plain=True)
         self.history.append({"role": "user", "content": line})
         system = system_messages(self.args)
         tokens = self.chat.encode(system + self.history, self.encoding)

@@ -8,6 +8,16 @@ from command_line.parser import write_stdout
 from text.detokenizer import IncrementalDetokenizer
 
 
+def warn_dropped_bytes(encoding, *texts: str, plain: bool = False) -> None:
+    """Note on stderr which bytes are dropped because the vocabulary lacks them.
+
+    plain: as in `Encoding.dropped_bytes`.
+    """
+    if dropped := encoding.dropped_bytes(*texts, plain=plain):
+        reason = f"the vocabulary lacks these bytes of the input, which are dropped: {dropped}"
+        print(f"note: {reason}", file=sys.stderr)
+
+
 def warn_long_prompts(prompts: list[list[int]], block_size: int, stride: int | None) -> None:
     """Note on stderr how many prompts exceed the context window of block_size tokens."""
     longest = max(map(len, prompts))

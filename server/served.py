@@ -69,13 +69,22 @@ class ServedModel:
             raise APIError(404, message, "model", "model_not_found")
 
     def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        """Return the token ids of prompts; an empty one becomes the BOS token, as in the engine."""
+        """Return the token ids of prompts; an empty prompt becomes the BOS token, as in the engine.
+
+        Raises UserError for a prompt with bytes that the vocabulary lacks.
+        """
         ids = []
         for prompt in prompts:
             if isinstance(prompt, str):
+                self.check_dropped("prompt", self.backend.encoding.dropped_bytes(prompt))
                 prompt = self.backend.encoding.encode(prompt, allowed_special="all")
             ids.append(prompt or [self.backend.config.bos_token_id])
         return ids
+
+    def check_dropped(self, field: str, dropped: str) -> None:
+        """Raise UserError if the tokenizer dropped bytes of a field. No warning reaches clients."""
+        if dropped:
+            raise UserError(f"{field}: the vocabulary of the model lacks these bytes: {dropped}")
 
     def truncate_prompt(
         self, prompt: list[int], limit: int | None, new_tokens: int, field: str
@@ -105,14 +114,17 @@ class ServedModel:
     def prepare_chat(self, body: ChatRequest) -> list[int]:
         """Encode a conversation up to the start of the reply.
 
-        Raises UserError for a model without a template, APIError for messages that the template
-        rejects.
+        Raises UserError for a model without a template and as `encode` does. Raises APIError for
+        messages that the template rejects.
         """
         if isinstance(self.chat, UserError):
             raise self.chat
+        encoding = self.backend.encoding
         messages = [{"role": each.role, "content": each.text} for each in body.messages]
+        texts = [message.text for message in body.messages]
+        self.check_dropped("messages", encoding.dropped_bytes(*texts, plain=True))
         try:
-            return self.chat.encode(messages, self.backend.encoding)
+            return self.chat.encode(messages, encoding)
         except UserError as error:
             message = str(error).removeprefix(f"{self.chat.file}: ")  # without the file's path
             raise APIError(400, message, "messages") from None

@@ -54,6 +54,8 @@ class Encoding:
         self.added_token_texts = {token: name for name, token in self.added_token_ids.items()}
         self.n_vocab = max([*model["vocab"].values(), *self.added_token_texts], default=-1) + 1
         self.special_tokens_set = control_tokens
+        names = BYTE_DECODER.items()
+        self.missing_bytes = {byte for name, byte in names if name not in model["vocab"]}
         self.prefix_ids = find_prefix_ids(where, raw.get("post_processor"), self.added_token_ids)
 
     def encode(self, text: str, allowed_special="") -> list[int]:
@@ -98,6 +100,22 @@ class Encoding:
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens. Invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.decode_single_token_bytes, tokens)).decode("utf-8", "replace")
+
+    def dropped_bytes(self, *texts: str, plain: bool = False) -> str:
+        """Return the bytes of texts that the vocabulary lacks, in hexadecimal; "" if none.
+
+        The library drops them before merging, so their neighbours may become one token. (llama.cpp
+        drops them afterwards.) plain: added tokens in the texts are encoded as plain text.
+        """
+        found = set()
+        for text in texts if self.missing_bytes else ():
+            for token in () if plain else self.added_token_ids:
+                text = text.replace(token, " ")
+            text = replace_surrogates(text)
+            if self.tokenizer.normalizer:
+                text = self.tokenizer.normalizer.normalize_str(text)
+            found |= self.missing_bytes.intersection(text.encode())
+        return bytes(sorted(found)).hex(" ")
 
 
 def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
