@@ -29,12 +29,18 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     dtype: "float32", or "int8" for Q8_0, which stores each block of 32 weights of a row as int8
     with one scale. Rows not a multiple of 32 long, vectors and learned positions stay float32.
     tokenizer: a tokenizer.json. With None the file has no vocabulary and works only with token ids.
+    Raises UserError for a model that llama.cpp would read wrongly.
     """
     import gguf
 
     config = model.config
     is_llama = isinstance(config, LlamaConfig)
-    architecture = "llama" if is_llama else "gpt2"
+    is_qwen3 = is_llama and config.qk_norm
+    if is_qwen3 and config.rope_scaling:
+        raise UserError(
+            "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3"
+        )
+    architecture = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"
     writer = gguf.GGUFWriter(path, architecture)
     if tokenizer:
         add_vocabulary(writer, tokenizer, config)
@@ -53,10 +59,11 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
-        writer.add_tensor("rope_freqs.weight", rope_freq_factors(config).numpy())
+        if architecture == "llama":  # llama.cpp refuses it in other architectures
+            writer.add_tensor("rope_freqs.weight", rope_freq_factors(config).numpy())
     else:
         writer.add_layer_norm_eps(config.norm_eps)
-    heads = {"query": config.n_head, "key": config.n_kv_head} if is_llama else {}
+    heads = {"query": config.n_head, "key": config.n_kv_head} if architecture == "llama" else {}
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     for key, weight in model.named_parameters():
         role = model.role(key)

@@ -136,7 +136,7 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "head_dim": ("head_dim", 1000),
 }
 LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
-    "model_type": ("llama", "qwen2"),
+    "model_type": ("llama", "qwen2", "qwen3"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -164,6 +164,13 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     """
     raw = {key: value for key, value in raw.items() if value is not None}  # null means missing
     check_values(file, raw, LLAMA_SUPPORTED_VALUES)
+    layers = raw.get("layer_types", [])
+    for layer in layers if isinstance(layers, list) else [layers]:
+        check_values(file, {"layer_types": layer}, {"layer_types": ("full_attention",)})
+    model_type = raw.get("model_type")
+    has_qk_norm = model_type == "qwen3"
+    if model_type == "qwen3":
+        raw = {"head_dim": 128} | raw  # as in transformers; a Llama's default depends on n_embd
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
     rope = raw.get(key, {})
     if not isinstance(rope, dict):
@@ -173,7 +180,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     fields = read_attention_sizes(file, raw, LLAMA_SIZES)
     check_heads(file, fields, LLAMA_SIZES)
     vocabulary = fields["vocab_size"]
-    is_qwen = raw.get("model_type") == "qwen2"
+    is_qwen = has_qk_norm or model_type == "qwen2"
     eos = read_token_ids(file, raw, "eos_token_id", vocabulary, None if is_qwen else 2)
     return LlamaConfig(
         **fields,
@@ -182,7 +189,8 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         norm_eps=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
         rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
         rope_scaling=read_rope_scaling(file, rope) if rope_type == "llama3" else None,
-        qkv_bias=is_qwen,
+        qkv_bias=model_type == "qwen2",
+        qk_norm=has_qk_norm,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
     )
 
@@ -192,13 +200,13 @@ def llama_to_dict(config: LlamaConfig) -> dict:
 
     Raises UserError for a configuration that transformers refuses.
     """
-    if config.n_embd % config.n_head:
+    if config.n_embd % config.n_head and not config.qk_norm:
         raise UserError(
             f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"
             f" of n_head ({config.n_head})"
         )
     scaling = config.rope_scaling
-    name = "Qwen2" if config.qkv_bias else "Llama"
+    name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": name.lower(),

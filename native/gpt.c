@@ -1,4 +1,4 @@
-// The forward pass of GPT-2 and Llama on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2, Llama and Qwen on a CPU, with float32 or int8 weights.
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
 // with a barrier, unless it says `nowait`. Every thread executes the remaining code, for all tokens
@@ -273,11 +273,11 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 enum { NUM_PARTIALS = 16, QUERY_TILE = 4 };
 
 typedef struct {
-  const float *weight, *bias;  // (C); bias is NULL in an RMSNorm
+  const float *weight, *bias;  // (C), or (D) per head; bias is NULL in an RMSNorm
 } Norm;
 
 typedef struct {
-  Norm attn_norm, mlp_norm;
+  Norm attn_norm, query_norm, key_norm, mlp_norm;  // query_norm and key_norm: weight may be NULL
   Linear attn_in[3], attn_out;  // query, key and value, or one fused layer; unused ones have out 0
   Linear mlp_in[2], mlp_out;    // in: gate and up in Llama, one layer in GPT-2
 } Layer;
@@ -621,24 +621,30 @@ static void append_kv(const KVView *kv, int64_t D, const float *key, const float
   memcpy(value_page(kv, page) + offset, value, D * sizeof(float));
 }
 
-// Apply RoPE to queries and keys, append keys and values to the cache, then attend. Each KV head
-// serves H / K query heads. qkv: (T, H + 2 K, D). y: (T, H, D).
+// Apply the layer's norm, if it has one, and RoPE to a token's query or key, (D).
+static void norm_and_rope(const Model *m, const Pass *p, const Norm *norm, int64_t t, float *x) {
+  if (norm->weight) rms_norm(norm, m->eps, 1, m->head_dim, x, x);
+  if (p->cos) apply_rotary_emb(p, p->positions[t], m->head_dim, x);
+}
+
+// Prepare queries and keys, append keys and values to the cache, then attend. Each KV head serves
+// H / K query heads. qkv: (T, H + 2 K, D). y: (T, H, D).
 static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scores,
                       float *y) {
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group_size = H / K;
   int64_t row_stride = (H + 2 * K) * D;
+  const Norm *query_norm = &m->layers[layer].query_norm;
+  const Norm *key_norm = &m->layers[layer].key_norm;
 #pragma omp for schedule(static) collapse(2)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++) {
       KVView kv = kv_view(m, p, layer, k, t);
       float *token = qkv + t * row_stride;
       float *key = token + (H + k) * D;
-      if (p->cos) {
-        for (int64_t h = k * group_size; h < (k + 1) * group_size; h++)
-          apply_rotary_emb(p, p->positions[t], D, token + h * D);
-        apply_rotary_emb(p, p->positions[t], D, key);
-      }
+      for (int64_t h = k * group_size; h < (k + 1) * group_size; h++)
+        norm_and_rope(m, p, query_norm, t, token + h * D);
+      norm_and_rope(m, p, key_norm, t, key);
       append_kv(&kv, D, key, key + K * D);
     }
 #pragma omp for schedule(static) collapse(3)

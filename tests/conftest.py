@@ -60,6 +60,39 @@ def run_rows(model, prompts, **arguments) -> list[list[int]]:
     return [[step[row] for step in steps if step[row] is not None] for row in range(len(prompts))]
 
 
+def check_modes(model, draft, prompts: list[list[int]], max_new_tokens: int) -> None:
+    """Ragged rows, the window, speculation and one beam give the text of a pass over all."""
+    from infer import beam_search
+    from infer_speculative import generate_speculative
+    from sampling import SamplingParams
+
+    params = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
+    rows = run_rows(model, prompts, **params)
+    for prompt, row in zip(prompts, rows):
+        assert run_rows(model, [prompt], **params, options={"use_cache": False}) == [row]
+    steps = generate_speculative(model, draft, prompts[0], SamplingParams(**params), 3)
+    assert [token for step in steps for token in step.tokens] == rows[0]
+    (best,) = beam_search(model, prompts[0], 1, **params)
+    assert best.tokens == rows[0]
+
+
+def check_command_line(cli, directory, kind: str, count: int, *options, **shape) -> None:
+    """The command line writes `count` tokens as transformers' random model of this kind does."""
+    from text.tokenizer import load_encoding
+
+    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64} | shape
+    theirs, model = random_peer(kind, directory, torch.float32, **shape)
+    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
+    (model / "tokenizer.json").write_bytes(tokenizer)
+    encoding = load_encoding(model, 4096)
+    prompt = encoding.encode("Once upon a time")
+    (row,) = their_rows(theirs.float(), [prompt], count)
+    arguments = ("--model", model, "--prompt", "Once upon a time", "--max-new-tokens", count)
+    code, out, err = cli(*arguments, "--ignore-eos", *options)
+    assert (code, "torch computes instead" in err) == (0, False), err
+    assert out == encoding.decode(prompt + row) + "\n"
+
+
 def slide(model, prompts, **params) -> list[list[int]]:
     """The tokens of each row where the window moves by one token a step."""
     return run_rows(model, prompts, options={"stride": 1}, **params)
@@ -142,9 +175,11 @@ def peer(tmp_path, monkeypatch):
     """`random_peer` in the directory of this test, with exact norms."""
     from transformers.models.llama import modeling_llama
     from transformers.models.qwen2 import modeling_qwen2
+    from transformers.models.qwen3 import modeling_qwen3
 
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
     monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", exact_norm)
+    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", exact_norm)
     return lambda kind, **options: random_peer(kind, tmp_path, **options)
 
 
@@ -192,7 +227,7 @@ def edit_json(file: Path, changes: dict) -> None:
 
 
 def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
-    """A random Llama or Qwen2 (kind) of transformers, in float64, and where it is saved."""
+    """A random Llama, Qwen2 or Qwen3 (kind) of transformers, in float64, and where it is saved."""
     import transformers
 
     small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

@@ -145,6 +145,19 @@ def finish(engine) -> list[list]:
     return steps
 
 
+def check_own_runs(model, lengths, max_new_tokens: int, **options) -> None:
+    """Check that outputs of an engine with small limits equal `generate`.
+
+    lengths: of the prompts. options: of the engine.
+    """
+    prompts = [random_tokens(length, seed=length) for length in lengths]
+    params = request_params(len(prompts), max_new_tokens=max_new_tokens, temperature=0.8)
+    options = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 7} | options
+    engine, requests = make_engine(model, prompts, params, **options)
+    finish(engine)
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
+
+
 def events_of(engine) -> list:
     """Return the events of all remaining steps, flattened."""
     return [event for events in finish(engine) for event in events]
