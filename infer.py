@@ -13,7 +13,7 @@ if __name__ == "__main__":
 import torch
 
 from cache import ContextWindow, KVCache
-from command_line.chat import Conversation, add_chat_options, check_chat_options
+from command_line.chat import Conversation, add_chat_options, check_chat_options, load_chat
 from command_line.models import load_models, pick_device
 from command_line.options import (
     STORIES,
@@ -36,7 +36,6 @@ from sampling import (
     check_engine_only_params,
     params_per_prompt,
 )
-from text.chat import Chat
 from text.tokenizer import load_encoding
 
 
@@ -250,7 +249,7 @@ def run(args) -> None:
     prompts = read_prompts(args)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
-    chat = Chat(source) if args.chat else None
+    chat = load_chat(args, source)
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids

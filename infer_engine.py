@@ -7,7 +7,7 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
     import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
-from command_line.chat import Conversation, add_chat_options, check_chat_options
+from command_line.chat import Conversation, add_chat_options, check_chat_options, load_chat
 from command_line.models import pick_device
 from command_line.options import (
     STORIES,
@@ -33,7 +33,6 @@ from engine.request import Request
 from errors import UserError
 from loading.load import resolve_source
 from parallel.ranks import TensorParallelGroup
-from text.chat import Chat
 
 
 def main(argv=None) -> None:
@@ -83,7 +82,7 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     source = resolve_source(args.model)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
-    chat = Chat(source) if args.chat else None
+    chat = load_chat(args, source)
     engine = load_engine(args, source, device, tp_group)
     encoding = engine.encoding
     max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens

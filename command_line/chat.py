@@ -7,6 +7,7 @@ from command_line.options import check_utf8
 from command_line.output import warn_dropped_bytes
 from command_line.parser import Parser
 from errors import UserError
+from loading.load import Source
 from text.chat import Chat
 
 
@@ -16,16 +17,36 @@ def add_chat_options(parser: Parser) -> None:
     chat_help = "send prompts as chat messages; without a prompt, converse line by line"
     group.add_argument("--chat", action="store_true", help=chat_help)
     group.add_argument("--system", metavar="TEXT", help="system message, for --chat")
+    thinking_help = "disable reasoning of models such as Qwen3, for --chat"
+    group.add_argument("--no-thinking", action="store_true", help=thinking_help)
 
 
 def check_chat_options(args) -> None:
     """Raise UserError for options that conflict with --chat or require it."""
     if args.system is not None and not args.chat:
         raise UserError("--system requires --chat")
+    if args.no_thinking and not args.chat:
+        raise UserError("--no-thinking requires --chat")
     check_utf8("--system", args.system or "")
     if is_interactive(args) and args.num_samples > 1:
         reason = "a conversation continues from one reply"
         raise UserError(f"--num-samples requires --prompt or --prompt-file: {reason}")
+
+
+def load_chat(args, source: Source) -> Chat | None:
+    """Load the chat template of a model, or return None without --chat.
+
+    Raises UserError like `Chat`, and if --no-thinking is set but the template ignores
+    enable_thinking.
+    """
+    if not args.chat:
+        return None
+    chat = Chat(source)
+    if not args.no_thinking:
+        return chat
+    if "enable_thinking" not in chat.template_text:
+        raise UserError(f"--no-thinking: {chat.file}: the template does not use enable_thinking")
+    return chat.with_template_kwargs({"enable_thinking": False})
 
 
 def is_interactive(args) -> bool:

@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError, to_json
 
 from errors import check_limits
 from sampling import LIMITS, SamplingParams
+from text.chat import RESERVED_VARIABLES
 
 MAX_RESPONSE_BYTES = 2**22  # estimated with TOKEN_BYTES and LOGPROB_BYTES
 TOKEN_BYTES = 16
@@ -40,6 +41,7 @@ SAMPLING_FIELDS = (  # fields of SamplingParams with the same name
 )
 
 # Unsupported fields of OpenAI's and vLLM's API, with the no-op values that are accepted.
+# A request model that defines a field of the same name supports it.
 UNSUPPORTED_FIELDS = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -225,6 +227,8 @@ class GenerationRequest(RequestBody):
     def check_supported(cls, data: Any) -> Any:
         """Raise PydanticCustomError for the first field with an unsupported value."""
         for name, no_op in UNSUPPORTED_FIELDS.items() if isinstance(data, dict) else ():
+            if name in cls.model_fields:
+                continue
             value = data.get(name)
             if value is not None and value not in no_op:
                 raise field_error(name, "is not supported")
@@ -340,10 +344,23 @@ class Message(BaseModel):
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], ListLimits]
+    # No strings: a template would write them verbatim, control tokens included.
+    chat_template_kwargs: Annotated[
+        Annotated[dict[str, bool], Field(max_length=16)] | None,
+        must_be("an object of up to 16 fields, each true or false"),
+    ] = None
     max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
     echo: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def check_names(cls, value: dict[str, bool] | None) -> dict[str, bool] | None:
+        for name in value or {}:
+            if name in RESERVED_VARIABLES:
+                raise ValueError(f"{name} cannot be set by a request")
+        return value
 
     @model_validator(mode="after")
     def check_combination(self) -> "ChatRequest":

@@ -121,10 +121,11 @@ class ServedModel:
             raise self.chat
         encoding = self.backend.encoding
         messages = [{"role": each.role, "content": each.text} for each in body.messages]
+        chat = self.chat.with_template_kwargs(body.chat_template_kwargs or {})
         texts = [message.text for message in body.messages]
         self.check_dropped("messages", encoding.dropped_bytes(*texts, plain=True))
         try:
-            return self.chat.encode(messages, encoding)
+            return chat.encode(messages, encoding)
         except UserError as error:
             message = str(error).removeprefix(f"{self.chat.file}: ")  # without the file's path
             raise APIError(400, message, "messages") from None

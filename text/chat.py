@@ -1,14 +1,21 @@
 """Chat messages to token ids, with the chat template in the model's checkpoint."""
 
 import contextlib
+import copy
 import json
 import re
 from datetime import datetime
 
 from errors import UserError
 from loading.chat_template import read_chat_template
+from loading.config import SPECIAL_TOKEN_NAMES
 from loading.load import resolve_source
 from text.tokenizer import Encoding
+
+# Variables that only `render` sets; requests may not.
+RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"} | {
+    f"{n}_token" for n in SPECIAL_TOKEN_NAMES
+}
 
 
 class Chat:
@@ -25,8 +32,15 @@ class Chat:
             files = "chat_template.jinja nor a default chat_template in tokenizer_config.json"
             raise UserError(f"{source.label}: not a chat model: it has neither {files}")
         self.file, self.template_text, self.special_tokens = found
+        self.template_kwargs: dict[str, bool] = {}
         with self.template_errors():
             self.template = environment().from_string(self.template_text)
+
+    def with_template_kwargs(self, template_kwargs: dict[str, bool]) -> "Chat":
+        """Return a copy that passes its template these variables, such as enable_thinking."""
+        chat = copy.copy(self)
+        chat.template_kwargs = template_kwargs
+        return chat
 
     @contextlib.contextmanager
     def template_errors(self):
@@ -44,7 +58,8 @@ class Chat:
         "user" or "assistant", "content": its text}, oldest first. Raises UserError if the template
         refuses the messages.
         """
-        context = self.special_tokens | {"messages": messages, "tools": None, "documents": None}
+        context = self.special_tokens | self.template_kwargs
+        context |= {"messages": messages, "tools": None, "documents": None}
         with self.template_errors():
             return self.template.render(context, add_generation_prompt=True)
 
