@@ -5,6 +5,7 @@ The format: docs/gguf.md in github.com/ggml-org/ggml. Nothing here depends on th
 
 import array
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,14 +60,16 @@ class GGUFReader:
     def __init__(self, file: Path, stream: BinaryIO):
         self.file = file
         self.stream = stream
+        self.size = os.fstat(stream.fileno()).st_size
         self.position = 0
 
     def read(self, size: int) -> bytes:
         """Read the next bytes."""
-        data = self.stream.read(size)
-        self.position += len(data)
+        # A damaged length may exceed memory, so it is compared with the file's size first.
+        data = self.stream.read(size) if size <= self.size - self.position else b""
         if len(data) < size:
-            raise UserError(f"{self.file}: truncated: the file ends at byte {self.position}")
+            raise UserError(f"{self.file}: truncated: the file ends at byte {self.size}")
+        self.position += size
         return data
 
     def scalar(self, fmt: str):
@@ -111,15 +114,23 @@ def shortest_decimal(number: float) -> float:
 
 
 def read_gguf(file: Path) -> GGUF:
-    """Return the header of a file. Raises UserError."""
-    # Not mapped: reading a mapped file that was truncated kills the process.
-    with open(file, "rb") as stream:
-        return read_header(GGUFReader(file, stream))
+    """Return the checked header of a file. Raises UserError.
+
+    Memory use is limited to a few times the file's size.
+    """
+    try:
+        # Not mapped: reading a mapped file that was truncated kills the process.
+        with open(file, "rb") as stream:
+            return read_header(GGUFReader(file, stream))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
 
 
 def read_header(reader: GGUFReader) -> GGUF:
     """Read the header. Raises UserError if it is invalid."""
     file = reader.file
+    if not reader.size:
+        raise UserError(f"{file}: the file is empty")
     if reader.read(4) != b"GGUF":
         raise UserError(f"{file}: not a GGUF file")
     version = reader.scalar("I")
@@ -129,31 +140,59 @@ def read_header(reader: GGUFReader) -> GGUF:
     metadata = {}
     for _ in range(reader.scalar("Q")):
         key = reader.string()
+        if key in metadata:
+            raise UserError(f"{file}: duplicate key {key}")
         metadata[key] = reader.value(key, reader.scalar("I"))
     alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 8 or alignment % 8:
+        raise UserError(f"{file}: general.alignment {alignment!r:.20}: must be a multiple of 8")
     entries = {}
     for _ in range(tensor_count):
         name = reader.string()
+        if name in entries:
+            raise UserError(f"{file}: duplicate tensor {name}")
         dimensions = reader.scalar("I")
+        if not 1 <= dimensions <= 4:
+            raise UserError(f"{file}: tensor {name} has {dimensions} dimensions: must have 1 to 4")
         shape = tuple(reader.scalar("Q") for _ in range(dimensions))[::-1]
         entries[name] = shape, reader.scalar("I"), reader.scalar("Q")
     tensors = {name: locate(reader, name, alignment, *entry) for name, entry in entries.items()}
+    check_no_overlap(file, tensors)
     return GGUF(file, metadata, tensors)
 
 
 def locate(
     reader: GGUFReader, name: str, alignment: int, shape: tuple, ggml_type: int, offset: int
 ) -> TensorInfo:
-    """Locate a tensor, after the header is read. Raises UserError if its type is unknown.
+    """Locate a tensor, after the header is read. Raises UserError if it is truncated or unknown.
 
     ggml_type: a key of GGML_TYPES. offset: in bytes from the first multiple of `alignment` after
     the header.
     """
+    where = f"{reader.file}: tensor {name}"
     if ggml_type not in GGML_TYPES:
         known = ", ".join(known for known, _, _ in GGML_TYPES.values())
-        raise UserError(
-            f"{reader.file}: tensor {name} has the type {ggml_type}; supported are {known}"
-        )
+        raise UserError(f"{where} has the type {ggml_type}; supported are {known}")
     type_name, numbers, width = GGML_TYPES[ggml_type]
+    if not all(shape) or shape[-1] % numbers:
+        allowed = f"above 0, rows of {type_name} multiples of {numbers}"
+        raise UserError(f"{where} has shape {shape}; sizes must be {allowed}")
+    if offset % alignment:
+        raise UserError(f"{where} has offset {offset}: must be a multiple of {alignment}")
     start = -(-reader.position // alignment) * alignment + offset
-    return TensorInfo(shape, type_name, start, math.prod(shape) // numbers * width)
+    size = math.prod(shape) // numbers * width
+    if start + size > reader.size:
+        ends = f"it ends at byte {start + size}, the file at byte {reader.size}"
+        raise UserError(f"{where} is truncated: {ends}")
+    return TensorInfo(shape, type_name, start, size)
+
+
+def check_no_overlap(file: Path, tensors: dict[str, TensorInfo]) -> None:
+    """Raise UserError if two tensors share a byte."""
+    end = 0
+    last = ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset < end:
+            raise UserError(f"{file}: tensors {last} and {name} overlap")
+        end = tensor.offset + tensor.nbytes
+        last = name
