@@ -1,3 +1,5 @@
+"""The names of a model's tensors in GGUF files."""
+
 import re
 
 from model import Model
