@@ -222,7 +222,7 @@ def pass_logits(
 
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with a GPT-2, Llama or Qwen model.")
-    model_help = "directory, ORG/NAME on the Hub, gpt2 or random:gpt2"
+    model_help = "directory, FILE.gguf, ORG/NAME on the Hub, gpt2 or random:gpt2"
     parser.group("model").add_argument("--model", default=STORIES, help=model_help)
     no_cache_help = "recompute all positions in each step, without a KV cache"
     parser.group("model").add_argument("--no-cache", action="store_true", help=no_cache_help)

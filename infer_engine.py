@@ -38,7 +38,7 @@ from parallel.ranks import TensorParallelGroup
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with continuous batching and a paged KV cache.")
     parser.group("model").add_argument(
-        "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
+        "--model", default=STORIES, help="directory, FILE.gguf, ORG/NAME of the hub, gpt2, ..."
     )
     add_engine_options(parser)
     add_options(parser)

@@ -218,7 +218,7 @@ class DraftOutput(OutputWriter):
 
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with speculative decoding.")
-    target_help = "directory, ORG/NAME on the Hub, gpt2 or random:gpt2"
+    target_help = "directory, FILE.gguf, ORG/NAME on the Hub, gpt2 or random:gpt2"
     parser.group("model").add_argument("--target", default=STORIES, help=target_help)
     group = parser.group("speculation")
     draft_help = "smaller model with the target's vocabulary; lookup: prompt lookup"

@@ -53,7 +53,7 @@ def main(argv=None) -> None:
 
 def add_server_options(parser: Parser) -> None:
     """Add the options of a server, its model and its engine, in groups."""
-    model_help = "directory, ORG/NAME on the Hub, gpt2 or random:gpt2"
+    model_help = "directory, FILE.gguf, ORG/NAME on the Hub, gpt2 or random:gpt2"
     parser.group("model").add_argument("--model", default=LLAMA, help=model_help)
     add_model_options(parser)
     add_stride_option(parser)

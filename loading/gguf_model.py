@@ -1,11 +1,15 @@
-"""A GGUF file's configuration, and the names of its tensors."""
+"""A GGUF file's configuration, and its tensors with our names."""
 
+import math
 import re
 import reprlib
+from collections.abc import Iterator
+
+import torch
 
 from errors import UserError
 from llama import LlamaConfig
-from loading.checkpoint import check_values
+from loading.checkpoint import CHUNK_BYTES, check_values
 from loading.config import check_heads, read_attention_sizes, read_number, read_token_ids
 from loading.gguf import GGUF, TensorInfo
 from model import GPTConfig, Model
@@ -21,6 +25,8 @@ SIZES = {  # field of a config -> its key after the architecture's name, and the
     "head_dim": ("attention.key_length", 1000),
 }
 EOS_KEYS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+# Types that are stored as torch stores them.
+UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
@@ -96,3 +102,61 @@ def gguf_name(model: Model, key: str) -> str:
     numbers = iter(re.findall(r"(?<=\.)\d+(?=\.|$)", layer))
     name = re.sub(r"\*", lambda star: next(numbers), model.ROLES[model.role(key)][1])
     return f"{name}.{suffix}"
+
+
+def read_gguf_tensors(gguf: GGUF, model: Model) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    """Iterate over the tensors of a model in chunks: (name, slice of rows, these rows).
+
+    As `read_tensors`. Raises UserError, before any tensor is read, if one is missing, unexpected,
+    of another shape or of a type that is not supported.
+    """
+    names = {gguf_name(model, key): key for key, _ in model.named_parameters()}
+    ignored = ("output.weight",) if model.config.tie_word_embeddings else ()
+    for name in gguf.tensors:
+        if name not in names and name not in ignored:
+            raise UserError(f"{gguf.file}: unexpected tensor {name}")
+    for name, key in names.items():
+        check_tensor(gguf, name, tuple(model.get_parameter(key).shape))
+    return iterate_tensors(gguf, model, names)
+
+
+def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
+    """Raise UserError unless a tensor has this name and shape, and a supported type."""
+    tensor = get_tensor(gguf, name)
+    if tensor.shape != shape:
+        raise UserError(
+            f"{gguf.file}: tensor {name} has shape {tensor.shape}; the metadata says {shape}"
+        )
+    if tensor.type not in UNQUANTIZED:
+        known = ", ".join(UNQUANTIZED)
+        raise UserError(
+            f"{gguf.file}: tensor {name} has the type {tensor.type}; supported are {known}"
+        )
+
+
+def iterate_tensors(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator[tuple]:
+    """Yield the chunks of `read_gguf_tensors`. names: GGUF name -> our name."""
+    for name, key in names.items():
+        tensor = gguf.tensors[name]
+        rows = tensor.shape[0]
+        height = max(1, CHUNK_BYTES // (4 * math.prod(tensor.shape[1:])))
+        for start in range(0, rows, height):
+            stop = min(start + height, rows)
+            yield key, slice(start, stop), read_rows(gguf, tensor, start, stop)
+
+
+def read_rows(gguf: GGUF, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
+    """Read rows of a tensor, in its dtype."""
+    rows = tensor.shape[0]
+    size = tensor.nbytes * (stop - start) // rows
+    data = bytearray(size)
+    try:
+        # Not mapped: reading a mapped file that was truncated kills the process.
+        with open(gguf.file, "rb") as opened:
+            opened.seek(tensor.offset + tensor.nbytes * start // rows)
+            complete = opened.readinto(data) == size
+    except OSError as error:
+        raise UserError(f"{gguf.file}: {error.strerror}") from None
+    if not complete:
+        raise UserError(f"{gguf.file}: truncated while it was read")
+    return torch.frombuffer(data, dtype=UNQUANTIZED[tensor.type]).view(-1, *tensor.shape[1:])

@@ -1,6 +1,7 @@
 """Resolving a model's name, and loading and saving the model."""
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from loading.config import (
     read_llama_config,
     read_token_ids,
 )
+from loading.gguf import GGUF, read_gguf
+from loading.gguf_model import read_gguf_config, read_gguf_tensors
 from model import GPT, GPTConfig, Model
 from quantisation.int8 import Int8Embedding, load_weight_rows, replace_with_int8_linear
 
@@ -50,7 +53,8 @@ PRESETS = {  # configurations of random models: `random:` and one of these names
 class Source:
     """The source of a model.
 
-    type: "directory", "hub" or "random". name: a path, the model's name on the hub, or a preset's.
+    type: "directory", "gguf", "hub" or "random". name: a path, the model's name on the hub, or a
+    preset's.
     """
 
     type: str
@@ -58,17 +62,26 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Return a name to display; a directory in this repository is relative to its root."""
-        if self.type == "directory":
+        """Return a name to display; a path in this repository is relative to its root."""
+        if self.type in ("directory", "gguf"):
             path, root = Path(self.name).resolve(), Path(__file__).resolve().parents[1]
             return str(path.relative_to(root) if path.is_relative_to(root) else path)
         return self.name if self.type == "hub" else f"random:{self.name}"
 
+    @functools.cached_property
+    def gguf(self) -> GGUF:
+        """Return the header of the GGUF file. Raises UserError."""
+        return read_gguf(Path(self.name))
+
     def find(self, file: str) -> Path | None:
-        """Return the path of one of the model's files, after any download; None if missing."""
+        """Return the path of one of the model's files, after any download; None if it is missing.
+
+        A GGUF model's other files are beside it.
+        """
         if self.type == "hub":
             return download_file(self.name, file)
-        path = Path(self.name) / file
+        path = Path(self.name)
+        path = (path.parent if self.type == "gguf" else path) / file
         return path if is_file(path) else None
 
     def file(self, file: str) -> Path:
@@ -82,6 +95,8 @@ class Source:
 
         Raises UserError if a file is missing, or the index names none.
         """
+        if self.type == "gguf":
+            return [Path(self.name)]
         if path := self.find("model.safetensors"):
             return [path]
         if index := self.find("model.safetensors.index.json"):
@@ -89,11 +104,14 @@ class Source:
         pickles = ("pytorch_model.bin", "pytorch_model.bin.index.json")
         is_pickle = self.type == "directory" and any(map(self.find, pickles))
         hint = PICKLE_HINT if is_pickle else ""
+        if self.type == "directory" and any(Path(self.name).glob("*.gguf")):
+            hint = "; give the path of one of its GGUF files"
         raise UserError(f"{self.name}: no model.safetensors {self.location}{hint}")
 
     @property
     def location(self) -> str:
-        return "in this directory" if self.type == "directory" else "on the Hugging Face hub"
+        locations = {"directory": "in this directory", "gguf": "beside it"}
+        return locations.get(self.type, "on the Hugging Face hub")
 
 
 PICKLE_HINT = (
@@ -113,7 +131,7 @@ def is_file(path: Path) -> bool:
 def resolve_source(name) -> Source:
     """Resolve a model's name to its source.
 
-    In this order: a directory, a model on the hub, a preset.
+    In this order: a directory, a GGUF file, a model on the hub, a preset.
 
     name: a string or a path; a Source is returned unchanged. Raises UserError for any other name.
     """
@@ -122,6 +140,8 @@ def resolve_source(name) -> Source:
     name = str(name)
     if os.path.isdir(name):
         return Source("directory", name)
+    if name.endswith(".gguf"):
+        return Source("gguf", name)
     if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
         if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a misspelled directory
             return Source("hub", name)
@@ -134,7 +154,7 @@ def resolve_source(name) -> Source:
     )
     raise UserError(
         f"unknown model {name!r}: give a directory with config.json and model.safetensors,"
-        f" {allowed}"
+        f" a file that ends in .gguf, {allowed}"
     )
 
 
@@ -220,6 +240,8 @@ def load_config(name):
     source = resolve_source(name)
     if source.type == "random":
         return PRESETS[source.name]
+    if source.type == "gguf":
+        return read_gguf_config(source.gguf)
     file = source.file("config.json")
     raw = read_json(file)
     model_type = raw.get("model_type")
@@ -246,10 +268,10 @@ def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
     """Load a model for inference, straight to its dtype and device.
 
     dtype: torch.int8 means int8 weights, as in quantisation/int8.py.
-    name: as in `resolve_source`: a directory in Hugging Face's format, or a model on the hub
-    (`gpt2`, its sizes, or `org/name`). `random:` and a name in PRESETS mean that configuration with
-    random weights. Raises UserError, with the reason in one line, for any other name, for a model
-    that cannot be read, and if memory runs out.
+    name: as in `resolve_source`: a directory in Hugging Face's format, a GGUF file, or a model on
+    the hub (`gpt2`, its sizes, or `org/name`). `random:` and a name in PRESETS mean that
+    configuration with random weights. Raises UserError, with the reason in one line, for any other
+    name, for a model that cannot be read, and if memory runs out.
     """
     source = resolve_source(name)
     model = empty_model(load_config(source))
@@ -271,6 +293,8 @@ def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -
     shapes = {key: weight.shape for key, weight in model.named_parameters()}
     if source.type == "random":
         return random_tensors(model, shapes, float_dtype(dtype), device)
+    if source.type == "gguf":
+        return read_gguf_tensors(source.gguf, model)
     transposed = {key for key in shapes if model.is_transposed(key)}
     files = source.weight_files()
     skip = model.IGNORED_SUFFIXES

@@ -1,7 +1,12 @@
 """GGUF files like those of the export, in which something is different."""
 
+from pathlib import Path
+
 import gguf
 import numpy as np
+
+from errors import UserError
+from loading.load import load_model
 
 KEEP = gguf.GGUFValueType
 OF = {bool: KEEP.BOOL, int: KEEP.UINT32, float: KEEP.FLOAT32, str: KEEP.STRING}
@@ -46,3 +51,38 @@ def edited(file, to, architecture=None, kind=None, values=None, tensors=None):
     writer.write_tensors_to_file()
     writer.close()
     return to
+
+
+def mutated(data: bytes, head: int, count: int, seed: int):
+    """Copies of a file with bytes changed, cut off or moved, mostly in its head of this size."""
+    generator = np.random.default_rng(seed)
+    whole = np.frombuffer(data, np.uint8)
+    for number in range(count):
+        changed = whole.copy()
+        end = len(data) if number % 8 == 0 else head
+        place = int(generator.integers(end))
+        match number % 5:
+            case 0:
+                changed = changed[:place]
+            case 1:  # a count, a size, an offset
+                changed[place : place + 8] = generator.choice([0, 1, 127, 255])
+            case 2:
+                changed = np.delete(changed, slice(place, place + int(generator.integers(1, 9))))
+            case _:
+                places = generator.integers(place, min(place + 64, end), 1 + number % 3)
+                changed[places] = generator.integers(256, size=len(places))
+        yield changed.tobytes()
+
+
+def loadable(file: Path, head: int, count: int, seed: int) -> int:
+    """How many of so many changed files are models; each other is refused in one line."""
+    models = 0
+    broken = file.with_name("broken.gguf")
+    for data in mutated(file.read_bytes(), head, count, seed):
+        broken.write_bytes(data)
+        try:
+            load_model(broken)
+            models += 1
+        except UserError as error:
+            assert "\n" not in str(error)
+    return models
