@@ -43,6 +43,7 @@ class LlamaConfig:
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0  # about the positions per radian of the slowest rotation
     rope_scaling: RopeScaling | None = None
+    rope_freq_factors: tuple[float, ...] | None = None  # one per pair, from GGUF files
     qkv_bias: bool = False  # biases on queries, keys and values: Qwen2
     qk_norm: bool = False  # RMSNorm on each head's query and key before RoPE: Qwen3
     tie_word_embeddings: bool = True
@@ -80,6 +81,8 @@ class RotaryEmbedding:
         self.inv_freq = 1 / config.rope_theta**powers  # radians per position, one per pair
         if config.rope_scaling:
             self.inv_freq = scale_llama3_frequencies(self.inv_freq, config.rope_scaling)
+        if config.rope_freq_factors:
+            self.inv_freq = self.inv_freq / torch.tensor(config.rope_freq_factors)
         self.cos = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
         self.sin = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
 

@@ -36,7 +36,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     config = model.config
     is_llama = isinstance(config, LlamaConfig)
     is_qwen3 = is_llama and config.qk_norm
-    if is_qwen3 and config.rope_scaling:
+    if is_qwen3 and (config.rope_scaling or config.rope_freq_factors):
         raise UserError(
             "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3"
         )
@@ -133,6 +133,8 @@ def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 def rope_freq_factors(config: LlamaConfig) -> torch.Tensor:
     """Return llama.cpp's divisor of each RoPE frequency, (head_dim / 2): 1 except in Llama 3."""
+    if config.rope_freq_factors:
+        return torch.tensor(config.rope_freq_factors)
     plain = dataclasses.replace(config, rope_scaling=None)
     unslowed = RotaryEmbedding(plain, torch.float32, "cpu").inv_freq
     return unslowed / RotaryEmbedding(config, torch.float32, "cpu").inv_freq

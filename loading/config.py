@@ -205,6 +205,10 @@ def llama_to_dict(config: LlamaConfig) -> dict:
             f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"
             f" of n_head ({config.n_head})"
         )
+    if config.rope_freq_factors:
+        raise UserError(
+            "the model cannot be saved: config.json has no key for the rope_freqs of a GGUF file"
+        )
     scaling = config.rope_scaling
     name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     return {

@@ -1,4 +1,4 @@
-"""A GGUF file's configuration, and its tensors with our names."""
+"""A GGUF file's configuration, and its tensors with our names and in our order."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from loading.config import check_heads, read_attention_sizes, read_number, read_
 from loading.gguf import GGUF, TensorInfo
 from model import GPTConfig, Model
 
-ARCHITECTURES = ("gpt2", "qwen2", "qwen3")
+ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3")
 SIZES = {  # field of a config -> its key after the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
     "n_layer": ("block_count", 1000),
@@ -25,6 +25,7 @@ SIZES = {  # field of a config -> its key after the architecture's name, and the
     "head_dim": ("attention.key_length", 1000),
 }
 EOS_KEYS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+ROPE_FREQS = "rope_freqs.weight"
 # Types that are stored as torch stores them.
 UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -83,10 +84,18 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         bos_token_id=bos[0],
         norm_eps=read_number(file, raw, epsilon, None, 1),
         rope_theta=read_number(file, raw, f"{architecture}.rope.freq_base", 10000.0, 1e12),
-        qkv_bias=architecture == "qwen2",
+        rope_freq_factors=read_rope_freq_factors(gguf, head_dim // 2)
+        if has_interleaved_rope(gguf)
+        else None,
+        qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in gguf.tensors,
         qk_norm=architecture == "qwen3",
         tie_word_embeddings="output.weight" not in gguf.tensors,
     )
+
+
+def has_interleaved_rope(gguf: GGUF) -> bool:
+    """Return whether RoPE pairs are interleaved in queries and keys, as in Meta's files."""
+    return gguf.metadata["general.architecture"] == "llama"
 
 
 def get_tensor(gguf: GGUF, name: str) -> TensorInfo:
@@ -94,6 +103,17 @@ def get_tensor(gguf: GGUF, name: str) -> TensorInfo:
     if name not in gguf.tensors:
         raise UserError(f"{gguf.file}: tensor {name} is missing")
     return gguf.tensors[name]
+
+
+def read_rope_freq_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
+    """Return the divisors of RoPE frequencies, as `LlamaConfig.rope_freq_factors`."""
+    if ROPE_FREQS not in gguf.tensors:
+        return None
+    check_tensor(gguf, ROPE_FREQS, (count,))
+    factors = tuple(read_rows(gguf, gguf.tensors[ROPE_FREQS], 0, count).tolist())
+    if not all(0 < factor < math.inf for factor in factors):
+        raise UserError(f"{gguf.file}: tensor {ROPE_FREQS}: all numbers must be above 0 and finite")
+    return None if set(factors) == {1.0} else factors
 
 
 def gguf_name(model: Model, key: str) -> str:
@@ -111,7 +131,9 @@ def read_gguf_tensors(gguf: GGUF, model: Model) -> Iterator[tuple[str, slice, to
     of another shape or of a type that is not supported.
     """
     names = {gguf_name(model, key): key for key, _ in model.named_parameters()}
-    ignored = ("output.weight",) if model.config.tie_word_embeddings else ()
+    ignored = {ROPE_FREQS} if has_interleaved_rope(gguf) else set()
+    if model.config.tie_word_embeddings:
+        ignored.add("output.weight")
     for name in gguf.tensors:
         if name not in names and name not in ignored:
             raise UserError(f"{gguf.file}: unexpected tensor {name}")
@@ -139,10 +161,15 @@ def iterate_tensors(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator
     for name, key in names.items():
         tensor = gguf.tensors[name]
         rows = tensor.shape[0]
-        height = max(1, CHUNK_BYTES // (4 * math.prod(tensor.shape[1:])))
+        interleaved = has_interleaved_rope(gguf) and model.role(key) in ("query", "key")
+        row_multiple = model.config.head_dim if interleaved else 1
+        height = -(-CHUNK_BYTES // (4 * math.prod(tensor.shape[1:])) // row_multiple) * row_multiple
         for start in range(0, rows, height):
             stop = min(start + height, rows)
-            yield key, slice(start, stop), read_rows(gguf, tensor, start, stop)
+            block = read_rows(gguf, tensor, start, stop)
+            if interleaved:
+                block = reverse_permute_weights(block, row_multiple)
+            yield key, slice(start, stop), block
 
 
 def read_rows(gguf: GGUF, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
@@ -160,3 +187,12 @@ def read_rows(gguf: GGUF, tensor: TensorInfo, start: int, stop: int) -> torch.Te
     if not complete:
         raise UserError(f"{gguf.file}: truncated while it was read")
     return torch.frombuffer(data, dtype=UNQUANTIZED[tensor.type]).view(-1, *tensor.shape[1:])
+
+
+def reverse_permute_weights(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Reorder a query or key projection's rows from llama.cpp's order, which is Meta's, to ours.
+
+    There RoPE pairs are neighbours. `llama.apply_rotary_emb` expects their elements in a head's two
+    halves. rows: (heads * head_dim, ...).
+    """
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
