@@ -9,11 +9,13 @@ import torch
 
 from errors import UserError
 from llama import LlamaConfig
-from loading.checkpoint import CHUNK_BYTES, check_values
+from loading.checkpoint import check_values
 from loading.config import check_heads, read_attention_sizes, read_number, read_token_ids
 from loading.gguf import GGUF, TensorInfo
+from loading.gguf_blocks import UNPACKERS, dequantize
 from model import GPTConfig, Model
 
+CHUNK_BYTES = 2**20  # bytes of a chunk in float32; dequantising is fastest in the CPU's cache
 ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3")
 SIZES = {  # field of a config -> its key after the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
@@ -149,8 +151,8 @@ def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
         raise UserError(
             f"{gguf.file}: tensor {name} has shape {tensor.shape}; the metadata says {shape}"
         )
-    if tensor.type not in UNQUANTIZED:
-        known = ", ".join(UNQUANTIZED)
+    if tensor.type not in (*UNQUANTIZED, *UNPACKERS):
+        known = ", ".join((*UNQUANTIZED, *UNPACKERS))
         raise UserError(
             f"{gguf.file}: tensor {name} has the type {tensor.type}; supported are {known}"
         )
@@ -164,6 +166,8 @@ def iterate_tensors(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator
         interleaved = has_interleaved_rope(gguf) and model.role(key) in ("query", "key")
         row_multiple = model.config.head_dim if interleaved else 1
         height = -(-CHUNK_BYTES // (4 * math.prod(tensor.shape[1:])) // row_multiple) * row_multiple
+        if len(tensor.shape) == 1:  # one chunk, because numbers of a vector may share scales
+            height = rows
         for start in range(0, rows, height):
             stop = min(start + height, rows)
             block = read_rows(gguf, tensor, start, stop)
@@ -173,7 +177,7 @@ def iterate_tensors(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator
 
 
 def read_rows(gguf: GGUF, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
-    """Read rows of a tensor, in its dtype."""
+    """Read rows of a tensor, in its dtype; quantised ones in float32."""
     rows = tensor.shape[0]
     size = tensor.nbytes * (stop - start) // rows
     data = bytearray(size)
@@ -186,7 +190,10 @@ def read_rows(gguf: GGUF, tensor: TensorInfo, start: int, stop: int) -> torch.Te
         raise UserError(f"{gguf.file}: {error.strerror}") from None
     if not complete:
         raise UserError(f"{gguf.file}: truncated while it was read")
-    return torch.frombuffer(data, dtype=UNQUANTIZED[tensor.type]).view(-1, *tensor.shape[1:])
+    numbers = torch.frombuffer(data, dtype=UNQUANTIZED.get(tensor.type, torch.uint8))
+    if tensor.type in UNPACKERS:
+        numbers = dequantize(tensor.type, numbers)
+    return numbers.view(-1, *tensor.shape[1:])
 
 
 def reverse_permute_weights(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
