@@ -60,4 +60,58 @@ def q5_1(blocks: torch.Tensor) -> torch.Tensor:
     return from_float16(blocks[:, :2]) * q + from_float16(blocks[:, 2:4])
 
 
+def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unpack the scales and minima of the 8 blocks of a Q4_K or Q5_K, each (n, 8, 1).
+
+    d and dmin (2 bytes each) are the factors of 8 scales and 8 minima of 6 bits (12 bytes). The
+    first 8 bytes hold scales 0 to 3 and minima 0 to 3, and in their upper two bits the high bits of
+    scales and minima 4 to 7. The last 4 bytes hold the low nibbles of these.
+    """
+    scales, minima, nibbles = blocks[:, 4:16].split(4, dim=1)
+    later = torch.cat([nibbles & 15 | scales >> 6 << 4, nibbles >> 4 | minima >> 6 << 4], dim=1)
+    scales = torch.cat([scales & 63, later[:, :4]], dim=1)
+    minima = torch.cat([minima & 63, later[:, 4:]], dim=1)
+    d = from_float16(blocks[:, :2])
+    dmin = from_float16(blocks[:, 2:4])
+    return (d * scales)[..., None], (dmin * minima)[..., None]
+
+
+def q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Unpack 8 blocks of 32 nibbles q, each with a scale and a minimum: scale q - minimum."""
+    scales, minima = k_scales(blocks)
+    q = unpack_bits(blocks[:, 16:], 4, 32).unflatten(1, (8, 32))
+    return (scales * q - minima).flatten(1)
+
+
+def q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Unpack as Q4_K, with fifth bits (32 bytes) before the nibbles."""
+    scales, minima = k_scales(blocks)
+    q = unpack_bits(blocks[:, 48:], 4, 32) | unpack_bits(blocks[:, 16:48], 1, 32) << 4
+    return (scales * q.unflatten(1, (8, 32)) - minima).flatten(1)
+
+
+def q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Unpack 16 blocks of 16: nibbles, two high bits each, int8 scales, d: d scale (q - 32)."""
+    q = unpack_bits(blocks[:, :128], 4, 64) | unpack_bits(blocks[:, 128:192], 2, 32) << 4
+    scales = from_float16(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8)
+    return (scales[..., None] * (q - 32.0).unflatten(1, (16, 16))).flatten(1)
+
+
+def q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Unpack 16 blocks of 16: nibbles of scales and minima, 2-bit q, d, dmin, used as in Q4_K."""
+    scales = from_float16(blocks[:, 80:82]) * (blocks[:, :16] & 15)
+    minima = from_float16(blocks[:, 82:]) * (blocks[:, :16] >> 4)
+    q = unpack_bits(blocks[:, 16:80], 2, 32).unflatten(1, (16, 16))
+    return (scales[..., None] * q - minima[..., None]).flatten(1)
+
+
+def q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    """Unpack 16 blocks of 16: third bits, 2-bit q, 6-bit scales, d: d (scale - 32) (q - 4)."""
+    q = unpack_bits(blocks[:, 32:96], 2, 32) | unpack_bits(blocks[:, :32], 1, 32) << 2
+    scales = unpack_bits(blocks[:, 96:104], 4, 8) | unpack_bits(blocks[:, 104:108], 2, 4) << 4
+    scales = from_float16(blocks[:, 108:]) * (scales - 32.0)
+    return (scales[..., None] * (q - 4.0).unflatten(1, (16, 16))).flatten(1)
+
+
 UNPACKERS = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1}
+UNPACKERS |= {"Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "Q2_K": q2_k, "Q3_K": q3_k}
