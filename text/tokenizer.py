@@ -8,7 +8,8 @@ from tokenizers import Tokenizer
 from errors import UserError
 from loading.byte_level import BYTE_DECODER, BYTE_ENCODER
 from loading.checkpoint import check_nested_values, check_values, read_json
-from loading.load import Source, resolve_source
+from loading.gguf_tokenizer import KEY_PREFIX, tokenizer_json
+from loading.load import resolve_source
 
 EOT = "<|endoftext|>"
 SUPPORTED_VALUES = {  # tokenizer.json fields; others would change the bytes of a token
@@ -219,14 +220,17 @@ def load_encoding(name, vocab_size: int) -> Encoding:
 
     `encode(text, allowed_special="all")` encodes `<|endoftext|>` in a text as that token.
 
-    name: as for `load_model`. The model needs a `tokenizer.json` with a byte-level BPE. `random:`
-    models, and GGUF files without tokens, get placeholder tokens: bytes, then ids from 256 on as
-    numbers. vocab_size: the model's; it may exceed the tokenizer's, as in models that pad their
-    vocabulary to a round number. Raises UserError if it is smaller, or if the tokenizer is missing
-    or unsupported.
+    name: as for `load_model`. The model needs a `tokenizer.json` with a byte-level BPE; a GGUF file
+    holds its own tokenizer, or has a `tokenizer.json` beside it. `random:` models, and GGUF files
+    without either, get placeholder tokens: bytes, then ids from 256 on as numbers. vocab_size: the
+    model's; it may exceed the tokenizer's, as in models that pad their vocabulary to a round
+    number. Raises UserError if it is smaller, or if the tokenizer is missing or unsupported.
     """
     source = resolve_source(name)
-    if source.type == "random" or lacks_vocabulary(source):
+    if source.type == "gguf" and f"{KEY_PREFIX}.tokens" in source.gguf.metadata:
+        fault = "invalid tokenizer"
+        encoding = Encoding(source.name, tokenizer_json(source.gguf), fault)
+    elif source.type == "random" or source.type == "gguf" and not source.find("tokenizer.json"):
         encoding = placeholder_encoding(source.label, vocab_size)
     else:
         encoding = read_tokenizer_json(source.file("tokenizer.json"))
@@ -236,20 +240,6 @@ def load_encoding(name, vocab_size: int) -> Encoding:
             f" more than the model's vocab_size ({vocab_size})"
         )
     return encoding
-
-
-def lacks_vocabulary(source: Source) -> bool:
-    """Return whether a model is a GGUF file without tokens and without a tokenizer.json beside it.
-
-    Raises UserError for one with tokens, because they are not read yet.
-    """
-    if source.type != "gguf" or source.find("tokenizer.json"):
-        return False
-    if "tokenizer.ggml.tokens" in source.gguf.metadata:
-        raise UserError(
-            f"{source.name}: its tokens are not supported: put a tokenizer.json beside it"
-        )
-    return True
 
 
 def placeholder_encoding(name: str, vocab_size: int) -> Encoding:

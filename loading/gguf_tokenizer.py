@@ -1,0 +1,112 @@
+"""The tokenizer of a GGUF file."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from errors import UserError
+from loading.byte_level import PATTERNS
+from loading.checkpoint import check_values
+from loading.config import read_token_ids
+from loading.gguf import GGUF
+
+KEY_PREFIX = "tokenizer.ggml"
+GPT2 = PATTERNS["GPT-2"]
+PRE_TOKENIZERS = {  # tokenizer.ggml.pre -> the patterns that split a text, in turn
+    "default": (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}"),  # llama.cpp's own
+    "gpt-2": (GPT2,),
+    "llama-bpe": (PATTERNS["Llama 3"],),
+    "qwen2": (PATTERNS["Qwen2"],),
+    "smollm": (r"\p{N}", GPT2),
+}
+SUPPORTED_VALUES = {
+    f"{KEY_PREFIX}.model": ("gpt2",),
+    f"{KEY_PREFIX}.pre": tuple(PRE_TOKENIZERS),
+    f"{KEY_PREFIX}.add_bos_token": (None, False, True),
+    f"{KEY_PREFIX}.add_eos_token": (False,),
+}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # token types
+
+
+def read_tokens(gguf: GGUF) -> tuple[list[str], Sequence[int]]:
+    """Return a file's tokens by id, and their types. Raises UserError if it has no tokens."""
+    tokens = gguf.metadata.get(f"{KEY_PREFIX}.tokens")
+    if not isinstance(tokens, list):
+        raise UserError(f"{gguf.file}: {KEY_PREFIX}.tokens must be a list of strings")
+    types = gguf.metadata.get(f"{KEY_PREFIX}.token_type", [NORMAL] * len(tokens))
+    if not isinstance(types, Sequence) or len(types) != len(tokens):
+        raise UserError(
+            f"{gguf.file}: {KEY_PREFIX}.token_type must be a list of {len(tokens)} numbers"
+        )
+    if len(set(tokens)) < len(tokens):
+        twice, _ = Counter(tokens).most_common(1)[0]
+        raise UserError(f"{gguf.file}: duplicate token {twice!r:.80}")
+    return tokens, types
+
+
+def token_ids(gguf: GGUF, *names: str, required: bool = False) -> list[int]:
+    """Return the ids of tokens such as "bos", without those that the file does not name.
+
+    Raises UserError for an id out of range, and if `required`, for a token that is not named.
+    """
+    size = len(read_tokens(gguf)[0])
+    keys = [f"{KEY_PREFIX}.{name}_token_id" for name in names]
+    keys = [key for key in keys if required or key in gguf.metadata]
+    return [read_token_ids(gguf.file, gguf.metadata, key, size, None)[0] for key in keys]
+
+
+def tokenizer_json(gguf: GGUF) -> dict:
+    """Convert a file's tokenizer to a tokenizer.json. Raises UserError for unsupported ones."""
+    keys = {
+        key.removeprefix(f"{KEY_PREFIX}."): value
+        for key, value in gguf.metadata.items()
+        if key.startswith(f"{KEY_PREFIX}.")
+    }
+    check_values(gguf.file, {f"{KEY_PREFIX}.model": None} | gguf.metadata, SUPPORTED_VALUES)
+    tokens, types = read_tokens(gguf)
+    pre = keys.get("pre", "default")
+    is_llama_3 = pre == "llama-bpe"
+    merges = keys.get("merges")
+    if not isinstance(merges, list):
+        raise UserError(f"{gguf.file}: {KEY_PREFIX}.merges must be a list of strings")
+    add_bos = keys.get("add_bos_token", is_llama_3)
+    bos = token_ids(gguf, "bos", required=add_bos)
+    added = {
+        id for id, token_type in enumerate(types) if token_type in (UNKNOWN, CONTROL, USER_DEFINED)
+    }
+    added |= {*bos, *token_ids(gguf, "eos", "eot", "eom")}
+    # With ignore_merges a piece of text in the vocabulary becomes that token, so control tokens are
+    # left out of it.
+    excluded = added if is_llama_3 else ()
+    vocabulary = {
+        token: id
+        for id, (token, token_type) in enumerate(zip(tokens, types))
+        if token_type != UNUSED and id not in excluded
+    }
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    bos_tokens = [tokens[id] for id in bos if add_bos]
+    text = {"Sequence": {"id": "A"}}
+    return byte_level_steps(PRE_TOKENIZERS[pre]) | {
+        "added_tokens": [
+            {"id": id, "content": tokens[id], "special": True} | flags for id in sorted(added)
+        ],
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [*({"SpecialToken": {"id": token}} for token in bos_tokens), text],
+            "special_tokens": {token: {"ids": bos} for token in bos_tokens},
+        },
+        "model": {
+            "type": "BPE",
+            "ignore_merges": is_llama_3,
+            "vocab": vocabulary,
+            "merges": merges,
+        },
+    }
+
+
+def byte_level_steps(patterns: tuple[str, ...]) -> dict:
+    """Return the pre_tokenizer and decoder of a tokenizer.json for a byte-level vocabulary."""
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps = [split | {"pattern": {"Regex": pattern}} for pattern in patterns]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps.append(level | {"use_regex": False})
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, "decoder": level}
