@@ -11,8 +11,10 @@ import torch
 from errors import UserError
 from llama import LlamaConfig, RotaryEmbedding
 from loading.byte_level import PATTERNS
+from loading.chat_template import read_chat_template
 from loading.checkpoint import check_values, read_json
 from loading.gguf_model import EOS_KEYS, gguf_name
+from loading.load import resolve_source
 from model import Model
 from text.tokenizer import read_tokenizer_json
 
@@ -105,6 +107,8 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
     writer.add_token_types(token_types)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
     writer.add_add_bos_token(bool(encoding.prefix_ids))
+    if template := read_chat_template(resolve_source(tokenizer.parent)):
+        writer.add_chat_template(template[1])
 
 
 def pre_tokenizer_name(file: Path, step: dict) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from errors import UserError
 from loading.checkpoint import read_json
 from loading.config import SPECIAL_TOKEN_NAMES
+from loading.gguf_tokenizer import read_gguf_template
 from loading.load import Source
 
 
@@ -13,6 +14,8 @@ def read_chat_template(source: Source) -> tuple[Path, str, dict[str, str]] | Non
 
     Raises UserError for a file that cannot be read.
     """
+    if source.type == "gguf" and (found := read_gguf_template(source.gguf)):
+        return found
     config_file = source.find("tokenizer_config.json")
     config = read_json(config_file) if config_file else {}
     file = source.find("chat_template.jinja")

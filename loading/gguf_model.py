@@ -13,6 +13,7 @@ from loading.checkpoint import check_values
 from loading.config import check_heads, read_attention_sizes, read_number, read_token_ids
 from loading.gguf import GGUF, TensorInfo
 from loading.gguf_blocks import UNPACKERS, dequantize
+from loading.gguf_tokenizer import named_eog_ids
 from model import GPTConfig, Model
 
 CHUNK_BYTES = 2**20  # bytes of a chunk in float32; dequantising is fastest in the CPU's cache
@@ -45,7 +46,7 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
     check_values(file, raw, {"split.count": (0, 1), f"{architecture}.rope.scaling.factor": (1,)})
     fields = read_attention_sizes(file, raw, prefixed(SIZES, architecture))
     fields["vocab_size"] = get_tensor(gguf, "token_embd.weight").shape[0]
-    eos_ids = [raw[key] for key in EOS_KEYS if key in raw]
+    eos_ids = [raw[key] for key in EOS_KEYS if key in raw] + named_eog_ids(gguf)
     eos_ids = read_token_ids(file, {EOS_KEYS[0]: eos_ids}, EOS_KEYS[0], fields["vocab_size"], None)
     fields["eos_token_ids"] = eos_ids
     build_config = gpt_config if architecture == "gpt2" else llama_config

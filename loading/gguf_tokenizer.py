@@ -1,7 +1,8 @@
-"""The tokenizer of a GGUF file."""
+"""The tokenizer, the end-of-generation tokens and the chat template of a GGUF file."""
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from errors import UserError
 from loading.byte_level import PATTERNS
@@ -25,6 +26,17 @@ SUPPORTED_VALUES = {
     f"{KEY_PREFIX}.add_eos_token": (False,),
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # token types
+# Control tokens that always end generation, because most files name only one in their keys.
+EOG_TOKENS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"}
+# Variable of a chat template -> the key of its id, without the suffix _token_id.
+TEMPLATE_TOKENS = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",
+    "pad_token": "padding",
+    "mask_token": "mask",
+}
 
 
 def read_tokens(gguf: GGUF) -> tuple[list[str], Sequence[int]]:
@@ -52,6 +64,38 @@ def token_ids(gguf: GGUF, *names: str, required: bool = False) -> list[int]:
     keys = [f"{KEY_PREFIX}.{name}_token_id" for name in names]
     keys = [key for key in keys if required or key in gguf.metadata]
     return [read_token_ids(gguf.file, gguf.metadata, key, size, None)[0] for key in keys]
+
+
+def named_eog_ids(gguf: GGUF) -> list[int]:
+    """Return the ids of control tokens whose names are in EOG_TOKENS."""
+    if f"{KEY_PREFIX}.tokens" not in gguf.metadata:
+        return []
+    tokens, types = read_tokens(gguf)
+    return [
+        id
+        for id, token_type in enumerate(types)
+        if token_type == CONTROL and tokens[id] in EOG_TOKENS
+    ]
+
+
+def read_gguf_template(gguf: GGUF) -> tuple[Path, str, dict[str, str]] | None:
+    """Return a chat template's file, text and special tokens; None if there is no template.
+
+    Raises UserError for an id out of range, if the template uses its token.
+    """
+    text = gguf.metadata.get("tokenizer.chat_template")
+    if not isinstance(text, str):
+        return None
+    tokens, _ = read_tokens(gguf)
+    special_tokens = {}
+    for name, key in TEMPLATE_TOKENS.items():
+        try:
+            for id in token_ids(gguf, key):
+                special_tokens[name] = tokens[id]
+        except UserError:
+            if name in text:
+                raise
+    return gguf.file, text.removeprefix("\ufeff"), special_tokens
 
 
 def tokenizer_json(gguf: GGUF) -> dict:

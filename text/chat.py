@@ -30,6 +30,8 @@ class Chat:
         found = None if source.type == "random" else read_chat_template(source)
         if found is None:
             files = "chat_template.jinja nor a default chat_template in tokenizer_config.json"
+            if source.type == "gguf":
+                files = f"tokenizer.chat_template nor, beside it, {files}"
             raise UserError(f"{source.label}: not a chat model: it has neither {files}")
         self.file, self.template_text, self.special_tokens = found
         self.template_kwargs: dict[str, bool] = {}
