@@ -28,3 +28,15 @@ def unicode_to_bytes() -> dict[str, int]:
 
 BYTE_DECODER = unicode_to_bytes()
 BYTE_ENCODER = {byte: character for character, byte in BYTE_DECODER.items()}
+
+
+def token_to_bytes(token: str) -> bytes:
+    """Return the bytes of a token; its own UTF-8 if a character stands for no byte."""
+    return (
+        bytes(map(BYTE_DECODER.get, token)) if BYTE_DECODER.keys() >= set(token) else token.encode()
+    )
+
+
+def bytes_to_tokens(data: bytes) -> list[str]:
+    """Return the tokens that may spell these bytes: here one."""
+    return ["".join(map(BYTE_ENCODER.get, data))]

@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from errors import UserError
-from loading.byte_level import BYTE_DECODER, BYTE_ENCODER
+from loading.byte_level import BYTE_DECODER, BYTE_ENCODER, bytes_to_tokens, token_to_bytes
 from loading.checkpoint import check_nested_values, check_values, read_json
 from loading.gguf_tokenizer import KEY_PREFIX, tokenizer_json
 from loading.load import resolve_source
@@ -80,12 +80,11 @@ class Encoding:
 
     def encode_single_token(self, token: str | bytes) -> int:
         """Return the id of an added token, or of the token with these bytes. Raises KeyError."""
-        if isinstance(token, bytes):
-            token = "".join(map(BYTE_ENCODER.get, token))
-        found = self.tokenizer.token_to_id(token)
-        if found is None:
-            raise KeyError(token)
-        return found
+        for name in bytes_to_tokens(token) if isinstance(token, bytes) else [token]:
+            found = self.tokenizer.token_to_id(name)
+            if found is not None:
+                return found
+        raise KeyError(token)
 
     def decode_single_token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token spells. Raises KeyError for an id without text."""
@@ -94,8 +93,7 @@ class Encoding:
             text = self.tokenizer.id_to_token(token)
             if text is None:
                 raise KeyError(token)
-            if BYTE_DECODER.keys() >= set(text):
-                return bytes(map(BYTE_DECODER.get, text))
+            return token_to_bytes(text)
         return text.encode()
 
     def decode(self, tokens: list[int]) -> str:
@@ -156,15 +154,21 @@ def ordinary_tokenizer(tokenizer: Tokenizer, control_tokens: set[str]) -> Tokeni
     return plain
 
 
+def pre_tokenized(tokenizer: Tokenizer, text: str) -> str:
+    """Return a text after normalizer and pre_tokenizer, before any merge."""
+    if tokenizer.normalizer:
+        text = tokenizer.normalizer.normalize_str(text)
+    step = tokenizer.pre_tokenizer
+    return "".join(piece for piece, _ in step.pre_tokenize_str(text)) if step else text
+
+
 def check_byte_level(where, tokenizer: Tokenizer) -> None:
     """Raise UserError unless only the pre_tokenizer maps a text to bytes."""
     if tokenizer.normalizer and "Ã" in tokenizer.normalizer.normalize_str("é"):
         raise UserError(
             f"{where}: normalizer has a step ByteLevel; only pre_tokenizer may have one"
         )
-    step = tokenizer.pre_tokenizer
-    pieces = step.pre_tokenize_str("é") if step else []
-    if "Ã©" not in "".join(piece for piece, _ in pieces):
+    if "Ã©" not in pre_tokenized(tokenizer, "é"):
         raise UserError(f"{where}: pre_tokenizer must have a step ByteLevel")
 
 
