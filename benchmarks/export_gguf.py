@@ -12,7 +12,7 @@ from errors import UserError
 from llama import LlamaConfig, RotaryEmbedding
 from loading.byte_level import PATTERNS
 from loading.chat_template import read_chat_template
-from loading.checkpoint import check_values, read_json
+from loading.checkpoint import check_nested_values, read_json
 from loading.gguf_model import EOS_KEYS, gguf_name
 from loading.load import resolve_source
 from model import Model
@@ -92,7 +92,8 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
 
     encoding = read_tokenizer_json(tokenizer)
     raw = read_json(tokenizer)
-    check_values(tokenizer, raw, {"normalizer": (None, {"type": "NFC"})})
+    supported = {"model.byte_fallback": (None, False), "normalizer": (None, {"type": "NFC"})}
+    check_nested_values(tokenizer, raw, supported)
     added = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
     ids = raw["model"]["vocab"] | added
     tokens = [f"<unused {token}>" for token in range(config.vocab_size)]

@@ -26,6 +26,7 @@ def unicode_to_bytes() -> dict[str, int]:
     return characters | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
+SUPPORTED_VALUES = {"decoder.type": ("ByteLevel",)}
 BYTE_DECODER = unicode_to_bytes()
 BYTE_ENCODER = {byte: character for character, byte in BYTE_DECODER.items()}
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from errors import UserError
+from loading import sentencepiece
 from loading.byte_level import PATTERNS
 from loading.checkpoint import check_values
 from loading.config import read_token_ids
@@ -20,10 +21,11 @@ PRE_TOKENIZERS = {  # tokenizer.ggml.pre -> the patterns that split a text, in t
     "smollm": (r"\p{N}", GPT2),
 }
 SUPPORTED_VALUES = {
-    f"{KEY_PREFIX}.model": ("gpt2",),
+    f"{KEY_PREFIX}.model": ("gpt2", "llama"),
     f"{KEY_PREFIX}.pre": tuple(PRE_TOKENIZERS),
     f"{KEY_PREFIX}.add_bos_token": (None, False, True),
     f"{KEY_PREFIX}.add_eos_token": (False,),
+    f"{KEY_PREFIX}.add_space_prefix": (None, False, True),
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # token types
 # Control tokens that always end generation, because most files name only one in their keys.
@@ -107,12 +109,17 @@ def tokenizer_json(gguf: GGUF) -> dict:
     }
     check_values(gguf.file, {f"{KEY_PREFIX}.model": None} | gguf.metadata, SUPPORTED_VALUES)
     tokens, types = read_tokens(gguf)
-    pre = keys.get("pre", "default")
-    is_llama_3 = pre == "llama-bpe"
-    merges = keys.get("merges")
-    if not isinstance(merges, list):
-        raise UserError(f"{gguf.file}: {KEY_PREFIX}.merges must be a list of strings")
-    add_bos = keys.get("add_bos_token", is_llama_3)
+    is_sentencepiece = keys["model"] == "llama"
+    is_llama_3 = not is_sentencepiece and keys.get("pre") == "llama-bpe"
+    if is_sentencepiece:
+        steps = sentencepiece.pipeline_steps(keys.get("add_space_prefix", True))
+        merges = merges_from_scores(gguf, tokens, types)
+    else:
+        steps = byte_level_steps(PRE_TOKENIZERS[keys.get("pre", "default")])
+        merges = keys.get("merges")
+        if not isinstance(merges, list):
+            raise UserError(f"{gguf.file}: {KEY_PREFIX}.merges must be a list of strings")
+    add_bos = keys.get("add_bos_token", is_sentencepiece or is_llama_3)
     bos = token_ids(gguf, "bos", required=add_bos)
     added = {
         id for id, token_type in enumerate(types) if token_type in (UNKNOWN, CONTROL, USER_DEFINED)
@@ -129,7 +136,7 @@ def tokenizer_json(gguf: GGUF) -> dict:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     bos_tokens = [tokens[id] for id in bos if add_bos]
     text = {"Sequence": {"id": "A"}}
-    return byte_level_steps(PRE_TOKENIZERS[pre]) | {
+    return steps | {
         "added_tokens": [
             {"id": id, "content": tokens[id], "special": True} | flags for id in sorted(added)
         ],
@@ -140,11 +147,25 @@ def tokenizer_json(gguf: GGUF) -> dict:
         },
         "model": {
             "type": "BPE",
+            "byte_fallback": is_sentencepiece,
             "ignore_merges": is_llama_3,
             "vocab": vocabulary,
             "merges": merges,
         },
     }
+
+
+def merges_from_scores(gguf: GGUF, tokens: list[str], types: Sequence[int]) -> list[list[str]]:
+    """Return the merges of a SentencePiece vocabulary: all splits of a normal token in two."""
+    scores = gguf.metadata.get(f"{KEY_PREFIX}.scores")
+    if not isinstance(scores, Sequence) or len(scores) != len(tokens):
+        raise UserError(f"{gguf.file}: {KEY_PREFIX}.scores must be a list of {len(tokens)} numbers")
+    token_scores = {
+        token: score
+        for token, score, token_type in zip(tokens, scores, types)
+        if token_type == NORMAL
+    }
+    return sentencepiece.merges_from_scores(gguf.file, token_scores)
 
 
 def byte_level_steps(patterns: tuple[str, ...]) -> dict:

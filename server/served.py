@@ -145,4 +145,5 @@ class ServedModel:
             return prompt
         prompt = [token for token in prompt if 0 <= token < 2**32]
         stream = IncrementalDetokenizer(self.backend.encoding)
-        return "".join(map(stream.add, prompt)) + stream.end()
+        text = "".join(map(stream.add, prompt)) + stream.end()
+        return text.removeprefix(" " * self.backend.encoding.strips_prefix_space)

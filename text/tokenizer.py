@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import Metaspace
 
 from errors import UserError
-from loading.byte_level import BYTE_DECODER, BYTE_ENCODER, bytes_to_tokens, token_to_bytes
+from loading import byte_level, sentencepiece
+from loading.byte_level import BYTE_DECODER, BYTE_ENCODER
 from loading.checkpoint import check_nested_values, check_values, read_json
 from loading.gguf_tokenizer import KEY_PREFIX, tokenizer_json
 from loading.load import resolve_source
@@ -15,16 +17,15 @@ EOT = "<|endoftext|>"
 SUPPORTED_VALUES = {  # tokenizer.json fields; others would change the bytes of a token
     "model.type": ("BPE",),
     "model.dropout": (None, 0),
-    "model.byte_fallback": (None, False),
+    "model.byte_fallback": (None, False, True),
     "model.continuing_subword_prefix": (None, ""),
     "model.end_of_word_suffix": (None, ""),
-    "decoder.type": ("ByteLevel",),
 }
 ADDED_TOKEN_FLAGS = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}
 
 
 class Encoding:
-    """A byte-level BPE tokenizer of the tokenizers library.
+    """A BPE tokenizer of the tokenizers library: byte-level, or SentencePiece with byte_fallback.
 
     where: prefix of errors. raw: the object in a `tokenizer.json`. fault: the error if the library
     cannot read it.
@@ -34,6 +35,8 @@ class Encoding:
 
     def __init__(self, where, raw: dict, fault: str = "not a Hugging Face tokenizer"):
         check_nested_values(where, raw, SUPPORTED_VALUES)
+        self.codec = sentencepiece if raw["model"].get("byte_fallback") else byte_level
+        check_nested_values(where, raw, self.codec.SUPPORTED_VALUES)
         # No truncation, no padding. A byte that the vocabulary lacks is dropped, because unk_token
         # may be a control token.
         model = raw["model"] | {"unk_token": None}
@@ -49,14 +52,21 @@ class Encoding:
                 raise
             reason = " ".join(str(error).split())
             raise UserError(f"{where}: {fault}: {reason:.200}") from None
-        check_byte_level(where, self.tokenizer)
+        check = check_byte_level if self.codec is byte_level else check_metaspace
+        check(where, raw, self.tokenizer)
         check_added_tokens(where, added, self.tokenizer, model)
         self.added_token_ids = {token["content"]: token["id"] for token in added}
         self.added_token_texts = {token: name for name, token in self.added_token_ids.items()}
         self.n_vocab = max([*model["vocab"].values(), *self.added_token_texts], default=-1) + 1
         self.special_tokens_set = control_tokens
-        names = BYTE_DECODER.items()
+        names = BYTE_DECODER.items() if self.codec is byte_level else ()
         self.missing_bytes = {byte for name, byte in names if name not in model["vocab"]}
+        # Encoding adds a space before a text, so decoding strips it.
+        is_sentencepiece = self.codec is sentencepiece
+        self.strips_prefix_space = (
+            is_sentencepiece and sentencepiece.STRIP in raw["decoder"]["decoders"]
+        )
+        self.continuation = continuation_tokenizer(self.ordinary)
         self.prefix_ids = find_prefix_ids(where, raw.get("post_processor"), self.added_token_ids)
 
     def encode(self, text: str, allowed_special="") -> list[int]:
@@ -74,13 +84,17 @@ class Encoding:
             else self.prefix_ids + tokens
         )
 
-    def encode_ordinary(self, text: str) -> list[int]:
-        """Encode plain text, without control tokens and without the prefix."""
-        return encode_ids(self.ordinary, text)
+    def encode_ordinary(self, text: str, at_start: bool = True) -> list[int]:
+        """Encode plain text, without control tokens and without the prefix.
+
+        at_start: False after an added token, where some tokenizers add no leading space.
+        """
+        return encode_ids(self.ordinary if at_start else self.continuation, text)
 
     def encode_single_token(self, token: str | bytes) -> int:
         """Return the id of an added token, or of the token with these bytes. Raises KeyError."""
-        for name in bytes_to_tokens(token) if isinstance(token, bytes) else [token]:
+        names = self.codec.bytes_to_tokens(token) if isinstance(token, bytes) else [token]
+        for name in names:
             found = self.tokenizer.token_to_id(name)
             if found is not None:
                 return found
@@ -93,12 +107,13 @@ class Encoding:
             text = self.tokenizer.id_to_token(token)
             if text is None:
                 raise KeyError(token)
-            return token_to_bytes(text)
+            return self.codec.token_to_bytes(text)
         return text.encode()
 
     def decode(self, tokens: list[int]) -> str:
-        """Decode tokens. Invalid UTF-8 becomes U+FFFD."""
-        return b"".join(map(self.decode_single_token_bytes, tokens)).decode("utf-8", "replace")
+        """Decode a sequence from its first token on. Invalid UTF-8 becomes U+FFFD."""
+        data = b"".join(map(self.decode_single_token_bytes, tokens))
+        return data.decode("utf-8", "replace").removeprefix(" " * self.strips_prefix_space)
 
     def dropped_bytes(self, *texts: str, plain: bool = False) -> str:
         """Return the bytes of texts that the vocabulary lacks, in hexadecimal; "" if none.
@@ -154,6 +169,17 @@ def ordinary_tokenizer(tokenizer: Tokenizer, control_tokens: set[str]) -> Tokeni
     return plain
 
 
+def continuation_tokenizer(plain: Tokenizer) -> Tokenizer:
+    """Return the tokenizer for text after an added token, which may add no leading space."""
+    step = plain.pre_tokenizer
+    if not isinstance(step, Metaspace) or step.prepend_scheme != "first":
+        return plain
+    added = plain.get_added_tokens_decoder().values()
+    continuation = ordinary_tokenizer(plain, {token.content for token in added if token.special})
+    continuation.pre_tokenizer = Metaspace(prepend_scheme="never", split=step.split)
+    return continuation
+
+
 def pre_tokenized(tokenizer: Tokenizer, text: str) -> str:
     """Return a text after normalizer and pre_tokenizer, before any merge."""
     if tokenizer.normalizer:
@@ -162,7 +188,23 @@ def pre_tokenized(tokenizer: Tokenizer, text: str) -> str:
     return "".join(piece for piece, _ in step.pre_tokenize_str(text)) if step else text
 
 
-def check_byte_level(where, tokenizer: Tokenizer) -> None:
+def check_metaspace(where, raw: dict, tokenizer: Tokenizer) -> None:
+    """Raise UserError unless spaces become U+2581, and the decoder restores them."""
+    for name in sentencepiece.BYTE_TOKENS:
+        if name not in raw["model"]["vocab"]:
+            raise UserError(
+                f"{where}: model.byte_fallback is True, but the vocabulary has no token {name}"
+            )
+    text = " a  é\n"
+    blanks = text.replace(" ", sentencepiece.METASPACE)
+    if pre_tokenized(tokenizer, text) not in (blanks, sentencepiece.METASPACE + blanks):
+        raise UserError(f"{where}: each space must become {sentencepiece.METASPACE}")
+    steps = raw["decoder"].get("decoders")
+    if steps not in (sentencepiece.DECODER, [*sentencepiece.DECODER, sentencepiece.STRIP]):
+        raise UserError(f"{where}: decoder must only undo byte_fallback")
+
+
+def check_byte_level(where, raw: dict, tokenizer: Tokenizer) -> None:
     """Raise UserError unless only the pre_tokenizer maps a text to bytes."""
     if tokenizer.normalizer and "Ã" in tokenizer.normalizer.normalize_str("é"):
         raise UserError(
@@ -224,11 +266,11 @@ def load_encoding(name, vocab_size: int) -> Encoding:
 
     `encode(text, allowed_special="all")` encodes `<|endoftext|>` in a text as that token.
 
-    name: as for `load_model`. The model needs a `tokenizer.json` with a byte-level BPE; a GGUF file
-    holds its own tokenizer, or has a `tokenizer.json` beside it. `random:` models, and GGUF files
-    without either, get placeholder tokens: bytes, then ids from 256 on as numbers. vocab_size: the
-    model's; it may exceed the tokenizer's, as in models that pad their vocabulary to a round
-    number. Raises UserError if it is smaller, or if the tokenizer is missing or unsupported.
+    name: as for `load_model`. The model needs a `tokenizer.json` with a BPE; a GGUF file holds its
+    own tokenizer, or has a `tokenizer.json` beside it. `random:` models, and GGUF files without
+    either, get placeholder tokens: bytes, then ids from 256 on as numbers. vocab_size: the model's;
+    it may exceed the tokenizer's, as in models that pad their vocabulary to a round number.
+    Raises UserError if it is smaller, or if the tokenizer is missing or unsupported.
     """
     source = resolve_source(name)
     if source.type == "gguf" and f"{KEY_PREFIX}.tokens" in source.gguf.metadata:
