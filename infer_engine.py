@@ -10,6 +10,7 @@ if __name__ == "__main__":
 from command_line.chat import Conversation, add_chat_options, check_chat_options, load_chat
 from command_line.models import pick_device
 from command_line.options import (
+    MODEL_HELP,
     STORIES,
     add_options,
     add_sampling_options,
@@ -37,9 +38,7 @@ from parallel.ranks import TensorParallelGroup
 
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with continuous batching and a paged KV cache.")
-    parser.group("model").add_argument(
-        "--model", default=STORIES, help="directory, FILE.gguf, ORG/NAME of the hub, gpt2, ..."
-    )
+    parser.group("model").add_argument("--model", default=STORIES, help=MODEL_HELP)
     add_engine_options(parser)
     add_options(parser)
     add_sampling_options(parser)

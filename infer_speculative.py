@@ -14,6 +14,7 @@ import torch
 from cache import ContextWindow, KVCache
 from command_line.models import load_models, pick_device
 from command_line.options import (
+    MODEL_HELP,
     STORIES,
     add_options,
     add_sampling_options,
@@ -218,8 +219,7 @@ class DraftOutput(OutputWriter):
 
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with speculative decoding.")
-    target_help = "directory, FILE.gguf, ORG/NAME on the Hub, gpt2 or random:gpt2"
-    parser.group("model").add_argument("--target", default=STORIES, help=target_help)
+    parser.group("model").add_argument("--target", default=STORIES, help=MODEL_HELP)
     group = parser.group("speculation")
     draft_help = "smaller model with the target's vocabulary; lookup: prompt lookup"
     group.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)

@@ -19,7 +19,13 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from command_line.models import pick_device
-from command_line.options import STORIES, add_model_options, add_stride_option, check_utf8
+from command_line.options import (
+    MODEL_HELP,
+    STORIES,
+    add_model_options,
+    add_stride_option,
+    check_utf8,
+)
 from command_line.parser import AppendToTuple, Parser, is_worker, run_script, write_stdout
 from engine.options import (
     add_engine_options,
@@ -53,8 +59,7 @@ def main(argv=None) -> None:
 
 def add_server_options(parser: Parser) -> None:
     """Add the options of a server, its model and its engine, in groups."""
-    model_help = "directory, FILE.gguf, ORG/NAME on the Hub, gpt2 or random:gpt2"
-    parser.group("model").add_argument("--model", default=LLAMA, help=model_help)
+    parser.group("model").add_argument("--model", default=LLAMA, help=MODEL_HELP)
     add_model_options(parser)
     add_stride_option(parser)
     server = parser.group("server")

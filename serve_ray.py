@@ -19,7 +19,6 @@ from cache import ContextWindow
 from command_line.models import pick_device
 from command_line.parser import Parser, run_script, write_stdout
 from engine.options import engine_config
-from engine.pages import page_count
 from errors import UserError, check_limits
 from loading.load import load_config, resolve_source
 from serve import add_server_options, check_server_options, listen, server_url
@@ -232,9 +231,7 @@ def router_options(args) -> dict:
     config = engine_config(args)
     sizes = {name: getattr(config, name) for name in ("stride", "page_size", "max_num_seqs")}
     sizes["block_size"] = load_config(resolve_source(args.model)).block_size
-    sizes["num_pages"] = config.num_pages or config.max_num_seqs * page_count(
-        sizes["block_size"], config.page_size
-    )
+    sizes["num_pages"] = config.cache_size(sizes["block_size"])
     ContextWindow(sizes["block_size"], args.stride)  # checks the stride
     router = {"request_router_class": "server.router:PrefixAwareRouter"}
     return {"request_router_config": RequestRouterConfig(**router, request_router_kwargs=sizes)}

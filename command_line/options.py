@@ -12,6 +12,7 @@ from errors import UserError
 from sampling import SamplingParams
 
 STORIES = Path(__file__).resolve().parents[1] / "checkpoints" / "stories"
+MODEL_HELP = "directory, FILE.gguf, ORG/NAME on the Hub, gpt2, random:gpt2 or smollm2"
 # Lists for 10**9 sequences would fill the memory before any tensor is allocated.
 MAX_SEQUENCES = 2**16
 DTYPES = {

@@ -13,6 +13,7 @@ LIMITS = {  # field of EngineConfig: type, validity check, description of valid 
     "max_num_batched_tokens": (int, lambda value: value >= 1, "an integer >= 1"),
     **GAMMA_LIMITS,
 }
+MAX_POSITIONS = 2**16  # positions, default cache size
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class EngineConfig:
     """Settings of an engine. Raises UserError for a value out of range."""
 
     max_num_seqs: int = 32  # maximum sequences per step
-    num_pages: int | None = None  # size of the KV cache; None: max_num_seqs context windows
+    num_pages: int | None = None  # size of the KV cache; None: `cache_size` has the rule
     page_size: int = 16  # positions per page
     max_num_batched_tokens: int = 512  # maximum tokens per step
     gamma: int = 3  # maximum draft tokens per request and step, 1 to 16
@@ -30,7 +31,12 @@ class EngineConfig:
         check_limits(LIMITS, **{name: getattr(self, name) for name in LIMITS})
 
     def cache_size(self, block_size: int) -> int:
-        """Return num_pages; by default pages for max_num_seqs context windows."""
+        """Return num_pages; by default pages for max_num_seqs context windows, with a limit.
+
+        The limit is MAX_POSITIONS, but at least one context window.
+        """
         if self.num_pages is not None:
             return self.num_pages
-        return self.max_num_seqs * page_count(block_size, self.page_size)
+        per_sequence = page_count(block_size, self.page_size)
+        limit = page_count(MAX_POSITIONS, self.page_size)
+        return min(self.max_num_seqs * per_sequence, max(per_sequence, limit))

