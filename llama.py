@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Qwen2 and Qwen3, with their changes to GPT-2.
+"""The forward pass of Llama, Qwen2, Qwen3 and Qwen3-MoE, with their changes to GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
@@ -27,6 +27,17 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """The configuration of a mixture of experts: Qwen3-MoE."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    n_inner: int  # the width inside one expert
+    norm_topk_prob: bool = False  # the chosen experts' weights are normalised to sum 1
+    mlp_only_layers: tuple[int, ...] = ()  # layers with a dense MLP instead of experts
+
+
+@dataclass(frozen=True)
 class LlamaConfig:
     """The configuration of a Llama; the defaults describe checkpoints/stories-llama."""
 
@@ -47,6 +58,7 @@ class LlamaConfig:
     qkv_bias: bool = False  # biases on queries, keys and values: Qwen2
     qk_norm: bool = False  # RMSNorm on each head's query and key before RoPE: Qwen3
     tie_word_embeddings: bool = True
+    experts: ExpertsConfig | None = None
 
 
 class RMSNorm(nn.Module):
@@ -152,25 +164,64 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A SwiGLU MLP (Shazeer 2020, 2002.05202)."""
+    """A SwiGLU MLP (Shazeer 2020, 2002.05202).
 
-    def __init__(self, config: LlamaConfig):
+    n_inner: the inner width, by default the config's.
+    """
+
+    def __init__(self, config: LlamaConfig, n_inner: int | None = None):
         super().__init__()
-        self.gate_proj = nn.Linear(config.n_embd, config.n_inner, bias=False)
-        self.up_proj = nn.Linear(config.n_embd, config.n_inner, bias=False)
-        self.down_proj = nn.Linear(config.n_inner, config.n_embd, bias=False)
+        n_inner = n_inner or config.n_inner
+        self.gate_proj = nn.Linear(config.n_embd, n_inner, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, n_inner, bias=False)
+        self.down_proj = nn.Linear(n_inner, config.n_embd, bias=False)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class MixtureOfExperts(nn.Module):
+    """A mixture of experts: a router sends each token to its top_k MLPs.
+
+    Shazeer et al. 2017, 1701.06538. Each expert's matrices are read once for all its tokens.
+    """
+
     def __init__(self, config: LlamaConfig):
+        super().__init__()
+        sizes = config.experts
+        self.top_k = sizes.num_experts_per_tok
+        self.norm_topk_prob = sizes.norm_topk_prob
+        self.gate = nn.Linear(config.n_embd, sizes.num_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(config, sizes.n_inner) for _ in range(sizes.num_experts))
+
+    def route(self, x):
+        """Return the weights and indices of each token's experts, both (N, top_k). x: (N, C)."""
+        routing_weights = self.gate(x).softmax(-1, dtype=torch.float32)  # for any weight dtype
+        # torch.topk breaks ties arbitrarily; a stable sort prefers the lower index.
+        routing_weights, experts = routing_weights.sort(dim=-1, descending=True, stable=True)
+        routing_weights = routing_weights[:, : self.top_k]
+        if self.norm_topk_prob:
+            routing_weights = routing_weights / routing_weights.sum(-1, keepdim=True)
+        return routing_weights.to(x.dtype), experts[:, : self.top_k]
+
+    def forward(self, x):
+        tokens = x.flatten(0, -2)  # (N, C)
+        weights, experts = self.route(tokens)
+        y = torch.zeros_like(tokens)
+        for expert in experts.unique().tolist():  # sorted: the order of a sum is fixed
+            rows, slots = torch.where(experts == expert)
+            y[rows] += weights[rows, slots, None] * self.experts[expert](tokens[rows])
+        return y.view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
         self.input_layernorm = RMSNorm(config)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config)
-        self.mlp = MLP(config)
+        has_experts = config.experts and layer not in config.experts.mlp_only_layers
+        self.mlp = MixtureOfExperts(config) if has_experts else MLP(config)
 
     def forward(self, x, cos, sin, attend):
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
@@ -191,6 +242,10 @@ class Llama(Model):
         "gate": ("layers.*.mlp.gate_proj", "blk.*.ffn_gate"),
         "up": ("layers.*.mlp.up_proj", "blk.*.ffn_up"),
         "down": ("layers.*.mlp.down_proj", "blk.*.ffn_down"),
+        "router": ("layers.*.mlp.gate", "blk.*.ffn_gate_inp"),
+        "expert_gate": ("layers.*.mlp.experts.*.gate_proj", "blk.*.ffn_gate_exps"),
+        "expert_up": ("layers.*.mlp.experts.*.up_proj", "blk.*.ffn_up_exps"),
+        "expert_down": ("layers.*.mlp.experts.*.down_proj", "blk.*.ffn_down_exps"),
         "norm": ("norm", "output_norm"),
         "head": ("lm_head", "output"),
     }
@@ -202,7 +257,7 @@ class Llama(Model):
         self.config = config
         tokens = torch.empty(config.vocab_size, config.n_embd)
         self.embed_tokens = nn.Embedding.from_pretrained(tokens, freeze=False)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = RMSNorm(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()

@@ -120,7 +120,7 @@ class Model(nn.Module):
     IGNORED_SUFFIXES: tuple[str, ...] = ()
 
     def path(self, role: str, *numbers: int) -> str:
-        """Return the name of the layer with this role. numbers: of its block, if any."""
+        """Return the name of the layer with this role. numbers: of its block and expert, if any."""
         return self.ROLES[role][0].replace("*", "{}").format(*numbers)
 
     def layer(self, role: str, *numbers: int) -> nn.Module | None:
@@ -192,7 +192,7 @@ class Model(nn.Module):
             return weight.zero_()
         if weight.dim() == 1:
             return weight.fill_(1.0)
-        ends_branch = self.role(name) in ("attn_out", "down")
+        ends_branch = self.role(name) in ("attn_out", "down", "expert_down")
         scale = (2 * self.config.n_layer) ** -0.5 if ends_branch else 1.0
         return weight.normal_(std=std * scale, generator=generator)
 

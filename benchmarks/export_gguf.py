@@ -42,6 +42,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         raise UserError(
             "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3"
         )
+    if is_llama and config.experts:
+        raise UserError("a mixture of experts is not exported")
     architecture = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"
     writer = gguf.GGUFWriter(path, architecture)
     if tokenizer:

@@ -5,7 +5,7 @@ import reprlib
 from pathlib import Path
 
 from errors import UserError
-from llama import LlamaConfig, RopeScaling
+from llama import ExpertsConfig, LlamaConfig, RopeScaling
 from loading.checkpoint import check_values
 from model import GPTConfig
 
@@ -136,7 +136,7 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "head_dim": ("head_dim", 1000),
 }
 LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
-    "model_type": ("llama", "qwen2", "qwen3"),
+    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -168,7 +168,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     for layer in layers if isinstance(layers, list) else [layers]:
         check_values(file, {"layer_types": layer}, {"layer_types": ("full_attention",)})
     model_type = raw.get("model_type")
-    has_qk_norm = model_type == "qwen3"
+    has_qk_norm = model_type in ("qwen3", "qwen3_moe")
     if model_type == "qwen3":
         raw = {"head_dim": 128} | raw  # as in transformers; a Llama's default depends on n_embd
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
@@ -192,7 +192,45 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         qkv_bias=model_type == "qwen2",
         qk_norm=has_qk_norm,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        experts=read_experts(file, raw, fields["n_layer"]) if model_type == "qwen3_moe" else None,
     )
+
+
+EXPERTS_SIZES = {  # field of ExpertsConfig -> its key, and the largest value read
+    "num_experts": ("num_experts", 1000),
+    "num_experts_per_tok": ("num_experts_per_tok", 1000),
+    "n_inner": ("moe_intermediate_size", 10**6),
+}
+
+
+def read_expert_sizes(
+    file: Path, raw: dict, sizes: dict[str, tuple[str, int]], defaults: dict[str, int]
+) -> dict[str, int]:
+    """Call `read_sizes`. Also raises UserError for more experts per token than there are."""
+    fields = read_sizes(file, raw, sizes, defaults)
+    top, count = fields["num_experts_per_tok"], fields["num_experts"]
+    if top > count:
+        most = f"at most {sizes['num_experts'][0]} ({count})"
+        raise UserError(f"{file}: {sizes['num_experts_per_tok'][0]} {top}: must be {most}")
+    return fields
+
+
+def read_experts(file: Path, raw: dict, n_layer: int) -> ExpertsConfig:
+    """Return the ExpertsConfig of a Qwen3-MoE. Raises UserError for invalid values."""
+    check_values(file, raw, {"norm_topk_prob": (False, True)})
+    if "num_experts" not in raw and "num_local_experts" in raw:  # as transformers 5 writes it
+        raw = raw | {"num_experts": raw["num_local_experts"]}
+    defaults = {"num_experts": 128, "num_experts_per_tok": 8, "n_inner": 768}
+    fields = read_expert_sizes(file, raw, EXPERTS_SIZES, defaults)
+    step = read_sizes(file, raw, {"step": ("decoder_sparse_step", 1000)}, {"step": 1})["step"]
+    dense = raw.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise UserError(
+            f"{file}: mlp_only_layers {reprlib.repr(dense)}: must be a list of integers"
+        )
+    layers = (layer for layer in range(n_layer) if layer in dense or (layer + 1) % step)
+    normalized = raw.get("norm_topk_prob", False)
+    return ExpertsConfig(**fields, norm_topk_prob=normalized, mlp_only_layers=tuple(layers))
 
 
 def llama_to_dict(config: LlamaConfig) -> dict:
@@ -211,9 +249,17 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         )
     scaling = config.rope_scaling
     name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
+    model_type = name.lower()
+    experts = {}
+    if config.experts:
+        name = "Qwen3Moe"
+        model_type = "qwen3_moe"
+        experts = {key: getattr(config.experts, field) for field, (key, _) in EXPERTS_SIZES.items()}
+        experts["norm_topk_prob"] = config.experts.norm_topk_prob
+        experts["mlp_only_layers"] = list(config.experts.mlp_only_layers)
     return {
         "architectures": [f"{name}ForCausalLM"],
-        "model_type": name.lower(),
+        "model_type": model_type,
         **{key: getattr(config, field) for field, (key, _) in LLAMA_SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
@@ -222,6 +268,7 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
+        **experts,
     }
 
 

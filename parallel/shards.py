@@ -70,9 +70,8 @@ def local_kv_heads(heads: range, group: int) -> list[int]:
 class ShardPlan:
     """The shards of a model's weights on this rank, and the widths of all ranks.
 
-    shards: of this rank, by weight name. heads, inner, outputs: one range per rank.
-    kv_heads: of this rank.
-    Raises UserError if the model has too few heads.
+    shards: of this rank, by weight name. heads, inner, expert_inner, outputs: one range per rank.
+    kv_heads: of this rank. Raises UserError if the model has too few heads.
     """
 
     def __init__(self, model: Model, tp_group: TensorParallelGroup):
@@ -90,12 +89,15 @@ class ShardPlan:
         else:  # ranks that share a KV head hold a copy each
             self.heads = split(config.n_head, tp_group.size, alignment=1)
         self.inner = split(config.n_inner, tp_group.size)
+        experts = getattr(config, "experts", None)
+        self.expert_inner = split(experts.n_inner if experts else 0, tp_group.size)
         self.outputs = split(C, tp_group.size)
         heads = self.heads[tp_group.rank]
         self.kv_heads = local_kv_heads(heads, group)
         queries = range(heads.start * D, heads.stop * D)
         vocab = Shard([split(config.vocab_size, tp_group.size)[tp_group.rank]])
         inner = self.inner[tp_group.rank]
+        expert_inner = self.expert_inner[tp_group.rank]
 
         def kv_rows(before: int = 0) -> list[range]:
             """Return the rows of this rank's keys or values, which follow `before` heads."""
@@ -119,6 +121,9 @@ class ShardPlan:
             "gate": Shard([inner]),
             "up": Shard([inner]),
             "down": block_end(inner),
+            "expert_gate": Shard([expert_inner]),
+            "expert_up": Shard([expert_inner]),
+            "expert_down": block_end(expert_inner),
             "head": vocab,
         }
         self.shards = {}
@@ -170,6 +175,7 @@ def parallelize_blocks(model: Model, plan: ShardPlan) -> None:
     widths = {
         "attn_out": [len(heads) * D for heads in plan.heads],
         "down": [len(inner) for inner in plan.inner],
+        "expert_down": [len(inner) for inner in plan.expert_inner],
     }
     outputs = [len(part) for part in plan.outputs]
     roles = {name.rpartition(".")[0]: model.role(name) for name in plan.shards}
