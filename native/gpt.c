@@ -277,9 +277,13 @@ typedef struct {
 } Norm;
 
 typedef struct {
+  Linear in[2], out;  // in: gate and up in Llama, one layer in GPT-2
+} MLP;
+
+typedef struct {
   Norm attn_norm, query_norm, key_norm, mlp_norm;  // query_norm and key_norm: weight may be NULL
   Linear attn_in[3], attn_out;  // query, key and value, or one fused layer; unused ones have out 0
-  Linear mlp_in[2], mlp_out;    // in: gate and up in Llama, one layer in GPT-2
+  MLP mlp;
 } Layer;
 
 typedef struct {
@@ -685,15 +689,20 @@ static Range thread_range(int64_t n, int private) {
   return private ? (Range){0, n} : (Range){n * thread / threads, n * (thread + 1) / threads};
 }
 
-// Compute layers that share an input, with their outputs side by side in y.
-static void project(const Linear *l, int count, int64_t T, int private, Input in, float *y,
-                    int add) {
+// Quantise the inputs of a layer if its weights are int8, then wait for all threads.
+static void quantize_inputs(const Linear *l, int64_t T, int private, Input in) {
   Range range = thread_range(T, private);
   if (l->scale)
     for (int64_t t = range.begin; t < range.end; t++) quantize_token(l, in, t);
   if (!private) {
 #pragma omp barrier
   }
+}
+
+// Compute layers that share an input, with their outputs side by side in y.
+static void project(const Linear *l, int count, int64_t T, int private, Input in, float *y,
+                    int add) {
+  quantize_inputs(l, T, private, in);
   for (int i = 0; i < count; i++) {
     gemm(l + i, T, in, y, add);
     y += l[i].out;
@@ -737,18 +746,19 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     float *thread_in = in + range.begin * C;
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
-      int64_t inner = layer->mlp_out.in;
+      const MLP *mlp = &layer->mlp;
+      int64_t inner = mlp->out.in;
       normalize(&layer->attn_norm, m->eps, n, C, thread_x, thread_in);
       project(layer->attn_in, 3, T, private, input, wide, 0);
       attention(m, p, i, wide, scores, y);
       project(&layer->attn_out, 1, T, private, attn, x, 1);
       normalize(&layer->mlp_norm, m->eps, n, C, thread_x, thread_in);
-      project(layer->mlp_in, 2, T, private, input, wide, 0);
-      if (layer->mlp_in[1].out)
+      project(mlp->in, 2, T, private, input, wide, 0);
+      if (mlp->in[1].out)
         swiglu(n, inner, wide + range.begin * 2 * inner, in + range.begin * inner);
       else
         gelu(n * inner, wide + range.begin * inner, in + range.begin * inner);
-      project(&layer->mlp_out, 1, T, private, input, x, 1);
+      project(&mlp->out, 1, T, private, input, x, 1);
     }
     range = thread_range(p->num_logits, private);
     for (int64_t i = range.begin; i < range.end; i++)

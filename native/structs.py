@@ -17,13 +17,13 @@ def struct(name: str, **fields) -> type[ctypes.Structure]:
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int64
 NormStruct = struct("NormStruct", weight=POINTER, bias=POINTER)
+MLPStruct = struct("MLPStruct", inputs=LinearStruct * 2, out=LinearStruct)
 LayerStruct = struct(
     "LayerStruct",
     **dict.fromkeys(("attn_norm", "query_norm", "key_norm", "mlp_norm"), NormStruct),
     attn_in=LinearStruct * 3,
     attn_out=LinearStruct,
-    mlp_in=LinearStruct * 2,
-    mlp_out=LinearStruct,
+    mlp=MLPStruct,
 )
 ModelStruct = struct(
     "ModelStruct",
@@ -64,7 +64,7 @@ def model_struct(model) -> ModelStruct:
         n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
         n_embd=C,
-        max_width=max(C, layers[0].attn_in[0].row_stride, layers[0].mlp_in[0].row_stride),
+        max_width=max(C, layers[0].attn_in[0].row_stride, layers[0].mlp.inputs[0].row_stride),
         eps=config.norm_eps,
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
         head=linear(model.layer("head"), config.vocab_size, C),
@@ -78,7 +78,6 @@ def layer_struct(model, block: int) -> LayerStruct:
     """Return the C struct of a transformer block, by the roles of its layers."""
     config = model.config
     C = config.n_embd
-    inner = config.n_inner
     queries = config.n_head * config.head_dim
     keys = config.n_kv_head * config.head_dim
     attn_in = {"qkv": queries + 2 * keys, "query": queries, "key": keys, "value": keys}
@@ -92,6 +91,10 @@ def layer_struct(model, block: int) -> LayerStruct:
             each.row_stride = sum(outputs[role] for role in roles)
         return structs
 
+    def mlp(prefix: str, inner: int, *numbers: int) -> MLPStruct:
+        inputs = concatenated({f"{prefix}gate": inner, f"{prefix}up": inner}, *numbers)
+        return MLPStruct(inputs, linear(model.layer(f"{prefix}down", *numbers), C, inner))
+
     return LayerStruct(
         attn_norm=norm(model.layer("attn_norm", block), C),
         attn_in=concatenated(attn_in, block),
@@ -99,8 +102,7 @@ def layer_struct(model, block: int) -> LayerStruct:
         key_norm=norm(model.layer("key_norm", block), config.head_dim),
         attn_out=linear(model.layer("attn_out", block), C, queries),
         mlp_norm=norm(model.layer("mlp_norm", block), C),
-        mlp_in=concatenated({"gate": inner, "up": inner}, block),
-        mlp_out=linear(model.layer("down", block), C, inner),
+        mlp=mlp("", config.n_inner, block),
     )
 
 
