@@ -283,12 +283,16 @@ typedef struct {
 typedef struct {
   Norm attn_norm, query_norm, key_norm, mlp_norm;  // query_norm and key_norm: weight may be NULL
   Linear attn_in[3], attn_out;  // query, key and value, or one fused layer; unused ones have out 0
-  MLP mlp;
+  MLP mlp;                      // in layers without experts
+  Linear router;
+  const MLP *experts;  // (n_expert), or NULL
 } Layer;
 
 typedef struct {
   int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
-  int64_t max_width;  // the most floats per token in a buffer
+  int64_t max_width;        // the most floats per token in a buffer
+  int64_t n_expert, top_k;  // 0 and 1 without experts
+  int64_t norm_topk_prob;   // whether the weights of a token's top_k experts sum to 1
   float eps;
   Linear embedding, head;  // (vocab_size, C); they may share their weight
   const float *wpe;        // (block_size, C), the position embeddings, or NULL
@@ -710,14 +714,123 @@ static void project(const Linear *l, int count, int64_t T, int private, Input in
 #pragma omp barrier
 }
 
-// Return the scratch size for an Input of T tokens: x, scale and values.
+// a mixture of experts ----------------------------------------------------------------------------
+//
+// A router assigns `top_k` experts to each token. Each pair of a token and an expert is a row. Rows
+// are sorted by expert, so an expert's weights are read once, and only if it has rows.
+
+typedef struct {
+  float *weights;    // (T, top_k): factors of the experts' outputs
+  int32_t *experts;  // (T, top_k), in increasing order
+  int32_t *rows;     // (T, top_k)
+  int32_t *tokens;   // (T * top_k): the token of each row
+  int32_t *offsets;  // (n_expert + 2): expert e has rows offsets[e] to offsets[e + 1] - 1
+} Routes;
+
+static int64_t route_floats(const Model *m, int64_t T) {
+  return 4 * T * m->top_k + m->n_expert + 2;
+}
+
+static Routes routes_in(const Model *m, int64_t T, float *work) {
+  int64_t R = T * m->top_k;
+  int32_t *at = (int32_t *)(work + R);
+  return (Routes){work, at, at + R, at + 2 * R, at + 3 * R};
+}
+
+// Choose a token's top_k experts by a softmax over all. Ties go to the lower index. probs: (n), the
+// router's logits on entry, probabilities on return.
+static void route(const Model *m, float *probs, float *weights, int32_t *experts) {
+  int64_t n = m->n_expert, top_k = m->top_k;
+  float largest = -INFINITY, top_sum = 0;
+  for (int64_t e = 0; e < n; e++) largest = probs[e] > largest ? probs[e] : largest;
+  for (int64_t e = 0; e < n; e++) probs[e] = exponential(probs[e] - largest);
+  float total = sum(n, probs);
+  for (int64_t e = 0; e < n; e++) {
+    int64_t j = e < top_k ? e : top_k;
+    probs[e] /= total;
+    for (; j > 0 && probs[e] > probs[experts[j - 1]]; j--)
+      if (j < top_k) experts[j] = experts[j - 1];
+    if (j < top_k) experts[j] = e;
+  }
+  for (int64_t i = 0; i < top_k; i++) top_sum += probs[experts[i]];
+  for (int64_t i = 1; i < top_k; i++) {  // sort, so that the sum over experts has a fixed order
+    int32_t expert = experts[i];
+    int64_t j = i;
+    for (; j > 0 && experts[j - 1] > expert; j--) experts[j] = experts[j - 1];
+    experts[j] = expert;
+  }
+  for (int64_t i = 0; i < top_k; i++)
+    weights[i] = m->norm_topk_prob ? probs[experts[i]] / top_sum : probs[experts[i]];
+}
+
+// Sort the rows of T tokens by expert, a counting sort. While rows are placed, offsets[e + 1] is
+// the next free row of expert e, so afterwards it is the first row of expert e + 1.
+static void sort_rows(const Model *m, int64_t T, Routes r) {
+  memset(r.offsets, 0, (m->n_expert + 2) * sizeof *r.offsets);
+  for (int64_t i = 0; i < T * m->top_k; i++) r.offsets[r.experts[i] + 2]++;
+  for (int64_t e = 1; e <= m->n_expert; e++) r.offsets[e + 1] += r.offsets[e];
+  for (int64_t i = 0; i < T * m->top_k; i++) {
+    r.rows[i] = r.offsets[r.experts[i] + 1]++;
+    r.tokens[r.rows[i]] = i / m->top_k;
+  }
+}
+
+// Multiply each expert's rows by one of its layers, without a barrier. proj: 0 for gate, 1 for up,
+// 2 for down.
+static void expert_gemm(const Model *m, const Layer *layer, int proj, Routes r, Input in,
+                        float *y) {
+  for (int64_t e = 0; e < m->n_expert; e++) {
+    const MLP *mlp = layer->experts + e;
+    const Linear *l = proj < 2 ? mlp->in + proj : &mlp->out;
+    int64_t first = r.offsets[e];
+    gemm(l, r.offsets[e + 1] - first, input_at(l, in, first), y + first * l->row_stride, 0);
+  }
+}
+
+// Add the weighted outputs of the experts for T tokens to x. in: (T, C), their inputs, then scratch
+// for the rows' activations. input: an Input over the same inputs. y, wide: scratch for rows, shared
+// by all threads.
+static void moe(const Model *m, const Layer *layer, int64_t T, int private, float *in, Input input,
+                Routes r, float *y, float *wide, float *x) {
+  int64_t C = m->n_embd, R = T * m->top_k;
+  const MLP *first = layer->experts;
+  int64_t inner = first->out.in;
+  project(&layer->router, 1, T, private, input, wide, 0);
+#pragma omp for
+  for (int64_t t = 0; t < T; t++)
+    route(m, wide + t * m->n_expert, r.weights + t * m->top_k, r.experts + t * m->top_k);
+#pragma omp single
+  sort_rows(m, T, r);
+#pragma omp for
+  for (int64_t i = 0; i < R; i++) memcpy(y + i * C, in + r.tokens[i] * C, C * sizeof(float));
+  Input gathered = {y, input.values, input.scale};
+  quantize_inputs(first->in, R, private, gathered);
+  expert_gemm(m, layer, 0, r, gathered, wide);
+  expert_gemm(m, layer, 1, r, gathered, wide + inner);
+#pragma omp barrier
+  Range range = thread_range(R, private);
+  swiglu(range.end - range.begin, inner, wide + range.begin * 2 * inner, in + range.begin * inner);
+  quantize_inputs(&first->out, R, private, input);
+  expert_gemm(m, layer, 2, r, input, y);
+#pragma omp barrier
+#pragma omp for
+  for (int64_t t = 0; t < T; t++)
+    for (int64_t i = 0; i < C; i++) {
+      float total = 0;
+      for (int64_t j = t * m->top_k; j < (t + 1) * m->top_k; j++)
+        total += r.weights[j] * y[r.rows[j] * C + i];
+      x[t * C + i] += total;
+    }
+}
+
+// Return the scratch size for an Input of T tokens or of their T * top_k rows: x, scale and values.
 static int64_t input_floats(const Model *m, int64_t T) {
-  return T * (2 * (m->max_width + GROUP) + 1);
+  return T * (2 * (m->max_width + m->top_k * GROUP) + m->top_k);
 }
 
 int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
   int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
-  return T * 3 * m->max_width + threads * score_floats(m, length) + inputs;
+  return T * 3 * m->max_width + threads * score_floats(m, length) + inputs + route_floats(m, T);
 }
 
 // Run a forward pass. logits: (num_logits, vocab_size). work: scratch, (work_floats).
@@ -730,6 +843,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   float *wide = y + buffer_floats;
   float *all_scores = wide + buffer_floats;
   float *all_inputs = all_scores + threads * score_floats(m, p->length);
+  Routes routes = routes_in(m, T, all_inputs + (T < threads ? threads : 1) * input_floats(m, T));
 #pragma omp parallel num_threads(threads)
   {
     int private = T < threads;
@@ -737,7 +851,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     float *scores = all_scores + thread * score_floats(m, p->length);
     float *in = all_inputs + private * thread * input_floats(m, T);
     float *scale = in + buffer_floats;
-    Input input = {in, (Quant *)(scale + T), scale};
+    Input input = {in, (Quant *)(scale + T * m->top_k), scale};
     Input attn = {y, input.values, scale};
     embed(m, p, x);
     Range range = thread_range(T, private);
@@ -753,6 +867,10 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       attention(m, p, i, wide, scores, y);
       project(&layer->attn_out, 1, T, private, attn, x, 1);
       normalize(&layer->mlp_norm, m->eps, n, C, thread_x, thread_in);
+      if (layer->experts) {
+        moe(m, layer, T, private, in, input, routes, y, wide, x);
+        continue;
+      }
       project(mlp->in, 2, T, private, input, wide, 0);
       if (mlp->in[1].out)
         swiglu(n, inner, wide + range.begin * 2 * inner, in + range.begin * inner);

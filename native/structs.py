@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from llama import Llama
+from llama import ExpertsConfig, Llama
 from model import GPT
 from native.linear import LinearStruct, NativeEmbedding, NativeLinear, address, check_layer
 
@@ -24,10 +24,13 @@ LayerStruct = struct(
     attn_in=LinearStruct * 3,
     attn_out=LinearStruct,
     mlp=MLPStruct,
+    router=LinearStruct,
+    experts=ctypes.POINTER(MLPStruct),
 )
 ModelStruct = struct(
     "ModelStruct",
     **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "max_width"), INT),
+    **dict.fromkeys(("n_expert", "top_k", "norm_topk_prob"), INT),
     eps=ctypes.c_float,
     embedding=LinearStruct,
     head=LinearStruct,
@@ -51,20 +54,26 @@ def model_struct(model) -> ModelStruct:
         raise ValueError(f"native code computes {allowed}; this is {type(model).__name__}")
     config = model.config
     C = config.n_embd
-    if getattr(config, "experts", None):
-        raise ValueError("native code computes no mixture of experts")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"{config.n_head} heads cannot share the keys of {config.n_kv_head}")
     blocks = model.get_submodule(model.ROLES["attn_norm"][0].partition(".*")[0])
     layers = [layer_struct(model, block) for block in range(len(blocks))]
     positions = getattr(model.layer("positions"), "weight", None)
+    experts = getattr(config, "experts", None) or ExpertsConfig(
+        num_experts=0, num_experts_per_tok=1, n_inner=0
+    )
+    rows = experts.num_experts_per_tok * max(C, 2 * experts.n_inner)
+    mlps = [layer.mlp.inputs[0].row_stride for layer in layers]
     return ModelStruct(
         n_layer=len(layers),
         n_head=config.n_head,
         n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
         n_embd=C,
-        max_width=max(C, layers[0].attn_in[0].row_stride, layers[0].mlp.inputs[0].row_stride),
+        max_width=max(C, layers[0].attn_in[0].row_stride, *mlps, experts.num_experts, rows),
+        n_expert=experts.num_experts,
+        top_k=experts.num_experts_per_tok,
+        norm_topk_prob=experts.norm_topk_prob,
         eps=config.norm_eps,
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
         head=linear(model.layer("head"), config.vocab_size, C),
@@ -95,6 +104,18 @@ def layer_struct(model, block: int) -> LayerStruct:
         inputs = concatenated({f"{prefix}gate": inner, f"{prefix}up": inner}, *numbers)
         return MLPStruct(inputs, linear(model.layer(f"{prefix}down", *numbers), C, inner))
 
+    router = model.layer("router", block)
+    if router is not None:
+        sizes = config.experts
+        experts = [
+            mlp("expert_", sizes.n_inner, block, number) for number in range(sizes.num_experts)
+        ]
+        mlps = {
+            "router": linear(router, sizes.num_experts, C),
+            "experts": (MLPStruct * len(experts))(*experts),
+        }
+    else:
+        mlps = {"mlp": mlp("", config.n_inner, block)}
     return LayerStruct(
         attn_norm=norm(model.layer("attn_norm", block), C),
         attn_in=concatenated(attn_in, block),
@@ -102,7 +123,7 @@ def layer_struct(model, block: int) -> LayerStruct:
         key_norm=norm(model.layer("key_norm", block), config.head_dim),
         attn_out=linear(model.layer("attn_out", block), C, queries),
         mlp_norm=norm(model.layer("mlp_norm", block), C),
-        mlp=mlp("", config.n_inner, block),
+        **mlps,
     )
 
 

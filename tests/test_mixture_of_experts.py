@@ -34,8 +34,9 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 EXPERTS |= {"experts_implementation": "eager"}
 
 
-def test_the_command_line_writes_what_transformers_does(cli, tmp_path):
-    check_command_line(cli, tmp_path, "Qwen3Moe", 20, "--backend", "torch", **EXPERTS)
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_the_command_line_writes_what_transformers_does(cli, tmp_path, backend):
+    check_command_line(cli, tmp_path, "Qwen3Moe", 20, "--backend", backend, **EXPERTS)
 
 
 @pytest.mark.parametrize("seed", range(25))
