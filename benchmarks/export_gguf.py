@@ -29,7 +29,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     """Write a float32 model on the CPU to a GGUF file.
 
     dtype: "float32", or "int8" for Q8_0, which stores each block of 32 weights of a row as int8
-    with one scale. Rows not a multiple of 32 long, vectors and learned positions stay float32.
+    with one scale. Rows not a multiple of 32 long, vectors, routers and learned positions stay
+    float32.
     tokenizer: a tokenizer.json. With None the file has no vocabulary and works only with token ids.
     Raises UserError for a model that llama.cpp would read wrongly.
     """
@@ -42,9 +43,12 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         raise UserError(
             "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3"
         )
-    if is_llama and config.experts:
-        raise UserError("a mixture of experts is not exported")
+    experts = config.experts if is_llama else None
+    if experts and (experts.mlp_only_layers or not experts.norm_topk_prob):
+        only = "experts in all layers, with norm_topk_prob true"
+        raise UserError(f"the model cannot be exported: llama.cpp supports only {only}")
     architecture = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"
+    architecture = "qwen3moe" if experts else architecture
     writer = gguf.GGUFWriter(path, architecture)
     if tokenizer:
         add_vocabulary(writer, tokenizer, config)
@@ -70,18 +74,26 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
             writer.add_tensor("rope_freqs.weight", rope_freq_factors(config).numpy())
     else:
         writer.add_layer_norm_eps(config.norm_eps)
+    if architecture == "qwen3moe":
+        writer.add_expert_count(config.experts.num_experts)
+        writer.add_expert_used_count(config.experts.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.experts.n_inner)
     heads = {"query": config.n_head, "key": config.n_kv_head} if architecture == "llama" else {}
     q8_0 = gguf.GGMLQuantizationType.Q8_0
+    stacks = {}
     for key, weight in model.named_parameters():
-        role = model.role(key)
+        stacks.setdefault((gguf_name(model, key), model.role(key)), []).append(weight.detach())
+    for (name, role), weights in stacks.items():
+        # Experts: (count, out, in).
+        weight = torch.stack(weights) if role.startswith("expert_") else weights[0]
         if role in heads:
             weight = permute(weight, heads[role])
-        values = weight.detach().contiguous().numpy()
-        has_blocks = weight.dim() == 2 and weight.shape[1] % 32 == 0 and role != "positions"
-        if dtype == "int8" and has_blocks:
-            writer.add_tensor(gguf_name(model, key), gguf.quantize(values, q8_0), raw_dtype=q8_0)
+        values = weight.contiguous().numpy()
+        has_blocks = weight.dim() > 1 and weight.shape[-1] % 32 == 0
+        if dtype == "int8" and has_blocks and role not in ("positions", "router"):
+            writer.add_tensor(name, gguf.quantize(values, q8_0), raw_dtype=q8_0)
         else:
-            writer.add_tensor(gguf_name(model, key), values)
+            writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,5 +1,6 @@
 """A GGUF file's configuration, and its tensors with our names and in our order."""
 
+import dataclasses
 import math
 import re
 import reprlib
@@ -8,16 +9,22 @@ from collections.abc import Iterator
 import torch
 
 from errors import UserError
-from llama import LlamaConfig
+from llama import ExpertsConfig, LlamaConfig
 from loading.checkpoint import check_values
-from loading.config import check_heads, read_attention_sizes, read_number, read_token_ids
+from loading.config import (
+    check_heads,
+    read_attention_sizes,
+    read_expert_sizes,
+    read_number,
+    read_token_ids,
+)
 from loading.gguf import GGUF, TensorInfo
 from loading.gguf_blocks import UNPACKERS, dequantize
 from loading.gguf_tokenizer import named_eog_ids
 from model import GPTConfig, Model
 
 CHUNK_BYTES = 2**20  # bytes of a chunk in float32; dequantising is fastest in the CPU's cache
-ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3")
+ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe")
 SIZES = {  # field of a config -> its key after the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
     "n_layer": ("block_count", 1000),
@@ -26,6 +33,11 @@ SIZES = {  # field of a config -> its key after the architecture's name, and the
     "n_embd": ("embedding_length", 10**5),
     "n_inner": ("feed_forward_length", 10**6),
     "head_dim": ("attention.key_length", 1000),
+}
+EXPERTS_SIZES = {  # the same for ExpertsConfig
+    "num_experts": ("expert_count", 1000),
+    "num_experts_per_tok": ("expert_used_count", 1000),
+    "n_inner": ("expert_feed_forward_length", 10**6),
 }
 EOS_KEYS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 ROPE_FREQS = "rope_freqs.weight"
@@ -77,7 +89,12 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     check_heads(file, fields, prefixed(SIZES, architecture))
     head_dim = fields["head_dim"]
     supported = {"attention.value_length": (head_dim,), "rope.dimension_count": (head_dim,)}
-    supported |= {"rope.scaling.type": ("none",), "rope.scale_linear": (1,), "expert_count": (0,)}
+    supported |= {"rope.scaling.type": ("none",), "rope.scale_linear": (1,)}
+    experts = None
+    if architecture == "qwen3moe":
+        experts = read_experts(gguf, fields)
+    else:
+        supported["expert_count"] = (0,)
     check_values(file, raw, {f"{architecture}.{key}": each for key, each in supported.items()})
     eos_id = fields["eos_token_ids"][0]
     bos = read_token_ids(file, raw, "tokenizer.ggml.bos_token_id", fields["vocab_size"], eos_id)
@@ -91,9 +108,26 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         if has_interleaved_rope(gguf)
         else None,
         qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in gguf.tensors,
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "qwen3moe"),
         tie_word_embeddings="output.weight" not in gguf.tensors,
+        experts=experts,
     )
+
+
+def read_experts(gguf: GGUF, sizes: dict) -> ExpertsConfig:
+    """Return the experts of all layers. No key says norm_topk_prob: llama.cpp sets it.
+
+    sizes: fields of the LlamaConfig. Raises UserError if a layer's tensors have other shapes,
+    because building a model of the size that false metadata claims would take minutes.
+    """
+    names = prefixed(EXPERTS_SIZES, "qwen3moe")
+    fields = read_expert_sizes(gguf.file, gguf.metadata, names, {})
+    router = fields["num_experts"], sizes["n_embd"]
+    expert = fields["num_experts"], fields["n_inner"], sizes["n_embd"]
+    for layer in range(sizes["n_layer"]):
+        check_tensor(gguf, f"blk.{layer}.ffn_gate_inp.weight", router)
+        check_tensor(gguf, f"blk.{layer}.ffn_gate_exps.weight", expert)
+    return ExpertsConfig(**fields, norm_topk_prob=True)
 
 
 def has_interleaved_rope(gguf: GGUF) -> bool:
@@ -119,8 +153,13 @@ def read_rope_freq_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
     return None if set(factors) == {1.0} else factors
 
 
+def is_stacked(model: Model, key: str) -> bool:
+    """Return whether a GGUF file stacks this tensor over the experts of its layer."""
+    return model.role(key).startswith("expert_")
+
+
 def gguf_name(model: Model, key: str) -> str:
-    """Return the GGUF name of a model's tensor."""
+    """Return the GGUF name of a model's tensor; the experts of a layer share a name."""
     layer, _, suffix = key.rpartition(".")
     numbers = iter(re.findall(r"(?<=\.)\d+(?=\.|$)", layer))
     name = re.sub(r"\*", lambda star: next(numbers), model.ROLES[model.role(key)][1])
@@ -133,15 +172,18 @@ def read_gguf_tensors(gguf: GGUF, model: Model) -> Iterator[tuple[str, slice, to
     As `read_tensors`. Raises UserError, before any tensor is read, if one is missing, unexpected,
     of another shape or of a type that is not supported.
     """
-    names = {gguf_name(model, key): key for key, _ in model.named_parameters()}
+    names = {}
+    for key, _ in model.named_parameters():
+        names.setdefault(gguf_name(model, key), []).append(key)
     ignored = {ROPE_FREQS} if has_interleaved_rope(gguf) else set()
     if model.config.tie_word_embeddings:
         ignored.add("output.weight")
     for name in gguf.tensors:
         if name not in names and name not in ignored:
             raise UserError(f"{gguf.file}: unexpected tensor {name}")
-    for name, key in names.items():
-        check_tensor(gguf, name, tuple(model.get_parameter(key).shape))
+    for name, keys in names.items():
+        count = (len(keys),) if is_stacked(model, keys[0]) else ()
+        check_tensor(gguf, name, (*count, *model.get_parameter(keys[0]).shape))
     return iterate_tensors(gguf, model, names)
 
 
@@ -159,11 +201,17 @@ def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def iterate_tensors(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator[tuple]:
-    """Yield the chunks of `read_gguf_tensors`. names: GGUF name -> our name."""
-    for name, key in names.items():
+def iterate_tensors(gguf: GGUF, model: Model, names: dict[str, list[str]]) -> Iterator[tuple]:
+    """Yield the chunks of `read_gguf_tensors`. names: GGUF name -> our names."""
+    entries = [
+        (name, number, key) for name, keys in names.items() for number, key in enumerate(keys)
+    ]
+    for name, number, key in entries:
         tensor = gguf.tensors[name]
-        rows = tensor.shape[0]
+        if is_stacked(model, key):  # the experts' rows are contiguous
+            count, rows, *width = tensor.shape
+            tensor = dataclasses.replace(tensor, shape=(count * rows, *width))
+        rows = tensor.shape[0] // len(names[name])
         interleaved = has_interleaved_rope(gguf) and model.role(key) in ("query", "key")
         row_multiple = model.config.head_dim if interleaved else 1
         height = -(-CHUNK_BYTES // (4 * math.prod(tensor.shape[1:])) // row_multiple) * row_multiple
@@ -171,7 +219,7 @@ def iterate_tensors(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator
             height = rows
         for start in range(0, rows, height):
             stop = min(start + height, rows)
-            block = read_rows(gguf, tensor, start, stop)
+            block = read_rows(gguf, tensor, number * rows + start, number * rows + stop)
             if interleaved:
                 block = reverse_permute_weights(block, row_multiple)
             yield key, slice(start, stop), block
