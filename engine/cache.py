@@ -40,7 +40,7 @@ class PagedCache:
         adjacent in N. A span's end is the index in N one past its last token.
         """
         device = self.storage.device
-        heads, size, _ = self.storage.shape[3:]
+        size = self.storage.shape[4]
         batches = {}
         new_pages = []  # pages about to get their first position
         for index, span in enumerate(spans):
@@ -61,17 +61,9 @@ class PagedCache:
                 positions += steps
                 pages += [table[step // size] for step in steps]
                 ends[index] = len(tokens)
-            width = max(len(table) for _, _, table in members)
-            # Pad with the sequence's own last page, because a page of another one could hold NaN.
-            tables = [table + table[-1:] * (width - len(table)) for _, _, table in members]
-            head_ids = torch.arange(heads, device=device)[:, None]
-            page_ids = torch.tensor(tables, device=device)
-            head_pages = page_ids[:, None] * heads + head_ids  # (G, heads, pages)
-            starts = torch.tensor([span.start for _, span, _ in members], device=device)
-            query_positions = starts.view(-1, 1, 1, 1) + torch.arange(count, device=device)[:, None]
-            key_positions = torch.arange(width * size, device=device)
-            mask = key_positions <= query_positions  # (G, 1, T, S)
-            self.batches.append((slice(first, len(tokens)), head_pages.flatten(), mask))
+            starts = [span.start for _, span, _ in members]
+            head_pages, mask = self.kv_view(starts, count, [table for _, _, table in members])
+            self.batches.append((slice(first, len(tokens)), head_pages, mask))
         largest = max(len(head_pages) for _, head_pages, _ in self.batches)
         if largest > self.scratch.shape[1]:
             self.scratch = self.scratch.new_empty(2, largest, self.scratch.shape[2])
@@ -80,6 +72,27 @@ class PagedCache:
         position_ids = torch.tensor(positions, device=device)
         self.slot_mapping = torch.tensor(pages, device=device), position_ids % size
         return torch.tensor(tokens, device=device), position_ids, ends
+
+    def kv_view(
+        self, starts: list[int], count: int, tables: list[list[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pages that `count` tokens of each of G sequences read, and the mask.
+
+        The pages are flat indices into `head_pages` of a layer, ordered (G, heads, pages). The mask
+        is (G, 1, count, positions).
+        """
+        device = self.storage.device
+        heads, size, _ = self.storage.shape[3:]
+        width = max(map(len, tables))
+        # Pad with the sequence's own last page, because a page of another one could hold NaN.
+        tables = [table + table[-1:] * (width - len(table)) for table in tables]
+        head_ids = torch.arange(heads, device=device)[:, None]
+        page_ids = torch.tensor(tables, device=device)
+        head_pages = page_ids[:, None] * heads + head_ids  # (G, heads, pages)
+        query_positions = torch.tensor(starts, device=device).view(-1, 1, 1, 1)
+        query_positions = query_positions + torch.arange(count, device=device)[:, None]
+        key_positions = torch.arange(width * size, device=device)
+        return head_pages.flatten(), key_positions <= query_positions
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write keys and values, and return causal attention over the cached ones.
