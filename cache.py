@@ -43,6 +43,7 @@ class KVCache:
             count = f"{math.prod(shape) * size:,} bytes"
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
+        self.sliding_windows = layer_sliding_windows(config)
 
     def reorder(self, rows: list[int]) -> None:
         """Replace sequence i of the cache with a copy of sequence rows[i], as beam search needs.
@@ -112,11 +113,15 @@ class KVCache:
             positions = torch.tensor(starts)[:, None] + torch.arange(T)
             positions = positions.minimum(last).to(device)  # (B, T)
             self.slot_mapping = torch.tensor(rows, device=device)[:, None], positions
-        self.mask = None  # (B or 1, 1, T, end); None: all keys are visible
-        if T > 1 or not in_step:
-            # is_causal would align the first new query with the very first key.
-            keys = torch.arange(end, device=device)
-            self.mask = keys <= positions[:, None, :, None]
+        self.kv_views = {}  # sliding window -> first key that is read, mask
+        for sliding_window in set(self.sliding_windows):
+            first = first_visible_position(min(starts), sliding_window)
+            mask = None  # (B or 1, 1, T, keys); None: all keys are visible
+            if T > 1 or not in_step:
+                # is_causal would align the first new query with the very first key.
+                keys = torch.arange(first, end, device=device)
+                mask = make_causal_mask(positions[:, None, :, None], keys, sliding_window)
+            self.kv_views[sliding_window] = first, mask
         self.batch_indices = (
             slice(None) if rows == everything else torch.tensor(rows, device=device)
         )
@@ -139,12 +144,35 @@ class KVCache:
         keys, values = self.keys_values[2 * layer : 2 * layer + 2]
         keys.transpose(1, 2)[self.slot_mapping] = k
         values.transpose(1, 2)[self.slot_mapping] = v
-        keys = keys[self.batch_indices]
-        values = values[self.batch_indices]
+        first, mask = self.kv_views[self.sliding_windows[layer]]
+        keys = keys[:, :, first:][self.batch_indices]
+        values = values[:, :, first:][self.batch_indices]
         q = q.transpose(1, 2)  # consecutive query heads share a KV head
         return F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=self.mask, enable_gqa=True
+            q, keys, values, attn_mask=mask, enable_gqa=True
         ).transpose(1, 2)
+
+
+def layer_sliding_windows(config) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer in positions, the query included; None: no window."""
+    return config.sliding_windows or (None,) * config.n_layer
+
+
+def first_visible_position(position: int, sliding_window: int | None) -> int:
+    """Return the first position visible from `position`; sliding_window None: 0."""
+    return 0 if sliding_window is None else max(0, position - sliding_window + 1)
+
+
+def make_causal_mask(
+    positions: torch.Tensor, keys: torch.Tensor, sliding_window: int | None
+) -> torch.Tensor:
+    """Return a causal mask, True where a position attends to a key position.
+
+    positions and keys broadcast. sliding_window: as in `layer_sliding_windows`. After Beltagy et
+    al. 2020 (2004.05150), "Longformer: The long-document transformer".
+    """
+    mask = keys <= positions
+    return mask if sliding_window is None else mask & (keys > positions - sliding_window)
 
 
 def common_prefix_length(a: list[int], b: list[int]) -> int:

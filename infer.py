@@ -29,7 +29,7 @@ from command_line.output import OutputWriter, warn_long_prompts
 from command_line.parser import Parser, run_script
 from errors import UserError, check_limits
 from loading.load import resolve_source
-from model import Model, causal_attention
+from model import Model
 from sampling import (
     NOT_FINITE,
     SamplingParams,
@@ -215,14 +215,14 @@ def pass_logits(
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
     tokens = torch.tensor(padded, device=model.device)  # (B, T)
     positions = torch.arange(T, device=model.device)
-    x = model.hidden(tokens, positions, causal_attention)
+    x = model.hidden(tokens, positions, model.causal_attention)
     each = torch.arange(len(new))[:, None]
     last = torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
     return model.head(x[each, last]).float()
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with a GPT-2, Llama or Qwen model.")
+    parser = Parser(description="Generate text with a GPT-2, Llama, Mistral or Qwen model.")
     parser.group("model").add_argument("--model", default=STORIES, help=MODEL_HELP)
     no_cache_help = "recompute all positions in each step, without a KV cache"
     parser.group("model").add_argument("--no-cache", action="store_true", help=no_cache_help)

@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Qwen2, Qwen3 and Qwen3-MoE, with their changes to GPT-2.
+"""The forward pass of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE, with their changes to GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
@@ -59,6 +59,8 @@ class LlamaConfig:
     qk_norm: bool = False  # RMSNorm on each head's query and key before RoPE: Qwen3
     tie_word_embeddings: bool = True
     experts: ExpertsConfig | None = None
+    # Sliding window of each layer in positions, the token included; None: full. (): full in all.
+    sliding_windows: tuple[int | None, ...] = ()
 
 
 class RMSNorm(nn.Module):

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cache import Span
+from cache import Span, layer_sliding_windows, make_causal_mask
 from errors import UserError
 from sampling import Sequence, sample_batch
 
@@ -35,6 +35,7 @@ class GPTConfig:
     eos_token_ids: tuple[int, ...] = (50256,)  # each ends a sequence
     layer_norm_epsilon: float = 1e-5
     tie_word_embeddings: ClassVar[bool] = True  # the head shares the embedding's weight
+    sliding_windows: ClassVar[tuple] = ()  # as in LlamaConfig
 
     @property
     def bos_token_id(self) -> int:
@@ -61,13 +62,22 @@ class GPTConfig:
         return self.layer_norm_epsilon
 
 
-def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def causal_attention(
+    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sliding_window: int | None = None
+) -> torch.Tensor:
     """Let each position attend to itself and earlier ones. Tensors: (B, T, heads, head_dim).
 
     k and v may have fewer heads: neighbouring query heads then share one (grouped-query attention).
+    sliding_window: as in `make_causal_mask`.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    mask = None
+    if sliding_window is not None and sliding_window < q.shape[2]:
+        positions = torch.arange(q.shape[2], device=q.device)
+        mask = make_causal_mask(positions[:, None], positions, sliding_window)  # (T, T)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    ).transpose(1, 2)
 
 
 class TorchRunner:
@@ -178,8 +188,12 @@ class Model(nn.Module):
                 f"{T} tokens in one pass: must be between 1 and block_size ({block_size})"
             )
         positions = torch.arange(T, device=tokens.device)
-        x = self.hidden(tokens, positions, causal_attention)  # (B, T, C)
+        x = self.hidden(tokens, positions, self.causal_attention)  # (B, T, C)
         return self.head(x[:, -logits_to_keep:])
+
+    def causal_attention(self, layer: int, q, k, v) -> torch.Tensor:
+        """Call `causal_attention` with the layer's sliding window."""
+        return causal_attention(layer, q, k, v, layer_sliding_windows(self.config)[layer])
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "Model":

@@ -47,6 +47,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     if experts and (experts.mlp_only_layers or not experts.norm_topk_prob):
         only = "experts in all layers, with norm_topk_prob true"
         raise UserError(f"the model cannot be exported: llama.cpp supports only {only}")
+    if config.sliding_windows:
+        raise UserError("llama.cpp reads no windows of this model, so it is not exported")
     architecture = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"
     architecture = "qwen3moe" if experts else architecture
     writer = gguf.GGUFWriter(path, architecture)

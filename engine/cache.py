@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from cache import Span
+from cache import Span, first_visible_position, layer_sliding_windows, make_causal_mask
 from engine.pages import page_count
 from errors import UserError
 
@@ -20,6 +20,7 @@ class PagedCache:
 
     def __init__(self, model, num_pages: int, page_size: int):
         config = model.config
+        self.sliding_windows = layer_sliding_windows(config)
         shape = (config.n_layer, 2, num_pages, model.n_kv_head, page_size, config.head_dim)
         try:
             self.storage = torch.empty(shape, dtype=model.dtype, device=model.device)
@@ -62,9 +63,15 @@ class PagedCache:
                 pages += [table[step // size] for step in steps]
                 ends[index] = len(tokens)
             starts = [span.start for _, span, _ in members]
-            head_pages, mask = self.kv_view(starts, count, [table for _, _, table in members])
-            self.batches.append((slice(first, len(tokens)), head_pages, mask))
-        largest = max(len(head_pages) for _, head_pages, _ in self.batches)
+            tables = [table for _, _, table in members]
+            kv_views = {
+                sliding_window: self.kv_view(starts, count, tables, sliding_window)
+                for sliding_window in set(self.sliding_windows)
+            }
+            self.batches.append((slice(first, len(tokens)), kv_views))
+        largest = max(
+            len(head_pages) for _, kv_views in self.batches for head_pages, _ in kv_views.values()
+        )
         if largest > self.scratch.shape[1]:
             self.scratch = self.scratch.new_empty(2, largest, self.scratch.shape[2])
         # A reused page may hold NaN, and no mask hides it: 0 * NaN is NaN.
@@ -74,25 +81,30 @@ class PagedCache:
         return torch.tensor(tokens, device=device), position_ids, ends
 
     def kv_view(
-        self, starts: list[int], count: int, tables: list[list[int]]
+        self, starts: list[int], count: int, tables: list[list[int]], sliding_window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pages that `count` tokens of each of G sequences read, and the mask.
 
-        The pages are flat indices into `head_pages` of a layer, ordered (G, heads, pages). The mask
-        is (G, 1, count, positions).
+        The pages are flat indices into `head_pages` of a layer with this sliding window, ordered
+        (G, heads, pages). The mask is (G, 1, count, positions).
         """
         device = self.storage.device
         heads, size, _ = self.storage.shape[3:]
+        skipped_pages = [first_visible_position(start, sliding_window) // size for start in starts]
+        tables = [table[skipped:] for table, skipped in zip(tables, skipped_pages)]
         width = max(map(len, tables))
         # Pad with the sequence's own last page, because a page of another one could hold NaN.
         tables = [table + table[-1:] * (width - len(table)) for table in tables]
         head_ids = torch.arange(heads, device=device)[:, None]
         page_ids = torch.tensor(tables, device=device)
         head_pages = page_ids[:, None] * heads + head_ids  # (G, heads, pages)
-        query_positions = torch.tensor(starts, device=device).view(-1, 1, 1, 1)
+        column = (-1, 1, 1, 1)
+        query_positions = torch.tensor(starts, device=device).view(column)
         query_positions = query_positions + torch.arange(count, device=device)[:, None]
-        key_positions = torch.arange(width * size, device=device)
-        return head_pages.flatten(), key_positions <= query_positions
+        key_positions = torch.tensor(skipped_pages, device=device).view(column) * size
+        key_positions = key_positions + torch.arange(width * size, device=device)
+        mask = make_causal_mask(query_positions, key_positions, sliding_window)
+        return head_pages.flatten(), mask
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write keys and values, and return causal attention over the cached ones.
@@ -103,7 +115,8 @@ class PagedCache:
         for stored, new in zip(self.storage[layer], (k, v)):
             stored[pages, :, offsets] = new
         out = torch.empty_like(q)
-        for part, head_pages, mask in self.batches:
+        for part, kv_views in self.batches:
+            head_pages, mask = kv_views[self.sliding_windows[layer]]
             G, _, T, S = mask.shape
             # Into the scratch buffer, because allocating memory takes longer than copying.
             keys, values = (

@@ -136,11 +136,11 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "head_dim": ("head_dim", 1000),
 }
 LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
-    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe"),
+    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "use_sliding_window": (False,),
+    "use_sliding_window": (False, True),
     "tie_word_embeddings": (False, True),
     "is_causal": (True,),
 }
@@ -157,18 +157,63 @@ def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
     return scaling
 
 
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+UNIFORM_SLIDING = ("Mistral", "Qwen3Moe")  # with the same window in all layers, or in none
+
+
+def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer in a config.json, () if no layer has one.
+
+    A Mistral has it in each layer, a Qwen3-MoE too if use_sliding_window is true. Another Qwen then
+    has it in the layers that layer_types names, or from layer max_window_layers on. Raises
+    UserError for other layer types.
+    """
+    model_type = raw.get("model_type")
+    use_sliding_window = raw.get("use_sliding_window")  # Qwen only
+    is_uniform = model_type == "mistral" or (model_type == "qwen3_moe" and use_sliding_window)
+    allowed = (FULL_ATTENTION,)  # layer types that are supported
+    defaults = [FULL_ATTENTION] * n_layer
+    if raw.get("sliding_window", 4096) is not None:
+        if is_uniform:
+            allowed = (SLIDING_ATTENTION,)
+            defaults = [SLIDING_ATTENTION] * n_layer
+        elif model_type in ("qwen2", "qwen3") and use_sliding_window:
+            allowed = (FULL_ATTENTION, SLIDING_ATTENTION)
+            max_window_layers = raw.get("max_window_layers", 28)
+            if type(max_window_layers) is not int:
+                raise UserError(
+                    f"{file}: max_window_layers {max_window_layers!r}: must be an integer"
+                )
+            defaults = [
+                FULL_ATTENTION if layer < max_window_layers else SLIDING_ATTENTION
+                for layer in range(n_layer)
+            ]
+    layers = raw.get("layer_types")
+    layers = defaults if layers is None else layers
+    layers = layers if isinstance(layers, list) else [layers] * n_layer
+    for layer in layers:
+        check_values(file, {"layer_types": layer}, {"layer_types": allowed})
+    if len(layers) != n_layer:
+        raise UserError(f"{file}: layer_types of length {len(layers)}: must have length {n_layer}")
+    if SLIDING_ATTENTION not in layers:
+        return ()
+    window = read_sizes(file, raw, {"size": ("sliding_window", 10**7)}, {"size": 4096})["size"]
+    return tuple(window if layer == SLIDING_ATTENTION else None for layer in layers)
+
+
 def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     """Return the configuration of a Llama. Raises UserError for another architecture.
 
     file: the config.json, for errors. raw: the object in it.
     """
+    original = raw
     raw = {key: value for key, value in raw.items() if value is not None}  # null means missing
     check_values(file, raw, LLAMA_SUPPORTED_VALUES)
-    layers = raw.get("layer_types", [])
-    for layer in layers if isinstance(layers, list) else [layers]:
-        check_values(file, {"layer_types": layer}, {"layer_types": ("full_attention",)})
     model_type = raw.get("model_type")
     has_qk_norm = model_type in ("qwen3", "qwen3_moe")
+    if model_type == "mistral":
+        raw = {"num_key_value_heads": 8} | raw
     if model_type == "qwen3":
         raw = {"head_dim": 128} | raw  # as in transformers; a Llama's default depends on n_embd
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
@@ -193,6 +238,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         qk_norm=has_qk_norm,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         experts=read_experts(file, raw, fields["n_layer"]) if model_type == "qwen3_moe" else None,
+        sliding_windows=read_sliding_windows(file, original, fields["n_layer"]),
     )
 
 
@@ -238,7 +284,10 @@ def llama_to_dict(config: LlamaConfig) -> dict:
 
     Raises UserError for a configuration that transformers refuses.
     """
-    if config.n_embd % config.n_head and not config.qk_norm:
+    name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
+    if config.sliding_windows and name == "Llama":
+        name = "Mistral"
+    if config.n_embd % config.n_head and name in ("Llama", "Qwen2"):
         raise UserError(
             f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"
             f" of n_head ({config.n_head})"
@@ -248,7 +297,6 @@ def llama_to_dict(config: LlamaConfig) -> dict:
             "the model cannot be saved: config.json has no key for the rope_freqs of a GGUF file"
         )
     scaling = config.rope_scaling
-    name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     model_type = name.lower()
     experts = {}
     if config.experts:
@@ -269,7 +317,28 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
         **experts,
+        **sliding_window_fields(config, name),
     }
+
+
+def sliding_window_fields(config: LlamaConfig, name: str) -> dict:
+    """Return the sliding-window fields. Raises UserError for windows that transformers refuses."""
+    if not config.sliding_windows:
+        return {}
+    sizes = set(config.sliding_windows)
+    if len(sizes - {None}) > 1 or (name in UNIFORM_SLIDING and None in sizes):
+        raise UserError(
+            f"the model cannot be saved: sliding_windows are {config.sliding_windows};"
+            f" transformers supports no such {name}"
+        )
+    fields = {"sliding_window": max(sizes - {None})}
+    if name != "Mistral":
+        fields["use_sliding_window"] = True
+    if name not in UNIFORM_SLIDING:
+        fields["layer_types"] = [
+            SLIDING_ATTENTION if window else FULL_ATTENTION for window in config.sliding_windows
+        ]
+    return fields
 
 
 # Special tokens that tokenizer_config.json may name, each as NAME_token. A template may use them.

@@ -90,6 +90,7 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     head_dim = fields["head_dim"]
     supported = {"attention.value_length": (head_dim,), "rope.dimension_count": (head_dim,)}
     supported |= {"rope.scaling.type": ("none",), "rope.scale_linear": (1,)}
+    supported["attention.sliding_window"] = (0,)  # llama.cpp omits a Mistral's
     experts = None
     if architecture == "qwen3moe":
         experts = read_experts(gguf, fields)

@@ -253,8 +253,9 @@ class Architecture:
 
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
 LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_to_dict)
+LLAMA_MODEL_TYPES = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral"
 # By the model_type of config.json.
-ARCHITECTURES = {"gpt2": GPT2} | dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe"), LLAMA)
+ARCHITECTURES = {"gpt2": GPT2} | dict.fromkeys(LLAMA_MODEL_TYPES, LLAMA)
 
 
 def get_architecture(config) -> Architecture:
