@@ -451,11 +451,17 @@ INLINE void qk_dots(const int64_t D, const KVView *kv, const float *q, float *sc
   }
 }
 
+// Set the scores of a block of queries to `value` at masked positions. scores: (positions, WIDTH).
+INLINE void mask_scores(const KVView *kv, float *scores, float value) {
+  int64_t last = kv->length + WIDTH - 1;
+  for (int t = 0; t < WIDTH; t++)
+    for (int64_t i = kv->length + t; i < last; i++) scores[i * WIDTH + t] = value;
+}
+
 // Step 1 for a block of queries: compute the dot product of each with each key, -infinity at masked
 // positions. columns: (D, WIDTH), one query in each. scores: (positions, WIDTH).
 INLINE void qk_dots_block(const int64_t D, const KVView *kv, const Vector *columns, float *scores) {
-  int64_t length = kv->length;
-  int64_t last = length + WIDTH - 1;
+  int64_t last = kv->length + WIDTH - 1;
   int64_t size = kv->page_size;
   for (int64_t start = 0, page = 0; start < last; start += size, page++) {
     int64_t end = last - start < size ? last : start + size;
@@ -463,13 +469,13 @@ INLINE void qk_dots_block(const int64_t D, const KVView *kv, const Vector *colum
     for (int64_t i = start; i < end; i++, key += D)
       *(Vector *)(scores + i * WIDTH) = column_dots(D, key, columns);
   }
-  for (int64_t i = length; i < last; i++)
-    for (int t = 0; t <= i - length; t++) scores[i * WIDTH + t] = -INFINITY;
+  mask_scores(kv, scores, -INFINITY);
 }
 
 // Step 2 for one query: replace the scores with exponentials, at most 1 so that none overflows.
 // Return their sum, by which step 3 divides its result, because dividing each score takes longer.
-INLINE float softmax(int64_t D, int64_t length, float *scores) {
+INLINE float softmax(int64_t D, const KVView *kv, float *scores) {
+  int64_t length = kv->length;
   float factor = 1 / sqrtf(D);
   float max = -INFINITY;
   for (int64_t i = 0; i < length; i++) max = scores[i] > max ? scores[i] : max;
@@ -478,8 +484,8 @@ INLINE float softmax(int64_t D, int64_t length, float *scores) {
 }
 
 // Step 2 for a block of queries. sums: (WIDTH).
-INLINE void softmax_block(int64_t D, int64_t length, float *scores, float *sums) {
-  int64_t last = length + WIDTH - 1;
+INLINE void softmax_block(int64_t D, const KVView *kv, float *scores, float *sums) {
+  int64_t last = kv->length + WIDTH - 1;
   float factor = 1 / sqrtf(D);
   float max[WIDTH];
   for (int t = 0; t < WIDTH; t++) max[t] = -INFINITY;
@@ -488,8 +494,7 @@ INLINE void softmax_block(int64_t D, int64_t length, float *scores, float *sums)
   for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
     for (int t = 0; t < WIDTH; t++)
       scores[i + t] = exponential((scores[i + t] - max[t]) * factor);
-  for (int64_t i = length; i < last; i++)  // `exponential` clamps these to exp(-87)
-    for (int t = 0; t <= i - length; t++) scores[i * WIDTH + t] = 0;
+  mask_scores(kv, scores, 0);  // `exponential` clamps these to exp(-87)
   *(Vector *)sums = column_sums(last, (Vector *)scores);
 }
 
@@ -547,7 +552,7 @@ INLINE void accumulate_values(const int T, const int64_t D, const KVView *kv, Ma
 INLINE void query_attention(const int64_t D, const KVView *kv, const float *q, float *scores,
                             float *y) {
   qk_dots(D, kv, q, scores);
-  float sum = softmax(D, kv->length, scores);
+  float sum = softmax(D, kv, scores);
   accumulate_values(1, D, kv, (Matrix){scores, 1}, &sum, (Matrix){y, D});
 }
 
@@ -557,7 +562,7 @@ INLINE void block_attention(const int64_t D, const KVView *kv, Matrix q, float *
     for (int t = 0; t < WIDTH; t++) columns[d * WIDTH + t] = q.data[t * q.stride + d];
   float sums[WIDTH];
   qk_dots_block(D, kv, (Vector *)columns, scores);
-  softmax_block(D, kv->length, scores, sums);
+  softmax_block(D, kv, scores, sums);
   for (int t = 0; t < WIDTH; t += QUERY_TILE) {
     KVView view = *kv;  // of these queries
     view.length += t;
