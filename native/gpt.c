@@ -1,4 +1,4 @@
-// The forward pass of GPT-2, Llama and Qwen on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2, Llama, Mistral and Qwen on a CPU, with float32 or int8 weights.
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
 // with a barrier, unless it says `nowait`. Every thread executes the remaining code, for all tokens
@@ -285,7 +285,8 @@ typedef struct {
   Linear attn_in[3], attn_out;  // query, key and value, or one fused layer; unused ones have out 0
   MLP mlp;                      // in layers without experts
   Linear router;
-  const MLP *experts;  // (n_expert), or NULL
+  const MLP *experts;      // (n_expert), or NULL
+  int64_t sliding_window;  // the number of latest positions that a query attends to
 } Layer;
 
 typedef struct {
@@ -414,6 +415,7 @@ typedef struct {
   int64_t page_size;
   const int64_t *page_table;  // of the sequence
   int64_t length;             // positions that the first query sees; each later query sees one more
+  int64_t sliding_window;     // the number of latest positions that a query attends to
   int fresh;                  // whether to prefetch: this layer has not read the sequence yet
 } KVView;
 
@@ -421,6 +423,12 @@ typedef struct {
 typedef struct {
   int64_t begin, end;
 } Range;
+
+// Return the first position that query t attends to.
+INLINE int64_t first_visible(const KVView *kv, int64_t t) {
+  int64_t first = kv->length + t - kv->sliding_window;
+  return first > 0 ? first : 0;
+}
 
 INLINE float *key_page(const KVView *kv, int64_t i) {
   return kv->keys + kv->page_table[i] * kv->page_stride;
@@ -435,16 +443,20 @@ INLINE void prefetch(int64_t n, const float *x) {
   for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a cache line is 64 bytes
 }
 
-// Step 1 for one query: compute its dot product with each key. scores: (length).
+// Step 1 for one query: compute its dot product with each key that it sees. scores: (length).
 INLINE void qk_dots(const int64_t D, const KVView *kv, const float *q, float *scores) {
   int64_t length = kv->length;
   int64_t size = kv->page_size;
-  for (int64_t start = 0, page = 0; start < length; start += size, page++) {
+  int64_t first = first_visible(kv, 0);
+  int64_t first_page = first / size;
+  for (int64_t page = first_page; page * size < length; page++) {
+    int64_t start = page * size;
     int64_t n = length - start < size ? length - start : size;
     const float *key = key_page(kv, page);
     const float *next = NULL;
-    if (kv->fresh) next = start + size < length ? key_page(kv, page + 1) : value_page(kv, 0);
-    for (int64_t i = 0; i < n; i++) {
+    if (kv->fresh)
+      next = start + size < length ? key_page(kv, page + 1) : value_page(kv, first_page);
+    for (int64_t i = start < first ? first - start : 0; i < n; i++) {
       if (next) prefetch(D, next + i * D);
       scores[start + i] = dot(D, q, key + i * D);
     }
@@ -453,9 +465,12 @@ INLINE void qk_dots(const int64_t D, const KVView *kv, const float *q, float *sc
 
 // Set the scores of a block of queries to `value` at masked positions. scores: (positions, WIDTH).
 INLINE void mask_scores(const KVView *kv, float *scores, float value) {
+  int64_t first = first_visible(kv, 0);
   int64_t last = kv->length + WIDTH - 1;
-  for (int t = 0; t < WIDTH; t++)
+  for (int t = 0; t < WIDTH; t++) {
+    for (int64_t i = first; i < first_visible(kv, t); i++) scores[i * WIDTH + t] = value;
     for (int64_t i = kv->length + t; i < last; i++) scores[i * WIDTH + t] = value;
+  }
 }
 
 // Step 1 for a block of queries: compute the dot product of each with each key, -infinity at masked
@@ -463,11 +478,12 @@ INLINE void mask_scores(const KVView *kv, float *scores, float value) {
 INLINE void qk_dots_block(const int64_t D, const KVView *kv, const Vector *columns, float *scores) {
   int64_t last = kv->length + WIDTH - 1;
   int64_t size = kv->page_size;
-  for (int64_t start = 0, page = 0; start < last; start += size, page++) {
+  int64_t first = first_visible(kv, 0);
+  for (int64_t page = first / size, i = first; i < last; page++) {
+    int64_t start = page * size;
     int64_t end = last - start < size ? last : start + size;
-    const float *key = key_page(kv, page);
-    for (int64_t i = start; i < end; i++, key += D)
-      *(Vector *)(scores + i * WIDTH) = column_dots(D, key, columns);
+    const float *key = key_page(kv, page) - start * D;
+    for (; i < end; i++) *(Vector *)(scores + i * WIDTH) = column_dots(D, key + i * D, columns);
   }
   mask_scores(kv, scores, -INFINITY);
 }
@@ -476,26 +492,30 @@ INLINE void qk_dots_block(const int64_t D, const KVView *kv, const Vector *colum
 // Return their sum, by which step 3 divides its result, because dividing each score takes longer.
 INLINE float softmax(int64_t D, const KVView *kv, float *scores) {
   int64_t length = kv->length;
+  int64_t first = first_visible(kv, 0);
   float factor = 1 / sqrtf(D);
   float max = -INFINITY;
-  for (int64_t i = 0; i < length; i++) max = scores[i] > max ? scores[i] : max;
-  for (int64_t i = 0; i < length; i++) scores[i] = exponential((scores[i] - max) * factor);
-  return sum(length, scores);
+  for (int64_t i = first; i < length; i++) max = scores[i] > max ? scores[i] : max;
+  for (int64_t i = first; i < length; i++) scores[i] = exponential((scores[i] - max) * factor);
+  return sum(length - first, scores + first);
 }
 
 // Step 2 for a block of queries. sums: (WIDTH).
 INLINE void softmax_block(int64_t D, const KVView *kv, float *scores, float *sums) {
   int64_t last = kv->length + WIDTH - 1;
+  int64_t first = first_visible(kv, 0);
   float factor = 1 / sqrtf(D);
   float max[WIDTH];
   for (int t = 0; t < WIDTH; t++) max[t] = -INFINITY;
-  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+  for (int64_t i = first * WIDTH; i < last * WIDTH; i += WIDTH)
     for (int t = 0; t < WIDTH; t++) max[t] = scores[i + t] > max[t] ? scores[i + t] : max[t];
-  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+  for (int64_t i = first * WIDTH; i < last * WIDTH; i += WIDTH)
     for (int t = 0; t < WIDTH; t++)
       scores[i + t] = exponential((scores[i + t] - max[t]) * factor);
   mask_scores(kv, scores, 0);  // `exponential` clamps these to exp(-87)
-  *(Vector *)sums = column_sums(last, (Vector *)scores);
+  // A single query begins at a later position. Its partial sums are the same, but rotated, so the
+  // tree adds the same pairs.
+  *(Vector *)sums = column_sums(last - first, (Vector *)(scores + first * WIDTH));
 }
 
 // A matrix whose rows begin `stride` floats apart.
@@ -512,15 +532,17 @@ INLINE void accumulate_columns(const int T, const int N, const int64_t D, const 
   int64_t length = kv->length;
   int64_t last = length + T - 1;
   int64_t size = kv->page_size;
-  for (int64_t start = 0, page = 0; start < last; start += size, page++) {
+  int64_t first = first_visible(kv, 0);
+  for (int64_t page = first / size, i = first; i < last; page++) {
+    int64_t start = page * size;
     int64_t end = last - start < size ? last : start + size;
-    const float *value = value_page(kv, page) + d;
+    const float *value = value_page(kv, page) + (i - start) * D + d;
     const float *next = NULL;
     if (kv->fresh && end < last) next = value_page(kv, page + 1) + d;
-    for (int64_t i = start; i < end; i++, value += D) {
+    for (; i < end; i++, value += D) {
       if (next) prefetch(N * WIDTH, next + (i - start) * D);
       for (int t = 0; t < T; t++)
-        if (T == 1 || i < length + t)
+        if (T == 1 || (i < length + t && i >= length + t - kv->sliding_window))
           for (int j = 0; j < N; j++)
             sums[t][j] += scores.data[i * scores.stride + t] * LOAD(value + j * WIDTH);
     }
@@ -539,7 +561,7 @@ INLINE void accumulate_values(const int T, const int64_t D, const KVView *kv, Ma
   for (; d < D; d++)
     for (int t = 0; t < T; t++) {
       float acc = 0;
-      for (int64_t i = 0; i < kv->length + t; i++) {
+      for (int64_t i = first_visible(kv, t); i < kv->length + t; i++) {
         const float *value = value_page(kv, i / kv->page_size) + i % kv->page_size * D;
         acc += scores.data[i * scores.stride + t] * value[d];
       }
@@ -597,7 +619,7 @@ static void attend_query_block(int64_t D, const KVView *kv, Matrix q, float *sco
 // Attend with one query of one head. Exported for tests, which compare it with torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
             const float *q, float *k, float *v, float *scores, float *y) {
-  attend_query(D, &(KVView){k, v, stride, size, pages, length, 1}, q, scores, y);
+  attend_query(D, &(KVView){k, v, stride, size, pages, length, length, 1}, q, scores, y);
 }
 
 // Return the first token of the query block of token t, or -1 if it is not entirely in this pass.
@@ -623,6 +645,7 @@ static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_h
       .page_size = p->page_size,
       .page_table = p->page_tables + p->table_starts[t],
       .length = p->positions[t] + 1,
+      .sliding_window = m->layers[layer].sliding_window,
   };
 }
 

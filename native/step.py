@@ -1,4 +1,4 @@
-"""Runners that compute the whole forward pass of GPT-2, Llama and Qwen in C."""
+"""Runners that compute the whole forward pass of GPT-2, Llama, Mistral and Qwen in C."""
 
 import ctypes
 from typing import NamedTuple
