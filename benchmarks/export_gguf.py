@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from errors import UserError
+from gemma import GemmaConfig
 from llama import LlamaConfig, RotaryEmbedding
 from loading.byte_level import PATTERNS
 from loading.chat_template import read_chat_template
@@ -37,20 +38,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     import gguf
 
     config = model.config
-    is_llama = isinstance(config, LlamaConfig)
-    is_qwen3 = is_llama and config.qk_norm
-    if is_qwen3 and (config.rope_scaling or config.rope_freq_factors):
-        raise UserError(
-            "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3"
-        )
-    experts = config.experts if is_llama else None
-    if experts and (experts.mlp_only_layers or not experts.norm_topk_prob):
-        only = "experts in all layers, with norm_topk_prob true"
-        raise UserError(f"the model cannot be exported: llama.cpp supports only {only}")
-    if config.sliding_windows:
-        raise UserError("llama.cpp reads no windows of this model, so it is not exported")
-    architecture = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"
-    architecture = "qwen3moe" if experts else architecture
+    architecture = gguf_architecture(config)
     writer = gguf.GGUFWriter(path, architecture)
     if tokenizer:
         add_vocabulary(writer, tokenizer, config)
@@ -100,6 +88,27 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def gguf_architecture(config) -> str:
+    """Return llama.cpp's architecture name. Raises UserError for a model that it reads wrongly."""
+    if not isinstance(config, LlamaConfig):
+        return "gpt2"
+    if config.qk_norm and (config.rope_scaling or config.rope_freq_factors):
+        raise UserError(
+            "the model cannot be exported: llama.cpp supports no RoPE scaling of a Qwen3"
+        )
+    experts = config.experts
+    if experts and (experts.mlp_only_layers or not experts.norm_topk_prob):
+        only = "experts in all layers, with norm_topk_prob true"
+        raise UserError(f"the model cannot be exported: llama.cpp supports only {only}")
+    if isinstance(config, GemmaConfig):
+        raise UserError("a Gemma is not exported: a file of llama.cpp's gemma3 is not written yet")
+    if config.sliding_windows:
+        raise UserError("llama.cpp reads no windows of this model, so it is not exported")
+    if experts:
+        return "qwen3moe"
+    return "qwen3" if config.qk_norm else "llama"
 
 
 def add_vocabulary(writer, tokenizer: Path, config) -> None:
