@@ -1,7 +1,7 @@
-"""Gemma 3's forward pass, as changes to a Llama with QK-norm.
+"""Gemma 3's forward pass, as changes to a Llama with QK-norm and sliding windows.
 
 Gemma Team 2025 (2503.19786), "Gemma 3 technical report". Parameters are named as in transformers'
-Gemma3ForCausalLM.
+Gemma3ForCausalLM, so its files load unchanged.
 """
 
 import math
@@ -16,9 +16,10 @@ from llama import MLP, Attention, Llama, LlamaConfig, RMSNorm
 
 @dataclass(frozen=True)
 class GemmaConfig(LlamaConfig):
-    """The configuration of a Gemma 3."""
+    """The configuration of a Gemma 3; sliding-window layers have their own RoPE base."""
 
     qk_norm: bool = True
+    rope_local_base_freq: float | None = 10000.0
     query_pre_attn_scalar: float = 256  # attention scores are divided by its root
 
 

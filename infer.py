@@ -222,7 +222,7 @@ def pass_logits(
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with a GPT-2, Llama, Mistral or Qwen model.")
+    parser = Parser(description="Generate text with a GPT-2, Llama, Mistral, Qwen or Gemma model.")
     parser.group("model").add_argument("--model", default=STORIES, help=MODEL_HELP)
     no_cache_help = "recompute all positions in each step, without a KV cache"
     parser.group("model").add_argument("--no-cache", action="store_true", help=no_cache_help)

@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from cache import layer_sliding_windows
 from model import Attend, Model
 
 
@@ -61,6 +62,9 @@ class LlamaConfig:
     experts: ExpertsConfig | None = None
     # Sliding window of each layer in positions, the token included; None: full. (): full in all.
     sliding_windows: tuple[int | None, ...] = ()
+    # Gemma 3: sliding-window layers have their own rope_theta, and the others divide positions.
+    rope_local_base_freq: float | None = None
+    rope_linear_factor: float = 1.0
 
 
 class RMSNorm(nn.Module):
@@ -85,14 +89,21 @@ TABLE_CHUNK = 64  # positions by which the cosine and sine tables grow
 class RotaryEmbedding:
     """Tables of the cosines and sines of RoPE angles, up to the longest sequence so far.
 
+    local: use the base frequency of sliding-window layers.
+
     The tables grow by 64 positions, because a cosine's rounding may depend on how many are computed
     in one call. They are not buffers of the model, because loading fills only weights. They do not
     cover the context window from the start: 131,072 positions of 128 numbers are 134 MB in float32.
     """
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, config: LlamaConfig, dtype: torch.dtype, device: torch.device, local: bool = False
+    ):
         powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.inv_freq = 1 / config.rope_theta**powers  # radians per position, one per pair
+        theta = config.rope_local_base_freq if local else config.rope_theta
+        self.inv_freq = 1 / theta**powers  # radians per position, one per pair
+        if not local:
+            self.inv_freq /= config.rope_linear_factor
         if config.rope_scaling:
             self.inv_freq = scale_llama3_frequencies(self.inv_freq, config.rope_scaling)
         if config.rope_freq_factors:
@@ -117,7 +128,14 @@ class RotaryEmbedding:
         return self.cos[:length], self.sin[:length]
 
 
-rotary_embedding = functools.lru_cache(maxsize=2)(RotaryEmbedding)  # for a target and its draft
+rotary_embedding = functools.lru_cache(maxsize=4)(RotaryEmbedding)  # for a target and its draft
+
+
+def local_rope_layers(config: LlamaConfig) -> list[bool]:
+    """Return whether each layer uses `rope_local_base_freq`."""
+    return [
+        bool(config.rope_local_base_freq and window) for window in layer_sliding_windows(config)
+    ]
 
 
 def scale_llama3_frequencies(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -270,11 +288,16 @@ class Llama(Model):
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Return the last block's output, (..., C); arguments as in `GPT.hidden`."""
         length = int(positions.max()) + 1
-        tables = rotary_embedding(self.config, self.dtype, self.device).cos_sin(length)
-        cos, sin = (table[positions] for table in tables)
+        local = local_rope_layers(self.config)
+        angles = {}
+        for is_local in set(local):
+            tables = rotary_embedding(self.config, self.dtype, self.device, is_local).cos_sin(
+                length
+            )
+            angles[is_local] = [table[positions] for table in tables]
         x = self.embed(tokens)
         for layer, block in enumerate(self.layers):
-            x = block(x, cos, sin, functools.partial(attend, layer))
+            x = block(x, *angles[local[layer]], functools.partial(attend, layer))
         return x
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,9 @@ import dataclasses
 import reprlib
 from pathlib import Path
 
+from cache import layer_sliding_windows
 from errors import UserError
+from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig, RopeScaling
 from loading.checkpoint import check_values
 from model import GPTConfig
@@ -157,6 +159,14 @@ def read_rope_scaling(file: Path, rope: dict) -> RopeScaling:
     return scaling
 
 
+GEMMA_SLIDING_WINDOW_PATTERN = 6  # every sixth layer is global, as hard-coded in llama.cpp
+
+
+def swa_layers(pattern: int, n_layer: int) -> list[bool]:
+    """Return whether each layer has a sliding window: all but every `pattern`-th; 0: all."""
+    return [not pattern or (layer + 1) % pattern > 0 for layer in range(n_layer)]
+
+
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 UNIFORM_SLIDING = ("Mistral", "Qwen3Moe")  # with the same window in all layers, or in none
@@ -166,8 +176,9 @@ def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | Non
     """Return the sliding window of each layer in a config.json, () if no layer has one.
 
     A Mistral has it in each layer, a Qwen3-MoE too if use_sliding_window is true. Another Qwen then
-    has it in the layers that layer_types names, or from layer max_window_layers on. Raises
-    UserError for other layer types.
+    has it in the layers that layer_types names, or from layer max_window_layers on. A Gemma has it
+    in the layers that layer_types names, or in all but every sixth. Raises UserError for other
+    layer types.
     """
     model_type = raw.get("model_type")
     use_sliding_window = raw.get("use_sliding_window")  # Qwen only
@@ -188,6 +199,14 @@ def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | Non
             defaults = [
                 FULL_ATTENTION if layer < max_window_layers else SLIDING_ATTENTION
                 for layer in range(n_layer)
+            ]
+        elif model_type == "gemma3_text":
+            allowed = (FULL_ATTENTION, SLIDING_ATTENTION)
+            pattern = {"pattern": ("sliding_window_pattern", 1000)}
+            pattern = read_sizes(file, raw, pattern, {"pattern": GEMMA_SLIDING_WINDOW_PATTERN})
+            defaults = [
+                SLIDING_ATTENTION if slides else FULL_ATTENTION
+                for slides in swa_layers(pattern["pattern"], n_layer)
             ]
     layers = raw.get("layer_types")
     layers = defaults if layers is None else layers
@@ -285,9 +304,11 @@ def llama_to_dict(config: LlamaConfig) -> dict:
     Raises UserError for a configuration that transformers refuses.
     """
     name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
-    if config.sliding_windows and name == "Llama":
+    if isinstance(config, GemmaConfig):
+        name = "Gemma3"
+    elif config.sliding_windows and name == "Llama":
         name = "Mistral"
-    if config.n_embd % config.n_head and name in ("Llama", "Qwen2"):
+    if config.n_embd % config.n_head and name in ("Llama", "Qwen2", "Gemma3"):
         raise UserError(
             f"the model cannot be saved: n_embd is {config.n_embd}; transformers needs a multiple"
             f" of n_head ({config.n_head})"
@@ -323,7 +344,7 @@ def llama_to_dict(config: LlamaConfig) -> dict:
 
 def sliding_window_fields(config: LlamaConfig, name: str) -> dict:
     """Return the sliding-window fields. Raises UserError for windows that transformers refuses."""
-    if not config.sliding_windows:
+    if not any(config.sliding_windows):
         return {}
     sizes = set(config.sliding_windows)
     if len(sizes - {None}) > 1 or (name in UNIFORM_SLIDING and None in sizes):
@@ -332,13 +353,85 @@ def sliding_window_fields(config: LlamaConfig, name: str) -> dict:
             f" transformers supports no such {name}"
         )
     fields = {"sliding_window": max(sizes - {None})}
-    if name != "Mistral":
+    if name.startswith("Qwen"):
         fields["use_sliding_window"] = True
     if name not in UNIFORM_SLIDING:
         fields["layer_types"] = [
             SLIDING_ATTENTION if window else FULL_ATTENTION for window in config.sliding_windows
         ]
     return fields
+
+
+GEMMA_SUPPORTED_VALUES = {  # values that the forward pass supports
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False,),
+    "use_bidirectional_attention": (False,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "tie_word_embeddings": (True, False),
+}
+GEMMA_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "eos_token_id": 1, "bos_token_id": 2}
+
+
+def read_object(file: Path, raw: dict, key: str) -> dict:
+    """Return an object in a config.json; {} if missing. Raises UserError for any other value."""
+    value = raw.get(key)
+    if not isinstance(value, (dict, type(None))):
+        raise UserError(f"{file}: {key} {reprlib.repr(value)}: must be an object")
+    return value or {}
+
+
+def read_gemma_config(file: Path, raw: dict) -> GemmaConfig:
+    """Return the configuration of a Gemma 3. Arguments and errors as in `read_llama_config`."""
+    original = raw
+    raw = GEMMA_DEFAULTS | {key: value for key, value in raw.items() if value is not None}
+    check_values(file, raw, GEMMA_SUPPORTED_VALUES)
+    rope_parameters = read_object(file, raw, "rope_parameters")  # older files have other keys
+    global_rope = {"rope_theta": raw.get("rope_theta", 1e6)} | read_object(
+        file, rope_parameters, FULL_ATTENTION
+    )
+    global_rope |= read_object(file, raw, "rope_scaling")
+    local_rope = {"rope_theta": raw.get("rope_local_base_freq", 1e4)} | read_object(
+        file, rope_parameters, SLIDING_ATTENTION
+    )
+    rope_type = global_rope.get("rope_type", global_rope.get("type", "default"))
+    check_values(
+        f"{file}: full_attention", {"rope_type": rope_type}, {"rope_type": ("default", "linear")}
+    )
+    check_values(f"{file}: sliding_attention", local_rope, {"rope_type": ("default",)})
+    # Sizes and ids have the keys of a Llama.
+    llama = {key: raw[key] for key in raw.keys() - {"layer_types", "rope_scaling", "hidden_act"}}
+    llama |= {"model_type": "llama", "rope_parameters": {"rope_theta": global_rope["rope_theta"]}}
+    config = read_llama_config(file, {"tie_word_embeddings": True} | llama)
+    return GemmaConfig(
+        **vars(config)
+        | {
+            "qk_norm": True,
+            "sliding_windows": read_sliding_windows(file, original, config.n_layer),
+            "rope_local_base_freq": read_number(file, local_rope, "rope_theta", None, 1e12),
+            "rope_linear_factor": read_number(file, global_rope, "factor", None, 1e6)
+            if rope_type == "linear"
+            else 1.0,
+            "query_pre_attn_scalar": read_number(file, raw, "query_pre_attn_scalar", 256, 1e6),
+        }
+    )
+
+
+def gemma_to_dict(config: GemmaConfig) -> dict:
+    """Return the config.json of this Gemma 3. Errors as in `llama_to_dict`."""
+    factor = config.rope_linear_factor
+    return llama_to_dict(config) | {
+        "model_type": "gemma3_text",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config.query_pre_attn_scalar,
+        "rope_local_base_freq": config.rope_local_base_freq,
+        "rope_scaling": None if factor == 1 else {"rope_type": "linear", "factor": factor},
+        "layer_types": [
+            SLIDING_ATTENTION if window else FULL_ATTENTION
+            for window in layer_sliding_windows(config)
+        ],
+    }
 
 
 # Special tokens that tokenizer_config.json may name, each as NAME_token. A template may use them.

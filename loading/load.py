@@ -12,11 +12,14 @@ from pathlib import Path
 import torch
 
 from errors import UserError, catch_out_of_memory
+from gemma import Gemma, GemmaConfig
 from llama import Llama, LlamaConfig
 from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
 from loading.config import (
+    gemma_to_dict,
     gpt_to_dict,
     llama_to_dict,
+    read_gemma_config,
     read_gpt_config,
     read_llama_config,
     read_token_ids,
@@ -253,9 +256,10 @@ class Architecture:
 
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
 LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_to_dict)
+GEMMA3 = Architecture(Gemma, GemmaConfig, read_gemma_config, gemma_to_dict)
 LLAMA_MODEL_TYPES = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral"
 # By the model_type of config.json.
-ARCHITECTURES = {"gpt2": GPT2} | dict.fromkeys(LLAMA_MODEL_TYPES, LLAMA)
+ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3} | dict.fromkeys(LLAMA_MODEL_TYPES, LLAMA)
 
 
 def get_architecture(config) -> Architecture:

@@ -337,12 +337,12 @@ def tiny_windows(tiny_llama):
 
 @pytest.fixture(scope="session")
 def tiny_gemma():
-    """A function that builds a random Gemma 3."""
+    """A function that builds a random Gemma 3 with both kinds of layers."""
 
-    def build(seed=0, dtype=torch.float64, eos_token_id=60, **shape):
+    def build(seed=0, dtype=torch.float64, eos_token_id=60, sliding_windows=(3, 8, None), **shape):
         from gemma import Gemma, GemmaConfig
 
-        small = {"vocab_size": 61, "block_size": 40, "n_layer": 3, "n_embd": 16}
+        small = {"vocab_size": 61, "block_size": 40, "n_layer": len(sliding_windows), "n_embd": 16}
         small |= {
             "n_inner": 24,
             "n_head": 4,
@@ -350,8 +350,8 @@ def tiny_gemma():
             "head_dim": 6,
             "query_pre_attn_scalar": 5,
         }
-        small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,)}
-        model = Gemma(GemmaConfig(**small | shape)).to(dtype)
+        small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,), "rope_linear_factor": 8.0}
+        model = Gemma(GemmaConfig(sliding_windows=sliding_windows, **small | shape)).to(dtype)
         generator = torch.Generator().manual_seed(seed)
         for weight in model.parameters():
             weight.data.normal_(std=0.4, generator=generator)
