@@ -1,4 +1,4 @@
-// The forward pass of GPT-2, Llama, Mistral and Qwen on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2, Llama and related models on a CPU, with float32 or int8 weights.
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
 // with a barrier, unless it says `nowait`. Every thread executes the remaining code, for all tokens
@@ -273,7 +273,8 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 enum { NUM_PARTIALS = 16, QUERY_TILE = 4 };
 
 typedef struct {
-  const float *weight, *bias;  // (C), or (D) per head; bias is NULL in an RMSNorm
+  const float *weight, *bias;         // (C), or (D) per head; bias is NULL in an RMSNorm
+  float weight_offset, output_scale;  // of an RMSNorm: added to the weights, factor of the output
 } Norm;
 
 typedef struct {
@@ -281,12 +282,13 @@ typedef struct {
 } MLP;
 
 typedef struct {
-  Norm attn_norm, query_norm, key_norm, mlp_norm;  // query_norm and key_norm: weight may be NULL
+  Norm attn_norm, query_norm, key_norm, attn_out_norm, mlp_norm, down_norm;  // weight may be NULL
   Linear attn_in[3], attn_out;  // query, key and value, or one fused layer; unused ones have out 0
   MLP mlp;                      // in layers without experts
   Linear router;
   const MLP *experts;      // (n_expert), or NULL
   int64_t sliding_window;  // the number of latest positions that a query attends to
+  int64_t local;           // whether RoPE uses local_cos and local_sin
 } Layer;
 
 typedef struct {
@@ -294,7 +296,8 @@ typedef struct {
   int64_t max_width;        // the most floats per token in a buffer
   int64_t n_expert, top_k;  // 0 and 1 without experts
   int64_t norm_topk_prob;   // whether the weights of a token's top_k experts sum to 1
-  float eps;
+  float eps, embedding_scale;
+  int64_t gelu_gate;       // whether the gate's activation is GELU, not SiLU
   Linear embedding, head;  // (vocab_size, C); they may share their weight
   const float *wpe;        // (block_size, C), the position embeddings, or NULL
   Norm norm;
@@ -311,6 +314,7 @@ typedef struct {
   const int64_t *table_starts;        // (T): where the page table of the token's sequence begins
   const int64_t *logits_indices;      // (num_logits): the tokens that need logits
   const float *cos, *sin;             // (positions, D), for `apply_rotary_emb`, or NULL
+  const float *local_cos, *local_sin;
 } Pass;
 
 // Return the dot product of a and b, or the sum of a if b is NULL. The NUM_PARTIALS
@@ -367,8 +371,8 @@ void layer_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *
 
 static void rms_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x, float *y) {
   for (int64_t t = 0; t < T; t++, x += C, y += C) {
-    float factor = 1 / sqrtf(dot(C, x, x) / C + eps);
-    for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * norm->weight[i];
+    float factor = norm->output_scale / sqrtf(dot(C, x, x) / C + eps);
+    for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * (norm->weight_offset + norm->weight[i]);
   }
 }
 
@@ -387,12 +391,18 @@ static void swiglu(int64_t T, int64_t n, const float *x, float *y) {
     for (int64_t i = 0; i < n; i++) y[i] = x[i] / (1 + exponential(-x[i])) * x[n + i];
 }
 
+// As `swiglu`, with GELU on the gate.
+static void geglu(int64_t T, int64_t n, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += 2 * n, y += n) {
+    gelu(n, x, y);
+    for (int64_t i = 0; i < n; i++) y[i] *= x[n + i];
+  }
+}
+
 // Apply RoPE: rotate a query or key by the angles of its position. Channels d and d + D / 2 are the
 // coordinates of a point.
-static void apply_rotary_emb(const Pass *p, int64_t position, int64_t D, float *x) {
+static void apply_rotary_emb(const float *cos, const float *sin, int64_t D, float *x) {
   int64_t half = D / 2;
-  const float *cos = p->cos + position * D;
-  const float *sin = p->sin + position * D;
   for (int64_t d = 0; d < half; d++) {
     float a = x[d];
     float b = x[d + half];
@@ -658,9 +668,13 @@ static void append_kv(const KVView *kv, int64_t D, const float *key, const float
 }
 
 // Apply the layer's norm, if it has one, and RoPE to a token's query or key, (D).
-static void norm_and_rope(const Model *m, const Pass *p, const Norm *norm, int64_t t, float *x) {
+static void norm_and_rope(const Model *m, const Pass *p, int local, const Norm *norm, int64_t t,
+                          float *x) {
+  const float *cos = local ? p->local_cos : p->cos;
+  const float *sin = local ? p->local_sin : p->sin;
+  int64_t row = p->positions[t] * m->head_dim;
   if (norm->weight) rms_norm(norm, m->eps, 1, m->head_dim, x, x);
-  if (p->cos) apply_rotary_emb(p, p->positions[t], m->head_dim, x);
+  if (cos) apply_rotary_emb(cos + row, sin + row, m->head_dim, x);
 }
 
 // Prepare queries and keys, append keys and values to the cache, then attend. Each KV head serves
@@ -670,6 +684,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group_size = H / K;
   int64_t row_stride = (H + 2 * K) * D;
+  int local = m->layers[layer].local;
   const Norm *query_norm = &m->layers[layer].query_norm;
   const Norm *key_norm = &m->layers[layer].key_norm;
 #pragma omp for schedule(static) collapse(2)
@@ -679,8 +694,8 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       float *token = qkv + t * row_stride;
       float *key = token + (H + k) * D;
       for (int64_t h = k * group_size; h < (k + 1) * group_size; h++)
-        norm_and_rope(m, p, query_norm, t, token + h * D);
-      norm_and_rope(m, p, key_norm, t, key);
+        norm_and_rope(m, p, local, query_norm, t, token + h * D);
+      norm_and_rope(m, p, local, key_norm, t, key);
       append_kv(&kv, D, key, key + K * D);
     }
 #pragma omp for schedule(static) collapse(3)
@@ -708,6 +723,7 @@ static void embed(const Model *m, const Pass *p, float *x) {
 #pragma omp for
   for (int64_t t = 0; t < p->T; t++) {
     get_rows(&m->embedding, 1, p->tokens + t, x + t * C);
+    for (int64_t i = 0; i < C; i++) x[t * C + i] *= m->embedding_scale;
     if (m->wpe)
       for (int64_t i = 0; i < C; i++) x[t * C + i] += m->wpe[p->positions[t] * C + i];
   }
@@ -740,6 +756,21 @@ static void project(const Linear *l, int count, int64_t T, int private, Input in
     y += l[i].out;
   }
 #pragma omp barrier
+}
+
+// Compute the layer that ends a residual branch and add its output to x, after its norm if it has
+// one. y: scratch for the norm.
+static void residual(const Model *m, const Linear *l, const Norm *norm, int64_t T, int private,
+                     Input in, float *y, float *x) {
+  project(l, 1, T, private, in, norm->weight ? y : x, !norm->weight);
+  if (norm->weight) {
+#pragma omp for
+    for (int64_t t = 0; t < T; t++) {
+      float *row = y + t * l->out;
+      rms_norm(norm, m->eps, 1, l->out, row, row);
+      for (int64_t i = 0; i < l->out; i++) x[t * l->out + i] += row[i];
+    }
+  }
 }
 
 // a mixture of experts ----------------------------------------------------------------------------
@@ -893,7 +924,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       normalize(&layer->attn_norm, m->eps, n, C, thread_x, thread_in);
       project(layer->attn_in, 3, T, private, input, wide, 0);
       attention(m, p, i, wide, scores, y);
-      project(&layer->attn_out, 1, T, private, attn, x, 1);
+      residual(m, &layer->attn_out, &layer->attn_out_norm, T, private, attn, wide, x);
       normalize(&layer->mlp_norm, m->eps, n, C, thread_x, thread_in);
       if (layer->experts) {
         moe(m, layer, T, private, in, input, routes, y, wide, x);
@@ -901,10 +932,11 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       }
       project(mlp->in, 2, T, private, input, wide, 0);
       if (mlp->in[1].out)
-        swiglu(n, inner, wide + range.begin * 2 * inner, in + range.begin * inner);
+        (m->gelu_gate ? geglu : swiglu)(n, inner, wide + range.begin * 2 * inner,
+                                        in + range.begin * inner);
       else
         gelu(n * inner, wide + range.begin * inner, in + range.begin * inner);
-      project(&mlp->out, 1, T, private, input, x, 1);
+      residual(m, &mlp->out, &layer->down_norm, T, private, input, y, x);
     }
     range = thread_range(p->num_logits, private);
     for (int64_t i = range.begin; i < range.end; i++)

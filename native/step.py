@@ -1,11 +1,11 @@
-"""Runners that compute the whole forward pass of GPT-2, Llama, Mistral and Qwen in C."""
+"""Runners that compute the whole forward pass of GPT-2, Llama and related models in C."""
 
 import ctypes
 from typing import NamedTuple
 
 import torch
 
-from llama import Llama, rotary_embedding
+from llama import Llama, local_rope_layers, rotary_embedding
 from model import TorchRunner
 from native import build, draw
 from native.linear import address, replace_with_native_linear
@@ -22,6 +22,8 @@ PassStruct = struct(
     ),
     cos=POINTER,
     sin=POINTER,
+    local_cos=POINTER,
+    local_sin=POINTER,
 )
 
 
@@ -67,10 +69,13 @@ class NativeRunner(NativeSampler):
         model_struct(model)  # checks every tensor before the first is packed
         replace_with_native_linear(model, self.library)
         self.model = model_struct(model)
-        self.rotary_embedding = None
+        self.rotary_embedding = []
         if isinstance(model, Llama):
             cpu = torch.device("cpu")
-            self.rotary_embedding = rotary_embedding(model.config, torch.float32, cpu)
+            self.rotary_embedding = [
+                rotary_embedding(model.config, torch.float32, cpu, is_local)
+                for is_local in sorted({False, *local_rope_layers(model.config)})
+            ]
         # References that keep the memory of the tensors allocated.
         self.weights = list(model.state_dict().values())
 
@@ -103,7 +108,7 @@ class NativeRunner(NativeSampler):
         shape = self.model.n_layer, 2, num_pages, config.n_kv_head, page_size, config.head_dim
         cache = address(storage, torch.float32, *shape)
         arrays = ((INT * len(numbers))(*numbers) for numbers in batch)
-        angles = self.rotary_embedding.cos_sin(length) if self.rotary_embedding else ()
+        angles = [table for each in self.rotary_embedding for table in each.cos_sin(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
         sizes = num_pages, page_size, length, len(batch.tokens), len(batch.logits_indices)
         return PassStruct(cache, *sizes, *arrays, *angles)

@@ -5,7 +5,8 @@ import ctypes
 import torch
 
 from cache import layer_sliding_windows
-from llama import ExpertsConfig, Llama
+from gemma import Gemma
+from llama import ExpertsConfig, Llama, local_rope_layers
 from model import GPT
 from native.linear import LinearStruct, NativeEmbedding, NativeLinear, address, check_layer
 
@@ -17,24 +18,30 @@ def struct(name: str, **fields) -> type[ctypes.Structure]:
 
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int64
-NormStruct = struct("NormStruct", weight=POINTER, bias=POINTER)
+FLOAT = ctypes.c_float
+NormStruct = struct(
+    "NormStruct", weight=POINTER, bias=POINTER, weight_offset=FLOAT, output_scale=FLOAT
+)
+NORMS = "attn_norm", "query_norm", "key_norm", "attn_out_norm", "mlp_norm", "down_norm"
 MLPStruct = struct("MLPStruct", inputs=LinearStruct * 2, out=LinearStruct)
 LayerStruct = struct(
     "LayerStruct",
-    **dict.fromkeys(("attn_norm", "query_norm", "key_norm", "mlp_norm"), NormStruct),
+    **dict.fromkeys(NORMS, NormStruct),
     attn_in=LinearStruct * 3,
     attn_out=LinearStruct,
     mlp=MLPStruct,
     router=LinearStruct,
     experts=ctypes.POINTER(MLPStruct),
     sliding_window=INT,
+    local=INT,
 )
 NO_SLIDING_WINDOW = 2**62  # more positions than any sequence has
 ModelStruct = struct(
     "ModelStruct",
     **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "max_width"), INT),
     **dict.fromkeys(("n_expert", "top_k", "norm_topk_prob"), INT),
-    eps=ctypes.c_float,
+    **dict.fromkeys(("eps", "embedding_scale"), FLOAT),
+    gelu_gate=INT,
     embedding=LinearStruct,
     head=LinearStruct,
     wpe=POINTER,
@@ -43,7 +50,7 @@ ModelStruct = struct(
 )
 
 
-SUPPORTED = (GPT, Llama)  # gpt.c tells them apart by their layers
+SUPPORTED = (GPT, Llama, Gemma)  # gpt.c tells them apart by their layers
 
 
 def model_struct(model) -> ModelStruct:
@@ -78,6 +85,8 @@ def model_struct(model) -> ModelStruct:
         top_k=experts.num_experts_per_tok,
         norm_topk_prob=experts.norm_topk_prob,
         eps=config.norm_eps,
+        embedding_scale=getattr(model, "embedding_scale", 1.0),
+        gelu_gate=isinstance(model, Gemma),
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
         head=linear(model.layer("head"), config.vocab_size, C),
         wpe=address(positions, torch.float32, config.block_size, C),
@@ -124,17 +133,21 @@ def layer_struct(model, block: int) -> LayerStruct:
         attn_in=concatenated(attn_in, block),
         query_norm=norm(model.layer("query_norm", block), config.head_dim),
         key_norm=norm(model.layer("key_norm", block), config.head_dim),
+        attn_out_norm=norm(model.layer("attn_out_norm", block), C),
         attn_out=linear(model.layer("attn_out", block), C, queries),
         mlp_norm=norm(model.layer("mlp_norm", block), C),
         **mlps,
+        down_norm=norm(model.layer("down_norm", block), C),
         sliding_window=layer_sliding_windows(config)[block] or NO_SLIDING_WINDOW,
+        local=isinstance(model, Llama) and local_rope_layers(config)[block],
     )
 
 
 def norm(layer, size: int) -> NormStruct:
     """Return the C struct of a norm, with NULL for a missing weight or bias."""
     tensors = (getattr(layer, name, None) for name in ("weight", "bias"))
-    return NormStruct(*(address(tensor, torch.float32, size) for tensor in tensors))
+    numbers = getattr(layer, "weight_offset", 0.0), getattr(layer, "output_scale", 1.0)
+    return NormStruct(*(address(tensor, torch.float32, size) for tensor in tensors), *numbers)
 
 
 def linear(layer, out: int, size: int) -> LinearStruct:
