@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from cache import ContextWindow, common_prefix_length
+from cache import ContextWindow, common_prefix_length, layer_sliding_windows
 from engine.cache import PagedCache
 from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, Drafter
@@ -56,11 +56,14 @@ class Engine:
         self.config = config
         self.cache = PagedCache(model, num_pages, page_size)
         pool = PagePool(num_pages, page_size)
+        sliding_windows = layer_sliding_windows(model.config)
+        sliding_window = None if None in sliding_windows else max(sliding_windows)
         self.scheduler = Scheduler(
             pool,
             config.max_num_seqs,
             config.max_num_batched_tokens,
             ContextWindow(block_size, config.stride),
+            sliding_window,
         )
         self.drafter = drafter
         self.adaptive_speculation = adaptive_speculation if drafter else None

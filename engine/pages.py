@@ -5,11 +5,14 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from cache import first_visible_position
+
 
 class PagePool:
     """Reference-counted page ids, with prefix caching.
 
-    A page table lists the pages of a sequence in order.
+    A page table lists the pages of a sequence in order. None is a null page, freed because no
+    position reads it any more.
 
     A free page with a hash stays cached until it is reused. Pages without one are reused first,
     then the least recently freed.
@@ -72,7 +75,18 @@ class PagePool:
         So the last page is reused first, and the prefix before it can still be found.
         """
         while len(pages) > self.page_count(length):
-            self.free(pages.pop())
+            page = pages.pop()
+            if page is not None:
+                self.free(page)
+
+    def free_skipped(self, pages: list[int | None], length: int) -> None:
+        """Free the full pages of the first `length` positions, which no sliding window needs.
+
+        Their entries in the table become None.
+        """
+        for index in range(pages.count(None), length // self.page_size):
+            self.free(pages[index])
+            pages[index] = None
 
     def free(self, page: int) -> None:
         """Drop one reference to a page; after the last one it is free."""
@@ -97,6 +111,8 @@ class PagePool:
         new = hash_pages(tokens[num_cached * self.page_size :], self.page_size, parent_hash)
         for index, page_hash in enumerate(new, num_cached):
             page_hashes.append(page_hash)
+            if pages[index] is None:
+                continue
             page = self.hash_to_page.setdefault(page_hash, pages[index])
             self.page_to_hash[page] = page_hash
             if page != pages[index]:  # another request cached it first: keep one copy
@@ -104,14 +120,29 @@ class PagePool:
                 self.free(pages[index])
                 pages[index] = page
 
-    def find_cached(self, tokens: list[int], cache_salt: str) -> list[int]:
-        """Return the cached pages of the longest cached prefix of these tokens."""
+    def find_cached(
+        self, tokens: list[int], cache_salt: str, sliding_window: int | None = None
+    ) -> list[int | None]:
+        """Return the cached pages of the longest cached prefix of these tokens.
+
+        sliding_window: positions visible to a token, itself included; None: all. Pages outside the
+        sliding window of the token after the prefix need not be cached; they are None.
+        """
         found = []
-        for page_hash in hash_pages(tokens, self.page_size, root_hash(cache_salt)):
-            if page_hash not in self.hash_to_page:
+        run_length = 0  # consecutive cached pages up to here
+        end = 0  # pages of the longest prefix
+        num_skipped = 0  # of these, before the sliding window of the next token
+        page_hashes = hash_pages(tokens, self.page_size, root_hash(cache_salt))
+        for count, page_hash in enumerate(page_hashes, 1):
+            found.append(self.hash_to_page.get(page_hash))
+            run_length = 0 if found[-1] is None else run_length + 1
+            first = first_visible_position(count * self.page_size, sliding_window) // self.page_size
+            if run_length >= count - first:
+                end = count
+                num_skipped = first
+            elif sliding_window is None:
                 break
-            found.append(self.hash_to_page[page_hash])
-        return found
+        return [None] * num_skipped + found[num_skipped:end]
 
 
 def page_count(length: int, page_size: int) -> int:

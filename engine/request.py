@@ -17,7 +17,8 @@ class Request(Sequence):
     finish_reason: str | None = None  # "stop", "length", "abort" or "error" when finished
     start: int = 0  # of the context window in tokens
     num_computed_tokens: int = 0  # positions of the context window in the KV cache
-    pages: list[int] = field(default_factory=list)  # page table
+    # Page table; None: a null page, before the sliding window.
+    pages: list[int | None] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)  # of its full pages
     drafts: list[int] = field(default_factory=list)  # draft tokens for the next step
     # Output text without a held-back possible stop string, and its detokenizer; "" and None if the

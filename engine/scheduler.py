@@ -3,7 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
-from cache import ContextWindow, Span
+from cache import ContextWindow, Span, first_visible_position
 from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
@@ -28,7 +28,8 @@ class ScheduledRequest(NamedTuple):
     @property
     def span(self) -> Span:
         """Return the tokens with their place in the KV cache."""
-        return Span(self.request.pages, self.request.num_computed_tokens, self.tokens)
+        pages = fill_null_pages(self.request.pages)
+        return Span(pages, self.request.num_computed_tokens, self.tokens)
 
     def sequences(self) -> list[Sequence]:
         """Return the sequences to sample from: the tokens with the first 0, 1, ... drafts."""
@@ -43,12 +44,20 @@ class Scheduler:
     There are no separate prefill and decode phases. A request has tokens and a count of computed
     ones, and each step computes some of the rest within token_budget. The scheduler needs no
     model: call `schedule`, compute, then `advance` or `finish` each request.
+    sliding_window: the largest sliding window of any layer, in positions, the query included.
+    Full pages before it are freed. None if some layer has full attention.
     """
 
     def __init__(
-        self, pool: PagePool, max_num_seqs: int, token_budget: int, context_window: ContextWindow
+        self,
+        pool: PagePool,
+        max_num_seqs: int,
+        token_budget: int,
+        context_window: ContextWindow,
+        sliding_window: int | None = None,
     ):
         self.pool = pool
+        self.sliding_window = sliding_window
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
         self.context_window = context_window
@@ -121,12 +130,12 @@ class Scheduler:
         """
         pool = self.pool
         tokens = request.context_window[:-1]  # without the last token, whose logits are needed
-        cached = pool.find_cached(tokens, request.cache_salt)
+        cached = pool.find_cached(tokens, request.cache_salt, self.sliding_window)
         # Cache hits among the free pages cannot serve as new pages.
         free = pool.num_free_pages - sum(page in pool.free_pages for page in cached)
         if pool.page_count(request.length) - len(cached) > free:
             return False
-        pool.acquire(cached)
+        pool.acquire([page for page in cached if page is not None])
         request.pages = cached
         request.num_computed_tokens = len(cached) * pool.page_size
         self.prefix_cache_queries += request.length
@@ -164,6 +173,9 @@ class Scheduler:
             computed = request.context_window[: request.num_computed_tokens]
             pool.cache_pages(request.pages, request.page_hashes, computed, request.cache_salt)
         pool.free_tail(request.pages, request.length)  # rejected drafts may have allocated more
+        if self.sliding_window is not None:
+            first = first_visible_position(request.num_computed_tokens, self.sliding_window)
+            pool.free_skipped(request.pages, first)
         self.shift_context(request)
 
     def shift_context(self, request: Request) -> None:
@@ -186,3 +198,10 @@ class Scheduler:
             raise ValueError("this request belongs to another engine")
         self.free(request)
         request.finish_reason = reason
+
+
+def fill_null_pages(pages: list[int | None]) -> list[int]:
+    """Replace null pages of a page table with page 0; attention never reads these entries."""
+    if pages and pages[0] is None:
+        return [0 if page is None else page for page in pages]
+    return pages

@@ -342,7 +342,9 @@ class Player {
     }
     const owners = new Map(); // page -> numbers of the requests that hold it
     for (const request of frame.running) {
-      for (const page of request.pages) owners.set(page, [...(owners.get(page) || []), request.number]);
+      for (const page of request.pages) {
+        if (page !== null) owners.set(page, [...(owners.get(page) || []), request.number]);
+      }
     }
     const taken = new Set([...requests.keys()].map((id) => this.slots.get(id)));
     for (const id of requests.keys()) {
@@ -624,13 +626,17 @@ class Player {
     this.showStrip(item.strip, id, columns);
   }
 
-  /** Draw the page table of a request, each page filled by its computed positions. */
+  /**
+   * Draw the page table of a request, each page filled by its computed positions. Entries of freed
+   * pages, null, stay empty.
+   */
   showTable(canvas, request, frame) {
     const [context, width] = prepare(canvas, 14);
     const cell = Math.min(13, Math.max(width / this.mostPages, 2));
     const side = cell > 4 ? cell - 2 : cell - 0.5;
     const top = (14 - side) / 2;
     request.pages.forEach((page, index) => {
+      if (page === null) return;
       const left = index * cell;
       const filled = request.computed - index * this.setup.page_size;
       const share = Math.min(Math.max(filled / this.setup.page_size, 0), 1);

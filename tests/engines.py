@@ -111,14 +111,16 @@ def check_pages(engine) -> None:
     """Check reference counts, free pages, and that no page table is too long or too short."""
     scheduler = engine.scheduler
     pool = scheduler.pool
-    held = collections.Counter(page for request in scheduler.running for page in request.pages)
+    tables = [[page for page in request.pages if page is not None] for request in scheduler.running]
+    held = collections.Counter(page for table in tables for page in table)
     assert pool.ref_counts == held
     assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
     assert pool.num_free_pages + len(held) == pool.num_pages
     assert pool.page_to_hash == {page: page_hash for page_hash, page in pool.hash_to_page.items()}
     assert len(pool.page_to_hash) == len(pool.hash_to_page)
-    for request in scheduler.running:
-        assert len(set(request.pages)) == len(request.pages)
+    for request, table in zip(scheduler.running, tables):
+        assert len(set(table)) == len(table)
+        assert request.pages[len(request.pages) - len(table) :] == table
         size = len(request.pages)
         assert pool.page_count(request.num_computed_tokens) <= size
         assert size <= pool.page_count(request.length)
