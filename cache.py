@@ -15,6 +15,7 @@ class Span(NamedTuple):
     pages: list[int]  # page table of the sequence, from position 0
     start: int  # first computed position
     tokens: list[int]  # at positions start, start + 1, ...
+    sliding_pages: list[int] | tuple = ()  # page table of the sliding-window group, if any
 
 
 class KVCache:
@@ -44,6 +45,11 @@ class KVCache:
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
         self.sliding_windows = layer_sliding_windows(config)
+
+    @property
+    def storages(self) -> list[torch.Tensor]:
+        """Return the storage of each KV cache group; here one group holds all layers."""
+        return [self.storage]
 
     def reorder(self, rows: list[int]) -> None:
         """Replace sequence i of the cache with a copy of sequence rows[i], as beam search needs.
@@ -156,6 +162,17 @@ class KVCache:
 def layer_sliding_windows(config) -> tuple[int | None, ...]:
     """Return the sliding window of each layer in positions, the query included; None: no window."""
     return config.sliding_windows or (None,) * config.n_layer
+
+
+def kv_cache_group_ids(config, separate: bool) -> list[int]:
+    """Return the KV cache group of each layer: 1 if it has a sliding window, else 0.
+
+    separate: whether sliding-window layers have their own pages; if not, all layers are in group 0.
+    """
+    return [
+        int(separate and sliding_window is not None)
+        for sliding_window in layer_sliding_windows(config)
+    ]
 
 
 def first_visible_position(position: int, sliding_window: int | None) -> int:

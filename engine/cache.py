@@ -30,6 +30,7 @@ class PagedCache:
                 f"num_pages {num_pages}, page_size {page_size}: a cache of"
                 f" {size:,} bytes does not fit in memory"
             ) from None
+        self.storages = [self.storage]
         # Views of each layer's storage: (2, num_pages * n_kv_head, page_size * head_dim).
         self.head_pages = self.storage.flatten(4).flatten(2, 3).unbind()
         self.scratch = self.storage.new_empty(2, 0, self.head_pages[0].shape[2])

@@ -305,15 +305,19 @@ typedef struct {
 } Model;
 
 typedef struct {
-  float *cache;  // keys and values, (n_layer, 2, num_pages, K, page_size, D)
-  int64_t num_pages, page_size;
+  // For each KV cache group: keys and values, (its layers, 2, num_pages, K, page_size, D), and the
+  // concatenated page tables of all sequences.
+  float *cache[2];
+  const int64_t *page_tables[2];
+  int64_t num_pages[2];
+  int64_t page_size;
   int64_t length;  // of the longest sequence
   int64_t T, num_logits;
-  const int64_t *tokens, *positions;  // (T): token ids, positions in their sequences
-  const int64_t *page_tables;         // of all sequences, concatenated
-  const int64_t *table_starts;        // (T): where the page table of the token's sequence begins
-  const int64_t *logits_indices;      // (num_logits): the tokens that need logits
-  const float *cos, *sin;             // (positions, D), for `apply_rotary_emb`, or NULL
+  const int64_t *group_ids, *group_indices;  // (n_layer): each layer's group, its index within it
+  const int64_t *tokens, *positions;         // (T): token ids, positions in their sequences
+  const int64_t *table_starts;    // (T): where the page table of the token's sequence begins
+  const int64_t *logits_indices;  // (num_logits): the tokens that need logits
+  const float *cos, *sin;         // (positions, D), for `apply_rotary_emb`, or NULL
   const float *local_cos, *local_sin;
 } Pass;
 
@@ -646,14 +650,15 @@ static int64_t query_block_start(const Pass *p, int64_t t) {
 static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_head, int64_t t) {
   int64_t head_size = p->page_size * m->head_dim;
   int64_t page_stride = m->n_kv_head * head_size;
-  int64_t layer_size = p->num_pages * page_stride;  // the keys or the values of a layer
-  float *keys = p->cache + 2 * layer * layer_size + kv_head * head_size;
+  int64_t group = p->group_ids[layer];
+  int64_t layer_size = p->num_pages[group] * page_stride;  // the keys or the values of a layer
+  float *keys = p->cache[group] + 2 * p->group_indices[layer] * layer_size + kv_head * head_size;
   return (KVView){
       .keys = keys,
       .values = keys + layer_size,
       .page_stride = page_stride,
       .page_size = p->page_size,
-      .page_table = p->page_tables + p->table_starts[t],
+      .page_table = p->page_tables[group] + p->table_starts[t],
       .length = p->positions[t] + 1,
       .sliding_window = m->layers[layer].sliding_window,
   };

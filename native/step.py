@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from cache import kv_cache_group_ids
 from llama import Llama, local_rope_layers, rotary_embedding
 from model import TorchRunner
 from native import build, draw
@@ -14,12 +15,12 @@ from sampling import sample_batch
 
 PassStruct = struct(
     "PassStruct",
-    cache=POINTER,
-    **dict.fromkeys(("num_pages", "page_size", "length", "T", "num_logits"), INT),
-    **dict.fromkeys(
-        ("tokens", "positions", "page_tables", "table_starts", "logits_indices"),
-        ctypes.POINTER(INT),
-    ),
+    cache=POINTER * 2,
+    page_tables=ctypes.POINTER(INT) * 2,
+    num_pages=INT * 2,
+    **dict.fromkeys(("page_size", "length", "T", "num_logits"), INT),
+    **dict.fromkeys(("group_ids", "group_indices"), ctypes.POINTER(INT)),
+    **dict.fromkeys(("tokens", "positions", "table_starts", "logits_indices"), ctypes.POINTER(INT)),
     cos=POINTER,
     sin=POINTER,
     local_cos=POINTER,
@@ -30,9 +31,10 @@ PassStruct = struct(
 class FlatBatch(NamedTuple):
     """The spans of a batch, concatenated, in the order of PassStruct."""
 
+    pages: list[int]
+    sliding_pages: list[int]
     tokens: list[int]
     positions: list[int]
-    pages: list[int]
     table_starts: list[int]  # for each token, the index where its span's page table begins
     logits_indices: list[int]  # the tokens whose logits are wanted
 
@@ -69,6 +71,9 @@ class NativeRunner(NativeSampler):
         model_struct(model)  # checks every tensor before the first is packed
         replace_with_native_linear(model, self.library)
         self.model = model_struct(model)
+        # Without and with a separate KV cache group for sliding-window layers.
+        self.group_ids = [kv_cache_group_ids(self.config, separate) for separate in (False, True)]
+        self.layers = [group_arrays(group_ids) for group_ids in self.group_ids]
         self.rotary_embedding = []
         if isinstance(model, Llama):
             cpu = torch.device("cpu")
@@ -80,38 +85,48 @@ class NativeRunner(NativeSampler):
         self.weights = list(model.state_dict().values())
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
-        return self.compute(cache.storage, spans, keep)
+        return self.compute(cache.storages, spans, keep)
 
-    def compute(self, storage: torch.Tensor, spans: list, keep: list[int]) -> torch.Tensor:
+    def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:
         """Return the logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
 
-        Needs at least one token. storage: keys and values, (n_layer, 2, num_pages, n_kv_head,
-        page_size, head_dim), float32. Raises ValueError, before anything changes, for tokens,
-        positions or pages out of range and for a storage that C cannot read.
+        Needs at least one token. storages: keys and values, (n_layer, 2, num_pages, n_kv_head,
+        page_size, head_dim), float32. A single storage holds all layers. With two, the first holds
+        full-attention layers and the second sliding-window layers. Raises ValueError, before
+        anything changes, for tokens, positions or pages out of range and for storages that C cannot
+        read.
         """
-        batch = flatten_spans(spans, keep, storage.shape[4])
-        return self.run_pass(self.pass_struct(storage, batch))
+        batch = flatten_spans(spans, keep, storages[0].shape[4], len(storages) > 1)
+        return self.run_pass(self.pass_struct(storages, batch))
 
-    def pass_struct(self, storage: torch.Tensor, batch: FlatBatch) -> PassStruct:
-        """Check a batch and its storage, and return their C struct."""
+    def pass_struct(self, storages: list[torch.Tensor], batch: FlatBatch) -> PassStruct:
+        """Check a batch and its storages, and return their C struct."""
         config = self.config
-        num_pages, page_size = storage.shape[2], storage.shape[4]
+        separate = len(storages) > 1
+        num_pages = [storage.shape[2] for storage in storages]
         length = max(batch.positions) + 1
         limits = [
             ("tokens", batch.tokens, config.vocab_size),
-            ("pages", batch.pages, num_pages),
+            *(("pages", *pair) for pair in zip((batch.pages, batch.sliding_pages), num_pages)),
             ("positions", [length - 1], config.block_size),
         ]
         for name, numbers, limit in limits:
             if min(numbers) < 0 or max(numbers) >= limit:
                 raise ValueError(f"{name} {numbers}: must be from 0 to {limit - 1}")
-        shape = self.model.n_layer, 2, num_pages, config.n_kv_head, page_size, config.head_dim
-        cache = address(storage, torch.float32, *shape)
-        arrays = ((INT * len(numbers))(*numbers) for numbers in batch)
+        group_ids = self.group_ids[separate][: self.model.n_layer]
+        page_size = storages[0].shape[4]
+        caches = []
+        for group_id, storage in enumerate(storages):
+            shape = group_ids.count(group_id), 2, storage.shape[2], config.n_kv_head, page_size
+            caches.append(address(storage, torch.float32, *shape, config.head_dim))
+        page_table, sliding_page_table, *arrays = (
+            (INT * len(numbers))(*numbers) for numbers in batch
+        )
+        groups = tuple(caches), (page_table, sliding_page_table), tuple(num_pages)
         angles = [table for each in self.rotary_embedding for table in each.cos_sin(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
-        sizes = num_pages, page_size, length, len(batch.tokens), len(batch.logits_indices)
-        return PassStruct(cache, *sizes, *arrays, *angles)
+        sizes = page_size, length, len(batch.tokens), len(batch.logits_indices)
+        return PassStruct(*groups, *sizes, *self.layers[separate], *arrays, *angles)
 
     def run_pass(self, struct: PassStruct) -> torch.Tensor:
         """Run the forward pass in C and return its logits."""
@@ -126,17 +141,19 @@ class NativeRunner(NativeSampler):
         return logits
 
 
-def flatten_spans(spans: list, keep: list[int], page_size: int) -> FlatBatch:
+def flatten_spans(spans: list, keep: list[int], page_size: int, separate: bool) -> FlatBatch:
     """Concatenate the spans of a batch.
 
-    Raises ValueError for a span that does not fit in its pages, or with fewer tokens than logits.
+    separate: whether sliding-window layers have pages of their own. Raises ValueError for a span
+    that does not fit in its pages, or with fewer tokens than logits.
     """
-    all_tokens, all_positions, all_pages = [], [], []
+    all_pages, all_sliding_pages, all_tokens, all_positions = [], [], [], []
     table_starts, logits_indices = [], []
-    for (pages, start, tokens), count in zip(spans, keep, strict=True):
+    for (pages, start, tokens, sliding_pages), count in zip(spans, keep, strict=True):
         positions = range(start, start + len(tokens))
-        size = len(pages) * page_size
-        if start < 0 or positions.stop > size:
+        capacity = min(len(pages), len(sliding_pages)) if separate else len(pages)
+        if start < 0 or positions.stop > capacity * page_size:
+            size = capacity * page_size
             raise ValueError(
                 f"{len(tokens)} tokens from start {start}: must fit in {size} positions"
             )
@@ -145,8 +162,16 @@ def flatten_spans(spans: list, keep: list[int], page_size: int) -> FlatBatch:
                 f"keep {count}: must be from 0 to the number of tokens ({len(tokens)})"
             )
         table_starts += [len(all_pages)] * len(tokens)
-        all_pages += pages
+        all_pages += pages[:capacity]
+        all_sliding_pages += sliding_pages[:capacity]
         all_tokens += tokens
         all_positions += positions
         logits_indices += range(len(all_tokens) - count, len(all_tokens))
-    return FlatBatch(all_tokens, all_positions, all_pages, table_starts, logits_indices)
+    lists = all_pages, all_sliding_pages, all_tokens, all_positions, table_starts, logits_indices
+    return FlatBatch(*lists)
+
+
+def group_arrays(group_ids: list[int]) -> tuple[ctypes.Array, ctypes.Array]:
+    """Return the KV cache group of each layer and the layer's index in it, as C arrays."""
+    group_indices = [group_ids[:layer].count(group_id) for layer, group_id in enumerate(group_ids)]
+    return tuple((INT * len(group_ids))(*numbers) for numbers in (group_ids, group_indices))
