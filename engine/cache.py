@@ -5,7 +5,13 @@ import math
 import torch
 import torch.nn.functional as F
 
-from cache import Span, first_visible_position, layer_sliding_windows, make_causal_mask
+from cache import (
+    Span,
+    first_visible_position,
+    kv_cache_group_ids,
+    layer_sliding_windows,
+    make_causal_mask,
+)
 from engine.pages import page_count
 from errors import UserError
 
@@ -21,6 +27,7 @@ class PagedCache:
     def __init__(self, model, num_pages: int, page_size: int):
         config = model.config
         self.sliding_windows = layer_sliding_windows(config)
+        self.group_ids = kv_cache_group_ids(config, False)
         shape = (config.n_layer, 2, num_pages, model.n_kv_head, page_size, config.head_dim)
         try:
             self.storage = torch.empty(shape, dtype=model.dtype, device=model.device)
@@ -31,8 +38,11 @@ class PagedCache:
                 f" {size:,} bytes does not fit in memory"
             ) from None
         self.storages = [self.storage]
-        # Views of each layer's storage: (2, num_pages * n_kv_head, page_size * head_dim).
-        self.head_pages = self.storage.flatten(4).flatten(2, 3).unbind()
+        # Views of each layer's storage: (2, num_pages, n_kv_head, page_size, head_dim) in `layers`,
+        # (2, num_pages * n_kv_head, page_size * head_dim) in `head_pages`.
+        parts = [iter(storage.unbind()) for storage in self.storages]
+        self.layers = [next(parts[group_id]) for group_id in self.group_ids]
+        self.head_pages = [layer.flatten(3).flatten(1, 2) for layer in self.layers]
         self.scratch = self.storage.new_empty(2, 0, self.head_pages[0].shape[2])
 
     def prepare(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
@@ -44,31 +54,35 @@ class PagedCache:
         device = self.storage.device
         size = self.storage.shape[4]
         batches = {}
-        new_pages = []  # pages about to get their first position
+        new_pages = [[] for _ in self.storages]  # pages about to get their first position
         for index, span in enumerate(spans):
             used = page_count(span.start + len(span.tokens), size)
-            new_pages += span.pages[page_count(span.start, size) : used]
+            tables = [table[:used] for table in (span.pages, span.sliding_pages)]
+            for new, table in zip(new_pages, tables):
+                new += table[page_count(span.start, size) :]
             alike = len(span.tokens), used.bit_length()
-            batches.setdefault(alike, []).append((index, span, span.pages[:used]))
+            batches.setdefault(alike, []).append((index, span, tables))
         tokens = []
         positions = []
-        pages = []
+        pages = [[] for _ in self.storages]
         ends = [0] * len(spans)
+        pairs = set(zip(self.sliding_windows, self.group_ids))
         self.batches = []
         for (count, _), members in batches.items():
             first = len(tokens)
-            for index, span, table in members:
+            for index, span, tables in members:
                 steps = range(span.start, span.start + count)
                 tokens += span.tokens
                 positions += steps
-                pages += [table[step // size] for step in steps]
+                for group_pages, table in zip(pages, tables):
+                    group_pages += [table[step // size] for step in steps]
                 ends[index] = len(tokens)
             starts = [span.start for _, span, _ in members]
-            tables = [table for _, _, table in members]
-            kv_views = {
-                sliding_window: self.kv_view(starts, count, tables, sliding_window)
-                for sliding_window in set(self.sliding_windows)
-            }
+            kv_views = {}
+            for sliding_window, group_id in pairs:
+                group_tables = [tables[group_id] for _, _, tables in members]
+                view = self.kv_view(starts, count, group_tables, sliding_window)
+                kv_views[sliding_window] = view
             self.batches.append((slice(first, len(tokens)), kv_views))
         largest = max(
             len(head_pages) for _, kv_views in self.batches for head_pages, _ in kv_views.values()
@@ -76,9 +90,12 @@ class PagedCache:
         if largest > self.scratch.shape[1]:
             self.scratch = self.scratch.new_empty(2, largest, self.scratch.shape[2])
         # A reused page may hold NaN, and no mask hides it: 0 * NaN is NaN.
-        self.storage[:, :, new_pages] = 0
+        for storage, new in zip(self.storages, new_pages):
+            storage[:, :, new] = 0
         position_ids = torch.tensor(positions, device=device)
-        self.slot_mapping = torch.tensor(pages, device=device), position_ids % size
+        self.slot_mappings = [
+            (torch.tensor(group_pages, device=device), position_ids % size) for group_pages in pages
+        ]
         return torch.tensor(tokens, device=device), position_ids, ends
 
     def kv_view(
@@ -112,8 +129,8 @@ class PagedCache:
 
         q, k, v and the result are (N, heads, head_dim).
         """
-        pages, offsets = self.slot_mapping
-        for stored, new in zip(self.storage[layer], (k, v)):
+        pages, offsets = self.slot_mappings[self.group_ids[layer]]
+        for stored, new in zip(self.layers[layer], (k, v)):
             stored[pages, :, offsets] = new
         out = torch.empty_like(q)
         for part, kv_views in self.batches:

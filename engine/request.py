@@ -29,6 +29,11 @@ class Request(Sequence):
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
+    def page_tables(self) -> tuple[list[int | None], ...]:
+        """Return the page table of each KV cache group."""
+        return (self.pages,)
+
+    @property
     def context_window(self) -> list[int]:
         """Return the tokens of the context window."""
         return self.tokens[self.start :]

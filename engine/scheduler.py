@@ -57,7 +57,8 @@ class Scheduler:
         sliding_window: int | None = None,
     ):
         self.pool = pool
-        self.sliding_window = sliding_window
+        # Pool and sliding window of each KV cache group.
+        self.kv_cache_groups = [(pool, sliding_window)]
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
         self.context_window = context_window
@@ -128,19 +129,24 @@ class Scheduler:
 
         Returns False if too few pages are free.
         """
-        pool = self.pool
         tokens = request.context_window[:-1]  # without the last token, whose logits are needed
-        cached = pool.find_cached(tokens, request.cache_salt, self.sliding_window)
-        # Cache hits among the free pages cannot serve as new pages.
-        free = pool.num_free_pages - sum(page in pool.free_pages for page in cached)
-        if pool.page_count(request.length) - len(cached) > free:
-            return False
-        pool.acquire([page for page in cached if page is not None])
-        request.pages = cached
-        request.num_computed_tokens = len(cached) * pool.page_size
+        cached = []
+        for pool, sliding_window in self.kv_cache_groups:
+            cached.append(pool.find_cached(tokens, request.cache_salt, sliding_window))
+            tokens = tokens[: len(cached[-1]) * pool.page_size]
+        for (pool, _), found in zip(self.kv_cache_groups, cached):
+            del found[len(cached[-1]) :]
+            # Cache hits among the free pages cannot serve as new pages.
+            free = pool.num_free_pages - sum(page in pool.free_pages for page in found)
+            if pool.page_count(request.length) - len(found) > free:
+                return False
+        for (pool, _), table, found in zip(self.kv_cache_groups, request.page_tables, cached):
+            pool.acquire([page for page in found if page is not None])
+            table += found
+        request.num_computed_tokens = len(tokens)
         self.prefix_cache_queries += request.length
         self.prefix_cache_hits += request.num_computed_tokens
-        return pool.allocate(request.pages, request.length)
+        return self.pool.allocate(request.pages, request.length)
 
     def preempt(self, request: Request) -> None:
         """Free all pages of a running request, and put it first in the queue for recomputation."""
@@ -152,7 +158,8 @@ class Scheduler:
 
     def free(self, request: Request) -> None:
         """Free the pages of a request, and reset its computed tokens and drafts."""
-        self.pool.free_tail(request.pages, 0)
+        for (pool, _), table in zip(self.kv_cache_groups, request.page_tables):
+            pool.free_tail(table, 0)
         request.num_computed_tokens = 0
         request.page_hashes = []
         request.drafts = []
@@ -167,15 +174,18 @@ class Scheduler:
         request.num_computed_tokens += len(entry.tokens) - len(entry.drafts) + num_accepted
         request.tokens += tokens
         request.drafts = []
-        pool = self.pool
-        filled = request.num_computed_tokens // pool.page_size > len(request.page_hashes)
-        if filled:  # at least one new full page
-            computed = request.context_window[: request.num_computed_tokens]
-            pool.cache_pages(request.pages, request.page_hashes, computed, request.cache_salt)
-        pool.free_tail(request.pages, request.length)  # rejected drafts may have allocated more
-        if self.sliding_window is not None:
-            first = first_visible_position(request.num_computed_tokens, self.sliding_window)
-            pool.free_skipped(request.pages, first)
+        known = request.page_hashes
+        filled = request.num_computed_tokens // self.pool.page_size > len(known)
+        for (pool, sliding_window), table in zip(self.kv_cache_groups, request.page_tables):
+            if filled:  # at least one new full page
+                request.page_hashes = known[:]
+                computed = request.context_window[: request.num_computed_tokens]
+                pool.cache_pages(table, request.page_hashes, computed, request.cache_salt)
+            pool.free_tail(table, request.length)  # rejected drafts may have allocated more
+            if sliding_window is not None:
+                pool.free_skipped(
+                    table, first_visible_position(request.num_computed_tokens, sliding_window)
+                )
         self.shift_context(request)
 
     def shift_context(self, request: Request) -> None:
