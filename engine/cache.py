@@ -19,25 +19,31 @@ from errors import UserError
 class PagedCache:
     """Pages of keys and values, and attention over them; spans carry the page tables.
 
-    storage: (n_layer, 2, num_pages, n_kv_head, page_size, head_dim). Raises UserError if it does
-    not fit in memory. After Kwon et al. 2023 (2309.06180), "Efficient memory management for large
-    language model serving with PagedAttention".
+    storage: (n_layer, 2, num_pages, n_kv_head, page_size, head_dim).
+    num_sliding_pages: pages of the second storage, for sliding-window layers; None: all layers
+    share one storage. Raises UserError if the storages do not fit in memory. After Kwon et al. 2023
+    (2309.06180), "Efficient memory management for large language model serving with
+    PagedAttention".
     """
 
-    def __init__(self, model, num_pages: int, page_size: int):
+    def __init__(self, model, num_pages: int, page_size: int, num_sliding_pages: int | None = None):
         config = model.config
         self.sliding_windows = layer_sliding_windows(config)
-        self.group_ids = kv_cache_group_ids(config, False)
-        shape = (config.n_layer, 2, num_pages, model.n_kv_head, page_size, config.head_dim)
+        self.group_ids = kv_cache_group_ids(config, num_sliding_pages is not None)
+        page_shape = model.n_kv_head, page_size, config.head_dim
+        shapes = [(self.group_ids.count(0), 2, num_pages, *page_shape)]
+        if num_sliding_pages is not None:
+            shapes.append((self.group_ids.count(1), 2, num_sliding_pages, *page_shape))
+        options = {"dtype": model.dtype, "device": model.device}
         try:
-            self.storage = torch.empty(shape, dtype=model.dtype, device=model.device)
+            self.storages = [torch.empty(shape, **options) for shape in shapes]
         except (RuntimeError, TypeError):  # TypeError: a size beyond 64 bits
-            size = math.prod(shape) * model.dtype.itemsize
+            size = sum(map(math.prod, shapes)) * model.dtype.itemsize
             raise UserError(
                 f"num_pages {num_pages}, page_size {page_size}: a cache of"
                 f" {size:,} bytes does not fit in memory"
             ) from None
-        self.storages = [self.storage]
+        self.storage = self.storages[0]
         # Views of each layer's storage: (2, num_pages, n_kv_head, page_size, head_dim) in `layers`,
         # (2, num_pages * n_kv_head, page_size * head_dim) in `head_pages`.
         parts = [iter(storage.unbind()) for storage in self.storages]

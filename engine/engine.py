@@ -10,7 +10,7 @@ from cache import ContextWindow, common_prefix_length, layer_sliding_windows
 from engine.cache import PagedCache
 from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, Drafter
-from engine.pages import PagePool
+from engine.pages import PagePool, sliding_page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, is_out_of_memory
@@ -34,9 +34,11 @@ class Engine:
     quantisation/int8.py. If C computes the whole pass, the output equals `generate` bit for bit.
     drafter: proposes draft tokens for each request. adaptive_speculation: decides from measured
     times which steps have drafts; None: all. encoding: for text output; None: tokens only. config:
-    an EngineConfig; its fields may be given as keyword arguments instead. Not thread-safe. Raises
-    UserError for a value out of range, or if the cache does not fit in memory. After Yu et al.
-    2022, "Orca: A distributed serving system for transformer-based generative models".
+    an EngineConfig; its fields may be given as keyword arguments instead. If only some layers have
+    a sliding window, they get their own pool of `sliding_page_count` pages, unless num_pages is no
+    larger. Not thread-safe. Raises UserError for a value out of range, or if the cache does not fit
+    in memory. After Yu et al. 2022, "Orca: A distributed serving system for transformer-based
+    generative models".
     """
 
     def __init__(
@@ -54,16 +56,25 @@ class Engine:
         page_size = config.page_size
         self.model = model
         self.config = config
-        self.cache = PagedCache(model, num_pages, page_size)
-        pool = PagePool(num_pages, page_size)
         sliding_windows = layer_sliding_windows(model.config)
-        sliding_window = None if None in sliding_windows else max(sliding_windows)
+        sliding_window = max(filter(None, sliding_windows), default=None)
+        num_sliding_pages = None  # of the sliding-window group, if it needs fewer
+        if sliding_window and None in sliding_windows:
+            num_sliding_pages = sliding_page_count(
+                config.max_num_seqs, config.max_num_batched_tokens, sliding_window, page_size
+            )
+            if num_sliding_pages >= num_pages:
+                num_sliding_pages = sliding_window = None
+        self.cache = PagedCache(model, num_pages, page_size, num_sliding_pages)
+        pool = PagePool(num_pages, page_size)
+        sliding_pool = PagePool(num_sliding_pages, page_size) if num_sliding_pages else None
         self.scheduler = Scheduler(
             pool,
             config.max_num_seqs,
             config.max_num_batched_tokens,
             ContextWindow(block_size, config.stride),
             sliding_window,
+            sliding_pool,
         )
         self.drafter = drafter
         self.adaptive_speculation = adaptive_speculation if drafter else None

@@ -150,6 +150,19 @@ def page_count(length: int, page_size: int) -> int:
     return -(-length // page_size)
 
 
+def sliding_page_count(
+    max_num_seqs: int, max_num_batched_tokens: int, sliding_window: int, page_size: int
+) -> int:
+    """Return how many pages the windows of max_num_seqs sequences and a step's tokens can need.
+
+    n positions lie in at most (n + 2 * page_size - 2) // page_size pages. For each sequence, n is
+    its share of max_num_batched_tokens plus sliding_window - 1.
+    """
+    return (
+        max_num_batched_tokens + max_num_seqs * (sliding_window - 1 + 2 * page_size - 2)
+    ) // page_size
+
+
 def root_hash(cache_salt: str) -> bytes:
     """Return the parent hash of a sequence's first page."""
     return hashlib.sha256(cache_salt.encode(errors="surrogatepass")).digest()

@@ -17,8 +17,10 @@ class Request(Sequence):
     finish_reason: str | None = None  # "stop", "length", "abort" or "error" when finished
     start: int = 0  # of the context window in tokens
     num_computed_tokens: int = 0  # positions of the context window in the KV cache
-    # Page table; None: a null page, before the sliding window.
+    # Page table; None: a null page, before all sliding windows.
     pages: list[int | None] = field(default_factory=list)
+    # Page table of the sliding-window group, if there is one.
+    sliding_pages: list[int | None] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)  # of its full pages
     drafts: list[int] = field(default_factory=list)  # draft tokens for the next step
     # Output text without a held-back possible stop string, and its detokenizer; "" and None if the
@@ -31,7 +33,7 @@ class Request(Sequence):
     @property
     def page_tables(self) -> tuple[list[int | None], ...]:
         """Return the page table of each KV cache group."""
-        return (self.pages,)
+        return self.pages, self.sliding_pages
 
     @property
     def context_window(self) -> list[int]:

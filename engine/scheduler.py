@@ -28,8 +28,8 @@ class ScheduledRequest(NamedTuple):
     @property
     def span(self) -> Span:
         """Return the tokens with their place in the KV cache."""
-        pages = fill_null_pages(self.request.pages)
-        return Span(pages, self.request.num_computed_tokens, self.tokens)
+        pages, sliding_pages = map(fill_null_pages, self.request.page_tables)
+        return Span(pages, self.request.num_computed_tokens, self.tokens, sliding_pages)
 
     def sequences(self) -> list[Sequence]:
         """Return the sequences to sample from: the tokens with the first 0, 1, ... drafts."""
@@ -45,7 +45,8 @@ class Scheduler:
     ones, and each step computes some of the rest within token_budget. The scheduler needs no
     model: call `schedule`, compute, then `advance` or `finish` each request.
     sliding_window: the largest sliding window of any layer, in positions, the query included.
-    Full pages before it are freed. None if some layer has full attention.
+    Full pages before it are freed. None if a full-attention layer shares them. sliding_pool: pages
+    of sliding-window layers, if these have their own; then `pool` is for the other layers.
     """
 
     def __init__(
@@ -55,10 +56,16 @@ class Scheduler:
         token_budget: int,
         context_window: ContextWindow,
         sliding_window: int | None = None,
+        sliding_pool: PagePool | None = None,
     ):
         self.pool = pool
+        self.sliding_pool = sliding_pool
         # Pool and sliding window of each KV cache group.
-        self.kv_cache_groups = [(pool, sliding_window)]
+        self.kv_cache_groups = (
+            [(pool, None), (sliding_pool, sliding_window)]
+            if sliding_pool
+            else [(pool, sliding_window)]
+        )
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
         self.context_window = context_window
@@ -93,17 +100,17 @@ class Scheduler:
         token_budget = self.token_budget
         while len(scheduled) < len(self.running):
             request = self.running[len(scheduled)]
-            if not self.pool.allocate(request.pages, request.length):
+            younger = len(self.running) - len(scheduled) - 1
+            tokens = request.uncomputed_tokens[: token_budget - younger]  # leave each a token
+            if not self.allocate(request, len(tokens)):
                 # This may be the request itself, but never the oldest one, which fits alone.
                 self.preempt(self.running[-1])
                 continue
-            younger = len(self.running) - len(scheduled) - 1
-            tokens = request.uncomputed_tokens[: token_budget - younger]  # leave each a token
             scheduled.append(ScheduledRequest(request, tokens, []))
             token_budget -= len(tokens)
         while self.waiting and token_budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if not self.admit(request):
+            if not self.admit(request, token_budget):
                 break  # strict FIFO: a long request cannot starve
             self.running.append(self.waiting.popleft())
             tokens = request.uncomputed_tokens[:token_budget]
@@ -118,13 +125,25 @@ class Scheduler:
         result = []
         for request, tokens, _ in scheduled:
             drafts = request.drafts[:token_budget]
-            while drafts and not self.pool.allocate(request.pages, request.length + len(drafts)):
+            while drafts and not self.allocate(request, len(tokens) + len(drafts), len(drafts)):
                 drafts.pop()
             token_budget -= len(drafts)
             result.append(ScheduledRequest(request, tokens + drafts, drafts))
         return result
 
-    def admit(self, request: Request) -> bool:
+    def allocate(self, request: Request, count: int, num_drafts: int = 0) -> bool:
+        """Allocate pages for the context window of a request and its drafts.
+
+        The sliding-window group, if any, gets pages only for the next `count` positions. Returns
+        False if too few pages are free.
+        """
+        if not self.pool.allocate(request.pages, request.length + num_drafts):
+            return False
+        return not self.sliding_pool or self.sliding_pool.allocate(
+            request.sliding_pages, request.num_computed_tokens + count
+        )
+
+    def admit(self, request: Request, token_budget: int) -> bool:
         """Allocate pages for the context window of a waiting request, with prefix caching.
 
         Returns False if too few pages are free.
@@ -134,11 +153,13 @@ class Scheduler:
         for pool, sliding_window in self.kv_cache_groups:
             cached.append(pool.find_cached(tokens, request.cache_salt, sliding_window))
             tokens = tokens[: len(cached[-1]) * pool.page_size]
-        for (pool, _), found in zip(self.kv_cache_groups, cached):
+        count = min(token_budget, request.length - len(tokens))
+        ends = request.length, len(tokens) + count
+        for (pool, _), found, end in zip(self.kv_cache_groups, cached, ends):
             del found[len(cached[-1]) :]
             # Cache hits among the free pages cannot serve as new pages.
             free = pool.num_free_pages - sum(page in pool.free_pages for page in found)
-            if pool.page_count(request.length) - len(found) > free:
+            if pool.page_count(end) - len(found) > free:
                 return False
         for (pool, _), table, found in zip(self.kv_cache_groups, request.page_tables, cached):
             pool.acquire([page for page in found if page is not None])
@@ -146,7 +167,7 @@ class Scheduler:
         request.num_computed_tokens = len(tokens)
         self.prefix_cache_queries += request.length
         self.prefix_cache_hits += request.num_computed_tokens
-        return self.pool.allocate(request.pages, request.length)
+        return self.allocate(request, count)
 
     def preempt(self, request: Request) -> None:
         """Free all pages of a running request, and put it first in the queue for recomputation."""

@@ -88,18 +88,23 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
     Returns a list to which each pass appends the number of tokens of each span.
     """
     prepare = cache.prepare
-    num_pages, _, page_size = cache.storage.shape[2:5]
     passes = []
 
-    def checked(spans):
+    def check(storage, spans, tables):
+        num_pages, _, page_size = storage.shape[2:5]
         slots = []
-        for span in spans:
+        for span, pages in zip(spans, tables):
             end = span.start + len(span.tokens)
-            assert 0 <= span.start < end <= min(block_size, len(span.pages) * page_size)
-            assert all(0 <= page < num_pages for page in span.pages)
+            assert 0 <= span.start < end <= min(block_size, len(pages) * page_size)
+            assert all(0 <= page < num_pages for page in pages)
             for position in range(span.start, end):
-                slots.append((span.pages[position // page_size], position % page_size))
+                slots.append((pages[position // page_size], position % page_size))
         assert len(set(slots)) == len(slots)
+
+    def checked(spans):
+        tables = zip(*((span.pages, span.sliding_pages) for span in spans))
+        for storage, own in zip(cache.storages, tables):
+            check(storage, spans, own)
         passes.append([len(span.tokens) for span in spans])
         return prepare(spans)
 
@@ -109,22 +114,40 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
 
 def check_pages(engine) -> None:
     """Check reference counts, free pages, and that no page table is too long or too short."""
+    from cache import first_visible_position
+
     scheduler = engine.scheduler
-    pool = scheduler.pool
-    tables = [[page for page in request.pages if page is not None] for request in scheduler.running]
-    held = collections.Counter(page for table in tables for page in table)
-    assert pool.ref_counts == held
-    assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
-    assert pool.num_free_pages + len(held) == pool.num_pages
-    assert pool.page_to_hash == {page: page_hash for page_hash, page in pool.hash_to_page.items()}
-    assert len(pool.page_to_hash) == len(pool.hash_to_page)
-    for request, table in zip(scheduler.running, tables):
-        assert len(set(table)) == len(table)
-        assert request.pages[len(request.pages) - len(table) :] == table
-        size = len(request.pages)
-        assert pool.page_count(request.num_computed_tokens) <= size
-        assert size <= pool.page_count(request.length)
-    assert not any(request.pages or request.num_computed_tokens for request in scheduler.waiting)
+    for number, (pool, sliding_window) in enumerate(scheduler.kv_cache_groups):
+        held = collections.Counter()
+        for request in scheduler.running:
+            pages = request.page_tables[number]
+            assert (
+                pool.page_count(request.num_computed_tokens)
+                <= len(pages)
+                <= pool.page_count(request.length)
+            )
+            unseen = (
+                first_visible_position(request.num_computed_tokens, sliding_window)
+                // pool.page_size
+            )
+            assert pages[:unseen] == [None] * unseen
+            table = pages[unseen:]
+            assert None not in table and len(set(table)) == len(table)
+            # Only full pages are cached, because others are still written.
+            assert (
+                not pool.page_to_hash.keys()
+                & pages[request.num_computed_tokens // pool.page_size :]
+            )
+            held.update(table)
+        assert pool.ref_counts == held
+        assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
+        assert pool.num_free_pages + len(held) == pool.num_pages
+        assert pool.page_to_hash == {
+            page: page_hash for page_hash, page in pool.hash_to_page.items()
+        }
+        assert len(pool.page_to_hash) == len(pool.hash_to_page)
+    for request in scheduler.waiting:
+        assert not (any(request.page_tables) or request.num_computed_tokens)
 
 
 def step(engine) -> list:
@@ -132,7 +155,7 @@ def step(engine) -> list:
     events = engine.step()
     for event in events:
         assert event.finish_reason == event.request.finish_reason
-        assert event.request.pages == [] or not event.finish_reason
+        assert not any(event.request.page_tables) or not event.finish_reason
     check_pages(engine)
     return events
 
@@ -143,7 +166,9 @@ def finish(engine) -> list[list]:
     while engine.busy:
         steps.append(step(engine))
         assert len(steps) < 2000, "requests that never end"
-    assert engine.scheduler.pool.num_free_pages == engine.scheduler.pool.num_pages
+    assert all(
+        pool.num_free_pages == pool.num_pages for pool, _ in engine.scheduler.kv_cache_groups
+    )
     return steps
 
 
