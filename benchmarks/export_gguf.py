@@ -14,7 +14,8 @@ from llama import LlamaConfig, RotaryEmbedding
 from loading.byte_level import PATTERNS
 from loading.chat_template import read_chat_template
 from loading.checkpoint import check_nested_values, read_json
-from loading.gguf_model import EOS_KEYS, gguf_name
+from loading.config import GEMMA_SLIDING_WINDOW_PATTERN, swa_layers
+from loading.gguf_model import EOS_KEYS, gguf_name, norm_weight_offset, query_pre_attn_scalar
 from loading.load import resolve_source
 from model import Model
 from text.tokenizer import read_tokenizer_json
@@ -33,7 +34,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     with one scale. Rows not a multiple of 32 long, vectors, routers and learned positions stay
     float32.
     tokenizer: a tokenizer.json. With None the file has no vocabulary and works only with token ids.
-    Raises UserError for a model that llama.cpp would read wrongly.
+    Only a Gemma is written with its sliding windows. Other models get the smallest one as their
+    block_size. Raises UserError for a model that llama.cpp would read wrongly.
     """
     import gguf
 
@@ -48,7 +50,9 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     writer.add_bos_token_id(config.bos_token_id)
     for name, token in zip(EOS_KEYS, config.eos_token_ids):
         writer.add_uint32(name, token)
-    writer.add_context_length(config.block_size)
+    # llama.cpp reads only Gemma's sliding windows. Sequences within the window need none.
+    limits = () if architecture == "gemma3" else filter(None, config.sliding_windows)
+    writer.add_context_length(min([config.block_size, *limits]))
     writer.add_block_count(config.n_layer)
     writer.add_head_count(config.n_head)
     writer.add_head_count_kv(config.n_kv_head)
@@ -64,6 +68,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
             writer.add_tensor("rope_freqs.weight", rope_freq_factors(config).numpy())
     else:
         writer.add_layer_norm_eps(config.norm_eps)
+    if architecture == "gemma3":
+        add_gemma(writer, config)
     if architecture == "qwen3moe":
         writer.add_expert_count(config.experts.num_experts)
         writer.add_expert_used_count(config.experts.num_experts_per_tok)
@@ -78,6 +84,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         weight = torch.stack(weights) if role.startswith("expert_") else weights[0]
         if role in heads:
             weight = permute(weight, heads[role])
+        if base := norm_weight_offset(architecture, role):
+            weight = weight + base
         values = weight.contiguous().numpy()
         has_blocks = weight.dim() > 1 and weight.shape[-1] % 32 == 0
         if dtype == "int8" and has_blocks and role not in ("positions", "router"):
@@ -103,12 +111,37 @@ def gguf_architecture(config) -> str:
         only = "experts in all layers, with norm_topk_prob true"
         raise UserError(f"the model cannot be exported: llama.cpp supports only {only}")
     if isinstance(config, GemmaConfig):
-        raise UserError("a Gemma is not exported: a file of llama.cpp's gemma3 is not written yet")
-    if config.sliding_windows:
-        raise UserError("llama.cpp reads no windows of this model, so it is not exported")
+        check_gemma(config)
+        return "gemma3"
     if experts:
         return "qwen3moe"
     return "qwen3" if config.qk_norm else "llama"
+
+
+def check_gemma(config: GemmaConfig) -> None:
+    """Raise UserError for a Gemma that a GGUF file cannot describe."""
+    theirs = query_pre_attn_scalar(config)
+    if config.query_pre_attn_scalar != theirs:
+        scalar = f"query_pre_attn_scalar is {config.query_pre_attn_scalar}"
+        raise UserError(f"the model cannot be exported: {scalar}; llama.cpp assumes {theirs}")
+    if len({*config.sliding_windows} - {None}) > 1:
+        windows = f"sliding_windows are {config.sliding_windows}"
+        raise UserError(f"the model cannot be exported: {windows}; llama.cpp supports one size")
+
+
+def add_gemma(writer, config: GemmaConfig) -> None:
+    """Add the keys that only a Gemma file has."""
+    import gguf
+
+    if config.rope_linear_factor != 1:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_linear_factor)
+    slides = [size is not None for size in config.sliding_windows]
+    if any(slides):
+        writer.add_sliding_window(max(filter(None, config.sliding_windows)))
+        writer.add_rope_freq_base_swa(config.rope_local_base_freq)
+        if slides != swa_layers(GEMMA_SLIDING_WINDOW_PATTERN, config.n_layer):
+            writer.add_sliding_window_pattern(slides)
 
 
 def add_vocabulary(writer, tokenizer: Path, config) -> None:

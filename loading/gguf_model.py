@@ -1,5 +1,6 @@
 """A GGUF file's configuration, and its tensors with our names and in our order."""
 
+import array
 import dataclasses
 import math
 import re
@@ -9,14 +10,18 @@ from collections.abc import Iterator
 import torch
 
 from errors import UserError
+from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
 from loading.checkpoint import check_values
 from loading.config import (
+    GEMMA_SLIDING_WINDOW_PATTERN,
     check_heads,
     read_attention_sizes,
     read_expert_sizes,
     read_number,
+    read_sizes,
     read_token_ids,
+    swa_layers,
 )
 from loading.gguf import GGUF, TensorInfo
 from loading.gguf_blocks import UNPACKERS, dequantize
@@ -24,7 +29,7 @@ from loading.gguf_tokenizer import named_eog_ids
 from model import GPTConfig, Model
 
 CHUNK_BYTES = 2**20  # bytes of a chunk in float32; dequantising is fastest in the CPU's cache
-ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe")
+ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
 SIZES = {  # field of a config -> its key after the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
     "n_layer": ("block_count", 1000),
@@ -55,13 +60,13 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
         raise UserError(
             f"{file}: general.architecture is {reprlib.repr(architecture)}; supported are {known}"
         )
-    check_values(file, raw, {"split.count": (0, 1), f"{architecture}.rope.scaling.factor": (1,)})
+    check_values(file, raw, {"split.count": (0, 1)})
     fields = read_attention_sizes(file, raw, prefixed(SIZES, architecture))
     fields["vocab_size"] = get_tensor(gguf, "token_embd.weight").shape[0]
     eos_ids = [raw[key] for key in EOS_KEYS if key in raw] + named_eog_ids(gguf)
     eos_ids = read_token_ids(file, {EOS_KEYS[0]: eos_ids}, EOS_KEYS[0], fields["vocab_size"], None)
     fields["eos_token_ids"] = eos_ids
-    build_config = gpt_config if architecture == "gpt2" else llama_config
+    build_config = {"gpt2": gpt_config, "gemma3": gemma_config}.get(architecture, llama_config)
     return build_config(gguf, architecture, fields)
 
 
@@ -89,8 +94,10 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
     check_heads(file, fields, prefixed(SIZES, architecture))
     head_dim = fields["head_dim"]
     supported = {"attention.value_length": (head_dim,), "rope.dimension_count": (head_dim,)}
-    supported |= {"rope.scaling.type": ("none",), "rope.scale_linear": (1,)}
-    supported["attention.sliding_window"] = (0,)  # llama.cpp omits a Mistral's
+    supported["rope.scale_linear"] = (1,)
+    if architecture != "gemma3":
+        supported |= {"rope.scaling.type": ("none",), "rope.scaling.factor": (1,)}
+        supported["attention.sliding_window"] = (0,)  # llama.cpp omits a Mistral's
     experts = None
     if architecture == "qwen3moe":
         experts = read_experts(gguf, fields)
@@ -109,10 +116,58 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         if has_interleaved_rope(gguf)
         else None,
         qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in gguf.tensors,
-        qk_norm=architecture in ("qwen3", "qwen3moe"),
+        qk_norm=architecture in ("qwen3", "qwen3moe", "gemma3"),
         tie_word_embeddings="output.weight" not in gguf.tensors,
         experts=experts,
     )
+
+
+def gemma_config(gguf: GGUF, architecture: str, fields: dict) -> GemmaConfig:
+    file = gguf.file
+    raw = gguf.metadata
+    config = llama_config(gguf, architecture, fields)
+    scaling = "gemma3.rope.scaling.type"
+    check_values(file, raw, {"gemma3.final_logit_softcapping": (0,), scaling: ("linear", "none")})
+    factor = 1.0
+    if raw.get(scaling) != "none":
+        factor = read_number(file, raw, "gemma3.rope.scaling.factor", 1.0, 1e6)
+    return GemmaConfig(
+        **vars(config)
+        | {
+            "sliding_windows": read_sliding_windows(gguf, config.n_layer),
+            "rope_local_base_freq": read_number(
+                file, raw, "gemma3.rope.freq_base_swa", 10000.0, 1e12
+            ),
+            "rope_linear_factor": factor,
+            "query_pre_attn_scalar": query_pre_attn_scalar(config),
+        }
+    )
+
+
+def query_pre_attn_scalar(config: LlamaConfig) -> int:
+    """Return the number by whose root a Gemma's scores are divided.
+
+    No key holds it. As in llama.cpp, the number of layers identifies the 27B model.
+    """
+    is_27b = config.n_layer == 62
+    return config.n_embd // config.n_head if is_27b else config.head_dim
+
+
+def read_sliding_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer of a Gemma, as `LlamaConfig.sliding_windows`."""
+    key = "gemma3.attention.sliding_window"
+    if gguf.metadata.get(key, 0) == 0:
+        return ()
+    window = read_sizes(gguf.file, gguf.metadata, {"size": (key, 10**7)}, {})["size"]
+    pattern = gguf.metadata.get(f"{key}_pattern", GEMMA_SLIDING_WINDOW_PATTERN)
+    if type(pattern) is int and pattern >= 0:
+        layers = swa_layers(pattern, n_layer)
+    elif isinstance(pattern, array.array) and len(pattern) == n_layer:
+        layers = pattern
+    else:
+        allowed = f"must be an integer from 0, or {n_layer} booleans"
+        raise UserError(f"{gguf.file}: {key}_pattern {reprlib.repr(pattern)}: {allowed}")
+    return tuple(window if slides else None for slides in layers) if any(layers) else ()
 
 
 def read_experts(gguf: GGUF, sizes: dict) -> ExpertsConfig:
@@ -157,6 +212,11 @@ def read_rope_freq_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
 def is_stacked(model: Model, key: str) -> bool:
     """Return whether a GGUF file stacks this tensor over the experts of its layer."""
     return model.role(key).startswith("expert_")
+
+
+def norm_weight_offset(architecture: str, role: str) -> int:
+    """Return the offset in a file's weights: a Gemma's norms are stored as 1 + weight."""
+    return int(architecture == "gemma3" and role.endswith("norm"))
 
 
 def gguf_name(model: Model, key: str) -> str:
@@ -214,6 +274,7 @@ def iterate_tensors(gguf: GGUF, model: Model, names: dict[str, list[str]]) -> It
             tensor = dataclasses.replace(tensor, shape=(count * rows, *width))
         rows = tensor.shape[0] // len(names[name])
         interleaved = has_interleaved_rope(gguf) and model.role(key) in ("query", "key")
+        weight_offset = norm_weight_offset(gguf.metadata["general.architecture"], model.role(key))
         row_multiple = model.config.head_dim if interleaved else 1
         height = -(-CHUNK_BYTES // (4 * math.prod(tensor.shape[1:])) // row_multiple) * row_multiple
         if len(tensor.shape) == 1:  # one chunk, because numbers of a vector may share scales
@@ -223,6 +284,8 @@ def iterate_tensors(gguf: GGUF, model: Model, names: dict[str, list[str]]) -> It
             block = read_rows(gguf, tensor, number * rows + start, number * rows + stop)
             if interleaved:
                 block = reverse_permute_weights(block, row_multiple)
+            if weight_offset:
+                block = block.float() - weight_offset  # 16 bits would round it
             yield key, slice(start, stop), block
 
 

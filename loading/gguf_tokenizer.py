@@ -30,6 +30,7 @@ SUPPORTED_VALUES = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # token types
 # Control tokens that always end generation, because most files name only one in their keys.
 EOG_TOKENS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"}
+EOG_TOKENS |= {"<end_of_turn>"}  # Gemma
 # Variable of a chat template -> the key of its id, without the suffix _token_id.
 TEMPLATE_TOKENS = {
     "bos_token": "bos",

@@ -9,8 +9,6 @@ from conftest import check_modes, difference, module_with, random_tokens, run_ro
 from engines import check_own_runs
 from natives import random_texts, to_int8
 
-from errors import UserError
-
 
 def gemma_of(theirs):
     """Return our Gemma with the shape and the weights of one of transformers."""
@@ -111,11 +109,3 @@ def test_bfloat16_rounds_where_transformers_does(tiny_gemma, tmp_path):
 def test_the_engine_writes_the_text_of_each_own_run(tiny_gemma):
     model = tiny_gemma()
     check_own_runs(model, (3, 1, 38, 60, 9, 2), 50)
-
-
-def test_it_is_not_exported(tiny_gemma, tmp_path):
-    from benchmarks.export_gguf import write_gguf
-
-    with pytest.raises(UserError, match="a Gemma is not exported"):
-        write_gguf(tiny_gemma(dtype=torch.float32), tmp_path / "model.gguf", "float32")
-    assert not (tmp_path / "model.gguf").exists()
