@@ -1,4 +1,4 @@
-"""llama.cpp as a reference for benchmarks.batching."""
+"""llama.cpp as a reference for benchmarks.batching and benchmarks.quality."""
 
 import contextlib
 import logging
@@ -17,6 +17,7 @@ class LlamaCpp:
     llama.cpp's defaults apply, so the cache is float16 with any weights. With a float32 cache and
     without flash attention, a Llama's log-probabilities are ours to within 2e-5, and 32 sequences
     take twice the time.
+    Raises UserError for a file that llama.cpp does not load.
     """
 
     def __init__(self, file: Path):
@@ -28,8 +29,15 @@ class LlamaCpp:
         options.n_gpu_layers = 0
         self.api = llama_cpp
         self.model = llama_cpp.llama_model_load_from_file(bytes(file), options)
+        if not self.model:
+            raise UserError(f"{file}: llama.cpp cannot load this file")
+        self.weight_bytes = llama_cpp.llama_model_size(self.model)
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
+
+    def close(self) -> None:
+        """Free the memory of the weights."""
+        self.api.llama_model_free(self.model)
 
     def run(self, prompts: list[list[int]], length: int, device: str) -> tuple[list, float, float]:
         """Run prompts of equal length, and return what `benchmarks.batching.run` returns."""
@@ -42,13 +50,25 @@ class LlamaCpp:
             logits = [torch.tensor(decode([[token]], at)) for at, token in enumerate(tokens)]
         return torch.cat(logits).log_softmax(dim=-1)
 
+    def logits(self, tokens: list[int], pass_size: int) -> Iterator[torch.Tensor]:
+        """Yield the logits after each token, (n, vocab_size), `pass_size` tokens at a time.
+
+        The cache is float32, so that errors come only from the weights and their products.
+        """
+        with self.decoder(1, len(tokens), exact_cache=True) as decode:
+            for start in range(0, len(tokens), pass_size):
+                yield torch.tensor(
+                    decode([tokens[start : start + pass_size]], start, all_logits=True)
+                )
+
     @contextlib.contextmanager
-    def decoder(self, num_seqs: int, positions: int):
+    def decoder(self, num_seqs: int, positions: int, exact_cache: bool = False):
         """Yield a `decode` function with a new cache of `num_seqs` sequences.
 
-        decode(new, position): appends the new tokens of each sequence from that position on, and
-        returns the logits after the last, (num_seqs, vocab_size), valid until the next call.
-        positions: maximum per sequence.
+        decode(new, position, all_logits=False): appends the new tokens of each sequence from that
+        position on, and returns the logits after the last, (num_seqs, vocab_size), valid until the
+        next call. all_logits: after each token, (num_seqs * tokens, vocab_size).
+        positions: maximum per sequence. exact_cache: float32, without llama.cpp's flash attention.
         Raises UserError if llama.cpp refuses this size.
         """
         import numpy
@@ -60,6 +80,10 @@ class LlamaCpp:
         options.n_batch = num_seqs * positions
         options.n_threads = torch.get_num_threads()
         options.n_threads_batch = torch.get_num_threads()
+        if exact_cache:
+            options.type_k = api.GGML_TYPE_F32
+            options.type_v = api.GGML_TYPE_F32
+            options.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         context = api.llama_init_from_model(self.model, options)
         if not context:
             raise UserError(
@@ -67,7 +91,7 @@ class LlamaCpp:
             )
         batch = api.llama_batch_init(num_seqs * positions, 0, 1)
 
-        def decode(new: list[list[int]], position: int):
+        def decode(new: list[list[int]], position: int, all_logits: bool = False):
             batch.n_tokens = 0
             for seq_id, tokens in enumerate(new):
                 for at, token in enumerate(tokens, start=position):
@@ -76,13 +100,14 @@ class LlamaCpp:
                     batch.pos[index] = at
                     batch.n_seq_id[index] = 1
                     batch.seq_id[index][0] = seq_id
-                    batch.logits[index] = False
+                    batch.logits[index] = all_logits
                     batch.n_tokens += 1
                 batch.logits[index] = True
             if error := api.llama_decode(context, batch):
                 raise RuntimeError(f"llama_decode: {error}")
             logits = api.llama_get_logits(context)
-            return numpy.ctypeslib.as_array(logits, shape=(num_seqs, self.vocab_size))
+            shape = batch.n_tokens if all_logits else num_seqs, self.vocab_size
+            return numpy.ctypeslib.as_array(logits, shape=shape)
 
         try:
             yield decode
