@@ -119,8 +119,9 @@ typedef struct {
 // x.
 typedef struct {
   const float *x;
-  Quant *values;  // (T, groups, GROUP)
-  float *scale;   // (T)
+  Quant *values;   // (T, groups, GROUP)
+  float *scale;    // (T)
+  float *rotated;  // (in), each thread's scratch for one token's rotated input
 } Input;
 
 static int64_t num_groups(const Linear *l) {
@@ -129,7 +130,7 @@ static int64_t num_groups(const Linear *l) {
 
 INLINE Input input_at(const Linear *l, Input in, int64_t t) {
   Quant *values = in.values + t * num_groups(l) * GROUP;
-  return (Input){in.x + t * l->in, values, in.scale + t};
+  return (Input){in.x + t * l->in, values, in.scale + t, in.rotated};
 }
 
 // Return the panel of output o.
@@ -228,17 +229,44 @@ static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
     for (int64_t i = 0; i < n; i++) values[i] = ZERO_POINT;  // 0 times an infinite scale is NaN
 }
 
+// Mix p values that are `stride` apart: sum and difference for p = 2, otherwise a reflection about
+// their mean.
+INLINE void butterfly(int64_t p, int64_t stride, float *x) {
+  if (p == 2) {
+    float a = x[0], b = x[stride];
+    x[0] = a + b;
+    x[stride] = a - b;
+    return;
+  }
+  float twice_mean = 0;
+  for (int64_t i = 0; i < p; i++) twice_mean += x[i * stride];
+  twice_mean *= (float)(2. / p);
+  for (int64_t i = 0; i < p; i++) x[i * stride] -= twice_mean;
+}
+
+// Rotate n channels, bit-identical to rotate_channels in quantisation/int8.py.
+static void rotate_channels(int64_t n, float *x) {
+  int64_t stride = 1;
+  for (int64_t p = 2; stride < n; p++)
+    for (; n / stride % p == 0; stride *= p)
+      for (int64_t base = 0; base < n; base += p * stride)
+        for (int64_t i = base; i < base + stride; i++) butterfly(p, stride, x + i);
+}
+
 static void quantize_token(const Linear *l, Input in, int64_t t) {
   Input token = input_at(l, in, t);
-  quantize(l->in, token.x, token.values, token.scale);
+  memcpy(in.rotated, token.x, l->in * sizeof(float));
+  rotate_channels(l->in, in.rotated);
+  quantize(l->in, in.rotated, token.values, token.scale);
 }
 
 // Compute the outputs y of a layer, (T, out). x: (T, in). values, scale: scratch for an Input.
-void linear(const Linear *l, int64_t T, const float *x, Quant *values, float *scale, float *y,
-            int threads) {
-  Input in = {x, values, scale};
+// rotated: (threads, in), scratch for int8 weights.
+void linear(const Linear *l, int64_t T, const float *x, Quant *values, float *scale, float *rotated,
+            float *y, int threads) {
 #pragma omp parallel num_threads(threads)
   {
+    Input in = {x, values, scale, rotated + omp_get_thread_num() * l->in};
     if (l->scale) {
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
@@ -254,11 +282,13 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     int64_t o = token % PANEL;
     const float *row = panel_at(l, token);
     const int8_t *row8 = panel_at(l, token);
-    if (l->scale)
+    if (l->scale) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
-    else
+      rotate_channels(l->in, y);  // undoes the rotation of the weight
+    } else {
       for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
+    }
   }
 }
 
@@ -867,7 +897,7 @@ static void moe(const Model *m, const Layer *layer, int64_t T, int private, floa
   sort_rows(m, T, r);
 #pragma omp for
   for (int64_t i = 0; i < R; i++) memcpy(y + i * C, in + r.tokens[i] * C, C * sizeof(float));
-  Input gathered = {y, input.values, input.scale};
+  Input gathered = {y, input.values, input.scale, input.rotated};
   quantize_inputs(first->in, R, private, gathered);
   expert_gemm(m, layer, 0, r, gathered, wide);
   expert_gemm(m, layer, 1, r, gathered, wide + inner);
@@ -892,9 +922,14 @@ static int64_t input_floats(const Model *m, int64_t T) {
   return T * (2 * (m->max_width + m->top_k * GROUP) + m->top_k);
 }
 
+// Return the scratch size of each thread, for scores and one token's rotated input.
+static int64_t thread_floats(const Model *m, int64_t length) {
+  return score_floats(m, length) + m->max_width;
+}
+
 int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
   int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
-  return T * 3 * m->max_width + threads * score_floats(m, length) + inputs + route_floats(m, T);
+  return T * 3 * m->max_width + threads * thread_floats(m, length) + inputs + route_floats(m, T);
 }
 
 // Run a forward pass. logits: (num_logits, vocab_size). work: scratch, (work_floats).
@@ -906,17 +941,18 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   float *y = x + buffer_floats;
   float *wide = y + buffer_floats;
   float *all_scores = wide + buffer_floats;
-  float *all_inputs = all_scores + threads * score_floats(m, p->length);
+  float *all_inputs = all_scores + threads * thread_floats(m, p->length);
   Routes routes = routes_in(m, T, all_inputs + (T < threads ? threads : 1) * input_floats(m, T));
 #pragma omp parallel num_threads(threads)
   {
     int private = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *scores = all_scores + thread * score_floats(m, p->length);
+    float *scores = all_scores + thread * thread_floats(m, p->length);
+    float *rotated = scores + score_floats(m, p->length);
     float *in = all_inputs + private * thread * input_floats(m, T);
     float *scale = in + buffer_floats;
-    Input input = {in, (Quant *)(scale + T * m->top_k), scale};
-    Input attn = {y, input.values, scale};
+    Input input = {in, (Quant *)(scale + T * m->top_k), scale, rotated};
+    Input attn = {y, input.values, scale, rotated};
     embed(m, p, x);
     Range range = thread_range(T, private);
     int64_t n = range.end - range.begin;

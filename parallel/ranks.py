@@ -68,16 +68,7 @@ class TensorParallelGroup:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over all ranks in place (all-reduce)."""
-        return self.all_reduce(x, dist.ReduceOp.SUM)
-
-    def maximum(self, x: torch.Tensor) -> torch.Tensor:
-        """Take the elementwise maximum over all ranks in place. A NaN counts as infinite."""
-        x.masked_fill_(x.isnan(), torch.inf)  # gloo would ignore it
-        return self.all_reduce(x, dist.ReduceOp.MAX)
-
-    def all_reduce(self, x: torch.Tensor, operation) -> torch.Tensor:
-        bytes_sent = 2 * (self.size - 1) * x.nbytes // self.size
-        self.timed_collective(bytes_sent, dist.all_reduce, x, operation)
+        self.timed_collective(2 * (self.size - 1) * x.nbytes // self.size, dist.all_reduce, x)
         return x
 
     @contextlib.contextmanager

@@ -14,7 +14,6 @@ from errors import UserError
 from loading.load import empty_model, load_config, load_weights, resolve_source, weights_iterator
 from model import Model
 from parallel.ranks import TensorParallelGroup, TensorParallelRunner
-from quantisation import int8
 
 ALIGNMENT = 32  # torch computes a tail without SIMD, which rounds differently
 
@@ -25,11 +24,14 @@ def load_shard(
     """Load this rank's shard of a model, with `load_model`'s arguments and errors.
 
     No process ever holds the whole model. Call `parallelize_vocabulary` after the last layer has
-    been replaced. Also raises UserError if the model has too few heads.
+    been replaced. Also raises UserError if the model has too few heads. int8 weights always use
+    "gather", because a layer that rotates its inputs needs all of them.
     """
     source = resolve_source(name)
     model = empty_model(load_config(source))
-    plan = ShardPlan(model, tp_group)
+    plan = ShardPlan(
+        model, tp_group, tp_group.parallel_mode if dtype.is_floating_point else "gather"
+    )
     blocks = plan.local_blocks(weights_iterator(source, model, dtype, device))
     shard_model(model, plan)
     load_weights(model, blocks, source, dtype, device)
@@ -71,10 +73,13 @@ class ShardPlan:
     """The shards of a model's weights on this rank, and the widths of all ranks.
 
     shards: of this rank, by weight name. heads, inner, expert_inner, outputs: one range per rank.
-    kv_heads: of this rank. Raises UserError if the model has too few heads.
+    kv_heads: of this rank. parallel_mode: how layers combine their results; None: the group's
+    mode. Raises UserError if the model has too few heads.
     """
 
-    def __init__(self, model: Model, tp_group: TensorParallelGroup):
+    def __init__(
+        self, model: Model, tp_group: TensorParallelGroup, parallel_mode: str | None = None
+    ):
         config = model.config
         if tp_group.size > config.n_head:
             reason = f"this model has {config.n_head} heads"
@@ -82,6 +87,7 @@ class ShardPlan:
         C = config.n_embd
         D = config.head_dim
         self.tp_group = tp_group
+        self.parallel_mode = parallel_mode or tp_group.parallel_mode
         group = config.n_head // config.n_kv_head
         if config.n_kv_head >= tp_group.size:
             kv_heads = split(config.n_kv_head, tp_group.size, alignment=1)
@@ -104,7 +110,7 @@ class ShardPlan:
             return [range((before + key) * D, (before + key + 1) * D) for key in self.kv_heads]
 
         def block_end(inputs: range) -> Shard:
-            if tp_group.parallel_mode == "reduce":
+            if self.parallel_mode == "reduce":
                 return Shard([range(C)], slice(inputs.start, inputs.stop))
             return Shard([self.outputs[tp_group.rank]])
 
@@ -183,10 +189,8 @@ def parallelize_blocks(model: Model, plan: ShardPlan) -> None:
         if role not in widths:
             continue
         layer = model.get_submodule(path)
-        if tp_group.parallel_mode == "gather":
+        if plan.parallel_mode == "gather":
             parallel_layer = ColumnParallelLinear(layer, tp_group, widths[role], outputs)
-        elif isinstance(layer, int8.Int8Linear):
-            parallel_layer = Int8RowParallelLinear(layer, tp_group)
         else:
             parallel_layer = RowParallelLinear(layer, tp_group)
         model.set_submodule(path, parallel_layer)
@@ -237,23 +241,6 @@ class RowParallelLinear(nn.Module):
     def forward(self, x):
         y = self.tp_group.sum(self.layer(x))
         return y if self.bias is None else y + self.bias
-
-
-class Int8RowParallelLinear(nn.Module):
-    """A RowParallelLinear with int8 weights: ranks share one scale, and sums are exact."""
-
-    def __init__(self, layer: int8.Int8Linear, tp_group: TensorParallelGroup):
-        super().__init__()
-        self.register_buffer("weight", layer.weight)
-        self.register_buffer("scale", layer.scale)
-        self.bias = layer.bias
-        self.tp_group = tp_group
-
-    def forward(self, x):
-        largest = self.tp_group.maximum(x.abs().amax(dim=-1, keepdim=True))
-        values, x_scale = int8.quantize(x, largest)
-        sums = self.tp_group.sum(int8.int8_matmul(values, self.weight))
-        return int8.dequantize_sums(sums, x_scale, self.scale, self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):

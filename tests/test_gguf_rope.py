@@ -95,7 +95,7 @@ def check_backends(file, dtype: torch.dtype, length: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_in_c_and_on_ranks(made, compiled, dtype):
-    model, file = made(n_embd=32, rope_scaling=SCALING)
+    model, file = made(n_embd=32, n_inner=64, rope_scaling=SCALING)
     check_backends(file, dtype, 15)
 
 

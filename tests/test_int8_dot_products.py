@@ -35,6 +35,9 @@ def test_what_the_offset_adds_is_taken_away(target):
 @pytest.mark.parametrize("sign", [1, -1])
 def test_still_sums_as_large_as_int32_holds(target, sign):
     """They pass 2**31 on the way, because numbers are made positive."""
+    from quantisation.int8 import unrotate_channels
+
     weight = torch.full((2, 2**17), 127 * sign).to(torch.int8)
-    assert_equal(torch.ones(1, 2**17), weight, torch.ones(2))
-    assert_equal(-torch.ones(7, 2**17), weight, torch.ones(2))
+    ones = unrotate_channels(torch.ones(7, 2**17))  # which are rotated to ones
+    assert_equal(ones[:1], weight, torch.ones(2))
+    assert_equal(-ones, weight, torch.ones(2))

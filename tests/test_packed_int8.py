@@ -62,25 +62,33 @@ def test_int8_products_of_every_kernel(target, size):
 
 @EVERY_KERNEL
 def test_all_weights_that_a_byte_holds(target):
+    from quantisation.int8 import unrotate_channels
+
     weight = torch.arange(-128, 128).to(torch.int8).repeat(3, 1)
     x = torch.arange(-128, 128).float() * torch.tensor([[1.0], [-1.0]])
-    assert_equal(x, weight, torch.ones(3))
+    assert_equal(unrotate_channels(x), weight, torch.ones(3))  # which is rotated to x
 
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("sign", [1, -1])
 def test_sums_as_large_as_int32_holds(target, sign):
+    from quantisation.int8 import unrotate_channels
+
     weight = torch.full((2, 2**17), 127 * sign).to(torch.int8)
-    assert_equal(torch.ones(1, 2**17), weight, torch.ones(2))
-    assert_equal(-torch.ones(7, 2**17), weight, torch.ones(2))
+    ones = unrotate_channels(torch.ones(7, 2**17))  # which are rotated to ones
+    assert_equal(ones[:1], weight, torch.ones(2))
+    assert_equal(-ones, weight, torch.ones(2))
 
 
 def test_halves_and_tiny_numbers_round_as_in_torch(target):
-    weight, scale, bias = random_layer(8, 6, int8=True)
-    halves = [127.0, 0.5, 1.5, 2.5, -0.5, -126.5]
-    tiny = [1e-45, -1e-40, 1e-38, 0.0, 0.0, 0.0]
-    larger = [1e-37, -3e-38, 2e-38, 0.0, 1e-36, -1.4e-36]  # steps below FLT_MIN
-    x = torch.tensor([halves, [0.0] * 6, tiny, larger])
+    from quantisation.int8 import rotate_channels, unrotate_channels
+
+    weight, scale, bias = random_layer(8, 8, int8=True)
+    halves = [127.0, 0.5, 1.5, 2.5, -0.5, -126.5, 3.5, -4.5]
+    tiny = [1e-45, -1e-40, 1e-38, 0.0, 0.0, 0.0, 0.0, 0.0]
+    larger = [1e-37, -3e-38, 2e-38, 0.0, 1e-36, -1.4e-36, 0.0, 0.0]  # steps below FLT_MIN
+    x = unrotate_channels(torch.tensor([halves, [0.0] * 8, tiny, larger]))  # rotated to these
+    assert rotate_channels(x[0]).tolist() == halves
     assert_equal(x, weight, scale, bias)
     large = scale * 1e38  # so that what is left of tiny numbers can be seen
     assert_equal(x, weight, large)
