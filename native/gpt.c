@@ -27,6 +27,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
 enum { WIDTH = 16 };
+#define LANES LANES_16
 typedef __m512i Sums;
 #define MULADD(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #ifdef __AVX512VNNI__
@@ -49,6 +50,7 @@ INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
 #include <immintrin.h>
 const char kernel[64] = "AVX2" THREADS;
 enum { WIDTH = 8, GROUP = 2, ZERO_POINT = 0 };
+#define LANES LANES_8
 typedef __m256i Sums;
 typedef int16_t Quant;
 #define MULADD(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
@@ -60,6 +62,7 @@ INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
 #include <arm_neon.h>
 const char kernel[64] = "NEON" THREADS;
 enum { WIDTH = 4, GROUP = 4, ZERO_POINT = 0 };
+#define LANES LANES_4
 typedef int32x4_t Sums;
 typedef int8_t Quant;
 #define MULADD(a, b, c) (Vector)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
@@ -70,6 +73,7 @@ INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
 #include <wasm_simd128.h>
 const char kernel[64] = "WebAssembly" THREADS;
 enum { WIDTH = 4, GROUP = 2, ZERO_POINT = 0 };
+#define LANES LANES_4
 typedef v128_t Sums;
 typedef int16_t Quant;
 #define MULADD(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
@@ -80,6 +84,7 @@ INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
 #else
 const char kernel[64] = "plain C" THREADS;
 enum { WIDTH = 4, GROUP = 2, ZERO_POINT = 0 };
+#define LANES LANES_4
 typedef int32_t Sums __attribute__((vector_size(16)));
 typedef int16_t Quant;
 #define MULADD(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
@@ -93,6 +98,17 @@ INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef float Float4 __attribute__((vector_size(16)));
 #define LOAD(p) (*(const Vector *)(p))
+
+// Take every second lane of a and b, starting at lane i, 0 or 1.
+#define LANES_4(i) i, i + 2, i + 4, i + 6
+#define LANES_8(i) LANES_4(i), LANES_4(i + 8)
+#define LANES_16(i) LANES_8(i), LANES_8(i + 16)
+#ifdef __clang__
+#define DEINTERLEAVE(a, b, i) __builtin_shufflevector(a, b, LANES(i))
+#else
+typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
+#define DEINTERLEAVE(a, b, i) __builtin_shuffle(a, b, (Lanes){LANES(i)})
+#endif
 
 // products ----------------------------------------------------------------------------------------
 //
@@ -222,41 +238,74 @@ static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
   }
   float max;
   memcpy(&max, &largest, 4);
-  *scale = max / 127 < FLT_MIN ? FLT_MIN : max / 127;
-  if (*scale <= FLT_MAX)
-    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / *scale) + ZERO_POINT;
+  float step = max / 127 < FLT_MIN ? FLT_MIN : max / 127;  // not *scale, which may alias `values`
+  *scale = step;
+  if (step <= FLT_MAX)
+    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / step) + ZERO_POINT;
   else
     for (int64_t i = 0; i < n; i++) values[i] = ZERO_POINT;  // 0 times an infinite scale is NaN
 }
 
-// Mix p values that are `stride` apart: sum and difference for p = 2, otherwise a reflection about
-// their mean.
-INLINE void butterfly(int64_t p, int64_t stride, float *x) {
-  if (p == 2) {
-    float a = x[0], b = x[stride];
-    x[0] = a + b;
-    x[stride] = a - b;
-    return;
-  }
-  float twice_mean = 0;
-  for (int64_t i = 0; i < p; i++) twice_mean += x[i * stride];
-  twice_mean *= (float)(2. / p);
-  for (int64_t i = 0; i < p; i++) x[i * stride] -= twice_mean;
+// Load N floats, at most WIDTH, into a vector. A full vector takes no memcpy, because gcc 12 would
+// zero the destination in memory first.
+INLINE Vector load(const int N, const float *x) {
+  if (N == WIDTH) return LOAD(x);
+  Vector numbers = {0};
+  memcpy(&numbers, x, N * sizeof(float));
+  return numbers;
 }
 
-// Rotate n channels, bit-identical to rotate_channels in quantisation/int8.py.
-static void rotate_channels(int64_t n, float *x) {
-  int64_t stride = 1;
+INLINE void store(const int N, Vector numbers, float *x) { memcpy(x, &numbers, N * sizeof(float)); }
+
+// Mix p values that are `stride` apart: sum and difference for p = 2, otherwise a reflection about
+// their mean. Handles N adjacent sets in one call.
+INLINE void butterfly(const int N, int64_t p, int64_t stride, float *x) {
+  if (p == 2) {
+    Vector a = load(N, x), b = load(N, x + stride);
+    store(N, a + b, x);
+    store(N, a - b, x + stride);
+    return;
+  }
+  Vector twice_mean = {0};
+  for (int64_t i = 0; i < p; i++) twice_mean += load(N, x + i * stride);
+  twice_mean *= (float)(2. / p);
+  for (int64_t i = 0; i < p; i++) store(N, load(N, x + i * stride) - twice_mean, x + i * stride);
+}
+
+// Do the first stages of a rotation on 2 * WIDTH values in registers. Each stage mixes neighbours
+// and moves the sums before the differences, which shifts the bits of each index cyclically. After
+// one stage per index bit the values are in order again.
+INLINE void rotate_vectors(const float *x, float *y) {
+  Vector a = LOAD(x), b = LOAD(x + WIDTH);
+  for (int stage = 1; stage < 2 * WIDTH; stage *= 2) {
+    Vector even = DEINTERLEAVE(a, b, 0), odd = DEINTERLEAVE(a, b, 1);
+    a = even + odd;
+    b = even - odd;
+  }
+  store(WIDTH, a, y);
+  store(WIDTH, b, y + WIDTH);
+}
+
+// Rotate n channels, bit-identical to rotate_channels in quantisation/int8.py. x and y may be the
+// same. Exported for tests.
+void rotate_channels(int64_t n, const float *x, float *y) {
+  int64_t stride = n % (2 * WIDTH) ? 1 : 2 * WIDTH;
+  if (stride > 1)
+    for (int64_t i = 0; i < n; i += stride) rotate_vectors(x + i, y + i);
+  else
+    memmove(y, x, n * sizeof(float));
   for (int64_t p = 2; stride < n; p++)
     for (; n / stride % p == 0; stride *= p)
       for (int64_t base = 0; base < n; base += p * stride)
-        for (int64_t i = base; i < base + stride; i++) butterfly(p, stride, x + i);
+        if (stride % WIDTH)
+          for (int64_t i = base; i < base + stride; i++) butterfly(1, p, stride, y + i);
+        else
+          for (int64_t i = base; i < base + stride; i += WIDTH) butterfly(WIDTH, p, stride, y + i);
 }
 
 static void quantize_token(const Linear *l, Input in, int64_t t) {
   Input token = input_at(l, in, t);
-  memcpy(in.rotated, token.x, l->in * sizeof(float));
-  rotate_channels(l->in, in.rotated);
+  rotate_channels(l->in, token.x, in.rotated);
   quantize(l->in, in.rotated, token.values, token.scale);
 }
 
@@ -285,7 +334,7 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     if (l->scale) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
-      rotate_channels(l->in, y);  // undoes the rotation of the weight
+      rotate_channels(l->in, y, y);  // undoes the rotation of the weight
     } else {
       for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
     }
