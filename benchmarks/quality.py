@@ -27,8 +27,6 @@ from loading.load import load_model, resolve_source
 from native import use_native
 from text.tokenizer import load_encoding
 
-NATIVE_DTYPES = ("float32", "int8")  # dtypes that the C code computes
-
 TEXTS = Path(__file__).resolve().parent / "texts"  # new, so in no training data
 PASS_SIZE = 128  # positions per pass, which bounds the memory of the logits
 LENGTH = 512  # tokens per chunk, if the context window is that large
@@ -160,8 +158,6 @@ def load_backend(name, dtype: str, backend: str, device: str):
     Raises UserError if the backend cannot compute it.
     """
     if backend == "native":
-        if dtype not in NATIVE_DTYPES:
-            raise UserError(f"C computes {', '.join(NATIVE_DTYPES)}")
         if refusal := common.native_refusal(device):
             raise UserError(refusal)
     model = load_model(name, pick_dtype(dtype, device), device)

@@ -52,10 +52,9 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
     for name in names:
         check_utf8("the model", str(name.name if isinstance(name, Source) else name))
     dtype = pick_dtype(args.dtype, device)
-    native = device == "cpu" and args.dtype in ("float32", "int8")
+    native = device == "cpu"
     if args.backend == "native" and not native:
-        required = "--device cpu and --dtype float32 or int8"
-        raise UserError(f"--backend native requires {required}, not {device} and {args.dtype}")
+        raise UserError(f"--backend native requires --device cpu, not {device}")
     first, *others = names
     models = [(load_first or load_model)(first, dtype, device)]
     models += [load_model(name, dtype, device) for name in others]

@@ -1,4 +1,4 @@
-// The forward pass of GPT-2, Llama and related models on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2, Llama and related models on a CPU, with 32-, 16- or 8-bit weights.
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
 // with a barrier, unless it says `nowait`. Every thread executes the remaining code, for all tokens
@@ -22,7 +22,8 @@
 // Vectors hold WIDTH floats or int32 sums. MULADD is a * b + c in float32. dot_add_int8 adds to
 // each int32 sum the dot product of GROUP Quants, packed into the 4 bytes of `values`, and GROUP
 // int8 weights. A Quant is an activation rounded to an integer, plus ZERO_POINT, because VNNI takes
-// unsigned bytes.
+// unsigned bytes. FROM_FLOAT16 converts WIDTH float16 values to float32. It is defined where the
+// CPU has an instruction for it.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -30,6 +31,7 @@ enum { WIDTH = 16 };
 #define LANES LANES_16
 typedef __m512i Sums;
 #define MULADD(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
+#define FROM_FLOAT16(h) (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)(h)))
 #ifdef __AVX512VNNI__
 const char kernel[64] = "AVX-512 VNNI" THREADS;
 enum { GROUP = 4, ZERO_POINT = 128 };
@@ -54,6 +56,9 @@ enum { WIDTH = 8, GROUP = 2, ZERO_POINT = 0 };
 typedef __m256i Sums;
 typedef int16_t Quant;
 #define MULADD(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+#ifdef __F16C__
+#define FROM_FLOAT16(h) (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const void *)(h)))
+#endif
 INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
   __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w));
   return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_set1_epi32(values), wide));
@@ -66,6 +71,7 @@ enum { WIDTH = 4, GROUP = 4, ZERO_POINT = 0 };
 typedef int32x4_t Sums;
 typedef int8_t Quant;
 #define MULADD(a, b, c) (Vector)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
+#define FROM_FLOAT16(h) (Vector)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(h)))
 INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
   return vdotq_s32(sums, vreinterpretq_s8_s32(vdupq_n_s32(values)), vld1q_s8(w));
 }
@@ -97,7 +103,27 @@ INLINE Sums dot_add_int8(Sums sums, int32_t values, const int8_t *w) {
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef float Float4 __attribute__((vector_size(16)));
+typedef uint32_t UintVector __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t HalfVector __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 #define LOAD(p) (*(const Vector *)(p))
+#define WIDEN(h) __builtin_convertvector(*(const HalfVector *)(h), UintVector)
+
+// Load WIDTH weights as floats, starting at index i. Both 16-bit types convert to float32 exactly.
+enum { FLOAT32, FLOAT16, BFLOAT16 };
+INLINE Vector load_weights(const int quant_type, const void *w, int64_t i) {
+  const uint16_t *h = (const uint16_t *)w + i;
+  if (quant_type == FLOAT32) return LOAD((const float *)w + i);
+  if (quant_type == BFLOAT16) return (Vector)(WIDEN(h) << 16);  // a float's upper half
+#ifdef FROM_FLOAT16
+  return FROM_FLOAT16(h);
+#else
+  // The multiplication adds 112 to the exponent, the difference of the two biases. It handles
+  // subnormals too. `special` sets all exponent bits for infinity and NaN.
+  UintVector bits = WIDEN(h), magnitude = (bits & 0x7fff) << 13;
+  UintVector special = (UintVector)(magnitude >= 0x7c00 << 13) & 0x7f800000;
+  return (Vector)((UintVector)((Vector)magnitude * 0x1p112f) | special | (bits & 0x8000) << 16);
+#endif
+}
 
 // Take every second lane of a and b, starting at lane i, 0 or 1.
 #define LANES_4(i) i, i + 2, i + 4, i + 6
@@ -122,13 +148,14 @@ enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
 const int panel_width = PANEL, int8_group = GROUP, activation_zero_point = ZERO_POINT;
 
 typedef struct {
-  const void *weight;            // the full panels, int8 with a scale, otherwise float32
+  const void *weight;            // the full panels, int8 with a scale, otherwise of quant_type
   const void *tail_panel;        // a panel for the remaining outputs, padded with zeros
   const float *scale;            // (out), or NULL
   const uint32_t *compensation;  // (out), added to int8 sums modulo 2**32 to undo ZERO_POINT
   const float *bias;             // (out), or NULL
   int64_t out, in;
   int64_t row_stride;  // of y, larger than `out` if several layers write side by side
+  int64_t quant_type;  // FLOAT32, FLOAT16 or BFLOAT16
 } Linear;
 
 // The input of a layer, (T, in). int8 weights use `values` and a scale per token. Float weights use
@@ -152,23 +179,27 @@ INLINE Input input_at(const Linear *l, Input in, int64_t t) {
 // Return the panel of output o.
 static const void *panel_at(const Linear *l, int64_t o) {
   int64_t full = l->out - l->out % PANEL;
-  int64_t bytes = l->scale ? GROUP : sizeof(float);
+  int64_t bytes = l->scale ? GROUP : l->quant_type ? 2 : 4;
   int64_t size = PANEL * num_groups(l) * bytes;
   return o < full ? (const char *)l->weight + o / PANEL * size : l->tail_panel;
 }
 
-// Multiply T tokens by a panel of weights. x: (T, in). Each block of BLOCK inputs has its own sum,
-// because short sums have smaller rounding errors.
-INLINE void gemm_float(const int T, int64_t in, const float *w, const float *x, float y[T][PANEL]) {
+// Multiply T tokens by a panel of float weights. x: (T, in). Each block of BLOCK inputs has its own
+// sum, because short sums have smaller rounding errors.
+INLINE void gemm_float(const int T, const int quant_type, int64_t in, const void *w, const float *x,
+                       float y[T][PANEL]) {
   memset(y, 0, T * sizeof *y);
   for (int64_t start = 0; start < in; start += BLOCK) {
     int64_t end = start + BLOCK < in ? start + BLOCK : in;
     Vector sums[T][VECTORS];
     memset(sums, 0, sizeof sums);
-    for (int64_t i = start; i < end; i++, w += PANEL)
+    for (int64_t i = start; i < end; i++) {
+      Vector wv[VECTORS];
+      for (int v = 0; v < VECTORS; v++) wv[v] = load_weights(quant_type, w, i * PANEL + v * WIDTH);
       for (int t = 0; t < T; t++)
-        for (int v = 0; v < VECTORS; v++)  // - {0}: broadcast
-          sums[t][v] = MULADD(x[t * in + i] - (Vector){0}, LOAD(w + v * WIDTH), sums[t][v]);
+        for (int v = 0; v < VECTORS; v++)
+          sums[t][v] = MULADD(x[t * in + i] - (Vector){0}, wv[v], sums[t][v]);  // - {0}: broadcast
+    }
     for (int t = 0; t < T; t++)
       for (int v = 0; v < VECTORS; v++) *(Vector *)(y[t] + v * WIDTH) += sums[t][v];
   }
@@ -200,8 +231,12 @@ INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float 
     for (int t = 0; t < T; t++)
       for (int64_t i = 0; i < count; i++)
         dots[t][i] = (int32_t)(acc[t][i] + l->compensation[o + i]) * (in.scale[t] * scale[o + i]);
+  } else if (l->quant_type == FLOAT16) {
+    gemm_float(T, FLOAT16, l->in, panel_at(l, o), in.x, dots);
+  } else if (l->quant_type == BFLOAT16) {
+    gemm_float(T, BFLOAT16, l->in, panel_at(l, o), in.x, dots);
   } else {
-    gemm_float(T, l->in, panel_at(l, o), in.x, dots);
+    gemm_float(T, FLOAT32, l->in, panel_at(l, o), in.x, dots);
   }
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < count; i++) {
@@ -329,14 +364,15 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
   for (int64_t t = 0; t < T; t++, y += l->in) {
     int64_t token = tokens[t];
     int64_t o = token % PANEL;
-    const float *row = panel_at(l, token);
-    const int8_t *row8 = panel_at(l, token);
+    const void *row = panel_at(l, token);
+    const int8_t *row8 = row;
     if (l->scale) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
       rotate_channels(l->in, y, y);  // undoes the rotation of the weight
     } else {
-      for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
+      for (int64_t i = 0; i < l->in; i++)
+        y[i] = load_weights(l->quant_type, row, i * PANEL + o - o % WIDTH)[o % WIDTH];
     }
   }
 }

@@ -17,10 +17,14 @@ class LinearStruct(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("weight", "tail_panel", "scale", "compensation", "bias")
         ),
-        *((name, ctypes.c_int64) for name in ("out_features", "in_features", "row_stride")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("out_features", "in_features", "row_stride", "quant_type")
+        ),
     ]
 
 
+QUANT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # of weights, as in gpt.c
 INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 
@@ -47,11 +51,14 @@ def pack(
 
 
 class NativeLinear(nn.Module):
-    """A linear layer in C with float32 or int8 weights (one scale per row).
+    """A linear layer in C with float or int8 weights (one scale per row).
 
-    The weight is packed in place, so the replaced layer cannot be used any more. Raises ValueError,
-    before anything changes, for tensors that C cannot read.
+    16-bit weights are converted to float32 as C reads them, a 16-bit bias here. Everything else is
+    float32. The weight is packed in place, so the replaced layer cannot be used any more. Raises
+    ValueError, before anything changes, for tensors that C cannot read.
     """
+
+    quant_type = QUANT_TYPES[torch.float32]
 
     def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
         super().__init__()
@@ -72,19 +79,22 @@ class NativeLinear(nn.Module):
                 compensation = -zero_point * torch.cat(sums)
             case _:
                 group_size = 1
+                self.quant_type = QUANT_TYPES[weight.dtype]
         self.library = library
         panels, tail_panel = pack(weight, panel_width, group_size)
         buffers = {"weight": panels, "tail_panel": tail_panel, "scale": scale}
         for name, tensor in (buffers | {"compensation": compensation}).items():
             self.register_buffer(name, tensor)
         self.bias = getattr(layer, "bias", None)
+        if self.bias is not None:
+            self.bias.data = self.bias.data.float()
 
     def struct(self) -> LinearStruct:
         """Return the layer's C struct. It holds addresses, so the tensors must not move."""
         tensors = self.weight, self.tail_panel, self.scale, self.compensation, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         sizes = self.out_features, self.in_features, self.out_features
-        return LinearStruct(*addresses, *sizes)
+        return LinearStruct(*addresses, *sizes, self.quant_type)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `F.linear`, or `Int8Linear` bit for bit.
@@ -131,7 +141,8 @@ class NativeEmbedding(nn.Module):
 def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
     """Replace a model's linear layers and token embedding with native layers.
 
-    Raises ValueError if the layers are native already, or for weights that C cannot read.
+    All other 16-bit weights become float32, so torch runs the remaining layers in float32. Raises
+    ValueError if the layers are native already, or for weights that C cannot read.
     """
     embedding = model.layer("embedding")
     if isinstance(embedding, NativeEmbedding):
@@ -149,6 +160,7 @@ def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
             if isinstance(layer, nn.Linear | Int8Linear) and layer is not embedding:
                 setattr(module, name, native_layer(layer))
     model.set_submodule(model.path("embedding"), NativeEmbedding(native_layer(embedding)))
+    model.float()
 
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:
@@ -159,10 +171,16 @@ def check_layer(layer: nn.Module, out: int, size: int) -> None:
             address(layer.scale, torch.float32, out)
             address(layer.bias, torch.float32, out)
         case nn.Linear() | nn.Embedding():
-            address(layer.weight, torch.float32, out, size)
-            address(getattr(layer, "bias", None), torch.float32, out)
+            float_address(layer.weight, out, size)
+            address(getattr(layer, "bias", None), layer.weight.dtype, out)
         case _:
             raise ValueError(f"native code computes no layer of type {type(layer).__name__}")
+
+
+def float_address(tensor: torch.Tensor | None, *shape: int) -> int | None:
+    """Return `address` of a float32 tensor, or of a 16-bit one, which becomes float32 later."""
+    dtype = getattr(tensor, "dtype", None)
+    return address(tensor, dtype if dtype in QUANT_TYPES else torch.float32, *shape)
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:

@@ -2,13 +2,11 @@
 
 import ctypes
 
-import torch
-
 from cache import layer_sliding_windows
 from gemma import Gemma
 from llama import ExpertsConfig, Llama, local_rope_layers
 from model import GPT
-from native.linear import LinearStruct, NativeEmbedding, NativeLinear, address, check_layer
+from native.linear import LinearStruct, NativeEmbedding, NativeLinear, check_layer, float_address
 
 
 def struct(name: str, **fields) -> type[ctypes.Structure]:
@@ -56,8 +54,8 @@ SUPPORTED = (GPT, Llama, Gemma)  # gpt.c tells them apart by their layers
 def model_struct(model) -> ModelStruct:
     """Return the C struct of a model. It holds addresses, so the tensors must not move.
 
-    Raises ValueError for another architecture, and for weights that are neither float32 nor int8,
-    are not on the CPU, or do not have the shape that the config gives.
+    Raises ValueError for another architecture, and for weights that have an unsupported dtype, are
+    not on the CPU, or do not have the shape that the config gives.
     """
     if type(model) not in SUPPORTED:
         allowed = " and ".join(each.__name__ for each in SUPPORTED)
@@ -89,7 +87,7 @@ def model_struct(model) -> ModelStruct:
         gelu_gate=isinstance(model, Gemma),
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
         head=linear(model.layer("head"), config.vocab_size, C),
-        wpe=address(positions, torch.float32, config.block_size, C),
+        wpe=float_address(positions, config.block_size, C),
         norm=norm(model.layer("norm"), C),
         layers=(LayerStruct * len(layers))(*layers),
     )
@@ -147,7 +145,7 @@ def norm(layer, size: int) -> NormStruct:
     """Return the C struct of a norm, with NULL for a missing weight or bias."""
     tensors = (getattr(layer, name, None) for name in ("weight", "bias"))
     numbers = getattr(layer, "weight_offset", 0.0), getattr(layer, "output_scale", 1.0)
-    return NormStruct(*(address(tensor, torch.float32, size) for tensor in tensors), *numbers)
+    return NormStruct(*(float_address(tensor, size) for tensor in tensors), *numbers)
 
 
 def linear(layer, out: int, size: int) -> LinearStruct:
