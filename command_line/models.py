@@ -32,7 +32,7 @@ def pick_device(name: str) -> str:
 def pick_dtype(name: str, device: str) -> torch.dtype:
     """Return the torch dtype of that name. Raises UserError if the device has no matmul for it."""
     dtype = DTYPES[name]
-    if dtype == torch.int8:
+    if not dtype.is_floating_point:
         return dtype  # of the weights only: matmuls run in float32
     try:
         torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)

@@ -27,7 +27,7 @@ from loading.config import (
 from loading.gguf import GGUF, read_gguf
 from loading.gguf_model import read_gguf_config, read_gguf_tensors
 from model import GPT, GPTConfig, Model
-from quantisation.int8 import Int8Embedding, load_weight_rows, replace_with_int8_linear
+from quantisation import BLOCKS, INT8, quantisation_of
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 PRESETS = {  # configurations of random models: `random:` and one of these names
@@ -299,7 +299,7 @@ def load_config(name):
 def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
     """Load a model for inference, straight to its dtype and device.
 
-    dtype: torch.int8 means int8 weights, as in quantisation/int8.py.
+    dtype: torch.int8 means int8 weights, torch.uint8 quantised blocks, both as in `quantisation`.
     name: as in `resolve_source`: a directory in Hugging Face's format, a GGUF file, a name in
     PACKAGES, or a model on the hub (`gpt2`, its sizes, or `org/name`). `random:` and a name in
     PRESETS mean that configuration with random weights. Raises UserError, with the reason in one
@@ -341,23 +341,23 @@ def load_weights(
     chunks: the arguments of `load_weight_rows`, after the first. Raises UserError if memory runs
     out.
     """
+    quantisation = quantisation_of(dtype)
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     with catch_out_of_memory(f"{source.label}: {size:,} bytes of weights"):
-        if dtype == torch.int8:
-            replace_with_int8_linear(model)
+        quantisation.replace_layers(model)
         weights = {}
         for key, tensor in model.named_parameters():
             weights[key] = torch.empty(tensor.shape, dtype=float_dtype(dtype), device=device)
         for key, tensor in model.named_buffers():  # of quantised weights
             weights[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for chunk in chunks:
-            load_weight_rows(weights, *chunk)
+            quantisation.load_rows(weights, *chunk)
     model.load_state_dict(weights, assign=True, strict=False)
     return model.tie_weights().eval()
 
 
 def float_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of all tensors that are not int8."""
+    """Return the dtype of all tensors that are not quantised."""
     return dtype if dtype.is_floating_point else torch.float32
 
 
@@ -375,10 +375,12 @@ def save_model(model: Model, directory) -> None:
     """Write `config.json` and `model.safetensors` for transformers, in the weights' dtype.
 
     Raises UserError if they cannot be written, and leaves no partial file then. Raises ValueError
-    for int8 weights, which this format does not support.
+    for quantised weights, which this format does not support.
     """
-    if isinstance(model.layer("embedding"), Int8Embedding):
-        raise ValueError("a model with int8 weights cannot be saved; save the unquantised model")
+    for quantisation in (INT8, BLOCKS):
+        if isinstance(model.layer("embedding"), quantisation.embedding):
+            reason = "cannot be saved; save the unquantised model"
+            raise ValueError(f"a model with {quantisation.label} {reason}")
     fields = get_architecture(model.config).to_dict(model.config)
     fields["dtype"] = str(model.dtype).removeprefix("torch.")
     # state_dict would list the tied embedding a second time, as the head.

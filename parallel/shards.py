@@ -24,8 +24,9 @@ def load_shard(
     """Load this rank's shard of a model, with `load_model`'s arguments and errors.
 
     No process ever holds the whole model. Call `parallelize_vocabulary` after the last layer has
-    been replaced. Also raises UserError if the model has too few heads. int8 weights always use
-    "gather", because a layer that rotates its inputs needs all of them.
+    been replaced. Also raises UserError if the model has too few heads. Quantised weights always
+    use "gather", because a layer that rotates its inputs or quantises them in blocks needs all of
+    them.
     """
     source = resolve_source(name)
     model = empty_model(load_config(source))

@@ -206,14 +206,29 @@ def on_each_target(model, texts: torch.Tensor, size: int) -> torch.Tensor:
     return found[0]
 
 
+def quantised(model, dtype: torch.dtype):
+    from quantisation import quantisation_of
+
+    quantisation = quantisation_of(dtype)
+    weights = dict(model.named_parameters())
+    tensors = quantisation.replace_layers(model).state_dict()
+    for name, weight in weights.items():
+        quantisation.load_rows(tensors, name, slice(None), weight.detach())
+    return model
+
+
 def to_int8(model):
-    """A model in memory with int8 weights, and everything else as it is."""
-    from quantisation.int8 import load_weight_rows, replace_with_int8_linear
+    return quantised(model, torch.int8)
+
+
+def quantized_in_blocks(model):
+    """The model with its weights rounded in blocks, in place."""
+    from quantisation.blocks import load_block_rows, replace_with_block_linear
 
     weights = dict(model.named_parameters())
-    tensors = replace_with_int8_linear(model).state_dict()
+    tensors = replace_with_block_linear(model).state_dict()
     for name, weight in weights.items():
-        load_weight_rows(tensors, name, slice(None), weight.detach())
+        load_block_rows(tensors, name, slice(None), weight.detach())
     return model
 
 
