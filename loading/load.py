@@ -344,7 +344,7 @@ def load_weights(
     quantisation = quantisation_of(dtype)
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     with catch_out_of_memory(f"{source.label}: {size:,} bytes of weights"):
-        quantisation.replace_layers(model)
+        quantisation.replace_layers(model, {})
         weights = {}
         for key, tensor in model.named_parameters():
             weights[key] = torch.empty(tensor.shape, dtype=float_dtype(dtype), device=device)

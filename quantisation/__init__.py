@@ -12,8 +12,8 @@ from quantisation.int8 import Int8Embedding, load_weight_rows, replace_with_int8
 class Quantisation(NamedTuple):
     """The layers and the storage of a model whose weights have some dtype.
 
-    replace_layers(model): puts uninitialised layers in place. load_rows: writes rows of a weight,
-    like `load_weight_rows`.
+    replace_layers(model, formats): puts uninitialised layers in place; formats: as in
+    `replace_with_block_linear`. load_rows: writes rows of a weight, like `load_weight_rows`.
     """
 
     label: str  # for messages
@@ -22,8 +22,13 @@ class Quantisation(NamedTuple):
     load_rows: Callable
 
 
-FLOAT = Quantisation("float weights", None, lambda model: model, load_weight_rows)
-INT8 = Quantisation("int8 weights", Int8Embedding, replace_with_int8_linear, load_weight_rows)
+FLOAT = Quantisation("float weights", None, lambda model, formats: model, load_weight_rows)
+INT8 = Quantisation(
+    "int8 weights",
+    Int8Embedding,
+    lambda model, formats: replace_with_int8_linear(model),
+    load_weight_rows,
+)
 BLOCKS = Quantisation(
     "weights in blocks", BlockEmbedding, replace_with_block_linear, load_block_rows
 )

@@ -211,7 +211,7 @@ def quantised(model, dtype: torch.dtype):
 
     quantisation = quantisation_of(dtype)
     weights = dict(model.named_parameters())
-    tensors = quantisation.replace_layers(model).state_dict()
+    tensors = quantisation.replace_layers(model, {}).state_dict()
     for name, weight in weights.items():
         quantisation.load_rows(tensors, name, slice(None), weight.detach())
     return model
@@ -226,7 +226,7 @@ def quantized_in_blocks(model):
     from quantisation.blocks import load_block_rows, replace_with_block_linear
 
     weights = dict(model.named_parameters())
-    tensors = replace_with_block_linear(model).state_dict()
+    tensors = replace_with_block_linear(model, {}).state_dict()
     for name, weight in weights.items():
         load_block_rows(tensors, name, slice(None), weight.detach())
     return model
