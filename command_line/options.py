@@ -44,7 +44,7 @@ def add_model_options(parser: Parser) -> None:
     group = parser.group("model")
     devices = ("auto", "cuda", "mps", "cpu")
     group.add_argument("--device", default="auto", choices=devices, help="device to run on")
-    dtype_help = "weight dtype, or blocks: int8 in blocks of 32 with a scale each"
+    dtype_help = "weight dtype, or blocks: quantised in blocks of 32, as in GGUF files"
     group.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
     backend_help = "compute backend: native (C compiled for this CPU) or torch; auto prefers native"
     backends = ("auto", "torch", "native")

@@ -2,6 +2,7 @@
 
 import array
 import dataclasses
+import functools
 import math
 import re
 import reprlib
@@ -24,9 +25,10 @@ from loading.config import (
     swa_layers,
 )
 from loading.gguf import GGUF, TensorInfo
-from loading.gguf_blocks import UNPACKERS, dequantize
+from loading.gguf_blocks import UNPACKERS, dequantize, unpack_blocks
 from loading.gguf_tokenizer import named_eog_ids
 from model import GPTConfig, Model
+from quantisation.blocks import BLOCK_FORMATS, Q8_0, BlockFormat, QuantizedBlocks
 
 CHUNK_BYTES = 2**20  # bytes of a chunk in float32; dequantising is fastest in the CPU's cache
 ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
@@ -227,11 +229,20 @@ def gguf_name(model: Model, key: str) -> str:
     return f"{name}.{suffix}"
 
 
-def read_gguf_tensors(gguf: GGUF, model: Model) -> Iterator[tuple[str, slice, torch.Tensor]]:
+def read_block_formats(gguf: GGUF, model: Model) -> dict[str, BlockFormat]:
+    """Return the block format of each weight; Q8_0 if its type has no block format here."""
+    names = {key: gguf_name(model, key) for key, _ in model.named_parameters()}
+    return {key: BLOCK_FORMATS.get(gguf.tensors[name].type, Q8_0) for key, name in names.items()}
+
+
+def read_gguf_tensors(
+    gguf: GGUF, model: Model, keep_quantized: bool = False
+) -> Iterator[tuple[str, slice, torch.Tensor | QuantizedBlocks]]:
     """Iterate over the tensors of a model in chunks: (name, slice of rows, these rows).
 
-    As `read_tensors`. Raises UserError, before any tensor is read, if one is missing, unexpected,
-    of another shape or of a type that is not supported.
+    As `read_tensors`. keep_quantized: matrices of a type in BLOCK_FORMATS are not dequantised.
+    Raises UserError, before any tensor is read, if one is missing, unexpected, of another shape or
+    of a type that is not supported.
     """
     names = {}
     for key, _ in model.named_parameters():
@@ -245,7 +256,7 @@ def read_gguf_tensors(gguf: GGUF, model: Model) -> Iterator[tuple[str, slice, to
     for name, keys in names.items():
         count = (len(keys),) if is_stacked(model, keys[0]) else ()
         check_tensor(gguf, name, (*count, *model.get_parameter(keys[0]).shape))
-    return iterate_tensors(gguf, model, names)
+    return iterate_tensors(gguf, model, names, keep_quantized)
 
 
 def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
@@ -262,7 +273,9 @@ def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def iterate_tensors(gguf: GGUF, model: Model, names: dict[str, list[str]]) -> Iterator[tuple]:
+def iterate_tensors(
+    gguf: GGUF, model: Model, names: dict[str, list[str]], keep_quantized: bool
+) -> Iterator[tuple]:
     """Yield the chunks of `read_gguf_tensors`. names: GGUF name -> our names."""
     entries = [
         (name, number, key) for name, keys in names.items() for number, key in enumerate(keys)
@@ -279,18 +292,25 @@ def iterate_tensors(gguf: GGUF, model: Model, names: dict[str, list[str]]) -> It
         height = -(-CHUNK_BYTES // (4 * math.prod(tensor.shape[1:])) // row_multiple) * row_multiple
         if len(tensor.shape) == 1:  # one chunk, because numbers of a vector may share scales
             height = rows
+        keep_blocks = keep_quantized and len(tensor.shape) == 2 and tensor.type in BLOCK_FORMATS
         for start in range(0, rows, height):
             stop = min(start + height, rows)
-            block = read_rows(gguf, tensor, number * rows + start, number * rows + stop)
-            if interleaved:
+            block = read_rows(
+                gguf, tensor, number * rows + start, number * rows + stop, keep_blocks
+            )
+            if interleaved and keep_blocks:
+                block = block.map(functools.partial(reverse_permute_weights, head_dim=row_multiple))
+            elif interleaved:
                 block = reverse_permute_weights(block, row_multiple)
             if weight_offset:
                 block = block.float() - weight_offset  # 16 bits would round it
             yield key, slice(start, stop), block
 
 
-def read_rows(gguf: GGUF, tensor: TensorInfo, start: int, stop: int) -> torch.Tensor:
-    """Read rows of a tensor, in its dtype; quantised ones in float32."""
+def read_rows(
+    gguf: GGUF, tensor: TensorInfo, start: int, stop: int, keep_quantized: bool = False
+) -> torch.Tensor | QuantizedBlocks:
+    """Read rows of a tensor, in its dtype; quantised ones as blocks or in float32."""
     rows = tensor.shape[0]
     size = tensor.nbytes * (stop - start) // rows
     data = bytearray(size)
@@ -304,6 +324,9 @@ def read_rows(gguf: GGUF, tensor: TensorInfo, start: int, stop: int) -> torch.Te
     if not complete:
         raise UserError(f"{gguf.file}: truncated while it was read")
     numbers = torch.frombuffer(data, dtype=UNQUANTIZED.get(tensor.type, torch.uint8))
+    if keep_quantized:
+        blocks = QuantizedBlocks(*unpack_blocks(tensor.type, numbers))
+        return blocks.map(lambda part: part.reshape(stop - start, -1))
     if tensor.type in UNPACKERS:
         numbers = dequantize(tensor.type, numbers)
     return numbers.view(-1, *tensor.shape[1:])

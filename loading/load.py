@@ -25,7 +25,7 @@ from loading.config import (
     read_token_ids,
 )
 from loading.gguf import GGUF, read_gguf
-from loading.gguf_model import read_gguf_config, read_gguf_tensors
+from loading.gguf_model import read_block_formats, read_gguf_config, read_gguf_tensors
 from model import GPT, GPTConfig, Model
 from quantisation import BLOCKS, INT8, quantisation_of
 
@@ -326,7 +326,7 @@ def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -
     if source.type == "random":
         return random_tensors(model, shapes, float_dtype(dtype), device)
     if source.type == "gguf":
-        return read_gguf_tensors(source.gguf, model)
+        return read_gguf_tensors(source.gguf, model, quantisation_of(dtype) is BLOCKS)
     transposed = {key for key in shapes if model.is_transposed(key)}
     files = source.weight_files()
     skip = model.IGNORED_SUFFIXES
@@ -344,7 +344,10 @@ def load_weights(
     quantisation = quantisation_of(dtype)
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     with catch_out_of_memory(f"{source.label}: {size:,} bytes of weights"):
-        quantisation.replace_layers(model, {})
+        formats = {}
+        if quantisation is BLOCKS and source.type == "gguf":
+            formats = read_block_formats(source.gguf, model)
+        quantisation.replace_layers(model, formats)
         weights = {}
         for key, tensor in model.named_parameters():
             weights[key] = torch.empty(tensor.shape, dtype=float_dtype(dtype), device=device)

@@ -33,6 +33,15 @@ class BlockFormat(NamedTuple):
 
 
 Q8_0 = BlockFormat()
+BLOCK_FORMATS = {  # by the GGUF type, for types that load without requantisation
+    "Q8_0": Q8_0,
+    "Q4_0": BlockFormat(bits=4),
+    "Q4_1": BlockFormat(bits=4, has_minimum=True),
+    "Q5_0": Q8_0,
+    "Q5_1": BlockFormat(has_minimum=True),
+    "Q4_K": BlockFormat(bits=4, has_minimum=True, dtype=torch.float32),
+    "Q5_K": BlockFormat(has_minimum=True, dtype=torch.float32),
+}
 
 
 @dataclass(frozen=True)
