@@ -108,8 +108,9 @@ typedef uint16_t HalfVector __attribute__((vector_size(2 * WIDTH), aligned(2), m
 #define LOAD(p) (*(const Vector *)(p))
 #define WIDEN(h) __builtin_convertvector(*(const HalfVector *)(h), UintVector)
 
+enum { FLOAT32, FLOAT16, BFLOAT16, INT8 };  // quantisation types of weights
+
 // Load WIDTH weights as floats, starting at index i. Both 16-bit types convert to float32 exactly.
-enum { FLOAT32, FLOAT16, BFLOAT16 };
 INLINE Vector load_weights(const int quant_type, const void *w, int64_t i) {
   const uint16_t *h = (const uint16_t *)w + i;
   if (quant_type == FLOAT32) return LOAD((const float *)w + i);
@@ -148,17 +149,17 @@ enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
 const int panel_width = PANEL, int8_group = GROUP, activation_zero_point = ZERO_POINT;
 
 typedef struct {
-  const void *weight;            // the full panels, int8 with a scale, otherwise of quant_type
+  const void *weight;            // the full panels
   const void *tail_panel;        // a panel for the remaining outputs, padded with zeros
-  const float *scale;            // (out), or NULL
+  const float *scale;            // (out) with INT8, or NULL
   const uint32_t *compensation;  // (out), added to int8 sums modulo 2**32 to undo ZERO_POINT
   const float *bias;             // (out), or NULL
   int64_t out, in;
   int64_t row_stride;  // of y, larger than `out` if several layers write side by side
-  int64_t quant_type;  // FLOAT32, FLOAT16 or BFLOAT16
+  int64_t quant_type;
 } Linear;
 
-// The input of a layer, (T, in). int8 weights use `values` and a scale per token. Float weights use
+// The input of a layer, (T, in). INT8 weights use `values` and a scale per token. Float weights use
 // x.
 typedef struct {
   const float *x;
@@ -168,7 +169,7 @@ typedef struct {
 } Input;
 
 static int64_t num_groups(const Linear *l) {
-  return l->scale ? (l->in + GROUP - 1) / GROUP : l->in;
+  return l->quant_type == INT8 ? (l->in + GROUP - 1) / GROUP : l->in;
 }
 
 INLINE Input input_at(const Linear *l, Input in, int64_t t) {
@@ -179,8 +180,8 @@ INLINE Input input_at(const Linear *l, Input in, int64_t t) {
 // Return the panel of output o.
 static const void *panel_at(const Linear *l, int64_t o) {
   int64_t full = l->out - l->out % PANEL;
-  int64_t bytes = l->scale ? GROUP : l->quant_type ? 2 : 4;
-  int64_t size = PANEL * num_groups(l) * bytes;
+  const int bytes[] = {4, 2, 2, GROUP};  // by quant_type
+  int64_t size = PANEL * num_groups(l) * bytes[l->quant_type];
   return o < full ? (const char *)l->weight + o / PANEL * size : l->tail_panel;
 }
 
@@ -221,7 +222,7 @@ INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant 
 INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
-  if (l->scale) {
+  if (l->quant_type == INT8) {
     Sums sums[T][VECTORS];
     uint32_t acc[T][PANEL];
     const float *scale = l->scale;
@@ -351,7 +352,7 @@ void linear(const Linear *l, int64_t T, const float *x, Quant *values, float *sc
 #pragma omp parallel num_threads(threads)
   {
     Input in = {x, values, scale, rotated + omp_get_thread_num() * l->in};
-    if (l->scale) {
+    if (l->quant_type == INT8) {
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
     }
@@ -366,7 +367,7 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     int64_t o = token % PANEL;
     const void *row = panel_at(l, token);
     const int8_t *row8 = row;
-    if (l->scale) {
+    if (l->quant_type == INT8) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
       rotate_channels(l->in, y, y);  // undoes the rotation of the weight
@@ -860,7 +861,7 @@ static Range thread_range(int64_t n, int private) {
 // Quantise the inputs of a layer if its weights are int8, then wait for all threads.
 static void quantize_inputs(const Linear *l, int64_t T, int private, Input in) {
   Range range = thread_range(T, private);
-  if (l->scale)
+  if (l->quant_type == INT8)
     for (int64_t t = range.begin; t < range.end; t++) quantize_token(l, in, t);
   if (!private) {
 #pragma omp barrier

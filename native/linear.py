@@ -24,7 +24,9 @@ class LinearStruct(ctypes.Structure):
     ]
 
 
-QUANT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # of weights, as in gpt.c
+# Quantisation types of weights, as in gpt.c.
+QUANT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes without scales
 INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 
@@ -58,8 +60,6 @@ class NativeLinear(nn.Module):
     ValueError, before anything changes, for tensors that C cannot read.
     """
 
-    quant_type = QUANT_TYPES[torch.float32]
-
     def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
         super().__init__()
         self.out_features, self.in_features = layer.weight.shape
@@ -73,6 +73,7 @@ class NativeLinear(nn.Module):
         match layer:
             case Int8Linear():
                 group_size = int8_group
+                self.quant_type = QUANT_TYPES[torch.int8]
                 scale = layer.scale
                 # In chunks of rows, because torch converts all values to int32 before it sums.
                 sums = [rows.sum(dim=1, dtype=torch.int32) for rows in weight.split(1024)]
@@ -180,7 +181,7 @@ def check_layer(layer: nn.Module, out: int, size: int) -> None:
 def float_address(tensor: torch.Tensor | None, *shape: int) -> int | None:
     """Return `address` of a float32 tensor, or of a 16-bit one, which becomes float32 later."""
     dtype = getattr(tensor, "dtype", None)
-    return address(tensor, dtype if dtype in QUANT_TYPES else torch.float32, *shape)
+    return address(tensor, dtype if dtype in FLOAT_DTYPES else torch.float32, *shape)
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
