@@ -108,7 +108,7 @@ typedef uint16_t HalfVector __attribute__((vector_size(2 * WIDTH), aligned(2), m
 #define LOAD(p) (*(const Vector *)(p))
 #define WIDEN(h) __builtin_convertvector(*(const HalfVector *)(h), UintVector)
 
-enum { FLOAT32, FLOAT16, BFLOAT16, INT8 };  // quantisation types of weights
+enum { FLOAT32, FLOAT16, BFLOAT16, INT8, Q8 };  // quantisation types of weights
 
 // Load WIDTH weights as floats, starting at index i. Both 16-bit types convert to float32 exactly.
 INLINE Vector load_weights(const int quant_type, const void *w, int64_t i) {
@@ -137,6 +137,8 @@ typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 #define DEINTERLEAVE(a, b, i) __builtin_shuffle(a, b, (Lanes){LANES(i)})
 #endif
 
+#include "blocks.h"
+
 // products ----------------------------------------------------------------------------------------
 //
 // A weight (out, in) is packed into panels of PANEL outputs. A panel holds the weights of its
@@ -151,36 +153,55 @@ const int panel_width = PANEL, int8_group = GROUP, activation_zero_point = ZERO_
 typedef struct {
   const void *weight;            // the full panels
   const void *tail_panel;        // a panel for the remaining outputs, padded with zeros
-  const float *scale;            // (out) with INT8, or NULL
+  const void *scale;             // (out) with INT8, (panels, blocks, PANEL) with blocks, or NULL
+  const void *minimum;           // (panels, blocks, PANEL), or NULL
   const uint32_t *compensation;  // (out), added to int8 sums modulo 2**32 to undo ZERO_POINT
   const float *bias;             // (out), or NULL
   int64_t out, in;
   int64_t row_stride;  // of y, larger than `out` if several layers write side by side
   int64_t quant_type;
+  int64_t scale_type;  // quant_type of `scale` and `minimum` with blocks
 } Linear;
 
-// The input of a layer, (T, in). INT8 weights use `values` and a scale per token. Float weights use
-// x.
+// A quantised block of BLOCK inputs.
+typedef struct {
+  float scale;
+  int32_t sum;  // of the values
+  int8_t values[BLOCK];
+} Q8Block;
+
+// The input of a layer, (T, in). INT8 weights use `values` and a scale per token. Q8 weights use
+// `blocks`. Float weights use x.
 typedef struct {
   const float *x;
-  Quant *values;   // (T, groups, GROUP)
+  union {
+    Quant *values;    // (T, groups, GROUP)
+    Q8Block *blocks;  // (T, blocks)
+  };
   float *scale;    // (T)
   float *rotated;  // (in), each thread's scratch for one token's rotated input
 } Input;
 
+static int64_t num_blocks(const Linear *l) { return (l->in + BLOCK - 1) / BLOCK; }
+
 static int64_t num_groups(const Linear *l) {
+  if (l->quant_type == Q8) return num_blocks(l) * (BLOCK / 4);
   return l->quant_type == INT8 ? (l->in + GROUP - 1) / GROUP : l->in;
 }
 
 INLINE Input input_at(const Linear *l, Input in, int64_t t) {
-  Quant *values = in.values + t * num_groups(l) * GROUP;
-  return (Input){in.x + t * l->in, values, in.scale + t, in.rotated};
+  Input token = {in.x + t * l->in, {in.values}, in.scale + t, in.rotated};
+  if (l->quant_type == INT8)
+    token.values += t * num_groups(l) * GROUP;
+  else
+    token.blocks += t * num_blocks(l);
+  return token;
 }
 
 // Return the panel of output o.
 static const void *panel_at(const Linear *l, int64_t o) {
   int64_t full = l->out - l->out % PANEL;
-  const int bytes[] = {4, 2, 2, GROUP};  // by quant_type
+  const int bytes[] = {4, 2, 2, GROUP, 4};  // by quant_type
   int64_t size = PANEL * num_groups(l) * bytes[l->quant_type];
   return o < full ? (const char *)l->weight + o / PANEL * size : l->tail_panel;
 }
@@ -218,6 +239,41 @@ INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant 
     }
 }
 
+// Multiply T tokens by a panel of Q8 weights. Sums within a block are exact. x: (T, blocks).
+INLINE void gemm_q(const int T, const Linear *l, int64_t o, const Q8Block *x, float y[T][PANEL]) {
+  int64_t count = num_blocks(l);
+  int64_t scale_at = o / PANEL * count * PANEL;  // index into scales and minima
+  const ByteVector *w = panel_at(l, o);
+  Vector totals[T][VECTORS];
+  memset(totals, 0, sizeof totals);
+  for (int64_t b = 0; b < count; b++, scale_at += PANEL) {
+    Sums sums[T][VECTORS];
+    memset(sums, 0, sizeof sums);
+    for (int i = 0; i < BLOCK; i += 4, w += VECTORS)
+      for (int t = 0; t < T; t++) {
+        int32_t x4;
+        memcpy(&x4, x[t * count + b].values + i, 4);
+        for (int v = 0; v < VECTORS; v++) sums[t][v] = dot_add_q8(sums[t][v], x4, w[v]);
+      }
+    for (int v = 0; v < VECTORS; v++) {
+      Vector scale = load_weights(l->scale_type, l->scale, scale_at + v * WIDTH);
+      for (int t = 0; t < T; t++) {
+        const Q8Block *block = x + t * count + b;
+        IntVector dots = (IntVector)sums[t][v];
+        totals[t][v] += __builtin_convertvector(dots, Vector) * (scale * block->scale);
+      }
+      if (l->minimum) {
+        Vector minimum = load_weights(l->scale_type, l->minimum, scale_at + v * WIDTH);
+        for (int t = 0; t < T; t++) {
+          const Q8Block *block = x + t * count + b;
+          totals[t][v] += minimum * (block->scale * block->sum);
+        }
+      }
+    }
+  }
+  memcpy(y, totals, sizeof totals);
+}
+
 // Write outputs o to o + PANEL - 1 of T tokens to y, (T, row_stride), or add them to y with `add`.
 INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
@@ -232,6 +288,8 @@ INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float 
     for (int t = 0; t < T; t++)
       for (int64_t i = 0; i < count; i++)
         dots[t][i] = (int32_t)(acc[t][i] + l->compensation[o + i]) * (in.scale[t] * scale[o + i]);
+  } else if (l->quant_type == Q8) {
+    gemm_q(T, l, o, in.blocks, dots);
   } else if (l->quant_type == FLOAT16) {
     gemm_float(T, FLOAT16, l->in, panel_at(l, o), in.x, dots);
   } else if (l->quant_type == BFLOAT16) {
@@ -262,9 +320,9 @@ static void gemm(const Linear *l, int64_t T, Input in, float *y, int add) {
       }
 }
 
-// Quantise n floats to integers from -127 to 127, plus ZERO_POINT, and a scale, bit-identical to
+// Return the scale that maps n floats to integers from -127 to 127, bit-identical to
 // quantize in quantisation/int8.py.
-static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
+INLINE float quant_step(int64_t n, const float *x) {
   int32_t largest = 0;  // bits of |x|, which order as the floats do, with NaN above infinity
   for (int64_t i = 0; i < n; i++) {
     int32_t bits;
@@ -274,7 +332,12 @@ static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
   }
   float max;
   memcpy(&max, &largest, 4);
-  float step = max / 127 < FLT_MIN ? FLT_MIN : max / 127;  // not *scale, which may alias `values`
+  return max / 127 < FLT_MIN ? FLT_MIN : max / 127;
+}
+
+// Quantise n floats to integers, plus ZERO_POINT, and a scale.
+static void quantize(int64_t n, const float *x, Quant *values, float *scale) {
+  float step = quant_step(n, x);  // not *scale, which may alias `values`
   *scale = step;
   if (step <= FLT_MAX)
     for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / step) + ZERO_POINT;
@@ -339,10 +402,30 @@ void rotate_channels(int64_t n, const float *x, float *y) {
           for (int64_t i = base; i < base + stride; i += WIDTH) butterfly(WIDTH, p, stride, y + i);
 }
 
+// Quantise n floats, at most BLOCK. The block is padded with zeros.
+INLINE void quantize_block(int64_t n, const float *x, Q8Block *block) {
+  float step = quant_step(n, x);
+  int32_t sum = 0;
+  memset(block->values, 0, BLOCK);
+  for (int64_t i = 0; i < n; i++) {
+    int32_t value = step <= FLT_MAX ? (int32_t)rintf(x[i] / step) : 0;
+    block->values[i] = value;
+    sum += value;
+  }
+  block->scale = step;
+  block->sum = sum;
+}
+
 static void quantize_token(const Linear *l, Input in, int64_t t) {
   Input token = input_at(l, in, t);
-  rotate_channels(l->in, token.x, in.rotated);
-  quantize(l->in, in.rotated, token.values, token.scale);
+  if (l->quant_type == INT8) {
+    rotate_channels(l->in, token.x, in.rotated);
+    quantize(l->in, in.rotated, token.values, token.scale);
+    return;
+  }
+  int64_t full = l->in / BLOCK, tail = l->in % BLOCK;
+  for (int64_t b = 0; b < full; b++) quantize_block(BLOCK, token.x + b * BLOCK, token.blocks + b);
+  if (tail) quantize_block(tail, token.x + full * BLOCK, token.blocks + full);
 }
 
 // Compute the outputs y of a layer, (T, out). x: (T, in). values, scale: scratch for an Input.
@@ -351,12 +434,29 @@ void linear(const Linear *l, int64_t T, const float *x, Quant *values, float *sc
             float *y, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    Input in = {x, values, scale, rotated + omp_get_thread_num() * l->in};
-    if (l->quant_type == INT8) {
+    Input in = {x, {values}, scale, rotated + omp_get_thread_num() * l->in};
+    if (l->quant_type >= INT8) {
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
     }
     gemm(l, T, in, y, 0);
+  }
+}
+
+// Return element i of a packed array, whose length is a multiple of WIDTH.
+INLINE float load_weight(const int quant_type, const void *numbers, int64_t i) {
+  return load_weights(quant_type, numbers, i - i % WIDTH)[i % WIDTH];
+}
+
+// Dequantise row o of a Q8 weight. y: (C).
+static void dequantize_row(const Linear *l, int64_t o, float *y) {
+  const int8_t *panel = panel_at(l, o);
+  int64_t scales = o / PANEL * num_blocks(l) * PANEL + o % PANEL;
+  for (int64_t i = 0; i < l->in; i++) {
+    int64_t scale_at = scales + i / BLOCK * PANEL;
+    int8_t value = panel[(i / 4 * PANEL + o % PANEL) * 4 + i % 4];
+    y[i] = value * load_weight(l->scale_type, l->scale, scale_at);
+    if (l->minimum) y[i] += load_weight(l->scale_type, l->minimum, scale_at);
   }
 }
 
@@ -367,13 +467,16 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     int64_t o = token % PANEL;
     const void *row = panel_at(l, token);
     const int8_t *row8 = row;
-    if (l->quant_type == INT8) {
+    const float *scale = l->scale;
+    if (l->quant_type == Q8) {
+      dequantize_row(l, token, y);
+    } else if (l->quant_type == INT8) {
       for (int64_t i = 0; i < l->in; i++)
-        y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
+        y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * scale[token];
       rotate_channels(l->in, y, y);  // undoes the rotation of the weight
     } else {
       for (int64_t i = 0; i < l->in; i++)
-        y[i] = load_weights(l->quant_type, row, i * PANEL + o - o % WIDTH)[o % WIDTH];
+        y[i] = load_weight(l->quant_type, row, i * PANEL + o);
     }
   }
 }
@@ -858,10 +961,10 @@ static Range thread_range(int64_t n, int private) {
   return private ? (Range){0, n} : (Range){n * thread / threads, n * (thread + 1) / threads};
 }
 
-// Quantise the inputs of a layer if its weights are int8, then wait for all threads.
+// Quantise the inputs of a layer if its weights are quantised, then wait for all threads.
 static void quantize_inputs(const Linear *l, int64_t T, int private, Input in) {
   Range range = thread_range(T, private);
-  if (l->quant_type == INT8)
+  if (l->quant_type >= INT8)
     for (int64_t t = range.begin; t < range.end; t++) quantize_token(l, in, t);
   if (!private) {
 #pragma omp barrier
@@ -983,7 +1086,7 @@ static void moe(const Model *m, const Layer *layer, int64_t T, int private, floa
   sort_rows(m, T, r);
 #pragma omp for
   for (int64_t i = 0; i < R; i++) memcpy(y + i * C, in + r.tokens[i] * C, C * sizeof(float));
-  Input gathered = {y, input.values, input.scale, input.rotated};
+  Input gathered = {y, {input.values}, input.scale, input.rotated};
   quantize_inputs(first->in, R, private, gathered);
   expert_gemm(m, layer, 0, r, gathered, wide);
   expert_gemm(m, layer, 1, r, gathered, wide + inner);
@@ -1003,9 +1106,10 @@ static void moe(const Model *m, const Layer *layer, int64_t T, int private, floa
     }
 }
 
-// Return the scratch size for an Input of T tokens or of their T * top_k rows: x, scale and values.
+// Return the scratch size for an Input of T tokens or of their T * top_k rows: x, scale, and values
+// or blocks.
 static int64_t input_floats(const Model *m, int64_t T) {
-  return T * (2 * (m->max_width + m->top_k * GROUP) + m->top_k);
+  return T * (2 * (m->max_width + m->top_k * BLOCK) + m->top_k);
 }
 
 // Return the scratch size of each thread, for scores and one token's rotated input.
@@ -1037,8 +1141,8 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     float *rotated = scores + score_floats(m, p->length);
     float *in = all_inputs + private * thread * input_floats(m, T);
     float *scale = in + buffer_floats;
-    Input input = {in, (Quant *)(scale + T * m->top_k), scale, rotated};
-    Input attn = {y, input.values, scale, rotated};
+    Input input = {in, {(Quant *)(scale + T * m->top_k)}, scale, rotated};
+    Input attn = {y, {input.values}, scale, rotated};
     embed(m, p, x);
     Range range = thread_range(T, private);
     int64_t n = range.end - range.begin;

@@ -6,6 +6,7 @@ import math
 import torch
 import torch.nn as nn
 
+from quantisation.blocks import BLOCK_SIZE, BlockLinear
 from quantisation.int8 import Int8Linear
 
 
@@ -15,17 +16,18 @@ class LinearStruct(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("weight", "tail_panel", "scale", "compensation", "bias")
+            for name in ("weight", "tail_panel", "scale", "minimum", "compensation", "bias")
         ),
         *(
             (name, ctypes.c_int64)
-            for name in ("out_features", "in_features", "row_stride", "quant_type")
+            for name in ("out_features", "in_features", "row_stride", "quant_type", "scale_type")
         ),
     ]
 
 
 # Quantisation types of weights, as in gpt.c.
 QUANT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+Q8 = 4  # quantised in blocks
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes without scales
 INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
 
@@ -52,25 +54,49 @@ def pack(
     return panels, tail_panel
 
 
+def pack_scales(scale: torch.Tensor, panel_width: int) -> torch.Tensor:
+    """Pack the scales of blocks, (out, blocks), for C: (panels, blocks, panel_width).
+
+    Zeros pad the last panel. The result has an integer dtype of the same size, so that no dtype
+    conversion of the model changes it.
+    """
+    units = scale.view(INT_OF_SIZE[scale.itemsize])
+    units = nn.functional.pad(units, (0, 0, 0, -len(units) % panel_width))
+    return units.unflatten(0, (-1, panel_width)).transpose(1, 2).contiguous()
+
+
 class NativeLinear(nn.Module):
-    """A linear layer in C with float or int8 weights (one scale per row).
+    """A linear layer in C with float, int8 (one scale per row) or block-quantised weights.
 
     16-bit weights are converted to float32 as C reads them, a 16-bit bias here. Everything else is
     float32. The weight is packed in place, so the replaced layer cannot be used any more. Raises
     ValueError, before anything changes, for tensors that C cannot read.
     """
 
-    def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
+    scale_type = 0
+
+    def __init__(
+        self, layer: nn.Linear | nn.Embedding | Int8Linear | BlockLinear, library: ctypes.CDLL
+    ):
         super().__init__()
         self.out_features, self.in_features = layer.weight.shape
+        if isinstance(layer, BlockLinear):
+            self.in_features = layer.in_features
         check_layer(layer, self.out_features, self.in_features)
         names = "panel_width", "int8_group", "activation_zero_point"
         panel_width, int8_group, zero_point = (
             ctypes.c_int.in_dll(library, name).value for name in names
         )
         weight = layer.weight.detach()
-        scale = compensation = None
+        scale = minimum = compensation = None
         match layer:
+            case BlockLinear(block_format=block_format):
+                group_size = 4
+                self.quant_type = Q8
+                self.scale_type = QUANT_TYPES[block_format.dtype]
+                scale = pack_scales(layer.scale, panel_width)
+                if block_format.has_minimum:
+                    minimum = pack_scales(layer.minimum, panel_width)
             case Int8Linear():
                 group_size = int8_group
                 self.quant_type = QUANT_TYPES[torch.int8]
@@ -83,7 +109,7 @@ class NativeLinear(nn.Module):
                 self.quant_type = QUANT_TYPES[weight.dtype]
         self.library = library
         panels, tail_panel = pack(weight, panel_width, group_size)
-        buffers = {"weight": panels, "tail_panel": tail_panel, "scale": scale}
+        buffers = {"weight": panels, "tail_panel": tail_panel, "scale": scale, "minimum": minimum}
         for name, tensor in (buffers | {"compensation": compensation}).items():
             self.register_buffer(name, tensor)
         self.bias = getattr(layer, "bias", None)
@@ -92,20 +118,27 @@ class NativeLinear(nn.Module):
 
     def struct(self) -> LinearStruct:
         """Return the layer's C struct. It holds addresses, so the tensors must not move."""
-        tensors = self.weight, self.tail_panel, self.scale, self.compensation, self.bias
+        tensors = (
+            self.weight,
+            self.tail_panel,
+            self.scale,
+            self.minimum,
+            self.compensation,
+            self.bias,
+        )
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         sizes = self.out_features, self.in_features, self.out_features
-        return LinearStruct(*addresses, *sizes, self.quant_type)
+        return LinearStruct(*addresses, *sizes, self.quant_type, self.scale_type)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute `F.linear`, or `Int8Linear` bit for bit.
+        """Compute `F.linear`, or `Int8Linear` or `BlockLinear` bit for bit.
 
         x: (..., in_features), float32, contiguous or not. Raises ValueError for any other input.
         """
         rows = math.prod(x.shape[:-1])
         x2d = x.reshape(rows, x.shape[-1]).contiguous()
         y = torch.empty(rows, self.out_features)
-        values = torch.empty(rows, self.in_features + 4, dtype=torch.int16)  # quantised x
+        values = torch.empty(rows, self.in_features + 32, dtype=torch.int16)  # quantised x
         x_scale = torch.empty(rows)
         threads = torch.get_num_threads()
         rotated = torch.empty(0 if self.scale is None else threads * self.in_features)
@@ -158,7 +191,7 @@ def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
 
     for module in list(model.modules()):
         for name, layer in module.named_children():
-            if isinstance(layer, nn.Linear | Int8Linear) and layer is not embedding:
+            if isinstance(layer, nn.Linear | Int8Linear | BlockLinear) and layer is not embedding:
                 setattr(module, name, native_layer(layer))
     model.set_submodule(model.path("embedding"), NativeEmbedding(native_layer(embedding)))
     model.float()
@@ -167,6 +200,14 @@ def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
 def check_layer(layer: nn.Module, out: int, size: int) -> None:
     """Raise ValueError if C cannot read a layer with `out` outputs and `size` inputs."""
     match layer:
+        case BlockLinear(block_format=block_format):
+            if block_format.bits != 8:
+                raise ValueError(f"native code reads blocks of 8 bits, not of {block_format.bits}")
+            count = -(-size // BLOCK_SIZE)
+            address(layer.weight, torch.int8, out, count * BLOCK_SIZE)
+            address(layer.scale, block_format.dtype, out, count)
+            address(layer.minimum, block_format.dtype, out, count)
+            address(layer.bias, torch.float32, out)
         case Int8Linear():
             address(layer.weight, torch.int8, out, size)
             address(layer.scale, torch.float32, out)
