@@ -259,7 +259,7 @@ INLINE void gemm_q(const int T, const Linear *l, int64_t o, const Q8Block *x, fl
       Vector scale = load_weights(l->scale_type, l->scale, scale_at + v * WIDTH);
       for (int t = 0; t < T; t++) {
         const Q8Block *block = x + t * count + b;
-        IntVector dots = (IntVector)sums[t][v];
+        IntVector dots = (IntVector)sums[t][v] - WEIGHT_ZERO_POINT * block->sum;
         totals[t][v] += __builtin_convertvector(dots, Vector) * (scale * block->scale);
       }
       if (l->minimum) {
