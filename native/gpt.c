@@ -1,4 +1,4 @@
-// The forward pass of GPT-2, Llama and related models on a CPU, with 32-, 16- or 8-bit weights.
+// The forward pass of GPT-2, Llama and related models on a CPU, with 32-, 16-, 8- or 4-bit weights.
 //
 // All threads execute each parallel region. `#pragma omp for` divides a loop among them and ends
 // with a barrier, unless it says `nowait`. Every thread executes the remaining code, for all tokens
@@ -108,7 +108,7 @@ typedef uint16_t HalfVector __attribute__((vector_size(2 * WIDTH), aligned(2), m
 #define LOAD(p) (*(const Vector *)(p))
 #define WIDEN(h) __builtin_convertvector(*(const HalfVector *)(h), UintVector)
 
-enum { FLOAT32, FLOAT16, BFLOAT16, INT8, Q8 };  // quantisation types of weights
+enum { FLOAT32, FLOAT16, BFLOAT16, INT8, Q8, Q4 };  // quantisation types of weights
 
 // Load WIDTH weights as floats, starting at index i. Both 16-bit types convert to float32 exactly.
 INLINE Vector load_weights(const int quant_type, const void *w, int64_t i) {
@@ -170,8 +170,8 @@ typedef struct {
   int8_t values[BLOCK];
 } Q8Block;
 
-// The input of a layer, (T, in). INT8 weights use `values` and a scale per token. Q8 weights use
-// `blocks`. Float weights use x.
+// The input of a layer, (T, in). INT8 weights use `values` and a scale per token. Q8 and Q4 weights
+// use `blocks`. Float weights use x.
 typedef struct {
   const float *x;
   union {
@@ -185,6 +185,7 @@ typedef struct {
 static int64_t num_blocks(const Linear *l) { return (l->in + BLOCK - 1) / BLOCK; }
 
 static int64_t num_groups(const Linear *l) {
+  if (l->quant_type == Q4) return num_blocks(l) * (BLOCK / 8);
   if (l->quant_type == Q8) return num_blocks(l) * (BLOCK / 4);
   return l->quant_type == INT8 ? (l->in + GROUP - 1) / GROUP : l->in;
 }
@@ -201,7 +202,7 @@ INLINE Input input_at(const Linear *l, Input in, int64_t t) {
 // Return the panel of output o.
 static const void *panel_at(const Linear *l, int64_t o) {
   int64_t full = l->out - l->out % PANEL;
-  const int bytes[] = {4, 2, 2, GROUP, 4};  // by quant_type
+  const int bytes[] = {4, 2, 2, GROUP, 4, 4};  // by quant_type
   int64_t size = PANEL * num_groups(l) * bytes[l->quant_type];
   return o < full ? (const char *)l->weight + o / PANEL * size : l->tail_panel;
 }
@@ -239,27 +240,38 @@ INLINE void gemm_int8(const int T, int64_t groups, const int8_t *w, const Quant 
     }
 }
 
-// Multiply T tokens by a panel of Q8 weights. Sums within a block are exact. x: (T, blocks).
-INLINE void gemm_q(const int T, const Linear *l, int64_t o, const Q8Block *x, float y[T][PANEL]) {
+// Multiply T tokens by a panel of Q8 or Q4 weights. Sums within a block are exact. x: (T, blocks).
+INLINE void gemm_q(const int T, const int quant_type, const Linear *l, int64_t o, const Q8Block *x,
+                   float y[T][PANEL]) {
   int64_t count = num_blocks(l);
   int64_t scale_at = o / PANEL * count * PANEL;  // index into scales and minima
   const ByteVector *w = panel_at(l, o);
+  const int zero_point = quant_type == Q8 ? WEIGHT_ZERO_POINT : l->minimum ? 0 : 8;  // of weights
   Vector totals[T][VECTORS];
   memset(totals, 0, sizeof totals);
   for (int64_t b = 0; b < count; b++, scale_at += PANEL) {
     Sums sums[T][VECTORS];
     memset(sums, 0, sizeof sums);
-    for (int i = 0; i < BLOCK; i += 4, w += VECTORS)
+    for (int i = 0; i < (quant_type == Q8 ? BLOCK : BLOCK / 2); i += 4, w += VECTORS)
       for (int t = 0; t < T; t++) {
-        int32_t x4;
-        memcpy(&x4, x[t * count + b].values + i, 4);
-        for (int v = 0; v < VECTORS; v++) sums[t][v] = dot_add_q8(sums[t][v], x4, w[v]);
+        const int8_t *values = x[t * count + b].values + i;
+        int32_t low, high;  // half a block apart
+        memcpy(&low, values, 4);
+        if (quant_type == Q4) memcpy(&high, values + BLOCK / 2, 4);
+        for (int v = 0; v < VECTORS; v++)
+          if (quant_type == Q8) {
+            sums[t][v] = dot_add_q8(sums[t][v], low, w[v]);
+          } else {
+            sums[t][v] = dot_add_q4(sums[t][v], low, w[v] & 15);
+            sums[t][v] = dot_add_q4(sums[t][v], high, w[v] >> 4);
+          }
       }
     for (int v = 0; v < VECTORS; v++) {
       Vector scale = load_weights(l->scale_type, l->scale, scale_at + v * WIDTH);
       for (int t = 0; t < T; t++) {
         const Q8Block *block = x + t * count + b;
-        IntVector dots = (IntVector)sums[t][v] - WEIGHT_ZERO_POINT * block->sum;
+        Sums products = quant_type == Q8 ? sums[t][v] : widen_q4_sums(sums[t][v]);
+        IntVector dots = (IntVector)products - zero_point * block->sum;
         totals[t][v] += __builtin_convertvector(dots, Vector) * (scale * block->scale);
       }
       if (l->minimum) {
@@ -289,7 +301,9 @@ INLINE void panel_gemm(const int T, const Linear *l, int64_t o, Input in, float 
       for (int64_t i = 0; i < count; i++)
         dots[t][i] = (int32_t)(acc[t][i] + l->compensation[o + i]) * (in.scale[t] * scale[o + i]);
   } else if (l->quant_type == Q8) {
-    gemm_q(T, l, o, in.blocks, dots);
+    gemm_q(T, Q8, l, o, in.blocks, dots);
+  } else if (l->quant_type == Q4) {
+    gemm_q(T, Q4, l, o, in.blocks, dots);
   } else if (l->quant_type == FLOAT16) {
     gemm_float(T, FLOAT16, l->in, panel_at(l, o), in.x, dots);
   } else if (l->quant_type == BFLOAT16) {
@@ -448,15 +462,21 @@ INLINE float load_weight(const int quant_type, const void *numbers, int64_t i) {
   return load_weights(quant_type, numbers, i - i % WIDTH)[i % WIDTH];
 }
 
-// Dequantise row o of a Q8 weight. y: (C).
+// Dequantise row o of a Q8 or Q4 weight. y: (C).
 static void dequantize_row(const Linear *l, int64_t o, float *y) {
-  const int8_t *panel = panel_at(l, o);
+  const uint8_t *panel = panel_at(l, o);
   int64_t scales = o / PANEL * num_blocks(l) * PANEL + o % PANEL;
   for (int64_t i = 0; i < l->in; i++) {
-    int64_t scale_at = scales + i / BLOCK * PANEL;
-    int8_t value = panel[(i / 4 * PANEL + o % PANEL) * 4 + i % 4];
-    y[i] = value * load_weight(l->scale_type, l->scale, scale_at);
-    if (l->minimum) y[i] += load_weight(l->scale_type, l->minimum, scale_at);
+    int64_t b = i / BLOCK, at = i % BLOCK;
+    int64_t group = b * (BLOCK / 4) + at / 4;
+    if (l->quant_type == Q4) group = b * (BLOCK / 8) + at % (BLOCK / 2) / 4;
+    int value = panel[(group * PANEL + o % PANEL) * 4 + at % 4];
+    if (l->quant_type == Q8)
+      value = (int8_t)value;
+    else
+      value = (at < BLOCK / 2 ? value & 15 : value >> 4) - (l->minimum ? 0 : 8);
+    y[i] = value * load_weight(l->scale_type, l->scale, scales + b * PANEL);
+    if (l->minimum) y[i] += load_weight(l->scale_type, l->minimum, scales + b * PANEL);
   }
 }
 
@@ -468,7 +488,7 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     const void *row = panel_at(l, token);
     const int8_t *row8 = row;
     const float *scale = l->scale;
-    if (l->quant_type == Q8) {
+    if (l->quant_type == Q8 || l->quant_type == Q4) {
       dequantize_row(l, token, y);
     } else if (l->quant_type == INT8) {
       for (int64_t i = 0; i < l->in; i++)

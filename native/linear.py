@@ -28,6 +28,7 @@ class LinearStruct(ctypes.Structure):
 # Quantisation types of weights, as in gpt.c.
 QUANT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 Q8 = 4  # quantised in blocks
+Q4 = 5
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes without scales
 INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes
 
@@ -92,7 +93,7 @@ class NativeLinear(nn.Module):
         match layer:
             case BlockLinear(block_format=block_format):
                 group_size = 4
-                self.quant_type = Q8
+                self.quant_type = Q8 if block_format.bits == 8 else Q4
                 self.scale_type = QUANT_TYPES[block_format.dtype]
                 scale = pack_scales(layer.scale, panel_width)
                 if block_format.has_minimum:
@@ -201,10 +202,9 @@ def check_layer(layer: nn.Module, out: int, size: int) -> None:
     """Raise ValueError if C cannot read a layer with `out` outputs and `size` inputs."""
     match layer:
         case BlockLinear(block_format=block_format):
-            if block_format.bits != 8:
-                raise ValueError(f"native code reads blocks of 8 bits, not of {block_format.bits}")
             count = -(-size // BLOCK_SIZE)
-            address(layer.weight, torch.int8, out, count * BLOCK_SIZE)
+            width = count * BLOCK_SIZE * block_format.bits // 8
+            address(layer.weight, torch.int8 if block_format.bits == 8 else torch.uint8, out, width)
             address(layer.scale, block_format.dtype, out, count)
             address(layer.minimum, block_format.dtype, out, count)
             address(layer.bias, torch.float32, out)
