@@ -507,9 +507,8 @@ void get_rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 // bit-identical on every processor. With int8 weights the logits are too, because their dot
 // products are exact.
 
-// NUM_PARTIALS: partial sums of a dot product, whatever WIDTH is. QUERY_TILE: queries that share
-// one load of a value.
-enum { NUM_PARTIALS = 16, QUERY_TILE = 4 };
+// NUM_PARTIALS: partial sums of a dot product, whatever WIDTH is. ROWS: rows multiplied together.
+enum { NUM_PARTIALS = 16, ROWS = 4 };
 
 typedef struct {
   const float *weight, *bias;         // (C), or (D) per head; bias is NULL in an RMSNorm
@@ -550,7 +549,6 @@ typedef struct {
   const int64_t *page_tables[2];
   int64_t num_pages[2];
   int64_t page_size;
-  int64_t length;  // of the longest sequence
   int64_t T, num_logits;
   const int64_t *group_ids, *group_indices;  // (n_layer): each layer's group, its index within it
   const int64_t *tokens, *positions;         // (T): token ids, positions in their sequences
@@ -586,21 +584,28 @@ INLINE float dot(int64_t n, const float *a, const float *b) {
 
 INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
 
-// Return the dot products of a and WIDTH columns, where b[i] holds element i of each column, or the
-// columns' sums if a is NULL. Each adds in the order of `dot`.
-INLINE Vector column_dots(int64_t n, const float *a, const Vector *b) {
-  Vector sums[NUM_PARTIALS] = {0};
-  int64_t i = 0;
-  for (; i + NUM_PARTIALS <= n; i += NUM_PARTIALS)
-    for (int l = 0; l < NUM_PARTIALS; l++) sums[l] += (a ? a[i + l] : 1) * b[i + l];
-  for (int l = 0; l < NUM_PARTIALS; l++)
-    if (i + l < n) sums[l] += (a ? a[i + l] : 1) * b[i + l];
-  for (int half = NUM_PARTIALS / 2; half; half /= 2)
-    for (int l = 0; l < half; l++) sums[l] += sums[l + half];
-  return sums[0];
+// Multiply a, (N, n), by WIDTH columns b, (n, WIDTH). Each dot product adds in the order of `dot`.
+INLINE void column_dots(const int N, int64_t n, const float *a, const float *b, float *dots) {
+  Vector sums[ROWS][NUM_PARTIALS / 2];
+  for (int l = 0; l < NUM_PARTIALS / 2; l++) {
+    Vector low[ROWS] = {0}, high[ROWS] = {0};
+    int64_t i = l;
+    for (; i + NUM_PARTIALS / 2 < n; i += NUM_PARTIALS) {
+      Vector column = LOAD(b + i * WIDTH), other = LOAD(b + (i + NUM_PARTIALS / 2) * WIDTH);
+      for (int k = 0; k < N; k++) {
+        low[k] += a[k * n + i] * column;
+        high[k] += a[k * n + i + NUM_PARTIALS / 2] * other;
+      }
+    }
+    if (i < n)
+      for (int k = 0; k < N; k++) low[k] += a[k * n + i] * LOAD(b + i * WIDTH);
+    for (int k = 0; k < N; k++) sums[k][l] = low[k] + high[k];
+  }
+  for (int half = NUM_PARTIALS / 4; half; half /= 2)
+    for (int l = 0; l < half; l++)
+      for (int k = 0; k < N; k++) sums[k][l] += sums[k][l + half];
+  for (int k = 0; k < N; k++) store(WIDTH, sums[k][0], dots + k * WIDTH);
 }
-
-INLINE Vector column_sums(int64_t n, const Vector *b) { return column_dots(n, NULL, b); }
 
 // x and y: (T, C).
 void layer_norm(const Norm *norm, float eps, int64_t T, int64_t C, const float *x, float *y) {
@@ -656,10 +661,16 @@ static void apply_rotary_emb(const float *cos, const float *sin, int64_t D, floa
 
 // attention ---------------------------------------------------------------------------------------
 //
-// softmax(q k / sqrt(D)) v in three steps: qk_dots, softmax, accumulate_values. A query attends
-// alone, or WIDTH queries at adjacent positions attend as a block, which reads each key once for
-// all of them. T, N and D are compile-time constants where possible, so that loops over them
-// unroll.
+// softmax(q k / sqrt(D)) v in blocks of KV_BLOCK positions: qk_dots, update_softmax,
+// accumulate_values, then the next block. A block with a larger score scales down the sums of
+// earlier blocks (online softmax, Milakov and Gimelshein 2018). Blocks begin at multiples of
+// KV_BLOCK, wherever the pass or the sliding window begins, so the order of the sums depends only
+// on the query's position. Here T is the number of queries in a block, WIDTH or 1, at adjacent
+// positions. They attend together, so each block of the cache is read once for all of them. T, N
+// and D are compile-time constants where possible, so that loops over them unroll.
+
+// QUERY_TILE: queries that share one load of a value.
+enum { KV_BLOCK = 32, QUERY_TILE = 4 };
 
 // The cache of one sequence for one layer and one KV head, in pages of (page_size, D) floats.
 typedef struct {
@@ -669,106 +680,107 @@ typedef struct {
   const int64_t *page_table;  // of the sequence
   int64_t length;             // positions that the first query sees; each later query sees one more
   int64_t sliding_window;     // the number of latest positions that a query attends to
-  int fresh;                  // whether to prefetch: this layer has not read the sequence yet
 } KVView;
 
-// Tokens from begin to end - 1.
+// Positions or tokens from begin to end - 1.
 typedef struct {
   int64_t begin, end;
 } Range;
 
-// Return the first position that query t attends to.
-INLINE int64_t first_visible(const KVView *kv, int64_t t) {
-  int64_t first = kv->length + t - kv->sliding_window;
-  return first > 0 ? first : 0;
+// Return the positions that query t attends to.
+INLINE Range visible(const KVView *kv, int64_t t) {
+  int64_t end = kv->length + t;
+  return (Range){end > kv->sliding_window ? end - kv->sliding_window : 0, end};
 }
 
-INLINE float *key_page(const KVView *kv, int64_t i) {
-  return kv->keys + kv->page_table[i] * kv->page_stride;
+INLINE Range intersection(Range a, Range b) {
+  return (Range){a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
 }
 
-INLINE float *value_page(const KVView *kv, int64_t i) {
-  return kv->values + kv->page_table[i] * kv->page_stride;
+// Return the key or value at a position. base: kv->keys or kv->values.
+INLINE float *kv_row(const KVView *kv, float *base, int64_t D, int64_t position) {
+  int64_t page = kv->page_table[position / kv->page_size];
+  return base + page * kv->page_stride + position % kv->page_size * D;
 }
 
-// Prefetch n floats. Pages lie anywhere in memory, so the CPU cannot predict the next one.
-INLINE void prefetch(int64_t n, const float *x) {
-  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a cache line is 64 bytes
-}
-
-// Step 1 for one query: compute its dot product with each key that it sees. scores: (length).
-INLINE void qk_dots(const int64_t D, const KVView *kv, const float *q, float *scores) {
-  int64_t length = kv->length;
+// Return the keys or values at a range of positions, contiguous: in place if they are in a single
+// page, otherwise copied to `scratch`.
+INLINE const float *gather_rows(const KVView *kv, float *base, int64_t D, Range in,
+                                float *scratch) {
   int64_t size = kv->page_size;
-  int64_t first = first_visible(kv, 0);
-  int64_t first_page = first / size;
-  for (int64_t page = first_page; page * size < length; page++) {
-    int64_t start = page * size;
-    int64_t n = length - start < size ? length - start : size;
-    const float *key = key_page(kv, page);
-    const float *next = NULL;
-    if (kv->fresh)
-      next = start + size < length ? key_page(kv, page + 1) : value_page(kv, first_page);
-    for (int64_t i = start < first ? first - start : 0; i < n; i++) {
-      if (next) prefetch(D, next + i * D);
-      scores[start + i] = dot(D, q, key + i * D);
-    }
+  if (in.begin / size == (in.end - 1) / size) return kv_row(kv, base, D, in.begin);
+  for (int64_t i = in.begin, n; i < in.end; i += n) {
+    n = size - i % size < in.end - i ? size - i % size : in.end - i;
+    memcpy(scratch + (i - in.begin) * D, kv_row(kv, base, D, i), n * D * sizeof(float));
+  }
+  return scratch;
+}
+
+// Step 1: compute the dot products of T queries and n keys. q: (D, T). scores: (n, T).
+INLINE void qk_dots(const int T, const int64_t D, const float *q, int64_t n, const float *keys,
+                    float *scores) {
+  int64_t i = 0;
+  if (T == 1)
+    for (; i < n; i++) scores[i] = dot(D, q, keys + i * D);
+  else {
+    for (; i + ROWS <= n; i += ROWS) column_dots(ROWS, D, keys + i * D, q, scores + i * T);
+    for (; i < n; i++) column_dots(1, D, keys + i * D, q, scores + i * T);
   }
 }
 
-// Set the scores of a block of queries to `value` at masked positions. scores: (positions, WIDTH).
-INLINE void mask_scores(const KVView *kv, float *scores, float value) {
-  int64_t first = first_visible(kv, 0);
-  int64_t last = kv->length + WIDTH - 1;
-  for (int t = 0; t < WIDTH; t++) {
-    for (int64_t i = first; i < first_visible(kv, t); i++) scores[i * WIDTH + t] = value;
-    for (int64_t i = kv->length + t; i < last; i++) scores[i * WIDTH + t] = value;
+// Set the scores of masked positions to `value`, in the block that begins at `start`. scores:
+// (KV_BLOCK, T).
+INLINE void mask_scores(const int T, const KVView *kv, int64_t start, float *scores, float value) {
+  for (int t = 0; t < T; t++) {
+    Range seen = visible(kv, t);
+    for (int64_t i = 0; i < KV_BLOCK; i++)
+      if (start + i < seen.begin || start + i >= seen.end) scores[i * T + t] = value;
   }
 }
 
-// Step 1 for a block of queries: compute the dot product of each with each key, -infinity at masked
-// positions. columns: (D, WIDTH), one query in each. scores: (positions, WIDTH).
-INLINE void qk_dots_block(const int64_t D, const KVView *kv, const Vector *columns, float *scores) {
-  int64_t last = kv->length + WIDTH - 1;
-  int64_t size = kv->page_size;
-  int64_t first = first_visible(kv, 0);
-  for (int64_t page = first / size, i = first; i < last; page++) {
-    int64_t start = page * size;
-    int64_t end = last - start < size ? last : start + size;
-    const float *key = key_page(kv, page) - start * D;
-    for (; i < end; i++) *(Vector *)(scores + i * WIDTH) = column_dots(D, key + i * D, columns);
-  }
-  mask_scores(kv, scores, -INFINITY);
+// Return the larger value in each lane, or b's if one is NaN.
+INLINE Vector lane_max(Vector a, Vector b) {
+  UintVector mask = (UintVector)(a > b);
+  return (Vector)(((UintVector)a & mask) | ((UintVector)b & ~mask));
 }
 
-// Step 2 for one query: replace the scores with exponentials, at most 1 so that none overflows.
-// Return their sum, by which step 3 divides its result, because dividing each score takes longer.
-INLINE float softmax(int64_t D, const KVView *kv, float *scores) {
-  int64_t length = kv->length;
-  int64_t first = first_visible(kv, 0);
+// Sum n floats or Vectors pairwise, the upper half to the lower, into x[0].
+#define TREE_SUM(n, x)                    \
+  for (int half = n / 2; half; half /= 2) \
+    for (int i = 0; i < half; i++) x[i] += x[half + i];
+
+// The running maximum and sum of T queries over the blocks so far.
+typedef struct {
+  float max[WIDTH];  // of the scores
+  float sum[WIDTH];  // of their exponentials
+} SoftmaxState;
+
+// Step 2: replace the scores of a block, (KV_BLOCK, T), with exponentials, at most 1 so that none
+// overflows. unmasked: whether every query attends to the whole block. rescale: (T), returns the
+// factors for the sums of earlier blocks.
+INLINE void update_softmax(const int T, int64_t D, const KVView *kv, int64_t start, int unmasked,
+                           float *scores, SoftmaxState *state, float *rescale) {
   float factor = 1 / sqrtf(D);
-  float max = -INFINITY;
-  for (int64_t i = first; i < length; i++) max = scores[i] > max ? scores[i] : max;
-  for (int64_t i = first; i < length; i++) scores[i] = exponential((scores[i] - max) * factor);
-  return sum(length - first, scores + first);
-}
-
-// Step 2 for a block of queries. sums: (WIDTH).
-INLINE void softmax_block(int64_t D, const KVView *kv, float *scores, float *sums) {
-  int64_t last = kv->length + WIDTH - 1;
-  int64_t first = first_visible(kv, 0);
-  float factor = 1 / sqrtf(D);
-  float max[WIDTH];
-  for (int t = 0; t < WIDTH; t++) max[t] = -INFINITY;
-  for (int64_t i = first * WIDTH; i < last * WIDTH; i += WIDTH)
-    for (int t = 0; t < WIDTH; t++) max[t] = scores[i + t] > max[t] ? scores[i + t] : max[t];
-  for (int64_t i = first * WIDTH; i < last * WIDTH; i += WIDTH)
+  float new_max[WIDTH];
+  if (!unmasked) mask_scores(T, kv, start, scores, -INFINITY);
+  Vector maxima = LOAD(scores);
+  for (int i = WIDTH; i < KV_BLOCK * T; i += WIDTH) maxima = lane_max(LOAD(scores + i), maxima);
+  store(WIDTH, maxima, new_max);
+  for (int t = T; t < WIDTH; t++) new_max[0] = new_max[t] > new_max[0] ? new_max[t] : new_max[0];
+  for (int t = 0; t < T; t++) {
+    new_max[t] = state->max[t] > new_max[t] ? state->max[t] : new_max[t];
+    rescale[t] = exponential((state->max[t] - new_max[t]) * factor);
+    state->max[t] = new_max[t];
+  }
+  for (int i = 0; i < KV_BLOCK * T; i += WIDTH)
     for (int t = 0; t < WIDTH; t++)
-      scores[i + t] = exponential((scores[i + t] - max[t]) * factor);
-  mask_scores(kv, scores, 0);  // `exponential` clamps these to exp(-87)
-  // A single query begins at a later position. Its partial sums are the same, but rotated, so the
-  // tree adds the same pairs.
-  *(Vector *)sums = column_sums(last - first, (Vector *)(scores + first * WIDTH));
+      scores[i + t] = exponential((scores[i + t] - new_max[t % T]) * factor);
+  if (!unmasked) mask_scores(T, kv, start, scores, 0);  // `exponential` clamps these to exp(-87)
+  Vector sums[KV_BLOCK];
+  memcpy(sums, scores, KV_BLOCK * T * sizeof(float));
+  TREE_SUM(KV_BLOCK * T / WIDTH, sums)
+  if (T == 1) TREE_SUM(WIDTH, sums[0])
+  for (int t = 0; t < T; t++) state->sum[t] = state->sum[t] * rescale[t] + sums[0][t];
 }
 
 // A matrix whose rows begin `stride` floats apart.
@@ -777,102 +789,105 @@ typedef struct {
   int64_t stride;
 } Matrix;
 
-// Step 3 for columns d to d + N * WIDTH - 1 of T queries: add each value times its score. scores:
-// (positions, T). y: (T, D).
-INLINE void accumulate_columns(const int T, const int N, const int64_t D, const KVView *kv,
-                               int64_t d, Matrix scores, Matrix y) {
-  Vector sums[QUERY_TILE][4] = {0};
-  int64_t length = kv->length;
-  int64_t last = length + T - 1;
-  int64_t size = kv->page_size;
-  int64_t first = first_visible(kv, 0);
-  for (int64_t page = first / size, i = first; i < last; page++) {
-    int64_t start = page * size;
-    int64_t end = last - start < size ? last : start + size;
-    const float *value = value_page(kv, page) + (i - start) * D + d;
-    const float *next = NULL;
-    if (kv->fresh && end < last) next = value_page(kv, page + 1) + d;
-    for (; i < end; i++, value += D) {
-      if (next) prefetch(N * WIDTH, next + (i - start) * D);
-      for (int t = 0; t < T; t++)
-        if (T == 1 || (i < length + t && i >= length + t - kv->sliding_window))
-          for (int j = 0; j < N; j++)
-            sums[t][j] += scores.data[i * scores.stride + t] * LOAD(value + j * WIDTH);
-    }
+// Step 3 for columns d to d + N * WIDTH - 1 of the values.
+INLINE void accumulate_columns(const int T, const int N, const int64_t D, int64_t d, int64_t n,
+                               const float *values, Matrix scores, const float *rescale, Matrix y) {
+  Vector sums[QUERY_TILE][4];
+  for (int t = 0; t < T; t++)
+    for (int j = 0; j < N; j++)
+      sums[t][j] = LOAD(y.data + t * y.stride + d + j * WIDTH) * rescale[t];
+  for (int64_t i = 0; i < n; i++) {
+    Vector value[4];
+    for (int j = 0; j < N; j++) value[j] = LOAD(values + i * D + d + j * WIDTH);
+    for (int t = 0; t < T; t++)
+      for (int j = 0; j < N; j++) sums[t][j] += scores.data[i * scores.stride + t] * value[j];
   }
   for (int t = 0; t < T; t++)
     for (int j = 0; j < N; j++) *(Vector *)(y.data + t * y.stride + d + j * WIDTH) = sums[t][j];
 }
 
-// Step 3 for T queries: compute all columns and divide them by the sums of step 2.
-INLINE void accumulate_values(const int T, const int64_t D, const KVView *kv, Matrix scores,
-                              const float *sums, Matrix y) {
+// Step 3 for T queries and n values: rescale y, (T, D), and add each value times its score, (n, T).
+INLINE void accumulate_values(const int T, const int64_t D, int64_t n, const float *values,
+                              Matrix scores, const float *rescale, Matrix y) {
   const int N = T == 1 || WIDTH == 16 ? 4 : 2;  // limited by the number of registers
   int64_t d = 0;
-  for (; d + N * WIDTH <= D; d += N * WIDTH) accumulate_columns(T, N, D, kv, d, scores, y);
-  for (; d + WIDTH <= D; d += WIDTH) accumulate_columns(T, 1, D, kv, d, scores, y);
+  for (; d + N * WIDTH <= D; d += N * WIDTH)
+    accumulate_columns(T, N, D, d, n, values, scores, rescale, y);
+  for (; d + WIDTH <= D; d += WIDTH) accumulate_columns(T, 1, D, d, n, values, scores, rescale, y);
   for (; d < D; d++)
     for (int t = 0; t < T; t++) {
-      float acc = 0;
-      for (int64_t i = first_visible(kv, t); i < kv->length + t; i++) {
-        const float *value = value_page(kv, i / kv->page_size) + i % kv->page_size * D;
-        acc += scores.data[i * scores.stride + t] * value[d];
-      }
+      float acc = y.data[t * y.stride + d] * rescale[t];
+      for (int64_t i = 0; i < n; i++) acc += scores.data[i * scores.stride + t] * values[i * D + d];
       y.data[t * y.stride + d] = acc;
     }
-  for (int t = 0; t < T; t++)
-    for (d = 0; d < D; d++) y.data[t * y.stride + d] /= sums[t];
 }
 
-INLINE void query_attention(const int64_t D, const KVView *kv, const float *q, float *scores,
-                            float *y) {
-  qk_dots(D, kv, q, scores);
-  float sum = softmax(D, kv, scores);
-  accumulate_values(1, D, kv, (Matrix){scores, 1}, &sum, (Matrix){y, D});
-}
+// Return the scratch size for a block of keys and values, and for the queries and their
+// SoftmaxState.
+static int64_t attend_floats(int64_t D) { return 2 * KV_BLOCK * D + (D + 2) * WIDTH; }
 
-INLINE void block_attention(const int64_t D, const KVView *kv, Matrix q, float *scores, Matrix y) {
-  float *columns = scores + (kv->length + WIDTH - 1) * WIDTH;  // (D, WIDTH)
-  for (int64_t d = 0; d < D; d++)
-    for (int t = 0; t < WIDTH; t++) columns[d * WIDTH + t] = q.data[t * q.stride + d];
-  float sums[WIDTH];
-  qk_dots_block(D, kv, (Vector *)columns, scores);
-  softmax_block(D, kv, scores, sums);
-  for (int t = 0; t < WIDTH; t += QUERY_TILE) {
-    KVView view = *kv;  // of these queries
-    view.length += t;
-    view.fresh = 0;
-    Matrix out = {y.data + t * y.stride, y.stride};
-    accumulate_values(QUERY_TILE, D, &view, (Matrix){scores + t, WIDTH}, sums + t, out);
+// Attend with T queries of one head. q and y: (T, D). scratch: (attend_floats).
+INLINE void flash_attention(const int T, const int64_t D, const KVView *kv, Matrix q,
+                            float *scratch, Matrix y) {
+  float *columns = scratch + 2 * KV_BLOCK * D;  // (D, T)
+  SoftmaxState *state = (SoftmaxState *)(columns + D * WIDTH);
+  for (int t = 0; t < T; t++) {
+    state->max[t] = -FLT_MAX;
+    state->sum[t] = 0;
+    for (int64_t d = 0; d < D; d++) {
+      columns[d * T + t] = q.data[t * q.stride + d];
+      y.data[t * y.stride + d] = 0;
+    }
   }
+  Range needed = {visible(kv, 0).begin, visible(kv, T - 1).end};
+  Range common = {visible(kv, T - 1).begin, visible(kv, 0).end};
+  for (int64_t start = needed.begin / KV_BLOCK * KV_BLOCK; start < needed.end; start += KV_BLOCK) {
+    Range block = {start, start + KV_BLOCK};
+    Range in = intersection(block, needed);
+    int unmasked = start >= common.begin && block.end <= common.end;
+    const float *keys = gather_rows(kv, kv->keys, D, in, scratch);
+    const float *values = gather_rows(kv, kv->values, D, in, scratch + KV_BLOCK * D);
+    float scores[KV_BLOCK * WIDTH], rescale[WIDTH];
+    qk_dots(T, D, columns, in.end - in.begin, keys, scores + (in.begin - start) * T);
+    update_softmax(T, D, kv, start, unmasked, scores, state, rescale);
+    const int N = unmasked && T > 1 ? QUERY_TILE : 1;
+    for (int t = 0; t < T; t += N) {
+      Range seen = unmasked ? in : intersection(block, visible(kv, t));
+      Matrix probs = {scores + (seen.begin - start) * T + t, T};
+      Matrix out = {y.data + t * y.stride, y.stride};
+      int64_t n = seen.end - seen.begin;
+      if (N > 1)
+        accumulate_values(QUERY_TILE, D, n, values, probs, rescale + t, out);
+      else
+        accumulate_values(1, D, n, values + (seen.begin - in.begin) * D, probs, rescale + t, out);
+    }
+  }
+  for (int t = 0; t < T; t++)
+    for (int64_t d = 0; d < D; d++) y.data[t * y.stride + d] /= state->sum[t];
 }
 
-// Return the scratch size for the scores of a block of queries, and for the queries.
-static int64_t score_floats(const Model *m, int64_t length) {
-  return (length + m->head_dim) * WIDTH;
-}
-
-// Attend with one query of one head, (D). y: (D). scores: scratch, (length).
-static void attend_query(int64_t D, const KVView *kv, const float *q, float *scores, float *y) {
+// Attend with one query of one head.
+static void attend_query(int64_t D, const KVView *kv, Matrix q, float *scratch, Matrix y) {
   if (D == 64)  // as in GPT-2
-    query_attention(64, kv, q, scores, y);
+    flash_attention(1, 64, kv, q, scratch, y);
   else
-    query_attention(D, kv, q, scores, y);
+    flash_attention(1, D, kv, q, scratch, y);
 }
 
-// Attend with a block of WIDTH queries of one head. q and y: (WIDTH, D). scores: scratch,
-// (score_floats).
-static void attend_query_block(int64_t D, const KVView *kv, Matrix q, float *scores, Matrix y) {
+// Attend with a block of WIDTH queries of one head.
+static void attend_query_block(int64_t D, const KVView *kv, Matrix q, float *scratch, Matrix y) {
   if (D == 64)
-    block_attention(64, kv, q, scores, y);
+    flash_attention(WIDTH, 64, kv, q, scratch, y);
   else
-    block_attention(D, kv, q, scores, y);
+    flash_attention(WIDTH, D, kv, q, scratch, y);
 }
 
 // Attend with one query of one head. Exported for tests, which compare it with torch.
-void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
-            const float *q, float *k, float *v, float *scores, float *y) {
-  attend_query(D, &(KVView){k, v, stride, size, pages, length, length, 1}, q, scores, y);
+void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D, float *q,
+            float *k, float *v, float *y) {
+  KVView kv = {k, v, stride, size, pages, length, length};
+  float scratch[attend_floats(D)];
+  attend_query(D, &kv, (Matrix){q, D}, scratch, (Matrix){y, D});
 }
 
 // Return the first token of the query block of token t, or -1 if it is not entirely in this pass.
@@ -905,10 +920,9 @@ static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_h
 
 // Store the key and the value of a token, (D) each, at its position, the last of the view.
 static void append_kv(const KVView *kv, int64_t D, const float *key, const float *value) {
-  int64_t page = (kv->length - 1) / kv->page_size;
-  int64_t offset = (kv->length - 1) % kv->page_size * D;
-  memcpy(key_page(kv, page) + offset, key, D * sizeof(float));
-  memcpy(value_page(kv, page) + offset, value, D * sizeof(float));
+  int64_t last = kv->length - 1;
+  memcpy(kv_row(kv, kv->keys, D, last), key, D * sizeof(float));
+  memcpy(kv_row(kv, kv->values, D, last), value, D * sizeof(float));
 }
 
 // Apply the layer's norm, if it has one, and RoPE to a token's query or key, (D).
@@ -923,7 +937,7 @@ static void norm_and_rope(const Model *m, const Pass *p, int local, const Norm *
 
 // Prepare queries and keys, append keys and values to the cache, then attend. Each KV head serves
 // H / K query heads. qkv: (T, H + 2 K, D). y: (T, H, D).
-static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scores,
+static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scratch,
                       float *y) {
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group_size = H / K;
@@ -951,12 +965,8 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
         KVView kv = kv_view(m, p, layer, k, t);
         Matrix q = {qkv + t * row_stride + h * D, row_stride};
         Matrix o = {y + (t * H + h) * D, H * D};
-        if (first == t) {
-          attend_query_block(D, &kv, q, scores, o);
-        } else if (first < 0) {
-          kv.fresh = g == 0 && (t == 0 || p->table_starts[t - 1] != p->table_starts[t]);
-          attend_query(D, &kv, q.data, scores, o.data);
-        }
+        if (first == t) attend_query_block(D, &kv, q, scratch, o);
+        if (first < 0) attend_query(D, &kv, q, scratch, o);
       }
 }
 
@@ -1132,14 +1142,14 @@ static int64_t input_floats(const Model *m, int64_t T) {
   return T * (2 * (m->max_width + m->top_k * BLOCK) + m->top_k);
 }
 
-// Return the scratch size of each thread, for scores and one token's rotated input.
-static int64_t thread_floats(const Model *m, int64_t length) {
-  return score_floats(m, length) + m->max_width;
+// Return the scratch size of each thread, for attention and one token's rotated input.
+static int64_t thread_floats(const Model *m) {
+  return attend_floats(m->head_dim) + m->max_width;
 }
 
-int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
+int64_t work_floats(const Model *m, int64_t T, int threads) {
   int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
-  return T * 3 * m->max_width + threads * thread_floats(m, length) + inputs + route_floats(m, T);
+  return T * 3 * m->max_width + threads * thread_floats(m) + inputs + route_floats(m, T);
 }
 
 // Run a forward pass. logits: (num_logits, vocab_size). work: scratch, (work_floats).
@@ -1150,15 +1160,15 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   float *x = work;  // the residual stream
   float *y = x + buffer_floats;
   float *wide = y + buffer_floats;
-  float *all_scores = wide + buffer_floats;
-  float *all_inputs = all_scores + threads * thread_floats(m, p->length);
+  float *all_scratch = wide + buffer_floats;
+  float *all_inputs = all_scratch + threads * thread_floats(m);
   Routes routes = routes_in(m, T, all_inputs + (T < threads ? threads : 1) * input_floats(m, T));
 #pragma omp parallel num_threads(threads)
   {
     int private = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *scores = all_scores + thread * thread_floats(m, p->length);
-    float *rotated = scores + score_floats(m, p->length);
+    float *thread_scratch = all_scratch + thread * thread_floats(m);
+    float *rotated = thread_scratch + attend_floats(m->head_dim);
     float *in = all_inputs + private * thread * input_floats(m, T);
     float *scale = in + buffer_floats;
     Input input = {in, {(Quant *)(scale + T * m->top_k)}, scale, rotated};
@@ -1174,7 +1184,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       int64_t inner = mlp->out.in;
       normalize(&layer->attn_norm, m->eps, n, C, thread_x, thread_in);
       project(layer->attn_in, 3, T, private, input, wide, 0);
-      attention(m, p, i, wide, scores, y);
+      attention(m, p, i, wide, thread_scratch, y);
       residual(m, &layer->attn_out, &layer->attn_out_norm, T, private, attn, wide, x);
       normalize(&layer->mlp_norm, m->eps, n, C, thread_x, thread_in);
       if (layer->experts) {

@@ -18,7 +18,7 @@ PassStruct = struct(
     cache=POINTER * 2,
     page_tables=ctypes.POINTER(INT) * 2,
     num_pages=INT * 2,
-    **dict.fromkeys(("page_size", "length", "T", "num_logits"), INT),
+    **dict.fromkeys(("page_size", "T", "num_logits"), INT),
     **dict.fromkeys(("group_ids", "group_indices"), ctypes.POINTER(INT)),
     **dict.fromkeys(("tokens", "positions", "table_starts", "logits_indices"), ctypes.POINTER(INT)),
     cos=POINTER,
@@ -125,7 +125,7 @@ class NativeRunner(NativeSampler):
         groups = tuple(caches), (page_table, sliding_page_table), tuple(num_pages)
         angles = [table for each in self.rotary_embedding for table in each.cos_sin(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
-        sizes = page_size, length, len(batch.tokens), len(batch.logits_indices)
+        sizes = page_size, len(batch.tokens), len(batch.logits_indices)
         return PassStruct(*groups, *sizes, *self.layers[separate], *arrays, *angles)
 
     def run_pass(self, struct: PassStruct) -> torch.Tensor:
@@ -133,8 +133,7 @@ class NativeRunner(NativeSampler):
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Scratch is not shared between calls, because ctypes releases the GIL during the call.
-        sizes = INT(struct.T), INT(struct.length)
-        work = torch.empty(self.library.work_floats(model, *sizes, threads))
+        work = torch.empty(self.library.work_floats(model, INT(struct.T), threads))
         logits = torch.empty(struct.num_logits, self.config.vocab_size)
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(struct), *buffers, threads)
