@@ -666,8 +666,9 @@ static void apply_rotary_emb(const float *cos, const float *sin, int64_t D, floa
 // earlier blocks (online softmax, Milakov and Gimelshein 2018). Blocks begin at multiples of
 // KV_BLOCK, wherever the pass or the sliding window begins, so the order of the sums depends only
 // on the query's position. Here T is the number of queries in a block, WIDTH or 1, at adjacent
-// positions. They attend together, so each block of the cache is read once for all of them. T, N
-// and D are compile-time constants where possible, so that loops over them unroll.
+// positions. They attend together, for all query heads that share a KV head, so each block of the
+// cache is read once. T, N and D are compile-time constants where possible, so that loops over them
+// unroll.
 
 // QUERY_TILE: queries that share one load of a value.
 enum { KV_BLOCK = 32, QUERY_TILE = 4 };
@@ -822,23 +823,27 @@ INLINE void accumulate_values(const int T, const int64_t D, int64_t n, const flo
     }
 }
 
-// Return the scratch size for a block of keys and values, and for the queries and their
-// SoftmaxState.
-static int64_t attend_floats(int64_t D) { return 2 * KV_BLOCK * D + (D + 2) * WIDTH; }
+// Return the scratch size for a block of keys and values, and for the queries and SoftmaxState of
+// `heads` heads.
+static int64_t attend_floats(int64_t D, int64_t heads) {
+  return 2 * KV_BLOCK * D + heads * (D + 2) * WIDTH;
+}
 
-// Attend with T queries of one head. q and y: (T, D). scratch: (attend_floats).
-INLINE void flash_attention(const int T, const int64_t D, const KVView *kv, Matrix q,
+// Attend with T queries in each of `heads` heads that share a KV head. q and y: T rows of
+// (heads, D). scratch: (attend_floats).
+INLINE void flash_attention(const int T, const int64_t D, int64_t heads, const KVView *kv, Matrix q,
                             float *scratch, Matrix y) {
-  float *columns = scratch + 2 * KV_BLOCK * D;  // (D, T)
-  SoftmaxState *state = (SoftmaxState *)(columns + D * WIDTH);
-  for (int t = 0; t < T; t++) {
-    state->max[t] = -FLT_MAX;
-    state->sum[t] = 0;
-    for (int64_t d = 0; d < D; d++) {
-      columns[d * T + t] = q.data[t * q.stride + d];
-      y.data[t * y.stride + d] = 0;
+  float *columns = scratch + 2 * KV_BLOCK * D;  // (heads, D, T)
+  SoftmaxState *state = (SoftmaxState *)(columns + heads * D * WIDTH);
+  for (int64_t h = 0; h < heads; h++)
+    for (int t = 0; t < T; t++) {
+      state[h].max[t] = -FLT_MAX;
+      state[h].sum[t] = 0;
+      for (int64_t d = h * D; d < (h + 1) * D; d++) {
+        columns[d * T + t] = q.data[t * q.stride + d];
+        y.data[t * y.stride + d] = 0;
+      }
     }
-  }
   Range needed = {visible(kv, 0).begin, visible(kv, T - 1).end};
   Range common = {visible(kv, T - 1).begin, visible(kv, 0).end};
   for (int64_t start = needed.begin / KV_BLOCK * KV_BLOCK; start < needed.end; start += KV_BLOCK) {
@@ -847,47 +852,52 @@ INLINE void flash_attention(const int T, const int64_t D, const KVView *kv, Matr
     int unmasked = start >= common.begin && block.end <= common.end;
     const float *keys = gather_rows(kv, kv->keys, D, in, scratch);
     const float *values = gather_rows(kv, kv->values, D, in, scratch + KV_BLOCK * D);
-    float scores[KV_BLOCK * WIDTH], rescale[WIDTH];
-    qk_dots(T, D, columns, in.end - in.begin, keys, scores + (in.begin - start) * T);
-    update_softmax(T, D, kv, start, unmasked, scores, state, rescale);
-    const int N = unmasked && T > 1 ? QUERY_TILE : 1;
-    for (int t = 0; t < T; t += N) {
-      Range seen = unmasked ? in : intersection(block, visible(kv, t));
-      Matrix probs = {scores + (seen.begin - start) * T + t, T};
-      Matrix out = {y.data + t * y.stride, y.stride};
-      int64_t n = seen.end - seen.begin;
-      if (N > 1)
-        accumulate_values(QUERY_TILE, D, n, values, probs, rescale + t, out);
-      else
-        accumulate_values(1, D, n, values + (seen.begin - in.begin) * D, probs, rescale + t, out);
+    for (int64_t h = 0; h < heads; h++) {
+      float scores[KV_BLOCK * WIDTH], rescale[WIDTH];
+      qk_dots(T, D, columns + h * D * T, in.end - in.begin, keys, scores + (in.begin - start) * T);
+      update_softmax(T, D, kv, start, unmasked, scores, state + h, rescale);
+      const int N = unmasked && T > 1 ? QUERY_TILE : 1;
+      for (int t = 0; t < T; t += N) {
+        Range seen = unmasked ? in : intersection(block, visible(kv, t));
+        Matrix probs = {scores + (seen.begin - start) * T + t, T};
+        Matrix out = {y.data + t * y.stride + h * D, y.stride};
+        int64_t n = seen.end - seen.begin;
+        if (N > 1)
+          accumulate_values(QUERY_TILE, D, n, values, probs, rescale + t, out);
+        else
+          accumulate_values(1, D, n, values + (seen.begin - in.begin) * D, probs, rescale + t, out);
+      }
     }
   }
-  for (int t = 0; t < T; t++)
-    for (int64_t d = 0; d < D; d++) y.data[t * y.stride + d] /= state->sum[t];
+  for (int64_t h = 0; h < heads; h++)
+    for (int t = 0; t < T; t++)
+      for (int64_t d = h * D; d < (h + 1) * D; d++) y.data[t * y.stride + d] /= state[h].sum[t];
 }
 
-// Attend with one query of one head.
-static void attend_query(int64_t D, const KVView *kv, Matrix q, float *scratch, Matrix y) {
+// Attend with one query per head.
+static void attend_query(int64_t D, int64_t heads, const KVView *kv, Matrix q, float *scratch,
+                         Matrix y) {
   if (D == 64)  // as in GPT-2
-    flash_attention(1, 64, kv, q, scratch, y);
+    flash_attention(1, 64, heads, kv, q, scratch, y);
   else
-    flash_attention(1, D, kv, q, scratch, y);
+    flash_attention(1, D, heads, kv, q, scratch, y);
 }
 
-// Attend with a block of WIDTH queries of one head.
-static void attend_query_block(int64_t D, const KVView *kv, Matrix q, float *scratch, Matrix y) {
+// Attend with a block of WIDTH queries per head.
+static void attend_query_block(int64_t D, int64_t heads, const KVView *kv, Matrix q, float *scratch,
+                               Matrix y) {
   if (D == 64)
-    flash_attention(WIDTH, 64, kv, q, scratch, y);
+    flash_attention(WIDTH, 64, heads, kv, q, scratch, y);
   else
-    flash_attention(WIDTH, D, kv, q, scratch, y);
+    flash_attention(WIDTH, D, heads, kv, q, scratch, y);
 }
 
 // Attend with one query of one head. Exported for tests, which compare it with torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D, float *q,
             float *k, float *v, float *y) {
   KVView kv = {k, v, stride, size, pages, length, length};
-  float scratch[attend_floats(D)];
-  attend_query(D, &kv, (Matrix){q, D}, scratch, (Matrix){y, D});
+  float scratch[attend_floats(D, 1)];
+  attend_query(D, 1, &kv, (Matrix){q, D}, scratch, (Matrix){y, D});
 }
 
 // Return the first token of the query block of token t, or -1 if it is not entirely in this pass.
@@ -956,17 +966,24 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       norm_and_rope(m, p, local, key_norm, t, key);
       append_kv(&kv, D, key, key + K * D);
     }
-#pragma omp for schedule(static) collapse(3)
+  // Split the heads of a group over threads where that is faster. Each thread then reads the keys
+  // separately, which takes about 1.25 times as long.
+  int64_t threads = omp_get_num_threads();
+  int64_t joint = (K * p->T + threads - 1) / threads * group_size;  // heads for the busiest thread
+  int64_t split = (K * group_size * p->T + threads - 1) / threads;
+  int64_t splits = 5 * split < 4 * joint ? group_size : 1;
+  int64_t heads = group_size / splits;
+#pragma omp for schedule(dynamic) collapse(3)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++)
-      for (int64_t g = 0; g < group_size; g++) {
-        int64_t h = k * group_size + g;
+      for (int64_t part = 0; part < splits; part++) {
+        int64_t h = k * group_size + part * heads;
         int64_t first = query_block_start(p, t);
         KVView kv = kv_view(m, p, layer, k, t);
         Matrix q = {qkv + t * row_stride + h * D, row_stride};
         Matrix o = {y + (t * H + h) * D, H * D};
-        if (first == t) attend_query_block(D, &kv, q, scratch, o);
-        if (first < 0) attend_query(D, &kv, q, scratch, o);
+        if (first == t) attend_query_block(D, heads, &kv, q, scratch, o);
+        if (first < 0) attend_query(D, heads, &kv, q, scratch, o);
       }
 }
 
@@ -1144,7 +1161,7 @@ static int64_t input_floats(const Model *m, int64_t T) {
 
 // Return the scratch size of each thread, for attention and one token's rotated input.
 static int64_t thread_floats(const Model *m) {
-  return attend_floats(m->head_dim) + m->max_width;
+  return attend_floats(m->head_dim, m->n_head / m->n_kv_head) + m->max_width;
 }
 
 int64_t work_floats(const Model *m, int64_t T, int threads) {
@@ -1168,7 +1185,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     int private = T < threads;
     int64_t thread = omp_get_thread_num();
     float *thread_scratch = all_scratch + thread * thread_floats(m);
-    float *rotated = thread_scratch + attend_floats(m->head_dim);
+    float *rotated = thread_scratch + attend_floats(m->head_dim, m->n_head / m->n_kv_head);
     float *in = all_inputs + private * thread * input_floats(m, T);
     float *scale = in + buffer_floats;
     Input input = {in, {(Quant *)(scale + T * m->top_k)}, scale, rotated};
