@@ -21,21 +21,28 @@ class Span(NamedTuple):
 class KVCache:
     """A contiguous KV cache for a batch of sequences of any lengths, allocated once.
 
-    storage: (n_layer, 2, batch_size, n_kv_head, max_len, head_dim), in the model's dtype.
-    max_len: positions per sequence; None: block_size. tokens: the cached tokens of each sequence,
-    from position 0. Later positions in the storage are stale. Raises UserError if the storage
-    does not fit in memory.
+    storage: (n_layer, 2, batch_size, n_kv_head, max_len, head_dim).
+    max_len: positions per sequence; None: block_size. dtype: of the storage; None: the model's.
+    tokens: the cached tokens of each sequence, from position 0. Later positions in the storage
+    are stale. Raises UserError if the storage does not fit in memory.
     """
 
-    def __init__(self, model, batch_size: int = 1, max_len: int | None = None):
+    def __init__(
+        self,
+        model,
+        batch_size: int = 1,
+        max_len: int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         config = model.config
+        dtype = dtype or model.dtype
         max_len = config.block_size if max_len is None else max_len
         shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_len, config.head_dim)
         try:
             # Zeros: a masked position has weight 0, but 0 times a NaN in stale memory would be NaN.
-            self.storage = torch.zeros(shape, dtype=model.dtype, device=model.device)
+            self.storage = torch.zeros(shape, dtype=dtype, device=model.device)
         except RuntimeError:
-            size = model.dtype.itemsize
+            size = dtype.itemsize
             factors = (
                 f"batch size {batch_size} x {config.n_layer} layers x keys and values"
                 f" x {config.n_kv_head} heads x {max_len} positions"
@@ -148,15 +155,29 @@ class KVCache:
         q, k, v and the result are (B, T, heads, head_dim).
         """
         keys, values = self.keys_values[2 * layer : 2 * layer + 2]
-        keys.transpose(1, 2)[self.slot_mapping] = k
-        values.transpose(1, 2)[self.slot_mapping] = v
+        keys.transpose(1, 2)[self.slot_mapping] = to_cache_dtype(k, keys.dtype)
+        values.transpose(1, 2)[self.slot_mapping] = to_cache_dtype(v, values.dtype)
         first, mask = self.kv_views[self.sliding_windows[layer]]
         keys = keys[:, :, first:][self.batch_indices]
         values = values[:, :, first:][self.batch_indices]
-        q = q.transpose(1, 2)  # consecutive query heads share a KV head
-        return F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, enable_gqa=True
-        ).transpose(1, 2)
+        return cached_attention(q.transpose(1, 2), keys, values, mask).transpose(1, 2)
+
+
+def to_cache_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert keys or values to a cache's dtype."""
+    return x.to(dtype)
+
+
+def cached_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the attention output. q and the output are (B, heads, T, head_dim).
+
+    keys, values: as `to_cache_dtype` stores them, (B, n_kv_head, S, head_dim). Consecutive query
+    heads share a KV head.
+    """
+    keys, values = (each.to(q.dtype) for each in (keys, values))
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
 
 
 def layer_sliding_windows(config) -> tuple[int | None, ...]:

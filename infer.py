@@ -16,6 +16,7 @@ from cache import ContextWindow, KVCache
 from command_line.chat import Conversation, add_chat_options, check_chat_options, load_chat
 from command_line.models import load_models, pick_device
 from command_line.options import (
+    CACHE_DTYPES,
     MODEL_HELP,
     STORIES,
     add_options,
@@ -48,6 +49,7 @@ def generate(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     stride: int | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Iterator[list[int | None]]:
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
@@ -57,6 +59,8 @@ def generate(
     use_cache: use a KV cache; if False, each step recomputes all positions.
     stride: tokens by which a context shift moves the window, from 1 to block_size; None: half of
     block_size.
+    cache_dtype: of keys and values. float16 takes half of float32's memory; None: the model's
+    dtype. `to_cache_dtype` rounds each key and value independently.
     Finished sequences stay in the batch until the last one ends.
     Yields, once per step, the next token of each sequence, its EOS included, and None
     once it has ended. Greedy or with a seed, a sequence does not depend on
@@ -75,7 +79,9 @@ def generate(
     context_window = ContextWindow(config.block_size, stride)
     # The last token is never an input, but every prompt is computed, even with max_new_tokens 0.
     longest = max(max(own.prompt_length, own.max_length - 1) for own in sequences)
-    cache = KVCache(model, len(sequences), min(longest, config.block_size)) if use_cache else None
+    cache = None
+    if use_cache:
+        cache = KVCache(model, len(sequences), min(longest, config.block_size), cache_dtype)
     finished = [sequence.params.max_new_tokens == 0 for sequence in sequences]
     while not all(finished):
         windows = [context_window.crop(sequence.tokens) for sequence in sequences]
@@ -115,6 +121,7 @@ def beam_search(
     use_cache: bool = True,
     stride: int | None = None,
     length_penalty: float = 0.0,
+    cache_dtype: torch.dtype | None = None,
 ) -> list[Beam]:
     """Return the best continuations of a prompt by beam search.
 
@@ -133,7 +140,7 @@ def beam_search(
     block_size = model.config.block_size
     context_window = ContextWindow(block_size, stride)
     longest = len(prompt) + max_new_tokens - 1  # the last token is never an input
-    cache = KVCache(model, 1, min(longest, block_size)) if use_cache else None
+    cache = KVCache(model, 1, min(longest, block_size), cache_dtype) if use_cache else None
     running = [Beam([], 0.0)]  # best first; here score is the plain sum of log-probabilities
     finished = []
     for length in range(1, max_new_tokens + 1):
@@ -244,6 +251,8 @@ def run(args) -> None:
     """
     check_beam_options(args)
     check_chat_options(args)
+    if args.no_cache and CACHE_DTYPES[args.cache_dtype]:
+        raise UserError("--cache-dtype conflicts with --no-cache")
     source = resolve_source(args.model)
     params = sampling_params(args)
     prompts = read_prompts(args)
@@ -284,8 +293,9 @@ def print_samples(
     args, model: Model, prompts: list[list[int]], params: list[SamplingParams], output: OutputWriter
 ) -> None:
     """Sample a continuation of each prompt. params: one for each; they differ only in the seed."""
+    options = not args.no_cache, args.stride, CACHE_DTYPES[args.cache_dtype]
     with output:
-        for step in generate(model, prompts, params, None, not args.no_cache, args.stride):
+        for step in generate(model, prompts, params, None, *options):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)
@@ -295,6 +305,7 @@ def print_samples(
 def print_beams(args, model: Model, prompts: list[list[int]], output: OutputWriter) -> None:
     """Run beam search for each prompt, with the best text on stdout and its score on stderr."""
     options = {"ignore_eos": args.ignore_eos, "use_cache": not args.no_cache, "stride": args.stride}
+    options["cache_dtype"] = CACHE_DTYPES[args.cache_dtype]
     penalty = 0.0 if args.length_penalty is None else args.length_penalty
     summaries = []
     with output:

@@ -14,6 +14,7 @@ import torch
 from cache import ContextWindow, KVCache
 from command_line.models import load_models, pick_device
 from command_line.options import (
+    CACHE_DTYPES,
     MODEL_HELP,
     STORIES,
     add_options,
@@ -58,16 +59,18 @@ def generate_speculative(
     gamma: int = 3,
     generator: torch.Generator | None = None,
     stride: int | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Iterator[SpeculativeStep]:
     """Continue a prompt by speculative decoding, as `infer.generate` does with the target alone.
 
     Greedy output is equal and sampled output has the same distribution, up to rounding.
     The drafter proposes up to gamma tokens, 1 to 16, and the target verifies them in one pass.
     draft: a model, or a function with the signature of `ModelDrafter.propose`, such as
-    `propose_prompt_lookup`. generator, stride: as in `infer.generate`, but params.seed is not
-    used. The draft model's context shifts by half of its own block_size. Yields one step per target
-    pass, with at most `params.max_new_tokens` tokens in all. Raises UserError if gamma is out of
-    range or the vocabularies differ, and as `infer.generate` does.
+    `propose_prompt_lookup`. generator, stride, cache_dtype: as in `infer.generate`, but
+    params.seed is not used. The draft model's context shifts by half of its own block_size, and its
+    cache has cache_dtype too. Yields one step per target pass, with at most `params.max_new_tokens`
+    tokens in all. Raises UserError if gamma is out of range or the vocabularies differ, and as
+    `infer.generate` does.
     """
     check_limits(GAMMA_LIMITS, gamma=gamma)
     check_engine_only_params([params])
@@ -75,11 +78,11 @@ def generate_speculative(
     sequence = Sequence.from_prompt(prompt, params, config)
     context_window = ContextWindow(config.block_size, stride)
     end = sequence.max_length
-    cache = KVCache(target, 1, min(end - 1, config.block_size))
+    cache = KVCache(target, 1, min(end - 1, config.block_size), cache_dtype)
     propose = draft
     if isinstance(draft, Model):
         check_vocabularies(config, draft.config)
-        propose = ModelDrafter(draft, end - 1, generator).propose
+        propose = ModelDrafter(draft, end - 1, generator, cache_dtype).propose
     while len(sequence.tokens) < end:
         start = context_window.start(len(sequence.tokens))
         # No pass crosses a context shift: all its positions share this window.
@@ -110,11 +113,17 @@ class ModelDrafter:
     max_len: maximum sequence length when drafting, in tokens.
     """
 
-    def __init__(self, model: Model, max_len: int, generator: torch.Generator | None = None):
+    def __init__(
+        self,
+        model: Model,
+        max_len: int,
+        generator: torch.Generator | None = None,
+        cache_dtype: torch.dtype | None = None,
+    ):
         self.model = model
         self.generator = generator
         self.context_window = ContextWindow(model.config.block_size)
-        self.cache = KVCache(model, 1, min(max_len, model.config.block_size))
+        self.cache = KVCache(model, 1, min(max_len, model.config.block_size), cache_dtype)
 
     def propose(self, sequence: Sequence, count: int) -> tuple[list[int], torch.Tensor]:
         """Return `count` drafts and q, the distribution that each was sampled from.
@@ -256,7 +265,7 @@ def run(args) -> None:
     colours = args.show and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     with DraftOutput(prompts, encoding, skip, shown_seed, colours=colours) as output:
         for row, tokens in enumerate(encoded):
-            options = args.gamma, generator, args.stride
+            options = args.gamma, generator, args.stride, CACHE_DTYPES[args.cache_dtype]
             passes = generate_speculative(target, draft, tokens, params, *options)
             for step in passes:
                 output.add_step(row, step)

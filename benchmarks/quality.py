@@ -18,7 +18,7 @@ from benchmarks import common
 from benchmarks.llama_cpp import LlamaCpp
 from cache import KVCache
 from command_line.models import pick_dtype
-from command_line.options import DTYPES, STORIES
+from command_line.options import CACHE_DTYPES, DTYPES, STORIES
 from command_line.output import warn_dropped_bytes
 from command_line.parser import Parser
 from errors import UserError
@@ -46,7 +46,7 @@ MEASURED = {
 }
 COLUMNS = {
     "model": common.COLUMNS["model"],
-    "dtype": "dtype of the weights, or the GGUF file",
+    "dtype": "dtype of the weights, and of the cache if given; or the GGUF file",
     "backend": "torch, native (C code), or llama.cpp for a GGUF file",
     **MEASURED,
     "weight_bytes": "bytes of the weights, with scales",
@@ -84,9 +84,9 @@ class Results(common.ResultsFile):
 # Predictions
 
 
-def model_logits(model, tokens: list[int]) -> Iterator[torch.Tensor]:
+def model_logits(model, tokens: list[int], cache_dtype=None) -> Iterator[torch.Tensor]:
     """Yield the logits after each token, (n, vocab_size), PASS_SIZE tokens at a time."""
-    cache = KVCache(model, 1, len(tokens))
+    cache = KVCache(model, 1, len(tokens), cache_dtype)
     for start in range(0, len(tokens), PASS_SIZE):
         new = tokens[start : start + PASS_SIZE]
         yield pass_logits(model, [new], [0], cache, len(new))[0]
@@ -206,8 +206,11 @@ def measure(args, device: str, results: Results) -> None:
         except UserError as error:
             print(f"without {dtype} {backend}: {error}", file=sys.stderr)
         else:
-            add(dtype, backend, functools.partial(model_logits, other), size)
-            del other  # free memory before the next load
+            for name in args.cache_dtype:
+                logits = functools.partial(model_logits, other, cache_dtype=CACHE_DTYPES[name])
+                label = dtype if name == "auto" else f"{dtype}, {name} cache"
+                add(label, backend, logits, size)
+            del other, logits  # free memory before the next load
     for file in args.gguf:
         with contextlib.closing(LlamaCpp(file)) as llama_cpp:
             if llama_cpp.vocab_size != config.vocab_size:
@@ -274,6 +277,8 @@ def main(argv=None) -> None:
     parser.add_argument("--model", help=model)
     dtypes = {"default": list(DTYPES), "choices": DTYPES, "help": "weight dtypes"}
     parser.add_argument("--dtype", **common.LIST, **dtypes)
+    caches = {"default": ["auto"], "choices": CACHE_DTYPES, "help": "dtypes of the KV cache"}
+    parser.add_argument("--cache-dtype", **common.LIST, **caches)
     backends = {"default": list(BACKENDS), "choices": BACKENDS, "help": "compute backends"}
     parser.add_argument("--backend", **common.LIST, **backends)
     gguf = "GGUF files of the same model, run by llama.cpp with a float32 cache"

@@ -22,6 +22,7 @@ DTYPES = {
     "int8": torch.int8,
     "blocks": torch.uint8,
 }
+CACHE_DTYPES = {"auto": None, "float16": torch.float16}
 
 
 def add_options(parser: Parser) -> None:
@@ -39,13 +40,16 @@ def add_options(parser: Parser) -> None:
 
 
 def add_model_options(parser: Parser) -> None:
-    """Add the options for device, dtype and backend."""
+    """Add the options for device, dtype, KV cache and backend."""
     parser.formatter_class = HelpFormatter
     group = parser.group("model")
     devices = ("auto", "cuda", "mps", "cpu")
     group.add_argument("--device", default="auto", choices=devices, help="device to run on")
     dtype_help = "weight dtype, or blocks: quantised in blocks of 32, as in GGUF files"
     group.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
+    cache_help = "KV cache dtype; auto: the model's compute dtype"
+    names = "--cache-dtype", "--kv-cache-dtype"
+    group.add_argument(*names, default="auto", choices=CACHE_DTYPES, help=cache_help)
     backend_help = "compute backend: native (C compiled for this CPU) or torch; auto prefers native"
     backends = ("auto", "torch", "native")
     group.add_argument("--backend", default="auto", choices=backends, help=backend_help)

@@ -3,14 +3,15 @@
 import math
 
 import torch
-import torch.nn.functional as F
 
 from cache import (
     Span,
+    cached_attention,
     first_visible_position,
     kv_cache_group_ids,
     layer_sliding_windows,
     make_causal_mask,
+    to_cache_dtype,
 )
 from engine.pages import page_count
 from errors import UserError
@@ -21,27 +22,34 @@ class PagedCache:
 
     storage: (n_layer, 2, num_pages, n_kv_head, page_size, head_dim).
     num_sliding_pages: pages of the second storage, for sliding-window layers; None: all layers
-    share one storage. Raises UserError if the storages do not fit in memory. After Kwon et al. 2023
-    (2309.06180), "Efficient memory management for large language model serving with
-    PagedAttention".
+    share one storage. dtype: of the storages; None: the model's. Raises UserError if the storages
+    do not fit in memory. After Kwon et al. 2023 (2309.06180), "Efficient memory
+    management for large language model serving with PagedAttention".
     """
 
-    def __init__(self, model, num_pages: int, page_size: int, num_sliding_pages: int | None = None):
+    def __init__(
+        self,
+        model,
+        num_pages: int,
+        page_size: int,
+        num_sliding_pages: int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         config = model.config
+        dtype = dtype or model.dtype
         self.sliding_windows = layer_sliding_windows(config)
         self.group_ids = kv_cache_group_ids(config, num_sliding_pages is not None)
         page_shape = model.n_kv_head, page_size, config.head_dim
         shapes = [(self.group_ids.count(0), 2, num_pages, *page_shape)]
         if num_sliding_pages is not None:
             shapes.append((self.group_ids.count(1), 2, num_sliding_pages, *page_shape))
-        options = {"dtype": model.dtype, "device": model.device}
+        options = {"dtype": dtype, "device": model.device}
         try:
             self.storages = [torch.empty(shape, **options) for shape in shapes]
         except (RuntimeError, TypeError):  # TypeError: a size beyond 64 bits
-            size = sum(map(math.prod, shapes)) * model.dtype.itemsize
             raise UserError(
                 f"num_pages {num_pages}, page_size {page_size}: a cache of"
-                f" {size:,} bytes does not fit in memory"
+                f" {sum(map(math.prod, shapes)) * dtype.itemsize:,} bytes does not fit in memory"
             ) from None
         self.storage = self.storages[0]
         # Views of each layer's storage: (2, num_pages, n_kv_head, page_size, head_dim) in `layers`,
@@ -137,7 +145,7 @@ class PagedCache:
         """
         pages, offsets = self.slot_mappings[self.group_ids[layer]]
         for stored, new in zip(self.layers[layer], (k, v)):
-            stored[pages, :, offsets] = new
+            stored[pages, :, offsets] = to_cache_dtype(new, stored.dtype)
         out = torch.empty_like(q)
         for part, kv_views in self.batches:
             head_pages, mask = kv_views[self.sliding_windows[layer]]
@@ -150,6 +158,6 @@ class PagedCache:
             keys = keys.view(G, -1, S, q.shape[-1])  # (G, heads, S, head_dim)
             values = values.view(keys.shape)
             queries = q[part].view(G, T, *q.shape[1:]).transpose(1, 2)
-            attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+            attended = cached_attention(queries, keys, values, mask)
             out[part] = attended.transpose(1, 2).flatten(0, 1)
         return out

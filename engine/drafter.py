@@ -56,12 +56,19 @@ class PagedModelDrafter:
 
     It samples with the random numbers that the target uses at the same position. The closer their
     distributions, the more often both draw the same token (Daliri et al. 2024, 2408.07978).
-    max_num_seqs: only the first max_num_seqs requests get drafts. The cache holds a whole context
-    window for each. Raises UserError for a value out of range, if the vocabularies differ, or if
-    the cache does not fit in memory.
+    max_num_seqs: only the first max_num_seqs requests get drafts. The cache holds a whole
+    context window for each. cache_dtype: as in `generate`. Raises UserError for a value out of
+    range, if the vocabularies differ, or if the cache does not fit in memory.
     """
 
-    def __init__(self, draft: Model, target: Model, max_num_seqs: int = 32, page_size: int = 16):
+    def __init__(
+        self,
+        draft: Model,
+        target: Model,
+        max_num_seqs: int = 32,
+        page_size: int = 16,
+        cache_dtype: torch.dtype | None = None,
+    ):
         check_vocabularies(target.config, draft.config)
         check_limits(LIMITS, max_num_seqs=max_num_seqs, page_size=page_size)
         self.model = draft
@@ -69,7 +76,7 @@ class PagedModelDrafter:
         self.context_window = ContextWindow(draft.config.block_size)
         num_pages = max_num_seqs * page_count(draft.config.block_size, page_size)
         self.pool = PagePool(num_pages, page_size)
-        self.cache = PagedCache(draft, self.pool.num_pages, page_size)
+        self.cache = PagedCache(draft, self.pool.num_pages, page_size, None, cache_dtype)
         self.states: dict[Request, DraftState] = {}
 
     @torch.inference_mode()

@@ -65,7 +65,7 @@ class Engine:
             )
             if num_sliding_pages >= num_pages:
                 num_sliding_pages = sliding_window = None
-        self.cache = PagedCache(model, num_pages, page_size, num_sliding_pages)
+        self.cache = PagedCache(model, num_pages, page_size, num_sliding_pages, config.cache_dtype)
         pool = PagePool(num_pages, page_size)
         sliding_pool = PagePool(num_sliding_pages, page_size) if num_sliding_pages else None
         self.scheduler = Scheduler(

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Iterator
 
 from command_line.models import load_models, pick_device
+from command_line.options import CACHE_DTYPES
 from command_line.parser import Parser, is_distributed
 from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
@@ -22,7 +23,7 @@ def add_engine_options(parser: Parser) -> None:
     group = parser.group("engine")
     seqs_help = "maximum number of sequences per step"
     group.add_argument("--max-num-seqs", metavar="N", type=int, default=32, help=seqs_help)
-    pages_help = "KV cache pages (default: max-num-seqs contexts, up to 65,536 positions)"
+    pages_help = "KV cache pages (default: max-num-seqs contexts, up to 65,536 float32 positions)"
     group.add_argument("--num-pages", metavar="N", type=int, help=pages_help)
     page_help = "positions per page"
     group.add_argument("--page-size", metavar="N", type=int, default=16, help=page_help)
@@ -80,6 +81,7 @@ def engine_config(args) -> EngineConfig:
     return EngineConfig(
         **{name: getattr(args, name) for name in names},
         gamma=EngineConfig.gamma if args.gamma is None else args.gamma,
+        cache_dtype=CACHE_DTYPES[args.cache_dtype],
     )
 
 
@@ -88,7 +90,9 @@ def make_drafter(
 ) -> PromptLookupDrafter | PagedModelDrafter | None:
     """Return the drafter that --draft names. drafts: the draft model, or empty."""
     if drafts:
-        return PagedModelDrafter(drafts[0], model, config.max_num_seqs, config.page_size)
+        return PagedModelDrafter(
+            drafts[0], model, config.max_num_seqs, config.page_size, config.cache_dtype
+        )
     return PromptLookupDrafter() if name else None
 
 

@@ -11,17 +11,18 @@ from infer import generate
 from sampling import SamplingParams
 
 
-def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
+def alone(model, prompt, params=None, stride=None, cache_dtype=None, **fields) -> list[int]:
     """Return the output of `generate`, the oracle of every engine. fields: of params None."""
     params = SamplingParams(**fields) if params is None else params
     if params.stop or params.logprobs is not None:  # which generate refuses
         params = dataclasses.replace(params, stop=(), logprobs=None)
-    return list(remembered(model, tuple(prompt), params, stride))
+    return list(remembered(model, tuple(prompt), params, stride, cache_dtype))
 
 
 @functools.lru_cache(4000)
-def remembered(model, prompt: tuple, params, stride) -> list[int]:
-    return [token for (token,) in generate(model, [list(prompt)], params, stride=stride)]
+def remembered(model, prompt: tuple, params, stride, cache_dtype) -> list[int]:
+    options = {"stride": stride} | ({"cache_dtype": cache_dtype} if cache_dtype else {})
+    return [token for (token,) in generate(model, [list(prompt)], params, **options)]
 
 
 def raise_once(model, error: BaseException, after: int) -> None:
@@ -36,18 +37,21 @@ def raise_once(model, error: BaseException, after: int) -> None:
     model.h[1].register_forward_pre_hook(hook)
 
 
-def own_texts(model, prompts, params, stride=None) -> list[list[int]]:
+def own_texts(model, prompts, params, stride=None, cache_dtype=None) -> list[list[int]]:
     """Return `alone` for each prompt. params: for all of them, or one for each."""
     from sampling import params_per_prompt
 
     each = params_per_prompt(params, len(prompts))
-    return [alone(model, *pair, stride) for pair in zip(prompts, each, strict=True)]
+    return [alone(model, *pair, stride, cache_dtype) for pair in zip(prompts, each, strict=True)]
 
 
-def check_texts(model, requests, stride=None) -> None:
-    """Check that outputs equal `generate`; one that ended early is a prefix of it."""
+def check_texts(model, requests, *options) -> None:
+    """Check that outputs equal `generate`; one that ended early is a prefix of it.
+
+    options: stride and cache_dtype of `alone`.
+    """
     for request in requests:
-        text = alone(model, request.tokens[: request.prompt_length], request.params, stride)
+        text = alone(model, request.tokens[: request.prompt_length], request.params, *options)
         early = request.finish_reason in ("abort", "error")
         assert request.output == (text[: len(request.output)] if early else text)
 
@@ -182,7 +186,8 @@ def check_own_runs(model, lengths, max_new_tokens: int, **options) -> None:
     options = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 7} | options
     engine, requests = make_engine(model, prompts, params, **options)
     finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    own = own_texts(model, prompts, params, cache_dtype=options.get("cache_dtype"))
+    assert [request.output for request in requests] == own
 
 
 def events_of(engine) -> list:

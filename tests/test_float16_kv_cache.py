@@ -1,0 +1,235 @@
+"""Keys and values in float16, or another dtype of CACHE_DTYPES, each rounded independently."""
+
+import pytest
+import torch
+from benches import Bench, near
+from conftest import CHECKPOINTS, is_one_line, module_with, random_tokens, record, run_rows
+from drafting import write
+from engines import check_own_runs, finish, make_engine, make_greedy, own_texts, request_params
+from natives import in_pieces, native, random_texts
+from ranks import SMALL, run_engine_script
+from replicas import make_engine as load_replica
+from replicas import parse
+from test_kv_cache_groups import SMALL_ENGINE
+
+import infer
+from cache import KVCache
+from engine.cache import PagedCache
+from engine.drafter import PagedModelDrafter, PromptLookupDrafter
+from engine.engine import Engine
+from errors import UserError
+from infer import beam_search
+from infer_speculative import generate_speculative
+from sampling import SamplingParams
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16], ids=str)
+NAMES = pytest.mark.parametrize("name", ["float16"])
+PROMPTS = [random_tokens(length, seed=length) for length in (3, 14, 1, 7)]
+
+
+@torch.inference_mode()
+@DTYPES
+def test_the_cache_stores_rounded_keys_and_values(build, dtype):
+    from cache import to_cache_dtype
+
+    model = build(dtype=torch.float32)
+    texts = random_texts(model, 2)
+    storages = []
+    for options in ((), (dtype,)):
+        cache = KVCache(model, *texts.shape, *options)
+        model.runner.logits(model, cache, cache.spans(texts.tolist()), [1, 1])
+        storages.append(cache.storage[0])
+    exact, small = storages
+    assert small.dtype == dtype
+    assert torch.equal(small, to_cache_dtype(exact, dtype))
+    assert torch.equal(small, exact.half())
+
+
+@torch.inference_mode()
+@DTYPES
+def test_a_pass_reads_rounded_keys_and_values(build, dtype):
+    model = build()
+    texts = random_texts(model, 2)
+    exact = in_pieces(model, texts, 16)
+    whole = in_pieces(model, texts, 16, dtype)
+    assert 1e-6 < (whole - exact).abs().max() < 0.2
+    for size in (1, 5):
+        torch.testing.assert_close(in_pieces(model, texts, size, dtype), whole)
+
+
+@DTYPES
+def test_a_batch_equals_single_runs(build, dtype):
+    model = build()
+    params = {"max_new_tokens": 18, "ignore_eos": True, "options": {"cache_dtype": dtype}}
+    own = [run_rows(model, [prompt], **params)[0] for prompt in PROMPTS]
+    assert run_rows(model, PROMPTS, **params) == own
+
+
+@torch.inference_mode()
+@DTYPES
+def test_beams_score_what_they_say(build, dtype):
+    model = build()
+    beams = beam_search(model, [1, 2, 3], 4, 6, ignore_eos=True, cache_dtype=dtype)
+    assert len(beams) == 4
+    for tokens, score in beams:
+        logits = in_pieces(model, torch.tensor([[1, 2, 3, *tokens[:-1]]]), 8, dtype)[0, 2:]
+        logprobs = logits.double().log_softmax(-1)[range(6), tokens]
+        assert score == pytest.approx(logprobs.sum().item(), abs=1e-9)
+
+
+@DTYPES
+def test_speculation_equals_the_target(build, tiny, dtype):
+    model = build()
+    params = SamplingParams(24, ignore_eos=True)
+    passes = generate_speculative(model, tiny(n_layer=1), [1, 2], params, cache_dtype=dtype)
+    found = [token for step in passes for token in step.tokens]
+    assert [found] == own_texts(model, [[1, 2]], params, None, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_engine_equals_generate(build, dtype, page_size):
+    options = {"page_size": page_size, "num_pages": 24 // page_size, "cache_dtype": dtype}
+    check_own_runs(build(), [3, 14, 7], 18, **options)
+
+
+@DTYPES
+def test_a_shared_prefix_is_that_of_its_own_run(build, dtype):
+    model = build()
+    prompt = random_tokens(13)
+    options = {"page_size": 4, "max_num_seqs": 1, "cache_dtype": dtype}
+    params = request_params(3, max_new_tokens=4, temperature=0.8)
+    engine, requests = make_engine(model, [prompt] * 3, params, **options)
+    finish(engine)
+    assert engine.scheduler.prefix_cache_hits == 24
+    own = own_texts(model, [prompt] * 3, params, None, dtype)
+    assert [request.output for request in requests] == own
+
+
+@DTYPES
+@pytest.mark.parametrize("drafts", ["lookup", "model"])
+def test_drafts_change_no_output(tiny_llama, tiny, dtype, drafts):
+    model = tiny_llama()
+    drafter = PromptLookupDrafter()
+    if drafts == "model":
+        drafter = PagedModelDrafter(tiny(n_layer=1), model, 3, 4, dtype)
+        assert drafter.cache.storage.dtype == dtype
+    write(model, drafter, max_num_seqs=3, page_size=4, cache_dtype=dtype)
+
+
+@DTYPES
+def test_sliding_window_layers_use_the_dtype(tiny_gemma, dtype):
+    model = tiny_gemma(sliding_windows=(5, None, 8), block_size=200)
+    engine, requests = make_greedy(model, [3, 70, 9], 30, **SMALL_ENGINE, cache_dtype=dtype)
+    assert [storage.dtype for storage in engine.cache.storages] == [dtype, dtype]
+    finish(engine)
+    prompts = [request.tokens[: request.prompt_length] for request in requests]
+    own = own_texts(model, prompts, [request.params for request in requests], None, dtype)
+    assert [request.output for request in requests] == own
+
+
+@DTYPES
+def test_stale_bytes_are_not_read(build, dtype):
+    """All its bytes are 255: in float16 NaN."""
+    model = build()
+    engine, requests = make_greedy(
+        model, [3, 14, 6], 9, page_size=4, max_num_seqs=2, cache_dtype=dtype
+    )
+    engine.cache.storage.view(torch.uint8).fill_(255)
+    finish(engine)
+    prompts = [request.tokens[: request.prompt_length] for request in requests]
+    own = own_texts(model, prompts, [request.params for request in requests], None, dtype)
+    assert [request.output for request in requests] == own
+
+
+@pytest.mark.parametrize("dtype, pages", [(None, 2**12), (torch.float16, 2**13)])
+def test_an_engine_has_more_pages_where_memory_was_the_limit(tiny_llama, dtype, pages):
+    engine = Engine(tiny_llama(block_size=8192), cache_dtype=dtype)
+    assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == pages
+    assert engine.config.cache_size(256) == 32 * 16  # all windows fit
+    assert Engine(tiny_llama(block_size=256), cache_dtype=dtype).cache.storage.shape[2] == 32 * 16
+
+
+@pytest.mark.parametrize("dtype, bytes_each", [(None, 32), (torch.float16, 16)])
+def test_the_bytes_of_a_cache(tiny, dtype, bytes_each):
+    model = tiny(dtype=torch.float32)  # 2 layers, 2 heads of 8 numbers
+    keys = 2 * 2 * 2
+    assert KVCache(model, 3, 10, dtype).storage.nbytes == 3 * 10 * keys * bytes_each
+    assert PagedCache(model, 5, 4, None, dtype).storage.nbytes == 5 * 4 * keys * bytes_each
+    with pytest.raises(UserError) as error:
+        KVCache(model, 1, 10**12, dtype)
+    assert f"a cache of {10**12 * keys * bytes_each:,} bytes does not fit" in str(error.value)
+    with pytest.raises(UserError, match=f" {10**12 * 4 * keys * bytes_each:,} bytes does not"):
+        PagedCache(model, 10**12, 4, None, dtype)
+
+
+@NAMES
+@pytest.mark.parametrize("script", ["infer", "infer_engine", "infer_speculative"])
+def test_scripts_have_the_option(run_main, monkeypatch, script, name):
+    main = __import__(script).main
+    arguments = ["--prompt", "Once upon a time", "--max-new-tokens", 12, "--device", "cpu"]
+    _, expected, _ = run_main(main, *arguments)
+    classes = KVCache, PagedCache
+    made = [record(monkeypatch, each, "prepare", lambda self, _: self.storage) for each in classes]
+    code, out, err = run_main(main, *arguments, "--cache-dtype", name, "--backend", "torch")
+    assert (code, out) == (0, expected), err
+    assert {storage.dtype for each in made for storage in each} == {getattr(torch, name)}
+
+
+@NAMES
+def test_servers_have_the_option(tiny, tmp_path, name):
+    from replicas import save_small
+
+    args = parse(save_small(tiny, tmp_path / "model"), "--kv-cache-dtype", name)
+    assert str(load_replica(args).cache.storage.dtype) == f"torch.{name}"
+
+
+def test_beams_of_the_command_line_have_the_option(cli, monkeypatch):
+    made = record(monkeypatch, infer, "KVCache", lambda *args: args[3])
+    options = ("--max-new-tokens", 3, "--num-beams", 2, "--cache-dtype", "float16")
+    assert cli("--prompt", "One", *options)[0] == 0
+    assert made == [torch.float16]
+
+
+@torch.inference_mode()
+@NAMES
+def test_c_is_near_torch_with_small_caches(compiled, tiny_llama, name):
+    dtype = getattr(torch, name)
+    model = tiny_llama(dtype=torch.float32)
+    texts = random_texts(model, 2)
+    expected = in_pieces(model, texts, 16, dtype)
+    found = in_pieces(native(model), texts, 16, dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+@NAMES
+def test_ranks_equal_one_process(engine_cli, tmp_path, name):
+    arguments = [*SMALL, "--prompt", "Lily", "--max-new-tokens", 12, "--cache-dtype", name]
+    code, out, _ = engine_cli(*arguments)
+    assert code == 0 and run_engine_script(2, tmp_path, *arguments)[0] == out
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (["--cache-dtype", "q8_0"], ["--cache-dtype", "'q8_0'", "'auto', 'float16'"]),
+        (["--cache-dtype", "float16", "--no-cache"], ["--cache-dtype conflicts with --no-cache"]),
+    ],
+)
+def test_bad_input_is_one_line(cli, given, words):
+    assert is_one_line(cli("--prompt", "One", *given), *words)
+
+
+def test_rows_of_quality_for_each_cache(request):
+    quality = module_with("benchmarks.quality", "quality")
+    given = ["--model", CHECKPOINTS / "stories-draft", "--length", 24, "--chunks", 1]
+    bench = Bench(request, quality, *given, "--dtype", "float32", "--backend", "torch")
+    bench.draws = True
+    rows = bench.rows("--cache-dtype", "auto", "float16")
+    assert list(rows["dtype"]) == ["float32", "float32, float16 cache"]
+    assert rows["kl"][0] == 0 < rows["kl"][1]
+    assert len(set(rows["weight_bytes"])) == 1
+    (axes,) = bench.figures[0].axes
+    assert [text.get_text().partition(" (")[0] for text in axes.texts] == list(rows["dtype"])
+    heights = [text.xy[1] for text in axes.texts]  # each at a place of its own
+    assert heights == [quality.FLOOR, *rows["kl"][1:].map(near)]
