@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from errors import UserError
+from quantisation.int8 import quantize, rotate_channels, unrotate_channels
 
 
 class Span(NamedTuple):
@@ -21,7 +22,7 @@ class Span(NamedTuple):
 class KVCache:
     """A contiguous KV cache for a batch of sequences of any lengths, allocated once.
 
-    storage: (n_layer, 2, batch_size, n_kv_head, max_len, head_dim).
+    storage: (n_layer, 2, batch_size, n_kv_head, max_len, stored_head_dim).
     max_len: positions per sequence; None: block_size. dtype: of the storage; None: the model's.
     tokens: the cached tokens of each sequence, from position 0. Later positions in the storage
     are stale. Raises UserError if the storage does not fit in memory.
@@ -37,7 +38,8 @@ class KVCache:
         config = model.config
         dtype = dtype or model.dtype
         max_len = config.block_size if max_len is None else max_len
-        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_len, config.head_dim)
+        width = stored_head_dim(config.head_dim, dtype)
+        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_len, width)
         try:
             # Zeros: a masked position has weight 0, but 0 times a NaN in stale memory would be NaN.
             self.storage = torch.zeros(shape, dtype=dtype, device=model.device)
@@ -46,7 +48,7 @@ class KVCache:
             factors = (
                 f"batch size {batch_size} x {config.n_layer} layers x keys and values"
                 f" x {config.n_kv_head} heads x {max_len} positions"
-                f" x {config.head_dim} elements x {size} bytes"
+                f" x {width} elements x {size} bytes"
             )
             count = f"{math.prod(shape) * size:,} bytes"
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
@@ -163,9 +165,23 @@ class KVCache:
         return cached_attention(q.transpose(1, 2), keys, values, mask).transpose(1, 2)
 
 
+def stored_head_dim(head_dim: int, dtype: torch.dtype) -> int:
+    """Return how many elements of this dtype a key or value takes in a cache.
+
+    In int8 head_dim is padded to a multiple of 4, and 4 more bytes hold the float32 scale.
+    """
+    return head_dim + -head_dim % 4 + 4 if dtype == torch.int8 else head_dim
+
+
 def to_cache_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert keys or values to a cache's dtype."""
-    return x.to(dtype)
+    """Convert keys or values, (..., head_dim), to (..., stored_head_dim) of a cache's dtype.
+
+    Each vector is rounded independently. For int8 it is rotated first, because keys have outliers.
+    """
+    if dtype != torch.int8:
+        return x.to(dtype)
+    values, scale = quantize(rotate_channels(x.float()))
+    return torch.cat([F.pad(values, (0, -x.shape[-1] % 4)), scale[..., None].view(dtype)], dim=-1)
 
 
 def cached_attention(
@@ -173,11 +189,22 @@ def cached_attention(
 ) -> torch.Tensor:
     """Return the attention output. q and the output are (B, heads, T, head_dim).
 
-    keys, values: as `to_cache_dtype` stores them, (B, n_kv_head, S, head_dim). Consecutive query
-    heads share a KV head.
+    keys, values: as `to_cache_dtype` stores them, (B, n_kv_head, S, stored_head_dim). Consecutive
+    query heads share a KV head.
     """
-    keys, values = (each.to(q.dtype) for each in (keys, values))
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+    D = q.shape[-1]
+    is_rotated = keys.dtype == torch.int8
+    queries = q
+    if is_rotated:
+        # The rotation is symmetric, so its inverse on the queries cancels it on the keys in the
+        # dot products. The output is a weighted sum of rotated values, so it is unrotated below.
+        queries = unrotate_channels(q.to(torch.promote_types(q.dtype, torch.float32)))
+        keys, values = (
+            stored[..., :D] * stored[..., -4:].view(torch.float32) for stored in (keys, values)
+        )
+    keys, values = (each.to(queries.dtype) for each in (keys, values))
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+    return unrotate_channels(out).to(q.dtype) if is_rotated else out
 
 
 def layer_sliding_windows(config) -> tuple[int | None, ...]:

@@ -59,14 +59,14 @@ def generate(
     use_cache: use a KV cache; if False, each step recomputes all positions.
     stride: tokens by which a context shift moves the window, from 1 to block_size; None: half of
     block_size.
-    cache_dtype: of keys and values. float16 takes half of float32's memory; None: the model's
-    dtype. `to_cache_dtype` rounds each key and value independently.
+    cache_dtype: of keys and values. float16 takes half of float32's memory, int8 about a quarter;
+    None: the model's dtype. `to_cache_dtype` rounds each key and value independently.
     Finished sequences stay in the batch until the last one ends.
     Yields, once per step, the next token of each sequence, its EOS included, and None
     once it has ended. Greedy or with a seed, a sequence does not depend on
     its batch, up to rounding. Without a seed it does, because the batch shares the generator. With
-    int8 weights, rounding may change the output unless C computes the whole pass; see
-    quantisation/int8.py.
+    int8 weights or a quantised KV cache, rounding may change the output unless C computes the whole
+    pass; see quantisation/int8.py.
     Raises UserError if prompts is empty, stride is out of range, the cache does not fit in memory,
     or the logits are not finite. Raises ValueError if params and prompts differ in number.
     """

@@ -22,7 +22,7 @@ DTYPES = {
     "int8": torch.int8,
     "blocks": torch.uint8,
 }
-CACHE_DTYPES = {"auto": None, "float16": torch.float16}
+CACHE_DTYPES = {"auto": None, "float16": torch.float16, "int8": torch.int8}
 
 
 def add_options(parser: Parser) -> None:

@@ -11,6 +11,7 @@ from cache import (
     kv_cache_group_ids,
     layer_sliding_windows,
     make_causal_mask,
+    stored_head_dim,
     to_cache_dtype,
 )
 from engine.pages import page_count
@@ -20,7 +21,7 @@ from errors import UserError
 class PagedCache:
     """Pages of keys and values, and attention over them; spans carry the page tables.
 
-    storage: (n_layer, 2, num_pages, n_kv_head, page_size, head_dim).
+    storage: (n_layer, 2, num_pages, n_kv_head, page_size, stored_head_dim of head_dim).
     num_sliding_pages: pages of the second storage, for sliding-window layers; None: all layers
     share one storage. dtype: of the storages; None: the model's. Raises UserError if the storages
     do not fit in memory. After Kwon et al. 2023 (2309.06180), "Efficient memory
@@ -39,7 +40,7 @@ class PagedCache:
         dtype = dtype or model.dtype
         self.sliding_windows = layer_sliding_windows(config)
         self.group_ids = kv_cache_group_ids(config, num_sliding_pages is not None)
-        page_shape = model.n_kv_head, page_size, config.head_dim
+        page_shape = model.n_kv_head, page_size, stored_head_dim(config.head_dim, dtype)
         shapes = [(self.group_ids.count(0), 2, num_pages, *page_shape)]
         if num_sliding_pages is not None:
             shapes.append((self.group_ids.count(1), 2, num_sliding_pages, *page_shape))
@@ -52,8 +53,8 @@ class PagedCache:
                 f" {sum(map(math.prod, shapes)) * dtype.itemsize:,} bytes does not fit in memory"
             ) from None
         self.storage = self.storages[0]
-        # Views of each layer's storage: (2, num_pages, n_kv_head, page_size, head_dim) in `layers`,
-        # (2, num_pages * n_kv_head, page_size * head_dim) in `head_pages`.
+        # Views of each layer's storage: (2, num_pages, n_kv_head, page_size, width) in `layers`,
+        # (2, num_pages * n_kv_head, page_size * width) in `head_pages`.
         parts = [iter(storage.unbind()) for storage in self.storages]
         self.layers = [next(parts[group_id]) for group_id in self.group_ids]
         self.head_pages = [layer.flatten(3).flatten(1, 2) for layer in self.layers]
@@ -155,7 +156,7 @@ class PagedCache:
                 torch.index_select(stored, 0, head_pages, out=scratch[: len(head_pages)])
                 for stored, scratch in zip(self.head_pages[layer], self.scratch)
             )
-            keys = keys.view(G, -1, S, q.shape[-1])  # (G, heads, S, head_dim)
+            keys = keys.view(G, -1, S, self.storage.shape[5])  # (G, heads, S, width)
             values = values.view(keys.shape)
             queries = q[part].view(G, T, *q.shape[1:]).transpose(1, 2)
             attended = cached_attention(queries, keys, values, mask)

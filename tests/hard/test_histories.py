@@ -98,7 +98,7 @@ class Entry:
 
 class Histories(RuleBasedStateMachine):
     make = staticmethod(model)
-    cache_dtypes = [None, torch.float16]
+    cache_dtypes = [None, torch.float16, torch.int8]
 
     @initialize(architecture=st.sampled_from(["GPT-2", "Llama"]), base=BASES, data=st.data())
     def begin(self, architecture, base, data):
