@@ -108,7 +108,7 @@ typedef uint16_t HalfVector __attribute__((vector_size(2 * WIDTH), aligned(2), m
 #define LOAD(p) (*(const Vector *)(p))
 #define WIDEN(h) __builtin_convertvector(*(const HalfVector *)(h), UintVector)
 
-enum { FLOAT32, FLOAT16, BFLOAT16, INT8, Q8, Q4 };  // quantisation types of weights
+enum { FLOAT32, FLOAT16, BFLOAT16, INT8, Q8, Q4 };  // quantisation types of weights and caches
 
 // Load WIDTH weights as floats, starting at index i. Both 16-bit types convert to float32 exactly.
 INLINE Vector load_weights(const int quant_type, const void *w, int64_t i) {
@@ -545,7 +545,7 @@ typedef struct {
 typedef struct {
   // For each KV cache group: keys and values, (its layers, 2, num_pages, K, page_size, D), and the
   // concatenated page tables of all sequences.
-  float *cache[2];
+  char *cache[2];
   const int64_t *page_tables[2];
   int64_t num_pages[2];
   int64_t page_size;
@@ -556,6 +556,7 @@ typedef struct {
   const int64_t *logits_indices;  // (num_logits): the tokens that need logits
   const float *cos, *sin;         // (positions, D), for `apply_rotary_emb`, or NULL
   const float *local_cos, *local_sin;
+  int64_t cache_dtype;  // FLOAT32, FLOAT16 or INT8
 } Pass;
 
 // Return the dot product of a and b, or the sum of a if b is NULL. The NUM_PARTIALS
@@ -673,10 +674,13 @@ static void apply_rotary_emb(const float *cos, const float *sin, int64_t D, floa
 // QUERY_TILE: queries that share one load of a value.
 enum { KV_BLOCK = 32, QUERY_TILE = 4 };
 
-// The cache of one sequence for one layer and one KV head, in pages of (page_size, D) floats.
+// The cache of one sequence for one layer and one KV head, in pages of page_size rows. A row is a
+// key or a value: D float32 or float16 values, or D int8 values and a scale in the last 4 bytes.
 typedef struct {
-  float *keys, *values;  // of page 0
-  int64_t page_stride;   // floats
+  char *keys, *values;  // of page 0
+  int64_t page_stride;  // bytes
+  int64_t dtype;        // FLOAT32, FLOAT16 or INT8
+  int64_t row_size;     // bytes
   int64_t page_size;
   const int64_t *page_table;  // of the sequence
   int64_t length;             // positions that the first query sees; each later query sees one more
@@ -699,20 +703,45 @@ INLINE Range intersection(Range a, Range b) {
 }
 
 // Return the key or value at a position. base: kv->keys or kv->values.
-INLINE float *kv_row(const KVView *kv, float *base, int64_t D, int64_t position) {
+INLINE char *kv_row(const KVView *kv, char *base, int64_t position) {
   int64_t page = kv->page_table[position / kv->page_size];
-  return base + page * kv->page_stride + position % kv->page_size * D;
+  return base + page * kv->page_stride + position % kv->page_size * kv->row_size;
 }
 
-// Return the keys or values at a range of positions, contiguous: in place if they are in a single
-// page, otherwise copied to `scratch`.
-INLINE const float *gather_rows(const KVView *kv, float *base, int64_t D, Range in,
-                                float *scratch) {
+static int64_t kv_row_bytes(int64_t dtype, int64_t D) {
+  return dtype == FLOAT32 ? 4 * D : dtype == FLOAT16 ? 2 * D : (D + 3) / 4 * 4 + 4;
+}
+
+// Convert n rows to floats, (n, D).
+INLINE void load_kv_rows(int64_t dtype, int64_t D, int64_t n, const char *rows, float *x) {
+  if (dtype == FLOAT32) memcpy(x, rows, n * D * sizeof(float));
+  if (dtype == FLOAT16)
+    for (; n; n--, x += D, rows += 2 * D) {
+      int64_t d = 0;
+      for (; d + WIDTH <= D; d += WIDTH) *(Vector *)(x + d) = load_weights(FLOAT16, rows, d);
+      if (d < D) {
+        uint16_t last[WIDTH] = {0};
+        memcpy(last, rows + 2 * d, 2 * (D - d));
+        store(D - d, load_weights(FLOAT16, last, 0), x + d);
+      }
+    }
+  if (dtype == INT8)
+    for (; n; n--, x += D, rows += kv_row_bytes(dtype, D)) {
+      float scale;
+      memcpy(&scale, rows + kv_row_bytes(dtype, D) - 4, 4);
+      for (int64_t d = 0; d < D; d++) x[d] = (int8_t)rows[d] * scale;
+    }
+}
+
+// Return the keys or values at a range of positions, contiguous: in place if they are float32 in a
+// single page, otherwise copied to `scratch`.
+INLINE const float *gather_rows(const KVView *kv, char *base, int64_t D, Range in, float *scratch) {
   int64_t size = kv->page_size;
-  if (in.begin / size == (in.end - 1) / size) return kv_row(kv, base, D, in.begin);
+  if (kv->dtype == FLOAT32 && in.begin / size == (in.end - 1) / size)
+    return (float *)kv_row(kv, base, in.begin);
   for (int64_t i = in.begin, n; i < in.end; i += n) {
     n = size - i % size < in.end - i ? size - i % size : in.end - i;
-    memcpy(scratch + (i - in.begin) * D, kv_row(kv, base, D, i), n * D * sizeof(float));
+    load_kv_rows(kv->dtype, D, n, kv_row(kv, base, i), scratch + (i - in.begin) * D);
   }
   return scratch;
 }
@@ -892,10 +921,11 @@ static void attend_query_block(int64_t D, int64_t heads, const KVView *kv, Matri
     flash_attention(WIDTH, D, heads, kv, q, scratch, y);
 }
 
-// Attend with one query of one head. Exported for tests, which compare it with torch.
+// Attend with one query of one head over a float32 cache. Exported for tests, which compare it with
+// torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D, float *q,
             float *k, float *v, float *y) {
-  KVView kv = {k, v, stride, size, pages, length, length};
+  KVView kv = {(char *)k, (char *)v, 4 * stride, FLOAT32, 4 * D, size, pages, length, length};
   float scratch[attend_floats(D, 1)];
   attend_query(D, 1, &kv, (Matrix){q, D}, scratch, (Matrix){y, D});
 }
@@ -912,15 +942,18 @@ static int64_t query_block_start(const Pass *p, int64_t t) {
 
 // Return a view of the cached sequence of token t, up to this token.
 static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_head, int64_t t) {
-  int64_t head_size = p->page_size * m->head_dim;
-  int64_t page_stride = m->n_kv_head * head_size;
+  int64_t row_size = kv_row_bytes(p->cache_dtype, m->head_dim);
+  int64_t head_bytes = p->page_size * row_size;
+  int64_t page_stride = m->n_kv_head * head_bytes;
   int64_t group = p->group_ids[layer];
-  int64_t layer_size = p->num_pages[group] * page_stride;  // the keys or the values of a layer
-  float *keys = p->cache[group] + 2 * p->group_indices[layer] * layer_size + kv_head * head_size;
+  int64_t layer_bytes = p->num_pages[group] * page_stride;  // the keys or the values of a layer
+  char *keys = p->cache[group] + 2 * p->group_indices[layer] * layer_bytes + kv_head * head_bytes;
   return (KVView){
       .keys = keys,
-      .values = keys + layer_size,
+      .values = keys + layer_bytes,
       .page_stride = page_stride,
+      .dtype = p->cache_dtype,
+      .row_size = row_size,
       .page_size = p->page_size,
       .page_table = p->page_tables[group] + p->table_starts[t],
       .length = p->positions[t] + 1,
@@ -928,11 +961,49 @@ static KVView kv_view(const Model *m, const Pass *p, int64_t layer, int64_t kv_h
   };
 }
 
+// Round to the nearest float16: adding a power of 2 rounds to 11 significant bits, or fewer for
+// subnormals, below 2**-14.
+INLINE uint16_t to_float16(float x) {
+  float size = fabsf(x) > 65536 ? 65536 : fabsf(x), power;
+  uint32_t sign, bits;
+  memcpy(&sign, &x, 4);
+  memcpy(&bits, &size, 4);
+  bits = (bits > 0x38800000 ? bits & 0x7f800000 : 0x38800000) + (13 << 23);
+  memcpy(&power, &bits, 4);
+  size = (size + power - power) * 0x1p-112f;  // the inverse of load_weights
+  memcpy(&bits, &size, 4);
+  return (x != x ? 0x7e00 : bits >> 13) | (sign >> 16 & 0x8000);
+}
+
+// Apply the inverse rotation to a row: rotate and divide by 2**k. With an int8 cache, queries and
+// attention outputs need it.
+static void unrotate_channels(int64_t D, float *x) {
+  rotate_channels(D, x, x);
+  for (int64_t d = 0; d < D; d++) x[d] /= D & -D;
+}
+
+// Store a key or a value, (D), bit-identical to to_cache_dtype in cache.py. It may change x.
+// Exported for tests.
+void store_kv_row(int64_t dtype, int64_t D, float *x, char *row) {
+  if (dtype == FLOAT32) memcpy(row, x, D * sizeof *x);
+  if (dtype == FLOAT16)
+    for (int64_t d = 0; d < D; d++) ((uint16_t *)row)[d] = to_float16(x[d]);
+  if (dtype == INT8) {
+    Quant values[D];
+    float scale;
+    rotate_channels(D, x, x);
+    quantize(D, x, values, &scale);
+    memset(row, 0, kv_row_bytes(dtype, D));
+    for (int64_t d = 0; d < D; d++) row[d] = values[d] - ZERO_POINT;
+    memcpy(row + kv_row_bytes(dtype, D) - 4, &scale, 4);
+  }
+}
+
 // Store the key and the value of a token, (D) each, at its position, the last of the view.
-static void append_kv(const KVView *kv, int64_t D, const float *key, const float *value) {
+static void append_kv(const KVView *kv, int64_t D, float *key, float *value) {
   int64_t last = kv->length - 1;
-  memcpy(kv_row(kv, kv->keys, D, last), key, D * sizeof(float));
-  memcpy(kv_row(kv, kv->values, D, last), value, D * sizeof(float));
+  store_kv_row(kv->dtype, D, key, kv_row(kv, kv->keys, last));
+  store_kv_row(kv->dtype, D, value, kv_row(kv, kv->values, last));
 }
 
 // Apply the layer's norm, if it has one, and RoPE to a token's query or key, (D).
@@ -953,6 +1024,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
   int64_t group_size = H / K;
   int64_t row_stride = (H + 2 * K) * D;
   int local = m->layers[layer].local;
+  int is_rotated = p->cache_dtype == INT8;
   const Norm *query_norm = &m->layers[layer].query_norm;
   const Norm *key_norm = &m->layers[layer].key_norm;
 #pragma omp for schedule(static) collapse(2)
@@ -961,8 +1033,10 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       KVView kv = kv_view(m, p, layer, k, t);
       float *token = qkv + t * row_stride;
       float *key = token + (H + k) * D;
-      for (int64_t h = k * group_size; h < (k + 1) * group_size; h++)
+      for (int64_t h = k * group_size; h < (k + 1) * group_size; h++) {
         norm_and_rope(m, p, local, query_norm, t, token + h * D);
+        if (is_rotated) unrotate_channels(D, token + h * D);
+      }
       norm_and_rope(m, p, local, key_norm, t, key);
       append_kv(&kv, D, key, key + K * D);
     }
@@ -982,8 +1056,11 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
         KVView kv = kv_view(m, p, layer, k, t);
         Matrix q = {qkv + t * row_stride + h * D, row_stride};
         Matrix o = {y + (t * H + h) * D, H * D};
-        if (first == t) attend_query_block(D, heads, &kv, q, scratch, o);
-        if (first < 0) attend_query(D, heads, &kv, q, scratch, o);
+        if (first >= 0 && first < t) continue;  // computed with the first query of its block
+        int64_t count = first < 0 ? 1 : WIDTH;
+        (first < 0 ? attend_query : attend_query_block)(D, heads, &kv, q, scratch, o);
+        for (int64_t i = 0; is_rotated && i < count; i++)
+          for (int64_t g = 0; g < heads; g++) unrotate_channels(D, o.data + i * o.stride + g * D);
       }
 }
 

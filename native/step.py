@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from cache import kv_cache_group_ids
+from cache import kv_cache_group_ids, stored_head_dim
 from llama import Llama, local_rope_layers, rotary_embedding
 from model import TorchRunner
 from native import build, draw
@@ -25,7 +25,9 @@ PassStruct = struct(
     sin=POINTER,
     local_cos=POINTER,
     local_sin=POINTER,
+    cache_dtype=INT,
 )
+CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # of the KV cache, as in gpt.c
 
 
 class FlatBatch(NamedTuple):
@@ -85,18 +87,16 @@ class NativeRunner(NativeSampler):
         self.weights = list(model.state_dict().values())
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
-        if cache.storages[0].dtype != torch.float32:  # torch attends, linear layers run in C
-            return super().logits(model, cache, spans, keep)
         return self.compute(cache.storages, spans, keep)
 
     def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:
         """Return the logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
 
         Needs at least one token. storages: keys and values, (n_layer, 2, num_pages, n_kv_head,
-        page_size, head_dim), float32. A single storage holds all layers. With two, the first holds
-        full-attention layers and the second sliding-window layers. Raises ValueError, before
-        anything changes, for tokens, positions or pages out of range and for storages that C cannot
-        read.
+        page_size, stored_head_dim), float32, float16 or int8. A single storage holds all layers.
+        With two, the first holds full-attention layers and the second sliding-window layers. Raises
+        ValueError, before anything changes, for tokens, positions or pages out of range and for
+        storages that C cannot read.
         """
         batch = flatten_spans(spans, keep, storages[0].shape[4], len(storages) > 1)
         return self.run_pass(self.pass_struct(storages, batch))
@@ -116,11 +116,13 @@ class NativeRunner(NativeSampler):
             if min(numbers) < 0 or max(numbers) >= limit:
                 raise ValueError(f"{name} {numbers}: must be from 0 to {limit - 1}")
         group_ids = self.group_ids[separate][: self.model.n_layer]
+        dtype = storages[0].dtype if storages[0].dtype in CACHE_DTYPES else torch.float32
         page_size = storages[0].shape[4]
+        width = stored_head_dim(config.head_dim, dtype)
         caches = []
         for group_id, storage in enumerate(storages):
             shape = group_ids.count(group_id), 2, storage.shape[2], config.n_kv_head, page_size
-            caches.append(address(storage, torch.float32, *shape, config.head_dim))
+            caches.append(address(storage, dtype, *shape, width))
         page_table, sliding_page_table, *arrays = (
             (INT * len(numbers))(*numbers) for numbers in batch
         )
@@ -128,7 +130,9 @@ class NativeRunner(NativeSampler):
         angles = [table for each in self.rotary_embedding for table in each.cos_sin(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
         sizes = page_size, len(batch.tokens), len(batch.logits_indices)
-        return PassStruct(*groups, *sizes, *self.layers[separate], *arrays, *angles)
+        struct = PassStruct(*groups, *sizes, *self.layers[separate], *arrays, *angles)
+        struct.cache_dtype = CACHE_DTYPES[dtype]
+        return struct
 
     def run_pass(self, struct: PassStruct) -> torch.Tensor:
         """Run the forward pass in C and return its logits."""
