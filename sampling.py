@@ -1,6 +1,7 @@
 """Sampling: parameters of a request, logits processors, filters and draws."""
 
 import dataclasses
+import math
 import operator
 import sys
 from collections import Counter
@@ -23,6 +24,7 @@ class SamplingParams:
     temperature: float = 0.0  # divides the logits before the softmax; 0: greedy
     top_k: int = 0  # sample from the k most likely tokens; 0: off
     top_p: float = 1.0  # sample from the fewest tokens with at least this mass; 1: off
+    min_p: float = 0.0  # minimum probability, relative to the most likely token; 0: off
     presence_penalty: float = 0.0  # subtracted once from the logit of each token in the output
     frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
     repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
@@ -46,6 +48,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "temperature": (int | float, lambda v: 0 <= v <= MAX_FLOAT, "a finite number >= 0"),
     "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+    "min_p": (int | float, lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "repetition_penalty": (int | float, lambda v: 0 < v <= MAX_FLOAT, "a finite number > 0"),
@@ -124,7 +127,7 @@ class Sequence:
 
 # torch penalises and samples sequences together if these fields are equal.
 get_penalties = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
-get_sampling_fields = operator.attrgetter("temperature", "top_k", "top_p")
+get_sampling_fields = operator.attrgetter("temperature", "top_k", "top_p", "min_p")
 NATIVE_GROUP = "in C"  # group of the rows that C samples, whatever their parameters
 
 
@@ -321,7 +324,7 @@ def sample(
     """
     if params.temperature == 0:
         return logits.argmax(dim=-1)
-    filtered = 0 < params.top_k < logits.shape[-1] or params.top_p < 1
+    filtered = 0 < params.top_k < logits.shape[-1] or params.top_p < 1 or params.min_p > 0
     if rng_keys is None or not filtered:
         return sample_from_vocabulary(logits, params, generator, rng_keys)
     drawn, certain = sample_from_candidates(logits, params, rng_keys)
@@ -346,8 +349,8 @@ def sample_from_vocabulary(
         noise = torch.empty_like(logits).exponential_(generator=generator)
         noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)
     else:
-        noise = exponential_noise(logits, rng_keys)
-    return exponential_race(logits, noise, params.top_p)
+        noise = exponential_noise(min_p_filter(logits, params.min_p), rng_keys)
+    return exponential_race(logits, noise, params.top_p, params.min_p)
 
 
 NUM_CANDIDATES = 256  # most likely tokens, which usually contain the nucleus
@@ -378,10 +381,13 @@ def sample_from_candidates(
         # topk may omit ties with the last candidate. 1e-4 is a margin for rounding.
         held = torch.where(values > best.values[:, -1:], probs, 0).sum(dim=-1)
         certain = (held > params.top_p + 1e-4) | (ids.shape[-1] == vocab_size)
+        certain |= below_min_p(best.values, params.min_p)[:, -1]  # then so are all that topk omits
     noise = exponential_noise_at(ids, rng_keys).to(probs.dtype)
     scores = probs / noise.to(probs.device)
     if params.top_p < 1:
         scores = scores.masked_fill(outside_top_p(values, params.top_p, probs), -1)
+    if params.min_p:
+        scores = scores.masked_fill(below_min_p(values, params.min_p), -1)
     return ids.gather(-1, scores.argmax(dim=-1, keepdim=True))[:, 0], certain
 
 
@@ -460,16 +466,20 @@ def exponential(bits: torch.Tensor) -> torch.Tensor:
 MAX_REJECTION_ROUNDS = 8  # after these, top_p_winner sorts
 
 
-def exponential_race(logits: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
-    """Sample tokens under top-p by an exponential race over all tokens.
+def exponential_race(
+    logits: torch.Tensor, noise: torch.Tensor, p: float, min_p: float = 0.0
+) -> torch.Tensor:
+    """Sample tokens under top-p and min-p by an exponential race over all tokens.
 
     logits: (B, vocab_size), -inf for a banned token. noise: exponential random numbers > 0 of the
     same shape. A token's score is its probability over its noise, and the best score of the tokens
-    that the filter keeps wins. Returns (B,) ids, as `torch.multinomial` after the filter would
+    that the filters keep wins. Returns (B,) ids, as `torch.multinomial` after the filters would
     draw from the same noise.
     """
     probs = torch.softmax(logits, dim=-1)
     scores = probs / noise
+    if min_p:  # it drops only a tail, so the mass that top-p compares does not change
+        scores = scores.masked_fill(below_min_p(logits, min_p), -1)
     if p == 1:
         return scores.argmax(dim=-1)
     winners = [top_p_winner(*row, p) for row in zip(logits, probs, scores)]
@@ -479,8 +489,9 @@ def exponential_race(logits: torch.Tensor, noise: torch.Tensor, p: float) -> tor
 def top_p_winner(logits: torch.Tensor, probs: torch.Tensor, scores: torch.Tensor, p: float) -> int:
     """Return the best-scoring token that `top_p_filter` keeps, for p < 1, usually without sorting.
 
-    logits, probs, scores: (vocab_size,) of one sequence. Follows FlashInfer's rejection sampling,
-    but takes the next token of the same race instead of a new draw.
+    logits, probs, scores: (vocab_size,) of one sequence. A negative score cannot win. Follows
+    FlashInfer's rejection sampling, but takes the next token of the same race instead of a new
+    draw.
     """
     exact = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
     for _ in range(MAX_REJECTION_ROUNDS):
@@ -504,6 +515,7 @@ def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     logits = top_p_filter(logits, params.top_p)
+    logits = min_p_filter(logits, params.min_p)
     return torch.softmax(logits, dim=-1)
 
 
@@ -555,3 +567,25 @@ def outside_top_p(
     remove = torch.zeros_like(mass, dtype=torch.bool)
     remove[..., 1:] = mass[..., :-1] >= p
     return remove.scatter(-1, order, remove)
+
+
+def min_p_filter(logits: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Set logits (..., vocab_size) of tokens below min_p times the largest probability to -inf.
+
+    The most likely token stays, and with min_p = 1 its ties; min_p = 0 keeps all.
+    Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling" (2407.01082).
+    """
+    return logits.masked_fill(below_min_p(logits, min_p), -torch.inf) if min_p else logits
+
+
+def below_min_p(logits: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Return bools (..., n): true for tokens below min_p times the largest probability.
+
+    A ratio of probabilities is a difference of logits, so this needs no softmax.
+    """
+    return logits - logits.amax(dim=-1, keepdim=True) < min_p_threshold(min_p)
+
+
+def min_p_threshold(min_p: float) -> float:
+    """Return the lowest logit that min-p keeps, relative to the largest; -inf if min-p is off."""
+    return math.log(min_p) if min_p else -math.inf

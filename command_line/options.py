@@ -69,6 +69,8 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--top-k", metavar="K", type=int, help=top_k_help)
     top_p_help = "sample from the fewest tokens with a total probability of at least X; 1: off"
     group.add_argument("--top-p", **number, help=top_p_help)
+    min_p_help = "drop tokens below X times the largest probability; 0: off"
+    group.add_argument("--min-p", **number, help=min_p_help)
     presence_help = "subtract X from the logits of tokens already in the output, -2 to 2"
     group.add_argument("--presence-penalty", **number, help=presence_help)
     frequency_help = "subtract X for each occurrence of a token in the output, -2 to 2"
@@ -94,6 +96,7 @@ def sampling_params(args) -> SamplingParams:
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     explicit = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
     explicit |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
+    explicit |= {"--min-p": params.min_p > 0}
     if params.temperature == 0 and any(explicit.values()):
         useless = ", ".join(name for name, is_given in explicit.items() if is_given)
         print(

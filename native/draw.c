@@ -13,6 +13,7 @@ typedef struct {
   uint64_t seed, position;
   int64_t top_k;             // 0: off
   float temperature, top_p;  // temperature 0: greedy
+  float min_p_threshold;     // lowest x that min-p keeps; -infinity: off
 } Draw;
 
 // Return output `index` of the generator SplitMix64, like sampling.py's `splitmix64`.
@@ -139,14 +140,19 @@ static int64_t sample_row(int64_t V, const Draw *d, float *scratch) {
   float temperature = d->temperature;
   float *x = scratch;
   float *weights = scratch + V;
+  // Min-p: a token with x below `min_x` cannot win, but top-p's total includes its weight.
+  float min_x = d->min_p_threshold > -87 ? d->min_p_threshold : -87;
+  float cutoff = d->top_p < 1 ? -87 : min_x;
   for (int64_t i = 0; i < V; i++) {
     x[i] = (logits[i] - max) / temperature;
-    weights[i] = x[i] >= -87 ? exponential(x[i]) : 0;  // 0 for NaN
+    weights[i] = x[i] >= cutoff ? exponential(x[i]) : 0;  // 0 for NaN
   }
   if (d->top_k && d->top_k < V) keep_top_k(V, d->top_k, x, weights);
   int64_t total = 0;
-  if (d->top_p < 1)
+  if (d->top_p < 1) {
     for (int64_t i = 0; i < V; i++) total += fixed_point(weights[i]);
+    for (int64_t i = 0; min_x > -87 && i < V; i++) weights[i] = x[i] >= min_x ? weights[i] : 0;
+  }
   uint64_t state = splitmix64(d->seed, d->position);
   // Top-p without sorting: a winner is in the nucleus if the mass before it is below p. Otherwise
   // neither it nor any token after it is, and the race is run again without them, on average

@@ -35,6 +35,7 @@ SAMPLING_FIELDS = (  # fields of SamplingParams with the same name
     "temperature",
     "top_k",
     "top_p",
+    "min_p",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -59,7 +60,6 @@ UNSUPPORTED_FIELDS = {
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "logit_bias": ({},),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "prompt_embeds": (),
@@ -216,6 +216,7 @@ class GenerationRequest(RequestBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
