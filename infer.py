@@ -67,8 +67,9 @@ def generate(
     its batch, up to rounding. Without a seed it does, because the batch shares the generator. With
     int8 weights or a quantised KV cache, rounding may change the output unless C computes the whole
     pass; see quantisation/int8.py.
-    Raises UserError if prompts is empty, stride is out of range, the cache does not fit in memory,
-    or the logits are not finite. Raises ValueError if params and prompts differ in number.
+    Raises UserError if prompts is empty, stride is out of range, params have an id outside the
+    vocabulary, the cache does not fit in memory, or the logits are not finite. Raises ValueError if
+    params and prompts differ in number.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")

@@ -33,7 +33,7 @@ from model import Model
 from sampling import (
     SamplingParams,
     Sequence,
-    apply_penalties,
+    apply_logits_processors,
     check_engine_only_params,
     sampling_probs,
 )
@@ -93,7 +93,7 @@ def generate_speculative(
         window = sequence.tokens[start:] + drafts
         logits = next_logits(target, [window], cache, keep=len(drafts) + 1)[0]
         drafted = [sequence.with_drafts(drafts[:index]) for index in range(len(drafts) + 1)]
-        logits = apply_penalties(logits, drafted)
+        logits = apply_logits_processors(logits, drafted)
         if q is None:
             draft_ids = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
             q = torch.nn.functional.one_hot(draft_ids, config.vocab_size).float()
@@ -136,7 +136,7 @@ class ModelDrafter:
             drafted = sequence.with_drafts(drafts)
             window = self.context_window.crop(drafted.tokens)
             logits = next_logits(self.model, [window], self.cache)[0]
-            logits = apply_penalties(logits, [drafted])[0]  # (vocab_size,)
+            logits = apply_logits_processors(logits, [drafted])[0]  # (vocab_size,)
             q[index] = sampling_probs(logits, sequence.params)
             if sequence.params.temperature == 0:  # argmax is faster than a draw from one-hot q
                 drawn = logits.argmax()

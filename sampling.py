@@ -5,6 +5,7 @@ import math
 import operator
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,18 +29,43 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted once from the logit of each token in the output
     frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
     repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
+    # (token id, bias) pairs, or a mapping; added to the logits before any other processing.
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None  # of the draws; None: use a shared generator
     stop: tuple[str, ...] = ()  # strings; the text is cut before the first one
     logprobs: int | None = None  # report the N most likely tokens per position; None: off
 
     def __post_init__(self):
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         check_limits(LIMITS, **vars(self))
+        pairs = sorted((token, float(bias)) for token, bias in self.logit_bias)
+        object.__setattr__(self, "logit_bias", tuple(pairs))
         for field in dataclasses.fields(self):
             if field.type is float:  # torch accepts no integer above 2**64 - 1
                 object.__setattr__(self, field.name, float(getattr(self, field.name)))
 
 
 MAX_FLOAT = sys.float_info.max
+
+
+def is_token_id(value) -> bool:
+    """Return whether a value is a valid token id."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_logit_bias(value) -> bool:
+    """Return whether a value is a valid logit bias, in the range of OpenAI's API."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -100 <= value <= 100
+
+
+def are_logit_biases(pairs: tuple) -> bool:
+    """Return whether these are (token id, bias) pairs with distinct ids."""
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        return False
+    good = all(is_token_id(token) and is_logit_bias(bias) for token, bias in pairs)
+    return good and len(dict(pairs)) == len(pairs)
 
 
 LIMITS = {  # field of SamplingParams: type, predicate for valid values, their description
@@ -52,6 +78,11 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "repetition_penalty": (int | float, lambda v: 0 < v <= MAX_FLOAT, "a finite number > 0"),
+    "logit_bias": (
+        tuple,
+        are_logit_biases,
+        "pairs of a distinct token id >= 0 and a bias in [-100, 100]",
+    ),
     "seed": (
         int | None,
         lambda v: v is None or 0 <= v < 2**64,
@@ -93,6 +124,15 @@ def check_engine_only_params(params_list: list[SamplingParams]) -> None:
         raise UserError("only the engine supports stop and logprobs; use infer_engine.py")
 
 
+def check_token_ids(params: SamplingParams, config) -> None:
+    """Raise UserError for a token id outside the model's vocabulary."""
+    size = config.vocab_size
+    for token, _ in params.logit_bias:
+        if token >= size:
+            allowed = f"must be an integer from 0 to {size - 1}"
+            raise UserError(f"logit_bias has the id {token}: {allowed}")
+
+
 @dataclasses.dataclass(eq=False)  # compare and hash by identity
 class Sequence:
     """A prompt with its output and its sampling parameters."""
@@ -105,8 +145,9 @@ class Sequence:
     def from_prompt(cls, prompt: list[int], params: SamplingParams, config) -> "Sequence":
         """Return a sequence for a prompt of token ids; an empty prompt becomes the BOS token.
 
-        config: the model's configuration.
+        config: the model's configuration. Raises UserError as `check_token_ids` does.
         """
+        check_token_ids(params, config)
         tokens = list(prompt) or [config.bos_token_id]
         return cls(tokens, len(tokens), params)
 
@@ -165,7 +206,7 @@ def sample_batch(
     generator: random numbers for sequences without a seed. native: sampler for greedy and seeded
     sequences on a CPU.
     """
-    logits = apply_all_penalties(logits, sequences)
+    logits = apply_logits_processors(logits, sequences)
     use_native = (
         native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     )
@@ -206,7 +247,8 @@ def select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 class TokenLogprob(NamedTuple):
     """Log-probabilities of a token and of the most likely tokens at its position.
 
-    They are the log-softmax of the model's raw logits, before penalties, temperature and filters.
+    They are the log-softmax of the model's raw logits, before biases, penalties, temperature and
+    filters.
     """
 
     logprob: float  # natural logarithm
@@ -225,6 +267,33 @@ def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
     ids = (logits >= least).nonzero()[:, 0]
     ids = ids[logits[ids].argsort(descending=True, stable=True)][:count]
     return TokenLogprob(logprobs[token].item(), list(zip(ids.tolist(), logprobs[ids].tolist())))
+
+
+def apply_logits_processors(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """Apply biases and penalties, which come before the temperature.
+
+    logits: (B, vocab_size). Returns new logits, or `logits` itself if nothing applies.
+    """
+    return apply_all_penalties(apply_logit_bias(logits, sequences), sequences)
+
+
+def apply_logit_bias(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """Add each sequence's biases (OpenAI's `logit_bias`) to its logits, (B, vocab_size).
+
+    Returns new logits, or `logits` itself if there is no bias.
+    """
+    groups = {}  # rows with equal biases, such as the sequences of one request
+    for row, sequence in enumerate(sequences):
+        if sequence.params.logit_bias:
+            groups.setdefault(sequence.params.logit_bias, []).append(row)
+    if not groups:
+        return logits
+    logits = logits.clone()
+    for pairs, rows in groups.items():
+        ids, values = zip(*pairs)
+        indices = torch.tensor(rows)[:, None], torch.tensor(ids)
+        logits[indices] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+    return logits
 
 
 def apply_all_penalties(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Options of all scripts: model, sampling, prompts."""
 
+import argparse
 import dataclasses
 import secrets
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from command_line.parser import HelpFormatter, Parser
+from command_line.parser import AppendToTuple, HelpFormatter, Parser
 from errors import UserError
 from sampling import SamplingParams
 
@@ -23,6 +24,17 @@ DTYPES = {
     "blocks": torch.uint8,
 }
 CACHE_DTYPES = {"auto": None, "float16": torch.float16, "int8": torch.int8}
+
+
+def parse_logit_bias(text: str) -> tuple[int, float]:
+    """Parse ID=BIAS into (token id, bias). Raises ArgumentTypeError for any other syntax."""
+    token, _, bias = text.partition("=")
+    try:
+        if token.isascii() and token.isdecimal():
+            return int(token), float(bias)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!a} is not ID=BIAS, such as 11=-100")
 
 
 def add_options(parser: Parser) -> None:
@@ -77,6 +89,9 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--frequency-penalty", **number, help=frequency_help)
     repetition_help = "divide positive and multiply negative logits of earlier tokens by X; 1: off"
     group.add_argument("--repetition-penalty", **number, help=repetition_help)
+    bias_help = "add BIAS, -100 to 100, to the logit of token ID; repeatable"
+    bias = {"type": parse_logit_bias, "action": AppendToTuple, "help": bias_help}
+    group.add_argument("--logit-bias", metavar="ID=BIAS", **bias)
     add_stride_option(parser)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 

@@ -36,6 +36,7 @@ async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Resp
     if max_new_tokens is None:  # as many as the window and a response can hold
         max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
     params = body.to_sampling_params(max_new_tokens, logprobs)
+    served.check_params(params[0])
     inputs = GenerateInput(
         [prompt] * len(params),
         params,

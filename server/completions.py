@@ -28,6 +28,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     params = body.to_sampling_params(max_new_tokens, body.logprobs)
     if body.echo:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
+    served.check_params(params[0])
     # In another thread, because encoding a long prompt is slow.
     encoded = await asyncio.to_thread(served.encode, body.prompts)
     limit = body.truncate_prompt_tokens

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -20,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, to_json
 
 from errors import check_limits
-from sampling import LIMITS, SamplingParams
+from sampling import LIMITS, SamplingParams, is_logit_bias
 from text.chat import RESERVED_VARIABLES
 
 MAX_RESPONSE_BYTES = 2**22  # estimated with TOKEN_BYTES and LOGPROB_BYTES
@@ -28,6 +29,7 @@ TOKEN_BYTES = 16
 LOGPROB_BYTES = 64  # for the sampled token, and for each of its top_logprobs
 MAX_ECHO = 2**20  # bytes of echoed prompts in a response
 MAX_ITEMS = 2**14  # prompts, messages, or parts of a message
+MAX_BIASES = 2**10
 LONE_SURROGATE = "not UTF-8 text: it has a lone surrogate"
 
 SAMPLING_FIELDS = (  # fields of SamplingParams with the same name
@@ -59,7 +61,6 @@ UNSUPPORTED_FIELDS = {
     "guided_json": (),
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "prompt_embeds": (),
@@ -118,6 +119,25 @@ def prompt_type(prompt: Any) -> str:
     if isinstance(prompt, list):
         return f"list of {type(prompt[0]).__name__}" if prompt else "empty list"
     return type(prompt).__name__
+
+
+def parse_logit_bias(value: Any) -> Any:
+    """Convert the keys of a logit_bias object to integers.
+
+    Each key must be in canonical JSON notation. Raises ValueError at the first invalid entry.
+    """
+
+    def is_entry(name: str, bias: Any) -> bool:
+        is_number = name.isascii() and name.isdecimal() and len(name) <= 10
+        return is_number and str(int(name)) == name and is_logit_bias(bias)
+
+    if value is None:
+        return None
+    if isinstance(value, dict) and len(value) <= MAX_BIASES:
+        if all(is_entry(*pair) for pair in value.items()):
+            return {int(name): float(bias) for name, bias in value.items()}
+    allowed = f"an object of up to {MAX_BIASES} token ids, each with a number in [-100, 100]"
+    raise ValueError(f"must be {allowed}")
 
 
 # A list fails at its first bad element. A body of 1 MiB can hold half a million of them, and
@@ -220,6 +240,7 @@ class GenerationRequest(RequestBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(parse_logit_bias)] = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
 
@@ -277,6 +298,7 @@ class GenerationRequest(RequestBody):
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0} | given
+        given["logit_bias"] = self.logit_bias or {}
         params = SamplingParams(max_new_tokens, stop=stop, logprobs=logprobs, **given)
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from errors import UserError
 from loading.load import Source
+from sampling import SamplingParams, check_token_ids
 from server.backend import Backend, MetricsReader, Monitor
 from server.protocol import APIError, ChatRequest
 from text.chat import Chat
@@ -84,6 +85,13 @@ class ServedModel:
                 prompt = self.backend.encoding.encode(prompt, allowed_special="all")
             ids.append(prompt or [self.backend.config.bos_token_id])
         return ids
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Check the token ids of parameters. Raises APIError."""
+        try:
+            check_token_ids(params, self.backend.config)
+        except UserError as error:
+            raise APIError(400, str(error), str(error).partition(" ")[0]) from None
 
     def check_dropped(self, field: str, dropped: str) -> None:
         """Raise UserError if the tokenizer dropped bytes of a field. No warning reaches clients."""

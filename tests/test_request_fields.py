@@ -69,7 +69,6 @@ ASKING = {  # field -> what asks for nothing, and for something
     "function_call": ("none", "auto"),
     "functions": ([], [{"name": "f"}]),
     "suffix": ("", " end"),
-    "logit_bias": ({}, {"5": 100}),
     "modalities": (["text"], ["text", "audio"]),
     "tools": ([], [{"type": "function"}]),
     "tool_choice": ("none", "required"),
