@@ -35,6 +35,7 @@ from sampling import (
     NOT_FINITE,
     SamplingParams,
     Sequence,
+    all_stop_token_ids,
     check_engine_only_params,
     params_per_prompt,
 )
@@ -62,7 +63,7 @@ def generate(
     cache_dtype: of keys and values. float16 takes half of float32's memory, int8 about a quarter;
     None: the model's dtype. `to_cache_dtype` rounds each key and value independently.
     Finished sequences stay in the batch until the last one ends.
-    Yields, once per step, the next token of each sequence, its EOS included, and None
+    Yields, once per step, the next token of each sequence, its EOS or stop token included, and None
     once it has ended. Greedy or with a seed, a sequence does not depend on
     its batch, up to rounding. Without a seed it does, because the batch shares the generator. With
     int8 weights or a quantised KV cache, rounding may change the output unless C computes the whole
@@ -92,8 +93,8 @@ def generate(
         yield step
         for row, (sequence, token) in enumerate(zip(sequences, step)):
             # Only a generated EOS ends a sequence, because a prompt may end in EOS.
-            is_eos = token in config.eos_token_ids and not sequence.params.ignore_eos
-            if is_eos or len(sequence.tokens) + 1 == sequence.max_length:
+            ends = token in sequence.all_stop_token_ids
+            if ends or len(sequence.tokens) + 1 == sequence.max_length:
                 finished[row] = True
             if not finished[row]:  # a finished one recomputes its last position
                 sequence.tokens.append(token)
@@ -262,7 +263,7 @@ def run(args) -> None:
     chat = load_chat(args, source)
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
-    skip = () if params.ignore_eos else model.config.eos_token_ids
+    skip = all_stop_token_ids(params, model.config.eos_token_ids)
     max_prompt_tokens = model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
     for prompt_ids, echoed in conversation:
@@ -286,6 +287,7 @@ def check_beam_options(args) -> None:
     unused |= {"num_samples": 1, "seed": None}
     unsupported = [name for name, default in unused.items() if getattr(args, name) != default]
     if unsupported:
+        unsupported = [name.replace("_ids", "_id") for name in unsupported]  # --stop-token-id
         names = ", ".join("--" + name.replace("_", "-") for name in unsupported)
         raise UserError(f"--num-beams neither samples nor penalises tokens; omit {names}")
 

@@ -33,6 +33,7 @@ from model import Model
 from sampling import (
     SamplingParams,
     Sequence,
+    all_stop_token_ids,
     apply_logits_processors,
     check_engine_only_params,
     sampling_probs,
@@ -43,7 +44,7 @@ from text.tokenizer import load_encoding
 class SpeculativeStep(NamedTuple):
     """Output of one target pass."""
 
-    # New tokens: accepted drafts, then one sampled from the target; cut after EOS.
+    # New tokens: accepted drafts, then one sampled from the target; cut after EOS or a stop token.
     tokens: list[int]
     drafts: list[int]  # proposed draft tokens
     # Number of drafts that the target accepted; `tokens` may have fewer if one ends the sequence.
@@ -99,7 +100,7 @@ def generate_speculative(
             q = torch.nn.functional.one_hot(draft_ids, config.vocab_size).float()
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
         tokens = drafts[:accepted] + [token]
-        continues = [token not in config.eos_token_ids or params.ignore_eos for token in tokens]
+        continues = [token not in sequence.all_stop_token_ids for token in tokens]
         tokens = tokens[: first_false(continues) + 1]
         sequence.tokens += tokens
         yield SpeculativeStep(tokens, drafts, accepted)
@@ -256,7 +257,7 @@ def run(args) -> None:
     target, *drafts = load_models(names, args, device)
     draft = drafts[0] if drafts else propose_prompt_lookup
     encoding = load_encoding(source, target.config.vocab_size)
-    skip = () if params.ignore_eos else target.config.eos_token_ids
+    skip = all_stop_token_ids(params, target.config.eos_token_ids)
     warn_dropped_bytes(encoding, *prompts)
     encoded = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     warn_long_prompts(encoded, target.config.block_size, args.stride)

@@ -33,12 +33,17 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None  # of the draws; None: use a shared generator
     stop: tuple[str, ...] = ()  # strings; the text is cut before the first one
+    stop_token_ids: tuple[int, ...] = ()  # token ids that end the sequence, as EOS does
+    min_tokens: int = 0  # new tokens before EOS, a stop token or a stop string may end the sequence
     logprobs: int | None = None  # report the N most likely tokens per position; None: off
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         check_limits(LIMITS, **vars(self))
+        if self.min_tokens > self.max_new_tokens:
+            allowed = f"must be at most max_new_tokens ({self.max_new_tokens})"
+            raise UserError(f"min_tokens {self.min_tokens}: {allowed}")
         pairs = sorted((token, float(bias)) for token, bias in self.logit_bias)
         object.__setattr__(self, "logit_bias", tuple(pairs))
         for field in dataclasses.fields(self):
@@ -93,6 +98,8 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
         lambda v: all(isinstance(string, str) and string for string in v),
         "a tuple of nonempty strings",
     ),
+    "stop_token_ids": (tuple, lambda v: all(map(is_token_id, v)), "a tuple of token ids >= 0"),
+    "min_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
     "logprobs": (
         int | None,
         lambda v: v is None or 0 <= v <= 20,
@@ -125,21 +132,35 @@ def check_engine_only_params(params_list: list[SamplingParams]) -> None:
 
 
 def check_token_ids(params: SamplingParams, config) -> None:
-    """Raise UserError for a token id outside the model's vocabulary."""
+    """Raise UserError for a token id outside the model's vocabulary.
+
+    Also raises for min_tokens > 0 if every token of the vocabulary ends a sequence.
+    """
     size = config.vocab_size
-    for token, _ in params.logit_bias:
-        if token >= size:
+    biased = [token for token, _ in params.logit_bias]
+    for name, ids in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids)):
+        wrong = [token for token in ids if token >= size]
+        if wrong:
             allowed = f"must be an integer from 0 to {size - 1}"
-            raise UserError(f"logit_bias has the id {token}: {allowed}")
+            raise UserError(f"{name} has the id {wrong[0]}: {allowed}")
+    if params.min_tokens and len(set(all_stop_token_ids(params, config.eos_token_ids))) == size:
+        reason = "every token of this model ends the output"
+        raise UserError(f"min_tokens {params.min_tokens}: must be 0, as {reason}")
+
+
+def all_stop_token_ids(params: SamplingParams, eos: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the token ids that end a sequence. eos: EOS tokens of the model."""
+    return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos
 
 
 @dataclasses.dataclass(eq=False)  # compare and hash by identity
 class Sequence:
-    """A prompt with its output and its sampling parameters."""
+    """A prompt with its output, and the state that sampling its next token needs."""
 
     tokens: list[int]  # prompt, then output
     prompt_length: int  # penalties distinguish prompt and output
     params: SamplingParams
+    all_stop_token_ids: tuple[int, ...] = ()  # stop tokens and EOS; masked until min_tokens
 
     @classmethod
     def from_prompt(cls, prompt: list[int], params: SamplingParams, config) -> "Sequence":
@@ -149,7 +170,7 @@ class Sequence:
         """
         check_token_ids(params, config)
         tokens = list(prompt) or [config.bos_token_id]
-        return cls(tokens, len(tokens), params)
+        return cls(tokens, len(tokens), params, all_stop_token_ids(params, config.eos_token_ids))
 
     @property
     def output(self) -> list[int]:
@@ -163,7 +184,9 @@ class Sequence:
 
     def with_drafts(self, drafts: list[int]) -> "Sequence":
         """Return a sequence of these tokens and the drafts."""
-        return Sequence(self.tokens + drafts, self.prompt_length, self.params)
+        return Sequence(
+            self.tokens + drafts, self.prompt_length, self.params, self.all_stop_token_ids
+        )
 
 
 # torch penalises and samples sequences together if these fields are equal.
@@ -270,11 +293,12 @@ def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
 
 
 def apply_logits_processors(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Apply biases and penalties, which come before the temperature.
+    """Apply biases, penalties and min_tokens bans, which come before the temperature.
 
     logits: (B, vocab_size). Returns new logits, or `logits` itself if nothing applies.
     """
-    return apply_all_penalties(apply_logit_bias(logits, sequences), sequences)
+    logits = apply_all_penalties(apply_logit_bias(logits, sequences), sequences)
+    return apply_min_tokens(logits, sequences)
 
 
 def apply_logit_bias(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
@@ -293,6 +317,27 @@ def apply_logit_bias(logits: torch.Tensor, sequences: list[Sequence]) -> torch.T
         ids, values = zip(*pairs)
         indices = torch.tensor(rows)[:, None], torch.tensor(ids)
         logits[indices] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+    return logits
+
+
+def apply_min_tokens(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """Ban EOS and stop tokens of sequences with fewer than min_tokens output tokens.
+
+    Their logits (B, vocab_size) become -inf. Returns new logits, or `logits` itself if nothing is
+    banned.
+    """
+    # Runs after the penalties, because the repetition penalty would make -inf finite.
+    indices = [
+        (row, token)
+        for row, sequence in enumerate(sequences)
+        if len(sequence.tokens) - sequence.prompt_length < sequence.params.min_tokens
+        for token in sequence.all_stop_token_ids
+    ]
+    if not indices:
+        return logits
+    rows, ids = torch.tensor(indices).unbind(dim=1)
+    logits = logits.clone()
+    logits[rows, ids] = -torch.inf
     return logits
 
 

@@ -72,8 +72,13 @@ def add_sampling_options(parser: Parser) -> None:
     group = parser.group("sampling")
     length_help = "maximum number of new tokens"
     group.add_argument("--max-new-tokens", metavar="N", type=int, help=length_help)
+    min_help = "minimum number of new tokens before EOS or another stop may end the output"
+    group.add_argument("--min-tokens", metavar="N", type=int, help=min_help)
     eos_help = "continue after EOS, up to --max-new-tokens"
     group.add_argument("--ignore-eos", action="store_true", help=eos_help)
+    stop_help = "token id that ends the output, as EOS does; repeatable"
+    stop = {"type": int, "action": AppendToTuple, "dest": "stop_token_ids", "help": stop_help}
+    group.add_argument("--stop-token-id", metavar="ID", **stop)
     number = {"type": float, "metavar": "X"}
     temperature_help = "divisor of the logits; 0: greedy, below 1: sharper, above 1: flatter"
     group.add_argument("--temperature", **number, help=temperature_help)

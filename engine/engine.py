@@ -101,8 +101,10 @@ class Engine:
         request = make_request(prompt, params, self.model.config)
         request.cache_salt = cache_salt
         if self.encoding is not None:
-            skip = () if params.ignore_eos else self.model.config.eos_token_ids
-            request.stream = StopStringDetokenizer(self.encoding, skip, params.stop)
+            skip = request.all_stop_token_ids
+            request.stream = StopStringDetokenizer(
+                self.encoding, skip, params.stop, params.min_tokens
+            )
         self.scheduler.add(request)
         return request
 
@@ -230,8 +232,7 @@ class Engine:
             tokens.append(token)
             if stream:
                 text += stream.add(token)
-            is_eos = token in self.model.config.eos_token_ids and not request.params.ignore_eos
-            if is_eos or (stream and stream.stopped):
+            if token in request.all_stop_token_ids or (stream and stream.stopped):
                 reason = "stop"
             elif len(request.output) + len(tokens) == request.params.max_new_tokens:
                 reason = "length"

@@ -41,6 +41,7 @@ SAMPLING_FIELDS = (  # fields of SamplingParams with the same name
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "min_tokens",
 )
 
 # Unsupported fields of OpenAI's and vLLM's API, with the no-op values that are accepted.
@@ -61,13 +62,11 @@ UNSUPPORTED_FIELDS = {
     "guided_json": (),
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -145,6 +144,7 @@ def parse_logit_bias(value: Any) -> Any:
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=16)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+StopTokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=128)]
 ListLimits = Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)
 Prompt = Annotated[
     Annotated[str, Tag("str")]
@@ -233,6 +233,8 @@ class GenerationRequest(RequestBody):
         StopString | StopStrings | None,
         must_be("a string or a list of up to 16, each of 1 to 256 characters"),
     ] = None
+    stop_token_ids: Annotated[StopTokenIds | None, must_be("a list of up to 128 token ids")] = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -287,18 +289,22 @@ class GenerationRequest(RequestBody):
     def to_sampling_params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
         """Return the sampling parameters of each of a prompt's n choices; choice i has seed + i.
 
-        Raises APIError if the response could be too long.
+        Raises APIError if the response could be too long or if min_tokens exceeds max_new_tokens.
         """
         limit = self.max_tokens_limit(logprobs)
         if max_new_tokens > limit:
             size = f"sequences: {self.num_choices}, log-probabilities per token: {logprobs or 0}"
             message = f"max_tokens {max_new_tokens}: must be at most {limit} ({size})"
             raise APIError(400, message, "max_tokens")
+        if (self.min_tokens or 0) > max_new_tokens:
+            message = f"min_tokens {self.min_tokens}: must be at most max_tokens ({max_new_tokens})"
+            raise APIError(400, message, "min_tokens")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0} | given
         given["logit_bias"] = self.logit_bias or {}
+        given["stop_token_ids"] = tuple(self.stop_token_ids or ())
         params = SamplingParams(max_new_tokens, stop=stop, logprobs=logprobs, **given)
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
 

@@ -34,14 +34,20 @@ class StopStringDetokenizer(IncrementalDetokenizer):
 
     The first stop string is the one completed first, and the longest of several. Text is held back
     only while it may begin a stop string. Strings are compared by characters, so token boundaries
-    do not matter. stopped: whether one was found; later tokens print nothing.
+    do not matter. stopped: whether one was found; later tokens print nothing. A stop string
+    completed within the first min_tokens tokens does not count.
     """
 
     def __init__(
-        self, encoding: Encoding, skip_ids: tuple[int, ...] = (), stop: tuple[str, ...] = ()
+        self,
+        encoding: Encoding,
+        skip_ids: tuple[int, ...] = (),
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
     ):
         super().__init__(encoding, skip_ids)
         self.stop = stop
+        self.min_tokens_left = min_tokens  # number of coming tokens in which no string counts
         self.stop_buffer = ""
         self.stopped = False
 
@@ -52,7 +58,9 @@ class StopStringDetokenizer(IncrementalDetokenizer):
         return other
 
     def add(self, token: int) -> str:
-        return self.release_safe_text(super().add(token))
+        text = self.release_safe_text(super().add(token))
+        self.min_tokens_left = max(self.min_tokens_left - 1, 0)
+        return text
 
     def end(self) -> str:
         text = self.release_safe_text(super().end()) + self.stop_buffer
@@ -66,7 +74,7 @@ class StopStringDetokenizer(IncrementalDetokenizer):
             found = max(
                 (len(stop) for stop in self.stop if self.stop_buffer.endswith(stop)), default=0
             )
-            if found:
+            if found and not self.min_tokens_left:
                 safe = self.stop_buffer[:-found]
                 self.stop_buffer = ""
                 self.stopped = True
