@@ -1,0 +1,40 @@
+"""Tokens of a model as bytes."""
+
+import torch
+
+from errors import UserError
+
+
+class Vocabulary:
+    """Token ids and their bytes, for constraints.
+
+    pieces: bytes of each id; None for special tokens, EOS and ids without text, because constrained
+    output never contains them, even if their names would fit. ids: token ids of each piece.
+    eos_token_ids: ids that end a sequence. Raises UserError if there is none.
+    """
+
+    def __init__(self, encoding, vocab_size: int, eos_token_ids: tuple[int, ...]):
+        self.encoding = encoding
+        self.eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
+        if not self.eos_token_ids:
+            raise UserError("the model has no EOS token, so constrained output could never end")
+        special = {encoding.added_token_ids[name] for name in encoding.special_tokens_set} | set(
+            self.eos_token_ids
+        )
+        self.pieces: list[bytes | None] = [None] * vocab_size
+        self.ids: dict[bytes, list[int]] = {}
+        for token in set(range(vocab_size)) - special:
+            try:
+                piece = encoding.decode_single_token_bytes(token)
+            except KeyError:  # a padded vocabulary has ids without text
+                continue
+            if piece:  # an empty piece could repeat for ever
+                self.pieces[token] = piece
+                self.ids.setdefault(piece, []).append(token)
+        self.longest = max(map(len, self.ids), default=0)  # bytes
+
+    def token_mask(self, ids: list[int]) -> torch.Tensor:
+        """Return (vocab_size,) bools: true for these ids."""
+        token_mask = torch.zeros(len(self.pieces), dtype=torch.bool)
+        token_mask[ids] = True
+        return token_mask
