@@ -50,4 +50,6 @@ def check_limits(limits: dict[str, tuple], **values) -> None:
             expected_type is bool
         )
         if not has_type or not valid(value):
-            raise UserError(f"{name} {value!r}: must be {allowed}")
+            value_repr = repr(value)
+            value_repr = value_repr if len(value_repr) <= 500 else f"{value_repr[:497]}..."
+            raise UserError(f"{name} {value_repr}: must be {allowed}")

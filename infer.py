@@ -28,6 +28,7 @@ from command_line.options import (
 )
 from command_line.output import OutputWriter, warn_long_prompts
 from command_line.parser import Parser, run_script
+from constraints.compiler import make_matcher
 from errors import UserError, check_limits
 from loading.load import resolve_source
 from model import Model
@@ -39,7 +40,7 @@ from sampling import (
     check_engine_only_params,
     params_per_prompt,
 )
-from text.tokenizer import load_encoding
+from text.tokenizer import Encoding, load_encoding
 
 
 @torch.inference_mode()
@@ -51,6 +52,7 @@ def generate(
     use_cache: bool = True,
     stride: int | None = None,
     cache_dtype: torch.dtype | None = None,
+    encoding: Encoding | None = None,
 ) -> Iterator[list[int | None]]:
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
@@ -62,6 +64,7 @@ def generate(
     block_size.
     cache_dtype: of keys and values. float16 takes half of float32's memory, int8 about a quarter;
     None: the model's dtype. `to_cache_dtype` rounds each key and value independently.
+    encoding: tokenizer; params with choices need it.
     Finished sequences stay in the batch until the last one ends.
     Yields, once per step, the next token of each sequence, its EOS or stop token included, and None
     once it has ended. Greedy or with a seed, a sequence does not depend on
@@ -69,8 +72,8 @@ def generate(
     int8 weights or a quantised KV cache, rounding may change the output unless C computes the whole
     pass; see quantisation/int8.py.
     Raises UserError if prompts is empty, stride is out of range, params have an id outside the
-    vocabulary, the cache does not fit in memory, or the logits are not finite. Raises ValueError if
-    params and prompts differ in number.
+    vocabulary, the cache does not fit in memory, the logits are not finite, or
+    `make_matcher` raises UserError. Raises ValueError if params and prompts differ in number.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")
@@ -78,6 +81,7 @@ def generate(
     check_engine_only_params(each)
     config = model.config
     sequences = [Sequence.from_prompt(*pair, config) for pair in zip(prompts, each)]
+    matchers = [make_matcher(sequence.params, encoding, config) for sequence in sequences]
     context_window = ContextWindow(config.block_size, stride)
     # The last token is never an input, but every prompt is computed, even with max_new_tokens 0.
     longest = max(max(own.prompt_length, own.max_length - 1) for own in sequences)
@@ -86,6 +90,9 @@ def generate(
         cache = KVCache(model, len(sequences), min(longest, config.block_size), cache_dtype)
     finished = [sequence.params.max_new_tokens == 0 for sequence in sequences]
     while not all(finished):
+        for sequence, matcher, done in zip(sequences, matchers, finished):
+            constrained = matcher is not None and not done
+            sequence.token_mask = matcher.token_mask(sequence.output) if constrained else None
         windows = [context_window.crop(sequence.tokens) for sequence in sequences]
         logits = next_logits(model, windows, cache)[:, 0]
         next_tokens = model.runner.sample_batch(logits, sequences, generator)

@@ -26,7 +26,7 @@ from command_line.options import (
 from command_line.output import OutputWriter, warn_dropped_bytes, warn_long_prompts
 from command_line.parser import Parser, run_script
 from drafts import GAMMA_LIMITS, check_vocabularies, prompt_lookup
-from errors import check_limits
+from errors import UserError, check_limits
 from infer import next_logits
 from loading.load import resolve_source
 from model import Model
@@ -75,6 +75,8 @@ def generate_speculative(
     """
     check_limits(GAMMA_LIMITS, gamma=gamma)
     check_engine_only_params([params])
+    if params.choices:
+        raise UserError("speculative decoding does not support choices; use generate()")
     config = target.config
     sequence = Sequence.from_prompt(prompt, params, config)
     context_window = ContextWindow(config.block_size, stride)

@@ -36,6 +36,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # token ids that end the sequence, as EOS does
     min_tokens: int = 0  # new tokens before EOS, a stop token or a stop string may end the sequence
     logprobs: int | None = None  # report the N most likely tokens per position; None: off
+    choices: tuple[str, ...] = ()  # the output is one of these; (): unconstrained
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
@@ -44,6 +45,7 @@ class SamplingParams:
         if self.min_tokens > self.max_new_tokens:
             allowed = f"must be at most max_new_tokens ({self.max_new_tokens})"
             raise UserError(f"min_tokens {self.min_tokens}: {allowed}")
+        check_constraint(self)
         pairs = sorted((token, float(bias)) for token, bias in self.logit_bias)
         object.__setattr__(self, "logit_bias", tuple(pairs))
         for field in dataclasses.fields(self):
@@ -52,6 +54,7 @@ class SamplingParams:
 
 
 MAX_FLOAT = sys.float_info.max
+MAX_CHOICE_BYTES = 2**14  # in all, because each byte takes a trie node
 
 
 def is_token_id(value) -> bool:
@@ -105,11 +108,32 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
         lambda v: v is None or 0 <= v <= 20,
         "None or an integer from 0 to 20",
     ),
+    "choices": (
+        tuple,
+        lambda v: all(isinstance(string, str) for string in v) and utf8_size(v) <= MAX_CHOICE_BYTES,
+        "a tuple of strings of at most 16,384 bytes of UTF-8 in all",
+    ),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"
     " range is too small (try --dtype float32)"
 )
+
+
+def utf8_size(strings: tuple[str, ...]) -> float:
+    """Return the total UTF-8 bytes of strings; infinity if UTF-8 cannot encode one."""
+    try:
+        return sum(len(string.encode()) for string in strings)
+    except UnicodeEncodeError:
+        return float("inf")
+
+
+def check_constraint(params: SamplingParams) -> None:
+    """Raise UserError for a field that conflicts with the constraint."""
+    for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
+        if params.choices and getattr(params, name):
+            reason = "the constraint decides where the output ends"
+            raise UserError(f"{name} conflicts with choices: {reason}")
 
 
 def params_per_prompt(
@@ -161,6 +185,7 @@ class Sequence:
     prompt_length: int  # penalties distinguish prompt and output
     params: SamplingParams
     all_stop_token_ids: tuple[int, ...] = ()  # stop tokens and EOS; masked until min_tokens
+    token_mask: torch.Tensor | None = None  # allowed next tokens, (vocab_size,) bools; None: all
 
     @classmethod
     def from_prompt(cls, prompt: list[int], params: SamplingParams, config) -> "Sequence":
@@ -183,7 +208,7 @@ class Sequence:
         return self.prompt_length + self.params.max_new_tokens
 
     def with_drafts(self, drafts: list[int]) -> "Sequence":
-        """Return a sequence of these tokens and the drafts."""
+        """Return a sequence of these tokens and the drafts, without a token mask."""
         return Sequence(
             self.tokens + drafts, self.prompt_length, self.params, self.all_stop_token_ids
         )
@@ -230,6 +255,8 @@ def sample_batch(
     sequences on a CPU.
     """
     logits = apply_logits_processors(logits, sequences)
+    # Last, because the repetition penalty would make -inf finite.
+    logits = apply_token_mask(logits, [sequence.token_mask for sequence in sequences])
     use_native = (
         native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     )
@@ -265,6 +292,21 @@ def sample_batch(
 def select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Return these rows in a new tensor, or `logits` itself if they are all of its rows."""
     return logits if len(rows) == len(logits) else logits[rows]
+
+
+def apply_token_mask(logits: torch.Tensor, token_masks: list[torch.Tensor | None]) -> torch.Tensor:
+    """Set the logits of disallowed tokens to -inf.
+
+    logits: (B, vocab_size). token_masks: B masks, as in `Sequence`. Returns new logits, or
+    `logits` itself if there is no mask.
+    """
+    rows = [row for row, mask in enumerate(token_masks) if mask is not None]
+    if not rows:
+        return logits
+    masks = torch.stack([token_masks[row] for row in rows]).to(logits.device)
+    result = logits.clone()
+    result[rows] = logits[rows].masked_fill(~masks, -torch.inf)
+    return result
 
 
 class TokenLogprob(NamedTuple):

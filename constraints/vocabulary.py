@@ -1,5 +1,7 @@
 """Tokens of a model as bytes."""
 
+import functools
+
 import torch
 
 from errors import UserError
@@ -38,3 +40,9 @@ class Vocabulary:
         token_mask = torch.zeros(len(self.pieces), dtype=torch.bool)
         token_mask[ids] = True
         return token_mask
+
+
+@functools.lru_cache(4)
+def get_vocabulary(encoding, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    """Return the Vocabulary of an encoding, cached."""
+    return Vocabulary(encoding, vocab_size, eos_token_ids)

@@ -63,7 +63,8 @@ class Event(NamedTuple):
 def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     """Return a request for a prompt of token ids; an empty prompt becomes the BOS token.
 
-    params without a seed get a random one. Raises UserError for an id outside the vocabulary.
+    params without a seed get a random one. Raises UserError for an id outside the vocabulary, or
+    choices.
     """
     size = config.vocab_size
     tokens = list(prompt) or [config.bos_token_id]
@@ -71,6 +72,8 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     if wrong:
         allowed = f"must be an integer from 0 to {size - 1}"
         raise UserError(f"the prompt has the id {wrong[0]!r}: {allowed}")
+    if params.choices:
+        raise UserError("the engine does not support choices; use generate()")
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Request.from_prompt(tokens, params, config)

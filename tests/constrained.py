@@ -2,6 +2,8 @@
 
 import functools
 
+import torch
+
 PIECES = ["a", "b", "c", "ab", "bc", "abc"]
 SPECIAL = {6: "cab", 7: "<end>"}  # the name of the first spells a text that nobody wrote
 END = 7
@@ -48,6 +50,42 @@ CHOICE_LISTS = [
     ("ca", "cab", "ca"),  # a special token has this name; one comes twice
     ("aaaa", "abab", "cccc", "bca"),
 ]
+
+
+@torch.inference_mode()
+def chances(model, prompt, choices) -> dict[str, float]:
+    """The probability of each choice: of all its spellings, each step renormalised by itself."""
+    total = dict.fromkeys(choices, 0.0)
+    waiting = [((), 1.0)]
+    while waiting:
+        tokens, chance = waiting.pop()
+        logits = model(torch.tensor([[*prompt, *tokens]]))[0, -1]
+        ids = sorted(may_follow(tokens, choices))
+        probs = logits[ids].softmax(dim=-1).tolist()
+        for token, own in zip(ids, probs):
+            if token == END:
+                total[spelled(tokens)] += chance * own
+            else:
+                waiting.append(((*tokens, token), chance * own))
+    return total
+
+
+def write(model, choices, count, temperature=1.0, **fields) -> list[list[int]]:
+    """This many texts in one batch, each with a seed of its own."""
+    from infer import generate
+    from sampling import SamplingParams
+
+    options = {"choices": tuple(choices), "temperature": temperature, "max_new_tokens": 30}
+    each = [SamplingParams(**{"seed": seed} | options | fields) for seed in range(count)]
+    steps = list(generate(model, [[1, 2]] * count, each, encoding=letters()))
+    return [[step[row] for step in steps if step[row] is not None] for row in range(count)]
+
+
+def counts_of(texts, choices) -> torch.Tensor:
+    """How often each choice was written; nothing else may be."""
+    found = [spelled(text[:-1]) for text in texts]
+    assert set(found) <= set(choices) and all(text[-1] == END for text in texts)
+    return torch.tensor([found.count(choice) for choice in choices]).double()
 
 
 def small(tiny, **shape):

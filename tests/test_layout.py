@@ -48,6 +48,6 @@ def test_one_sequence_needs_no_engine():
     places = {name: ROOT / f"{name.replace('.', '/')}.py" for name in found.stdout.split()}
     names = [name for name, place in places.items() if place.is_file()]
     packages = {name.partition(".")[0] for name in names if "." in name}
-    wanted = {"command_line", "loading", "native", "quantisation", "text"}
+    wanted = {"command_line", "constraints", "loading", "native", "quantisation", "text"}
     assert packages == wanted
     assert {name for name in names if is_script(places[name])} == {"infer"}, found.stderr
