@@ -18,7 +18,9 @@ from command_line.models import load_models, pick_device
 from command_line.options import (
     CACHE_DTYPES,
     MODEL_HELP,
+    OPTION_NAMES,
     STORIES,
+    add_constraint_options,
     add_options,
     add_sampling_options,
     pick_seed,
@@ -26,7 +28,7 @@ from command_line.options import (
     sampling_params,
     with_request_seeds,
 )
-from command_line.output import OutputWriter, warn_long_prompts
+from command_line.output import OutputWriter, warn_long_prompts, warn_truncated_outputs
 from command_line.parser import Parser, run_script
 from constraints.compiler import make_matcher
 from errors import UserError, check_limits
@@ -249,6 +251,7 @@ def main(argv=None) -> None:
     beams.add_argument("--num-beams", metavar="N", type=int, help=beams_help)
     penalty_help = "divide beam scores by length**X, -10 to 10; above 0 favours length (default: 0)"
     beams.add_argument("--length-penalty", metavar="X", type=float, help=penalty_help)
+    add_constraint_options(parser)
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -280,7 +283,7 @@ def run(args) -> None:
             print_beams(args, model, prompt_ids, output)
         else:
             each = with_request_seeds(params, seed, len(prompt_ids))
-            print_samples(args, model, prompt_ids, each, output)
+            print_samples(args, model, prompt_ids, each, encoding, output)
         conversation.add_replies(output.texts)
 
 
@@ -294,22 +297,32 @@ def check_beam_options(args) -> None:
     unused |= {"num_samples": 1, "seed": None}
     unsupported = [name for name, default in unused.items() if getattr(args, name) != default]
     if unsupported:
-        unsupported = [name.replace("_ids", "_id") for name in unsupported]  # --stop-token-id
-        names = ", ".join("--" + name.replace("_", "-") for name in unsupported)
+        names = ", ".join(
+            OPTION_NAMES.get(name, "--" + name.replace("_", "-")) for name in unsupported
+        )
         raise UserError(f"--num-beams neither samples nor penalises tokens; omit {names}")
 
 
 def print_samples(
-    args, model: Model, prompts: list[list[int]], params: list[SamplingParams], output: OutputWriter
+    args,
+    model: Model,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    encoding: Encoding,
+    output: OutputWriter,
 ) -> None:
     """Sample a continuation of each prompt. params: one for each; they differ only in the seed."""
-    options = not args.no_cache, args.stride, CACHE_DTYPES[args.cache_dtype]
+    cache_dtype = CACHE_DTYPES[args.cache_dtype]
+    options = not args.no_cache, args.stride, cache_dtype, encoding
+    outputs = [[] for _ in prompts]
     with output:
         for step in generate(model, prompts, params, None, *options):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)
+                    outputs[row].append(token)
             output.end_step()
+    warn_truncated_outputs(params[0], encoding, model.config, outputs)
 
 
 def print_beams(args, model: Model, prompts: list[list[int]], output: OutputWriter) -> None:

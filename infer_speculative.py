@@ -17,16 +17,24 @@ from command_line.options import (
     CACHE_DTYPES,
     MODEL_HELP,
     STORIES,
+    add_constraint_options,
     add_options,
     add_sampling_options,
     pick_seed,
     read_prompts,
     sampling_params,
 )
-from command_line.output import OutputWriter, warn_dropped_bytes, warn_long_prompts
+from command_line.output import (
+    OutputWriter,
+    warn_dropped_bytes,
+    warn_long_prompts,
+    warn_truncated_outputs,
+)
 from command_line.parser import Parser, run_script
+from constraints.choices import ChoiceMatcher
+from constraints.compiler import make_matcher
 from drafts import GAMMA_LIMITS, check_vocabularies, prompt_lookup
-from errors import UserError, check_limits
+from errors import check_limits
 from infer import next_logits
 from loading.load import resolve_source
 from model import Model
@@ -35,10 +43,11 @@ from sampling import (
     Sequence,
     all_stop_token_ids,
     apply_logits_processors,
+    apply_token_mask,
     check_engine_only_params,
     sampling_probs,
 )
-from text.tokenizer import load_encoding
+from text.tokenizer import Encoding, load_encoding
 
 
 class SpeculativeStep(NamedTuple):
@@ -61,13 +70,14 @@ def generate_speculative(
     generator: torch.Generator | None = None,
     stride: int | None = None,
     cache_dtype: torch.dtype | None = None,
+    encoding: Encoding | None = None,
 ) -> Iterator[SpeculativeStep]:
     """Continue a prompt by speculative decoding, as `infer.generate` does with the target alone.
 
     Greedy output is equal and sampled output has the same distribution, up to rounding.
     The drafter proposes up to gamma tokens, 1 to 16, and the target verifies them in one pass.
     draft: a model, or a function with the signature of `ModelDrafter.propose`, such as
-    `propose_prompt_lookup`. generator, stride, cache_dtype: as in `infer.generate`, but
+    `propose_prompt_lookup`. generator, stride, cache_dtype, encoding: as in `infer.generate`, but
     params.seed is not used. The draft model's context shifts by half of its own block_size, and its
     cache has cache_dtype too. Yields one step per target pass, with at most `params.max_new_tokens`
     tokens in all. Raises UserError if gamma is out of range or the vocabularies differ, and as
@@ -75,17 +85,18 @@ def generate_speculative(
     """
     check_limits(GAMMA_LIMITS, gamma=gamma)
     check_engine_only_params([params])
-    if params.choices:
-        raise UserError("speculative decoding does not support choices; use generate()")
     config = target.config
     sequence = Sequence.from_prompt(prompt, params, config)
+    matcher = make_matcher(params, encoding, config)
     context_window = ContextWindow(config.block_size, stride)
     end = sequence.max_length
     cache = KVCache(target, 1, min(end - 1, config.block_size), cache_dtype)
     propose = draft
     if isinstance(draft, Model):
         check_vocabularies(config, draft.config)
-        propose = ModelDrafter(draft, end - 1, generator, cache_dtype).propose
+        draft_matcher = make_matcher(params, encoding, config)
+        drafter = ModelDrafter(draft, end - 1, generator, cache_dtype, draft_matcher)
+        propose = drafter.propose
     while len(sequence.tokens) < end:
         start = context_window.start(len(sequence.tokens))
         # No pass crosses a context shift: all its positions share this window.
@@ -97,6 +108,9 @@ def generate_speculative(
         logits = next_logits(target, [window], cache, keep=len(drafts) + 1)[0]
         drafted = [sequence.with_drafts(drafts[:index]) for index in range(len(drafts) + 1)]
         logits = apply_logits_processors(logits, drafted)
+        if matcher:
+            masks = [matcher.token_mask(each.output) for each in drafted]
+            logits = apply_token_mask(logits, masks)
         if q is None:
             draft_ids = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
             q = torch.nn.functional.one_hot(draft_ids, config.vocab_size).float()
@@ -122,8 +136,10 @@ class ModelDrafter:
         max_len: int,
         generator: torch.Generator | None = None,
         cache_dtype: torch.dtype | None = None,
+        matcher: ChoiceMatcher | None = None,
     ):
         self.model = model
+        self.matcher = matcher
         self.generator = generator
         self.context_window = ContextWindow(model.config.block_size)
         self.cache = KVCache(model, 1, min(max_len, model.config.block_size), cache_dtype)
@@ -139,7 +155,10 @@ class ModelDrafter:
             drafted = sequence.with_drafts(drafts)
             window = self.context_window.crop(drafted.tokens)
             logits = next_logits(self.model, [window], self.cache)[0]
-            logits = apply_logits_processors(logits, [drafted])[0]  # (vocab_size,)
+            logits = apply_logits_processors(logits, [drafted])
+            if self.matcher:
+                logits = apply_token_mask(logits, [self.matcher.token_mask(drafted.output)])
+            logits = logits[0]  # (vocab_size,)
             q[index] = sampling_probs(logits, sequence.params)
             if sequence.params.temperature == 0:  # argmax is faster than a draw from one-hot q
                 drawn = logits.argmax()
@@ -241,6 +260,7 @@ def main(argv=None) -> None:
     group.add_argument("--show", action="store_true", help=show_help)
     add_options(parser)
     add_sampling_options(parser)
+    add_constraint_options(parser)
     run_script(parser, run, argv)
 
 
@@ -266,12 +286,15 @@ def run(args) -> None:
     shown_seed = seed if params.temperature else None
     # no-color.org: any non-empty NO_COLOR turns colours off.
     colours = args.show and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    written = [[] for _ in prompts]
     with DraftOutput(prompts, encoding, skip, shown_seed, colours=colours) as output:
         for row, tokens in enumerate(encoded):
-            options = args.gamma, generator, args.stride, CACHE_DTYPES[args.cache_dtype]
+            options = args.gamma, generator, args.stride, CACHE_DTYPES[args.cache_dtype], encoding
             passes = generate_speculative(target, draft, tokens, params, *options)
             for step in passes:
                 output.add_step(row, step)
+                written[row] += step.tokens
+    warn_truncated_outputs(params, encoding, target.config, written)
 
 
 if __name__ == "__main__":

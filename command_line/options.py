@@ -1,4 +1,4 @@
-"""Options of all scripts: model, sampling, prompts."""
+"""Options of all scripts: model, sampling, constraints, prompts."""
 
 import argparse
 import dataclasses
@@ -24,6 +24,8 @@ DTYPES = {
     "blocks": torch.uint8,
 }
 CACHE_DTYPES = {"auto": None, "float16": torch.float16, "int8": torch.int8}
+# SamplingParams fields whose option is not named after the field.
+OPTION_NAMES = {"choices": "--choice", "stop_token_ids": "--stop-token-id"}
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
@@ -101,6 +103,14 @@ def add_sampling_options(parser: Parser) -> None:
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
+def add_constraint_options(parser: Parser) -> None:
+    """Add the structured output option: a list of choices."""
+    group = parser.group("constraints")
+    choice_help = "restrict the output to TEXT; repeatable for several choices"
+    options = {"dest": "choices", "metavar": "TEXT", "action": AppendToTuple, "default": ()}
+    group.add_argument(OPTION_NAMES["choices"], help=choice_help, **options)
+
+
 def add_stride_option(parser: Parser) -> None:
     stride_help = "number of tokens that a context shift drops (default: half the context window)"
     parser.group("model").add_argument("--stride", metavar="N", type=int, help=stride_help)
@@ -109,8 +119,11 @@ def add_stride_option(parser: Parser) -> None:
 def sampling_params(args) -> SamplingParams:
     """Build SamplingParams from the parsed options.
 
-    A note on stderr names options that have no effect at temperature 0.
+    A note on stderr names options that have no effect at temperature 0. Raises UserError for a
+    choice that is not UTF-8.
     """
+    for text in args.choices:
+        check_utf8(OPTION_NAMES["choices"], text)
     # Each sequence gets its own seed later.
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "seed"]
     params = SamplingParams(**{name: getattr(args, name) for name in names})

@@ -5,6 +5,8 @@ import time
 
 from cache import ContextWindow
 from command_line.parser import write_stdout
+from constraints.compiler import make_matcher
+from sampling import SamplingParams
 from text.detokenizer import IncrementalDetokenizer
 
 
@@ -30,6 +32,20 @@ def warn_long_prompts(prompts: list[list[int]], block_size: int, stride: int | N
     )
     kept = f"of {longest} tokens the model sees the last {seen}"
     print(f"note: {which} the context window of {block_size} tokens; {kept}", file=sys.stderr)
+
+
+def warn_truncated_outputs(
+    params: SamplingParams, encoding, config, outputs: list[list[int]]
+) -> None:
+    """Note on stderr how many constrained outputs the length limit has truncated."""
+    if not params.choices:
+        return
+    matcher = make_matcher(params, encoding, config)
+    cut = [output for output in outputs if not matcher.is_accepting(output)]
+    if cut:
+        limit = f"--max-new-tokens {params.max_new_tokens}"
+        what = f"truncated {len(cut)} of {len(outputs)} constrained outputs"
+        print(f"note: {limit} {what}", file=sys.stderr)
 
 
 class OutputWriter:

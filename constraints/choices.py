@@ -86,3 +86,11 @@ class ChoiceMatcher:
         if node is None:
             return torch.ones(len(vocabulary.pieces), dtype=torch.bool)
         return vocabulary.token_mask(self.choices.next_token_ids(node))
+
+    def is_accepting(self, output: list[int]) -> bool:
+        """Return whether an output ends with EOS, or EOS may follow it."""
+        eos_token_ids = self.choices.vocabulary.eos_token_ids
+        return (
+            output[-1:] in [[end] for end in eos_token_ids]
+            or self.token_mask(output)[eos_token_ids[0]].item()
+        )

@@ -73,7 +73,8 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
         allowed = f"must be an integer from 0 to {size - 1}"
         raise UserError(f"the prompt has the id {wrong[0]!r}: {allowed}")
     if params.choices:
-        raise UserError("the engine does not support choices; use generate()")
+        hint = "use generate() or generate_speculative()"
+        raise UserError(f"the engine does not support choices; {hint}")
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Request.from_prompt(tokens, params, config)

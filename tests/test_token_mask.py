@@ -16,14 +16,6 @@ from text.detokenizer import IncrementalDetokenizer
 from text.tokenizer import Encoding
 
 
-def test_speculation_knows_no_choices_yet(tiny):
-    from infer_speculative import generate_speculative
-
-    model = small(tiny)
-    params = SamplingParams(choices=("a",))
-    assert "choices" in refused(lambda: list(generate_speculative(model, model, [1], params)))
-
-
 def test_what_is_compiled_is_kept_for_its_own_vocabulary():
     from constraints.compiler import compile_constraint
     from constraints.vocabulary import get_vocabulary
