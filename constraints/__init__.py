@@ -1,1 +1,1 @@
-"""Structured output: choices."""
+"""Structured output: choices, regular expressions and grammars."""

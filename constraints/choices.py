@@ -5,6 +5,7 @@ import functools
 import torch
 
 from cache import common_prefix_length
+from constraints.matcher import Matcher
 from constraints.vocabulary import Vocabulary
 from errors import UserError
 
@@ -60,21 +61,15 @@ class ChoiceTrie:
 compile_choices = functools.lru_cache(8)(ChoiceTrie)  # the sequences of a request share one
 
 
-class ChoiceMatcher:
+class ChoiceMatcher(Matcher):
     """Matcher of a ChoiceTrie; keeps the node after each token, so that it can roll back."""
 
     def __init__(self, choices: ChoiceTrie):
+        super().__init__(choices.vocabulary)
         self.choices = choices
-        self.tokens: list[int] = []  # output tokens that the state has consumed
         self.nodes = [choices.root]  # before the first token, and after each
 
     def token_mask(self, output: list[int]) -> torch.Tensor:
-        """Return (vocab_size,) bools: true for tokens that may follow this output.
-
-        The output may be unrelated to the last call's; only tokens after their common prefix are
-        consumed. All tokens are allowed after EOS, and after a draft token that violates the
-        constraint and will be rejected.
-        """
         known = common_prefix_length(self.tokens, output)
         del self.tokens[known:]
         del self.nodes[known + 1 :]
@@ -82,15 +77,6 @@ class ChoiceMatcher:
             self.nodes.append(self.choices.advance(self.nodes[-1], token))
             self.tokens.append(token)
         node = self.nodes[-1]
-        vocabulary = self.choices.vocabulary
         if node is None:
-            return torch.ones(len(vocabulary.pieces), dtype=torch.bool)
-        return vocabulary.token_mask(self.choices.next_token_ids(node))
-
-    def is_accepting(self, output: list[int]) -> bool:
-        """Return whether an output ends with EOS, or EOS may follow it."""
-        eos_token_ids = self.choices.vocabulary.eos_token_ids
-        return (
-            output[-1:] in [[end] for end in eos_token_ids]
-            or self.token_mask(output)[eos_token_ids[0]].item()
-        )
+            return self.vocabulary.token_mask(slice(None))
+        return self.vocabulary.token_mask(self.choices.next_token_ids(node))

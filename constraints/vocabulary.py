@@ -1,7 +1,8 @@
-"""Tokens of a model as bytes."""
+"""Tokens of a model as bytes, and the tokenizer that llguidance asks."""
 
 import functools
 
+import numpy
 import torch
 
 from errors import UserError
@@ -35,11 +36,44 @@ class Vocabulary:
                 self.ids.setdefault(piece, []).append(token)
         self.longest = max(map(len, self.ids), default=0)  # bytes
 
-    def token_mask(self, ids: list[int]) -> torch.Tensor:
+    @functools.cached_property
+    def usable_tokens(self) -> numpy.ndarray:
+        """Return a bitmask, padded to int32, of EOS and all tokens with bytes."""
+        texts = [token for token, piece in enumerate(self.pieces) if piece is not None]
+        token_mask = self.token_mask(texts + self.eos_token_ids)
+        token_mask = torch.nn.functional.pad(token_mask, (0, -len(self.pieces) % 32))
+        return numpy.packbits(token_mask.numpy(), bitorder="little")
+
+    @functools.cached_property
+    def tokenizer(self):
+        """Return this vocabulary as an llguidance tokenizer."""
+        # Imported here, because it takes time and only constraints need it.
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        adapter = TokenizerAdapter(self, [piece or b"" for piece in self.pieces])
+        return LLTokenizer(TokenizerWrapper(adapter), len(self.pieces), self.eos_token_ids)
+
+    def token_mask(self, ids: list[int] | slice) -> torch.Tensor:
         """Return (vocab_size,) bools: true for these ids."""
         token_mask = torch.zeros(len(self.pieces), dtype=torch.bool)
         token_mask[ids] = True
         return token_mask
+
+
+class TokenizerAdapter:
+    """Vocabulary under the attribute names that llguidance expects."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, pieces: list[bytes]):
+        self.encoding = vocabulary.encoding
+        self.tokens = pieces
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.special_token_ids = [token for token, piece in enumerate(pieces) if not piece]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        return self.encoding.encode_ordinary(text)
 
 
 @functools.lru_cache(4)

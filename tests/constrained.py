@@ -1,6 +1,7 @@
 """A vocabulary of eight tokens, and what texts it can write, by hand."""
 
 import functools
+import random
 
 import torch
 
@@ -86,6 +87,32 @@ def counts_of(texts, choices) -> torch.Tensor:
     found = [spelled(text[:-1]) for text in texts]
     assert set(found) <= set(choices) and all(text[-1] == END for text in texts)
     return torch.tensor([found.count(choice) for choice in choices]).double()
+
+
+@functools.cache
+def small_vocabulary():
+    """The vocabulary of an embedded model."""
+    from serving import small_encoding
+
+    from constraints.vocabulary import Vocabulary
+
+    return Vocabulary(small_encoding(), 4096, (4095,))
+
+
+def walks(matcher, count: int, limit: int = 300) -> list[str]:
+    """Texts of tokens drawn from the masks; those that are longer than the limit are left out."""
+    source = random.Random(0)
+    texts = []
+    for _ in range(count):
+        output = []
+        while len(output) < limit:
+            token = source.choice(matcher.checked_token_mask(output).nonzero()[:, 0].tolist())
+            if token in matcher.vocabulary.eos_token_ids:
+                pieces = [matcher.vocabulary.pieces[token] for token in output]
+                texts.append(b"".join(pieces).decode())
+                break
+            output.append(token)
+    return texts
 
 
 def small(tiny, **shape):

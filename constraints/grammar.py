@@ -1,0 +1,92 @@
+"""Regular expressions and Lark grammars, compiled by llguidance."""
+
+import itertools
+import re
+
+import numpy
+import torch
+
+from cache import common_prefix_length
+from constraints.matcher import Matcher
+from constraints.vocabulary import Vocabulary
+from errors import UserError
+
+# Expressions of the lexer, plus two per source byte. They grow exponentially if each terminal uses
+# another one twice. 65,536 take up to 12 MB; a million, llguidance's default, takes 90 MB.
+MAX_EXPRESSIONS = 2**16
+
+
+class Grammar:
+    """Regular expression or grammar, compiled by llguidance.
+
+    constraint_field: "regex" or "grammar". Raises UserError if the source is invalid, or if no
+    output satisfies it.
+    """
+
+    def __init__(self, constraint_field: str, source: str, vocabulary: Vocabulary):
+        from llguidance import LLMatcher, LLParserLimits  # takes 0.04 s, and few requests need it
+
+        self.vocabulary = vocabulary
+        try:
+            if constraint_field == "regex":
+                text = LLMatcher.grammar_from_regex(source)
+            else:
+                if re.search(r"%(json|llguidance)\b", source):
+                    raise UserError("%json and %llguidance are not supported in a grammar")
+                text = LLMatcher.grammar_from_lark(source)
+            limits = LLParserLimits(
+                verbose_errors=False, initial_lexer_fuel=MAX_EXPRESSIONS + 2 * len(source)
+            )
+            # Never mutated: each matcher has a copy, which shares the compiled grammar.
+            self.initial_state = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+            if self.initial_state.is_error():
+                raise UserError(short_error(self.initial_state.get_error()))
+            self.matcher().checked_token_mask([])
+        except ValueError as error:  # a UserError is one
+            raise UserError(f"{constraint_field}: {error}") from None
+
+    def matcher(self) -> "GrammarMatcher":
+        return GrammarMatcher(self)
+
+
+class GrammarMatcher(Matcher):
+    """Matcher of a Grammar; wraps the state of llguidance's parser."""
+
+    def __init__(self, grammar: Grammar):
+        super().__init__(grammar.vocabulary)
+        self.grammar = grammar
+        self.state = grammar.initial_state.deep_copy()
+        self.error = ""
+        self.bitmask = numpy.zeros(-(-len(self.vocabulary.pieces) // 32) * 4, numpy.uint8)
+
+    def token_mask(self, output: list[int]) -> torch.Tensor:
+        known = common_prefix_length(self.tokens, output)
+        self.state.rollback(len(self.tokens) - known)
+        del self.tokens[known:]
+        pieces = self.vocabulary.pieces
+        # Stop before EOS, after which all tokens are allowed.
+        new = list(itertools.takewhile(lambda token: pieces[token] is not None, output[known:]))
+        self.tokens += new[: self.state.try_consume_tokens(new)]
+        if len(self.tokens) < len(output) and not self.state.is_error():
+            return self.vocabulary.token_mask(slice(None))
+        self.state.unsafe_compute_mask_ptr(self.bitmask.ctypes.data, len(self.bitmask))
+        self.error = self.state.get_error()
+        if self.error:  # an error is final, so restart
+            self.state = self.grammar.initial_state.deep_copy()
+            self.tokens = []
+            return self.vocabulary.token_mask([])
+        # A grammar may name special tokens, which must not be generated.
+        self.bitmask &= self.vocabulary.usable_tokens
+        token_mask = numpy.unpackbits(self.bitmask, count=len(pieces), bitorder="little")
+        return torch.from_numpy(token_mask.view(bool))
+
+    def reason(self) -> str:
+        reason = short_error(self.error)
+        if not reason or reason.startswith("NoExtension"):
+            return super().reason()
+        return reason
+
+
+def short_error(error: str) -> str:
+    """Return an error of llguidance in one line of up to 300 characters, without parser state."""
+    return " ".join(re.split(r"<backtrace>|<non-verbose/>", error)[0].split())[:300]
