@@ -1,1 +1,1 @@
-"""Structured output: choices, regular expressions and grammars."""
+"""Structured output: choices, JSON schemas, regular expressions and grammars."""

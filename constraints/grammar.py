@@ -1,6 +1,7 @@
-"""Regular expressions and Lark grammars, compiled by llguidance."""
+"""JSON schemas, regular expressions and Lark grammars, compiled by llguidance."""
 
 import itertools
+import json
 import re
 
 import numpy
@@ -8,19 +9,21 @@ import torch
 
 from cache import common_prefix_length
 from constraints.matcher import Matcher
+from constraints.schema import parse_schema
 from constraints.vocabulary import Vocabulary
 from errors import UserError
 
 # Expressions of the lexer, plus two per source byte. They grow exponentially if each terminal uses
 # another one twice. 65,536 take up to 12 MB; a million, llguidance's default, takes 90 MB.
 MAX_EXPRESSIONS = 2**16
+MAX_MULTIPLE_OF_EXPRESSIONS = 10**6  # of a schema with multipleOf, including remainders
 
 
 class Grammar:
-    """Regular expression or grammar, compiled by llguidance.
+    """JSON schema, regular expression or grammar, compiled by llguidance.
 
-    constraint_field: "regex" or "grammar". Raises UserError if the source is invalid, or if no
-    output satisfies it.
+    constraint_field: "json_schema", "regex" or "grammar". Raises UserError if the source is
+    invalid, or if no output satisfies it.
     """
 
     def __init__(self, constraint_field: str, source: str, vocabulary: Vocabulary):
@@ -28,14 +31,20 @@ class Grammar:
 
         self.vocabulary = vocabulary
         try:
-            if constraint_field == "regex":
+            if constraint_field == "json_schema":
+                schema = json.dumps(parse_schema(source))
+                options = {"whitespace_flexible": False}  # else whitespace could repeat for ever
+                text = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+            elif constraint_field == "regex":
                 text = LLMatcher.grammar_from_regex(source)
             else:
                 if re.search(r"%(json|llguidance)\b", source):
                     raise UserError("%json and %llguidance are not supported in a grammar")
                 text = LLMatcher.grammar_from_lark(source)
+            multiples = constraint_field == "json_schema" and '"multipleOf"' in text
+            limit = MAX_MULTIPLE_OF_EXPRESSIONS if multiples else MAX_EXPRESSIONS
             limits = LLParserLimits(
-                verbose_errors=False, initial_lexer_fuel=MAX_EXPRESSIONS + 2 * len(source)
+                verbose_errors=False, initial_lexer_fuel=limit + 2 * len(source)
             )
             # Never mutated: each matcher has a copy, which shares the compiled grammar.
             self.initial_state = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
@@ -87,6 +96,13 @@ class GrammarMatcher(Matcher):
         return reason
 
 
+ONE_OF_ADVICE = (  # replaces llguidance's advice to set an option that clients cannot set
+    "oneOf works only if its schemas differ in type or in the const of a required property; "
+    "otherwise use anyOf"
+)
+
+
 def short_error(error: str) -> str:
     """Return an error of llguidance in one line of up to 300 characters, without parser state."""
-    return " ".join(re.split(r"<backtrace>|<non-verbose/>", error)[0].split())[:300]
+    line = " ".join(re.split(r"<backtrace>|<non-verbose/>", error)[0].split())[:300]
+    return ONE_OF_ADVICE if line.startswith("oneOf constraints are not supported") else line
