@@ -66,7 +66,7 @@ def generate(
     block_size.
     cache_dtype: of keys and values. float16 takes half of float32's memory, int8 about a quarter;
     None: the model's dtype. `to_cache_dtype` rounds each key and value independently.
-    encoding: tokenizer; params with choices need it.
+    encoding: tokenizer; params with a constraint need it.
     Finished sequences stay in the batch until the last one ends.
     Yields, once per step, the next token of each sequence, its EOS or stop token included, and None
     once it has ended. Greedy or with a seed, a sequence does not depend on
@@ -74,8 +74,9 @@ def generate(
     int8 weights or a quantised KV cache, rounding may change the output unless C computes the whole
     pass; see quantisation/int8.py.
     Raises UserError if prompts is empty, stride is out of range, params have an id outside the
-    vocabulary, the cache does not fit in memory, the logits are not finite, or
-    `make_matcher` raises UserError. Raises ValueError if params and prompts differ in number.
+    vocabulary, the cache does not fit in memory, the logits are not finite, a constraint allows no
+    token, or `make_matcher` raises UserError. Raises ValueError if params and prompts differ in
+    number.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")
@@ -94,7 +95,9 @@ def generate(
     while not all(finished):
         for sequence, matcher, done in zip(sequences, matchers, finished):
             constrained = matcher is not None and not done
-            sequence.token_mask = matcher.token_mask(sequence.output) if constrained else None
+            sequence.token_mask = (
+                matcher.checked_token_mask(sequence.output) if constrained else None
+            )
         windows = [context_window.crop(sequence.tokens) for sequence in sequences]
         logits = next_logits(model, windows, cache)[:, 0]
         next_tokens = model.runner.sample_batch(logits, sequences, generator)

@@ -31,8 +31,8 @@ from command_line.output import (
     warn_truncated_outputs,
 )
 from command_line.parser import Parser, run_script
-from constraints.choices import ChoiceMatcher
 from constraints.compiler import make_matcher
+from constraints.matcher import Matcher
 from drafts import GAMMA_LIMITS, check_vocabularies, prompt_lookup
 from errors import check_limits
 from infer import next_logits
@@ -108,13 +108,17 @@ def generate_speculative(
         logits = next_logits(target, [window], cache, keep=len(drafts) + 1)[0]
         drafted = [sequence.with_drafts(drafts[:index]) for index in range(len(drafts) + 1)]
         logits = apply_logits_processors(logits, drafted)
+        dead_ends = []  # lengths of draft prefixes after which no token is allowed
         if matcher:
             masks = [matcher.token_mask(each.output) for each in drafted]
-            logits = apply_token_mask(logits, masks)
+            dead_ends = [index for index, mask in enumerate(masks) if not mask.any()]
+            logits = apply_token_mask(logits, [mask if mask.any() else None for mask in masks])
         if q is None:
             draft_ids = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
             q = torch.nn.functional.one_hot(draft_ids, config.vocab_size).float()
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
+        if dead_ends and dead_ends[0] <= accepted:
+            matcher.checked_token_mask(drafted[dead_ends[0]].output)
         tokens = drafts[:accepted] + [token]
         continues = [token not in sequence.all_stop_token_ids for token in tokens]
         tokens = tokens[: first_false(continues) + 1]
@@ -136,7 +140,7 @@ class ModelDrafter:
         max_len: int,
         generator: torch.Generator | None = None,
         cache_dtype: torch.dtype | None = None,
-        matcher: ChoiceMatcher | None = None,
+        matcher: Matcher | None = None,
     ):
         self.model = model
         self.matcher = matcher
@@ -145,9 +149,9 @@ class ModelDrafter:
         self.cache = KVCache(model, 1, min(max_len, model.config.block_size), cache_dtype)
 
     def propose(self, sequence: Sequence, count: int) -> tuple[list[int], torch.Tensor]:
-        """Return `count` drafts and q, the distribution that each was sampled from.
+        """Return up to `count` drafts and q, the distribution that each was sampled from.
 
-        q: (count, vocab_size).
+        q: (drafts, vocab_size).
         """
         drafts = []
         q = torch.empty(count, self.model.config.vocab_size, device=self.model.device)
@@ -157,7 +161,10 @@ class ModelDrafter:
             logits = next_logits(self.model, [window], self.cache)[0]
             logits = apply_logits_processors(logits, [drafted])
             if self.matcher:
-                logits = apply_token_mask(logits, [self.matcher.token_mask(drafted.output)])
+                mask = self.matcher.token_mask(drafted.output)
+                if not mask.any():
+                    break  # no error: the target may reject an earlier draft
+                logits = apply_token_mask(logits, [mask])
             logits = logits[0]  # (vocab_size,)
             q[index] = sampling_probs(logits, sequence.params)
             if sequence.params.temperature == 0:  # argmax is faster than a draw from one-hot q
@@ -165,7 +172,7 @@ class ModelDrafter:
             else:
                 drawn = torch.multinomial(q[index], 1, generator=self.generator)
             drafts.append(drawn.item())
-        return drafts, q
+        return drafts, q[: len(drafts)]
 
 
 def propose_prompt_lookup(sequence: Sequence, count: int) -> tuple[list[int], None]:

@@ -13,6 +13,13 @@ import torch
 from errors import UserError, check_limits
 
 
+class Constraint(NamedTuple):
+    """A constraint on the output: a field of SamplingParams and its value."""
+
+    field: str  # one of CONSTRAINT_FIELDS
+    source: str | tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of a request; the defaults are greedy decoding.
@@ -37,6 +44,9 @@ class SamplingParams:
     min_tokens: int = 0  # new tokens before EOS, a stop token or a stop string may end the sequence
     logprobs: int | None = None  # report the N most likely tokens per position; None: off
     choices: tuple[str, ...] = ()  # the output is one of these; (): unconstrained
+    json_schema: str | None = None  # JSON source of a schema that the output satisfies
+    regex: str | None = None  # regular expression that the whole output matches
+    grammar: str | None = None  # llguidance Lark grammar that the output follows
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
@@ -52,9 +62,29 @@ class SamplingParams:
             if field.type is float:  # torch accepts no integer above 2**64 - 1
                 object.__setattr__(self, field.name, float(getattr(self, field.name)))
 
+    @property
+    def constraint(self) -> Constraint | None:
+        """Return the constraint, None if unconstrained. Raises UserError for two constraints."""
+        constraints = [Constraint(name, getattr(self, name)) for name in CONSTRAINT_FIELDS]
+        given = [each for each in constraints if each.source not in ((), None)]
+        if len(given) > 1:
+            conflict = f"{given[0].field} conflicts with {given[1].field}"
+            raise UserError(f"{conflict}: only one constraint is allowed")
+        return given[0] if given else None
+
 
 MAX_FLOAT = sys.float_info.max
 MAX_CHOICE_BYTES = 2**14  # in all, because each byte takes a trie node
+CONSTRAINT_FIELDS = ("choices", "json_schema", "regex", "grammar")
+
+
+def source_limit(size: int) -> tuple:
+    """Return the LIMITS entry of a constraint source of at most `size` bytes."""
+    return (
+        str | None,
+        lambda v: v is None or utf8_size((v,)) <= size,
+        f"None or a string of at most {size:,} bytes of UTF-8",
+    )
 
 
 def is_token_id(value) -> bool:
@@ -113,6 +143,10 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
         lambda v: all(isinstance(string, str) for string in v) and utf8_size(v) <= MAX_CHOICE_BYTES,
         "a tuple of strings of at most 16,384 bytes of UTF-8 in all",
     ),
+    # Longer sources may take seconds to compile, or overflow llguidance's stack with nested rules.
+    "json_schema": source_limit(2**16),
+    "regex": source_limit(2**12),
+    "grammar": source_limit(2**13),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"
@@ -129,11 +163,12 @@ def utf8_size(strings: tuple[str, ...]) -> float:
 
 
 def check_constraint(params: SamplingParams) -> None:
-    """Raise UserError for a field that conflicts with the constraint."""
+    """Raise UserError for two constraints, or for a field that conflicts with the constraint."""
+    constraint = params.constraint
     for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
-        if params.choices and getattr(params, name):
+        if constraint and getattr(params, name):
             reason = "the constraint decides where the output ends"
-            raise UserError(f"{name} conflicts with choices: {reason}")
+            raise UserError(f"{name} conflicts with {constraint.field}: {reason}")
 
 
 def params_per_prompt(

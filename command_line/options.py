@@ -104,11 +104,27 @@ def add_sampling_options(parser: Parser) -> None:
 
 
 def add_constraint_options(parser: Parser) -> None:
-    """Add the structured output option: a list of choices."""
+    """Add the structured output options: choices, JSON schema, regex and grammar."""
     group = parser.group("constraints")
     choice_help = "restrict the output to TEXT; repeatable for several choices"
     options = {"dest": "choices", "metavar": "TEXT", "action": AppendToTuple, "default": ()}
     group.add_argument(OPTION_NAMES["choices"], help=choice_help, **options)
+    schema_help = "file with a JSON schema; the output is compact JSON that satisfies it"
+    group.add_argument("--json-schema", metavar="FILE", type=text_file, help=schema_help)
+    regex_help = "regular expression, in Rust's syntax, that the whole output matches"
+    group.add_argument("--regex", metavar="REGEX", help=regex_help)
+    grammar_help = "file with a grammar of the output, in llguidance's Lark syntax"
+    group.add_argument("--grammar", metavar="FILE", type=text_file, help=grammar_help)
+
+
+def text_file(name: str) -> str:
+    """Read the UTF-8 file that an option names. Raises ArgumentTypeError if that fails."""
+    try:
+        return Path(name).read_text("utf-8-sig")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name}: {error.strerror}") from None
+    except ValueError:  # not UTF-8, or a name that no file can have
+        raise argparse.ArgumentTypeError(f"{name!a}: not UTF-8 text") from None
 
 
 def add_stride_option(parser: Parser) -> None:

@@ -1,7 +1,5 @@
 """Output that is one of several strings: a trie over their tokens."""
 
-import functools
-
 import torch
 
 from cache import common_prefix_length
@@ -56,9 +54,6 @@ class ChoiceTrie:
                     ids += self.vocabulary.ids.get(longer, ())
                     stack.append((child, longer))
         return ids
-
-
-compile_choices = functools.lru_cache(8)(ChoiceTrie)  # the sequences of a request share one
 
 
 class ChoiceMatcher(Matcher):

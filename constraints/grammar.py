@@ -22,8 +22,8 @@ MAX_MULTIPLE_OF_EXPRESSIONS = 10**6  # of a schema with multipleOf, including re
 class Grammar:
     """JSON schema, regular expression or grammar, compiled by llguidance.
 
-    constraint_field: "json_schema", "regex" or "grammar". Raises UserError if the source is
-    invalid, or if no output satisfies it.
+    constraint_field: SamplingParams field of the source. Raises UserError if the source is invalid,
+    or if no output satisfies it.
     """
 
     def __init__(self, constraint_field: str, source: str, vocabulary: Vocabulary):

@@ -53,11 +53,44 @@ class Vocabulary:
         adapter = TokenizerAdapter(self, [piece or b"" for piece in self.pieces])
         return LLTokenizer(TokenizerWrapper(adapter), len(self.pieces), self.eos_token_ids)
 
+    def tokenize(self, text: str) -> list[int]:
+        """Tokenize a text without SentencePiece's leading space.
+
+        Falls back to the longest tokens first if the tokenizer does not reproduce the text, for
+        example because it lacks a byte.
+        """
+        data = text.encode()
+        try:
+            tokens = self.encoding.encode_ordinary(text, at_start=False)
+            pieces = [self.pieces[token] for token in tokens]
+            if b"".join(pieces) == data:
+                return tokens
+            if b"".join(pieces) == b" " + data:
+                return self.tokenize_longest_first(pieces[0][1:]) + tokens[1:]
+        except (UserError, TypeError):  # the tokenizer fails, or emits a token without a piece
+            pass
+        return self.tokenize_longest_first(data)
+
+    def tokenize_longest_first(self, data: bytes) -> list[int]:
+        """Tokenize bytes greedily, the longest token first; stop at a byte the vocabulary lacks."""
+        tokens = []
+        while data:
+            sizes = range(min(self.longest, len(data)), 0, -1)
+            size = next((size for size in sizes if data[:size] in self.ids), None)
+            if size is None:
+                break
+            tokens.append(self.ids[data[:size]][0])
+            data = data[size:]
+        return tokens
+
     def token_mask(self, ids: list[int] | slice) -> torch.Tensor:
         """Return (vocab_size,) bools: true for these ids."""
         token_mask = torch.zeros(len(self.pieces), dtype=torch.bool)
         token_mask[ids] = True
         return token_mask
+
+
+MAX_TOKENIZED = 2**9  # characters; a schema can force 65,536, a grammar more
 
 
 class TokenizerAdapter:
@@ -66,14 +99,15 @@ class TokenizerAdapter:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary, pieces: list[bytes]):
-        self.encoding = vocabulary.encoding
+        self.tokenize = functools.lru_cache(2**10)(vocabulary.tokenize)  # sequences share texts
         self.tokens = pieces
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self.special_token_ids = [token for token, piece in enumerate(pieces) if not piece]
 
     def __call__(self, text: str | bytes) -> list[int]:
         text = text if isinstance(text, str) else text.decode("utf-8", "replace")
-        return self.encoding.encode_ordinary(text)
+        # llguidance passes the whole forced text before each token, and needs only its first token.
+        return self.tokenize(text[:MAX_TOKENIZED])
 
 
 @functools.lru_cache(4)

@@ -63,8 +63,8 @@ class Event(NamedTuple):
 def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     """Return a request for a prompt of token ids; an empty prompt becomes the BOS token.
 
-    params without a seed get a random one. Raises UserError for an id outside the vocabulary, or
-    choices.
+    params without a seed get a random one. Raises UserError for an id outside the vocabulary, or a
+    constraint.
     """
     size = config.vocab_size
     tokens = list(prompt) or [config.bos_token_id]
@@ -72,9 +72,9 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     if wrong:
         allowed = f"must be an integer from 0 to {size - 1}"
         raise UserError(f"the prompt has the id {wrong[0]!r}: {allowed}")
-    if params.choices:
+    if params.constraint:
         hint = "use generate() or generate_speculative()"
-        raise UserError(f"the engine does not support choices; {hint}")
+        raise UserError(f"the engine does not support {params.constraint.field}; {hint}")
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Request.from_prompt(tokens, params, config)
