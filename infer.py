@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from command_line.options import (
 from command_line.output import OutputWriter, warn_long_prompts, warn_truncated_outputs
 from command_line.parser import Parser, run_script
 from constraints.compiler import make_matcher
+from constraints.matcher import single_allowed_token
 from errors import UserError, check_limits
 from loading.load import resolve_source
 from model import Model
@@ -55,6 +57,7 @@ def generate(
     stride: int | None = None,
     cache_dtype: torch.dtype | None = None,
     encoding: Encoding | None = None,
+    counts: Counter | None = None,
 ) -> Iterator[list[int | None]]:
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
@@ -67,6 +70,8 @@ def generate(
     cache_dtype: of keys and values. float16 takes half of float32's memory, int8 about a quarter;
     None: the model's dtype. `to_cache_dtype` rounds each key and value independently.
     encoding: tokenizer; params with a constraint need it.
+    counts: its "passes" counts forward passes. A step needs no pass, and draws nothing, if every
+    sequence has a single allowed token.
     Finished sequences stay in the batch until the last one ends.
     Yields, once per step, the next token of each sequence, its EOS or stop token included, and None
     once it has ended. Greedy or with a seed, a sequence does not depend on
@@ -98,9 +103,15 @@ def generate(
             sequence.token_mask = (
                 matcher.checked_token_mask(sequence.output) if constrained else None
             )
-        windows = [context_window.crop(sequence.tokens) for sequence in sequences]
-        logits = next_logits(model, windows, cache)[:, 0]
-        next_tokens = model.runner.sample_batch(logits, sequences, generator)
+        next_tokens = [single_allowed_token(sequence.token_mask) for sequence in sequences]
+        # Jump-forward: if each sequence has a single allowed token, skip the pass. The next pass
+        # computes these positions too.
+        if any(token is None and not done for token, done in zip(next_tokens, finished)):
+            windows = [context_window.crop(sequence.tokens) for sequence in sequences]
+            logits = next_logits(model, windows, cache)[:, 0]
+            next_tokens = model.runner.sample_batch(logits, sequences, generator)
+            if counts is not None:
+                counts["passes"] += 1
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, (sequence, token) in enumerate(zip(sequences, step)):
@@ -315,8 +326,9 @@ def print_samples(
     output: OutputWriter,
 ) -> None:
     """Sample a continuation of each prompt. params: one for each; they differ only in the seed."""
+    counts = Counter()
     cache_dtype = CACHE_DTYPES[args.cache_dtype]
-    options = not args.no_cache, args.stride, cache_dtype, encoding
+    options = not args.no_cache, args.stride, cache_dtype, encoding, counts
     outputs = [[] for _ in prompts]
     with output:
         for step in generate(model, prompts, params, None, *options):
@@ -324,6 +336,8 @@ def print_samples(
                 if token is not None:
                     output.add(row, token)
                     outputs[row].append(token)
+            if params[0].constraint:
+                output.pass_count = counts["passes"]
             output.end_step()
     warn_truncated_outputs(params[0], encoding, model.config, outputs)
 

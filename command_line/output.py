@@ -63,6 +63,7 @@ class OutputWriter:
         self.texts = list(prompts)
         self.streams = [IncrementalDetokenizer(encoding, skip) for _ in prompts]
         self.seed = seed
+        self.pass_count = None  # forward passes, if not one per step
         self.printed = 0  # characters of the first text, if there is only one
         self.count = 0
         self.times = [time.perf_counter()]
@@ -99,6 +100,7 @@ class OutputWriter:
         """Format throughput, time to first token (seconds) and the sampling seed."""
         first = self.times[1] - self.times[0]
         total = self.times[-1] - self.times[0]
-        speed = f"{self.count} tokens, {self.count / total:.1f} tokens/s"
+        passes = "" if self.pass_count is None else f" in {self.pass_count} passes"
+        speed = f"{self.count} tokens{passes}, {self.count / total:.1f} tokens/s"
         seed = "" if self.seed is None else f", seed {self.seed}"
         return f"{speed}, the first after {first:.3f} s{seed}"

@@ -1,5 +1,6 @@
 """Matchers: which tokens may follow the output so far."""
 
+import numpy
 import torch
 
 from constraints.vocabulary import Vocabulary
@@ -42,3 +43,10 @@ class Matcher:
             output[-1:] in [[end] for end in eos_token_ids]
             or self.token_mask(output)[eos_token_ids[0]].item()
         )
+
+
+def single_allowed_token(token_mask: torch.Tensor | None) -> int | None:
+    """Return the token if the mask allows exactly one; None for other masks or no mask."""
+    if token_mask is None or numpy.count_nonzero(token_mask.numpy()) != 1:
+        return None
+    return int(token_mask.numpy().argmax())
