@@ -12,6 +12,7 @@ from command_line.models import pick_device
 from command_line.options import (
     MODEL_HELP,
     STORIES,
+    add_constraint_options,
     add_options,
     add_sampling_options,
     check_utf8,
@@ -20,7 +21,7 @@ from command_line.options import (
     sampling_params,
     with_request_seeds,
 )
-from command_line.output import OutputWriter, warn_long_prompts
+from command_line.output import OutputWriter, warn_long_prompts, warn_truncated_outputs
 from command_line.parser import AppendToTuple, Parser, is_worker, run_script
 from engine.engine import Engine
 from engine.options import (
@@ -51,6 +52,7 @@ def main(argv=None) -> None:
         type=int,
         help="show log-probabilities of each token and of the N most likely ones, 0 to 20",
     )
+    add_constraint_options(parser)
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -134,6 +136,9 @@ def run_engine(engine: Engine, request_args: list[tuple], output: OutputWriter) 
     print(f"{computed}, {preemptions}{drafts}{total}", file=sys.stderr)
     if tp_group := engine.model.runner.tp_group:
         print(tp_group.statistics(engine.steps), file=sys.stderr)
+    if requests:
+        outputs = [request.output for request in requests]
+        warn_truncated_outputs(requests[0].params, engine.encoding, engine.model.config, outputs)
     if requests and requests[0].params.logprobs is not None:
         print_logprobs(engine.encoding, requests)
     if errors:

@@ -86,7 +86,8 @@ class PagedModelDrafter:
         wanted = counts[: self.max_num_seqs]
         drafts = [[] for _ in requests]
         while rows := [row for row, count in enumerate(wanted) if len(drafts[row]) < count]:
-            sequences = [requests[row].with_drafts(drafts[row]) for row in rows]
+            pairs = [requests[row].masked_sequence(drafts[row]) for row in rows]
+            sequences = [sequence for sequence, _ in pairs]
             spans = [
                 self.prepare_span(requests[row], sequence.tokens)
                 for row, sequence in zip(rows, sequences)
@@ -94,8 +95,8 @@ class PagedModelDrafter:
             logits = self.model.runner.logits(self.model, self.cache, spans, [1] * len(rows))
             finite = zero_nonfinite_rows(logits)
             tokens = self.model.runner.sample_batch(logits, sequences)
-            for row, span, token, is_finite in zip(rows, spans, tokens, finite):
-                if is_finite:
+            for row, span, token, is_finite, (_, error) in zip(rows, spans, tokens, finite, pairs):
+                if is_finite and error is None:
                     self.states[requests[row]].tokens.extend(span.tokens)
                     drafts[row].append(token)
                 else:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from cache import ContextWindow, common_prefix_length, layer_sliding_windows
+from constraints.compiler import make_matcher
 from engine.cache import PagedCache
 from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, Drafter
@@ -92,7 +93,7 @@ class Engine:
         to first token reveals a cached prefix. params without a seed get a random one. With
         max_new_tokens 0 the request finishes immediately, without an event. Raises UserError for an
         id out of range, a cache_salt that is not a string, or stop strings without an encoding.
-        Also raises it if the sequence cannot fit into the cache.
+        Also raises it if `make_matcher` does, or if the sequence cannot fit into the cache.
         """
         if not isinstance(cache_salt, str):
             raise UserError(f"cache_salt {cache_salt!r}: must be a string")
@@ -100,6 +101,7 @@ class Engine:
             raise UserError("stop: stop strings need an engine with an encoding")
         request = make_request(prompt, params, self.model.config)
         request.cache_salt = cache_salt
+        request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
             skip = request.all_stop_token_ids
             request.stream = StopStringDetokenizer(
@@ -177,12 +179,13 @@ class Engine:
                 return
             raise
         for request, count, tokens in zip(decoding, counts, proposed, strict=True):
-            request.drafts = tokens[:count]
+            request.drafts = request.validate_drafts(tokens[:count])
 
-    def compute(self, scheduled: list[ScheduledRequest]) -> list[SamplerOutput | None]:
+    def compute(self, scheduled: list[ScheduledRequest]) -> list[SamplerOutput | UserError | None]:
         """Run one pass and sample, with one output for each scheduled request.
 
-        An output is None where logits are not finite.
+        An output is None where logits are not finite, a UserError where the constraint allows no
+        token.
         """
         spans = [entry.span for entry in scheduled]
         keep = [len(entry.drafts) + 1 for entry in scheduled]
@@ -192,15 +195,19 @@ class Engine:
         self.steps += 1
         self.num_computed_tokens += sum(len(entry.tokens) for entry in scheduled)
         finite = zero_nonfinite_rows(logits)
-        sequences = [sequence for entry in scheduled for sequence in entry.sequences()]
-        tokens = runner.sample_batch(logits, sequences)
+        pairs = [pair for entry in scheduled for pair in entry.sequences()]
+        tokens = runner.sample_batch(logits, [sequence for sequence, _ in pairs])
         outputs = []
         for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
             part = slice(end - len(own), end)
-            outputs.append(SamplerOutput(tokens[part], own) if all(finite[part]) else None)
+            errors = [error for _, error in pairs[part] if error]
+            good = SamplerOutput(tokens[part], own) if all(finite[part]) else None
+            outputs.append(errors[0] if errors else good)
         return outputs
 
-    def update(self, entry: ScheduledRequest, output: SamplerOutput | None) -> Event | None:
+    def update(
+        self, entry: ScheduledRequest, output: SamplerOutput | UserError | None
+    ) -> Event | None:
         """Apply an output to its request and return its event; a prefill chunk has none.
 
         An output of None fails the request, even in a prefill chunk. Prefix caching would share its
@@ -210,6 +217,8 @@ class Engine:
         try:
             if output is None:
                 return self.fail(request, NOT_FINITE)
+            if isinstance(output, UserError):
+                return self.fail(request, str(output))
             if entry.complete:
                 return self.extend(entry, output)
             self.scheduler.advance(entry, [])

@@ -4,6 +4,9 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+
+from constraints.matcher import Matcher
 from errors import UserError
 from sampling import SamplingParams, Sequence, TokenLogprob
 from text.detokenizer import StopStringDetokenizer
@@ -23,12 +26,55 @@ class Request(Sequence):
     sliding_pages: list[int | None] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)  # of its full pages
     drafts: list[int] = field(default_factory=list)  # draft tokens for the next step
+    matcher: Matcher | None = None  # of its constraint; None: unconstrained
+    last_mask: tuple = ([], None)  # tokens and result of the last `compute_token_mask` call
     # Output text without a held-back possible stop string, and its detokenizer; "" and None if the
     # engine has no encoding.
     text: str = ""
     stream: StopStringDetokenizer | None = None
     # One per output token, if params.logprobs is set.
     logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def compute_token_mask(self, tokens: list[int]) -> torch.Tensor | UserError | None:
+        """Return the constraint's mask of allowed next tokens after these, (vocab_size,) bools.
+
+        tokens: prompt and output. None: no constraint. A UserError, returned rather than raised, if
+        no token is allowed.
+        """
+        if self.matcher is None:
+            return None
+        if tokens != self.last_mask[0]:
+            try:
+                token_mask = self.matcher.checked_token_mask(tokens[self.prompt_length :])
+            except UserError as error:
+                token_mask = error
+            self.last_mask = list(tokens), token_mask
+        return self.last_mask[1]
+
+    def masked_sequence(self, drafts: list[int]) -> tuple[Sequence, UserError | None]:
+        """Return the sequence with these drafts and its token mask; without drafts, the request.
+
+        If the constraint allows no token, the mask is None and an error is returned.
+        """
+        sequence = self.with_drafts(drafts) if drafts else self
+        token_mask = self.compute_token_mask(sequence.tokens)
+        error = token_mask if isinstance(token_mask, UserError) else None
+        sequence.token_mask = None if error else token_mask
+        return sequence, error
+
+    def validate_drafts(self, drafts: list[int]) -> list[int]:
+        """Cut drafts at the first token that the constraint rejects or that is a dead end."""
+        if self.matcher is None:
+            return drafts
+        fits = 0
+        for count in range(len(drafts) + 1):
+            token_mask = self.compute_token_mask(self.tokens + drafts[:count])
+            if isinstance(token_mask, UserError):
+                break
+            fits = count
+            if count < len(drafts) and not token_mask[drafts[count]]:
+                break
+        return drafts[:fits]
 
     @property
     def page_tables(self) -> tuple[list[int | None], ...]:
@@ -63,8 +109,7 @@ class Event(NamedTuple):
 def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     """Return a request for a prompt of token ids; an empty prompt becomes the BOS token.
 
-    params without a seed get a random one. Raises UserError for an id outside the vocabulary, or a
-    constraint.
+    params without a seed get a random one. Raises UserError for an id outside the vocabulary.
     """
     size = config.vocab_size
     tokens = list(prompt) or [config.bos_token_id]
@@ -72,9 +117,6 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     if wrong:
         allowed = f"must be an integer from 0 to {size - 1}"
         raise UserError(f"the prompt has the id {wrong[0]!r}: {allowed}")
-    if params.constraint:
-        hint = "use generate() or generate_speculative()"
-        raise UserError(f"the engine does not support {params.constraint.field}; {hint}")
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Request.from_prompt(tokens, params, config)

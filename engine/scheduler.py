@@ -31,9 +31,18 @@ class ScheduledRequest(NamedTuple):
         pages, sliding_pages = map(fill_null_pages, self.request.page_tables)
         return Span(pages, self.request.num_computed_tokens, self.tokens, sliding_pages)
 
-    def sequences(self) -> list[Sequence]:
-        """Return the sequences to sample from: the tokens with the first 0, 1, ... drafts."""
-        return [self.request.with_drafts(self.drafts[:n]) for n in range(len(self.drafts) + 1)]
+    def sequences(self) -> list[tuple[Sequence, UserError | None]]:
+        """Return the sequences to sample from: the request's tokens and its first 0, 1, ... drafts.
+
+        Each comes with a UserError if its constraint allows no token. A prefill chunk has no mask,
+        because its sampled token is not used.
+        """
+        if not self.complete:
+            return [(self.request.with_drafts([]), None)]
+        return [
+            self.request.masked_sequence(self.drafts[:count])
+            for count in range(len(self.drafts) + 1)
+        ]
 
 
 class Scheduler:
