@@ -258,10 +258,16 @@ NATIVE_GROUP = "in C"  # group of the rows that C samples, whatever their parame
 class RowSampler(Protocol):
     """Sampler implemented in C, for the CPU."""
 
-    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
+    def draw(
+        self,
+        logits: torch.Tensor,
+        params: list,
+        positions: list[int],
+        token_masks: list[torch.Tensor | None],
+    ) -> list[int]:
         """Sample a token for each greedy or seeded sequence as `sample` does, up to rounding.
 
-        logits: (B, vocab_size), contiguous.
+        logits: (B, vocab_size), contiguous. token_masks: B masks, as in `Sequence`.
         """
 
 
@@ -290,8 +296,6 @@ def sample_batch(
     sequences on a CPU.
     """
     logits = apply_logits_processors(logits, sequences)
-    # Last, because the repetition penalty would make -inf finite.
-    logits = apply_token_mask(logits, [sequence.token_mask for sequence in sequences])
     use_native = (
         native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     )
@@ -308,9 +312,12 @@ def sample_batch(
         selected = select_rows(logits, rows)
         params_list = [sequences[row].params for row in rows]
         positions = [len(sequences[row].tokens) for row in rows]
+        masks = [sequences[row].token_mask for row in rows]
         if group == NATIVE_GROUP:
-            tokens = native.draw(selected.contiguous(), params_list, positions)
+            tokens = native.draw(selected.contiguous(), params_list, positions, masks)
         else:
+            # Last, because the repetition penalty would make -inf finite.
+            selected = apply_token_mask(selected, masks)
             rng_keys = None
             if params_list[0].seed is not None:
                 rng_keys = [

@@ -178,7 +178,7 @@ class AdaptiveSpeculation:
         return self.drafting
 
     def record_step(self, scheduled: list[ScheduledRequest], tokens: int) -> None:
-        """Record the step that `should_draft` started: its requests and number of new tokens.
+        """Record the step that `should_draft` started: its requests and number of sampled tokens.
 
         A step that admits a request or computes a prompt does not count. Nor does the first step
         after drafting resumes, in which a draft model catches up on the tokens generated without

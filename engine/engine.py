@@ -20,6 +20,8 @@ from sampling import NOT_FINITE, SamplingParams, token_logprob, zero_nonfinite_r
 from text.detokenizer import StopStringDetokenizer
 from text.tokenizer import Encoding
 
+MAX_JUMP_FORWARD = 64  # jump-forward tokens per request and step
+
 
 class SamplerOutput(NamedTuple):
     """Sampled tokens of one scheduled request: 1 + the number of its draft tokens."""
@@ -85,6 +87,7 @@ class Engine:
         self.num_computed_tokens = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0  # of the draft tokens
+        self.num_sampled_tokens = 0  # without jump-forward tokens
 
     def add(self, prompt: list[int], params: SamplingParams, cache_salt: str = "") -> Request:
         """Queue a request for a prompt of token ids; an empty prompt becomes the BOS token.
@@ -134,6 +137,7 @@ class Engine:
         be inside the pass.
         """
         self.scheduled = []
+        sampled = self.num_sampled_tokens
         self.propose_drafts()
         scheduled = self.scheduler.schedule()
         if not scheduled:
@@ -146,8 +150,7 @@ class Engine:
         events = [self.update(entry, output) for entry, output in zip(scheduled, outputs)]
         events = [event for event in events if event]  # a prefill chunk has none
         if self.adaptive_speculation:
-            tokens = sum(len(event.tokens) for event in events)
-            self.adaptive_speculation.record_step(scheduled, tokens)
+            self.adaptive_speculation.record_step(scheduled, self.num_sampled_tokens - sampled)
         return events
 
     def propose_drafts(self) -> None:
@@ -227,7 +230,11 @@ class Engine:
             return self.fail(request, f"{type(error).__name__}: {error}")
 
     def extend(self, entry: ScheduledRequest, output: SamplerOutput) -> Event:
-        """Append accepted drafts and the next sampled token to a request."""
+        """Append accepted drafts, the next sampled token and jump-forward tokens to a request.
+
+        The next pass computes the positions of jump-forward tokens. A step adds at most
+        MAX_JUMP_FORWARD of them, because all other requests wait for them.
+        """
         request = entry.request
         sampled, logits = output
         num_accepted = common_prefix_length(sampled, entry.drafts)
@@ -237,7 +244,13 @@ class Engine:
         text = ""
         stream = request.stream.copy() if request.stream else None
         reason = None
-        for token in sampled[: num_accepted + 1]:
+        accepted = iter(sampled[: num_accepted + 1])
+        while reason is None:
+            token = next(accepted, None)
+            if token is None and len(tokens) <= num_accepted + MAX_JUMP_FORWARD:
+                token = request.jump_forward_token(request.tokens + tokens)
+            if token is None:
+                break
             tokens.append(token)
             if stream:
                 text += stream.add(token)
@@ -245,13 +258,12 @@ class Engine:
                 reason = "stop"
             elif len(request.output) + len(tokens) == request.params.max_new_tokens:
                 reason = "length"
-            if reason:
-                break
+        self.num_sampled_tokens += min(len(tokens), num_accepted + 1)
         logprobs = []
         if request.params.logprobs is not None:
             count = request.params.logprobs
             logprobs = [token_logprob(row, token, count) for row, token in zip(logits, tokens)]
-        self.scheduler.advance(entry, tokens)
+        self.scheduler.advance(entry, tokens, min(len(tokens) - 1, num_accepted))
         request.text += text
         request.stream = stream
         request.logprobs += logprobs

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from constraints.matcher import Matcher
+from constraints.matcher import Matcher, single_allowed_token
 from errors import UserError
 from sampling import SamplingParams, Sequence, TokenLogprob
 from text.detokenizer import StopStringDetokenizer
@@ -61,6 +61,16 @@ class Request(Sequence):
         error = token_mask if isinstance(token_mask, UserError) else None
         sequence.token_mask = None if error else token_mask
         return sequence, error
+
+    def jump_forward_token(self, tokens: list[int]) -> int | None:
+        """Return the only token allowed after these, prompt and output; None if not exactly one.
+
+        None if log-probabilities are requested, because these need a pass.
+        """
+        if self.matcher is None or self.params.logprobs is not None:
+            return None
+        token_mask = self.compute_token_mask(tokens)
+        return None if isinstance(token_mask, UserError) else single_allowed_token(token_mask)
 
     def validate_drafts(self, drafts: list[int]) -> list[int]:
         """Cut drafts at the first token that the constraint rejects or that is a dead end."""

@@ -194,13 +194,13 @@ class Scheduler:
         request.page_hashes = []
         request.drafts = []
 
-    def advance(self, entry: ScheduledRequest, tokens: list[int]) -> None:
+    def advance(self, entry: ScheduledRequest, tokens: list[int], num_accepted: int = 0) -> None:
         """Record that a scheduled request was computed, and append its new tokens.
 
-        tokens: accepted drafts and the next sampled token; empty if the entry was not complete.
+        tokens: empty if the entry was not complete. num_accepted: number of accepted drafts, which
+        are the first of tokens, and whose positions are computed.
         """
         request = entry.request
-        num_accepted = max(len(tokens) - 1, 0)
         request.num_computed_tokens += len(entry.tokens) - len(entry.drafts) + num_accepted
         request.tokens += tokens
         request.drafts = []

@@ -9,9 +9,10 @@
 #include "common.h"
 
 typedef struct {
-  const float *logits;  // (V)
+  const float *logits;     // (V)
+  const uint8_t *token_mask;  // (V), 0: banned token; NULL: all allowed
   uint64_t seed, position;
-  int64_t top_k;             // 0: off
+  int64_t top_k;              // 0: off
   float temperature, top_p;  // temperature 0: greedy
   float min_p_threshold;     // lowest x that min-p keeps; -infinity: off
 } Draw;
@@ -134,6 +135,10 @@ static int64_t zero_tail(int64_t V, int64_t token, const float *x, float *weight
 // Sample the next token of one row. scratch: (2, V).
 static int64_t sample_row(int64_t V, const Draw *d, float *scratch) {
   const float *logits = d->logits;
+  if (d->token_mask) {
+    for (int64_t i = 0; i < V; i++) scratch[i] = d->token_mask[i] ? logits[i] : -INFINITY;
+    logits = scratch;
+  }
   int64_t top_id = argmax(V, logits);
   if (d->temperature == 0) return top_id;
   float max = logits[top_id];

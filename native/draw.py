@@ -11,6 +11,7 @@ from sampling import min_p_threshold
 DrawStruct = struct(
     "DrawStruct",
     logits=POINTER,
+    token_mask=POINTER,
     seed=ctypes.c_uint64,
     **dict.fromkeys(("position", "top_k"), INT),
     **dict.fromkeys(("temperature", "top_p", "min_p_threshold"), ctypes.c_float),
@@ -18,21 +19,28 @@ DrawStruct = struct(
 
 
 def draw(
-    library: ctypes.CDLL, logits: torch.Tensor, params: list, positions: list[int]
+    library: ctypes.CDLL,
+    logits: torch.Tensor,
+    params: list,
+    positions: list[int],
+    token_masks: list[torch.Tensor | None] | None = None,
 ) -> list[int]:
     """Sample the next token of each row of logits, as `sampling.sample` does up to rounding.
 
     logits: (B, vocab_size), after penalties, B >= 1. params: a SamplingParams per row, greedy or
-    with a seed. positions: position of each draw. Uses up to torch.get_num_threads() threads.
-    Returns valid token ids for any logits, even NaN. Raises ValueError unless logits are float32,
-    contiguous and of this shape.
+    with a seed. positions: position of each draw. token_masks: allowed tokens of each row,
+    (vocab_size,) bools, at least one of them true; None: all. Uses up to torch.get_num_threads()
+    threads. Returns valid token ids for any logits, even NaN. Raises ValueError unless logits are
+    float32 and masks bool, contiguous and of these shapes.
     """
     count, size = len(params), logits.shape[-1]
     start = address(logits, torch.float32, count, size)
     limits = torch.finfo(torch.float32)
     jobs = (DrawStruct * count)()
-    for job, each, position in zip(jobs, params, positions, strict=True):
+    masks = token_masks or [None] * count
+    for job, each, position, mask in zip(jobs, params, positions, masks, strict=True):
         job.logits = start
+        job.token_mask = address(mask, torch.bool, size)
         start += size * logits.element_size()
         job.seed = each.seed or 0
         job.position = position

@@ -50,9 +50,15 @@ class NativeSampler(TorchRunner):
     def sample_batch(self, logits, sequences, generator=None) -> list[int]:
         return sample_batch(logits, sequences, generator, self)
 
-    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
+    def draw(
+        self,
+        logits: torch.Tensor,
+        params: list,
+        positions: list[int],
+        token_masks: list | None = None,
+    ) -> list[int]:
         """Sample the next token of each row, as `draw.draw` does."""
-        return draw.draw(self.library, logits, params, positions)
+        return draw.draw(self.library, logits, params, positions, token_masks)
 
 
 class NativeRunner(NativeSampler):

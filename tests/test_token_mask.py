@@ -130,13 +130,6 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tiny):
     assert "choices: the vocabulary lacks these bytes" in refused(write, letters(), "a d")
 
 
-def test_an_engine_knows_no_choices(tiny):
-    from engine.engine import Engine
-
-    message = refused(Engine(small(tiny)).add, [1], SamplingParams(choices=("a",)))
-    assert "engine does not support choices" in message
-
-
 def test_a_value_that_is_too_long_does_not_come_back_in_its_error():
     for fields in ({"temperature": "x" * 10**6}, {"choices": ("x" * 10**6,)}):
         message = refused(functools.partial(SamplingParams, **fields))
