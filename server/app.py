@@ -243,8 +243,9 @@ async def handle_validation_error(request: Request, error: RequestValidationErro
     if first["type"] == "json_invalid":
         message = f"the body is not JSON: {first['ctx']['error']}"
         fields = []
-    elif first["type"] == "field":  # whose message begins with the field
-        fields = [first["ctx"]["field"]]
+    elif first["type"] == "field":  # whose message begins with the last part of the path
+        message = ".".join([*fields, message])
+        fields.append(first["ctx"]["field"])
     elif not fields:
         message = "the body must be a JSON object, with Content-Type: application/json"
     elif not message.startswith(f"{fields[-1]} "):  # `check_limits` names the field itself

@@ -1,9 +1,10 @@
 """Request models and error bodies of OpenAI's API."""
 
 import contextlib
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -44,6 +45,19 @@ SAMPLING_FIELDS = (  # fields of SamplingParams with the same name
     "min_tokens",
 )
 
+
+# Fields of OpenAI's and vLLM's API that never change the output: client ids and cache hints.
+SILENTLY_IGNORED_FIELDS = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "user",
+    }
+)
+
 # Unsupported fields of OpenAI's and vLLM's API, with the no-op values that are accepted.
 # A request model that defines a field of the same name supports it.
 UNSUPPORTED_FIELDS = {
@@ -55,23 +69,46 @@ UNSUPPORTED_FIELDS = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
+    "documents": (),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
+    "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": (),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "request_id": (),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structural_tag": (),
     "structured_outputs": (),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": (),
+    "web_search_options": (),
 }
 
 
@@ -98,7 +135,8 @@ class APIError(Exception):
 
 def field_error(field: str, what: str) -> PydanticCustomError:
     """Return an error about a field, for validators of a whole request."""
-    return PydanticCustomError("field", "{field} {what}", {"field": field, "what": what})
+    # The name comes last: pydantic substitutes in order, and the name itself may be "{what}".
+    return PydanticCustomError("field", "{field} {what}", {"what": what, "field": field})
 
 
 def must_be(allowed: str) -> WrapValidator:
@@ -107,7 +145,12 @@ def must_be(allowed: str) -> WrapValidator:
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
             return validate(value)
-        except ValidationError:
+        except ValidationError as error:
+            for detail in error.errors(include_url=False, include_input=False):
+                if detail["type"] == "field":  # from the validator of a nested object
+                    path = [str(part) for part in detail["loc"] if isinstance(part, int)]
+                    name = ".".join([*path, detail["ctx"]["field"]])
+                    raise field_error(name, detail["ctx"]["what"]) from None
             raise ValueError(f"must be {allowed}") from None
 
     return WrapValidator(check)
@@ -155,6 +198,43 @@ Prompt = Annotated[
 ]
 
 
+class StrictModel(BaseModel):
+    """An object in a request that rejects unknown fields by name.
+
+    Null equals an absent field.
+    """
+
+    model_config = ConfigDict(strict=True)  # "1" is not a number
+    # Further known fields, with their no-op values.
+    no_op_values: ClassVar[dict[str, tuple]] = {}
+    silently_ignored: ClassVar[frozenset[str]] = frozenset()  # fields with any value
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_known_fields(cls, data: Any) -> Any:
+        """Raise PydanticCustomError for the first unknown field, or unsupported value of one."""
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if name in cls.model_fields or name in cls.silently_ignored:
+                continue
+            if name not in cls.no_op_values:
+                raise field_error(
+                    ascii(name[:100])[1:-1], describe_unknown_field(name, cls.model_fields)
+                )
+            if value is not None and value not in cls.no_op_values[name]:
+                raise field_error(name, "is not supported")
+        return data
+
+
+def describe_unknown_field(name: str, names: Iterable[str]) -> str:
+    """Return the error for an unknown field, with the likely intended name."""
+    matches = difflib.get_close_matches(name[:100], names, 1)
+    if name == "max_completion_tokens" and "max_tokens" in names:  # closer names exist
+        matches = ["max_tokens"]
+    return "is not a field of this request" + "".join(
+        f"; did you mean {other}?" for other in matches
+    )
+
+
 def find_lone_surrogate(body: Any) -> tuple[str | int, ...] | None:
     """Return the path to a string with a lone surrogate; None if the body has none.
 
@@ -187,10 +267,8 @@ def has_lone_surrogate(text: str) -> bool:
     return False
 
 
-class RequestBody(BaseModel):
-    """The JSON body of a request. Null equals an absent field."""
-
-    model_config = ConfigDict(strict=True)  # "1" is not a number
+class RequestBody(StrictModel):
+    """The JSON body of a request."""
 
     @model_validator(mode="before")
     @classmethod
@@ -206,11 +284,10 @@ class RequestBody(BaseModel):
         return data
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(StrictModel):
     """Options for the events of a streamed response."""
 
-    model_config = ConfigDict(strict=True)
-
+    no_op_values = {"include_obfuscation": (False,)}  # it hides event lengths
     include_usage: bool | None = None  # in an additional last event
     continuous_usage_stats: bool | None = None  # usage in every event, vLLM's extension
 
@@ -218,6 +295,8 @@ class StreamOptions(BaseModel):
 class GenerationRequest(RequestBody):
     """Fields and checks common to all generation requests."""
 
+    no_op_values = UNSUPPORTED_FIELDS
+    silently_ignored = SILENTLY_IGNORED_FIELDS
     model: str | None = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None  # sequences per prompt
     best_of: int | None = None
@@ -245,18 +324,6 @@ class GenerationRequest(RequestBody):
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(parse_logit_bias)] = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_supported(cls, data: Any) -> Any:
-        """Raise PydanticCustomError for the first field with an unsupported value."""
-        for name, no_op in UNSUPPORTED_FIELDS.items() if isinstance(data, dict) else ():
-            if name in cls.model_fields:
-                continue
-            value = data.get(name)
-            if value is not None and value not in no_op:
-                raise field_error(name, "is not supported")
-        return data
 
     @field_validator("top_k")
     @classmethod
@@ -347,18 +414,66 @@ class CompletionRequest(GenerationRequest):
             raise APIError(400, message, "echo")
 
 
-class ContentPart(BaseModel):
+# Client metadata in messages and their parts: cache hints and display fields.
+METADATA_FIELDS = frozenset(
+    {
+        "additional_kwargs",
+        "annotations",
+        "cache_control",
+        "citations",
+        "created",
+        "createdAt",
+        "created_at",
+        "extra_content",
+        "finish_reason",
+        "id",
+        "index",
+        "metadata",
+        "model",
+        "opts",
+        "parsed",  # the content as parsed by the official client's .parse()
+        "prompt_cache_breakpoint",
+        "providerMetadata",
+        "providerOptions",
+        "provider_metadata",
+        "provider_options",
+        "provider_specific_fields",
+        "reasoning_details",
+        "response_metadata",
+        "status",
+        "thinking_blocks",
+        "timestamp",
+        "timings",
+        "usage",
+        "usage_metadata",
+    }
+)
+
+
+class ContentPart(StrictModel):
     """A part of a message's content; only text is supported."""
 
-    model_config = ConfigDict(strict=True)
+    no_op_values = {"file": (), "image_url": (), "input_audio": (), "refusal": ()}
+    silently_ignored = METADATA_FIELDS
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(strict=True)
+class Message(StrictModel):
+    # A client may send a response's message back unchanged; litellm's has the most fields.
+    no_op_values = {
+        "audio": (),
+        "function_call": (),
+        "images": ([],),
+        "reasoning": (),
+        "reasoning_content": (),
+        "refusal": ("",),
+        "tool_calls": ([],),
+    }
+    silently_ignored = METADATA_FIELDS
     # A template writes the role verbatim, so it must not be able to close a message and start one.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
+    name: Annotated[str | None, Field(pattern="^[A-Za-z0-9_-]+$", max_length=64)] = None
     content: Annotated[
         str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_ITEMS)],
         must_be(f"a string or a list of up to {MAX_ITEMS} parts of the type text"),
@@ -372,6 +487,9 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
+    no_op_values = UNSUPPORTED_FIELDS | {
+        "add_special_tokens": (True, False)
+    }  # templates add their own
     messages: Annotated[list[Message], ListLimits]
     # No strings: a template would write them verbatim, control tokens included.
     chat_template_kwargs: Annotated[

@@ -132,7 +132,12 @@ class ServedModel:
         if isinstance(self.chat, UserError):
             raise self.chat
         encoding = self.backend.encoding
-        messages = [{"role": each.role, "content": each.text} for each in body.messages]
+        messages = []
+        for message in body.messages:
+            fields = {"role": message.role, "content": message.text}
+            if message.name:  # most templates ignore it
+                fields["name"] = message.name
+            messages.append(fields)
         chat = self.chat.with_template_kwargs(body.chat_template_kwargs or {})
         texts = [message.text for message in body.messages]
         self.check_dropped("messages", encoding.dropped_bytes(*texts, plain=True))
