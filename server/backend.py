@@ -4,6 +4,7 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
+from constraints.matcher import Matcher
 from sampling import SamplingParams, TokenLogprob
 from text.tokenizer import Encoding
 
@@ -24,7 +25,7 @@ class GenerateInput(NamedTuple):
     """Sequences to generate for one API request."""
 
     prompts: list[list[int]]
-    params: list[SamplingParams]  # one per prompt
+    params: list[SamplingParams]  # one per prompt, all with the same constraint
     cache_salt: str = ""
     request_id: str = ""
 
@@ -72,9 +73,12 @@ class Backend(Protocol):
         Raises QueueFull if it has no room now, UserError if it never could, and EngineDead.
         """
 
-    def generate(self, inputs: GenerateInput) -> AsyncIterator[dict[int, Update]]:
+    def generate(
+        self, inputs: GenerateInput, matcher: Matcher | None = None
+    ) -> AsyncIterator[dict[int, Update]]:
         """Yield new output of the prompts, by index, until all are finished.
 
+        matcher: keeps the compiled constraint alive; None: it is compiled first, if there is one.
         Raises what `admit` raises, before any work.
         """
 

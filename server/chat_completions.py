@@ -36,14 +36,14 @@ async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Resp
     if max_new_tokens is None:  # as many as the window and a response can hold
         max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
     params = body.to_sampling_params(max_new_tokens, logprobs)
-    served.check_params(params[0])
+    matcher = await served.check_params(params[0], body.constraint_field)
     inputs = GenerateInput(
         [prompt] * len(params),
         params,
         body.cache_salt or "",
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
     )
-    updates = served.backend.generate(inputs)
+    updates = served.backend.generate(inputs, matcher)
     return await ChatCompletionBuilder(body, served, inputs, updates).to_response()
 
 

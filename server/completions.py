@@ -28,7 +28,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     params = body.to_sampling_params(max_new_tokens, body.logprobs)
     if body.echo:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
-    served.check_params(params[0])
+    matcher = await served.check_params(params[0], body.constraint_field)
     # In another thread, because encoding a long prompt is slow.
     encoded = await asyncio.to_thread(served.encode, body.prompts)
     limit = body.truncate_prompt_tokens
@@ -41,7 +41,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
         body.cache_salt or "",
         request_id=f"cmpl-{uuid.uuid4().hex}",
     )
-    builder = CompletionBuilder(body, served, inputs, served.backend.generate(inputs))
+    builder = CompletionBuilder(body, served, inputs, served.backend.generate(inputs, matcher))
     if body.echo:
         echoed = [
             prompt if len(truncated) == len(whole) else truncated

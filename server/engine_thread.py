@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from constraints.compiler import make_matcher
+from constraints.matcher import Matcher
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
@@ -32,10 +34,14 @@ class Observer(Protocol):
 
 
 class Generation:
-    """One call of `generate`: its requests, and the updates that the reader has not fetched."""
+    """One call of `generate`: its requests, and the updates that the reader has not fetched.
 
-    def __init__(self, inputs: GenerateInput):
+    matcher: keeps the compiled constraint alive, if there is one.
+    """
+
+    def __init__(self, inputs: GenerateInput, matcher: Matcher | None):
         self.request_id = inputs.request_id
+        self.matcher = matcher
         self.arrival_time = time.perf_counter()
         self.requests: list[Request] = []  # only for the engine's thread
         # The fields below are only for the event loop.
@@ -160,20 +166,27 @@ class EngineThread:
             if current + new > limit:
                 raise QueueFull(f"the queue is full ({current} {unit}): try again later")
 
-    async def generate(self, inputs: GenerateInput) -> AsyncIterator[dict[int, Update]]:
+    async def generate(
+        self, inputs: GenerateInput, matcher: Matcher | None = None
+    ) -> AsyncIterator[dict[int, Update]]:
         """Yield new output of the prompts until all are finished.
 
         Each item has an Update for one or more prompts, by their indices. Updates that are not
-        fetched in time are joined.
+        fetched in time are joined. matcher: as in Backend.
         Raises the errors of `admit` before any work; EngineDead may also come later. Raises what
         `Engine.add` raises, and RequestFailed after the last update of a request that fails.
         Unfinished requests are aborted when the generator closes and count towards the limits until
         then. A reader that may leave early must close it: `async with contextlib.aclosing(...)`.
         """
         self.admit(len(inputs.prompts), inputs.num_tokens)
-        generation = Generation(inputs)
+        generation = Generation(inputs, matcher)
         self.generations.add(generation)
         try:
+            if matcher is None and inputs.params and inputs.params[0].constraint:
+                # Not in the engine's thread, where compiling would block all requests.
+                generation.matcher = await asyncio.to_thread(
+                    make_matcher, inputs.params[0], self.encoding, self.config
+                )
             self.commands.put(functools.partial(self.add, generation, inputs))
             while generation.num_unfinished or generation.updates:
                 await generation.changed.wait()

@@ -2,6 +2,8 @@
 
 import contextlib
 import difflib
+import functools
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -21,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, to_json
 
-from errors import check_limits
+from errors import UserError, check_limits
 from sampling import LIMITS, SamplingParams, is_logit_bias
 from text.chat import RESERVED_VARIABLES
 
@@ -32,6 +34,7 @@ MAX_ECHO = 2**20  # bytes of echoed prompts in a response
 MAX_ITEMS = 2**14  # prompts, messages, or parts of a message
 MAX_BIASES = 2**10
 LONE_SURROGATE = "not UTF-8 text: it has a lone surrogate"
+MAX_CHOICES = 2**10  # each of up to 128 sequences is matched against all choices
 
 SAMPLING_FIELDS = (  # fields of SamplingParams with the same name
     "ignore_eos",
@@ -92,7 +95,6 @@ UNSUPPORTED_FIELDS = {
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "request_id": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
@@ -100,7 +102,6 @@ UNSUPPORTED_FIELDS = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "structural_tag": (),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
@@ -213,16 +214,22 @@ class StrictModel(BaseModel):
     @classmethod
     def check_known_fields(cls, data: Any) -> Any:
         """Raise PydanticCustomError for the first unknown field, or unsupported value of one."""
+        names = field_names(cls)
         for name, value in data.items() if isinstance(data, dict) else ():
-            if name in cls.model_fields or name in cls.silently_ignored:
+            if name in names or name in cls.silently_ignored:
                 continue
             if name not in cls.no_op_values:
-                raise field_error(
-                    ascii(name[:100])[1:-1], describe_unknown_field(name, cls.model_fields)
-                )
+                raise field_error(ascii(name[:100])[1:-1], describe_unknown_field(name, names))
             if value is not None and value not in cls.no_op_values[name]:
-                raise field_error(name, "is not supported")
+                hint = ": use structured_outputs" if name.startswith("guided_") else ""
+                raise field_error(name, f"is not supported{hint}")
         return data
+
+
+@functools.cache
+def field_names(model: type[BaseModel]) -> set[str]:
+    """Return the names of a model's fields in a request."""
+    return {field.alias or name for name, field in model.model_fields.items()}
 
 
 def describe_unknown_field(name: str, names: Iterable[str]) -> str:
@@ -292,6 +299,79 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None  # usage in every event, vLLM's extension
 
 
+class JSONSchema(StrictModel):
+    """A schema as OpenAI's API names it. Output follows it even without strict."""
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$", max_length=64)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """The output constraint in OpenAI's API."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def check_complete(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise field_error(
+                "json_schema", "must be set for the type json_schema, and only for it"
+            )
+        return self
+
+    @functools.cached_property
+    def constraint(self) -> dict:
+        """Return fields of SamplingParams. Cached, because serialising a schema may be slow."""
+        if self.type == "text":
+            return {}
+        schema = self.json_schema.schema_ if self.json_schema else {"type": "object"}
+        return {"json_schema": json.dumps(schema)}
+
+
+class StructuredOutputs(StrictModel):
+    """The output constraint in vLLM's API: exactly one field is set."""
+
+    no_op_values = {
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (True, False),  # output never has any
+        "disable_fallback": (True, False),  # no fallback exists
+        "structural_tag": (),
+        "whitespace_pattern": (),
+    }
+    json_: Annotated[
+        dict[str, Any] | str | None, must_be("an object or its JSON"), Field(alias="json")
+    ] = None
+    json_object: bool | None = None
+    regex: Annotated[str | None, Field(min_length=1)] = None
+    choice: Annotated[
+        Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)] | None,
+        must_be(f"a list of 1 to {MAX_CHOICES} strings"),
+    ] = None
+    grammar: Annotated[str | None, Field(min_length=1)] = None
+
+    @model_validator(mode="after")
+    def check_single_constraint(self) -> "StructuredOutputs":
+        if len(self.constraint) != 1:
+            raise ValueError(
+                "must have exactly one of json, json_object, regex, choice and grammar"
+            )
+        return self
+
+    @functools.cached_property
+    def constraint(self) -> dict:
+        """Return fields of SamplingParams. Cached, because serialising a schema may be slow."""
+        schema = self.json_ if isinstance(self.json_, str | None) else json.dumps(self.json_)
+        values = {"json_schema": schema, "regex": self.regex, "grammar": self.grammar}
+        values["choices"] = None if self.choice is None else tuple(self.choice)
+        values = {name: value for name, value in values.items() if value is not None}
+        if self.json_object:
+            values["json_schema" if schema is None else "json_object"] = '{"type": "object"}'
+        return values
+
+
 class GenerationRequest(RequestBody):
     """Fields and checks common to all generation requests."""
 
@@ -323,6 +403,8 @@ class GenerationRequest(RequestBody):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(parse_logit_bias)] = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
 
     @field_validator("top_k")
@@ -343,6 +425,23 @@ class GenerationRequest(RequestBody):
             raise field_error("best_of", "must equal n")
         return self
 
+    @model_validator(mode="after")
+    def one_constraint(self) -> "GenerationRequest":
+        if self.structured_outputs and self.response_format and self.response_format.constraint:
+            raise field_error("structured_outputs", "cannot be combined with response_format")
+        return self
+
+    @property
+    def constraint_field(self) -> str:
+        """Return the name of the field that may constrain the output."""
+        return "structured_outputs" if self.structured_outputs else "response_format"
+
+    @property
+    def constraint(self) -> dict:
+        """Return the constraint as fields of SamplingParams; empty without one."""
+        field = self.structured_outputs or self.response_format
+        return field.constraint if field else {}
+
     @property
     def num_choices(self) -> int:
         """Return the number of choices in the response."""
@@ -356,7 +455,8 @@ class GenerationRequest(RequestBody):
     def to_sampling_params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
         """Return the sampling parameters of each of a prompt's n choices; choice i has seed + i.
 
-        Raises APIError if the response could be too long or if min_tokens exceeds max_new_tokens.
+        Raises APIError if the response could be too long, if min_tokens exceeds max_new_tokens, or
+        if the constraint is too large or conflicts with other fields.
         """
         limit = self.max_tokens_limit(logprobs)
         if max_new_tokens > limit:
@@ -372,7 +472,13 @@ class GenerationRequest(RequestBody):
         given = {"temperature": 1.0} | given
         given["logit_bias"] = self.logit_bias or {}
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        params = SamplingParams(max_new_tokens, stop=stop, logprobs=logprobs, **given)
+        given |= self.constraint
+        try:
+            params = SamplingParams(max_new_tokens, stop=stop, logprobs=logprobs, **given)
+        except UserError as error:
+            name = str(error).partition(" ")[0]
+            field = name if name in type(self).model_fields else self.constraint_field
+            raise APIError(400, str(error), field) from None
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
 
     def child_seed(self, index: int) -> int | None:

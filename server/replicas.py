@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
 from command_line.models import pick_device
+from constraints.matcher import Matcher
 from engine.options import load_engine
 from loading.load import load_config, resolve_source
 from server.app import allowed_hosts, make_app
@@ -103,8 +104,13 @@ class ReplicaClient:
     def admit(self, num_requests: int, num_tokens: int = 0) -> None:
         """Do nothing, because the replica that gets the call checks its own limits."""
 
-    async def generate(self, inputs: GenerateInput) -> AsyncIterator[dict[int, Update]]:
-        """Yield what `EngineThread.generate` yields; one replica computes the whole call."""
+    async def generate(
+        self, inputs: GenerateInput, matcher: Matcher | None = None
+    ) -> AsyncIterator[dict[int, Update]]:
+        """Yield what `EngineThread.generate` yields; one replica computes the whole call.
+
+        The replica compiles the constraint again, because `matcher` exists only in this process.
+        """
         updates = self.handle.generate.remote(inputs)
         try:
             while True:

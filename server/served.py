@@ -1,8 +1,11 @@
 """The served model, its engine, and the encoding of requests for them."""
 
+import asyncio
 import time
 from pathlib import Path
 
+from constraints.compiler import make_matcher
+from constraints.matcher import Matcher
 from errors import UserError
 from loading.load import Source
 from sampling import SamplingParams, check_token_ids
@@ -86,12 +89,24 @@ class ServedModel:
             ids.append(prompt or [self.backend.config.bos_token_id])
         return ids
 
-    def check_params(self, params: SamplingParams) -> None:
-        """Check the token ids of parameters. Raises APIError."""
+    async def check_params(self, params: SamplingParams, constraint_field: str) -> Matcher | None:
+        """Check the token ids of parameters, and compile their constraint, which may be slow.
+
+        constraint_field: the request's field with the constraint. Returns a matcher that keeps the
+        compiled constraint alive. Raises APIError.
+        """
         try:
             check_token_ids(params, self.backend.config)
         except UserError as error:
             raise APIError(400, str(error), str(error).partition(" ")[0]) from None
+        if params.constraint is None:
+            return None
+        try:
+            return await asyncio.to_thread(
+                make_matcher, params, self.backend.encoding, self.backend.config
+            )
+        except UserError as error:
+            raise APIError(400, str(error), constraint_field) from None
 
     def check_dropped(self, field: str, dropped: str) -> None:
         """Raise UserError if the tokenizer dropped bytes of a field. No warning reaches clients."""

@@ -1,0 +1,242 @@
+"""Requests that say which constraint a text must have. Oracles: the engine alone, jsonschema."""
+
+import asyncio
+import json
+import threading
+from typing import Literal
+
+import jsonschema
+import openai
+import pytest
+from conftest import count_calls
+from pydantic import BaseModel
+from serving import (
+    PATH,
+    check_refused,
+    engine_alone,
+    official_client,
+    serving,
+    small_engine,
+    texts_by_index,
+)
+
+from constraints import compiler
+from server.protocol import CompletionRequest
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Tom"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "animal": {"enum": ["cat", "dog", "fox"]},
+        "legs": {"type": "integer", "minimum": 2, "maximum": 8},
+        "wild": {"type": "boolean"},
+    },
+    "required": ["animal", "legs", "wild"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
+SOURCE = {"json_schema": json.dumps(SCHEMA)}
+OBJECT = {"json_schema": '{"type": "object"}'}
+CONSTRAINTS = [
+    ({"response_format": NAMED}, SOURCE),
+    ({"structured_outputs": {"json": SCHEMA}}, SOURCE),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, SOURCE),
+    ({"structured_outputs": {"regex": "[a-c]{1,4}!"}}, {"regex": "[a-c]{1,4}!"}),
+    ({"structured_outputs": {"choice": ["a cat", "a dog"]}}, {"choices": ("a cat", "a dog")}),
+    ({"structured_outputs": {"grammar": 'start: "a"+ "b"'}}, {"grammar": 'start: "a"+ "b"'}),
+    ({"response_format": {"type": "json_object"}}, OBJECT),
+    ({"structured_outputs": {"json_object": True}}, OBJECT),
+]
+
+
+@pytest.mark.parametrize("fields, own", CONSTRAINTS, ids=str)
+def test_a_text_is_that_of_the_engine(client, tiny_llama, fields, own):
+    for seed in range(2):
+        body = {"prompt": "Tom saw", "max_tokens": 40, "seed": seed} | fields
+        known = engine_alone(tiny_llama, "Tom saw", max_new_tokens=40, seed=seed, **own)[1::2]
+        (choice,) = client.post(PATH, body)[1]["choices"]
+        assert (choice["text"], choice["finish_reason"]) == known
+        assert texts_by_index(client.events(PATH, body | {"stream": True})) == {0: known}
+
+
+def test_still_a_text_may_be_any_text(client, tiny_llama):
+    text = engine_alone(tiny_llama, "Tom saw", max_new_tokens=40, seed=1)[1]
+    body = {"prompt": "Tom saw", "max_tokens": 40, "seed": 1, "response_format": {"type": "text"}}
+    assert client.post(PATH, body)[1]["choices"][0]["text"] == text
+
+
+def test_replies_hold_to_a_schema(client):
+    body = {"messages": MESSAGES, "response_format": NAMED, "n": 8, "seed": 1}
+    choices = client.post(CHAT, body)[1]["choices"]
+    texts = {choice["message"]["content"] for choice in choices}
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(texts) > 1 and {choice["finish_reason"] for choice in choices} == {"stop"}
+
+
+def test_a_reply_that_is_cut_says_so(client):
+    body = {"messages": MESSAGES, "response_format": NAMED, "max_tokens": 3}
+    (choice,) = client.post(CHAT, body)[1]["choices"]
+    assert choice["finish_reason"] == "length"
+    with pytest.raises(ValueError):
+        json.loads(choice["message"]["content"])
+
+
+class Animal(BaseModel):
+    name: Literal["cat", "dog"]
+    legs: Literal[2, 4]
+
+
+def test_the_official_client_parses(client):
+    with official_client(client) as openai_client:
+        completions = openai_client.chat.completions
+        ask = {"model": "small", "response_format": Animal, "seed": 2}
+        message = completions.parse(messages=MESSAGES, **ask).choices[0].message
+        assert isinstance(message.parsed, Animal)
+        with pytest.raises(openai.LengthFinishReasonError):
+            completions.parse(messages=MESSAGES, max_completion_tokens=2, **ask)
+        with completions.stream(messages=MESSAGES, **ask) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == message.parsed
+        talk = [*MESSAGES, message, *MESSAGES]  # the message has the field parsed
+        assert completions.parse(messages=talk, **ask).choices[0].message.parsed
+
+
+def outputs(**fields) -> dict:
+    return {"structured_outputs": fields}
+
+
+ALL = "json json_object regex choice grammar"
+REFUSED = [  # fields, words of the message
+    (outputs(), ALL),
+    (outputs(json_object=False), ALL),
+    (outputs(regex="a", choice=["a"]), ALL),
+    (outputs(json=SCHEMA, json_object=True), ALL),
+    (outputs(choise=["a"]), "structured_outputs.choise choice?"),
+    (outputs(structural_tag={}), "structured_outputs.structural_tag"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": NAMED | {"type": "json_object"}}, "response_format.json_schema"),
+    (outputs(json=[1]), "structured_outputs.json object"),
+    *(
+        (outputs(choice=choice), "structured_outputs.choice 1024")
+        for choice in ([], ["a", 1], [""] * 1025)
+    ),
+    ({"response_format": {"type": "yaml"}}, "response_format.type text json_object json_schema"),
+]
+
+
+@pytest.mark.parametrize("fields, words", REFUSED, ids=lambda value: str(value)[:40])
+def test_what_no_constraint_is(client, fields, words):
+    for path, needed in ((PATH, {}), (CHAT, {"messages": MESSAGES})):
+        check_refused(client.post(path, needed | fields), *fields, words)
+
+
+def test_one_constraint_a_request(client):
+    body = outputs(choice=["a"]) | {"response_format": NAMED}
+    check_refused(client.post(PATH, body), "structured_outputs", "response_format")
+    body["response_format"] = {"type": "text"}
+    assert client.post(PATH, body)[1]["choices"][0]["text"] == "a"
+
+
+@pytest.mark.parametrize(
+    "schema, words",
+    [
+        ({"type": "objekt"}, "objekt"),
+        ({"type": "object", "dependencies": {}}, "dependencies"),
+        ({"$ref": "http://127.0.0.1/schema"}, "$ref"),
+        ({"type": "string", "pattern": "("}, "json_schema: "),
+        ({"not": {}}, "'not'"),
+    ],
+)
+def test_a_schema_that_is_not_done_is_refused_with_what_it_is(client, schema, words):
+    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    body = {"messages": MESSAGES, "response_format": named}
+    check_refused(client.post(CHAT, body), "response_format", words)
+    check_refused(client.post(PATH, outputs(json=schema)), "structured_outputs", words)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("ignore_eos", True), ("min_tokens", 1), ("stop_token_ids", [5])]
+)
+def test_a_constraint_decides_where_its_text_ends(client, name, value):
+    own = {"json_schema": {"response_format": NAMED}, "choices": outputs(choice=["a"])}
+    for field, constraint in own.items():
+        body = {"messages": MESSAGES, name: value} | constraint
+        check_refused(client.post(CHAT, body), name, f"{name} {field}")
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [{"json": {"title": "a" * 2**16}}, {"regex": "a" * 5000}, {"choice": ["a" * 2**17]}],
+)
+def test_a_constraint_that_is_too_large_is_named(client, constraint):
+    check_refused(client.post(PATH, outputs(**constraint)), "structured_outputs", "bytes")
+    if "json" in constraint:
+        schema = {"name": "a", "schema": constraint["json"]}
+        named = {"type": "json_schema", "json_schema": schema}
+        check_refused(client.post(PATH, {"response_format": named}), "response_format", "bytes")
+
+
+def deep(levels: int) -> dict:
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+HOSTILE = {
+    "deep": deep(300),
+    "wide": {"properties": {f"a{number}": {"type": "string"} for number in range(20_000)}},
+    "long enum": {"enum": [f"{number:x}" for number in range(100_000)]},
+    "repeated": {"type": "string", "pattern": "((a{1,100}){1,100}){1,100}"},
+    "long": {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
+    "long text": {"type": "string", "minLength": 10**6, "maxLength": 10**9},
+    "own": {"$ref": "#"},
+    "itself": {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/a"}}},
+}
+
+
+@pytest.fixture
+def compilations(monkeypatch) -> list:
+    """To this list each constraint that is compiled adds its thread and its source."""
+    threads = []
+    grammar = compiler.Grammar
+
+    def watched(constraint, source, vocabulary):
+        threads.append((threading.current_thread(), source))
+        return grammar(constraint, source, vocabulary)
+
+    monkeypatch.setattr(compiler, "Grammar", watched)
+    return threads
+
+
+def test_other_clients_do_not_wait_for_a_hostile_schema(client, compilations):
+    """The event loop neither looks at a schema nor compiles it: other threads do."""
+
+    async def current():
+        return threading.current_thread()
+
+    loop = asyncio.run_coroutine_threadsafe(current(), client.thread.loop).result(60)
+    for schema in HOSTILE.values():
+        status, found = client.post(PATH, outputs(json=schema) | {"max_tokens": 2})
+        assert status in (200, 400) and len(str(found)) < 1000
+    # Two of them are longer than a schema may be, so nothing is compiled.
+    assert len(compilations) == len(HOSTILE) - 2
+    assert not {loop, client.thread.thread} & {thread for thread, _ in compilations}
+    assert client.post(PATH, {"max_tokens": 1})[0] == 200
+
+
+def test_still_hostile_schemas_leave_a_server_that_answers(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as client:
+        for schema in HOSTILE.values():
+            body = {"structured_outputs": {"json": schema}, "max_tokens": 2}
+            status, _ = client.post(PATH, body)
+            assert status in (200, 400)
+        assert client.post(PATH, {"max_tokens": 1})[0] == 200
+
+
+def test_many_choices_of_many_texts_hold_up_nobody(tiny_llama):
+    """Each of 128 texts checks its parameters in the event loop; the most choices there may be."""
+    body = outputs(choice=[""] * 1024) | {"n": 128}
+    calls = count_calls(lambda: CompletionRequest.model_validate(body).to_sampling_params(4, None))
+    assert calls < 8 * 1024 * 128
