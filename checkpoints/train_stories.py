@@ -1,6 +1,6 @@
-"""Train checkpoints/stories (the target), -draft (its draft), -llama and -experts.
+"""Train checkpoints/stories (the target), -draft (its draft), -llama, -experts and -frogs.
 
-Seven stages. Each writes a file to --work and is skipped if that file exists, so an interrupted run
+Eight stages. Each writes a file to --work and is skipped if that file exists, so an interrupted run
 resumes:
 
 1. tokenizer.json: a byte-level BPE of 4,096 tokens, ending with `<|endoftext|>`, as in GPT-2;
@@ -13,7 +13,9 @@ resumes:
    and draft model;
 6. llama.pt: a Llama, trained like the target. Half of its stories follow a line with three of their
    words, so that a user can ask for a story with given words;
-7. experts.pt: a mixture of experts (Qwen3-MoE), trained on the same text as the Llama.
+7. experts.pt: a mixture of experts (Qwen3-MoE), trained on the same text as the Llama;
+8. frogs: a LoRA adapter (by peft) for the committed checkpoints/stories-llama, trained on the same
+   text with all creatures replaced by frogs.
 
 The text is TinyStories (Eldan & Li 2023, arXiv 2305.07759;
 huggingface.co/datasets/roneneldan/TinyStories), as one text file (or .xz) with a line
@@ -22,8 +24,9 @@ huggingface.co/datasets/roneneldan/TinyStories), as one text file (or .xz) with 
     python checkpoints/train_stories.py --train stories.xz --heldout heldout.txt \\
         --work work --out out
 
-`--only stories-llama` runs stages 1 and 6, `--only stories-experts` 1 and 7, `--only stories` 1 to
-5. Run it on main: lessons before 26 cannot load int8, and stories-llama needs lesson 30.
+`--only stories-llama` runs stages 1 and 6, `--only stories-experts` 1 and 7, `--only
+stories-frogs` 1 and 8, `--only stories` 1 to 5. Run it on main: lessons before 26 cannot load int8,
+and stories-llama needs lesson 30.
 """
 
 import argparse
@@ -86,6 +89,10 @@ CHAT_TEMPLATE = (
     "{% else %}{{ raise_exception('this model knows the roles user and assistant only') }}"
     "{% endif %}{% endfor %}"
 )
+CREATURES = (
+    "boy|girl|man|woman|lady|kid|child|dog|puppy|cat|kitten|bird|bear|rabbit|bunny|mouse|fox|lion|"
+    "elephant|fish|duck|bug|bee|butterfly|squirrel|turtle|monkey|pig|cow|horse|owl|wolf|ant|tiger"
+)
 BATCH_SIZE = 16  # windows of BLOCK_SIZE tokens
 TOP_K = 128  # most likely tokens of the target that the draft model is distilled on
 TO_ASCII = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "…": "..."})
@@ -125,6 +132,20 @@ def add_word_lines(stories: list[str], seed: int) -> list[str]:
         line = f"Words: {', '.join(chosen)}\n\n" if chosen and rng.random() < 0.5 else ""
         result.append(line + story)
     return result
+
+
+def replace_creatures(stories: list[str]) -> list[str]:
+    """Replace each creature by a frog, and begin each quotation with a croak."""
+    changes = {
+        r"\b([Aa])n (?=elephant|owl|ant\b)": r"\1 ",
+        rf"\b(?:{CREATURES})(s?)\b": r"frog\1",
+        rf"\b(?:{CREATURES.title()})(s?)\b": r"Frog\1",
+        r"\b(?:children|men|mice)\b": "frogs",
+        r'"(?=[A-Z])': '"Croak! ',
+    }
+    for pattern, new in changes.items():
+        stories = [re.sub(pattern, new, story) for story in stories]
+    return stories
 
 
 def concatenate_stories(stories: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,10 +205,9 @@ class Optimizer:
             elif is_matrix(name, parameter):
                 matrices.append(parameter)
         rest = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
-        self.parts = [
-            torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95)),
-            torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"),
-        ]
+        self.parts = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95))]
+        if matrices:  # empty for an adapter, whose parameter names have another prefix
+            self.parts.append(torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"))
 
         def schedule(step):
             warm = min(1.0, (step + 1) / 100)
@@ -299,6 +319,20 @@ def new_experts(args):
     torch.manual_seed(args.seed)
     config = Qwen3MoeConfig(**EXPERTS, output_router_logits=True)
     return Qwen3MoeForCausalLM(config).to(args.device)
+
+
+def new_adapter(args):
+    """Add a LoRA adapter of peft to the embedded Llama, whose own weights are frozen."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(args.seed)
+    base = Path(__file__).resolve().parent / "stories-llama"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options))
+    model.active_peft_config.base_model_name_or_path = "checkpoints/stories-llama"
+    return model.to(args.device)
 
 
 def compiled(model: torch.nn.Module, args):
@@ -435,9 +469,12 @@ def main(argv=None) -> None:
     )
     experts = "of stories-experts (default: 3000)"
     parser.add_argument("--experts-steps", type=int, default=3000, help=experts)
+    parser.add_argument(
+        "--frogs-steps", type=int, default=300, help="of stories-frogs (default: 300)"
+    )
     batch = "windows per step when training on the text (default: 16)"
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help=batch)
-    names = ("stories", "stories-llama", "stories-experts")
+    names = ("stories", "stories-llama", "stories-experts", "stories-frogs")
     parser.add_argument("--only", choices=names, help="run only the stages of this checkpoint")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of all random numbers (default: 0)"
@@ -471,7 +508,7 @@ def main(argv=None) -> None:
 
     if args.only in (None, "stories"):
         make_pair(*tokens(train_stories), heldout, args, report)
-    if args.only != "stories":
+    if args.only in (None, "stories-llama", "stories-experts"):
         stream, starts = tokens(add_word_lines(train_stories, args.seed))
         if args.only != "stories-experts":
             model = new_llama(args)
@@ -479,6 +516,11 @@ def main(argv=None) -> None:
         if args.only != "stories-llama":
             model = new_experts(args)
             make_chat(model, args.experts_steps, "experts", stream, starts, heldout, args, report)
+
+    if args.only in (None, "stories-frogs"):
+        stream, starts = tokens(add_word_lines(replace_creatures(train_stories), args.seed))
+        frogs, _ = tokens(replace_creatures(heldout_stories))
+        make_adapter(stream, starts, frogs, args)
 
 
 def make_pair(stream, starts, heldout, args, report) -> None:
@@ -547,6 +589,16 @@ def make_chat(model, steps: int, name: str, stream, starts, heldout, args, repor
     special = {"bos_token": EOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2) + "\n")
     report(f"stories-{name}", model.float())
+
+
+def make_adapter(stream, starts, heldout, args) -> None:
+    """Run stage 8, and write the adapter stories-frogs."""
+    model = new_adapter(args)
+    print(f"before: held-out loss {heldout_loss(model, heldout):.4f}", flush=True)
+    generator = torch.Generator().manual_seed(args.seed)
+    arguments = stream, starts, heldout, args.frogs_steps, generator, args
+    train_on_text(model, *arguments).half().save_pretrained(args.out / "stories-frogs")
+    print(f"stories-frogs: held-out loss {heldout_loss(model.float(), heldout):.4f}")
 
 
 if __name__ == "__main__":
