@@ -1,1 +1,1 @@
-"""Readers of files: configurations, weights, vocabularies and chat templates."""
+"""Readers of files: configurations, weights, vocabularies and adapters."""

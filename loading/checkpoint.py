@@ -71,6 +71,7 @@ def read_tensors(
     prefix: str = "",
     skip: tuple[str, ...] = (),
     transposed: Collection[str] = (),
+    shape_source: str = "config.json says",
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
     """Iterate over tensors of safetensors files in chunks: (name, slice of rows, these rows).
 
@@ -78,16 +79,21 @@ def read_tensors(
     memory than the loaded weights.
     shapes: name -> shape of all tensors that the files must hold together. prefix: optional prefix
     of each name. skip: suffixes of names that may be in the files and are not read. transposed:
-    names of tensors stored as (columns, rows), each yielded in one chunk. Raises UserError, before
-    any tensor is read, if a file is truncated, or a tensor is missing, unexpected, duplicated, of
-    another shape or not floating-point.
+    names of tensors stored as (columns, rows), each yielded in one chunk. shape_source: the source
+    of shapes, for errors. Raises UserError, before any tensor is read, if a file is truncated, or a
+    tensor is missing, unexpected, duplicated, of another shape or not floating-point.
     """
-    infos = find_tensors(files, shapes, prefix, skip, transposed)
+    infos = find_tensors(files, shapes, prefix, skip, transposed, shape_source)
     return read_rows(infos, shapes, transposed)
 
 
 def find_tensors(
-    files: list[Path], shapes: dict, prefix: str, skip: tuple[str, ...], transposed: Collection[str]
+    files: list[Path],
+    shapes: dict,
+    prefix: str,
+    skip: tuple[str, ...],
+    transposed: Collection[str],
+    shape_source: str,
 ) -> dict[str, tuple[Path, str]]:
     """Return the file and the key of each tensor, after the checks of `read_tensors`."""
     infos = {}
@@ -112,7 +118,7 @@ def find_tensors(
         file, _, tensor = infos[name]
         expected = tuple(reversed(shape) if name in transposed else shape)
         if (found := tuple(tensor.get_shape())) != expected:
-            raise UserError(f"{file}: tensor {name} has shape {found}; config.json says {expected}")
+            raise UserError(f"{file}: tensor {name} has shape {found}; {shape_source} {expected}")
         if not tensor.get_dtype().startswith(("F", "BF")):  # F32, BF16
             dtype = tensor[:0].dtype
             raise UserError(f"{file}: tensor {name} has dtype {dtype}: must be floating-point")

@@ -1,0 +1,126 @@
+"""LoRA adapters in peft's format: two low-rank matrices for each adapted linear layer.
+
+Hu et al. 2021, "LoRA: Low-rank adaptation of large language models" (2106.09685).
+"""
+
+import math
+import re
+import reprlib
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from safetensors import safe_open
+
+from errors import UserError
+from loading.checkpoint import check_values, complete, read_json, read_tensors
+from loading.config import read_number, read_sizes
+from model import Model
+
+# name of a weight -> A, (r, in_features), and B, (out_features, r), multiplied by the scale
+LoRAWeights = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+SUPPORTED_VALUES = {  # a missing key means the first value
+    "peft_type": ("LORA",),
+    "task_type": (None, "CAUSAL_LM"),
+    "bias": ("none",),
+    "use_rslora": (False, True),
+    # The others (pissa, olora, corda, loftq, ...) change the weights of the model as well.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+# Fields that may have any value: they are read below, or have no effect here.
+# fan_in_fan_out: the weight is stored as (in, out), but A and B are not.
+IGNORED_FIELDS = (
+    *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "fan_in_fan_out"),
+    *("inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
+    *("megatron_core", "peft_version", "qalora_group_size", "r", "revision", "target_modules"),
+)
+PICKLE_HINT = "adapter_model.bin is a pickle, which can run any code, and is not read"
+LORA_KEY = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+
+
+def read_adapter(directory, model: Model) -> LoRAWeights:
+    """Return an adapter's matrices A and B by weight name; it adds B @ A to each weight.
+
+    directory: holds adapter_config.json and adapter_model.safetensors; None: no adapter.
+    model: not sharded yet; it may be on the meta device.
+    Raises UserError if a file is missing or damaged, for tensors that do not fit the model, and for
+    a configuration with which peft would compute something else.
+    """
+    if directory is None:
+        return {}
+    directory = Path(directory)
+    config = directory / "adapter_config.json"
+    rank, scale = read_adapter_config(config)
+    file = directory / "adapter_model.safetensors"
+    if not file.exists() and (directory / "adapter_model.bin").exists():
+        raise UserError(f"{directory}: no {file.name}; {PICKLE_HINT}")
+    layers = find_lora_layers(file, model)
+    shapes = {}
+    for path, stem in layers.items():
+        outputs, inputs = model.get_submodule(path).weight.shape
+        shapes |= {f"{stem}.lora_A.weight": (rank, inputs)}
+        shapes |= {f"{stem}.lora_B.weight": (outputs, rank)}
+    tensors = {}
+    shape_source = f"{config.name} and the model say"
+    for name, rows, chunk in read_tensors([file], shapes, shape_source=shape_source):
+        whole = tensors.setdefault(
+            name, torch.empty(shapes[name], dtype=compute_dtype(chunk.dtype))
+        )
+        whole[rows] = chunk
+    lora_weights = {}
+    for path, stem in layers.items():
+        a, b = (tensors[f"{stem}.lora_{side}.weight"] for side in "AB")
+        lora_weights[f"{path}.weight"] = a, scale * b
+    return lora_weights
+
+
+def read_adapter_config(file: Path) -> tuple[int, float]:
+    """Return the rank and the scale of an adapter.
+
+    Raises UserError for values that change the computation in unsupported ways.
+    """
+    raw = read_json(file)
+    check_values(file, raw, SUPPORTED_VALUES)
+    for key, value in raw.items():
+        if (
+            key not in SUPPORTED_VALUES
+            and key not in IGNORED_FIELDS
+            and value not in (None, False, {}, [])
+        ):
+            raise UserError(f"{file}: {key!r} is {reprlib.repr(value)}, which is not supported")
+    rank = read_sizes(file, raw, {"r": ("r", 10**5)}, {"r": 8})["r"]
+    alpha = read_number(file, raw, "lora_alpha", 8, 10**6)
+    return rank, alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
+
+
+def find_lora_layers(file: Path, model: Model) -> dict[str, str]:
+    """Return the adapted linear layers: path in the model -> prefix of their tensors' names.
+
+    Raises UserError for tensors that are not A or B of a linear layer.
+    """
+    weights = {name for name, _ in model.named_parameters()}  # without a tied head
+    modules = dict(model.named_modules())
+    layers = {}
+    with complete(file):
+        keys = sorted(safe_open(file, framework="pt").keys())
+    for key in keys:
+        match = LORA_KEY.fullmatch(key)
+        path = match[1].removeprefix(model.BASE_MODEL_PREFIX) if match else key
+        if not isinstance(modules.get(path), nn.Linear) or f"{path}.weight" not in weights:
+            raise UserError(
+                f"{file}: tensor {key!r} is not lora_A or lora_B of a linear layer of this model"
+            )
+        stem = key.rpartition(".lora_")[0]
+        if layers.setdefault(path, stem) != stem:
+            raise UserError(
+                f"{file}: duplicate {path}, with and without {model.BASE_MODEL_PREFIX!r}"
+            )
+    if not layers:
+        raise UserError(f"{file}: no tensors")
+    return layers
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of computations. torch.promote_types would refuse 8-bit floats."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
