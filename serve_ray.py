@@ -20,7 +20,8 @@ from command_line.models import pick_device
 from command_line.parser import Parser, run_script, write_stdout
 from engine.options import engine_config
 from errors import UserError, check_limits
-from loading.load import load_config, resolve_source
+from loading.load import empty_model, load_config, resolve_source
+from loading.lora import read_adapter
 from serve import add_server_options, check_server_options, listen, server_url
 from server.replicas import Ingress, Replica
 from server.served import served_name
@@ -143,7 +144,9 @@ def check_options(args) -> None:
         )
     pick_device(args.device)
     source = resolve_source(args.model)
-    load_encoding(source, load_config(source).vocab_size)
+    config = load_config(source)
+    load_encoding(source, config.vocab_size)
+    read_adapter(args.adapter, empty_model(config))
     if source.type != "random":
         source.weight_files()
 

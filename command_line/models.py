@@ -43,7 +43,7 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 def load_models(names: list, args, device: str, load_first: Callable | None = None) -> list[Model]:
-    """Load models with the dtype and backend of the options.
+    """Load models with the dtype and backend of the options, the first with the adapter.
 
     load_first: loader for the first model, with the signature of `load_model` (the default).
     Raises UserError for a model that cannot be loaded, or an incompatible backend, dtype and
@@ -56,7 +56,8 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
     if args.backend == "native" and not native:
         raise UserError(f"--backend native requires --device cpu, not {device}")
     first, *others = names
-    models = [(load_first or load_model)(first, dtype, device)]
+    check_utf8("--adapter", args.adapter or "")
+    models = [(load_first or load_model)(first, dtype, device, args.adapter)]
     models += [load_model(name, dtype, device) for name in others]
     if native and args.backend != "torch":
         use_native_backend(models, is_explicit=args.backend == "native")

@@ -54,7 +54,7 @@ def add_options(parser: Parser) -> None:
 
 
 def add_model_options(parser: Parser) -> None:
-    """Add the options for device, dtype, KV cache and backend."""
+    """Add the options for device, dtype, KV cache, adapter and backend."""
     parser.formatter_class = HelpFormatter
     group = parser.group("model")
     devices = ("auto", "cuda", "mps", "cpu")
@@ -64,6 +64,8 @@ def add_model_options(parser: Parser) -> None:
     cache_help = "KV cache dtype; auto: the model's compute dtype"
     names = "--cache-dtype", "--kv-cache-dtype"
     group.add_argument(*names, default="auto", choices=CACHE_DTYPES, help=cache_help)
+    adapter_help = "directory of a LoRA adapter in peft's format, merged into the weights"
+    group.add_argument("--adapter", metavar="DIR", help=adapter_help)
     backend_help = "compute backend: native (C compiled for this CPU) or torch; auto prefers native"
     backends = ("auto", "torch", "native")
     group.add_argument("--backend", default="auto", choices=backends, help=backend_help)

@@ -5,7 +5,7 @@ import functools
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from loading.config import (
 )
 from loading.gguf import GGUF, read_gguf
 from loading.gguf_model import read_block_formats, read_gguf_config, read_gguf_tensors
+from loading.lora import merge_lora, read_adapter
 from model import GPT, GPTConfig, Model
 from quantisation import BLOCKS, INT8, quantisation_of
 
@@ -296,10 +297,14 @@ def load_config(name):
     return dataclasses.replace(config, eos_token_ids=tuple(ids))
 
 
-def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
+def load_model(
+    name, dtype: torch.dtype = torch.float32, device="cpu", adapter: str | Path | None = None
+) -> Model:
     """Load a model for inference, straight to its dtype and device.
 
     dtype: torch.int8 means int8 weights, torch.uint8 quantised blocks, both as in `quantisation`.
+    adapter: the directory of a LoRA adapter in peft's format, merged into the weights before they
+    are quantised; None: no adapter.
     name: as in `resolve_source`: a directory in Hugging Face's format, a GGUF file, a name in
     PACKAGES, or a model on the hub (`gpt2`, its sizes, or `org/name`). `random:` and a name in
     PRESETS mean that configuration with random weights. Raises UserError, with the reason in one
@@ -307,8 +312,9 @@ def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
     """
     source = resolve_source(name)
     model = empty_model(load_config(source))
-    chunks = weights_iterator(source, model, dtype, device)
-    return load_weights(model, chunks, source, dtype, device)
+    lora_weights = read_adapter(adapter, model)
+    chunks = merge_lora(weights_iterator(source, model, dtype, device), lora_weights)
+    return load_weights(model, chunks, source, dtype, device, lora_weights)
 
 
 def empty_model(config) -> Model:
@@ -334,12 +340,17 @@ def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -
 
 
 def load_weights(
-    model: Model, chunks: Iterator[tuple], source: Source, dtype: torch.dtype, device
+    model: Model,
+    chunks: Iterator[tuple],
+    source: Source,
+    dtype: torch.dtype,
+    device,
+    changed: Collection[str] = (),
 ) -> Model:
     """Load weights into an empty model, and return it.
 
-    chunks: the arguments of `load_weight_rows`, after the first. Raises UserError if memory runs
-    out.
+    chunks: the arguments of `load_weight_rows`, after the first. changed: names of weights that
+    differ from the file, so they are requantised. Raises UserError if memory runs out.
     """
     quantisation = quantisation_of(dtype)
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
@@ -347,6 +358,7 @@ def load_weights(
         formats = {}
         if quantisation is BLOCKS and source.type == "gguf":
             formats = read_block_formats(source.gguf, model)
+        formats = {name: each for name, each in formats.items() if name not in changed}
         quantisation.replace_layers(model, formats)
         weights = {}
         for key, tensor in model.named_parameters():

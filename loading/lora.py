@@ -6,6 +6,7 @@ Hu et al. 2021, "LoRA: Low-rank adaptation of large language models" (2106.09685
 import math
 import re
 import reprlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from errors import UserError
 from loading.checkpoint import check_values, complete, read_json, read_tensors
 from loading.config import read_number, read_sizes
 from model import Model
+from quantisation.blocks import QuantizedBlocks
 
 # name of a weight -> A, (r, in_features), and B, (out_features, r), multiplied by the scale
 LoRAWeights = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -51,11 +53,12 @@ def read_adapter(directory, model: Model) -> LoRAWeights:
         return {}
     directory = Path(directory)
     config = directory / "adapter_config.json"
-    rank, scale = read_adapter_config(config)
+    rank, scale, raw = read_adapter_config(config)
     file = directory / "adapter_model.safetensors"
     if not file.exists() and (directory / "adapter_model.bin").exists():
         raise UserError(f"{directory}: no {file.name}; {PICKLE_HINT}")
     layers = find_lora_layers(file, model)
+    check_target_modules(config, raw, file, layers, model)
     shapes = {}
     for path, stem in layers.items():
         outputs, inputs = model.get_submodule(path).weight.shape
@@ -75,8 +78,8 @@ def read_adapter(directory, model: Model) -> LoRAWeights:
     return lora_weights
 
 
-def read_adapter_config(file: Path) -> tuple[int, float]:
-    """Return the rank and the scale of an adapter.
+def read_adapter_config(file: Path) -> tuple[int, float, dict]:
+    """Return the rank and the scale of an adapter, and its whole configuration.
 
     Raises UserError for values that change the computation in unsupported ways.
     """
@@ -91,7 +94,57 @@ def read_adapter_config(file: Path) -> tuple[int, float]:
             raise UserError(f"{file}: {key!r} is {reprlib.repr(value)}, which is not supported")
     rank = read_sizes(file, raw, {"r": ("r", 10**5)}, {"r": 8})["r"]
     alpha = read_number(file, raw, "lora_alpha", 8, 10**6)
-    return rank, alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
+    return rank, alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank), raw
+
+
+def check_target_modules(
+    config: Path, raw: dict, file: Path, layers: dict[str, str], model: Model
+) -> None:
+    """Raise UserError unless exactly the layers that the configuration names have tensors.
+
+    peft adapts only layers that the configuration names, and skips names that the model lacks.
+    """
+    for stem in layers.values():
+        if field := excluding_field(raw, stem.removeprefix("base_model.model.")):
+            where = f"{field} of {config.name}"
+            raise UserError(f"{file}: {stem} has tensors, but {where} excludes it")
+    targets = raw.get("target_modules")
+    if not isinstance(targets, list) or isinstance(raw.get("exclude_modules"), str):
+        return
+    for target in targets:
+        for path, _ in model.named_modules():
+            if (
+                matches_module(path, target)
+                and path not in layers
+                and not excluding_field(raw, path)
+            ):
+                lacks = f"{file.name} lacks {path}"
+                raise UserError(f"{config}: target_modules names {target!r}, but {lacks}")
+
+
+def excluding_field(raw: dict, name: str) -> str | None:
+    """Return the field of a configuration that excludes a layer; None if none does.
+
+    name: of the layer, in transformers. Regular expressions are not evaluated, because a hostile
+    one can take hours. The tensors alone then decide which layers have an adapter.
+    """
+    targets = raw.get("target_modules")
+    if isinstance(targets, list) and not any(matches_module(name, target) for target in targets):
+        return "target_modules"
+    excluded = raw.get("exclude_modules")
+    if isinstance(excluded, list) and any(matches_module(name, each) for each in excluded):
+        return "exclude_modules"
+    numbers = raw.get("layers_to_transform")
+    number = re.search(r"\.(\d+)\.", name)
+    if numbers in (None, []) or not number:
+        return None
+    numbers = numbers if isinstance(numbers, list) else [numbers]
+    return None if int(number[1]) in numbers else "layers_to_transform"
+
+
+def matches_module(name: str, ending: str) -> bool:
+    """Return whether a layer's dotted name ends with these components."""
+    return f".{name}".endswith(f".{ending}")
 
 
 def find_lora_layers(file: Path, model: Model) -> dict[str, str]:
@@ -119,6 +172,17 @@ def find_lora_layers(file: Path, model: Model) -> dict[str, str]:
     if not layers:
         raise UserError(f"{file}: no tensors")
     return layers
+
+
+def merge_lora(chunks: Iterator[tuple], lora_weights: LoRAWeights) -> Iterator[tuple]:
+    """Yield the chunks of `read_tensors` with the adapter merged: rows of weight + B @ A."""
+    for name, rows, chunk in chunks:
+        if name in lora_weights:
+            chunk = chunk.dequantize() if isinstance(chunk, QuantizedBlocks) else chunk
+            chunk = chunk.to(compute_dtype(chunk.dtype))
+            a, b = (each.to(chunk) for each in lora_weights[name])
+            chunk = chunk + b[rows] @ a
+        yield name, rows, chunk
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ import torch.nn as nn
 
 from errors import UserError
 from loading.load import empty_model, load_config, load_weights, resolve_source, weights_iterator
+from loading.lora import merge_lora, read_adapter
 from model import Model
 from parallel.ranks import TensorParallelGroup, TensorParallelRunner
 
@@ -19,7 +20,12 @@ ALIGNMENT = 32  # torch computes a tail without SIMD, which rounds differently
 
 
 def load_shard(
-    name, dtype: torch.dtype = torch.float32, device="cpu", *, tp_group: TensorParallelGroup
+    name,
+    dtype: torch.dtype = torch.float32,
+    device="cpu",
+    adapter=None,
+    *,
+    tp_group: TensorParallelGroup,
 ) -> Model:
     """Load this rank's shard of a model, with `load_model`'s arguments and errors.
 
@@ -33,9 +39,12 @@ def load_shard(
     plan = ShardPlan(
         model, tp_group, tp_group.parallel_mode if dtype.is_floating_point else "gather"
     )
-    blocks = plan.local_blocks(weights_iterator(source, model, dtype, device))
+    lora_weights = read_adapter(adapter, model)
+    blocks = plan.local_blocks(
+        merge_lora(weights_iterator(source, model, dtype, device), lora_weights)
+    )
     shard_model(model, plan)
-    load_weights(model, blocks, source, dtype, device)
+    load_weights(model, blocks, source, dtype, device, lora_weights)
     parallelize_blocks(model, plan)
     return model
 
