@@ -17,6 +17,7 @@ class Span(NamedTuple):
     start: int  # first computed position
     tokens: list[int]  # at positions start, start + 1, ...
     sliding_pages: list[int] | tuple = ()  # page table of the sliding-window group, if any
+    adapter: str = ""  # name of its LoRA adapter; "": none
 
 
 class KVCache:

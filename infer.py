@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import torch
 
+from adapters import check_adapter, use_adapters
 from cache import ContextWindow, KVCache
 from command_line.chat import Conversation, add_chat_options, check_chat_options, load_chat
 from command_line.models import load_models, pick_device
@@ -58,6 +59,7 @@ def generate(
     cache_dtype: torch.dtype | None = None,
     encoding: Encoding | None = None,
     counts: Counter | None = None,
+    adapter: str = "",
 ) -> Iterator[list[int | None]]:
     """Generate tokens for all prompts in a static batch, one per sequence and step.
 
@@ -71,7 +73,7 @@ def generate(
     None: the model's dtype. `to_cache_dtype` rounds each key and value independently.
     encoding: tokenizer; params with a constraint need it.
     counts: its "passes" counts forward passes. A step needs no pass, and draws nothing, if every
-    sequence has a single allowed token.
+    sequence has a single allowed token. adapter: name of an adapter of the model; "": none.
     Finished sequences stay in the batch until the last one ends.
     Yields, once per step, the next token of each sequence, its EOS or stop token included, and None
     once it has ended. Greedy or with a seed, a sequence does not depend on
@@ -79,9 +81,9 @@ def generate(
     int8 weights or a quantised KV cache, rounding may change the output unless C computes the whole
     pass; see quantisation/int8.py.
     Raises UserError if prompts is empty, stride is out of range, params have an id outside the
-    vocabulary, the cache does not fit in memory, the logits are not finite, a constraint allows no
-    token, or `make_matcher` raises UserError. Raises ValueError if params and prompts differ in
-    number.
+    vocabulary, or the model lacks the adapter; also if the cache does not fit in memory, the logits
+    are not finite, a constraint allows no token, or `make_matcher` raises UserError. Raises
+    ValueError if params and prompts differ in number.
     """
     if not prompts:
         raise UserError("at least one prompt is needed")
@@ -90,6 +92,7 @@ def generate(
     config = model.config
     sequences = [Sequence.from_prompt(*pair, config) for pair in zip(prompts, each)]
     matchers = [make_matcher(sequence.params, encoding, config) for sequence in sequences]
+    check_adapter(model, adapter)
     context_window = ContextWindow(config.block_size, stride)
     # The last token is never an input, but every prompt is computed, even with max_new_tokens 0.
     longest = max(max(own.prompt_length, own.max_length - 1) for own in sequences)
@@ -108,7 +111,7 @@ def generate(
         # computes these positions too.
         if any(token is None and not done for token, done in zip(next_tokens, finished)):
             windows = [context_window.crop(sequence.tokens) for sequence in sequences]
-            logits = next_logits(model, windows, cache)[:, 0]
+            logits = next_logits(model, windows, cache, adapter=adapter)[:, 0]
             next_tokens = model.runner.sample_batch(logits, sequences, generator)
             if counts is not None:
                 counts["passes"] += 1
@@ -204,7 +207,7 @@ def beam_search(
 
 @torch.inference_mode()
 def next_logits(
-    model: Model, windows: list[list[int]], cache: KVCache | None, keep: int = 1
+    model: Model, windows: list[list[int]], cache: KVCache | None, keep: int = 1, adapter: str = ""
 ) -> torch.Tensor:
     """Return float32 logits at the last `keep` positions of each window, (B, keep, vocab_size).
 
@@ -220,7 +223,10 @@ def next_logits(
     decode = [row for row, tokens in enumerate(new) if len(tokens) == keep]
     prefill = [row for row, tokens in enumerate(new) if len(tokens) > keep]
     passes = [rows for rows in (decode, prefill) if rows]
-    parts = [pass_logits(model, [new[row] for row in rows], rows, cache, keep) for rows in passes]
+    parts = [
+        pass_logits(model, [new[row] for row in rows], rows, cache, keep, adapter)
+        for rows in passes
+    ]
     logits = parts[0]
     if len(parts) == 2:
         logits = torch.cat(parts)[torch.tensor(decode + prefill).argsort()]
@@ -230,7 +236,12 @@ def next_logits(
 
 
 def pass_logits(
-    model: Model, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int
+    model: Model,
+    new: list[list[int]],
+    rows: list[int],
+    cache: KVCache | None,
+    keep: int,
+    adapter: str = "",
 ) -> torch.Tensor:
     """Run one pass and return logits at the last `keep` new tokens, (B, keep, vocab_size).
 
@@ -238,7 +249,7 @@ def pass_logits(
     right.
     """
     if cache is not None:
-        spans = cache.spans(new, rows)
+        spans = [span._replace(adapter=adapter) for span in cache.spans(new, rows)]
         logits = model.runner.logits(model, cache, spans, [keep] * len(new))
         cache.commit()
         return logits.view(len(new), keep, -1)
@@ -247,7 +258,8 @@ def pass_logits(
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
     tokens = torch.tensor(padded, device=model.device)  # (B, T)
     positions = torch.arange(T, device=model.device)
-    x = model.hidden(tokens, positions, model.causal_attention)
+    with use_adapters(model, [adapter]):
+        x = model.hidden(tokens, positions, model.causal_attention)
     each = torch.arange(len(new))[:, None]
     last = torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
     return model.head(x[each, last]).float()

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from adapters import Adapters, use_adapters
 from cache import Span, layer_sliding_windows, make_causal_mask
 from errors import UserError
 from sampling import Sequence, sample_batch
@@ -95,7 +96,8 @@ class TorchRunner:
         Their shape is (sum of keep, vocab_size), their dtype float32.
         """
         tokens, positions, ends = cache.prepare(spans)
-        x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
+        with use_adapters(model, [span.adapter for span in spans]):
+            x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
         rows = [row for end, count in zip(ends, keep) for row in range(end - count, end)]
         if rows != list(range(len(x))):  # in most steps each span is one token
             x = x[rows]
@@ -123,6 +125,7 @@ class Model(nn.Module):
     """
 
     runner = TorchRunner()  # the backend: passes with a KV cache, and sampling
+    adapters: Adapters | None = None  # LoRA adapters that requests may select
     local_n_kv_head: int | None = None  # this rank's key-value heads, with tensor parallelism
     ROLES: dict[str, tuple[str, str]]
     BASE_MODEL_PREFIX = ""

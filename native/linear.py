@@ -176,8 +176,9 @@ class NativeEmbedding(nn.Module):
 def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
     """Replace a model's linear layers and token embedding with native layers.
 
-    All other 16-bit weights become float32, so torch runs the remaining layers in float32. Raises
-    ValueError if the layers are native already, or for weights that C cannot read.
+    All other 16-bit weights become float32, so torch runs the remaining layers in float32. The
+    model's adapters are attached to the new layers. Raises ValueError if the layers are native
+    already, or for weights that C cannot read.
     """
     embedding = model.layer("embedding")
     if isinstance(embedding, NativeEmbedding):
@@ -196,6 +197,8 @@ def replace_with_native_linear(model: nn.Module, library: ctypes.CDLL) -> None:
                 setattr(module, name, native_layer(layer))
     model.set_submodule(model.path("embedding"), NativeEmbedding(native_layer(embedding)))
     model.float()
+    if model.adapters:
+        model.adapters.attach(model)
 
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:

@@ -93,6 +93,8 @@ class NativeRunner(NativeSampler):
         self.weights = list(model.state_dict().values())
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
+        if any(span.adapter for span in spans):  # torch attends, between linear layers in C
+            return super().logits(model, cache, spans, keep)
         return self.compute(cache.storages, spans, keep)
 
     def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:
@@ -160,7 +162,7 @@ def flatten_spans(spans: list, keep: list[int], page_size: int, separate: bool) 
     """
     all_pages, all_sliding_pages, all_tokens, all_positions = [], [], [], []
     table_starts, logits_indices = [], []
-    for (pages, start, tokens, sliding_pages), count in zip(spans, keep, strict=True):
+    for (pages, start, tokens, sliding_pages, _), count in zip(spans, keep, strict=True):
         positions = range(start, start + len(tokens))
         capacity = min(len(pages), len(sliding_pages)) if separate else len(pages)
         if start < 0 or positions.stop > capacity * page_size:

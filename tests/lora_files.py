@@ -7,14 +7,18 @@ import torch
 from conftest import edit_json, refused
 from safetensors.torch import save_file
 
+from loading.load import empty_model
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+# All layers of which adapters need not be merged.
+LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "c_attn", "c_proj", "c_fc")
 
 
 def random_tensors(model, targets: tuple[str, ...], rank: int = 3, seed: int = 0) -> dict:
     """Return random A and B of the target layers by their names in a file."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for path, layer in model.named_modules():
+    for path, layer in empty_model(model.config).named_modules():  # the model's may be rounded
         if path.rpartition(".")[2] in targets:
             outputs, inputs = layer.weight.shape
             stem = f"base_model.model.{'' if path == 'lm_head' else model.BASE_MODEL_PREFIX}{path}"
@@ -32,6 +36,27 @@ def save_adapter(directory, tensors: dict, rank: int = 3, **config) -> Path:
     (directory / "adapter_config.json").write_text(json.dumps(raw))
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory
+
+
+def random_pairs(model, targets: tuple[str, ...], seed: int = 0) -> dict:
+    """Return `random_tensors` as `read_adapter` would, with a scale of 1."""
+    tensors = random_tensors(model, targets, 3, seed)
+    lora_weights = {}
+    for name, a in tensors.items():
+        if name.endswith(".lora_A.weight"):
+            stem = name.removesuffix(".lora_A.weight")
+            path = stem.removeprefix("base_model.model.").removeprefix(model.BASE_MODEL_PREFIX)
+            lora_weights[f"{path}.weight"] = a, tensors[f"{stem}.lora_B.weight"]
+    return lora_weights
+
+
+def with_adapters(model, targets: tuple[str, ...] = LINEAR, names: str = "ab"):
+    """Attach random adapters with these letters as names to a model, and return it."""
+    from adapters import Adapters
+
+    lora_weights = {name: random_pairs(model, targets, seed) for seed, name in enumerate(names)}
+    model.adapters = Adapters(model, lora_weights)
+    return model
 
 
 def peft_adapter(theirs, directory, **options):

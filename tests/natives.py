@@ -218,6 +218,8 @@ def quantised(model, dtype: torch.dtype):
     tensors = quantisation.replace_layers(model, {}).state_dict()
     for name, weight in weights.items():
         quantisation.load_rows(tensors, name, slice(None), weight.detach())
+    if model.adapters:
+        model.adapters.attach(model)
     return model
 
 
