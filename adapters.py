@@ -1,4 +1,8 @@
-"""Unmerged LoRA adapters of one model, one of them selected for each pass."""
+"""Unmerged LoRA adapters of one model, selected for each row of a batch.
+
+After Chen et al. 2023, "Punica: Multi-tenant LoRA serving" (2310.18547), and Sheng et al. 2023,
+"S-LoRA: Serving thousands of concurrent LoRA adapters" (2311.03285).
+"""
 
 import contextlib
 import functools
@@ -16,15 +20,17 @@ MERGE_ONLY_ROLES = ("head", "expert_gate", "expert_up", "expert_down")
 class Adapters:
     """LoRA adapters by name, which add B @ A @ x to the outputs of layers of any type.
 
-    lora_weights: adapter name -> result of `read_adapter`. name: the adapter of the current pass;
-    "": none. Raises UserError for layers whose adapters must be merged.
+    lora_weights: adapter name -> result of `read_adapter`. rows: for the current pass, pairs of an
+    adapter name and the indices of its rows (None: all rows). Raises UserError for layers whose
+    adapters must be merged.
     """
 
     def __init__(
         self, model, lora_weights: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]
     ):
         self.names = list(lora_weights)
-        self.name = ""
+        self.device = model.device
+        self.rows: list[tuple[str, torch.Tensor | None]] = []
         layers = self.layers = {}  # layer path -> adapter name -> (A, B)
         for name, weights in lora_weights.items():
             for weight_name, ab in weights.items():
@@ -47,33 +53,47 @@ class Adapters:
             self.hooks.append(model.get_submodule(path).register_forward_hook(add_lora))
 
     @contextlib.contextmanager
-    def activate(self, names: list[str]) -> Iterator[None]:
-        """Select an adapter within the context; names as in `use_adapters`."""
-        (self.name,) = set(names)
+    def activate(self, names: list[str], row_ranges: list[range] | None) -> Iterator[None]:
+        """Select adapters within the context; arguments as in `use_adapters`."""
+        if len(set(names)) == 1:
+            self.rows = [(names[0], None)]
+        else:
+            rows = {}
+            for name, row_range in zip(names, row_ranges, strict=True):
+                rows.setdefault(name, []).extend(row_range)
+            self.rows = [
+                (name, torch.tensor(indices, device=self.device)) for name, indices in rows.items()
+            ]
         try:
             yield
         finally:
-            self.name = ""
+            self.rows = []
 
     def add_lora(self, lora_weights: dict, layer, inputs: tuple, y: torch.Tensor) -> torch.Tensor:
-        """Return the output of a layer with the pass's adapter added, as a forward hook.
+        """Return the output of a layer with its adapters added, as a forward hook.
 
         lora_weights: adapter name -> (A, B) of this layer. inputs: (x,), (..., in_features).
         y: output of the base layer, (..., out_features).
         """
-        if self.name not in lora_weights:
-            return y
         (x,) = inputs
-        a, b = lora_weights[self.name]
-        return y + F.linear(F.linear(x, a), b)
+        for name, rows in self.rows:
+            if name not in lora_weights:
+                continue
+            a, b = lora_weights[name]
+            if rows is None:
+                y = y + F.linear(F.linear(x, a), b)
+            else:  # one pair of small products for all rows of an adapter
+                y = y.index_add(0, rows, F.linear(F.linear(x[rows], a), b))
+        return y
 
 
-def use_adapters(model, names: list[str]):
-    """Return a context in which a pass uses the adapter that all of these names are.
+def use_adapters(model, names: list[str], row_ranges: list[range] | None = None):
+    """Return a context in which the rows row_ranges[i] of a pass use the adapter names[i].
 
-    The name "" means no adapter.
+    The name "" means no adapter. row_ranges may be None if all names are equal; otherwise the
+    tokens of the pass must be flattened, (N).
     """
-    return model.adapters.activate(names) if any(names) else contextlib.nullcontext()
+    return model.adapters.activate(names, row_ranges) if any(names) else contextlib.nullcontext()
 
 
 def check_adapter(model, name: str) -> None:

@@ -7,7 +7,13 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
     import loading.interrupt  # noqa: F401, handles Ctrl-C while torch is imported
 
-from command_line.chat import Conversation, add_chat_options, check_chat_options, load_chat
+from command_line.chat import (
+    Conversation,
+    add_chat_options,
+    check_chat_options,
+    is_interactive,
+    load_chat,
+)
 from command_line.models import pick_device
 from command_line.options import (
     MODEL_HELP,
@@ -25,10 +31,13 @@ from command_line.output import OutputWriter, warn_long_prompts, warn_truncated_
 from command_line.parser import AppendToTuple, Parser, is_worker, run_script
 from engine.engine import Engine
 from engine.options import (
+    add_adapters_option,
     add_engine_options,
     check_engine_options,
     driver_group,
+    load_adapters,
     load_engine,
+    parse_adapters,
     run_worker,
 )
 from engine.request import Request
@@ -53,6 +62,7 @@ def main(argv=None) -> None:
         help="show log-probabilities of each token and of the N most likely ones, 0 to 20",
     )
     add_constraint_options(parser)
+    add_adapters_option(parser)
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -76,6 +86,13 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     """
     check_chat_options(args)
     check_engine_options(args)
+    if args.lora_modules and is_interactive(args):
+        raise UserError(
+            "--lora-modules requires --prompt or --prompt-file; in a chat use --adapter"
+        )
+    directories = parse_adapters(args.lora_modules)
+    if tp_group and directories:
+        raise UserError("--lora-modules requires a single process; with several use --adapter")
     for text in args.stop:
         check_utf8("--stop", text)
     params = sampling_params(args)
@@ -86,13 +103,18 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     chat = load_chat(args, source)
     engine = load_engine(args, source, device, tp_group)
     encoding = engine.encoding
+    load_adapters(engine.model, directories)
+    adapters = ["", *directories]
     max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
     for prompt_ids, echoed in conversation:
         warn_long_prompts(prompt_ids, engine.model.config.block_size, args.stride)
-        output = OutputWriter(echoed, encoding, seed=seed if params.temperature else None)
+        # Each prompt without an adapter, then with each one.
+        texts = [text for text in echoed for _ in adapters]
+        output = OutputWriter(texts, encoding, seed=seed if params.temperature else None)
         request_args = zip(prompt_ids, with_request_seeds(params, seed, len(prompt_ids)))
-        run_engine(engine, list(request_args), output)
+        requests = [(*each, "", adapter) for each in request_args for adapter in adapters]
+        run_engine(engine, requests, output)
         conversation.add_replies(output.texts)
 
 

@@ -96,7 +96,8 @@ class TorchRunner:
         Their shape is (sum of keep, vocab_size), their dtype float32.
         """
         tokens, positions, ends = cache.prepare(spans)
-        with use_adapters(model, [span.adapter for span in spans]):
+        row_ranges = [range(end - len(span.tokens), end) for span, end in zip(spans, ends)]
+        with use_adapters(model, [span.adapter for span in spans], row_ranges):
             x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
         rows = [row for end, count in zip(ends, keep) for row in range(end - count, end)]
         if rows != list(range(len(x))):  # in most steps each span is one token

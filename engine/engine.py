@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import torch
 
+from adapters import check_adapter
 from cache import ContextWindow, common_prefix_length, layer_sliding_windows
 from constraints.compiler import make_matcher
 from engine.cache import PagedCache
 from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, Drafter
-from engine.pages import PagePool, sliding_page_count
+from engine.pages import PagePool, salt_with_adapter, sliding_page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import ScheduledRequest, Scheduler
 from errors import UserError, catch_out_of_memory, is_out_of_memory
@@ -89,21 +90,27 @@ class Engine:
         self.num_accepted_tokens = 0  # of the draft tokens
         self.num_sampled_tokens = 0  # without jump-forward tokens
 
-    def add(self, prompt: list[int], params: SamplingParams, cache_salt: str = "") -> Request:
+    def add(
+        self, prompt: list[int], params: SamplingParams, cache_salt: str = "", adapter: str = ""
+    ) -> Request:
         """Queue a request for a prompt of token ids; an empty prompt becomes the BOS token.
 
         cache_salt: prefix caching is limited to requests with the same cache_salt, because the time
-        to first token reveals a cached prefix. params without a seed get a random one. With
-        max_new_tokens 0 the request finishes immediately, without an event. Raises UserError for an
-        id out of range, a cache_salt that is not a string, or stop strings without an encoding.
-        Also raises it if `make_matcher` does, or if the sequence cannot fit into the cache.
+        to first token reveals a cached prefix. adapter: name of an adapter of the model. Keys and
+        values depend on it, so prefixes are not shared between adapters. params without a seed get
+        a random one. With max_new_tokens 0 the request finishes immediately, without an event.
+        Raises UserError for an id out of range, an unknown adapter, a cache_salt that is not a
+        string, or stop strings without an encoding. Also raises it if `make_matcher` does, or if
+        the sequence cannot fit into the cache.
         """
         if not isinstance(cache_salt, str):
             raise UserError(f"cache_salt {cache_salt!r}: must be a string")
+        check_adapter(self.model, adapter)
         if params.stop and self.encoding is None:
             raise UserError("stop: stop strings need an engine with an encoding")
         request = make_request(prompt, params, self.model.config)
-        request.cache_salt = cache_salt
+        request.adapter = adapter
+        request.cache_salt = salt_with_adapter(cache_salt, adapter)
         request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
             skip = request.all_stop_token_ids

@@ -1,17 +1,20 @@
 """Engine options of the command line, and an engine from them."""
 
+import argparse
 import contextlib
 import functools
 from collections.abc import Iterator
 
+from adapters import Adapters
 from command_line.models import load_models, pick_device
-from command_line.options import CACHE_DTYPES
+from command_line.options import CACHE_DTYPES, check_utf8
 from command_line.parser import Parser, is_distributed
 from engine.config import EngineConfig
 from engine.drafter import AdaptiveSpeculation, PagedModelDrafter, PromptLookupDrafter
 from engine.engine import Engine
 from errors import UserError
-from loading.load import Source, resolve_source
+from loading.load import Source, empty_model, resolve_source
+from loading.lora import read_adapter
 from model import Model
 from parallel.ranks import PARALLEL_MODES, TensorParallelGroup
 from parallel.shards import load_shard, parallelize_vocabulary
@@ -46,6 +49,41 @@ def check_engine_options(args) -> None:
     """Raise UserError for engine options that are invalid or cannot be combined."""
     if args.gamma is not None and args.draft is None:
         raise UserError("--gamma requires --draft")
+
+
+def add_adapters_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option for adapters that are not merged."""
+    adapters_help = "LoRA adapters that texts may have, each with a name for it; repeatable"
+    options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
+    parser.add_argument("--lora-modules", **options, help=adapters_help)
+
+
+def parse_adapters(given: list[str]) -> dict[str, str]:
+    """Parse NAME=DIR arguments into adapter name -> directory.
+
+    Raises UserError for any other syntax, or a duplicate name.
+    """
+    directories = {}
+    for each in given:
+        check_utf8("--lora-modules", each)
+        name, _, directory = each.partition("=")
+        if not name or not directory:
+            raise UserError(f"--lora-modules {each}: must be NAME=DIR")
+        if name in directories:
+            raise UserError(f"--lora-modules {each}: name {name} occurs twice")
+        directories[name] = directory
+    return directories
+
+
+def load_adapters(model: Model, directories: dict[str, str]) -> None:
+    """Load unmerged adapters into a model. directories: adapter name -> directory.
+
+    Raises UserError as `read_adapter` does, and for layers whose adapters must be merged.
+    """
+    empty = empty_model(model.config)
+    lora_weights = {name: read_adapter(directory, empty) for name, directory in directories.items()}
+    if lora_weights:
+        model.adapters = Adapters(model, lora_weights)
 
 
 def load_engine(

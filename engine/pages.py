@@ -163,6 +163,14 @@ def sliding_page_count(
     ) // page_size
 
 
+def salt_with_adapter(cache_salt: str, adapter: str) -> str:
+    """Return the cache_salt combined with an adapter's name, which must not contain NUL.
+
+    Distinct pairs give distinct salts, because keys and values depend on the adapter.
+    """
+    return f"\0{adapter}\0{cache_salt}" if adapter or cache_salt.startswith("\0") else cache_salt
+
+
 def root_hash(cache_salt: str) -> bytes:
     """Return the parent hash of a sequence's first page."""
     return hashlib.sha256(cache_salt.encode(errors="surrogatepass")).digest()

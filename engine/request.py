@@ -16,6 +16,7 @@ from text.detokenizer import StopStringDetokenizer
 class Request(Sequence):
     """A prompt, its output and its state in the engine; read-only for callers."""
 
+    adapter: str = ""  # name of its LoRA adapter; "": none
     cache_salt: str = ""  # limits prefix caching to requests with the same one
     finish_reason: str | None = None  # "stop", "length", "abort" or "error" when finished
     start: int = 0  # of the context window in tokens

@@ -29,7 +29,13 @@ class ScheduledRequest(NamedTuple):
     def span(self) -> Span:
         """Return the tokens with their place in the KV cache."""
         pages, sliding_pages = map(fill_null_pages, self.request.page_tables)
-        return Span(pages, self.request.num_computed_tokens, self.tokens, sliding_pages)
+        return Span(
+            pages,
+            self.request.num_computed_tokens,
+            self.tokens,
+            sliding_pages,
+            self.request.adapter,
+        )
 
     def sequences(self) -> list[tuple[Sequence, UserError | None]]:
         """Return the sequences to sample from: the request's tokens and its first 0, 1, ... drafts.

@@ -4,14 +4,18 @@ import json
 from pathlib import Path
 
 import torch
-from conftest import edit_json, refused
+from conftest import edit_json, random_tokens, refused
+from engines import finish, step
 from safetensors.torch import save_file
 
+from infer import generate
 from loading.load import empty_model
+from sampling import SamplingParams
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # All layers of which adapters need not be merged.
 LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "c_attn", "c_proj", "c_fc")
+NAMES = ("", "a", "b")
 
 
 def random_tensors(model, targets: tuple[str, ...], rank: int = 3, seed: int = 0) -> dict:
@@ -57,6 +61,39 @@ def with_adapters(model, targets: tuple[str, ...] = LINEAR, names: str = "ab"):
     lora_weights = {name: random_pairs(model, targets, seed) for seed, name in enumerate(names)}
     model.adapters = Adapters(model, lora_weights)
     return model
+
+
+def params_of(count: int, seed: int) -> SamplingParams:
+    return SamplingParams(count, ignore_eos=True, temperature=0.8, seed=seed)
+
+
+def add_at_random(engine, chance, names, salts=("",), count: int = 14) -> list:
+    """Add requests with random adapters and salts between steps, some with equal prefixes.
+
+    chance: a random.Random. Returns the finished requests.
+    """
+    starts = [random_tokens(8, seed=number) for number in range(2)]
+    requests = []
+    for number in range(count):
+        prompt = chance.choice(starts) + random_tokens(chance.randrange(1, 5), seed=number)
+        params = params_of(chance.randrange(1, 20), number)
+        requests.append(engine.add(prompt, params, chance.choice(salts), chance.choice(names)))
+        for _ in range(chance.randrange(3)):
+            step(engine)
+    finish(engine)
+    return requests
+
+
+def own_text(model, request, **options) -> list[int]:
+    """Return the output of `generate` for a request with its adapter."""
+    prompt = request.tokens[: request.prompt_length]
+    steps = generate(model, [prompt], request.params, adapter=request.adapter, **options)
+    return [token for (token,) in steps]
+
+
+def check_own(model, requests, **options) -> None:
+    for request in requests:
+        assert request.output == own_text(model, request, **options)
 
 
 def peft_adapter(theirs, directory, **options):
