@@ -150,6 +150,12 @@ typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
 const int panel_width = PANEL, int8_group = GROUP, activation_zero_point = ZERO_POINT;
 
+// A LoRA adapter's weights for one layer: b^T (a x) is added to its outputs.
+typedef struct {
+  const float *a, *b;  // (rank, in), (rank, out)
+  int64_t rank;        // 0 if the adapter does not change this layer
+} Adapter;
+
 typedef struct {
   const void *weight;            // the full panels
   const void *tail_panel;        // a panel for the remaining outputs, padded with zeros
@@ -160,7 +166,8 @@ typedef struct {
   int64_t out, in;
   int64_t row_stride;  // of y, larger than `out` if several layers write side by side
   int64_t quant_type;
-  int64_t scale_type;  // quant_type of `scale` and `minimum` with blocks
+  int64_t scale_type;       // quant_type of `scale` and `minimum` with blocks
+  const Adapter *adapters;  // all adapters of the model, or NULL
 } Linear;
 
 // A quantised block of BLOCK inputs.
@@ -556,7 +563,8 @@ typedef struct {
   const int64_t *logits_indices;  // (num_logits): the tokens that need logits
   const float *cos, *sin;         // (positions, D), for `apply_rotary_emb`, or NULL
   const float *local_cos, *local_sin;
-  int64_t cache_dtype;  // FLOAT32, FLOAT16 or INT8
+  int64_t cache_dtype;      // FLOAT32, FLOAT16 or INT8
+  const int64_t *lora_ids;  // (T): each token's adapter, -1 for none, or NULL
 } Pass;
 
 // Return the dot product of a and b, or the sum of a if b is NULL. The NUM_PARTIALS
@@ -1095,22 +1103,43 @@ static void quantize_inputs(const Linear *l, int64_t T, int private, Input in) {
   }
 }
 
-// Compute layers that share an input, with their outputs side by side in y.
-static void project(const Linear *l, int count, int64_t T, int private, Input in, float *y,
-                    int add) {
+// Add each token's LoRA adapter to the outputs of a layer, in float32 for every quant_type.
+static void add_adapters(const Linear *l, int64_t T, const int64_t *lora_ids, const float *x,
+                         float *y) {
+#pragma omp for
+  for (int64_t t = 0; t < T; t++) {
+    if (lora_ids[t] < 0) continue;
+    const Adapter *adapter = l->adapters + lora_ids[t];
+    for (int64_t r = 0; r < adapter->rank; r++) {
+      float part = dot(l->in, adapter->a + r * l->in, x + t * l->in);
+      const float *b = adapter->b + r * l->out;
+      for (int64_t o = 0; o < l->out; o++) y[t * l->row_stride + o] += part * b[o];
+    }
+  }
+}
+
+// Compute layers that share an input, with their outputs side by side in y. lora_ids: of a Pass, or
+// NULL.
+static void project(const Linear *l, int count, int64_t T, int private, Input in, float *y, int add,
+                    const int64_t *lora_ids) {
   quantize_inputs(l, T, private, in);
+  float *row = y;
   for (int i = 0; i < count; i++) {
-    gemm(l + i, T, in, y, add);
-    y += l[i].out;
+    gemm(l + i, T, in, row, add);
+    row += l[i].out;
   }
 #pragma omp barrier
+  for (int i = 0; lora_ids && i < count; i++) {
+    if (l[i].adapters) add_adapters(l + i, T, lora_ids, in.x, y);
+    y += l[i].out;
+  }
 }
 
 // Compute the layer that ends a residual branch and add its output to x, after its norm if it has
 // one. y: scratch for the norm.
 static void residual(const Model *m, const Linear *l, const Norm *norm, int64_t T, int private,
-                     Input in, float *y, float *x) {
-  project(l, 1, T, private, in, norm->weight ? y : x, !norm->weight);
+                     Input in, float *y, float *x, const int64_t *lora_ids) {
+  project(l, 1, T, private, in, norm->weight ? y : x, !norm->weight, lora_ids);
   if (norm->weight) {
 #pragma omp for
     for (int64_t t = 0; t < T; t++) {
@@ -1198,11 +1227,11 @@ static void expert_gemm(const Model *m, const Layer *layer, int proj, Routes r, 
 // for the rows' activations. input: an Input over the same inputs. y, wide: scratch for rows, shared
 // by all threads.
 static void moe(const Model *m, const Layer *layer, int64_t T, int private, float *in, Input input,
-                Routes r, float *y, float *wide, float *x) {
+                Routes r, float *y, float *wide, float *x, const int64_t *lora_ids) {
   int64_t C = m->n_embd, R = T * m->top_k;
   const MLP *first = layer->experts;
   int64_t inner = first->out.in;
-  project(&layer->router, 1, T, private, input, wide, 0);
+  project(&layer->router, 1, T, private, input, wide, 0, lora_ids);
 #pragma omp for
   for (int64_t t = 0; t < T; t++)
     route(m, wide + t * m->n_expert, r.weights + t * m->top_k, r.experts + t * m->top_k);
@@ -1277,25 +1306,25 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       const MLP *mlp = &layer->mlp;
       int64_t inner = mlp->out.in;
       normalize(&layer->attn_norm, m->eps, n, C, thread_x, thread_in);
-      project(layer->attn_in, 3, T, private, input, wide, 0);
+      project(layer->attn_in, 3, T, private, input, wide, 0, p->lora_ids);
       attention(m, p, i, wide, thread_scratch, y);
-      residual(m, &layer->attn_out, &layer->attn_out_norm, T, private, attn, wide, x);
+      residual(m, &layer->attn_out, &layer->attn_out_norm, T, private, attn, wide, x, p->lora_ids);
       normalize(&layer->mlp_norm, m->eps, n, C, thread_x, thread_in);
       if (layer->experts) {
-        moe(m, layer, T, private, in, input, routes, y, wide, x);
+        moe(m, layer, T, private, in, input, routes, y, wide, x, p->lora_ids);
         continue;
       }
-      project(mlp->in, 2, T, private, input, wide, 0);
+      project(mlp->in, 2, T, private, input, wide, 0, p->lora_ids);
       if (mlp->in[1].out)
         (m->gelu_gate ? geglu : swiglu)(n, inner, wide + range.begin * 2 * inner,
                                         in + range.begin * inner);
       else
         gelu(n * inner, wide + range.begin * inner, in + range.begin * inner);
-      residual(m, &mlp->out, &layer->down_norm, T, private, input, y, x);
+      residual(m, &mlp->out, &layer->down_norm, T, private, input, y, x, p->lora_ids);
     }
     range = thread_range(p->num_logits, private);
     for (int64_t i = range.begin; i < range.end; i++)
       normalize(&m->norm, m->eps, 1, C, x + p->logits_indices[i] * C, in + i * C);
-    project(&m->head, 1, p->num_logits, private, input, logits, 0);
+    project(&m->head, 1, p->num_logits, private, input, logits, 0, NULL);
   }
 }

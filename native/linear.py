@@ -10,6 +10,12 @@ from quantisation.blocks import BLOCK_SIZE, BlockLinear
 from quantisation.int8 import Int8Linear
 
 
+class AdapterStruct(ctypes.Structure):
+    """The struct Adapter of gpt.c."""
+
+    _fields_ = [("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("rank", ctypes.c_int64)]
+
+
 class LinearStruct(ctypes.Structure):
     """The struct Linear of gpt.c."""
 
@@ -22,6 +28,7 @@ class LinearStruct(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("out_features", "in_features", "row_stride", "quant_type", "scale_type")
         ),
+        ("adapters", ctypes.POINTER(AdapterStruct)),
     ]
 
 
@@ -75,6 +82,7 @@ class NativeLinear(nn.Module):
     """
 
     scale_type = 0
+    adapters: ctypes.Array | None = None  # one AdapterStruct for each adapter of the model
 
     def __init__(
         self, layer: nn.Linear | nn.Embedding | Int8Linear | BlockLinear, library: ctypes.CDLL
@@ -129,7 +137,16 @@ class NativeLinear(nn.Module):
         )
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         sizes = self.out_features, self.in_features, self.out_features
-        return LinearStruct(*addresses, *sizes, self.quant_type, self.scale_type)
+        return LinearStruct(*addresses, *sizes, self.quant_type, self.scale_type, self.adapters)
+
+    def set_adapters(self, pairs: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
+        """Set the LoRA adapters of this layer, by index: A and B, or None if it has none."""
+        self.packed = [pair and (pair[0].contiguous(), pair[1].t().contiguous()) for pair in pairs]
+        structs = [
+            AdapterStruct(a.data_ptr(), b.data_ptr(), len(a))
+            for a, b in (pair or (torch.empty(0), torch.empty(0)) for pair in self.packed)
+        ]
+        self.adapters = (AdapterStruct * len(structs))(*structs) if structs else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `F.linear`, or `Int8Linear` or `BlockLinear` bit for bit.

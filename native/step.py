@@ -9,7 +9,7 @@ from cache import kv_cache_group_ids, stored_head_dim
 from llama import Llama, local_rope_layers, rotary_embedding
 from model import TorchRunner
 from native import build, draw
-from native.linear import address, replace_with_native_linear
+from native.linear import NativeLinear, address, replace_with_native_linear
 from native.structs import INT, POINTER, model_struct, struct
 from sampling import sample_batch
 
@@ -26,12 +26,13 @@ PassStruct = struct(
     local_cos=POINTER,
     local_sin=POINTER,
     cache_dtype=INT,
+    lora_ids=ctypes.POINTER(INT),
 )
 CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # of the KV cache, as in gpt.c
 
 
 class FlatBatch(NamedTuple):
-    """The spans of a batch, concatenated, in the order of PassStruct."""
+    """The spans of a batch, concatenated; all but adapters in the order of PassStruct."""
 
     pages: list[int]
     sliding_pages: list[int]
@@ -39,6 +40,7 @@ class FlatBatch(NamedTuple):
     positions: list[int]
     table_starts: list[int]  # for each token, the index where its span's page table begins
     logits_indices: list[int]  # the tokens whose logits are wanted
+    adapters: list[str | None]  # of each token
 
 
 class NativeSampler(TorchRunner):
@@ -79,6 +81,7 @@ class NativeRunner(NativeSampler):
         model_struct(model)  # checks every tensor before the first is packed
         replace_with_native_linear(model, self.library)
         self.model = model_struct(model)
+        self.adapters = None  # the model's adapters, as last passed to C
         # Without and with a separate KV cache group for sliding-window layers.
         self.group_ids = [kv_cache_group_ids(self.config, separate) for separate in (False, True)]
         self.layers = [group_arrays(group_ids) for group_ids in self.group_ids]
@@ -93,9 +96,19 @@ class NativeRunner(NativeSampler):
         self.weights = list(model.state_dict().values())
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
-        if any(span.adapter for span in spans):  # torch attends, between linear layers in C
-            return super().logits(model, cache, spans, keep)
+        if model.adapters is not self.adapters:
+            self.set_adapters(model)
         return self.compute(cache.storages, spans, keep)
+
+    def set_adapters(self, model) -> None:
+        """Pass the model's LoRA adapters to C, in place of earlier ones."""
+        self.adapters = model.adapters
+        names, layers = (self.adapters.names, self.adapters.layers) if self.adapters else ([], {})
+        for path, layer in model.named_modules():
+            if isinstance(layer, NativeLinear):
+                pairs = layers.get(path, {})
+                layer.set_adapters([pairs.get(name) for name in names] if pairs else [])
+        self.model = model_struct(model)
 
     def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:
         """Return the logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
@@ -132,7 +145,7 @@ class NativeRunner(NativeSampler):
             shape = group_ids.count(group_id), 2, storage.shape[2], config.n_kv_head, page_size
             caches.append(address(storage, dtype, *shape, width))
         page_table, sliding_page_table, *arrays = (
-            (INT * len(numbers))(*numbers) for numbers in batch
+            (INT * len(numbers))(*numbers) for numbers in batch[:-1]
         )
         groups = tuple(caches), (page_table, sliding_page_table), tuple(num_pages)
         angles = [table for each in self.rotary_embedding for table in each.cos_sin(length)]
@@ -140,6 +153,10 @@ class NativeRunner(NativeSampler):
         sizes = page_size, len(batch.tokens), len(batch.logits_indices)
         struct = PassStruct(*groups, *sizes, *self.layers[separate], *arrays, *angles)
         struct.cache_dtype = CACHE_DTYPES[dtype]
+        if any(batch.adapters):
+            names = self.adapters.names
+            lora_ids = [names.index(name) if name else -1 for name in batch.adapters]
+            struct.lora_ids = (INT * len(lora_ids))(*lora_ids)
         return struct
 
     def run_pass(self, struct: PassStruct) -> torch.Tensor:
@@ -161,8 +178,8 @@ def flatten_spans(spans: list, keep: list[int], page_size: int, separate: bool) 
     that does not fit in its pages, or with fewer tokens than logits.
     """
     all_pages, all_sliding_pages, all_tokens, all_positions = [], [], [], []
-    table_starts, logits_indices = [], []
-    for (pages, start, tokens, sliding_pages, _), count in zip(spans, keep, strict=True):
+    table_starts, logits_indices, adapters = [], [], []
+    for (pages, start, tokens, sliding_pages, adapter), count in zip(spans, keep, strict=True):
         positions = range(start, start + len(tokens))
         capacity = min(len(pages), len(sliding_pages)) if separate else len(pages)
         if start < 0 or positions.stop > capacity * page_size:
@@ -179,9 +196,10 @@ def flatten_spans(spans: list, keep: list[int], page_size: int, separate: bool) 
         all_sliding_pages += sliding_pages[:capacity]
         all_tokens += tokens
         all_positions += positions
+        adapters += [adapter] * len(tokens)
         logits_indices += range(len(all_tokens) - count, len(all_tokens))
     lists = all_pages, all_sliding_pages, all_tokens, all_positions, table_starts, logits_indices
-    return FlatBatch(*lists)
+    return FlatBatch(*lists, adapters)
 
 
 def group_arrays(group_ids: list[int]) -> tuple[ctypes.Array, ctypes.Array]:
