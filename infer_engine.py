@@ -31,11 +31,9 @@ from command_line.output import OutputWriter, warn_long_prompts, warn_truncated_
 from command_line.parser import AppendToTuple, Parser, is_worker, run_script
 from engine.engine import Engine
 from engine.options import (
-    add_adapters_option,
     add_engine_options,
     check_engine_options,
     driver_group,
-    load_adapters,
     load_engine,
     parse_adapters,
     run_worker,
@@ -62,7 +60,6 @@ def main(argv=None) -> None:
         help="show log-probabilities of each token and of the N most likely ones, 0 to 20",
     )
     add_constraint_options(parser)
-    add_adapters_option(parser)
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -90,9 +87,6 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
         raise UserError(
             "--lora-modules requires --prompt or --prompt-file; in a chat use --adapter"
         )
-    directories = parse_adapters(args.lora_modules)
-    if tp_group and directories:
-        raise UserError("--lora-modules requires a single process; with several use --adapter")
     for text in args.stop:
         check_utf8("--stop", text)
     params = sampling_params(args)
@@ -103,8 +97,7 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     chat = load_chat(args, source)
     engine = load_engine(args, source, device, tp_group)
     encoding = engine.encoding
-    load_adapters(engine.model, directories)
-    adapters = ["", *directories]
+    adapters = ["", *parse_adapters(args.lora_modules)]
     max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
     for prompt_ids, echoed in conversation:

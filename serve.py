@@ -32,6 +32,7 @@ from engine.options import (
     check_engine_options,
     driver_group,
     load_engine,
+    parse_adapters,
     run_worker,
 )
 from errors import UserError, check_limits
@@ -115,6 +116,9 @@ def run(args) -> None:
 def check_server_options(args) -> None:
     """Raise UserError for values out of range or conflicting options."""
     check_engine_options(args)
+    for adapter in parse_adapters(args.lora_modules):
+        if adapter == served_name(resolve_source(args.model)):
+            raise UserError(f"--lora-modules: {adapter} is the name of the model itself")
     check_utf8("--api-key", args.api_key or "")
     if args.api_key == "":
         raise UserError("--api-key is empty: omit it to serve without a key")
@@ -376,6 +380,7 @@ async def serve(
         name,
         source.label,
         find_chat(source),
+        parse_adapters(args.lora_modules),
         Metrics(thread, name),
         EngineMonitor(thread, name),
     )

@@ -18,7 +18,7 @@ import torch
 from cache import ContextWindow
 from command_line.models import pick_device
 from command_line.parser import Parser, run_script, write_stdout
-from engine.options import engine_config
+from engine.options import engine_config, load_adapters, parse_adapters
 from errors import UserError, check_limits
 from loading.load import empty_model, load_config, resolve_source
 from loading.lora import read_adapter
@@ -147,6 +147,7 @@ def check_options(args) -> None:
     config = load_config(source)
     load_encoding(source, config.vocab_size)
     read_adapter(args.adapter, empty_model(config))
+    load_adapters(empty_model(config), parse_adapters(args.lora_modules))
     if source.type != "random":
         source.weight_files()
 

@@ -1,6 +1,5 @@
 """Engine options of the command line, and an engine from them."""
 
-import argparse
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -36,6 +35,9 @@ def add_engine_options(parser: Parser) -> None:
     )
     join_help = "collective of tensor parallelism: all-gather is bit-exact, all-reduce sends less"
     group.add_argument("--join", default="gather", choices=PARALLEL_MODES, help=join_help)
+    adapters_help = "LoRA adapters that requests may select by name; repeatable"
+    options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
+    group.add_argument("--lora-modules", **options, help=adapters_help)
     group = parser.group("speculation")
     draft_help = "draft model with the same vocabulary; lookup: prompt lookup"
     group.add_argument("--draft", metavar="MODEL", help=draft_help)
@@ -49,13 +51,7 @@ def check_engine_options(args) -> None:
     """Raise UserError for engine options that are invalid or cannot be combined."""
     if args.gamma is not None and args.draft is None:
         raise UserError("--gamma requires --draft")
-
-
-def add_adapters_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option for adapters that are not merged."""
-    adapters_help = "LoRA adapters that texts may have, each with a name for it; repeatable"
-    options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
-    parser.add_argument("--lora-modules", **options, help=adapters_help)
+    parse_adapters(args.lora_modules)
 
 
 def parse_adapters(given: list[str]) -> dict[str, str]:
@@ -89,17 +85,21 @@ def load_adapters(model: Model, directories: dict[str, str]) -> None:
 def load_engine(
     args, source: Source, device: str, tp_group: TensorParallelGroup | None = None
 ) -> Engine:
-    """Load the engine of a command line with its models and encoding.
+    """Load the engine of a command line with its models, adapters and encoding.
 
     On a rank above 0 only its model and cache are used. Raises UserError for bad options or files.
     """
     is_driver = tp_group is None or tp_group.rank == 0
+    directories = parse_adapters(args.lora_modules)
+    if tp_group and directories:  # before any rank loads, so that only the driver fails
+        raise UserError("--lora-modules requires a single process; with several use --adapter")
     if tp_group and is_driver:
         tp_group.broadcast()  # start loading on the workers
     has_draft = is_driver and args.draft not in (None, "lookup")
     names = [source, args.draft] if has_draft else [source]
     load_first = functools.partial(load_shard, tp_group=tp_group) if tp_group else None
     model, *drafts = load_models(names, args, device, load_first)
+    load_adapters(model, directories)
     if tp_group:
         parallelize_vocabulary(model)
         tp_group.barrier()

@@ -112,7 +112,7 @@ class ResponseBuilder:
             "id": inputs.request_id,
             "object": self.chunk_object_type if body.stream else self.object_type,
             "created": int(time.time()),
-            "model": served.name,
+            "model": body.model or served.name,
         }
 
     def choice(self, index: int, update: Update) -> dict:

@@ -180,12 +180,12 @@ def make_app(
 
     @get("/v1/models")
     async def models() -> dict:
-        return {"object": "list", "data": [served.model()]}
+        return {"object": "list", "data": [served.model(name) for name in served.roots]}
 
     @get("/v1/models/{name:path}")
     async def model(name: str) -> dict:
-        served.check_model(name)
-        return served.model()
+        served.find_adapter(name)
+        return served.model(name)
 
     for error_type in (APIError, UserError, QueueFull, EngineDead, RequestFailed, Exception):
         app.add_exception_handler(error_type, handle_error)

@@ -28,6 +28,7 @@ class GenerateInput(NamedTuple):
     params: list[SamplingParams]  # one per prompt, all with the same constraint
     cache_salt: str = ""
     request_id: str = ""
+    adapter: str = ""  # "": the model itself
 
     @property
     def num_tokens(self) -> int:

@@ -22,7 +22,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Response:
-    served.check_model(body.model)
+    adapter = served.find_adapter(body.model)
     served.backend.admit(body.num_choices)  # before any work
     prompt = await asyncio.to_thread(served.prepare_chat, body)
     max_new_tokens = body.max_new_tokens
@@ -42,6 +42,7 @@ async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Resp
         params,
         body.cache_salt or "",
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        adapter=adapter,
     )
     updates = served.backend.generate(inputs, matcher)
     return await ChatCompletionBuilder(body, served, inputs, updates).to_response()

@@ -22,7 +22,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 async def create_completion(body: CompletionRequest, served: ServedModel) -> Response:
-    served.check_model(body.model)
+    adapter = served.find_adapter(body.model)
     served.backend.admit(body.num_choices)  # before any work
     max_new_tokens = 16 if body.max_tokens is None else body.max_tokens
     params = body.to_sampling_params(max_new_tokens, body.logprobs)
@@ -40,6 +40,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
         params * len(prompts),
         body.cache_salt or "",
         request_id=f"cmpl-{uuid.uuid4().hex}",
+        adapter=adapter,
     )
     builder = CompletionBuilder(body, served, inputs, served.backend.generate(inputs, matcher))
     if body.echo:

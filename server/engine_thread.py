@@ -267,7 +267,9 @@ class EngineThread:
             for index, (prompt, params) in enumerate(
                 zip(inputs.prompts, inputs.params, strict=True)
             ):
-                request = self.engine.add(prompt, params, cache_salt=inputs.cache_salt)
+                request = self.engine.add(
+                    prompt, params, cache_salt=inputs.cache_salt, adapter=inputs.adapter
+                )
                 generation.requests.append(request)
                 state = RequestState(generation, index, next(self.request_numbers))
                 if request.finish_reason:  # zero tokens requested: no step emits an event

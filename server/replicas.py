@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 
 from command_line.models import pick_device
 from constraints.matcher import Matcher
-from engine.options import load_engine
+from engine.options import load_engine, parse_adapters
 from loading.load import load_config, resolve_source
 from server.app import allowed_hosts, make_app
 from server.backend import EngineDead, GenerateInput, Update
@@ -142,6 +142,7 @@ class Ingress:
             served_name(source),
             source.label,
             find_chat(source),
+            parse_adapters(self.args.lora_modules),
             metrics=AggregatedMetrics(self.replicas),
         )
         freeze()

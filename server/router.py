@@ -2,7 +2,14 @@
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from engine.pages import salt_with_adapter
 from server.prefixes import PrefixIndex
+
+
+def prompts_and_salt(request: PendingRequest) -> tuple[list[list[int]], str]:
+    """Return the prompts of a call, and the cache_salt that the engine uses for them."""
+    (inputs,) = request.args
+    return inputs.prompts, salt_with_adapter(inputs.cache_salt, inputs.adapter)
 
 
 class PrefixAwareRouter(RequestRouter):
@@ -24,8 +31,7 @@ class PrefixAwareRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return the candidates in order; Ray tries the next one if a replica is full."""
-        (inputs,) = pending_request.args
-        prompts, cache_salt = inputs.prompts, inputs.cache_salt
+        prompts, cache_salt = prompts_and_salt(pending_request)
         request_id = pending_request.metadata.internal_request_id
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
         order = self.prefix_index.rank_replicas(list(candidates), prompts, cache_salt)
@@ -40,8 +46,7 @@ class PrefixAwareRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, _) -> None:
         """Correct the replica of an unfinished request that is not with the first choice."""
-        (inputs,) = pending_request.args
-        prompts, cache_salt = inputs.prompts, inputs.cache_salt
+        prompts, cache_salt = prompts_and_salt(pending_request)
         request_id = pending_request.metadata.internal_request_id
         if self.prefix_index.requests.get(request_id, (replica_id, 0))[0] != replica_id:
             self.prefix_index.add_request(replica_id, request_id, prompts, cache_salt)

@@ -33,9 +33,10 @@ def find_chat(source: Source) -> Chat | UserError:
 
 
 class ServedModel:
-    """A model served under a name.
+    """A model served under a name, with its adapters.
 
     root: the model's source. chat: its template, or the error that says why it has none.
+    adapters: directories by name; each is a model of its own for clients.
     metrics: what /metrics shows. monitor: what /live streams; None: the engines run in other
     processes.
     """
@@ -46,35 +47,43 @@ class ServedModel:
         name: str,
         root: str,
         chat: Chat | UserError,
+        adapters: dict[str, str] | None = None,
         metrics: MetricsReader | None = None,
         monitor: Monitor | None = None,
     ):
         self.backend = backend
         self.name = name
         self.chat = chat
-        self.root = root
+        self.roots = {name: root, **(adapters or {})}
         self.created = int(time.time())
         self.metrics = metrics
         self.monitor = monitor
 
-    def model(self) -> dict:
-        """Return the model's /v1/models entry. Raises EngineDead."""
+    def model(self, name: str) -> dict:
+        """Return the /v1/models entry of the model or an adapter. Raises EngineDead."""
         self.backend.admit(0)
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "serve.py",
-            "root": self.root,
-            "parent": None,
+            "root": self.roots[name],
+            "parent": None if name == self.name else self.name,
             "max_model_len": self.backend.config.block_size,
         }
 
-    def check_model(self, name: str | None) -> None:
-        """Raise APIError for the name of another model."""
-        if name not in (None, self.name):
-            message = f"the model {name[:100]!r} does not exist; this server has {self.name!r}"
+    def find_adapter(self, name: str | None) -> str:
+        """Return the adapter that a request's model name selects, "" for the base model.
+
+        The base model is selected by its own name or None.
+
+        Raises APIError for an unknown name.
+        """
+        if name is not None and name not in self.roots:
+            names = ", ".join(map(repr, self.roots))
+            message = f"the model {name[:100]!r} does not exist; this server has {names}"
             raise APIError(404, message, "model", "model_not_found")
+        return "" if name in (None, self.name) else name
 
     def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
         """Return the token ids of prompts; an empty prompt becomes the BOS token, as in the engine.
