@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from command_line.chat import add_template_option
 from command_line.models import pick_device
 from command_line.options import (
     MODEL_HELP,
@@ -94,6 +95,7 @@ def add_server_options(parser: Parser) -> None:
     queue.add_argument(
         "--max-waiting-tokens", metavar="N", type=int, default=2**20, help=tokens_help
     )
+    add_template_option(parser)
     add_engine_options(parser)
 
 
@@ -379,7 +381,7 @@ async def serve(
         thread,
         name,
         source.label,
-        find_chat(source),
+        find_chat(source, args.chat_template),
         parse_adapters(args.lora_modules),
         Metrics(thread, name),
         EngineMonitor(thread, name),

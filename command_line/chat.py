@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from command_line.options import check_utf8
 from command_line.output import warn_dropped_bytes
@@ -19,6 +20,14 @@ def add_chat_options(parser: Parser) -> None:
     group.add_argument("--system", metavar="TEXT", help="system message, for --chat")
     thinking_help = "disable reasoning of models such as Qwen3, for --chat"
     group.add_argument("--no-thinking", action="store_true", help=thinking_help)
+    add_template_option(parser, ", for --chat")
+
+
+def add_template_option(parser: Parser, where: str = "") -> None:
+    """Add --chat-template. where: when it applies, for the help."""
+    template_help = f"file with a chat template that replaces the model's{where}"
+    options = {"metavar": "FILE", "type": Path, "help": template_help}
+    parser.group("chat").add_argument("--chat-template", **options)
 
 
 def check_chat_options(args) -> None:
@@ -27,6 +36,8 @@ def check_chat_options(args) -> None:
         raise UserError("--system requires --chat")
     if args.no_thinking and not args.chat:
         raise UserError("--no-thinking requires --chat")
+    if args.chat_template and not args.chat:
+        raise UserError("--chat-template requires --chat")
     check_utf8("--system", args.system or "")
     if is_interactive(args) and args.num_samples > 1:
         reason = "a conversation continues from one reply"
@@ -41,7 +52,7 @@ def load_chat(args, source: Source) -> Chat | None:
     """
     if not args.chat:
         return None
-    chat = Chat(source)
+    chat = Chat(source, args.chat_template)
     if not args.no_thinking:
         return chat
     if "enable_thinking" not in chat.template_text:

@@ -9,16 +9,21 @@ from loading.gguf_tokenizer import read_gguf_template
 from loading.load import Source
 
 
-def read_chat_template(source: Source) -> tuple[Path, str, dict[str, str]] | None:
+def read_chat_template(
+    source: Source, file: Path | None = None
+) -> tuple[Path, str, dict[str, str]] | None:
     """Return a chat template's file, text and special tokens; None if there is no template.
 
-    Raises UserError for a file that cannot be read.
+    file: a template to use instead. Raises UserError for a file that cannot be read.
     """
-    if source.type == "gguf" and (found := read_gguf_template(source.gguf)):
+    override = (file, read_text(file)) if file else None
+    if source.type == "random":
+        return (*override, {}) if override else None
+    if source.type == "gguf" and (found := read_gguf_template(source.gguf, override)):
         return found
     config_file = source.find("tokenizer_config.json")
     config = read_json(config_file) if config_file else {}
-    file = source.find("chat_template.jinja")
+    file = file or source.find("chat_template.jinja")
     if file:
         text = read_text(file)
     else:

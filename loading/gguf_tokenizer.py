@@ -81,13 +81,16 @@ def named_eog_ids(gguf: GGUF) -> list[int]:
     ]
 
 
-def read_gguf_template(gguf: GGUF) -> tuple[Path, str, dict[str, str]] | None:
+def read_gguf_template(
+    gguf: GGUF, override: tuple[Path, str] | None = None
+) -> tuple[Path, str, dict[str, str]] | None:
     """Return a chat template's file, text and special tokens; None if there is no template.
 
+    override: file and text of a template to use instead, if this file has a vocabulary.
     Raises UserError for an id out of range, if the template uses its token.
     """
-    text = gguf.metadata.get("tokenizer.chat_template")
-    if not isinstance(text, str):
+    file, text = override or (gguf.file, gguf.metadata.get("tokenizer.chat_template"))
+    if not isinstance(text, str) or override and f"{KEY_PREFIX}.tokens" not in gguf.metadata:
         return None
     tokens, _ = read_tokens(gguf)
     special_tokens = {}
@@ -98,7 +101,7 @@ def read_gguf_template(gguf: GGUF) -> tuple[Path, str, dict[str, str]] | None:
         except UserError:
             if name in text:
                 raise
-    return gguf.file, text.removeprefix("\ufeff"), special_tokens
+    return file, text.removeprefix("\ufeff"), special_tokens
 
 
 def tokenizer_json(gguf: GGUF) -> dict:

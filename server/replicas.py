@@ -141,7 +141,7 @@ class Ingress:
             ReplicaClient(self.replicas, source),
             served_name(source),
             source.label,
-            find_chat(source),
+            find_chat(source, self.args.chat_template),
             parse_adapters(self.args.lora_modules),
             metrics=AggregatedMetrics(self.replicas),
         )

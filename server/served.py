@@ -24,8 +24,13 @@ def served_name(source: Source) -> str:
     return Path(source.name).resolve().name if source.type == "directory" else source.label
 
 
-def find_chat(source: Source) -> Chat | UserError:
-    """Return a model's chat template, or the error to raise for chat requests if it has none."""
+def find_chat(source: Source, file: Path | None = None) -> Chat | UserError:
+    """Return a model's chat template, or the error to raise for chat requests if it has none.
+
+    file: a template to use instead. Raises UserError if this file is invalid, as `Chat` does.
+    """
+    if file:
+        return Chat(source, file)
     try:
         return Chat(source)
     except UserError as error:

@@ -5,6 +5,7 @@ import copy
 import json
 import re
 from datetime import datetime
+from pathlib import Path
 
 from errors import UserError
 from loading.chat_template import read_chat_template
@@ -21,13 +22,13 @@ RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 class Chat:
     """A chat template: a program that writes messages as the text format of a model's training.
 
-    It is stored with the weights. name: as for `load_model`. Raises UserError if the template is
-    missing or broken.
+    It is stored with the weights. name: as for `load_model`. file: a template to use instead.
+    Raises UserError if the template is missing or broken.
     """
 
-    def __init__(self, name):
+    def __init__(self, name, file: Path | None = None):
         source = resolve_source(name)
-        found = None if source.type == "random" else read_chat_template(source)
+        found = read_chat_template(source, file)
         if found is None:
             files = "chat_template.jinja nor a default chat_template in tokenizer_config.json"
             if source.type == "gguf":
