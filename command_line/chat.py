@@ -4,12 +4,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from command_line.options import check_utf8
+from command_line.options import check_utf8, text_file
 from command_line.output import warn_dropped_bytes
 from command_line.parser import Parser
 from errors import UserError
 from loading.load import Source
 from text.chat import Chat
+from text.tools import read_tools
 
 
 def add_chat_options(parser: Parser) -> None:
@@ -21,6 +22,8 @@ def add_chat_options(parser: Parser) -> None:
     thinking_help = "disable reasoning of models such as Qwen3, for --chat"
     group.add_argument("--no-thinking", action="store_true", help=thinking_help)
     add_template_option(parser, ", for --chat")
+    tools_help = "JSON file with tools that a reply may call, in OpenAI's format, for --chat"
+    group.add_argument("--tools", metavar="FILE", type=text_file, help=tools_help)
 
 
 def add_template_option(parser: Parser, where: str = "") -> None:
@@ -38,6 +41,8 @@ def check_chat_options(args) -> None:
         raise UserError("--no-thinking requires --chat")
     if args.chat_template and not args.chat:
         raise UserError("--chat-template requires --chat")
+    if args.tools is not None and not args.chat:
+        raise UserError("--tools requires --chat")
     check_utf8("--system", args.system or "")
     if is_interactive(args) and args.num_samples > 1:
         reason = "a conversation continues from one reply"
@@ -53,6 +58,8 @@ def load_chat(args, source: Source) -> Chat | None:
     if not args.chat:
         return None
     chat = Chat(source, args.chat_template)
+    if args.tools is not None:
+        chat = chat.with_tools(read_tools(args.tools))
     if not args.no_thinking:
         return chat
     if "enable_thinking" not in chat.template_text:
@@ -84,7 +91,7 @@ class Conversation:
 
     def __iter__(self) -> Iterator[tuple[list[list[int]], list[str]]]:
         args, prompts, encoding = self.args, self.prompts, self.encoding
-        warn_dropped_bytes(encoding, *prompts, args.system or "", plain=args.chat)
+        warn_dropped_bytes(encoding, *prompts, args.system or "", args.tools or "", plain=args.chat)
         if is_interactive(args):
             for line in read_lines():
                 yield [self.encode_message(line)], [""]

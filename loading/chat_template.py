@@ -10,11 +10,12 @@ from loading.load import Source
 
 
 def read_chat_template(
-    source: Source, file: Path | None = None
+    source: Source, file: Path | None = None, name: str = "default"
 ) -> tuple[Path, str, dict[str, str]] | None:
     """Return a chat template's file, text and special tokens; None if there is no template.
 
-    file: a template to use instead. Raises UserError for a file that cannot be read.
+    file: a template to use instead. name: selects one of several templates.
+    Raises UserError for a file that cannot be read.
     """
     override = (file, read_text(file)) if file else None
     if source.type == "random":
@@ -31,7 +32,7 @@ def read_chat_template(
         text = config.get("chat_template")
         if isinstance(text, list):  # several named templates
             entries = [entry for entry in text if isinstance(entry, dict)]
-            chosen = [entry for entry in entries if entry.get("name") == "default"]
+            chosen = [entry for entry in entries if entry.get("name") == name]
             text = chosen[0].get("template") if chosen else None
     special_tokens = {}
     for token_name in SPECIAL_TOKEN_NAMES:

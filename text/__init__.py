@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizers, detokenizers and chat templates."""
+"""Text and token ids: tokenizers, detokenizers, chat templates and tool calls."""
