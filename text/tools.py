@@ -1,10 +1,13 @@
-"""Tools that a reply may call: validation."""
+"""Tool calls: validation of tools, and detection of call formats."""
 
 import json
+import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from errors import UserError
+from text.chat import Chat, split_special_tokens
+from text.tokenizer import Encoding
 
 MAX_TOOLS = 128
 FUNCTION_FIELDS = {  # field of a function: type, description
@@ -66,3 +69,96 @@ PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
     },
 }
+PROBE_ID = "call00000"
+PROBE_ARGUMENTS = {"key": 1, "other": [2, "a"]}
+PROBE_RESULT = "what_a_tool_has_found"
+
+
+class ToolFormat(NamedTuple):
+    """Syntax in which a chat template writes tool calls.
+
+    begin NAME middle ARGUMENTS [between NAME middle ARGUMENTS ...] end, where "\\0" stands for each
+    character of a call id. trigger: prefix of begin that never occurs in content. between: None for
+    templates that write at most one call. separators: item and key separators of the arguments.
+    """
+
+    trigger: str
+    begin: str
+    middle: str
+    between: str | None
+    end: str
+    separators: tuple[str, str]
+
+
+def detect_tool_format(
+    chat: Chat, encoding: Encoding, eos_token_ids: tuple[int, ...]
+) -> ToolFormat:
+    """Detect the tool-call format of a chat template by rendering sample calls.
+
+    chat: with the tools of the conversation, if it has any. Raises UserError for an unsupported
+    format.
+    """
+    chat = chat.with_tools([PROBE_TOOL] if chat.tools else None)
+    user = {"role": "user", "content": "a"}
+    names = ["first_function", "second_function", "third_function"]
+    calls = [
+        {
+            "id": PROBE_ID,
+            "type": "function",
+            "function": {"name": name, "arguments": PROBE_ARGUMENTS},
+        }
+        for name in names
+    ]
+    result = {"role": "tool", "tool_call_id": PROBE_ID, "name": names[0], "content": PROBE_RESULT}
+    past_reply = {"role": "assistant", "content": PROBE_RESULT}
+    before_past_reply = chat.render([user, past_reply, user]).partition(PROBE_RESULT)[0]
+    # What stands before a reply. A template may omit the start of reasoning before a past one.
+    starts = chat.render([user]), before_past_reply
+
+    def render_calls(*calls: dict) -> str:
+        """Render a reply with these calls; return the calls and all that follows them."""
+        calling = {"role": "assistant", "content": "", "tool_calls": list(calls)}
+        # Later messages follow, because a template may add empty reasoning to the last reply.
+        later = [result] * len(calls) + [{"role": "assistant", "content": "b"}, user]
+        text = chat.render([user, calling, *later]).replace(PROBE_ID, "\0" * len(PROBE_ID))
+        for start in starts:
+            prefix = os.path.commonprefix([start, text])
+            if not start[len(prefix) :].strip():
+                return text[len(prefix) :]
+        return ""
+
+    unknown = UserError(
+        f"{chat.file}: this chat template writes tool calls in an unsupported format"
+    )
+    one = render_calls(calls[0])
+    ends = [
+        encoding.added_token_texts[token]
+        for token in eos_token_ids
+        if token in encoding.added_token_texts
+    ]
+    for separators in ((", ", ": "), (",", ":")):
+        arguments = json.dumps(PROBE_ARGUMENTS, separators=separators)
+        begin, _, rest = one.partition(names[0])
+        middle, found, rest = rest.partition(arguments)
+        # The tool result must appear, because a template may drop messages it does not know.
+        is_known = found and begin.strip() and middle.startswith('"') and PROBE_RESULT in rest
+        following = [rest.partition(token)[0] for token in ends if token in rest]
+        if is_known and following and PROBE_RESULT not in min(following, key=len):
+            break
+    else:
+        raise unknown
+    end = min(following, key=len)
+    try:
+        all_calls = render_calls(*calls)
+    except UserError:
+        all_calls = ""
+    first = begin + names[0] + middle + arguments
+    between = all_calls.removeprefix(first).partition(names[1])[0]
+    others = [between + name + middle + arguments for name in names[1:]]
+    if not all_calls.startswith(first + "".join(others) + end):
+        between = None
+    _, *added = split_special_tokens(encoding.special_tokens_set, begin)
+    trigger = begin.split()[0]
+    if added and begin.lstrip().startswith(added[0]):
+        trigger = added[0]
+    return ToolFormat(trigger, begin, middle, between, end, separators)
