@@ -15,7 +15,13 @@ import torch
 
 from adapters import check_adapter, use_adapters
 from cache import ContextWindow, KVCache
-from command_line.chat import Conversation, add_chat_options, check_chat_options, load_chat
+from command_line.chat import (
+    Conversation,
+    add_chat_options,
+    check_chat_options,
+    load_chat,
+    with_tool_calls,
+)
 from command_line.models import load_models, pick_device
 from command_line.options import (
     CACHE_DTYPES,
@@ -299,6 +305,7 @@ def run(args) -> None:
     chat = load_chat(args, source)
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
+    params = with_tool_calls(params, chat, encoding, model.config)
     skip = all_stop_token_ids(params, model.config.eos_token_ids)
     max_prompt_tokens = model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)
@@ -320,7 +327,8 @@ def check_beam_options(args) -> None:
             raise UserError("--length-penalty requires --num-beams")
         return
     unused = dataclasses.asdict(SamplingParams(args.max_new_tokens, args.ignore_eos))
-    unused |= {"num_samples": 1, "seed": None}
+    del unused["tool_grammar"]
+    unused |= {"num_samples": 1, "seed": None, "tools": None}
     unsupported = [name for name, default in unused.items() if getattr(args, name) != default]
     if unsupported:
         names = ", ".join(

@@ -13,6 +13,7 @@ from command_line.chat import (
     check_chat_options,
     is_interactive,
     load_chat,
+    with_tool_calls,
 )
 from command_line.models import pick_device
 from command_line.options import (
@@ -97,6 +98,7 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
     chat = load_chat(args, source)
     engine = load_engine(args, source, device, tp_group)
     encoding = engine.encoding
+    params = with_tool_calls(params, chat, encoding, engine.model.config)
     adapters = ["", *parse_adapters(args.lora_modules)]
     max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)

@@ -47,6 +47,7 @@ class SamplingParams:
     json_schema: str | None = None  # JSON source of a schema that the output satisfies
     regex: str | None = None  # regular expression that the whole output matches
     grammar: str | None = None  # llguidance Lark grammar that the output follows
+    tool_grammar: str | None = None  # grammar of a reply that may call tools
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
@@ -75,7 +76,7 @@ class SamplingParams:
 
 MAX_FLOAT = sys.float_info.max
 MAX_CHOICE_BYTES = 2**14  # in all, because each byte takes a trie node
-CONSTRAINT_FIELDS = ("choices", "json_schema", "regex", "grammar")
+CONSTRAINT_FIELDS = ("choices", "json_schema", "regex", "grammar", "tool_grammar")
 
 
 def source_limit(size: int) -> tuple:
@@ -147,6 +148,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
     "json_schema": source_limit(2**16),
     "regex": source_limit(2**12),
     "grammar": source_limit(2**13),
+    "tool_grammar": source_limit(2**18),  # 128 tools
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: its weights are broken, or its dtype's"

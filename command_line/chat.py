@@ -1,5 +1,6 @@
 """Chats: options, prompts from messages, and the interactive loop."""
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,10 +8,13 @@ from pathlib import Path
 from command_line.options import check_utf8, text_file
 from command_line.output import warn_dropped_bytes
 from command_line.parser import Parser
+from constraints.vocabulary import get_vocabulary
 from errors import UserError
 from loading.load import Source
+from sampling import SamplingParams
 from text.chat import Chat
-from text.tools import read_tools
+from text.tokenizer import Encoding
+from text.tools import build_tool_grammar, detect_tool_format, read_tools
 
 
 def add_chat_options(parser: Parser) -> None:
@@ -65,6 +69,23 @@ def load_chat(args, source: Source) -> Chat | None:
     if "enable_thinking" not in chat.template_text:
         raise UserError(f"--no-thinking: {chat.file}: the template does not use enable_thinking")
     return chat.with_template_kwargs({"enable_thinking": False})
+
+
+def with_tool_calls(
+    params: SamplingParams, chat: Chat | None, encoding: Encoding, config
+) -> SamplingParams:
+    """Return parameters with a grammar that allows calls of the chat's tools and of no others.
+
+    They are unchanged if the chat has no tools. Raises UserError like `detect_tool_format` and
+    `build_tool_grammar`, and if the parameters have another constraint.
+    """
+    if chat is None or chat.tools is None:
+        return params
+    vocabulary = get_vocabulary(encoding, config.vocab_size, tuple(config.eos_token_ids))
+    tool_format = detect_tool_format(chat, encoding, config.eos_token_ids)
+    return dataclasses.replace(
+        params, tool_grammar=build_tool_grammar(tool_format, chat.tools, vocabulary)
+    )
 
 
 def is_interactive(args) -> bool:

@@ -143,7 +143,11 @@ def sampling_params(args) -> SamplingParams:
     for text in args.choices:
         check_utf8(OPTION_NAMES["choices"], text)
     # Each sequence gets its own seed later.
-    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "seed"]
+    # tool_grammar needs the model's chat template, which is not loaded yet.
+    excluded = {"seed", "tool_grammar"}
+    names = [
+        field.name for field in dataclasses.fields(SamplingParams) if field.name not in excluded
+    ]
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     explicit = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
     explicit |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}

@@ -30,8 +30,12 @@ class Grammar:
         from llguidance import LLMatcher, LLParserLimits  # takes 0.04 s, and few requests need it
 
         self.vocabulary = vocabulary
+        self.usable_tokens = vocabulary.usable_tokens
         try:
-            if constraint_field == "json_schema":
+            if constraint_field == "tool_grammar":
+                text = source
+                self.usable_tokens = vocabulary.usable_tokens_in_tool_calls
+            elif constraint_field == "json_schema":
                 schema = json.dumps(parse_schema(source))
                 options = {"whitespace_flexible": False}  # else whitespace could repeat for ever
                 text = LLMatcher.grammar_from_json_schema(schema, overrides=options)
@@ -41,7 +45,9 @@ class Grammar:
                 if re.search(r"%(json|llguidance)\b", source):
                     raise UserError("%json and %llguidance are not supported in a grammar")
                 text = LLMatcher.grammar_from_lark(source)
-            multiples = constraint_field == "json_schema" and '"multipleOf"' in text
+            multiples = (
+                constraint_field in ("json_schema", "tool_grammar") and '"multipleOf"' in text
+            )
             limit = MAX_MULTIPLE_OF_EXPRESSIONS if multiples else MAX_EXPRESSIONS
             limits = LLParserLimits(
                 verbose_errors=False, initial_lexer_fuel=limit + 2 * len(source)
@@ -49,10 +55,16 @@ class Grammar:
             # Never mutated: each matcher has a copy, which shares the compiled grammar.
             self.initial_state = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
             if self.initial_state.is_error():
-                raise UserError(short_error(self.initial_state.get_error()))
+                error = self.initial_state.get_error()
+                raise UserError(
+                    tool_error(text, error)
+                    if constraint_field == "tool_grammar"
+                    else short_error(error)
+                )
             self.matcher().checked_token_mask([])
         except ValueError as error:  # a UserError is one
-            raise UserError(f"{constraint_field}: {error}") from None
+            name = "tools" if constraint_field == "tool_grammar" else constraint_field
+            raise UserError(f"{name}: {error}") from None
 
     def matcher(self) -> "GrammarMatcher":
         return GrammarMatcher(self)
@@ -72,9 +84,9 @@ class GrammarMatcher(Matcher):
         known = common_prefix_length(self.tokens, output)
         self.state.rollback(len(self.tokens) - known)
         del self.tokens[known:]
-        pieces = self.vocabulary.pieces
+        eos_token_ids = self.vocabulary.eos_token_ids
         # Stop before EOS, after which all tokens are allowed.
-        new = list(itertools.takewhile(lambda token: pieces[token] is not None, output[known:]))
+        new = list(itertools.takewhile(lambda token: token not in eos_token_ids, output[known:]))
         self.tokens += new[: self.state.try_consume_tokens(new)]
         if len(self.tokens) < len(output) and not self.state.is_error():
             return self.vocabulary.token_mask(slice(None))
@@ -84,9 +96,11 @@ class GrammarMatcher(Matcher):
             self.state = self.grammar.initial_state.deep_copy()
             self.tokens = []
             return self.vocabulary.token_mask([])
-        # A grammar may name special tokens, which must not be generated.
-        self.bitmask &= self.vocabulary.usable_tokens
-        token_mask = numpy.unpackbits(self.bitmask, count=len(pieces), bitorder="little")
+        # A user's grammar may name special tokens, which must not be generated.
+        self.bitmask &= self.grammar.usable_tokens
+        token_mask = numpy.unpackbits(
+            self.bitmask, count=len(self.vocabulary.pieces), bitorder="little"
+        )
         return torch.from_numpy(token_mask.view(bool))
 
     def reason(self) -> str:
@@ -94,6 +108,15 @@ class GrammarMatcher(Matcher):
         if not reason or reason.startswith("NoExtension"):
             return super().reason()
         return reason
+
+
+def tool_error(grammar: str, error: str) -> str:
+    """Return an llguidance error with the tool's name in place of the grammar's line."""
+    position, _, reason = re.split(r"\n +\d+ \| ", error)[0].partition(": ")
+    line = re.match(r"at (\d+)", position)
+    rule = grammar.splitlines()[int(line[1]) - 1] if line else ""
+    name = re.match(r'call\d+: "([\w-]+)', rule)
+    return f"{name[1]}: {short_error(reason)}" if name else short_error(error)
 
 
 ONE_OF_ADVICE = (  # replaces llguidance's advice to set an option that clients cannot set

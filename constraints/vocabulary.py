@@ -40,9 +40,20 @@ class Vocabulary:
     def usable_tokens(self) -> numpy.ndarray:
         """Return a bitmask, padded to int32, of EOS and all tokens with bytes."""
         texts = [token for token, piece in enumerate(self.pieces) if piece is not None]
-        token_mask = self.token_mask(texts + self.eos_token_ids)
-        token_mask = torch.nn.functional.pad(token_mask, (0, -len(self.pieces) % 32))
-        return numpy.packbits(token_mask.numpy(), bitorder="little")
+        return self.bitmask(texts + self.eos_token_ids)
+
+    @functools.cached_property
+    def usable_tokens_in_tool_calls(self) -> numpy.ndarray:
+        """Return `usable_tokens` plus the added tokens, which tool-call grammars name."""
+        return self.usable_tokens | self.bitmask([*self.added_tokens.values()])
+
+    @functools.cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Return the ids of added tokens by name, without EOS."""
+        named = {
+            name: self.encoding.added_token_ids[name] for name in self.encoding.special_tokens_set
+        }
+        return {name: token for name, token in named.items() if token not in self.eos_token_ids}
 
     @functools.cached_property
     def tokenizer(self):
@@ -51,6 +62,8 @@ class Vocabulary:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         adapter = TokenizerAdapter(self, [piece or b"" for piece in self.pieces])
+        for name, token in self.added_tokens.items():  # llguidance tells them apart by name
+            adapter.tokens[token] = name.encode()
         return LLTokenizer(TokenizerWrapper(adapter), len(self.pieces), self.eos_token_ids)
 
     def tokenize(self, text: str) -> list[int]:
@@ -82,6 +95,11 @@ class Vocabulary:
             tokens.append(self.ids[data[:size]][0])
             data = data[size:]
         return tokens
+
+    def bitmask(self, ids: list[int]) -> numpy.ndarray:
+        """Return a bitmask with the bits of these ids set, one bit per token, padded to int32."""
+        token_mask = torch.nn.functional.pad(self.token_mask(ids), (0, -len(self.pieces) % 32))
+        return numpy.packbits(token_mask.numpy(), bitorder="little")
 
     def token_mask(self, ids: list[int] | slice) -> torch.Tensor:
         """Return (vocab_size,) bools: true for these ids."""

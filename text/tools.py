@@ -1,15 +1,18 @@
-"""Tool calls: validation of tools, and detection of call formats."""
+"""Tool calls: validation of tools, detection of call formats, and grammars."""
 
 import json
 import os
 import re
 from typing import Any, NamedTuple
 
+from constraints.schema import IN_PLACE_APPLICATORS, check_schemas
+from constraints.vocabulary import Vocabulary
 from errors import UserError
 from text.chat import Chat, split_special_tokens
 from text.tokenizer import Encoding
 
 MAX_TOOLS = 128
+MAX_GRAMMAR = 2**18  # bytes
 FUNCTION_FIELDS = {  # field of a function: type, description
     "name": (str, "a string"),
     "description": (str | None, "a string"),
@@ -162,3 +165,88 @@ def detect_tool_format(
     if added and begin.lstrip().startswith(added[0]):
         trigger = added[0]
     return ToolFormat(trigger, begin, middle, between, end, separators)
+
+
+def build_tool_grammar(
+    tool_format: ToolFormat,
+    tools: list[dict],
+    vocabulary: Vocabulary,
+    tool_choice: str = "auto",
+    parallel_tool_calls: bool = True,
+) -> str:
+    """Return the grammar of a reply that may call tools, for `SamplingParams.tool_grammar`.
+
+    tool_choice: "auto": content, then optional calls; "none": content; "required": calls without
+    content. parallel_tool_calls: allow several calls. Arguments follow the tool's schema, without
+    additional properties unless it allows them. Raises UserError for unsupported parameters.
+    """
+
+    def lark(text: str) -> str:
+        """Translate a piece of the tool format to Lark: added tokens, call ids and literals."""
+        parts = []
+        for index, piece in enumerate(split_special_tokens(set(vocabulary.added_tokens), text)):
+            if index % 2:
+                parts.append(f"<[{vocabulary.added_tokens[piece]}]>")
+                continue
+            for part in re.findall("\0+|[^\0]+", piece):
+                call_id = f"/[a-zA-Z0-9]{{{len(part)}}}/"
+                parts.append(call_id if part[0] == "\0" else json.dumps(part, ensure_ascii=False))
+        return " ".join(parts)
+
+    schemas = {tool["function"]["name"]: arguments_schema(tool["function"]) for tool in tools}
+    check_schemas({f"{name}.parameters": schema for name, schema in schemas.items()})
+    item_separator, key_separator = tool_format.separators
+    options = {
+        "whitespace_flexible": False,
+        "item_separator": item_separator,
+        "key_separator": key_separator,
+    }
+    call_rules = []
+    for name, schema in schemas.items():
+        source = json.dumps(schema | {"x-guidance": options})
+        rule = f"call{len(call_rules)}: {lark(name + tool_format.middle)} %json {source}"
+        call_rules.append(rule)
+    more_calls = (
+        f" ({lark(tool_format.between)} call)*"
+        if parallel_tool_calls and tool_format.between is not None
+        else ""
+    )
+    calls = f"call{more_calls} {lark(tool_format.end)}"
+    trigger = tool_format.trigger
+    spelled = re.escape(trigger).replace("/", r"\/")
+    others = ",".join(
+        str(token) for name, token in sorted(vocabulary.added_tokens.items()) if name != trigger
+    )
+    content = "TEXT?" + (f" (<[{others}]> TEXT?)*" if others else "")  # no two adjacent TEXTs
+    begin = tool_format.begin.lstrip()
+    rest = f"{lark(begin.removeprefix(trigger))} {calls}"
+    if trigger in vocabulary.added_tokens:
+        tail = f"({lark(trigger)} {rest})?"
+    else:
+        tail = f"(trigger {rest})?"
+    starts = {
+        "none": content,
+        "auto": f"{content} {tail}",
+        "required": f"{lark(tool_format.begin)} {calls}",
+    }
+    rules = [f"start: {starts[tool_choice]}", rf"TEXT: /(?s:.+)/ & ~/(?s:.*){spelled}(?s:.*)/"]
+    choices = " | ".join(f"call{number}" for number in range(len(call_rules)))
+    rules += [rf"trigger[lazy]: /(?s:.*){spelled}/", f"call: {choices}", *call_rules]
+    grammar = "\n".join(rules) + "\n"
+    size = len(grammar.encode())
+    if size > MAX_GRAMMAR:
+        raise UserError(
+            f"tools: their grammar has {size:,} bytes; at most {MAX_GRAMMAR:,} are allowed"
+        )
+    return grammar
+
+
+def arguments_schema(function: dict) -> dict:
+    """Return the JSON schema of a function's arguments, closed unless it says otherwise."""
+    schema = {"type": "object"} | (function.get("parameters") or {"properties": {}})
+    if schema["type"] != "object":
+        where = f"{function['name']}.parameters.type"
+        raise UserError(f"{where} {schema['type']!r:.40}: must be object")
+    if "properties" in schema and not schema.keys() & {"patternProperties", *IN_PLACE_APPLICATORS}:
+        schema = {"additionalProperties": False} | schema
+    return schema
