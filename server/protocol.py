@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError, to_json
 from errors import UserError, check_limits
 from sampling import LIMITS, SamplingParams, is_logit_bias
 from text.chat import RESERVED_VARIABLES
+from text.tools import MAX_TOOLS
 
 MAX_RESPONSE_BYTES = 2**22  # estimated with TOKEN_BYTES and LOGPROB_BYTES
 TOKEN_BYTES = 16
@@ -520,6 +521,9 @@ class CompletionRequest(GenerationRequest):
             raise APIError(400, message, "echo")
 
 
+FunctionName = Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_-]+$")]
+
+
 # Client metadata in messages and their parts: cache hints and display fields.
 METADATA_FIELDS = frozenset(
     {
@@ -565,25 +569,108 @@ class ContentPart(StrictModel):
     text: str
 
 
+class Arguments(str):
+    """The JSON of a call's arguments. given: the parsed object, so that it is parsed only once."""
+
+    given: dict[str, Any]
+
+
+class FunctionCall(StrictModel):
+    """A function's name, and the JSON of its arguments."""
+
+    silently_ignored = frozenset({"parsed_arguments"})  # of the official client's .parse()
+    name: FunctionName
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def is_object(cls, value: str) -> str:
+        try:
+            arguments = Arguments(value or "{}")
+            arguments.given = json.loads(arguments)
+            if isinstance(arguments.given, dict):
+                if "\\u" in value:  # reject lone surrogates
+                    json.dumps(arguments.given, ensure_ascii=False).encode()
+                return arguments
+        except UnicodeEncodeError:
+            raise ValueError(LONE_SURROGATE) from None
+        except (ValueError, RecursionError):
+            pass
+        raise ValueError("must be a JSON object, as a string")
+
+
+class ToolCall(StrictModel):
+    """A tool call in an earlier reply."""
+
+    silently_ignored = METADATA_FIELDS  # includes the index from a stream
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"]
+    function: FunctionCall
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments.given}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
 class Message(StrictModel):
     # A client may send a response's message back unchanged; litellm's has the most fields.
-    no_op_values = {
-        "audio": (),
-        "function_call": (),
-        "images": ([],),
-        "reasoning": (),
-        "reasoning_content": (),
-        "refusal": ("",),
-        "tool_calls": ([],),
-    }
+    no_op_values = {"audio": (), "function_call": (), "images": ([],), "refusal": ("",)}
     silently_ignored = METADATA_FIELDS
     # A template writes the role verbatim, so it must not be able to close a message and start one.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
     name: Annotated[str | None, Field(pattern="^[A-Za-z0-9_-]+$", max_length=64)] = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Annotated[str | None, Field(max_length=256)] = None
+    # The reasoning before a reply, for templates that render it; `reasoning` is vLLM's name.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     content: Annotated[
         str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_ITEMS)],
         must_be(f"a string or a list of up to {MAX_ITEMS} parts of the type text"),
-    ]
+    ] = Field(default=None, validate_default=True)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def allow_null_content(cls, value: Any, info: ValidationInfo) -> Any:
+        """Accept null as empty content in replies and tool results."""
+        return "" if value is None and info.data.get("role") in ("assistant", "tool") else value
+
+    @model_validator(mode="after")
+    def check_role(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise field_error("tool_calls", "is allowed for the role assistant only")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise field_error("tool_call_id", "must be set for the role tool, and only for it")
+        return self
+
+    @property
+    def text_fields(self) -> list[str]:
+        """Return the content, reasoning and call arguments as a template writes them."""
+        arguments = [
+            json.dumps(call.function.arguments.given, ensure_ascii=False)
+            for call in self.tool_calls or ()
+        ]
+        return [self.text, *filter(None, [self.reasoning_text]), *arguments]
+
+    @property
+    def reasoning_text(self) -> str:
+        """Return the reasoning before a reply."""
+        return self.reasoning_content or self.reasoning or "" if self.role == "assistant" else ""
+
+    @property
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as a template gets it."""
+        fields = {"role": self.role, "content": self.text}
+        if self.name:  # most templates ignore it
+            fields["name"] = self.name
+        if self.tool_calls:
+            fields["tool_calls"] = [call.as_dict for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        if self.reasoning_text:
+            fields["reasoning_content"] = self.reasoning_text
+        return fields
 
     @property
     def text(self) -> str:
@@ -603,6 +690,7 @@ class ChatRequest(GenerationRequest):
         must_be("an object of up to 16 fields, each true or false"),
     ] = None
     max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
+    tools: list[dict[str, Any]] | None = None
     echo: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -622,6 +710,24 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "requires logprobs: true")
         return self
+
+    @field_validator("tools")
+    @classmethod
+    def drop_cache_control(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        """Drop cache hints, which a template would write into the prompt."""
+        return value and [
+            {name: part for name, part in tool.items() if name != "cache_control"} for tool in value
+        ]
+
+    @field_validator("messages")
+    @classmethod
+    def check_tool_call_ids(cls, value: list[Message]) -> list[Message]:
+        call_ids = set()
+        for index, message in enumerate(value):
+            if message.tool_call_id is not None and message.tool_call_id not in call_ids:
+                raise field_error(f"{index}.tool_call_id", "is not the id of an earlier tool call")
+            call_ids |= {call.id for call in message.tool_calls or ()}
+        return value
 
     @property
     def max_new_tokens(self) -> int | None:

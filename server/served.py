@@ -1,6 +1,8 @@
 """The served model, its engine, and the encoding of requests for them."""
 
 import asyncio
+import contextlib
+import json
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from server.backend import Backend, MetricsReader, Monitor
 from server.protocol import APIError, ChatRequest
 from text.chat import Chat
 from text.detokenizer import IncrementalDetokenizer
+from text.tools import check_tools, detect_tool_format
 
 
 def served_name(source: Source) -> str:
@@ -115,12 +118,10 @@ class ServedModel:
             raise APIError(400, str(error), str(error).partition(" ")[0]) from None
         if params.constraint is None:
             return None
-        try:
+        with self.as_api_error(constraint_field):
             return await asyncio.to_thread(
                 make_matcher, params, self.backend.encoding, self.backend.config
             )
-        except UserError as error:
-            raise APIError(400, str(error), constraint_field) from None
 
     def check_dropped(self, field: str, dropped: str) -> None:
         """Raise UserError if the tokenizer dropped bytes of a field. No warning reaches clients."""
@@ -153,28 +154,45 @@ class ServedModel:
         return truncated
 
     def prepare_chat(self, body: ChatRequest) -> list[int]:
-        """Encode a conversation up to the start of the reply.
+        """Encode a conversation up to the start of the reply, with its tools.
 
         Raises UserError for a model without a template and as `encode` does. Raises APIError for
-        messages that the template rejects.
+        messages or tools that are invalid, or that the template rejects.
         """
         if isinstance(self.chat, UserError):
             raise self.chat
         encoding = self.backend.encoding
-        messages = []
-        for message in body.messages:
-            fields = {"role": message.role, "content": message.text}
-            if message.name:  # most templates ignore it
-                fields["name"] = message.name
-            messages.append(fields)
+        messages = [message.as_dict for message in body.messages]
         chat = self.chat.with_template_kwargs(body.chat_template_kwargs or {})
-        texts = [message.text for message in body.messages]
+        if body.tools:
+            with self.as_api_error("tools"):
+                check_tools(body.tools)
+                chat = chat.with_tools(body.tools)
+        texts = [text for message in body.messages for text in message.text_fields]
         self.check_dropped("messages", encoding.dropped_bytes(*texts, plain=True))
-        try:
+        if body.tools:
+            text = json.dumps(body.tools, ensure_ascii=False)
+            self.check_dropped("tools", encoding.dropped_bytes(text, plain=True))
+        with self.as_api_error("messages"):
+            if any(each.tool_calls or each.tool_call_id for each in body.messages):
+                detect_tool_format(chat, encoding, self.eos_token_ids)
             return chat.encode(messages, encoding)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Return the ids of the model's EOS tokens."""
+        return tuple(self.backend.config.eos_token_ids)
+
+    @contextlib.contextmanager
+    def as_api_error(self, field: str):
+        """Convert a UserError to an APIError about a field, without the template file's path."""
+        try:
+            yield
         except UserError as error:
-            message = str(error).removeprefix(f"{self.chat.file}: ")  # without the file's path
-            raise APIError(400, message, "messages") from None
+            file = getattr(self.chat, "file", "")  # self.chat may be an error
+            raise APIError(400, str(error).removeprefix(f"{file}: "), field) from None
+        except RecursionError:
+            raise APIError(400, f"{field}: nested too deeply", field) from None
 
     def token_bytes(self, token: int) -> bytes:
         """Return a token's bytes; b"" for padding ids of the vocabulary."""

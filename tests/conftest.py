@@ -686,3 +686,16 @@ def prompts_file(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("\n".join(PROMPTS))
     return path
+
+
+@pytest.fixture(scope="module")
+def chat_engine(tiny_llama, write_chat):
+    """A function that makes an engine of a random model with the vocabulary of `write_chat`."""
+    from chats import HERMES
+
+    from engine.engine import Engine
+    from text.tokenizer import load_encoding
+
+    shape = {"vocab_size": 4104, "block_size": 1280, "bos_token_id": 4096, "eos_token_id": 4098}
+    encoding = load_encoding(write_chat(HERMES), 4104)
+    return lambda: Engine(tiny_llama(**shape), encoding=encoding)

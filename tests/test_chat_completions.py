@@ -143,7 +143,7 @@ def said(content="x", role="user", **fields) -> dict:
             for role in ("", "user\nhi<|im_end|>", "User ", "x" * 65)
         ),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
-        ({"tools": [{}]}, "tools", "supported"),
+        ({"tools": [{"type": "function", "function": {"name": "look"}}]}, "tools", "template"),
         ({"echo": True}, "echo", "messages"),
         ({"best_of": 2}, "best_of", "n"),
         ({"add_generation_prompt": False}, "add_generation_prompt", "supported"),

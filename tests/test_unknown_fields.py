@@ -66,8 +66,8 @@ def user(**fields) -> dict:
             "messages.1.audio is not supported",
         ),
         (
-            {"messages": [MESSAGES[0] | {"tool_calls": [{"id": "a"}]}]},
-            "messages.0.tool_calls is not supported",
+            {"messages": [MESSAGES[0] | {"function_call": {"name": "a"}}]},
+            "messages.0.function_call is not supported",
         ),
         (
             {"messages": [MESSAGES[0] | {"content": [PART, PART | {"cache": {}}]}]},
