@@ -1,4 +1,4 @@
-"""Tool calls: validation of tools, detection of call formats, and grammars."""
+"""Tool calls: validation of tools, detection of call formats, grammars and a streaming parser."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from constraints.schema import IN_PLACE_APPLICATORS, check_schemas
 from constraints.vocabulary import Vocabulary
 from errors import UserError
 from text.chat import Chat, split_special_tokens
+from text.detokenizer import partial_stop_length
 from text.tokenizer import Encoding
 
 MAX_TOOLS = 128
@@ -250,3 +251,106 @@ def arguments_schema(function: dict) -> dict:
     if "properties" in schema and not schema.keys() & {"patternProperties", *IN_PLACE_APPLICATORS}:
         schema = {"additionalProperties": False} | schema
     return schema
+
+
+class ToolCallDelta(NamedTuple):
+    """Streamed part of a tool call: its name at the start, or more of its arguments."""
+
+    index: int  # of the call within its reply
+    name: str | None
+    arguments: str
+
+
+class ToolCallParser:
+    """Streaming parser for the tool calls of a reply, which a grammar constrains to the format.
+
+    count: calls started so far.
+    """
+
+    def __init__(self, tool_format: ToolFormat):
+        self.tool_format = tool_format
+        self.count = 0
+        self.state = "text"
+        self.buffer = ""  # unparsed text
+        self.literal = ""  # expected next, and skipped
+        self.depth = 0  # nesting of objects and lists in the arguments
+        self.in_string = False
+        self.escaped = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the reply has calls and is complete."""
+        return self.state == "rest" and matches_literal(self.tool_format.end, self.buffer)
+
+    def add(self, text: str) -> tuple[str, list[ToolCallDelta]]:
+        """Parse more text of the reply; return its new content and the deltas of its calls."""
+        self.buffer += text
+        content = ""
+        parts = []
+        while True:
+            if self.state == "text":
+                content, found, after = self.buffer.partition(self.tool_format.trigger)
+                if not found:
+                    certain = len(content) - partial_stop_length(content, self.tool_format.trigger)
+                    self.buffer = content[certain:]
+                    return content[:certain], parts
+                self.buffer = after
+                self.literal = self.tool_format.begin.lstrip().removeprefix(
+                    self.tool_format.trigger
+                )
+                self.state = "literal"
+            elif self.state == "literal":
+                if len(self.buffer) < len(self.literal):
+                    break
+                self.buffer = self.buffer[len(self.literal) :]
+                self.state = "name"
+            elif self.state == "name":
+                name, found, after = self.buffer.partition(self.tool_format.middle)
+                if not found:
+                    break
+                parts.append(ToolCallDelta(self.count, name, ""))
+                self.count += 1
+                self.buffer = after
+                self.state = "arguments"
+            elif self.state == "arguments":
+                size = self.scan_arguments()
+                if size:
+                    parts.append(ToolCallDelta(self.count - 1, None, self.buffer[:size]))
+                self.buffer = self.buffer[size:]
+                if self.depth or not size:
+                    break
+                self.state = "rest"
+            else:
+                between = self.tool_format.between
+                if between is None or not matches_literal(between, self.buffer[: len(between)]):
+                    break
+                self.literal = between
+                self.state = "literal"
+        return content, parts
+
+    def end(self) -> str:
+        """Return the remaining content: a partial trigger at the end of the reply, or nothing."""
+        return self.buffer if self.state == "text" else ""
+
+    def scan_arguments(self) -> int:
+        """Return how many buffered characters belong to the arguments, a JSON object."""
+        for index, character in enumerate(self.buffer):
+            if self.escaped:
+                self.escaped = False
+            elif character == "\\":
+                self.escaped = True
+            elif character == '"':
+                self.in_string = not self.in_string
+            elif not self.in_string and character in "{[":
+                self.depth += 1
+            elif not self.in_string and character in "}]":
+                self.depth -= 1
+                if not self.depth:
+                    return index + 1
+        return len(self.buffer)
+
+
+def matches_literal(literal: str, text: str) -> bool:
+    """Return whether a text matches a format's literal; "\\0" is any character of a call id."""
+    pairs = zip(literal, text)
+    return len(literal) == len(text) and all(known in ("\0", found) for known, found in pairs)
