@@ -1,6 +1,8 @@
 """OpenAI's chat completions (/v1/chat/completions)."""
 
 import asyncio
+import secrets
+import string
 import uuid
 from collections.abc import AsyncIterator
 
@@ -11,8 +13,10 @@ from server.answers import ResponseBuilder, with_cancellation
 from server.backend import GenerateInput, Update
 from server.protocol import ChatRequest
 from server.served import ServedModel
+from text.tools import CALL_ID_LENGTH, ToolCallDelta, ToolCallParser, ToolFormat
 
 router = APIRouter()
+ID_ALPHABET = string.ascii_letters + string.digits
 
 
 @router.post("/v1/chat/completions")
@@ -24,19 +28,21 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Response:
     adapter = served.find_adapter(body.model)
     served.backend.admit(body.num_choices)  # before any work
-    prompt = await asyncio.to_thread(served.prepare_chat, body)
+    chat = await asyncio.to_thread(served.prepare_chat, body)
     max_new_tokens = body.max_new_tokens
     window = served.backend.config.block_size
     # Room for the reply, with truncate_prompt_tokens -1.
     reserved_tokens = window // 2 if max_new_tokens is None else max_new_tokens
     prompt = served.truncate_prompt(
-        prompt, body.truncate_prompt_tokens, reserved_tokens, "messages"
+        chat.tokens, body.truncate_prompt_tokens, reserved_tokens, "messages"
     )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if max_new_tokens is None:  # as many as the window and a response can hold
         max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
-    params = body.to_sampling_params(max_new_tokens, logprobs)
-    matcher = await served.check_params(params[0], body.constraint_field)
+    params = body.to_sampling_params(max_new_tokens, logprobs, chat.tool_grammar)
+    matcher = await served.check_params(
+        params[0], "tools" if chat.tool_grammar else body.constraint_field
+    )
     inputs = GenerateInput(
         [prompt] * len(params),
         params,
@@ -45,7 +51,8 @@ async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Resp
         adapter=adapter,
     )
     updates = served.backend.generate(inputs, matcher)
-    return await ChatCompletionBuilder(body, served, inputs, updates).to_response()
+    builder = ChatCompletionBuilder(body, served, inputs, updates, chat.tool_format)
+    return await builder.to_response()
 
 
 class ChatCompletionBuilder(ResponseBuilder):
@@ -58,22 +65,53 @@ class ChatCompletionBuilder(ResponseBuilder):
         served: ServedModel,
         inputs: GenerateInput,
         updates: AsyncIterator[dict[int, Update]],
+        tool_format: ToolFormat | None = None,
     ):
         super().__init__(body, served, inputs, updates)
+        self.tool_format = tool_format
+        self.parsers: dict[int, ToolCallParser | None] = {}  # by choice
         self.started: set[int] = set()  # choices that have had an event
 
     def choice(self, index: int, update: Update) -> dict:
-        message = {"role": "assistant", "content": update.text}
-        return {"index": index, "message": message} | self.logprobs_and_finish_reason(update)
+        message = self.parse_message(index, update)
+        if "tool_calls" in message:
+            tool_calls = {}
+            for part in message["tool_calls"]:
+                merged_call = tool_calls.setdefault(part.pop("index"), part)
+                if merged_call is not part:
+                    merged_call["function"]["arguments"] += part["function"]["arguments"]
+            message["tool_calls"] = list(tool_calls.values())
+        return {
+            "index": index,
+            "message": {"role": "assistant"} | message,
+        } | self.logprobs_and_finish_reason(index, update)
 
     def delta(self, index: int, update: Update) -> dict:
         # The role comes with the first update, because clients measure the time to the first chunk.
         role = {} if index in self.started else {"role": "assistant"}
         self.started.add(index)
         delta = role | {"content": update.text}
-        return {"index": index, "delta": delta} | self.logprobs_and_finish_reason(update)
+        return {"index": index, "delta": delta} | self.logprobs_and_finish_reason(index, update)
 
-    def logprobs_and_finish_reason(self, update: Update) -> dict:
+    def parse_message(self, index: int, update: Update) -> dict:
+        """Return the content and tool call deltas of an update."""
+        if index not in self.parsers:
+            self.parsers[index] = ToolCallParser(self.tool_format) if self.tool_format else None
+        parser = self.parsers[index]
+        if parser is None:
+            return {"content": update.text}
+        content, parts = parser.add(update.text)
+        if update.finish_reason:
+            content += parser.end()
+        if not parts:
+            return {"content": content}
+        return {"content": content or None, "tool_calls": list(map(tool_call_delta, parts))}
+
+    def logprobs_and_finish_reason(self, index: int, update: Update) -> dict:
+        reason = update.finish_reason
+        parser = self.parsers.get(index)  # none in a stream
+        if reason == "stop" and parser and parser.is_complete:
+            reason = "tool_calls"
         logprobs = None
         if self.body.logprobs:
             content = [
@@ -81,8 +119,17 @@ class ChatCompletionBuilder(ResponseBuilder):
                 for token, (logprob, top) in zip(update.tokens, update.logprobs)
             ]
             logprobs = {"content": content}
-        return {"logprobs": logprobs, "finish_reason": update.finish_reason}
+        return {"logprobs": logprobs, "finish_reason": reason}
 
     def entry(self, token: int, logprob: float) -> dict:
         data = self.served.token_bytes(token)
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def tool_call_delta(part: ToolCallDelta) -> dict:
+    """Return the JSON of a delta. The first of a call has its id, to which the result refers."""
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    id = "".join(secrets.choice(ID_ALPHABET) for _ in range(CALL_ID_LENGTH))
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": id, "type": "function", "function": function}

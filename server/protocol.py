@@ -35,6 +35,7 @@ MAX_ECHO = 2**20  # bytes of echoed prompts in a response
 MAX_ITEMS = 2**14  # prompts, messages, or parts of a message
 MAX_BIASES = 2**10
 LONE_SURROGATE = "not UTF-8 text: it has a lone surrogate"
+CONFLICTS_WITH_TOOLS = "cannot be combined with tools, unless tool_choice is none"
 MAX_CHOICES = 2**10  # each of up to 128 sequences is matched against all choices
 
 SAMPLING_FIELDS = (  # fields of SamplingParams with the same name
@@ -453,9 +454,12 @@ class GenerationRequest(RequestBody):
         entries = 0 if logprobs is None else 1 + logprobs
         return MAX_RESPONSE_BYTES // (self.num_choices * (TOKEN_BYTES + entries * LOGPROB_BYTES))
 
-    def to_sampling_params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
+    def to_sampling_params(
+        self, max_new_tokens: int, logprobs: int | None, tool_grammar: str | None = None
+    ) -> list[SamplingParams]:
         """Return the sampling parameters of each of a prompt's n choices; choice i has seed + i.
 
+        tool_grammar: the grammar of a reply that may call tools.
         Raises APIError if the response could be too long, if min_tokens exceeds max_new_tokens, or
         if the constraint is too large or conflicts with other fields.
         """
@@ -473,12 +477,14 @@ class GenerationRequest(RequestBody):
         given = {"temperature": 1.0} | given
         given["logit_bias"] = self.logit_bias or {}
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        given |= self.constraint
+        given |= self.constraint | {"tool_grammar": tool_grammar}
         try:
             params = SamplingParams(max_new_tokens, stop=stop, logprobs=logprobs, **given)
         except UserError as error:
             name = str(error).partition(" ")[0]
-            field = name if name in type(self).model_fields else self.constraint_field
+            field = name
+            if name not in type(self).model_fields:
+                field = "tools" if tool_grammar else self.constraint_field
             raise APIError(400, str(error), field) from None
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
 
@@ -613,6 +619,17 @@ class ToolCall(StrictModel):
         return {"id": self.id, "type": self.type, "function": function}
 
 
+class NamedFunction(StrictModel):
+    name: FunctionName
+
+
+class NamedTool(StrictModel):
+    """The tool that a reply must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class Message(StrictModel):
     # A client may send a response's message back unchanged; litellm's has the most fields.
     no_op_values = {"audio": (), "function_call": (), "images": ([],), "refusal": ("",)}
@@ -691,6 +708,11 @@ class ChatRequest(GenerationRequest):
     ] = None
     max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        must_be('none, auto, required or {"type": "function", "function": {"name": ...}}'),
+    ] = None
+    parallel_tool_calls: bool | None = None
     echo: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -729,8 +751,28 @@ class ChatRequest(GenerationRequest):
             call_ids |= {call.id for call in message.tool_calls or ()}
         return value
 
+    @model_validator(mode="after")
+    def check_tool_choice(self) -> "ChatRequest":
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise field_error("tool_choice", "requires tools")
+        if self.tools and self.tool_mode != "none" and self.constraint:
+            raise field_error(self.constraint_field, CONFLICTS_WITH_TOOLS)
+        return self
+
     @property
     def max_new_tokens(self) -> int | None:
         """Return the requested maximum length of the reply; None for no explicit limit."""
         given = self.max_completion_tokens
         return self.max_tokens if given is None else given
+
+    @property
+    def tool_mode(self) -> str:
+        """Return the tool_choice for `build_tool_grammar`: none, auto or required."""
+        if not self.tools:
+            return "none"
+        return "required" if self.named_tool else self.tool_choice or "auto"
+
+    @property
+    def named_tool(self) -> str | None:
+        """Return the tool that the reply must call, if the request names one."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None

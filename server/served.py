@@ -5,9 +5,11 @@ import contextlib
 import json
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from constraints.compiler import make_matcher
 from constraints.matcher import Matcher
+from constraints.vocabulary import get_vocabulary
 from errors import UserError
 from loading.load import Source
 from sampling import SamplingParams, check_token_ids
@@ -15,7 +17,7 @@ from server.backend import Backend, MetricsReader, Monitor
 from server.protocol import APIError, ChatRequest
 from text.chat import Chat
 from text.detokenizer import IncrementalDetokenizer
-from text.tools import check_tools, detect_tool_format
+from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 
 
 def served_name(source: Source) -> str:
@@ -38,6 +40,14 @@ def find_chat(source: Source, file: Path | None = None) -> Chat | UserError:
         return Chat(source)
     except UserError as error:
         return error
+
+
+class ChatPrompt(NamedTuple):
+    """A conversation as token ids, and the constraint and syntax of its reply's tool calls."""
+
+    tokens: list[int]
+    tool_grammar: str | None  # None: the reply has no grammar
+    tool_format: ToolFormat | None  # None: the reply calls no tools
 
 
 class ServedModel:
@@ -153,7 +163,7 @@ class ServedModel:
             raise APIError(400, message, field, "context_length_exceeded")
         return truncated
 
-    def prepare_chat(self, body: ChatRequest) -> list[int]:
+    def prepare_chat(self, body: ChatRequest) -> ChatPrompt:
         """Encode a conversation up to the start of the reply, with its tools.
 
         Raises UserError for a model without a template and as `encode` does. Raises APIError for
@@ -164,19 +174,41 @@ class ServedModel:
         encoding = self.backend.encoding
         messages = [message.as_dict for message in body.messages]
         chat = self.chat.with_template_kwargs(body.chat_template_kwargs or {})
+        tool_format = tool_grammar = None
         if body.tools:
             with self.as_api_error("tools"):
-                check_tools(body.tools)
+                tools = callable_tools(body)
                 chat = chat.with_tools(body.tools)
+                tool_format = detect_tool_format(chat, encoding, self.eos_token_ids)
+                tool_grammar = self.request_tool_grammar(body, tools, tool_format)
         texts = [text for message in body.messages for text in message.text_fields]
         self.check_dropped("messages", encoding.dropped_bytes(*texts, plain=True))
         if body.tools:
             text = json.dumps(body.tools, ensure_ascii=False)
             self.check_dropped("tools", encoding.dropped_bytes(text, plain=True))
         with self.as_api_error("messages"):
-            if any(each.tool_calls or each.tool_call_id for each in body.messages):
+            if not body.tools and any(
+                each.tool_calls or each.tool_call_id for each in body.messages
+            ):
                 detect_tool_format(chat, encoding, self.eos_token_ids)
-            return chat.encode(messages, encoding)
+            tokens = chat.encode(messages, encoding)
+        return ChatPrompt(tokens, tool_grammar, None if body.tool_mode == "none" else tool_format)
+
+    def request_tool_grammar(
+        self, body: ChatRequest, tools: list[dict], tool_format: ToolFormat
+    ) -> str | None:
+        """Return the grammar of replies that may call these tools; None if they cannot.
+
+        With tool_choice none the grammar bans calls; a request with a constraint of its own gets no
+        grammar.
+        """
+        if body.tool_mode == "none" and body.constraint:
+            return None
+        vocabulary = get_vocabulary(
+            self.backend.encoding, self.backend.config.vocab_size, self.eos_token_ids
+        )
+        parallel = body.parallel_tool_calls is not False and not body.named_tool
+        return build_tool_grammar(tool_format, tools, vocabulary, body.tool_mode, parallel)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -209,3 +241,15 @@ class ServedModel:
         stream = IncrementalDetokenizer(self.backend.encoding)
         text = "".join(map(stream.add, prompt)) + stream.end()
         return text.removeprefix(" " * self.backend.encoding.strips_prefix_space)
+
+
+def callable_tools(body: ChatRequest) -> list[dict]:
+    """Return the tools that a reply may call. Raises UserError and APIError for invalid ones."""
+    check_tools(body.tools)
+    if not body.named_tool:
+        return body.tools
+    tools = [tool for tool in body.tools if tool["function"]["name"] == body.named_tool]
+    if not tools:
+        message = f"tool_choice.function.name: {body.named_tool} is not in tools"
+        raise APIError(400, message, "tool_choice")
+    return tools

@@ -74,6 +74,7 @@ PROBE_TOOL = {
     },
 }
 PROBE_ID = "call00000"
+CALL_ID_LENGTH = len(PROBE_ID)  # letters and digits, as many as Mistral's templates require
 PROBE_ARGUMENTS = {"key": 1, "other": [2, "a"]}
 PROBE_RESULT = "what_a_tool_has_found"
 
