@@ -124,8 +124,8 @@ class ResponseBuilder:
         choices = [self.choice(*output) for output in outputs.items()]
         return self.head | {"choices": choices, "usage": self.usage()}
 
-    def delta(self, index: int, update: Update) -> dict:
-        """Return the choice of the event for an update."""
+    def delta(self, index: int, update: Update) -> list[dict]:
+        """Return the choices of one or more events for an update."""
         raise NotImplementedError
 
     def usage(self) -> dict[str, int]:
@@ -194,12 +194,13 @@ class ResponseBuilder:
         yield b"data: [DONE]\n\n"
 
     def deltas(self, updates: dict[int, Update]) -> bytes:
-        """Encode an event for each updated choice."""
+        """Encode the events of each updated choice."""
         events = []
         for index, update in updates.items():
             self.completion_tokens += len(update.tokens)
-            event = self.head | {"choices": [self.delta(index, update)]}
-            if self.include_usage:
-                event["usage"] = self.usage() if self.continuous_usage else None
-            events.append(to_event(event))
+            for delta in self.delta(index, update):
+                event = self.head | {"choices": [delta]}
+                if self.include_usage:
+                    event["usage"] = self.usage() if self.continuous_usage else None
+                events.append(to_event(event))
         return b"".join(events)

@@ -69,8 +69,7 @@ class ChatCompletionBuilder(ResponseBuilder):
     ):
         super().__init__(body, served, inputs, updates)
         self.tool_format = tool_format
-        self.parsers: dict[int, ToolCallParser | None] = {}  # by choice
-        self.started: set[int] = set()  # choices that have had an event
+        self.parsers: dict[int, ToolCallParser | None] = {}  # by choice, from its first update on
 
     def choice(self, index: int, update: Update) -> dict:
         message = self.parse_message(index, update)
@@ -86,12 +85,22 @@ class ChatCompletionBuilder(ResponseBuilder):
             "message": {"role": "assistant"} | message,
         } | self.logprobs_and_finish_reason(index, update)
 
-    def delta(self, index: int, update: Update) -> dict:
+    def delta(self, index: int, update: Update) -> list[dict]:
         # The role comes with the first update, because clients measure the time to the first chunk.
-        role = {} if index in self.started else {"role": "assistant"}
-        self.started.add(index)
-        delta = role | {"content": update.text}
-        return {"index": index, "delta": delta} | self.logprobs_and_finish_reason(index, update)
+        role = {} if index in self.parsers else {"role": "assistant"}
+        message = self.parse_message(index, update)
+        parts = [{"tool_calls": [part]} for part in message.pop("tool_calls", ())]
+        # In a chunk of its own: some clients drop a call that begins in the finish reason's chunk.
+        finish_events = [{}] if parts and update.finish_reason else []
+        if message["content"] is None and not role:
+            message = {}
+        first, *others = [message | (parts.pop(0) if parts else {}), *parts, *finish_events]
+        deltas = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in (role | first, *others)
+        ]
+        deltas[-1] |= self.logprobs_and_finish_reason(index, update)
+        return deltas
 
     def parse_message(self, index: int, update: Update) -> dict:
         """Return the content and tool call deltas of an update."""
@@ -109,8 +118,7 @@ class ChatCompletionBuilder(ResponseBuilder):
 
     def logprobs_and_finish_reason(self, index: int, update: Update) -> dict:
         reason = update.finish_reason
-        parser = self.parsers.get(index)  # none in a stream
-        if reason == "stop" and parser and parser.is_complete:
+        if reason == "stop" and self.tool_format and self.parsers[index].is_complete:
             reason = "tool_calls"
         logprobs = None
         if self.body.logprobs:

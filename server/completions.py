@@ -78,8 +78,8 @@ class CompletionBuilder(ResponseBuilder):
             "finish_reason": update.finish_reason,
         }
 
-    def delta(self, index: int, update: Update) -> dict:
-        return self.choice(index, update)
+    def delta(self, index: int, update: Update) -> list[dict]:
+        return [self.choice(index, update)]
 
 
 class LogprobTable:
