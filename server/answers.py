@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic_core import to_json
 
 from errors import UserError
+from server.allowed import AllowedTokensTracker
 from server.backend import EngineDead, GenerateInput, QueueFull, Update
 from server.protocol import APIError, GenerationRequest
 from server.served import ServedModel
@@ -103,8 +104,12 @@ class ResponseBuilder:
         self.body = body
         self.served = served
         self.updates = updates
+        self.params = inputs.params[0]  # of the first choice; the others have other seeds
         self.prompt_tokens = inputs.num_tokens // (body.n or 1)  # inputs has each n times
         self.completion_tokens = 0
+        self.allowed_tracker: AllowedTokensTracker | None = None
+        if body.show_allowed is not None:
+            self.allowed_tracker = served.allowed_tracker(self.params, body.show_allowed)
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = self.include_usage and options.continuous_usage_stats
@@ -164,6 +169,12 @@ class ResponseBuilder:
         num_unfinished = self.body.num_choices
         async for updates in self.updates:
             num_unfinished -= sum(update.finish_reason is not None for update in updates.values())
+            if self.allowed_tracker:
+                try:
+                    await asyncio.to_thread(self.allowed_tracker.read, updates)
+                except BaseException:  # such as cancellation when the client leaves
+                    await self.updates.aclose()
+                    raise
             yield updates
             if not num_unfinished:
                 return

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from server.allowed import AllowedTokens
 from server.answers import ResponseBuilder, with_cancellation
 from server.backend import GenerateInput, Update
 from server.protocol import ChatRequest
@@ -127,11 +128,21 @@ class ChatCompletionBuilder(ResponseBuilder):
                 for token, (logprob, top) in zip(update.tokens, update.logprobs)
             ]
             logprobs = {"content": content}
+            if self.allowed_tracker:
+                positions, after = self.allowed_tracker.pop_positions(index)
+                for entry, allowed in zip(content, positions, strict=True):
+                    entry["allowed"] = self.allowed_entry(allowed)
+                logprobs["next_allowed"] = after and self.allowed_entry(after)
         return {"logprobs": logprobs, "finish_reason": reason}
 
     def entry(self, token: int, logprob: float) -> dict:
         data = self.served.token_bytes(token)
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+    def allowed_entry(self, allowed: AllowedTokens) -> dict:
+        named = [self.served.token_bytes(token) for token in allowed.tokens]
+        tokens = [{"token": data.decode(errors="replace"), "bytes": list(data)} for data in named]
+        return {"count": allowed.count, "tokens": tokens}
 
 
 def tool_call_delta(part: ToolCallDelta) -> dict:

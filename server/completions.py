@@ -6,6 +6,7 @@ import uuid
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from server.allowed import AllowedTokens
 from server.answers import ResponseBuilder, with_cancellation
 from server.backend import GenerateInput, Update
 from server.protocol import CompletionRequest
@@ -74,12 +75,22 @@ class CompletionBuilder(ResponseBuilder):
         return {
             "index": index,
             "text": echo + update.text,
-            "logprobs": self.logprob_tables[index].add(update) if self.logprob_tables else None,
+            "logprobs": self.columns(index, update) if self.logprob_tables else None,
             "finish_reason": update.finish_reason,
         }
 
     def delta(self, index: int, update: Update) -> list[dict]:
         return [self.choice(index, update)]
+
+    def columns(self, index: int, update: Update) -> dict:
+        """Return the log-probabilities of an update."""
+        table = self.logprob_tables[index]
+        columns = table.add(update)
+        if self.allowed_tracker:
+            positions, after = self.allowed_tracker.pop_positions(index)
+            columns["allowed"] = list(map(table.allowed_entry, positions))
+            columns["next_allowed"] = after and table.allowed_entry(after)
+        return columns
 
 
 class LogprobTable:
@@ -108,6 +119,9 @@ class LogprobTable:
             "top_logprobs": top_logprobs,
             "text_offset": offsets,
         }
+
+    def allowed_entry(self, allowed: AllowedTokens) -> dict:
+        return {"count": allowed.count, "tokens": list(map(self.name, allowed.tokens))}
 
     def name(self, token: int) -> str:
         """Return a token's text; for incomplete UTF-8 its bytes, as OpenAI: "bytes:\\xf0\\x9f"."""

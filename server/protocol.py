@@ -408,6 +408,9 @@ class GenerationRequest(RequestBody):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
+    # Only in this server: maximum number of tokens allowed by the constraint to list with each
+    # log-probability.
+    show_allowed: Annotated[int | None, Field(ge=0, le=20)] = None
 
     @field_validator("top_k")
     @classmethod
@@ -433,6 +436,14 @@ class GenerationRequest(RequestBody):
             raise field_error("structured_outputs", "cannot be combined with response_format")
         return self
 
+    @model_validator(mode="after")
+    def check_show_allowed(self) -> "GenerationRequest":
+        if self.show_allowed is not None and not self.constraint:
+            raise field_error("show_allowed", "requires response_format or structured_outputs")
+        if self.show_allowed is not None and (self.logprobs is None or self.logprobs is False):
+            raise field_error("show_allowed", "requires logprobs")
+        return self
+
     @property
     def constraint_field(self) -> str:
         """Return the name of the field that may constrain the output."""
@@ -452,6 +463,8 @@ class GenerationRequest(RequestBody):
     def max_tokens_limit(self, logprobs: int | None) -> int:
         """Return the largest max_tokens that keeps the response within MAX_RESPONSE_BYTES."""
         entries = 0 if logprobs is None else 1 + logprobs
+        if self.show_allowed is not None:  # and of the next position
+            entries += (1 + self.show_allowed) * (2 if self.stream else 1)
         return MAX_RESPONSE_BYTES // (self.num_choices * (TOKEN_BYTES + entries * LOGPROB_BYTES))
 
     def to_sampling_params(
@@ -466,6 +479,8 @@ class GenerationRequest(RequestBody):
         limit = self.max_tokens_limit(logprobs)
         if max_new_tokens > limit:
             size = f"sequences: {self.num_choices}, log-probabilities per token: {logprobs or 0}"
+            if self.show_allowed is not None:
+                size += f", allowed tokens: {self.show_allowed}"
             message = f"max_tokens {max_new_tokens}: must be at most {limit} ({size})"
             raise APIError(400, message, "max_tokens")
         if (self.min_tokens or 0) > max_new_tokens:

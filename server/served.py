@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from constraints.vocabulary import get_vocabulary
 from errors import UserError
 from loading.load import Source
 from sampling import SamplingParams, check_token_ids
+from server.allowed import AllowedTokensTracker
 from server.backend import Backend, MetricsReader, Monitor
 from server.protocol import APIError, ChatRequest
 from text.chat import Chat
@@ -225,6 +227,11 @@ class ServedModel:
             raise APIError(400, str(error).removeprefix(f"{file}: "), field) from None
         except RecursionError:
             raise APIError(400, f"{field}: nested too deeply", field) from None
+
+    def allowed_tracker(self, params: SamplingParams, limit: int) -> AllowedTokensTracker:
+        """Return a tracker of the tokens that the constraint allows, up to `limit` per position."""
+        make = functools.partial(make_matcher, params, self.backend.encoding, self.backend.config)
+        return AllowedTokensTracker(make, limit)
 
     def token_bytes(self, token: int) -> bytes:
         """Return a token's bytes; b"" for padding ids of the vocabulary."""
