@@ -21,6 +21,13 @@ from text.chat import Chat
 from text.detokenizer import IncrementalDetokenizer
 from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 
+PROBE = "xprobex"  # occurs in no template
+ROLE_EXAMPLES = {  # for each role, the roles of a conversation that templates accept
+    "system": ["system", "user"],
+    "user": ["user"],
+    "assistant": ["user", "assistant", "user"],
+}
+
 
 def served_name(source: Source) -> str:
     """Return the name of a model for clients."""
@@ -90,7 +97,26 @@ class ServedModel:
             "root": self.roots[name],
             "parent": None if name == self.name else self.name,
             "max_model_len": self.backend.config.block_size,
+            "chat_roles": self.chat_roles,
         }
+
+    @functools.cached_property
+    def chat_roles(self) -> list[str]:
+        """Return the roles whose messages the model's template renders; none without a template.
+
+        A template is a program, so it may reject a role or silently drop its messages.
+        """
+        if isinstance(self.chat, UserError):
+            return []
+        return [role for role, example in ROLE_EXAMPLES.items() if self.renders_role(role, example)]
+
+    def renders_role(self, role: str, example: list[str]) -> bool:
+        """Return whether the template renders the content of `role` in a conversation like this."""
+        messages = [{"role": each, "content": PROBE if each == role else "a"} for each in example]
+        try:
+            return PROBE in self.chat.render(messages)
+        except UserError:
+            return False
 
     def find_adapter(self, name: str | None) -> str:
         """Return the adapter that a request's model name selects, "" for the base model.
