@@ -2,6 +2,7 @@
 //
 //   const player = new Player(element, setup, onChange);
 //   player.add(frame);     // live: each frame as it arrives; recorded: all frames, then player.seek(0)
+//   player.notice(why);    // show for some seconds why the view has changed
 //   player.close();        // before another player uses the element
 //
 // setup: max_num_seqs, num_pages, page_size, block_size, max_num_batched_tokens and gamma (0: no drafts)
@@ -59,6 +60,7 @@ const PLAYER_STYLE = `
 .player h3 { margin: 1.1rem 0 0.4rem; font: 600 0.95rem/1.3 var(--plain, system-ui, sans-serif); }
 .player .note { margin: 0.35rem 0; min-height: 1.1rem; }
 .player .note:empty { display: none; }
+.player .why { min-height: 1.45em; margin: 0 0 0.4rem; font-weight: 600; }
 .player .happened { margin: 0.6rem 0; min-height: 2.9em; font-weight: 600; }
 .player .legend { display: flex; flex-wrap: wrap; gap: 0.2rem 1.2rem; margin: 0.4rem 0 0; }
 .player .legend span { display: inline-flex; align-items: center; gap: 0.4rem; }
@@ -85,7 +87,11 @@ const PLAYER_STYLE = `
   font-variant-numeric: tabular-nums;
 }
 @media (max-width: 60rem) {
-  .player .heads { display: none; }
+  .player .heads { display: block; }
+  .player .heads span + span, .player .heads span:first-child { display: none; }
+  .player .heads span:last-child { display: inline; }
+  .player .controls button { min-height: 2.5rem; }
+  .player .why { min-height: 2.9em; }
   .player .requests li {
     grid-template-columns: 3.2rem 5fr 4fr 4fr;
     height: auto;
@@ -112,6 +118,7 @@ const MIN_COLUMN_WIDTH = 6; // minimum width of a frame in a strip, in pixels
 const MAX_COLUMN_WIDTH = 16; // used if a whole recording fits
 const MAX_FRAMES = 1500; // frames kept, at least half a minute
 const SLOW_FRAME_MS = 100; // minimum milliseconds per frame in slow motion
+const NOTICE_MS = 6000; // milliseconds for which a notice is shown
 const MIN_LISTED = 12; // requests in the list, which keeps the latest finished ones
 const MAX_LISTED = 40;
 const REDUCED_MOTION = matchMedia("(prefers-reduced-motion: reduce)");
@@ -156,6 +163,8 @@ class Player {
     this.index = -1;
     this.playing = !setup.recorded;
     this.minFrameMs = 0; // minimum milliseconds per frame
+    this.frameDropped = false; // whether the shown frame has been dropped
+    this.noticeText = ""; // why the view has changed
     this.timer = null;
     this.slots = new Map(); // request number -> index of its colour
     this.highlighted = null; // number of the request under the pointer
@@ -172,6 +181,7 @@ class Player {
   /** Release timers, listeners and the observer. */
   close() {
     clearTimeout(this.timer);
+    clearTimeout(this.noticeTimer);
     this.abort.abort();
     this.resizeObserver.disconnect();
     this.onChange = () => {};
@@ -187,6 +197,10 @@ class Player {
       `3.2rem 9.5rem 6.2rem ${shows.has("pages") ? `${table}px` : ""} minmax(8rem, 1fr)`,
     );
     root.addEventListener("keydown", (event) => this.onKey(event));
+    if (!this.setup.recorded) { // a recording changes only when the reader acts
+      this.reasonLine = make("p", root, "why");
+      this.reasonLine.setAttribute("role", "status");
+    }
     const groups = make("div", root, "groups");
     this.figures = {};
     for (const [title, ...names] of [
@@ -214,9 +228,11 @@ class Player {
 
     const heads = make("div", root, "heads");
     const column = this.setup.period ? `a step or ${this.setup.period} s` : "a step";
-    for (const text of ["request", "state", "prompt + new", "page table"]
-      .concat(`what was computed; a column is ${column}`)) {
-      make("span", heads, "", text).hidden = text === "page table" && !shows.has("pages");
+    this.columnTitle = `what was computed; a column is ${column}`;
+    for (const text of ["request", "state", "prompt + new", "page table", this.columnTitle]) {
+      const head = make("span", heads, "", text);
+      head.hidden = text === "page table" && !shows.has("pages");
+      this.lastHead = head; // the last one
     }
     this.list = make("ol", root, "requests");
     this.list.tabIndex = 0;
@@ -363,6 +379,7 @@ class Player {
     this.frames.push({ ...frame, requests, owners, tokens });
     if (this.frames.length > MAX_FRAMES && !this.setup.recorded) {
       for (const { number: id } of this.frames.shift().over) this.slots.delete(id);
+      this.frameDropped ||= this.index === 0;
       this.index = Math.max(this.index - 1, 0);
     }
     if (this.index < 0 || (this.playing && !this.timer && !this.minFrameMs)) {
@@ -373,6 +390,7 @@ class Player {
   }
 
   seek(index) {
+    if (!this.playing) this.frameDropped = false;
     this.index = Math.min(Math.max(index, 0), this.frames.length - 1);
     this.draw();
   }
@@ -387,13 +405,15 @@ class Player {
     this.timer = null;
     this.playing = on;
     this.minFrameMs = minFrameMs;
+    this.frameDropped = false;
     if (on && this.setup.recorded && this.index === this.frames.length - 1) this.index = 0;
     if (on) this.tick();
     this.draw();
   }
 
-  /** Show the latest frame and the following ones. */
-  goLive() {
+  /** Show the latest frame and the following ones. why: the notice if the view was not live. */
+  goLive(why = "") {
+    if (!this.playing || this.index < this.frames.length - 1) this.notice(why);
     this.index = this.frames.length - 1;
     this.play(true);
   }
@@ -401,6 +421,35 @@ class Player {
   /** Play the remaining and the following frames in slow motion. */
   playSlowly() {
     this.play(true, SLOW_FRAME_MS);
+  }
+
+  /** Show for some seconds why the view has changed. */
+  notice(why) {
+    clearTimeout(this.noticeTimer);
+    this.noticeText = why;
+    this.noticeTimer = setTimeout(() => {
+      this.noticeText = "";
+      this.draw();
+    }, NOTICE_MS);
+    this.draw();
+  }
+
+  /** Return why the view is not live or not at the original speed; "" if it is. */
+  reason() {
+    const last = this.frames.length - 1;
+    const behind = this.index < last;
+    const present = "\u201cNow\u201d returns to the live view.";
+    if (!this.playing) {
+      const kept = number.format(MAX_FRAMES);
+      return this.frameDropped ? `Only the last ${kept} frames are kept; the paused one was dropped.` : "";
+    }
+    if (this.minFrameMs && (behind || (last >= 0 && !this.isIdle(last)))) {
+      const left = this.frameDropped ? ", and so far behind that frames are skipped" : "";
+      return `Slowed down to ${1000 / this.minFrameMs} frames a second${left}. ${present}`;
+    }
+    if (behind) return `Replay at the original speed, without idle times. ${present}`;
+    if (this.noticeText) return this.noticeText;
+    return REDUCED_MOTION.matches ? "Drawn twice a second, because this device prefers reduced motion." : "";
   }
 
   /** Play the following frames at their original speed. */
@@ -486,6 +535,7 @@ class Player {
       this.showRequests(frame);
       if (this.setup.recorded) this.stepLine.textContent = this.describeStep(frame);
     }
+    if (this.reasonLine) this.reasonLine.textContent = this.reason();
     const shown = frame || { owners: new Map(), cached: [], requests: new Map() };
     if (this.shows.has("pages")) this.showPool(shown);
     this.description.textContent = this.describeTarget(shown);
@@ -560,6 +610,7 @@ class Player {
     const count = Math.max(Math.floor(room / this.columnWidth), 8);
     const from = Math.max(this.index - count + 1, 0);
     const columns = this.frames.slice(from, this.index + 1);
+    this.lastHead.textContent = this.columnTitle + (from ? `; the last ${count}` : "");
     const latest = new Map(); // the latest state of each request
     for (const column of columns) {
       for (const [id, request] of column.requests) latest.set(id, request);
@@ -573,8 +624,7 @@ class Player {
       (a, b) => order[latest.get(a).state] - order[latest.get(b).state] || a - b,
     );
     const ids = all.slice(0, MAX_LISTED).sort((a, b) => a - b);
-    const hidden = all.length - ids.length;
-    this.listNote.textContent = hidden ? `and ${number.format(hidden)} more` : "";
+    this.listNote.textContent = this.hiddenNote(frame, all.length - ids.length, latest, from);
     if (!ids.length) this.listNote.textContent = "No requests.";
     for (const [id, item] of this.items) {
       if (ids.includes(id)) continue;
@@ -587,6 +637,15 @@ class Player {
       this.showRequest(item, latest.get(id), frame, columns);
     });
     this.items = new Map(ids.map((id) => [id, this.items.get(id)]));
+  }
+
+  /** Say which requests are not listed. hidden: number of requests in frames that are not listed. */
+  hiddenNote(frame, hidden, latest, from) {
+    const unseen = this.setup.recorded ? 0 : frame.queued - frame.waiting.length;
+    const left = number.format(hidden + unseen);
+    if (hidden + unseen) return `and ${left} more: the list shows ${MAX_LISTED}, running requests first`;
+    const gone = ({ over }) => over.some((request) => !latest.has(request.number));
+    return this.frames.slice(0, from).some(gone) ? "Requests that finished earlier are not listed." : "";
   }
 
   newItem(id) {
