@@ -1,6 +1,8 @@
 """Errors that the user can fix, and warnings."""
 
 import contextlib
+import functools
+import sys
 
 
 class UserError(ValueError):
@@ -16,6 +18,12 @@ class UserError(ValueError):
         if len(line) > 1000:
             line = f"{line[:500]} ... {line[-495:]}"
         super().__init__(line)
+
+
+@functools.cache
+def warn_once(line: str) -> None:
+    """Print a note on stderr, escaped like a UserError. Repeated notes are printed once."""
+    print(f"note: {UserError(line)}", file=sys.stderr)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

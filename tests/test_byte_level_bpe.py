@@ -7,7 +7,7 @@ from chats import CHATML, conversation, write_template
 from conftest import CHECKPOINTS
 from test_llama_3_tokenizer import O200K, TEXTS, check_prompt, load_from
 from test_tokenizer import check_refused, library
-from test_tokenizers_library import RANDOM, TOOL, trained_tokenizer
+from test_tokenizers_library import RANDOM, TOOL, trained_tokenizer, with_a_word
 
 from benchmarks.export_gguf import write_gguf
 from errors import UserError
@@ -126,6 +126,20 @@ def test_a_control_token_that_plain_text_becomes_is_refused(smol, tmp_path, voca
     else:  # the others, which are not in it, are no trouble
         other["added_tokens"] = other["added_tokens"][len(SPECIAL) :]
         assert load_from(tmp_path, other).encode_ordinary(TOOL)
+
+
+@pytest.mark.parametrize("kind", ["a merge", "a character", "whole"])
+def test_a_word_that_is_not_special_is_text(smol, tmp_path, kind):
+    """transformers finds it in any text, inside of words too; it has no punctuation."""
+    name, other = with_a_word(smol, kind, special=False)
+    ours = load_from(tmp_path, other)
+    theirs = library(other)
+    assert name not in ours.special_tokens_set
+    for text in [f"{name}{name}x", f"a {name}", *TEXTS]:
+        if not any(token in text for token in ours.special_tokens_set):
+            assert ours.encode_ordinary(text) == theirs.encode(text).ids
+            if not ours.dropped_bytes(text):
+                assert ours.decode(ours.encode_ordinary(text)) == text
 
 
 def test_a_text_on_which_a_pattern_gives_up_is_one_line(smol, tmp_path):

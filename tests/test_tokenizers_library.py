@@ -87,19 +87,10 @@ def test_texts_come_back(small, tmp_path):
         assert found == whole.decode("utf-8", "replace")
 
 
-@pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("kind", ["a merge", "a character", "whole"])
-def test_so_is_one_that_a_merge_or_a_character_makes(small, tmp_path, kind, special):
-    """Special or not: "He" is control then, and each message with this word would hold it."""
-    vocabulary = small["model"]["vocab"]
-    made = next(token for token in vocabulary if len(token) == 2 and token.isalpha())
-    name = "e" if kind == "a character" else made
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    token = {"id": vocabulary[name], "content": name, "special": special} | flags
-    other = json.loads(json.dumps(small | {"added_tokens": [token, *small["added_tokens"]]}))
-    if kind == "whole":
-        other["model"] |= {"ignore_merges": True, "merges": []}
-        other["added_tokens"] = [token]
+def test_so_is_one_that_a_merge_or_a_character_makes(small, tmp_path, kind):
+    """A word is control then, and each message with it would hold the token."""
+    name, other = with_a_word(small, kind, special=True)
     check_refused(
         f"added token {name!r}: plain text must not become it", load_from, tmp_path, other
     )
@@ -133,3 +124,18 @@ def test_what_stands_for_missing_bytes_is_never_a_control_token(small, tmp_path)
 def test_a_character_that_is_none_becomes_the_replacement_character(small, tmp_path):
     ours = load_from(tmp_path, small)
     assert ours.encode("a\ud800") == ours.encode("a\ufffd")
+
+
+def with_a_word(smol, kind, special) -> tuple[str, dict]:
+    """An added token that is a word of the vocabulary, and the tokenizer.json with it."""
+    vocabulary = smol["model"]["vocab"]
+    pairs = (token for token in vocabulary if len(token) == 2 and token.isascii())
+    made = next(pair for pair in pairs if pair.isalpha())
+    name = "e" if kind == "a character" else made
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    token = {"id": vocabulary[name], "content": name, "special": special} | flags
+    other = json.loads(json.dumps(smol | {"added_tokens": [token, *smol["added_tokens"]]}))
+    if kind == "whole":
+        other["model"] |= {"ignore_merges": True, "merges": []}
+        other["added_tokens"] = [token]
+    return name, other

@@ -1,12 +1,14 @@
 """Text to token ids and back: one `Encoding` for all models."""
 
+import copy
 import json
+import unicodedata
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 
-from errors import UserError
+from errors import UserError, warn_once
 from loading import byte_level, sentencepiece
 from loading.byte_level import BYTE_DECODER, BYTE_ENCODER
 from loading.checkpoint import check_nested_values, check_values, read_json
@@ -22,6 +24,13 @@ SUPPORTED_VALUES = {  # tokenizer.json fields; others would change the bytes of 
     "model.end_of_word_suffix": (None, ""),
 }
 ADDED_TOKEN_FLAGS = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}
+# HTML tags that Gemma's vocabulary adds. They have no meaning in chat templates.
+HTML_TAGS = set(
+    "a b blockquote body caption code div em footer h1 h2 h3 h4 h5 h6 html i iframe img li s span"
+    " strong sub sup table tbody td tfoot th thead tr u ul bbox".split()
+)
+# Contexts in which plain text must not become a control token.
+SURROUNDINGS = [("", ""), (" ", " "), ("\n", "\n"), ("a", "a")]
 
 
 class Encoding:
@@ -29,8 +38,9 @@ class Encoding:
 
     where: prefix of errors. raw: the object in a `tokenizer.json`. fault: the error if the library
     cannot read it.
-    special_tokens_set: the control tokens, which plain text never becomes: all added tokens except
-    runs of white space. Raises UserError for other tokenizers.
+    special_tokens_set: the control tokens, which plain text never becomes, by `is_control_token`.
+    special_token_ids: name -> id of the added tokens that the file marks as special, which
+    `skip_special_tokens` leaves out of a text. Raises UserError for other tokenizers.
     """
 
     def __init__(self, where, raw: dict, fault: str = "not a Hugging Face tokenizer"):
@@ -54,11 +64,23 @@ class Encoding:
             raise UserError(f"{where}: {fault}: {reason:.200}") from None
         check = check_byte_level if self.codec is byte_level else check_metaspace
         check(where, raw, self.tokenizer)
-        check_added_tokens(where, added, self.tokenizer, model)
+        check_added_tokens(where, added, self.tokenizer, self.ordinary, model)
+        self.where = where
         self.added_token_ids = {token["content"]: token["id"] for token in added}
-        self.added_token_texts = {token: name for name, token in self.added_token_ids.items()}
-        self.n_vocab = max([*model["vocab"].values(), *self.added_token_texts], default=-1) + 1
+        # Other added tokens are spelled like the vocabulary: a run of U+2581 means spaces.
+        names_with_text = (
+            name
+            for name in self.added_token_ids
+            if name in control_tokens or name not in model["vocab"]
+        )
+        self.added_token_texts = {self.added_token_ids[name]: name for name in names_with_text}
+        self.n_vocab = (
+            max([*model["vocab"].values(), *self.added_token_ids.values()], default=-1) + 1
+        )
         self.special_tokens_set = control_tokens
+        self.special_token_ids = {
+            token["content"]: token["id"] for token in added if token.get("special")
+        }
         names = BYTE_DECODER.items() if self.codec is byte_level else ()
         self.missing_bytes = {byte for name, byte in names if name not in model["vocab"]}
         # Encoding adds a space before a text, so decoding strips it.
@@ -68,6 +90,47 @@ class Encoding:
         )
         self.continuation = continuation_tokenizer(self.ordinary)
         self.prefix_ids = find_prefix_ids(where, raw.get("post_processor"), self.added_token_ids)
+
+    def drop_unembedded_tokens(self, vocab_size: int) -> "Encoding":
+        """Return a copy without the added tokens beyond the model's embedding of vocab_size rows.
+
+        Gemma 3's file has one token more than the model, `<image_soft_token>`, and many fine-tuned
+        Llamas have a pad token after their vocabulary. Their texts become plain text, with a
+        warning. All tokens stay if a token of the base vocabulary, a prefix token or every
+        special token would be dropped.
+        """
+        left_out = [name for name, token in self.added_token_ids.items() if token >= vocab_size]
+        kept = {name: token for name, token in self.added_token_ids.items() if token < vocab_size}
+        cuts_vocabulary = vocab_size < self.tokenizer.get_vocab_size(with_added_tokens=False)
+        keeps_prefix = max(self.prefix_ids, default=0) < vocab_size
+        if (
+            not left_out
+            or cuts_vocabulary
+            or not keeps_prefix
+            or not self.special_token_ids.keys() & kept.keys()
+        ):
+            return self
+        names = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
+        warn_once(
+            f"{self.where}: ids beyond the model's vocab_size ({vocab_size})"
+            f" are read as plain text: {names}"
+        )
+        reduced = copy.copy(self)
+        reduced.added_token_ids = kept
+        reduced.n_vocab = vocab_size
+        reduced.added_token_texts = {
+            token: name for token, name in self.added_token_texts.items() if token < vocab_size
+        }
+        reduced.special_token_ids = {
+            name: token for name, token in self.special_token_ids.items() if name in kept
+        }
+        reduced.special_tokens_set = self.special_tokens_set & kept.keys()
+        added = [token for token in added_tokens(self.ordinary) if token.content in kept]
+        reduced.ordinary = with_added(self.ordinary, added)
+        reduced.continuation = continuation_tokenizer(reduced.ordinary)
+        reduced.tokenizer = with_added(reduced.ordinary, added)
+        reduced.tokenizer.encode_special_tokens = False
+        return reduced
 
     def encode(self, text: str, allowed_special="") -> list[int]:
         """Encode a text after the prefix tokens, unless the text begins with them.
@@ -152,19 +215,50 @@ def replace_surrogates(text: str) -> str:
 
 
 def is_control_token(token: dict) -> bool:
-    """Return whether an added token is a control token: all are, except runs of white space."""
-    return not token["content"].isspace()
+    """Return whether an added token is a control token, which plain text never becomes.
+
+    A special token is one, unless it is white space. Transformers finds other added tokens in any
+    text. Of these, tokens that may have a meaning in a template are control tokens: `<tool_call>`
+    and `<think>` of Qwen, `<|fim_prefix|>`, `<unused0>`. Plain text may become the rest: runs of
+    spaces, words (no punctuation and no mathematical sign such as `<` or `|`), and HTML tags.
+    """
+    content = token["content"]
+    if content.isspace():
+        return False
+    if token.get("special"):
+        return True
+    name = content.removeprefix("<").removeprefix("/").removesuffix(">")
+    if name in HTML_TAGS and content in (f"<{name}>", f"</{name}>"):
+        return False
+    return not all(sign.isspace() or is_word_character(sign) for sign in content)
+
+
+def is_word_character(sign: str) -> bool:
+    """Return whether a character is a letter, mark, number or pictograph, such as U+2581."""
+    return unicodedata.category(sign)[0] in "LMN" or unicodedata.category(sign) == "So"
+
+
+def added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:
+    """Return the added tokens of a tokenizer, in the order of their ids."""
+    return [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+
+
+def with_added(tokenizer: Tokenizer, added: list[AddedToken]) -> Tokenizer:
+    """Return a copy with the same model, normalizer and pre_tokenizer, and these added tokens."""
+    result = Tokenizer(tokenizer.model)
+    result.normalizer = tokenizer.normalizer
+    result.pre_tokenizer = tokenizer.pre_tokenizer
+    result.add_tokens(added)
+    result.encode_special_tokens = tokenizer.encode_special_tokens
+    return result
 
 
 def ordinary_tokenizer(tokenizer: Tokenizer, control_tokens: set[str]) -> Tokenizer:
     """Return a copy that finds no control tokens in a text."""
-    plain = Tokenizer(tokenizer.model)
-    plain.normalizer = tokenizer.normalizer
-    plain.pre_tokenizer = tokenizer.pre_tokenizer
-    added = [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+    added = added_tokens(tokenizer)
     for token in added:
         token.special = token.content in control_tokens
-    plain.add_tokens(added)
+    plain = with_added(tokenizer, added)
     plain.encode_special_tokens = True  # special tokens become plain text
     return plain
 
@@ -174,8 +268,7 @@ def continuation_tokenizer(plain: Tokenizer) -> Tokenizer:
     step = plain.pre_tokenizer
     if not isinstance(step, Metaspace) or step.prepend_scheme != "first":
         return plain
-    added = plain.get_added_tokens_decoder().values()
-    continuation = ordinary_tokenizer(plain, {token.content for token in added if token.special})
+    continuation = with_added(plain, added_tokens(plain))
     continuation.pre_tokenizer = Metaspace(prepend_scheme="never", split=step.split)
     return continuation
 
@@ -214,15 +307,19 @@ def check_byte_level(where, raw: dict, tokenizer: Tokenizer) -> None:
         raise UserError(f"{where}: pre_tokenizer must have a step ByteLevel")
 
 
-def check_added_tokens(where, added: list[dict], tokenizer: Tokenizer, model: dict) -> None:
+def check_added_tokens(
+    where, added: list[dict], tokenizer: Tokenizer, plain: Tokenizer, model: dict
+) -> None:
     """Raise UserError for added tokens with other ids in the library, or that plain text becomes.
 
     The library ignores the ids in the file: a token gets its id in the vocabulary, or the next id.
-    Plain text becomes a control token of the vocabulary by a merge, or, with ignore_merges, as a
-    piece that equals the token.
+    A merge may make a control token of the vocabulary. With ignore_merges a piece of text that
+    equals the token becomes it, so a trial checks whether the pre_tokenizer leaves such a piece
+    whole. plain: from `ordinary_tokenizer`.
     """
     pairs = (pair if isinstance(pair, str) else "".join(pair) for pair in model["merges"])
     merged = {pair.replace(" ", "") for pair in pairs}
+    candidates = []
     for token in added:
         content = token["content"]
         name = f"{where}: added token {content!r}"
@@ -234,9 +331,21 @@ def check_added_tokens(where, added: list[dict], tokenizer: Tokenizer, model: di
             )
         if not content:
             raise UserError(f"{name} is empty")
-        whole = len(content) == 1 or model.get("ignore_merges") or content in merged
-        if content in model["vocab"] and whole and is_control_token(token):
-            raise UserError(f"{name}: plain text must not become it")
+        if content in model["vocab"] and is_control_token(token):
+            if len(content) == 1 or content in merged:
+                raise UserError(f"{name}: plain text must not become it")
+            if model.get("ignore_merges"):
+                candidates.append(token)
+    texts = [
+        before + token["content"] + after for token in candidates for before, after in SURROUNDINGS
+    ]
+    found = plain.encode_batch_fast(texts, add_special_tokens=False)
+    for number, encoded in enumerate(found):
+        token = candidates[number // len(SURROUNDINGS)]
+        if token["id"] in encoded.ids:
+            raise UserError(
+                f"{where}: added token {token['content']!r}: plain text must not become it"
+            )
 
 
 def find_prefix_ids(where, processor, added: dict[str, int]) -> list[int]:
@@ -270,7 +379,8 @@ def load_encoding(name, vocab_size: int) -> Encoding:
     own tokenizer, or has a `tokenizer.json` beside it. `random:` models, and GGUF files without
     either, get placeholder tokens: bytes, then ids from 256 on as numbers. vocab_size: the model's;
     it may exceed the tokenizer's, as in models that pad their vocabulary to a round number.
-    Raises UserError if it is smaller, or if the tokenizer is missing or unsupported.
+    Raises UserError if it is smaller (but see `Encoding.drop_unembedded_tokens`), or if the
+    tokenizer is missing or unsupported.
     """
     source = resolve_source(name)
     if source.type == "gguf" and f"{KEY_PREFIX}.tokens" in source.gguf.metadata:
@@ -279,7 +389,9 @@ def load_encoding(name, vocab_size: int) -> Encoding:
     elif source.type == "random" or source.type == "gguf" and not source.find("tokenizer.json"):
         encoding = placeholder_encoding(source.label, vocab_size)
     else:
-        encoding = read_tokenizer_json(source.file("tokenizer.json"))
+        encoding = read_tokenizer_json(source.file("tokenizer.json")).drop_unembedded_tokens(
+            vocab_size
+        )
     if encoding.n_vocab > vocab_size:
         raise UserError(
             f"{source.name}: the tokenizer has {encoding.n_vocab} tokens,"
