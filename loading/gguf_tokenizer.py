@@ -1,5 +1,6 @@
 """The tokenizer, the end-of-generation tokens and the chat template of a GGUF file."""
 
+import reprlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +14,31 @@ from loading.gguf import GGUF
 
 KEY_PREFIX = "tokenizer.ggml"
 GPT2 = PATTERNS["GPT-2"]
+# Values of tokenizer.ggml.pre by pattern, from llama_vocab::impl::load in llama.cpp.
+LIKE_GPT_2 = "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert"
+LIKE_GPT_2 += " mpt olmo jais trillion granite-docling exaone4 jina-v1-en jina-v2-code roberta-bpe"
+LIKE_LLAMA_3 = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+LIKE_GLM_4 = "glm4 glm5"
+LIKE_CHATGLM = "chatglm-bpe dbrx smaug-bpe"
+LIKE_QWEN2 = "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 hunyuan solar-open megrez grok-2"
+LIKE_SMOLLM = "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"
 PRE_TOKENIZERS = {  # tokenizer.ggml.pre -> the patterns that split a text, in turn
     "default": (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}"),  # llama.cpp's own
-    "gpt-2": (GPT2,),
-    "llama-bpe": (PATTERNS["Llama 3"],),
-    "qwen2": (PATTERNS["Qwen2"],),
-    "smollm": (r"\p{N}", GPT2),
+    "tekken": (PATTERNS["Tekken"],),
+    **dict.fromkeys(LIKE_GPT_2.split(), (GPT2,)),
+    **dict.fromkeys(f"{LIKE_LLAMA_3} {LIKE_GLM_4} {LIKE_CHATGLM}".split(), (PATTERNS["Llama 3"],)),
+    **dict.fromkeys(LIKE_QWEN2.split(), (PATTERNS["Qwen2"],)),
+    **dict.fromkeys(LIKE_SMOLLM.split(), (r"\p{N}", GPT2)),
 }
+PRE_TOKENIZER_NAMES = ("default", "gpt-2", "llama-bpe", "qwen2", "smollm", "tekken")
+IGNORE_MERGES = {
+    *LIKE_LLAMA_3.split(),
+    *LIKE_GLM_4.split(),
+    "tekken",
+}  # merges are ignored for these
+ADD_BOS = {*LIKE_LLAMA_3.split(), "tekken"}  # they add BOS by default
 SUPPORTED_VALUES = {
     f"{KEY_PREFIX}.model": ("gpt2", "llama"),
-    f"{KEY_PREFIX}.pre": tuple(PRE_TOKENIZERS),
     f"{KEY_PREFIX}.add_bos_token": (None, False, True),
     f"{KEY_PREFIX}.add_eos_token": (False,),
     f"{KEY_PREFIX}.add_space_prefix": (None, False, True),
@@ -114,24 +130,32 @@ def tokenizer_json(gguf: GGUF) -> dict:
     check_values(gguf.file, {f"{KEY_PREFIX}.model": None} | gguf.metadata, SUPPORTED_VALUES)
     tokens, types = read_tokens(gguf)
     is_sentencepiece = keys["model"] == "llama"
-    is_llama_3 = not is_sentencepiece and keys.get("pre") == "llama-bpe"
+    # SentencePiece has no pre-tokenizer, so the key is ignored.
+    pre = None if is_sentencepiece else keys.get("pre", "default")
+    if pre is not None and (not isinstance(pre, str) or pre not in PRE_TOKENIZERS):
+        known = " or ".join(map(repr, PRE_TOKENIZER_NAMES))
+        found = f"{KEY_PREFIX}.pre is {reprlib.repr(pre)}; supported is {known}"
+        raise UserError(f"{gguf.file}: {found}, or a name that llama.cpp reads as one of these")
     if is_sentencepiece:
         steps = sentencepiece.pipeline_steps(keys.get("add_space_prefix", True))
         merges = merges_from_scores(gguf, tokens, types)
     else:
-        steps = byte_level_steps(PRE_TOKENIZERS[keys.get("pre", "default")])
+        steps = byte_level_steps(PRE_TOKENIZERS[pre])
         merges = keys.get("merges")
         if not isinstance(merges, list):
             raise UserError(f"{gguf.file}: {KEY_PREFIX}.merges must be a list of strings")
-    add_bos = keys.get("add_bos_token", is_sentencepiece or is_llama_3)
+    add_bos = keys.get("add_bos_token", is_sentencepiece or pre in ADD_BOS)
     bos = token_ids(gguf, "bos", required=add_bos)
     added = {
         id for id, token_type in enumerate(types) if token_type in (UNKNOWN, CONTROL, USER_DEFINED)
     }
-    added |= {*bos, *token_ids(gguf, "eos", "eot", "eom")}
+    special_ids = {*bos, *token_ids(gguf, "eos", "eot", "eom")}
+    added |= special_ids
     # With ignore_merges a piece of text in the vocabulary becomes that token, so control tokens are
-    # left out of it.
-    excluded = added if is_llama_3 else ()
+    # left out of it. The library then assigns them the next ids, which must be theirs.
+    others = [id for id, token_type in enumerate(types) if token_type != UNUSED and id not in added]
+    ids_are_consecutive = [*others, *sorted(added)] == list(range(len(others) + len(added)))
+    excluded = added if pre in IGNORE_MERGES and ids_are_consecutive else ()
     vocabulary = {
         token: id
         for id, (token, token_type) in enumerate(zip(tokens, types))
@@ -142,7 +166,13 @@ def tokenizer_json(gguf: GGUF) -> dict:
     text = {"Sequence": {"id": "A"}}
     return steps | {
         "added_tokens": [
-            {"id": id, "content": tokens[id], "special": True} | flags for id in sorted(added)
+            {
+                "id": id,
+                "content": tokens[id],
+                "special": types[id] != USER_DEFINED or id in special_ids,
+                **flags,
+            }
+            for id in sorted(added)
         ],
         "post_processor": {
             "type": "TemplateProcessing",
@@ -152,7 +182,7 @@ def tokenizer_json(gguf: GGUF) -> dict:
         "model": {
             "type": "BPE",
             "byte_fallback": is_sentencepiece,
-            "ignore_merges": is_llama_3,
+            "ignore_merges": pre in IGNORE_MERGES,
             "vocab": vocabulary,
             "merges": merges,
         },
