@@ -1,40 +1,41 @@
 """Reading and writing model files, independent of the architecture."""
 
-import contextlib
 import json
 import math
 import reprlib
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from errors import UserError
 
 
-@contextlib.contextmanager
-def complete(file: Path) -> Iterator[None]:
-    """Raise UserError for an error in the block that a damaged safetensors file causes."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: not a complete safetensors file ({error})") from None
-
-
 def read_json(file: Path) -> dict:
     """Return the object in a JSON file. Raises UserError if it is unreadable or not an object."""
     try:
-        raw = json.loads(file.read_text("utf-8"))
+        data = file.read_bytes()
+        raw = json.loads(data.decode("utf-8-sig"))  # some editors put a byte order mark first
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError):
         raw = None  # not JSON, not UTF-8, a number of 5,000 digits; nested too deeply
     if not isinstance(raw, dict):
+        check_lfs_pointer(file, data)
         raise UserError(f"{file}: not a JSON object")
     return raw
+
+
+def check_lfs_pointer(file: Path, data: bytes) -> None:
+    """Raise UserError if data begins a git-lfs pointer, which a clone without git-lfs leaves."""
+    if data.startswith(b"version https://git-lfs"):
+        raise UserError(
+            f"{file}: a git-lfs pointer, not the file itself: fetch it with git lfs pull"
+        )
 
 
 def check_values(where, raw: dict, supported: dict[str, tuple]) -> None:
@@ -63,6 +64,105 @@ def check_nested_values(where, raw: dict, supported: dict[str, tuple]) -> None:
 
 
 CHUNK_BYTES = 2**22  # bytes of a chunk of `read_tensors` in float32
+MAX_HEADER_SIZE = 100_000_000  # bytes of a safetensors header, the library's limit
+DTYPES = {  # safetensors name -> torch dtype
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+# Suffixes of tensors that GPTQ, AWQ, bitsandbytes, fp8 and others store beside weights.
+QUANT_SUFFIX = ("qweight", "qzeros", "scales", "g_idx", "scale", "scale_inv", "absmax", "quant_map")
+QUANT_SUFFIX += ("SCB", "weight_packed", "weight_shape", "zero_point", "_blocks", "_scale_2")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The location of a tensor. offset, nbytes: in the file."""
+
+    file: Path
+    dtype: str  # as the file names it
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a safetensors file. Raises UserError unless all are complete.
+
+    The format: github.com/huggingface/safetensors. The library maps a file, and reading a mapped
+    file that was truncated kills the process (SIGBUS), so this reads.
+    """
+    try:
+        with open(file, "rb") as opened:
+            size = opened.seek(0, 2)
+            opened.seek(0)
+            length = opened.read(8)
+            check_lfs_pointer(file, length + opened.read(64))
+            opened.seek(8)
+            count = int.from_bytes(length, "little")
+            if len(length) < 8 or count > min(size - 8, MAX_HEADER_SIZE):
+                raise ValueError("its header is truncated")
+            header = json.loads(opened.read(count))
+        infos = locate(file, header, 8 + count)
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"{file}: not a complete safetensors file ({reason:.100})") from None
+    end = max((info.offset + info.nbytes for info in infos.values()), default=8 + count)
+    if end != size:
+        ends = f"its tensors end at byte {end}, the file at byte {size}"
+        raise UserError(f"{file}: not a complete safetensors file ({ends})")
+    return infos
+
+
+def locate(file: Path, header: dict, start: int) -> dict[str, TensorInfo]:
+    """Return the tensors that a header describes, contiguous from byte `start`.
+
+    Raises ValueError, TypeError, AttributeError or LookupError for an invalid header.
+    """
+    infos = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+            raise ValueError(f"tensor {name}: data_offsets and shape must be integers >= 0")
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype and math.prod(shape) * dtype.itemsize != end - begin:
+            raise ValueError(f"tensor {name}: shape {shape} does not fit {end - begin} bytes")
+        infos[name] = TensorInfo(file, entry["dtype"], shape, start + begin, end - begin)
+    for name, info in sorted(infos.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if info.offset != start:
+            raise ValueError(f"tensor {name} has file offset {info.offset}: must be {start}")
+        start += info.nbytes
+    return infos
+
+
+def read_bytes(file: Path, start: int, size: int) -> bytearray:
+    """Return `size` bytes of a file from byte `start`. Raises UserError if it ends earlier."""
+    data = bytearray(size)
+    try:
+        # Not mapped: reading a mapped file that was truncated kills the process.
+        with open(file, "rb") as opened:
+            opened.seek(start)
+            complete = opened.readinto(data) == size
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    if not complete:
+        raise UserError(f"{file}: truncated while it was read")
+    return data
 
 
 def read_tensors(
@@ -72,6 +172,7 @@ def read_tensors(
     skip: tuple[str, ...] = (),
     transposed: Collection[str] = (),
     shape_source: str = "config.json says",
+    map_key: Callable[[str], str | None] = str,
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
     """Iterate over tensors of safetensors files in chunks: (name, slice of rows, these rows).
 
@@ -80,10 +181,11 @@ def read_tensors(
     shapes: name -> shape of all tensors that the files must hold together. prefix: optional prefix
     of each name. skip: suffixes of names that may be in the files and are not read. transposed:
     names of tensors stored as (columns, rows), each yielded in one chunk. shape_source: the source
-    of shapes, for errors. Raises UserError, before any tensor is read, if a file is truncated, or a
-    tensor is missing, unexpected, duplicated, of another shape or not floating-point.
+    of shapes, for errors. map_key: maps a name in a file to the canonical one, None if it is not
+    read. Raises UserError, before any tensor is read, if a file is truncated, or a tensor is
+    missing, unexpected, duplicated, of another shape or not floating-point.
     """
-    infos = find_tensors(files, shapes, prefix, skip, transposed, shape_source)
+    infos = find_tensors(files, shapes, prefix, skip, transposed, shape_source, map_key)
     return read_rows(infos, shapes, transposed)
 
 
@@ -94,58 +196,82 @@ def find_tensors(
     skip: tuple[str, ...],
     transposed: Collection[str],
     shape_source: str,
-) -> dict[str, tuple[Path, str]]:
-    """Return the file and the key of each tensor, after the checks of `read_tensors`."""
+    map_key: Callable[[str], str | None],
+) -> dict[str, TensorInfo]:
+    """Return the location of each tensor, after the checks of `read_tensors`."""
     infos = {}
     for file in files:
-        with complete(file):
-            tensors = safe_open(file, framework="pt")
-        for key in tensors.keys():
-            name = key.removeprefix(prefix)
+        for key, tensor in read_header(file).items():
+            mapped = map_key(key)
+            if mapped is None:
+                continue
+            name = mapped.removeprefix(prefix)
             if name in infos:
-                other = infos[name][0]
+                other = infos[name].file
                 how = f"also in {other.name}"
                 if other == file:
                     how = f"with and without {prefix!r}"
                 raise UserError(f"{file}: duplicate tensor {name}, {how}")
             if name not in shapes and not name.endswith(skip):
-                raise UserError(f"{file}: unexpected tensor {name}")
-            infos[name] = file, key, tensors.get_slice(key)
+                hint = "; quantised weights are not supported" * name.endswith(QUANT_SUFFIX)
+                raise UserError(f"{file}: unexpected tensor {name}{hint}")
+            infos[name] = tensor
     for name, shape in shapes.items():
         if name not in infos:
             where = file if len(files) == 1 else file.parent
             raise UserError(f"{where}: tensor {name} is missing")
-        file, _, tensor = infos[name]
+        tensor = infos[name]
+        where = f"{tensor.file}: tensor {name}"
         expected = tuple(reversed(shape) if name in transposed else shape)
-        if (found := tuple(tensor.get_shape())) != expected:
-            raise UserError(f"{file}: tensor {name} has shape {found}; {shape_source} {expected}")
-        if not tensor.get_dtype().startswith(("F", "BF")):  # F32, BF16
-            dtype = tensor[:0].dtype
-            raise UserError(f"{file}: tensor {name} has dtype {dtype}: must be floating-point")
-    return {name: infos[name][:2] for name in shapes}
+        if tensor.shape != expected:
+            raise UserError(f"{where} has shape {tensor.shape}; {shape_source} {expected}")
+        dtype = DTYPES.get(tensor.dtype)
+        if not dtype or not dtype.is_floating_point:
+            raise UserError(f"{where} has dtype {dtype or tensor.dtype}: must be floating-point")
+    return {name: infos[name] for name in shapes}
+
+
+def has_tensors(files: list[Path], prefix: str) -> bool:
+    """Return whether files hold tensors of a part of a model, by the prefix of their names."""
+    beginnings = (f"{prefix}.", f"model.{prefix}.")
+    return any(name.startswith(beginnings) for file in files for name in read_header(file))
+
+
+def weights_differ(files: list[Path], map_key: Callable[[str], str | None], *ends: str) -> bool:
+    """Return whether files hold two unequal matrices. ends: the suffixes of their layers' names."""
+    infos = {}
+    for file in files:
+        for key, tensor in read_header(file).items():
+            for end in ends:
+                if (map_key(key) or "").endswith(f"{end}.weight"):
+                    infos[end] = tensor
+    if len(infos) < len(ends):
+        return False
+    shapes = {end: tensor.shape for end, tensor in infos.items()}
+    first, second = ({end: infos[end]} for end in ends)
+    if len(set(shapes.values())) > 1:
+        return True
+    pairs = zip(read_rows(first, shapes, ()), read_rows(second, shapes, ()))
+    return any(not torch.equal(a.float(), b.float()) for (*_, a), (*_, b) in pairs)
 
 
 def read_rows(
-    infos: dict[str, tuple[Path, str]], shapes: dict, transposed: Collection[str]
+    infos: dict[str, TensorInfo], shapes: dict, transposed: Collection[str]
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
     """Yield the chunks of `read_tensors`. infos: from `find_tensors`."""
-    opened = None
-    read = 0  # bytes of the open file, which count as memory until it is closed
-    for name, (file, key) in infos.items():
+    for name, tensor in infos.items():
         shape = shapes[name]
         is_transposed = name in transposed
         height = shape[0] if is_transposed else max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
+        width = tensor.nbytes // shape[0]  # bytes of a row
         for start in range(0, shape[0], height):
-            rows = slice(start, start + height)
-            with complete(file):
-                if file != opened or read >= CHUNK_BYTES:
-                    tensors = safe_open(file, framework="pt")
-                    opened = file
-                    read = 0
-                tensor = tensors.get_slice(key)
-                chunk = tensor[:].t() if is_transposed else tensor[rows]
-            read += chunk.nbytes
-            yield name, rows, chunk
+            stop = min(start + height, shape[0])
+            data = read_bytes(tensor.file, tensor.offset + width * start, width * (stop - start))
+            numbers = torch.frombuffer(data, dtype=DTYPES[tensor.dtype])
+            chunk = (
+                numbers.view(tensor.shape).t() if is_transposed else numbers.view(-1, *shape[1:])
+            )
+            yield name, slice(start, stop), chunk
 
 
 def write_checkpoint(directory: Path, config: dict, tensors: dict) -> None:

@@ -6,12 +6,14 @@ The format: docs/gguf.md in github.com/ggml-org/ggml. Nothing here depends on th
 import array
 import math
 import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from errors import UserError
+from loading.checkpoint import check_lfs_pointer
 
 SCALAR_FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))  # for `struct`
 LENGTH = struct.Struct("<Q")
@@ -33,6 +35,14 @@ GGML_TYPES = {  # number of the type -> name, numbers per block, bytes per block
     30: ("BF16", 1, 2),
     39: ("MXFP4", 32, 17),
 }
+UNSUPPORTED_TYPES = dict(  # types of llama.cpp that are not read: name -> number
+    Q8_1=9, Q8_K=15, IQ2_XXS=16, IQ2_XS=17, IQ3_XXS=18, IQ1_S=19, IQ4_NL=20, IQ3_S=21, IQ2_S=22,
+    IQ4_XS=23, I8=24, I16=25, I32=26, I64=27, F64=28, IQ1_M=29, Q4_0_4_4=31, Q4_0_4_8=32,
+    Q4_0_8_8=33, TQ1_0=34, TQ2_0=35, IQ4_NL_4_4=36, IQ4_NL_4_8=37, IQ4_NL_8_8=38, NVFP4=40,
+    Q1_0=41, Q2_0=42,
+)  # fmt: skip
+# llama.cpp's names for the splits of a model.
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,15 @@ class TensorInfo:
     type: str  # a name in GGML_TYPES
     offset: int  # bytes from the beginning of the file
     nbytes: int
+    file: Path
 
 
 @dataclass(frozen=True)
 class GGUF:
-    """The contents of a header. Arrays of numbers are `array`s, arrays of strings lists."""
+    """The contents of a header. Arrays of numbers are `array`s, arrays of strings lists.
+
+    For a model in several files, `file` and `metadata` belong to the first.
+    """
 
     file: Path
     metadata: dict
@@ -114,10 +128,39 @@ def shortest_decimal(number: float) -> float:
 
 
 def read_gguf(file: Path) -> GGUF:
-    """Return the checked header of a file. Raises UserError.
+    """Return the checked header of a file, or of all splits of a model.
 
-    Memory use is limited to a few times the file's size.
+    file: any of the splits. Raises UserError. Memory use is limited to a few times the files' size.
     """
+    gguf = read_split(file)
+    count = gguf.metadata.get("split.count", 0)
+    if count in (0, 1):
+        return gguf
+    match = SPLIT_NAME.fullmatch(file.name)
+    if type(count) is not int or not match or int(match[3]) != count:
+        splits = "N for files named NAME-00001-of-0000N.gguf"
+        raise UserError(f"{file}: split.count {count!r:.20}: must be 0, 1, or {splits}")
+    headers = []
+    tensors = {}
+    for number in range(count):
+        path = file.with_name(f"{match[1]}-{number + 1:05}-of-{count:05}{match[4]}")
+        header = gguf if path == file else read_split(path)
+        split = header.metadata.get("split.no"), header.metadata.get("split.count")
+        if split != (number, count):
+            raise UserError(f"{path}: split.no and split.count {split}: must be {(number, count)}")
+        if duplicates := tensors.keys() & header.tensors.keys():
+            raise UserError(f"{path}: duplicate tensor {min(duplicates)}, also in an earlier split")
+        tensors |= header.tensors
+        headers.append(header)
+    metadata = headers[0].metadata
+    if (expected := metadata.get("split.tensors.count", len(tensors))) != len(tensors):
+        counts = f"split.tensors.count is {expected}, but there are {len(tensors)} tensors"
+        raise UserError(f"{headers[0].file}: {counts}")
+    return GGUF(headers[0].file, metadata, tensors)
+
+
+def read_split(file: Path) -> GGUF:
+    """Return the header of one file. Raises UserError."""
     try:
         # Not mapped: reading a mapped file that was truncated kills the process.
         with open(file, "rb") as stream:
@@ -131,7 +174,9 @@ def read_header(reader: GGUFReader) -> GGUF:
     file = reader.file
     if not reader.size:
         raise UserError(f"{file}: the file is empty")
-    if reader.read(4) != b"GGUF":
+    magic = reader.read(4)
+    if magic != b"GGUF":
+        check_lfs_pointer(file, magic + reader.stream.read(64))
         raise UserError(f"{file}: not a GGUF file")
     version = reader.scalar("I")
     if version not in (2, 3):
@@ -172,7 +217,10 @@ def locate(
     where = f"{reader.file}: tensor {name}"
     if ggml_type not in GGML_TYPES:
         known = ", ".join(known for known, _, _ in GGML_TYPES.values())
-        raise UserError(f"{where} has the type {ggml_type}; supported are {known}")
+        names = {number: name for name, number in UNSUPPORTED_TYPES.items()}
+        raise UserError(
+            f"{where} has the type {names.get(ggml_type, ggml_type)}; supported are {known}"
+        )
     type_name, numbers, width = GGML_TYPES[ggml_type]
     if not all(shape) or shape[-1] % numbers:
         allowed = f"above 0, rows of {type_name} multiples of {numbers}"
@@ -184,7 +232,7 @@ def locate(
     if start + size > reader.size:
         ends = f"it ends at byte {start + size}, the file at byte {reader.size}"
         raise UserError(f"{where} is truncated: {ends}")
-    return TensorInfo(shape, type_name, start, size)
+    return TensorInfo(shape, type_name, start, size, reader.file)
 
 
 def check_no_overlap(file: Path, tensors: dict[str, TensorInfo]) -> None:

@@ -13,7 +13,7 @@ import torch
 from errors import UserError
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
-from loading.checkpoint import check_values
+from loading.checkpoint import check_values, read_bytes
 from loading.config import (
     GEMMA_SLIDING_WINDOW_PATTERN,
     check_heads,
@@ -62,7 +62,6 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
         raise UserError(
             f"{file}: general.architecture is {reprlib.repr(architecture)}; supported are {known}"
         )
-    check_values(file, raw, {"split.count": (0, 1)})
     fields = read_attention_sizes(file, raw, prefixed(SIZES, architecture))
     fields["vocab_size"] = get_tensor(gguf, "token_embd.weight").shape[0]
     eos_ids = [raw[key] for key in EOS_KEYS if key in raw] + named_eog_ids(gguf)
@@ -313,16 +312,7 @@ def read_rows(
     """Read rows of a tensor, in its dtype; quantised ones as blocks or in float32."""
     rows = tensor.shape[0]
     size = tensor.nbytes * (stop - start) // rows
-    data = bytearray(size)
-    try:
-        # Not mapped: reading a mapped file that was truncated kills the process.
-        with open(gguf.file, "rb") as opened:
-            opened.seek(tensor.offset + tensor.nbytes * start // rows)
-            complete = opened.readinto(data) == size
-    except OSError as error:
-        raise UserError(f"{gguf.file}: {error.strerror}") from None
-    if not complete:
-        raise UserError(f"{gguf.file}: truncated while it was read")
+    data = read_bytes(tensor.file, tensor.offset + tensor.nbytes * start // rows, size)
     numbers = torch.frombuffer(data, dtype=UNQUANTIZED.get(tensor.type, torch.uint8))
     if keep_quantized:
         blocks = QuantizedBlocks(*unpack_blocks(tensor.type, numbers))

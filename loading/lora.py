@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-from safetensors import safe_open
 
 from errors import UserError
-from loading.checkpoint import check_values, complete, read_json, read_tensors
+from loading.checkpoint import check_values, read_header, read_json, read_tensors
 from loading.config import read_number, read_sizes
 from model import Model
 from quantisation.blocks import QuantizedBlocks
@@ -155,11 +154,10 @@ def find_lora_layers(file: Path, model: Model) -> dict[str, str]:
     weights = {name for name, _ in model.named_parameters()}  # without a tied head
     modules = dict(model.named_modules())
     layers = {}
-    with complete(file):
-        keys = sorted(safe_open(file, framework="pt").keys())
-    for key in keys:
+    for key in sorted(read_header(file)):
         match = LORA_KEY.fullmatch(key)
-        path = match[1].removeprefix(model.BASE_MODEL_PREFIX) if match else key
+        mapped = model.map_key(match[1]) if match else None
+        path = mapped.removeprefix(model.BASE_MODEL_PREFIX) if mapped else key
         if not isinstance(modules.get(path), nn.Linear) or f"{path}.weight" not in weights:
             raise UserError(
                 f"{file}: tensor {key!r} is not lora_A or lora_B of a linear layer of this model"

@@ -86,7 +86,8 @@ BAD = {
     "GGUF version 50331648; supported are 2 and": file_of(version=3 << 24),
     "k has the type 13; supported are 0 to 12": file_of(value("k", 13, "")),
     "k is an array of type 9; supported are numbers": file_of(value("k", 9, "IQ", 9, 1)),
-    "tensor t has the type 16; supported are F32,": file_of(tensors=[("t", (256,), 16, 0)]),
+    "tensor t has the type IQ2_XXS; supported are F32,": file_of(tensors=[("t", (256,), 16, 0)]),
+    "tensor t has the type 99; supported are F32,": file_of(tensors=[("t", (256,), 99, 0)]),
 }
 
 
