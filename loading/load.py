@@ -24,7 +24,7 @@ from loading.config import (
     read_llama_config,
     read_token_ids,
 )
-from loading.gguf import GGUF, read_gguf
+from loading.gguf import GGUF, SPLIT_NAME, read_gguf
 from loading.gguf_model import read_block_formats, read_gguf_config, read_gguf_tensors
 from loading.lora import merge_lora, read_adapter
 from model import GPT, GPTConfig, Model
@@ -127,7 +127,7 @@ class Source:
 
 
 PICKLE_HINT = (
-    "; pytorch_model.bin is a pickle, which can execute any code, so it is not loaded: convert it"
+    "; its .bin files are pickles, which can execute any code, so they are not loaded: convert them"
     " with transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
 )
 
@@ -144,7 +144,7 @@ def resolve_source(name) -> Source:
     """Resolve a model's name to its source.
 
     In this order: a directory, a GGUF file, a GGUF file in a Python package, a model on the hub, a
-    preset.
+    preset. A directory without a config.json may hold one model in a GGUF file, or in its splits.
 
     name: a string or a path; a Source is returned unchanged. Raises UserError for any other name.
     """
@@ -152,8 +152,9 @@ def resolve_source(name) -> Source:
         return name
     name = str(name)
     if os.path.isdir(name):
-        return Source("directory", name)
-    if name.endswith(".gguf"):
+        file = None if is_file(Path(name) / "config.json") else find_gguf(Path(name))
+        return Source("gguf", str(file)) if file else Source("directory", name)
+    if name.lower().endswith(".gguf"):
         return Source("gguf", name)
     if name in PACKAGES:
         return Source("gguf", find_package_file(name), name)
@@ -171,6 +172,28 @@ def resolve_source(name) -> Source:
         f"unknown model {name!r}: give a directory with config.json and model.safetensors,"
         f" a file that ends in .gguf, {allowed}"
     )
+
+
+def find_gguf(directory: Path) -> Path | None:
+    """Return the GGUF file of a directory, or the first of its splits; None if it has none.
+
+    llama.cpp's image encoders, mmproj-*, are ignored. Raises UserError if there are several models.
+    """
+    files = []
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        raise UserError(f"{directory}: {error.strerror}") from None
+    for name in names:
+        split = SPLIT_NAME.fullmatch(name)
+        is_later = split and int(split[2]) > 1
+        is_other = is_later or name.lower().startswith("mmproj")
+        if name.lower().endswith(".gguf") and not is_other and is_file(directory / name):
+            files.append(directory / name)
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:5]) + ", ..." * (len(files) > 5)
+        raise UserError(f"{directory}: {len(files)} GGUF models; give the path of one: {names}")
+    return files[0] if files else None
 
 
 def find_package_file(name: str) -> str:

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -245,6 +246,84 @@ def test_a_file_that_becomes_shorter_while_it_is_read(made):
     assert refused(load_model, source) == f"{file}: truncated while it was read"
     file.unlink()
     assert refused(load_model, source) == f"{file}: No such file or directory"
+
+
+def split_in(file, directory, count=3, **changes) -> list[Path]:
+    """Write a file again in several parts. changes: keys of the last part, such as split_no."""
+    directory.mkdir()
+    names = list(resolve_source(file).gguf.tensors)
+    parts = []
+    for number in range(count):
+        kept = {names[-number]} if number else {*names[: -(count - 1)]}
+        others = dict.fromkeys({*names} - kept)
+        values = {"split.no": number, "split.count": count, "split.tensors.count": len(names)}
+        if number == count - 1:
+            values |= {key.replace("_", "."): value for key, value in changes.items()}
+        to = directory / f"m-{number + 1:05}-of-{count:05}.gguf"
+        parts.append(edited(file, to, values=values, tensors=others))
+    return parts
+
+
+def test_a_model_in_several_files(made, tmp_path):
+    """Any part names it; so does a directory that holds nothing else."""
+    from loading.gguf import read_split
+
+    model, file = made("qwen3")
+    directory = tmp_path / "parts"
+    parts = split_in(file, directory)
+    assert [len(read_split(part).tensors) for part in parts][1:] == [1, 1]
+    (directory / "mmproj-m.gguf").touch()
+    for name in (*parts, directory):
+        ours = loaded(name)
+        for key, weight in model.named_parameters():
+            assert torch.equal(ours.get_parameter(key), weight)
+    parts[1].unlink()
+    assert refused(load_model, parts[0]) == f"{parts[1]}: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"split_no": 0}, "split.no and split.count (0, 3): must be (2, 3)"),
+        ({"split_count": 4}, "split.no and split.count (2, 4): must be (2, 3)"),
+        ({"split_no": None}, "split.no and split.count (None, 3): must be (2, 3)"),
+    ],
+)
+def test_parts_that_do_not_belong_together(made, tmp_path, changes, words):
+    _, file = made("qwen3")
+    parts = split_in(file, tmp_path / "parts", **changes)
+    assert refused(load_model, parts[0]) == f"{parts[2]}: {words}"
+
+
+def test_parts_with_one_tensor_twice(made, tmp_path):
+    from loading.gguf import read_split
+
+    _, file = made("qwen3")
+    first, second = split_in(file, tmp_path / "parts", count=2)
+    name = next(iter(resolve_source(second).gguf.tensors.keys() - read_split(first).tensors.keys()))
+    edited(file, first, values={"split.count": 2, "split.no": 0})
+    assert (
+        refused(load_model, first) == f"{second}: duplicate tensor {name}, also in an earlier split"
+    )
+
+
+def test_a_directory_with_a_file(made, tiny_llama, tmp_path):
+    _, file = made("qwen3")
+    directory = tmp_path / "model"
+    directory.mkdir()
+    shutil.copy(file, directory / "Model.GGUF")
+    source = resolve_source(directory)
+    assert (source.type, source.name) == ("gguf", str(directory / "Model.GGUF"))
+    assert resolve_source(source.name).type == "gguf"
+    loaded(directory)
+    shutil.copy(file, directory / "b.gguf")
+    words = "2 GGUF models; give the path of one: Model.GGUF, b.gguf"
+    assert refused(resolve_source, directory) == f"{directory}: {words}"
+    save_model(tiny_llama(dtype=torch.float32), directory)  # then it is in Hugging Face's form
+    assert resolve_source(directory).type == "directory"
+    (directory / "model.safetensors").unlink()
+    words = "no model.safetensors in this directory; give the path of one of its GGUF files"
+    assert refused(load_model, directory) == f"{directory}: {words}"
 
 
 def test_a_name_without_a_file(cli, tmp_path):

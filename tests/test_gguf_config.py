@@ -102,7 +102,7 @@ def test_other_keys_that_are_wrong(made, tmp_path):
     assert config_of(file) == config
     ends = "tokenizer.ggml.eos_token_id"
     for values, words in (
-        ({"split.count": 3}, "split.count is 3; supported is 0 or 1"),
+        ({"split.count": 3}, "split.count 3: must be 0, 1, or N for files named"),
         ({ends: 61}, f"{ends} [61]: must be an id below 61"),
         ({ends: None}, f"{ends} []: must be an id below 61"),
         ({"tokenizer.ggml.bos_token_id": 99}, "bos_token_id 99: must be an id below 61"),
