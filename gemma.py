@@ -70,6 +70,9 @@ class Gemma(Llama):
         "mlp_norm": ("layers.*.pre_feedforward_layernorm", "blk.*.ffn_norm"),
         "down_norm": ("layers.*.post_feedforward_layernorm", "blk.*.post_ffw_norm"),
     }
+    # Names of the image-text model, Gemma3ForConditionalGeneration.
+    KEY_MAPPING = ((r"^(model\.)?language_model\.(model\.)?", "model."),)
+    SKIP_PREFIXES = ("vision_tower", "multi_modal_projector")
     BLOCK = GemmaBlock
     NORM = GemmaNorm
 

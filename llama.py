@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE, with their changes to GPT-2.
+"""The forward pass of Llama, Mistral, Mixtral, Qwen2 and Qwen3, with their changes to GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
@@ -29,7 +29,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The configuration of a mixture of experts: Qwen3-MoE."""
+    """The configuration of a mixture of experts: Qwen3-MoE and Mixtral."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -271,6 +271,12 @@ class Llama(Model):
     }
     BASE_MODEL_PREFIX = "model."
     IGNORED_SUFFIXES = ("lm_head.weight", "rotary_emb.inv_freq")  # tied head, old buffers
+    KEY_MAPPING = (  # Mixtral's
+        (r"\.block_sparse_moe\.", ".mlp."),
+        (r"(\.mlp\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+        (r"(\.mlp\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+        (r"(\.mlp\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+    )
     BLOCK = Block
     NORM = RMSNorm
 

@@ -122,7 +122,9 @@ class Model(nn.Module):
     ROLES: role -> the layer's name here and in Hugging Face's files, and its name in GGUF files; *
     is the block's number. BASE_MODEL_PREFIX: optional prefix of names in Hugging Face's files.
     TRANSPOSED: roles of matrices that these files store as (in, out). IGNORED_SUFFIXES: suffixes of
-    tensors in some of these files that nothing reads.
+    tensors in some of these files that nothing reads. KEY_MAPPING: patterns of other names in
+    some files, with their replacements. SKIP_PREFIXES: parts of larger models that these files may
+    also hold.
     """
 
     runner = TorchRunner()  # the backend: passes with a KV cache, and sampling
@@ -132,6 +134,16 @@ class Model(nn.Module):
     BASE_MODEL_PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()
     IGNORED_SUFFIXES: tuple[str, ...] = ()
+    KEY_MAPPING: tuple[tuple[str, str], ...] = ()
+    SKIP_PREFIXES: tuple[str, ...] = ()
+
+    def map_key(self, name: str) -> str | None:
+        """Return the canonical name of a tensor in a file; None for a part that is not loaded."""
+        if name.removeprefix("model.").startswith(tuple(f"{part}." for part in self.SKIP_PREFIXES)):
+            return None
+        for pattern, replacement in self.KEY_MAPPING:
+            name = re.sub(pattern, replacement, name)
+        return name
 
     def path(self, role: str, *numbers: int) -> str:
         """Return the name of the layer with this role. numbers: of its block and expert, if any."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from errors import UserError
 from loading.checkpoint import read_json
-from loading.config import SPECIAL_TOKEN_NAMES
+from loading.config import read_special_tokens
 from loading.gguf_tokenizer import read_gguf_template
 from loading.load import Source
 
@@ -34,13 +34,7 @@ def read_chat_template(
             entries = [entry for entry in text if isinstance(entry, dict)]
             chosen = [entry for entry in entries if entry.get("name") == name]
             text = chosen[0].get("template") if chosen else None
-    special_tokens = {}
-    for token_name in SPECIAL_TOKEN_NAMES:
-        token = config.get(f"{token_name}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            special_tokens[f"{token_name}_token"] = token
-    return (file, text, special_tokens) if isinstance(text, str) else None
+    return (file, text, read_special_tokens(source)) if isinstance(text, str) else None
 
 
 def read_text(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Model configurations in Hugging Face's `config.json`."""
+"""Model configurations in Hugging Face's JSON files."""
 
 import dataclasses
 import reprlib
@@ -8,7 +8,7 @@ from cache import layer_sliding_windows
 from errors import UserError
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig, RopeScaling
-from loading.checkpoint import check_values
+from loading.checkpoint import check_values, read_json
 from model import GPTConfig
 
 
@@ -137,8 +137,13 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "n_inner": ("intermediate_size", 10**6),
     "head_dim": ("head_dim", 1000),
 }
+LLAMA_DEFAULTS = {  # by model_type, for missing or null keys whose default is not a Llama's
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3": {"head_dim": 128},
+}
 LLAMA_SUPPORTED_VALUES = {  # values that the forward pass supports
-    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral"),
+    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -175,17 +180,20 @@ UNIFORM_SLIDING = ("Mistral", "Qwen3Moe")  # with the same window in all layers,
 def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer in a config.json, () if no layer has one.
 
-    A Mistral has it in each layer, a Qwen3-MoE too if use_sliding_window is true. Another Qwen then
-    has it in the layers that layer_types names, or from layer max_window_layers on. A Gemma has it
-    in the layers that layer_types names, or in all but every sixth. Raises UserError for other
-    layer types.
+    A Mistral or Mixtral has it in each layer, a Qwen3-MoE too if use_sliding_window is true.
+    Another Qwen then has it in the layers that layer_types names, or from layer max_window_layers
+    on. A Gemma has it in the layers that layer_types names, or in all but every sixth. Raises
+    UserError for other layer types.
     """
     model_type = raw.get("model_type")
     use_sliding_window = raw.get("use_sliding_window")  # Qwen only
-    is_uniform = model_type == "mistral" or (model_type == "qwen3_moe" and use_sliding_window)
+    is_uniform = model_type in ("mistral", "mixtral") or (
+        model_type == "qwen3_moe" and use_sliding_window
+    )
     allowed = (FULL_ATTENTION,)  # layer types that are supported
     defaults = [FULL_ATTENTION] * n_layer
-    if raw.get("sliding_window", 4096) is not None:
+    # transformers gives a Mixtral no sliding window if the key is missing.
+    if raw.get("sliding_window", None if model_type == "mixtral" else 4096) is not None:
         if is_uniform:
             allowed = (SLIDING_ATTENTION,)
             defaults = [SLIDING_ATTENTION] * n_layer
@@ -200,7 +208,7 @@ def read_sliding_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | Non
                 FULL_ATTENTION if layer < max_window_layers else SLIDING_ATTENTION
                 for layer in range(n_layer)
             ]
-        elif model_type == "gemma3_text":
+        elif model_type in ("gemma3_text", "gemma3"):
             allowed = (FULL_ATTENTION, SLIDING_ATTENTION)
             pattern = {"pattern": ("sliding_window_pattern", 1000)}
             pattern = read_sizes(file, raw, pattern, {"pattern": GEMMA_SLIDING_WINDOW_PATTERN})
@@ -231,10 +239,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     check_values(file, raw, LLAMA_SUPPORTED_VALUES)
     model_type = raw.get("model_type")
     has_qk_norm = model_type in ("qwen3", "qwen3_moe")
-    if model_type == "mistral":
-        raw = {"num_key_value_heads": 8} | raw
-    if model_type == "qwen3":
-        raw = {"head_dim": 128} | raw  # as in transformers; a Llama's default depends on n_embd
+    raw = LLAMA_DEFAULTS.get(model_type, {}) | raw
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
     rope = raw.get(key, {})
     if not isinstance(rope, dict):
@@ -256,11 +261,12 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         qkv_bias=model_type == "qwen2",
         qk_norm=has_qk_norm,
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        experts=read_experts(file, raw, fields["n_layer"]) if model_type == "qwen3_moe" else None,
+        experts=read_experts(file, raw, fields) if model_type in MOE_MODEL_TYPES else None,
         sliding_windows=read_sliding_windows(file, original, fields["n_layer"]),
     )
 
 
+MOE_MODEL_TYPES = ("qwen3_moe", "mixtral")
 EXPERTS_SIZES = {  # field of ExpertsConfig -> its key, and the largest value read
     "num_experts": ("num_experts", 1000),
     "num_experts_per_tok": ("num_experts_per_tok", 1000),
@@ -280,8 +286,19 @@ def read_expert_sizes(
     return fields
 
 
-def read_experts(file: Path, raw: dict, n_layer: int) -> ExpertsConfig:
-    """Return the ExpertsConfig of a Qwen3-MoE. Raises UserError for invalid values."""
+def read_experts(file: Path, raw: dict, sizes: dict) -> ExpertsConfig:
+    """Return the ExpertsConfig of a Qwen3-MoE or a Mixtral. Raises UserError for invalid values.
+
+    sizes: fields of the LlamaConfig.
+    """
+    if raw["model_type"] == "mixtral":  # experts in all layers, each as wide as a dense MLP
+        names = {
+            "num_experts": ("num_local_experts", 1000),
+            "num_experts_per_tok": EXPERTS_SIZES["num_experts_per_tok"],
+        }
+        fields = read_expert_sizes(file, raw, names, {"num_experts": 8, "num_experts_per_tok": 2})
+        return ExpertsConfig(**fields, n_inner=sizes["n_inner"], norm_topk_prob=True)
+    n_layer = sizes["n_layer"]
     check_values(file, raw, {"norm_topk_prob": (False, True)})
     if "num_experts" not in raw and "num_local_experts" in raw:  # as transformers 5 writes it
         raw = raw | {"num_experts": raw["num_local_experts"]}
@@ -317,6 +334,8 @@ def llama_to_dict(config: LlamaConfig) -> dict:
         raise UserError(
             "the model cannot be saved: config.json has no key for the rope_freqs of a GGUF file"
         )
+    if config.experts and not config.qk_norm:
+        raise UserError("the model cannot be saved: writing a Mixtral is not supported")
     scaling = config.rope_scaling
     model_type = name.lower()
     experts = {}
@@ -371,6 +390,31 @@ GEMMA_SUPPORTED_VALUES = {  # values that the forward pass supports
     "tie_word_embeddings": (True, False),
 }
 GEMMA_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "eos_token_id": 1, "bos_token_id": 2}
+# Defaults of a text_config: transformers writes only values that differ.
+GEMMA_TEXT_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131072,
+}
+
+
+def read_text_config(file: Path, raw: dict) -> dict:
+    """Return the config.json of a multimodal model's language model.
+
+    BOS and EOS ids, weight tying and quantisation are taken from the top level. Raises UserError if
+    the language model is missing.
+    """
+    if raw.get("model_type") != "gemma3":
+        return raw
+    text_config = raw.get("text_config")
+    if not isinstance(text_config, dict):
+        raise UserError(f"{file}: text_config {reprlib.repr(text_config)}: must be an object")
+    keys = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
+    top_level = {key: raw[key] for key in keys if raw.get(key) is not None}
+    return GEMMA_TEXT_DEFAULTS | text_config | top_level | {"model_type": "gemma3"}
 
 
 def read_object(file: Path, raw: dict, key: str) -> dict:
@@ -434,5 +478,54 @@ def gemma_to_dict(config: GemmaConfig) -> dict:
     }
 
 
-# Special tokens that tokenizer_config.json may name, each as NAME_token. A template may use them.
+# Special tokens that a file may name, each as NAME_token. A chat template may use them.
 SPECIAL_TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+def read_special_tokens(source) -> dict[str, str]:
+    """Return the special tokens that a model's files name, such as "eos_token": "</s>".
+
+    As in transformers, tokenizer_config.json names them. special_tokens_map.json overrides it,
+    unless tokenizer_config.json lists added tokens, as newer files do. source: a `Source`.
+    Raises UserError for a file that cannot be read.
+    """
+    config = read_model_json(source, "tokenizer_config.json")
+    files = [config]
+    if "added_tokens_decoder" not in config:
+        files.append(read_model_json(source, "special_tokens_map.json"))
+    tokens = {}
+    for raw in files:
+        for name in SPECIAL_TOKEN_NAMES:
+            token = raw.get(f"{name}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                tokens[f"{name}_token"] = token
+    return tokens
+
+
+def read_model_json(source, name: str) -> dict:
+    """Return the object in one of a model's JSON files, {} if the file is missing."""
+    file = source.find(name)
+    return read_json(file) if file else {}
+
+
+def find_eos_token_id(source) -> int | None:
+    """Return the id of the EOS token that the tokenizer's files name; None if they name none.
+
+    vLLM stops at it too, because some models name it nowhere else. Raises UserError as
+    `read_special_tokens`.
+    """
+    eos_token = read_special_tokens(source).get("eos_token")
+    if eos_token is None:
+        return None
+    listed = read_model_json(source, "tokenizer_config.json").get("added_tokens_decoder")
+    for id, token in listed.items() if isinstance(listed, dict) else ():
+        if isinstance(token, dict) and token.get("content") == eos_token and id.isdecimal():
+            return int(id)
+    raw = read_model_json(source, "tokenizer.json")
+    for token in raw.get("added_tokens") or ():
+        if isinstance(token, dict) and token.get("content") == eos_token:
+            return token.get("id")
+    model = raw.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return vocabulary.get(eos_token) if isinstance(vocabulary, dict) else None

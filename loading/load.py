@@ -5,23 +5,33 @@ import functools
 import importlib.metadata
 import os
 import re
+import reprlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from errors import UserError, catch_out_of_memory
+from errors import UserError, catch_out_of_memory, warn_once
 from gemma import Gemma, GemmaConfig
 from llama import Llama, LlamaConfig
-from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
+from loading.checkpoint import (
+    check_values,
+    has_tensors,
+    read_json,
+    read_tensors,
+    weights_differ,
+    write_checkpoint,
+)
 from loading.config import (
+    find_eos_token_id,
     gemma_to_dict,
     gpt_to_dict,
     llama_to_dict,
     read_gemma_config,
     read_gpt_config,
     read_llama_config,
+    read_text_config,
     read_token_ids,
 )
 from loading.gguf import GGUF, SPLIT_NAME, read_gguf
@@ -281,9 +291,11 @@ class Architecture:
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_to_dict)
 LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_to_dict)
 GEMMA3 = Architecture(Gemma, GemmaConfig, read_gemma_config, gemma_to_dict)
-LLAMA_MODEL_TYPES = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral"
+LLAMA_MODEL_TYPES = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"
 # By the model_type of config.json.
-ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3} | dict.fromkeys(LLAMA_MODEL_TYPES, LLAMA)
+ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3, "gemma3": GEMMA3} | dict.fromkeys(
+    LLAMA_MODEL_TYPES, LLAMA
+)
 
 
 def get_architecture(config) -> Architecture:
@@ -299,25 +311,46 @@ def load_config(name):
     if source.type == "gguf":
         return read_gguf_config(source.gguf)
     file = source.file("config.json")
-    raw = read_json(file)
+    raw = read_text_config(file, read_json(file))
     model_type = raw.get("model_type")
     check_values(file, {"model_type": model_type}, {"model_type": tuple(ARCHITECTURES)})
+    check_unquantized(file, raw)
+    read_config = ARCHITECTURES[model_type].read_config
+    # If config.json has no EOS id, use a placeholder until vocab_size is known.
+    has_eos = raw.get("eos_token_id") is not None
     # Chat models list additional EOS ids here.
     generation = source.find("generation_config.json")
     generation_eos = read_json(generation).get("eos_token_id") if generation else None
-    read_config = ARCHITECTURES[model_type].read_config
-    if generation_eos is None:
+    tokenizer_eos_id = find_eos_token_id(source)
+    if generation_eos is None and tokenizer_eos_id is None:
         return read_config(file, raw)
-    # If config.json has no EOS id, use a placeholder until vocab_size is known.
-    has_eos = raw.get("eos_token_id") is not None
     config = read_config(file, raw if has_eos else raw | {"eos_token_id": 0})
-    extra_ids = read_token_ids(
-        generation, {"eos_token_id": generation_eos}, "eos_token_id", config.vocab_size, None
-    )
+    extra_ids = ()
+    if generation_eos is not None:
+        extra_ids = read_token_ids(
+            generation, {"eos_token_id": generation_eos}, "eos_token_id", config.vocab_size, None
+        )
+    if type(tokenizer_eos_id) is int and 0 <= tokenizer_eos_id < config.vocab_size:
+        extra_ids = (*extra_ids, tokenizer_eos_id)
     if not has_eos:
-        config = read_config(file, raw | {"eos_token_id": list(extra_ids)})
+        config = read_config(file, raw | {"eos_token_id": list(extra_ids)} if extra_ids else raw)
     ids = dict.fromkeys([*config.eos_token_ids, *extra_ids])
     return dataclasses.replace(config, eos_token_ids=tuple(ids))
+
+
+def check_unquantized(file: Path, raw: dict) -> None:
+    """Raise UserError for a config.json of quantised weights: fp8, GPTQ, AWQ and others.
+
+    Such weights need their scales, which are not read.
+    """
+    for key in ("quantization_config", "compression_config"):
+        if quantization := raw.get(key):
+            quantization = (
+                quantization if isinstance(quantization, dict) else {"quant_method": quantization}
+            )
+            method = reprlib.repr(quantization.get("quant_method", quantization.get("quant_type")))
+            instead = "use the unquantised model, or a GGUF file of it"
+            raise UserError(f"{file}: {key}: quant_method {method} is not supported; {instead}")
 
 
 def load_model(
@@ -334,7 +367,7 @@ def load_model(
     line, for any other name, for a model that cannot be read, and if memory runs out.
     """
     source = resolve_source(name)
-    model = empty_model(load_config(source))
+    model = initialize_model(source)
     lora_weights = read_adapter(adapter, model)
     chunks = merge_lora(weights_iterator(source, model, dtype, device), lora_weights)
     return load_weights(model, chunks, source, dtype, device, lora_weights)
@@ -344,6 +377,26 @@ def empty_model(config) -> Model:
     """Build a model on the meta device: weights with shapes, but no data."""
     with torch.device("meta"):
         return get_architecture(config).model(config)
+
+
+def initialize_model(source: Source) -> Model:
+    """Build the empty model of a source. Raises UserError.
+
+    If config.json ties the head to the embedding, but the files have another head, the files win,
+    as in transformers. A warning reports it.
+    """
+    config = load_config(source)
+    model = empty_model(config)
+    if not config.tie_word_embeddings or source.type not in ("directory", "hub"):
+        return model
+    files = source.weight_files()
+    if not weights_differ(files, model.map_key, model.path("embedding"), "lm_head"):
+        return model
+    other = f"{files[0].parent}: lm_head.weight differs from the embedding"
+    if not any(field.name == "tie_word_embeddings" for field in dataclasses.fields(config)):
+        raise UserError(f"{other}; a {type(model).__name__} has one matrix for both")
+    warn_once(f"{other}, though tie_word_embeddings is true: used untied, as in transformers")
+    return empty_model(dataclasses.replace(config, tie_word_embeddings=False))
 
 
 def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -> Iterator[tuple]:
@@ -358,8 +411,15 @@ def weights_iterator(source: Source, model: Model, dtype: torch.dtype, device) -
         return read_gguf_tensors(source.gguf, model, quantisation_of(dtype) is BLOCKS)
     transposed = {key for key in shapes if model.is_transposed(key)}
     files = source.weight_files()
+    if skipped := {name for name in model.SKIP_PREFIXES if has_tensors(files, name)}:
+        parts = " and ".join(sorted(skipped))
+        warn_once(
+            f"{files[0].parent}: tensors of {parts} are ignored; only text generation is supported"
+        )
     skip = model.IGNORED_SUFFIXES
-    return read_tensors(files, shapes, model.BASE_MODEL_PREFIX, skip, transposed)
+    return read_tensors(
+        files, shapes, model.BASE_MODEL_PREFIX, skip, transposed, map_key=model.map_key
+    )
 
 
 def load_weights(

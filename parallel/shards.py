@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 from errors import UserError
-from loading.load import empty_model, load_config, load_weights, resolve_source, weights_iterator
+from loading.load import initialize_model, load_weights, resolve_source, weights_iterator
 from loading.lora import merge_lora, read_adapter
 from model import Model
 from parallel.ranks import TensorParallelGroup, TensorParallelRunner
@@ -35,7 +35,7 @@ def load_shard(
     them.
     """
     source = resolve_source(name)
-    model = empty_model(load_config(source))
+    model = initialize_model(source)
     plan = ShardPlan(
         model, tp_group, tp_group.parallel_mode if dtype.is_floating_point else "gather"
     )
