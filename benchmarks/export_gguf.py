@@ -24,6 +24,7 @@ PRE_TOKENIZERS = {  # our name -> llama.cpp's name
     "GPT-2": "gpt-2",
     "Llama 3": "llama-bpe",
     "Qwen2": "qwen2",
+    "Tekken": "tekken",
 }
 
 
@@ -70,7 +71,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         writer.add_layer_norm_eps(config.norm_eps)
     if architecture == "gemma3":
         add_gemma(writer, config)
-    if architecture == "qwen3moe":
+    if architecture != "gpt2" and config.experts:
         writer.add_expert_count(config.experts.num_experts)
         writer.add_expert_used_count(config.experts.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.experts.n_inner)
@@ -114,7 +115,12 @@ def gguf_architecture(config) -> str:
         check_gemma(config)
         return "gemma3"
     if experts:
-        return "qwen3moe"
+        if not config.qk_norm and experts.n_inner != config.n_inner:
+            width = f"the experts' n_inner is {experts.n_inner}"
+            raise UserError(
+                f"the model cannot be exported: {width}; llama.cpp needs {config.n_inner}"
+            )
+        return "qwen3moe" if config.qk_norm else "llama"
     return "qwen3" if config.qk_norm else "llama"
 
 
@@ -152,13 +158,20 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
     raw = read_json(tokenizer)
     supported = {"model.byte_fallback": (None, False), "normalizer": (None, {"type": "NFC"})}
     check_nested_values(tokenizer, raw, supported)
-    added = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
+    listed = raw.get("added_tokens") or []
+    added = {token["content"]: token["id"] for token in listed}
+    special = {token["content"] for token in listed if token.get("special")}
     ids = raw["model"]["vocab"] | added
     tokens = [f"<unused {token}>" for token in range(config.vocab_size)]
     token_types = [gguf.TokenType.UNUSED] * config.vocab_size
     for text, token in ids.items():
         tokens[token] = text
-        token_types[token] = gguf.TokenType.CONTROL if text in added else gguf.TokenType.NORMAL
+        if text in special:
+            token_types[token] = gguf.TokenType.CONTROL
+        elif text in added:
+            token_types[token] = gguf.TokenType.USER_DEFINED
+        else:
+            token_types[token] = gguf.TokenType.NORMAL
     merges = raw["model"]["merges"]
     writer.add_tokenizer_model("gpt2")  # byte-level BPE
     writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer, raw["pre_tokenizer"]))

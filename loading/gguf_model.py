@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from errors import UserError
+from errors import UserError, warn_once
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
 from loading.checkpoint import check_values, read_bytes
@@ -100,11 +100,13 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         supported |= {"rope.scaling.type": ("none",), "rope.scaling.factor": (1,)}
         supported["attention.sliding_window"] = (0,)  # llama.cpp omits a Mistral's
     experts = None
-    if architecture == "qwen3moe":
-        experts = read_experts(gguf, fields)
+    is_mixtral = architecture == "llama" and raw.get("llama.expert_count", 0) != 0
+    if architecture == "qwen3moe" or is_mixtral:
+        experts = read_experts(gguf, architecture, fields)
     else:
         supported["expert_count"] = (0,)
     check_values(file, raw, {f"{architecture}.{key}": each for key, each in supported.items()})
+    warn_assumed(gguf, architecture)
     eos_id = fields["eos_token_ids"][0]
     bos = read_token_ids(file, raw, "tokenizer.ggml.bos_token_id", fields["vocab_size"], eos_id)
     epsilon = f"{architecture}.attention.layer_norm_rms_epsilon"
@@ -121,6 +123,21 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         tie_word_embeddings="output.weight" not in gguf.tensors,
         experts=experts,
     )
+
+
+def warn_assumed(gguf: GGUF, architecture: str) -> None:
+    """Warn of assumptions where converters write no key: sliding windows and RoPE scaling.
+
+    A Qwen2 may have a sliding window in its config.json. So may a Mistral, whose GGUF architecture
+    is llama, so only its name tells. llama.cpp assumes the same.
+    """
+    names = [str(gguf.metadata.get(f"general.{key}", "")) for key in ("name", "basename")]
+    is_mistral = architecture == "llama" and any("mistral" in name.lower() for name in names)
+    keys = [f"{architecture}.attention.sliding_window", f"{architecture}.rope.scaling.type"]
+    lacking = [key for key in keys if key not in gguf.metadata]
+    if lacking and (architecture == "qwen2" or is_mistral):
+        keys = " and ".join(lacking)
+        warn_once(f"{gguf.file}: no {keys}: assuming no sliding window and no RoPE scaling")
 
 
 def gemma_config(gguf: GGUF, architecture: str, fields: dict) -> GemmaConfig:
@@ -171,14 +188,16 @@ def read_sliding_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
     return tuple(window if slides else None for slides in layers) if any(layers) else ()
 
 
-def read_experts(gguf: GGUF, sizes: dict) -> ExpertsConfig:
+def read_experts(gguf: GGUF, architecture: str, sizes: dict) -> ExpertsConfig:
     """Return the experts of all layers. No key says norm_topk_prob: llama.cpp sets it.
 
     sizes: fields of the LlamaConfig. Raises UserError if a layer's tensors have other shapes,
     because building a model of the size that false metadata claims would take minutes.
     """
-    names = prefixed(EXPERTS_SIZES, "qwen3moe")
-    fields = read_expert_sizes(gguf.file, gguf.metadata, names, {})
+    # A Mixtral's file has no key for the width of experts, which is a dense MLP's.
+    defaults = {"n_inner": sizes["n_inner"]} if architecture == "llama" else {}
+    names = prefixed(EXPERTS_SIZES, architecture)
+    fields = read_expert_sizes(gguf.file, gguf.metadata, names, defaults)
     router = fields["num_experts"], sizes["n_embd"]
     expert = fields["num_experts"], fields["n_inner"], sizes["n_embd"]
     for layer in range(sizes["n_layer"]):
