@@ -267,6 +267,7 @@ def read_gguf_tensors(
         names.setdefault(gguf_name(model, key), []).append(key)
     ignored = {ROPE_FREQS} if has_interleaved_rope(gguf) else set()
     if model.config.tie_word_embeddings:
+        check_head(gguf)
         ignored.add("output.weight")
     for name in gguf.tensors:
         if name not in names and name not in ignored:
@@ -275,6 +276,29 @@ def read_gguf_tensors(
         count = (len(keys),) if is_stacked(model, keys[0]) else ()
         check_tensor(gguf, name, (*count, *model.get_parameter(keys[0]).shape))
     return iterate_tensors(gguf, model, names, keep_quantized)
+
+
+def check_head(gguf: GGUF) -> None:
+    """Raise UserError if a file's head is not a copy of the embedding.
+
+    Only a GPT-2, whose head is always tied, can fail. Older files have a copy of the embedding,
+    which may be of another type. Then a difference within rounding is accepted.
+    """
+    names = ["output.weight", "token_embd.weight"]
+    if names[0] not in gguf.tensors:
+        return
+    head, embedding = (get_tensor(gguf, name) for name in names)
+    check_tensor(gguf, names[0], embedding.shape)
+    check_tensor(gguf, names[1], embedding.shape)
+    rounding = 0 if head.type == embedding.type else 0.3
+    rows, width = embedding.shape
+    height = max(1, CHUNK_BYTES // (4 * width))
+    for start in range(0, rows, height):
+        stop = min(start + height, rows)
+        one, other = (read_rows(gguf, tensor, start, stop).float() for tensor in (head, embedding))
+        if (one - other).norm() > rounding * other.norm():
+            reason = f"{names[0]} differs from {names[1]}; a GPT-2 has one matrix for both"
+            raise UserError(f"{gguf.file}: {reason}")
 
 
 def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
