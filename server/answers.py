@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from errors import UserError
 from server.allowed import AllowedTokensTracker
 from server.backend import EngineDead, GenerateInput, QueueFull, Update
-from server.protocol import APIError, GenerationRequest
+from server.protocol import IGNORED_HEADER, APIError, GenerationRequest
 from server.served import ServedModel
 
 MAX_CHUNK_BYTES = 2**16  # bytes
@@ -43,6 +43,13 @@ async def with_cancellation(request: Request, handler: Coroutine[None, None, Res
     finally:
         handler_task.cancel()
         disconnect_task.cancel()
+
+
+def with_ignored_fields(response: Response, fields: list[str]) -> Response:
+    """Name the request's ignored fields in a response header."""
+    if fields:
+        response.headers[IGNORED_HEADER] = ", ".join(fields)
+    return response
 
 
 def split_chunks(data: bytes) -> Iterator[bytes]:
@@ -119,6 +126,11 @@ class ResponseBuilder:
             "created": int(time.time()),
             "model": body.model or served.name,
         }
+
+    @property
+    def ignored(self) -> list[str]:
+        """Return the names of the request's fields that are accepted but ignored."""
+        return self.body.ignored
 
     def choice(self, index: int, update: Update) -> dict:
         """Return a choice of the response. update: its whole output."""

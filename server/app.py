@@ -20,7 +20,7 @@ from server import chat_completions, completions
 from server.answers import api_error
 from server.backend import EngineDead, QueueFull, RequestFailed
 from server.live import FrameStream
-from server.protocol import APIError
+from server.protocol import IGNORED_HEADER, APIError
 from server.served import ServedModel
 
 HERE = Path(__file__).parent
@@ -198,7 +198,7 @@ def make_app(
     if origins:  # outermost, because browsers send preflight requests without a key
         # Browsers send a preflight request for a public page that calls a private network.
         allowed = {"allow_methods": ["*"], "allow_headers": ["*"], "allow_private_network": True}
-        shown = {"expose_headers": ["Retry-After"]}
+        shown = {"expose_headers": ["Retry-After", IGNORED_HEADER]}
         app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed, **shown)
     return app
 

@@ -1,6 +1,7 @@
 """OpenAI's chat completions (/v1/chat/completions)."""
 
 import asyncio
+import functools
 import secrets
 import string
 import uuid
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from server.allowed import AllowedTokens
-from server.answers import ResponseBuilder, with_cancellation
+from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
 from server.backend import GenerateInput, Update
 from server.protocol import ChatRequest
 from server.served import ServedModel
@@ -53,7 +54,7 @@ async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Resp
     )
     updates = served.backend.generate(inputs, matcher)
     builder = ChatCompletionBuilder(body, served, inputs, updates, chat.tool_format)
-    return await builder.to_response()
+    return with_ignored_fields(await builder.to_response(), builder.ignored)
 
 
 class ChatCompletionBuilder(ResponseBuilder):
@@ -71,6 +72,10 @@ class ChatCompletionBuilder(ResponseBuilder):
         super().__init__(body, served, inputs, updates)
         self.tool_format = tool_format
         self.parsers: dict[int, ToolCallParser | None] = {}  # by choice, from its first update on
+
+    @functools.cached_property
+    def ignored(self) -> list[str]:
+        return self.served.variables(self.body)[1]
 
     def choice(self, index: int, update: Update) -> dict:
         message = self.parse_message(index, update)

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from server.allowed import AllowedTokens
-from server.answers import ResponseBuilder, with_cancellation
+from server.answers import ResponseBuilder, with_cancellation, with_ignored_fields
 from server.backend import GenerateInput, Update
 from server.protocol import CompletionRequest
 from server.served import ServedModel
@@ -26,6 +26,8 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     adapter = served.find_adapter(body.model)
     served.backend.admit(body.num_choices)  # before any work
     max_new_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if max_new_tokens == -1:
+        max_new_tokens = min(served.backend.config.block_size, body.max_tokens_limit(body.logprobs))
     params = body.to_sampling_params(max_new_tokens, body.logprobs)
     if body.echo:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
@@ -52,7 +54,7 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
         echoes = await asyncio.to_thread(list, map(served.decode, echoed))
         body.check_echo(echoes)
         builder.echoes = [text for text in echoes for _ in params]
-    return await builder.to_response()
+    return with_ignored_fields(await builder.to_response(), builder.ignored)
 
 
 class CompletionBuilder(ResponseBuilder):

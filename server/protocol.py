@@ -18,6 +18,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     WrapValidator,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -57,10 +58,48 @@ SILENTLY_IGNORED_FIELDS = frozenset(
         "metadata",
         "prediction",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "user",
     }
+)
+
+# Fields of the APIs of OpenAI, vLLM, llama.cpp and Ollama that do not change the output, with their
+# no-op values. Any other value is accepted, and a response header names the field.
+IGNORED_FIELDS = {
+    "cache_prompt": (True,),
+    "enable_thinking": (False,),
+    "guided_decoding_backend": (),
+    "id_slot": (-1,),
+    "keep_alive": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "moderation": (),
+    "priority": (0,),
+    "reasoning_effort": ("none",),
+    "request_id": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "think": (False,),
+    "timings_per_token": (False,),
+    "verbosity": ("medium",),
+}
+IGNORED_HEADER = "X-Ignored-Fields"
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# Synonyms across APIs. The error for an unknown one suggests the first that the request defines.
+SYNONYMS = (
+    (
+        "max_tokens",
+        "max_output_tokens",
+        "max_completion_tokens",
+        "max_length",
+        "max_new_tokens",
+        "n_predict",
+        "num_predict",
+    ),
+    ("repetition_penalty", "repeat_penalty"),
+    ("stop", "stop_sequences"),
 )
 
 # Unsupported fields of OpenAI's and vLLM's API, with the no-op values that are accepted.
@@ -78,39 +117,30 @@ UNSUPPORTED_FIELDS = {
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
-    "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
-    "kv_transfer_params": (),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": (),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "request_id": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "structural_tag": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "vllm_xargs": (),
+    "vllm_xargs": ({},),
     "web_search_options": (),
 }
 
@@ -221,7 +251,10 @@ class StrictModel(BaseModel):
             if name in names or name in cls.silently_ignored:
                 continue
             if name not in cls.no_op_values:
-                raise field_error(ascii(name[:100])[1:-1], describe_unknown_field(name, names))
+                raise field_error(
+                    ascii(name[:100])[1:-1],
+                    describe_unknown_field(name, names - IGNORED_FIELDS.keys()),
+                )
             if value is not None and value not in cls.no_op_values[name]:
                 hint = ": use structured_outputs" if name.startswith("guided_") else ""
                 raise field_error(name, f"is not supported{hint}")
@@ -236,9 +269,9 @@ def field_names(model: type[BaseModel]) -> set[str]:
 
 def describe_unknown_field(name: str, names: Iterable[str]) -> str:
     """Return the error for an unknown field, with the likely intended name."""
-    matches = difflib.get_close_matches(name[:100], names, 1)
-    if name == "max_completion_tokens" and "max_tokens" in names:  # closer names exist
-        matches = ["max_tokens"]
+    synonyms = next((group for group in SYNONYMS if name in group), ())
+    matches = [other for other in synonyms if other in names][:1]
+    matches = matches or difflib.get_close_matches(name[:100], names, 1)
     return "is not a field of this request" + "".join(
         f"; did you mean {other}?" for other in matches
     )
@@ -293,10 +326,15 @@ class RequestBody(StrictModel):
         return data
 
 
+def with_untyped_fields(base: type[StrictModel], names: Iterable[str]) -> type[StrictModel]:
+    """Return a model with further optional fields of any type."""
+    return create_model(base.__name__, __base__=base, **dict.fromkeys(names, (Any, None)))
+
+
 class StreamOptions(StrictModel):
     """Options for the events of a streamed response."""
 
-    no_op_values = {"include_obfuscation": (False,)}  # it hides event lengths
+    include_obfuscation: bool | None = None  # hides event lengths; not supported
     include_usage: bool | None = None  # in an additional last event
     continuous_usage_stats: bool | None = None  # usage in every event, vLLM's extension
 
@@ -374,7 +412,10 @@ class StructuredOutputs(StrictModel):
         return values
 
 
-class GenerationRequest(RequestBody):
+MaxTokens = Annotated[int | None, Field(ge=-1)]  # -1: no explicit limit, as in llama.cpp
+
+
+class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
     """Fields and checks common to all generation requests."""
 
     no_op_values = UNSUPPORTED_FIELDS
@@ -384,7 +425,7 @@ class GenerationRequest(RequestBody):
     best_of: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int | None, Field(ge=0)] = None
+    max_tokens: MaxTokens = None
     # Number of last prompt tokens to keep; -1: as many as leave room for max_tokens.
     truncate_prompt_tokens: Annotated[
         Literal[-1] | Annotated[int, Field(ge=1)] | None, must_be("-1 or an integer >= 1")
@@ -411,6 +452,14 @@ class GenerationRequest(RequestBody):
     # Only in this server: maximum number of tokens allowed by the constraint to list with each
     # log-probability.
     show_allowed: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def drop_empty_strings(cls, value: Any) -> Any:
+        """Drop empty stop strings, which clients send to set none."""
+        if isinstance(value, list):
+            return [text for text in value if text != ""]
+        return None if value == "" else value
 
     @field_validator("top_k")
     @classmethod
@@ -443,6 +492,18 @@ class GenerationRequest(RequestBody):
         if self.show_allowed is not None and (self.logprobs is None or self.logprobs is False):
             raise field_error("show_allowed", "requires logprobs")
         return self
+
+    @property
+    def ignored(self) -> list[str]:
+        """Return the names of fields that are set but ignored, and do not change the output."""
+        names = [
+            name
+            for name, no_op in IGNORED_FIELDS.items()
+            if getattr(self, name) not in (None, *no_op)
+        ]
+        if self.stream_options and self.stream_options.include_obfuscation:
+            names.append("stream_options.include_obfuscation")
+        return names
 
     @property
     def constraint_field(self) -> str:
@@ -711,6 +772,15 @@ class Message(StrictModel):
         return "".join(part.text for part in self.content)
 
 
+def effort_variables(effort: str) -> dict[str, bool | str]:
+    """Return the template variables of an effort; none if it is not in REASONING_EFFORTS.
+
+    A template would write an unknown effort verbatim, control tokens included.
+    """
+    variables = {"reasoning_effort": effort} if effort in REASONING_EFFORTS else {}
+    return variables | ({"enable_thinking": False} if effort == "none" else {})
+
+
 class ChatRequest(GenerationRequest):
     no_op_values = UNSUPPORTED_FIELDS | {
         "add_special_tokens": (True, False)
@@ -721,7 +791,14 @@ class ChatRequest(GenerationRequest):
         Annotated[dict[str, bool], Field(max_length=16)] | None,
         must_be("an object of up to 16 fields, each true or false"),
     ] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
+    max_completion_tokens: MaxTokens = None
+    # Template variables, where the template reads them.
+    enable_thinking: bool | None = None
+    reasoning_effort: Annotated[str | None, Field(max_length=64)] = None
+    think: Annotated[
+        bool | Literal[REASONING_EFFORTS] | None,
+        must_be(f"true, false or one of {', '.join(REASONING_EFFORTS)}"),
+    ] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | None,
@@ -775,10 +852,33 @@ class ChatRequest(GenerationRequest):
         return self
 
     @property
+    def ignored(self) -> list[str]:
+        return [name for name in super().ignored if name not in self.reasoning_variables]
+
+    @property
+    def reasoning_variables(self) -> dict[str, dict[str, bool | str]]:
+        """Return the template variables that each reasoning field requests.
+
+        `enable_thinking` switches reasoning on or off, as in Qwen3. `reasoning_effort` sets its
+        amount.
+        """
+        variables = {}
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = effort_variables(self.reasoning_effort)
+        if isinstance(self.think, str):
+            variables["think"] = effort_variables(self.think)
+        elif self.think is not None:
+            variables["think"] = {"enable_thinking": self.think}
+        if self.enable_thinking is not None:
+            variables["enable_thinking"] = {"enable_thinking": self.enable_thinking}
+        return variables
+
+    @property
     def max_new_tokens(self) -> int | None:
         """Return the requested maximum length of the reply; None for no explicit limit."""
         given = self.max_completion_tokens
-        return self.max_tokens if given is None else given
+        given = self.max_tokens if given is None else given
+        return None if given == -1 else given
 
     @property
     def tool_mode(self) -> str:

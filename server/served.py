@@ -121,15 +121,15 @@ class ServedModel:
     def find_adapter(self, name: str | None) -> str:
         """Return the adapter that a request's model name selects, "" for the base model.
 
-        The base model is selected by its own name or None.
+        The base model is selected by its own name, None or "".
 
         Raises APIError for an unknown name.
         """
-        if name is not None and name not in self.roots:
+        if name and name not in self.roots:
             names = ", ".join(map(repr, self.roots))
             message = f"the model {name[:100]!r} does not exist; this server has {names}"
             raise APIError(404, message, "model", "model_not_found")
-        return "" if name in (None, self.name) else name
+        return "" if name in (None, "", self.name) else name
 
     def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
         """Return the token ids of prompts; an empty prompt becomes the BOS token, as in the engine.
@@ -201,7 +201,7 @@ class ServedModel:
             raise self.chat
         encoding = self.backend.encoding
         messages = [message.as_dict for message in body.messages]
-        chat = self.chat.with_template_kwargs(body.chat_template_kwargs or {})
+        chat = self.chat.with_template_kwargs(self.variables(body)[0])
         tool_format = tool_grammar = None
         if body.tools:
             with self.as_api_error("tools"):
@@ -242,6 +242,22 @@ class ServedModel:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Return the ids of the model's EOS tokens."""
         return tuple(self.backend.config.eos_token_ids)
+
+    def variables(self, body: ChatRequest) -> tuple[dict[str, bool | str], list[str]]:
+        """Return the template variables that a request sets, and the fields that are ignored.
+
+        A reasoning field sets the variables that the template reads, and is ignored if the
+        template reads none of them.
+        """
+        template = "" if isinstance(self.chat, UserError) else self.chat.template_text
+        variables = {}
+        ignored = body.ignored
+        for field, requested in body.reasoning_variables.items():
+            recognized = {name: value for name, value in requested.items() if name in template}
+            variables |= recognized
+            if not recognized:
+                ignored.append(field)
+        return variables | (body.chat_template_kwargs or {}), ignored
 
     @contextlib.contextmanager
     def as_api_error(self, field: str):

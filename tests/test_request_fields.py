@@ -2,7 +2,9 @@
 
 import pytest
 from serving import PATH, check_refused, engine_alone, serving, small_engine
+from test_response_format import OBJECT
 
+from server import protocol
 from server.protocol import UNSUPPORTED_FIELDS, CompletionRequest
 
 PARAMS = [
@@ -69,16 +71,13 @@ ASKING = {  # field -> what asks for nothing, and for something
     "function_call": ("none", "auto"),
     "functions": ([], [{"name": "f"}]),
     "documents": (None, [{"text": "a"}]),
-    "kv_transfer_params": (None, {}),
+    "kv_transfer_params": ({}, {"do_remote_decode": True}),
     "logits_processors": (None, ["a.B"]),
-    "media_io_kwargs": (None, {}),
-    "mm_processor_kwargs": (None, {}),
-    "request_id": (None, "a"),
     "return_token_ids": (False, True),
     "return_tokens_as_token_ids": (False, True),
     "structural_tag": (None, "{}"),
     "thinking_token_budget": (None, 10),
-    "vllm_xargs": (None, {"a": 1}),
+    "vllm_xargs": ({}, {"a": 1}),
     "web_search_options": (None, {}),
     "suffix": ("", " end"),
     "modalities": (["text"], ["text", "audio"]),
@@ -88,18 +87,12 @@ ASKING = {  # field -> what asks for nothing, and for something
     "include_reasoning": (True, False),
     "length_penalty": (1.0, 1.5),
     "parallel_tool_calls": (False, 1.5),
-    "priority": (0, 1),
-    "reasoning_effort": (None, "low"),
-    "service_tier": ("auto", "flex"),
     "spaces_between_special_tokens": (True, False),
-    "store": (False, True),
-    "verbosity": ("medium", "low"),
     "include_stop_str_in_output": (False, True),
     "skip_special_tokens": (True, False),
     "prompt_embeds": (None, "AAAA"),
     "prompt_logprobs": (None, 1),
     "guided_choice": (None, ["a"]),
-    "guided_decoding_backend": (None, "guidance"),
     "guided_grammar": (None, "root ::= 'a'"),
     "guided_json": (None, {}),
     "guided_regex": (None, "a"),
@@ -123,6 +116,44 @@ def test_a_field_works_or_is_refused():
     assert not UNSUPPORTED_FIELDS.keys() & fields
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_field_that_changes_no_text_is_taken_and_named(client, stream):
+    from loading.lora import IGNORED_FIELDS
+
+    known = IGNORED_FIELDS | dict.fromkeys(["think", "enable_thinking"], (False, True))
+    known |= {"reasoning_effort": ("none", "low"), "verbosity": ("medium", "low")}
+    assert known.keys() == protocol.IGNORED_FIELDS.keys()
+    headers = []
+    for place in (0, 1):
+        fields = {name: values[place] for name, values in known.items()}
+        fields |= {"stream_options": {"include_obfuscation": bool(place)}, "stream": stream}
+        with client.send("POST", PATH, {"max_tokens": 1} | fields) as answer:
+            assert answer.status == 200
+            headers.append(answer.headers["X-Ignored-Fields"])
+    assert headers == [None, ", ".join([*sorted(known), "stream_options.include_obfuscation"])]
+
+
+def test_minus_one_is_no_limit_of_its_own(client):
+    """The window has 64 tokens: so long is a text, and a reply is what it has room for."""
+    body = {"seed": 1, "ignore_eos": True}
+    completion = {"prompt": "Tom", "max_tokens": -1} | body
+    assert client.post(PATH, completion)[1]["usage"]["completion_tokens"] == 64
+    chat = {"messages": [{"role": "user", "content": "Tom"}]} | body
+    for name in ("max_tokens", "max_completion_tokens", "seed"):
+        found = client.post("/v1/chat/completions", chat | {name: -1})[1]
+        assert found["usage"]["total_tokens"] == 64
+    response = {"input": "Tom", "max_output_tokens": -1} | body
+    assert client.post("/v1/responses", response)[1]["usage"]["total_tokens"] == 64
+
+
+def test_empty_names_and_stop_strings_are_none(client):
+    body = {"prompt": "Tom", "max_tokens": 9, "seed": 1}
+    plain = client.post(PATH, body)[1]["choices"]
+    for fields in ({"stop": ""}, {"stop": [""]}, {"stop": ["", "\0"]}, {"model": ""}):
+        status, found = client.post(PATH, body | fields)
+        assert status == 200 and found["choices"] == plain and found["model"] == "small"
+
+
 @pytest.mark.parametrize(
     "field, value, said",
     [
@@ -144,3 +175,18 @@ def test_stop_strings_at_their_limits(client):
     longest = ["x" * 256] * 16
     assert text_of(client, {"prompt": "Tom", "stop": longest})
     assert client.post("/v1/completions", {"prompt": "Tom", "stop": [*longest, "x"]})[0] == 400
+
+
+WRONG = [  # body, the field that is named, words of the message
+    (b"", None, OBJECT),
+    (b"[1]", None, OBJECT),
+    (b'{"prompt', None, "JSON Unterminated string"),
+    ({"max_tokens": 1.5}, "max_tokens", "integer"),
+    ({"max_tokens": "3"}, "max_tokens", "integer"),
+    ({"max_tokens": -2}, "max_tokens", "-1"),
+    ({"temperature": -1}, "temperature", "-1.0 0"),
+    (b'{"temperature": NaN}', "temperature", "nan 0"),
+    (b'{"prompt": "caf\xe9"}', None, "UTF-8 15"),
+    (b"\x1f\x8b\x08\x00", None, "UTF-8 1"),  # compressed
+    (b"\xff\xfe{\x00}\x00\x01", None, "UTF-8 6"),  # half a letter of UTF-16
+]

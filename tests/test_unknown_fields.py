@@ -20,8 +20,10 @@ def refused(client, path: str, fields: dict, message: str, param: str) -> None:
 UNKNOWN = {  # name -> the one that was meant
     "max_token": "max_tokens?",
     "temprature": "temperature?",
+    "n_predict": "max_tokens?",
+    "repeat_penalty": "repetition_penalty?",
     "Seed": "seed?",
-    **dict.fromkeys(["n_predict", "", "{what}", "{field}"], ""),
+    **dict.fromkeys(["num_ctx", "", "{what}", "{field}"], ""),
 }
 
 
@@ -54,10 +56,6 @@ def user(**fields) -> dict:
             "stream_options.usage is not a field of this request",
         ),
         (
-            {"stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation is not supported",
-        ),
-        (
             {"messages": [MESSAGES[0] | {"contents": "x"}]},
             "messages.0.contents is not a field of this request; did you mean content?",
         ),
@@ -87,6 +85,7 @@ SILENTLY_IGNORED_FIELDS = {
     "metadata": {"trace": "1"},
     "prediction": {"type": "content", "content": "Tom"},
     "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
     "prompt_cache_retention": "24h",
     "safety_identifier": "s",
     "service_tier": "auto",
