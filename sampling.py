@@ -41,6 +41,7 @@ class SamplingParams:
     seed: int | None = None  # of the draws; None: use a shared generator
     stop: tuple[str, ...] = ()  # strings; the text is cut before the first one
     stop_token_ids: tuple[int, ...] = ()  # token ids that end the sequence, as EOS does
+    skip_token_ids: tuple[int, ...] = ()  # token ids that the engine omits from the text
     min_tokens: int = 0  # new tokens before EOS, a stop token or a stop string may end the sequence
     logprobs: int | None = None  # report the N most likely tokens per position; None: off
     choices: tuple[str, ...] = ()  # the output is one of these; (): unconstrained
@@ -133,6 +134,7 @@ LIMITS = {  # field of SamplingParams: type, predicate for valid values, their d
         "a tuple of nonempty strings",
     ),
     "stop_token_ids": (tuple, lambda v: all(map(is_token_id, v)), "a tuple of token ids >= 0"),
+    "skip_token_ids": (tuple, lambda v: all(map(is_token_id, v)), "a tuple of token ids >= 0"),
     "min_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
     "logprobs": (
         int | None,

@@ -113,7 +113,7 @@ class Engine:
         request.cache_salt = salt_with_adapter(cache_salt, adapter)
         request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
-            skip = request.all_stop_token_ids
+            skip = request.all_stop_token_ids + params.skip_token_ids
             request.stream = StopStringDetokenizer(
                 self.encoding, skip, params.stop, params.min_tokens
             )

@@ -28,7 +28,9 @@ async def create_completion(body: CompletionRequest, served: ServedModel) -> Res
     max_new_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_new_tokens == -1:
         max_new_tokens = min(served.backend.config.block_size, body.max_tokens_limit(body.logprobs))
-    params = body.to_sampling_params(max_new_tokens, body.logprobs)
+    params = body.to_sampling_params(
+        max_new_tokens, body.logprobs, skip_token_ids=served.skip_token_ids(body)
+    )
     if body.echo:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
     matcher = await served.check_params(params[0], body.constraint_field)
@@ -67,7 +69,8 @@ class CompletionBuilder(ResponseBuilder):
         self.echoes: list[str] = []  # prompt that the text repeats first
         self.logprob_tables: list[LogprobTable] = []
         if body.logprobs is not None:
-            self.logprob_tables = [LogprobTable(self.served) for _ in range(body.num_choices)]
+            skip = self.params.skip_token_ids
+            self.logprob_tables = [LogprobTable(self.served, skip) for _ in range(body.num_choices)]
 
     def choice(self, index: int, update: Update) -> dict:
         echo = ""
@@ -98,9 +101,9 @@ class CompletionBuilder(ResponseBuilder):
 class LogprobTable:
     """Log-probabilities of a choice, update by update, in the columns of this API."""
 
-    def __init__(self, served: ServedModel):
+    def __init__(self, served: ServedModel, skip_token_ids: tuple[int, ...]):
         self.served = served
-        self.stream = IncrementalDetokenizer(served.backend.encoding)
+        self.stream = IncrementalDetokenizer(served.backend.encoding, skip_token_ids)
         self.offset = 0
 
     def add(self, update: Update) -> dict:

@@ -132,7 +132,6 @@ UNSUPPORTED_FIELDS = {
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),
     "suffix": ("",),
@@ -446,6 +445,7 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(parse_logit_bias)] = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None  # null means true, as in OpenAI's and vLLM's API
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
@@ -494,6 +494,11 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         return self
 
     @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Return the stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
     def ignored(self) -> list[str]:
         """Return the names of fields that are set but ignored, and do not change the output."""
         names = [
@@ -529,11 +534,16 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         return MAX_RESPONSE_BYTES // (self.num_choices * (TOKEN_BYTES + entries * LOGPROB_BYTES))
 
     def to_sampling_params(
-        self, max_new_tokens: int, logprobs: int | None, tool_grammar: str | None = None
+        self,
+        max_new_tokens: int,
+        logprobs: int | None,
+        tool_grammar: str | None = None,
+        skip_token_ids: tuple[int, ...] = (),
     ) -> list[SamplingParams]:
         """Return the sampling parameters of each of a prompt's n choices; choice i has seed + i.
 
-        tool_grammar: the grammar of a reply that may call tools.
+        tool_grammar: the grammar of a reply that may call tools. skip_token_ids: tokens left out of
+        the text.
         Raises APIError if the response could be too long, if min_tokens exceeds max_new_tokens, or
         if the constraint is too large or conflicts with other fields.
         """
@@ -547,15 +557,16 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         if (self.min_tokens or 0) > max_new_tokens:
             message = f"min_tokens {self.min_tokens}: must be at most max_tokens ({max_new_tokens})"
             raise APIError(400, message, "min_tokens")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0} | given
         given["logit_bias"] = self.logit_bias or {}
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        given |= self.constraint | {"tool_grammar": tool_grammar}
+        given |= self.constraint | {"tool_grammar": tool_grammar, "skip_token_ids": skip_token_ids}
         try:
-            params = SamplingParams(max_new_tokens, stop=stop, logprobs=logprobs, **given)
+            params = SamplingParams(
+                max_new_tokens, stop=self.stop_strings, logprobs=logprobs, **given
+            )
         except UserError as error:
             name = str(error).partition(" ")[0]
             field = name

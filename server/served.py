@@ -16,7 +16,7 @@ from loading.load import Source
 from sampling import SamplingParams, check_token_ids
 from server.allowed import AllowedTokensTracker
 from server.backend import Backend, MetricsReader, Monitor
-from server.protocol import APIError, ChatRequest
+from server.protocol import APIError, ChatRequest, GenerationRequest
 from text.chat import Chat
 from text.detokenizer import IncrementalDetokenizer
 from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
@@ -269,6 +269,23 @@ class ServedModel:
             raise APIError(400, str(error).removeprefix(f"{file}: "), field) from None
         except RecursionError:
             raise APIError(400, f"{field}: nested too deeply", field) from None
+
+    def skip_token_ids(
+        self, body: GenerationRequest, tool_format: ToolFormat | None = None
+    ) -> tuple[int, ...]:
+        """Return the ids of special tokens that are left out of a request's output text.
+
+        tool_format: syntax of tool calls in a reply. Special tokens that occur in it or in a stop
+        string stay, because the text is searched for them.
+        """
+        if body.skip_special_tokens is False:
+            return ()
+        searched = [
+            *body.stop_strings,
+            *(part for part in tool_format or () if isinstance(part, str)),
+        ]
+        special = self.backend.encoding.special_token_ids.items()
+        return tuple(id for name, id in special if not any(name in text for text in searched))
 
     def allowed_tracker(self, params: SamplingParams, limit: int) -> AllowedTokensTracker:
         """Return a tracker of the tokens that the constraint allows, up to `limit` per position."""

@@ -11,7 +11,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, encoding: Encoding, skip_ids: tuple[int, ...] = ()):
         self.encoding = encoding
-        self.skip_ids = skip_ids
+        self.skip_ids = frozenset(skip_ids)
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
