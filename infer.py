@@ -18,8 +18,10 @@ from cache import ContextWindow, KVCache
 from command_line.chat import (
     Conversation,
     add_chat_options,
+    chat_sampling_defaults,
     check_chat_options,
     load_chat,
+    print_sampling_defaults,
     with_tool_calls,
 )
 from command_line.models import load_models, pick_device
@@ -298,7 +300,9 @@ def run(args) -> None:
     if args.no_cache and CACHE_DTYPES[args.cache_dtype]:
         raise UserError("--cache-dtype conflicts with --no-cache")
     source = resolve_source(args.model)
-    params = sampling_params(args)
+    # Beam search does not sample.
+    defaults = {} if args.num_beams else chat_sampling_defaults(args, source)
+    params = sampling_params(args, defaults)
     prompts = read_prompts(args)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
@@ -306,6 +310,7 @@ def run(args) -> None:
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
     params = with_tool_calls(params, chat, encoding, model.config)
+    print_sampling_defaults(defaults)
     skip = all_stop_token_ids(params, model.config.eos_token_ids)
     max_prompt_tokens = model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)

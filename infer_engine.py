@@ -10,9 +10,11 @@ if __name__ == "__main__":
 from command_line.chat import (
     Conversation,
     add_chat_options,
+    chat_sampling_defaults,
     check_chat_options,
     is_interactive,
     load_chat,
+    print_sampling_defaults,
     with_tool_calls,
 )
 from command_line.models import pick_device
@@ -90,15 +92,17 @@ def write_all(args, tp_group: TensorParallelGroup | None) -> None:
         )
     for text in args.stop:
         check_utf8("--stop", text)
-    params = sampling_params(args)
-    prompts = read_prompts(args)
     source = resolve_source(args.model)
+    defaults = chat_sampling_defaults(args, source)
+    params = sampling_params(args, defaults)
+    prompts = read_prompts(args)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     chat = load_chat(args, source)
     engine = load_engine(args, source, device, tp_group)
     encoding = engine.encoding
     params = with_tool_calls(params, chat, encoding, engine.model.config)
+    print_sampling_defaults(defaults)
     adapters = ["", *parse_adapters(args.lora_modules)]
     max_prompt_tokens = engine.model.config.block_size - params.max_new_tokens
     conversation = Conversation(args, prompts, encoding, chat, max_prompt_tokens)

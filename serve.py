@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from command_line.chat import add_template_option
+from command_line.chat import add_defaults_option, add_template_option, print_sampling_defaults
 from command_line.models import pick_device
 from command_line.options import (
     MODEL_HELP,
@@ -44,7 +44,7 @@ from server.engine_thread import EngineThread
 from server.live import EngineMonitor
 from server.memory import freeze, trim
 from server.metrics import Metrics
-from server.served import ServedModel, find_chat, served_name
+from server.served import ServedModel, find_chat, served_name, server_defaults
 
 MAX_PIPELINED = 2**20  # bytes sent after a request, before its response is complete
 RESERVED_DESCRIPTORS = 64  # file descriptors for uses other than connections
@@ -96,6 +96,7 @@ def add_server_options(parser: Parser) -> None:
         "--max-waiting-tokens", metavar="N", type=int, default=2**20, help=tokens_help
     )
     add_template_option(parser)
+    add_defaults_option(parser)
     add_engine_options(parser)
 
 
@@ -375,6 +376,7 @@ async def serve(
     Requests get a 503 while the model loads. Raises RankError if another rank's process has ended.
     """
     name = served_name(source)
+    defaults = server_defaults(args, source)
     make = functools.partial(load_engine, args, source, device, tp_group)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     served = ServedModel(
@@ -383,6 +385,7 @@ async def serve(
         source.label,
         find_chat(source, args.chat_template),
         parse_adapters(args.lora_modules),
+        defaults,
         Metrics(thread, name),
         EngineMonitor(thread, name),
     )
@@ -394,6 +397,7 @@ async def serve(
     await asyncio.wait((thread.ready, serving), return_when=asyncio.FIRST_COMPLETED)
     if thread.engine:
         freeze()
+        print_sampling_defaults(defaults)
         write_stdout(f"{name} at {server_url(*sock.getsockname()[:2])}\n")
     else:
         server.should_exit = True

@@ -16,6 +16,7 @@ if __name__ == "__main__":
 import torch
 
 from cache import ContextWindow
+from command_line.chat import print_sampling_defaults
 from command_line.models import pick_device
 from command_line.parser import Parser, run_script, write_stdout
 from engine.options import engine_config, load_adapters, parse_adapters
@@ -24,7 +25,7 @@ from loading.load import empty_model, load_config, resolve_source
 from loading.lora import read_adapter
 from serve import add_server_options, check_server_options, listen, server_url
 from server.replicas import Ingress, Replica
-from server.served import find_chat, served_name
+from server.served import find_chat, served_name, server_defaults
 from text.tokenizer import load_encoding
 
 SECONDS = (int | float, lambda value: 1 <= value < 1e6, "a number from 1 to below 1000000")
@@ -78,6 +79,7 @@ def run(args) -> None:
     with ray_server(args) as address:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: signals.put(number))
+        print_sampling_defaults(server_defaults(args, resolve_source(args.model)))
         write_stdout(f"{served_name(resolve_source(args.model))} at {address}\n")
         try:
             received = wait_for_signal(signals)
@@ -147,6 +149,7 @@ def check_options(args) -> None:
     config = load_config(source)
     load_encoding(source, config.vocab_size)
     find_chat(source, args.chat_template)
+    server_defaults(args, source)
     read_adapter(args.adapter, empty_model(config))
     load_adapters(empty_model(config), parse_adapters(args.lora_modules))
     if source.type != "random":

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from command_line.options import check_utf8, text_file
@@ -26,8 +26,16 @@ def add_chat_options(parser: Parser) -> None:
     thinking_help = "disable reasoning of models such as Qwen3, for --chat"
     group.add_argument("--no-thinking", action="store_true", help=thinking_help)
     add_template_option(parser, ", for --chat")
+    add_defaults_option(parser, ", for --chat")
     tools_help = "JSON file with tools that a reply may call, in OpenAI's format, for --chat"
     group.add_argument("--tools", metavar="FILE", type=text_file, help=tools_help)
+
+
+def add_defaults_option(parser: Parser, where: str = "") -> None:
+    """Add --generation-config. where: when it applies, for the help."""
+    defaults_help = f"sampling defaults of the model (auto) or of this program (none){where}"
+    options = {"default": "auto", "choices": ("auto", "none"), "help": defaults_help}
+    parser.group("chat").add_argument("--generation-config", **options)
 
 
 def add_template_option(parser: Parser, where: str = "") -> None:
@@ -45,12 +53,35 @@ def check_chat_options(args) -> None:
         raise UserError("--no-thinking requires --chat")
     if args.chat_template and not args.chat:
         raise UserError("--chat-template requires --chat")
+    if args.generation_config != "auto" and not args.chat:
+        raise UserError("--generation-config requires --chat")
     if args.tools is not None and not args.chat:
         raise UserError("--tools requires --chat")
     check_utf8("--system", args.system or "")
     if is_interactive(args) and args.num_samples > 1:
         reason = "a conversation continues from one reply"
         raise UserError(f"--num-samples requires --prompt or --prompt-file: {reason}")
+
+
+def chat_sampling_defaults(args, source: Source) -> dict[str, float]:
+    """Return the model's default sampling parameters that the user has not set.
+
+    The dict is empty without --chat or with --generation-config none. Raises UserError.
+    """
+    if not args.chat or args.generation_config == "none":
+        return {}
+    # Imported here, because only runs with --chat need it.
+    from loading.defaults import apply_sampling_defaults, read_sampling_defaults
+
+    return apply_sampling_defaults(read_sampling_defaults(source), args.explicit, args.temperature)
+
+
+def print_sampling_defaults(defaults: Mapping[str, float]) -> None:
+    """Print the sampling defaults of a model on stderr. Call this once the model is loaded."""
+    if defaults:
+        from loading.defaults import describe_sampling_defaults  # imported here, as above
+
+        print(describe_sampling_defaults(defaults), file=sys.stderr, flush=True)
 
 
 def load_chat(args, source: Source) -> Chat | None:

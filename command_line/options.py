@@ -4,11 +4,12 @@ import argparse
 import dataclasses
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from command_line.parser import AppendToTuple, HelpFormatter, Parser
+from command_line.parser import AppendToTuple, HelpFormatter, Parser, StoreExplicit
 from errors import UserError
 from sampling import SamplingParams
 
@@ -85,24 +86,24 @@ def add_sampling_options(parser: Parser) -> None:
     group.add_argument("--stop-token-id", metavar="ID", **stop)
     number = {"type": float, "metavar": "X"}
     temperature_help = "divisor of the logits; 0: greedy, below 1: sharper, above 1: flatter"
-    group.add_argument("--temperature", **number, help=temperature_help)
+    group.add_argument("--temperature", **number, action=StoreExplicit, help=temperature_help)
     top_k_help = "sample from the K most likely tokens; 0: off"
-    group.add_argument("--top-k", metavar="K", type=int, help=top_k_help)
+    group.add_argument("--top-k", metavar="K", type=int, action=StoreExplicit, help=top_k_help)
     top_p_help = "sample from the fewest tokens with a total probability of at least X; 1: off"
-    group.add_argument("--top-p", **number, help=top_p_help)
+    group.add_argument("--top-p", **number, action=StoreExplicit, help=top_p_help)
     min_p_help = "drop tokens below X times the largest probability; 0: off"
-    group.add_argument("--min-p", **number, help=min_p_help)
+    group.add_argument("--min-p", **number, action=StoreExplicit, help=min_p_help)
     presence_help = "subtract X from the logits of tokens already in the output, -2 to 2"
     group.add_argument("--presence-penalty", **number, help=presence_help)
     frequency_help = "subtract X for each occurrence of a token in the output, -2 to 2"
     group.add_argument("--frequency-penalty", **number, help=frequency_help)
     repetition_help = "divide positive and multiply negative logits of earlier tokens by X; 1: off"
-    group.add_argument("--repetition-penalty", **number, help=repetition_help)
+    group.add_argument("--repetition-penalty", **number, action=StoreExplicit, help=repetition_help)
     bias_help = "add BIAS, -100 to 100, to the logit of token ID; repeatable"
     bias = {"type": parse_logit_bias, "action": AppendToTuple, "help": bias_help}
     group.add_argument("--logit-bias", metavar="ID=BIAS", **bias)
     add_stride_option(parser)
-    parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+    parser.set_defaults(explicit=frozenset(), **dataclasses.asdict(SamplingParams()))
 
 
 def add_constraint_options(parser: Parser) -> None:
@@ -134,11 +135,11 @@ def add_stride_option(parser: Parser) -> None:
     parser.group("model").add_argument("--stride", metavar="N", type=int, help=stride_help)
 
 
-def sampling_params(args) -> SamplingParams:
+def sampling_params(args, defaults: Mapping[str, float] | None = None) -> SamplingParams:
     """Build SamplingParams from the parsed options.
 
-    A note on stderr names options that have no effect at temperature 0. Raises UserError for a
-    choice that is not UTF-8.
+    defaults: the result of `chat_sampling_defaults`. A note on stderr names options that have no
+    effect at temperature 0. Raises UserError for a choice that is not UTF-8.
     """
     for text in args.choices:
         check_utf8(OPTION_NAMES["choices"], text)
@@ -148,7 +149,8 @@ def sampling_params(args) -> SamplingParams:
     names = [
         field.name for field in dataclasses.fields(SamplingParams) if field.name not in excluded
     ]
-    params = SamplingParams(**{name: getattr(args, name) for name in names})
+    values = {name: getattr(args, name) for name in names}
+    params = SamplingParams(**values | (defaults or {}))
     explicit = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
     explicit |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
     explicit |= {"--min-p": params.min_p > 0}

@@ -51,6 +51,14 @@ class AppendToTuple(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), value))
 
 
+class StoreExplicit(argparse.Action):
+    """An action that stores its value and adds its name to `explicit`, as set by the user."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        setattr(namespace, self.dest, value)
+        namespace.explicit = {*namespace.explicit, self.dest}
+
+
 def write_stdout(text: str) -> None:
     """Write to stdout and flush. Raises UserError if that fails, as on a full disk."""
     try:

@@ -42,7 +42,9 @@ async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Resp
     if max_new_tokens is None:  # as many as the window and a response can hold
         max_new_tokens = max(min(window - len(prompt), body.max_tokens_limit(logprobs)), 1)
     skip = served.skip_token_ids(body, chat.tool_format)
-    params = body.to_sampling_params(max_new_tokens, logprobs, chat.tool_grammar, skip)
+    params = body.to_sampling_params(
+        max_new_tokens, logprobs, chat.tool_grammar, skip, served.defaults
+    )
     matcher = await served.check_params(
         params[0], "tools" if chat.tool_grammar else body.constraint_field
     )

@@ -4,7 +4,7 @@ import contextlib
 import difflib
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -539,11 +539,12 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
         logprobs: int | None,
         tool_grammar: str | None = None,
         skip_token_ids: tuple[int, ...] = (),
+        defaults: Mapping[str, float] | None = None,
     ) -> list[SamplingParams]:
         """Return the sampling parameters of each of a prompt's n choices; choice i has seed + i.
 
         tool_grammar: the grammar of a reply that may call tools. skip_token_ids: tokens left out of
-        the text.
+        the text. defaults: fields of SamplingParams that the request does not set.
         Raises APIError if the response could be too long, if min_tokens exceeds max_new_tokens, or
         if the constraint is too large or conflicts with other fields.
         """
@@ -559,7 +560,7 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
             raise APIError(400, message, "min_tokens")
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
-        given = {"temperature": 1.0} | given
+        given = {"temperature": 1.0} | dict(defaults or {}) | given
         given["logit_bias"] = self.logit_bias or {}
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
         given |= self.constraint | {"tool_grammar": tool_grammar, "skip_token_ids": skip_token_ids}

@@ -18,7 +18,7 @@ from server.backend import EngineDead, GenerateInput, Update
 from server.engine_thread import EngineThread
 from server.memory import freeze
 from server.metrics import Metrics
-from server.served import ServedModel, find_chat, served_name
+from server.served import ServedModel, find_chat, served_name, server_defaults
 from text.tokenizer import load_encoding
 
 
@@ -143,6 +143,7 @@ class Ingress:
             source.label,
             find_chat(source, self.args.chat_template),
             parse_adapters(self.args.lora_modules),
+            server_defaults(self.args, source),
             metrics=AggregatedMetrics(self.replicas),
         )
         freeze()

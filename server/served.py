@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from constraints.compiler import make_matcher
 from constraints.matcher import Matcher
 from constraints.vocabulary import get_vocabulary
 from errors import UserError
+from loading.defaults import read_sampling_defaults
 from loading.load import Source
 from sampling import SamplingParams, check_token_ids
 from server.allowed import AllowedTokensTracker
@@ -51,6 +53,15 @@ def find_chat(source: Source, file: Path | None = None) -> Chat | UserError:
         return error
 
 
+def server_defaults(args, source: Source) -> dict[str, float]:
+    """Return the model's default sampling parameters for chats, unless --generation-config is none.
+
+    A model without a chat template has none. Raises UserError.
+    """
+    chats = isinstance(find_chat(source, args.chat_template), Chat)
+    return read_sampling_defaults(source) if chats and args.generation_config == "auto" else {}
+
+
 class ChatPrompt(NamedTuple):
     """A conversation as token ids, and the constraint and syntax of its reply's tool calls."""
 
@@ -64,6 +75,7 @@ class ServedModel:
 
     root: the model's source. chat: its template, or the error that says why it has none.
     adapters: directories by name; each is a model of its own for clients.
+    defaults: sampling parameters of chats, where a request sets none.
     metrics: what /metrics shows. monitor: what /live streams; None: the engines run in other
     processes.
     """
@@ -75,6 +87,7 @@ class ServedModel:
         root: str,
         chat: Chat | UserError,
         adapters: dict[str, str] | None = None,
+        defaults: Mapping[str, float] | None = None,
         metrics: MetricsReader | None = None,
         monitor: Monitor | None = None,
     ):
@@ -82,6 +95,7 @@ class ServedModel:
         self.name = name
         self.chat = chat
         self.roots = {name: root, **(adapters or {})}
+        self.defaults = defaults or {}
         self.created = int(time.time())
         self.metrics = metrics
         self.monitor = monitor

@@ -260,11 +260,11 @@ def stop_engine(client) -> None:
 
 
 @contextlib.contextmanager
-def serving(make, chat=None, app_options=None, adapters=None, **options):
+def serving(make, chat=None, app_options=None, adapters=None, defaults=None, **options):
     """A Client to an engine; the event loop has a thread of its own.
 
     chat: the template of the model, or an error. app_options: of `make_app`.
-    adapters: of ServedModel. options: of the EngineThread.
+    adapters, defaults: of ServedModel. options: of the EngineThread.
     """
     from text.chat import Chat
 
@@ -279,7 +279,7 @@ def serving(make, chat=None, app_options=None, adapters=None, **options):
         async with started(make, **options) as thread:
             views = {"metrics": Metrics(thread, "small"), "monitor": EngineMonitor(thread, "small")}
             names = "small", "somewhere/small"
-            served = ServedModel(thread, *names, chat or Chat(SMALL), adapters, **views)
+            served = ServedModel(thread, *names, chat or Chat(SMALL), adapters, defaults, **views)
             yield make_app(served, **(app_options or {})), thread
 
     with serving_app(enter) as client:
