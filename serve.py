@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # python -P leaves it out
@@ -37,7 +38,7 @@ from engine.options import (
     run_worker,
 )
 from errors import UserError, check_limits
-from loading.load import Source, resolve_source
+from loading.load import Source, find_package_file, resolve_source
 from parallel.ranks import RankError, TensorParallelGroup
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
@@ -59,9 +60,21 @@ def main(argv=None) -> None:
     run_script(parser, run, argv)
 
 
+def default_model() -> str | Path:
+    """Return smollm2 if it is installed, else the bundled Llama.
+
+    The bundled one rejects system messages, which most clients send.
+    """
+    try:
+        find_package_file("smollm2")
+    except UserError:
+        return LLAMA
+    return "smollm2"
+
+
 def add_server_options(parser: Parser) -> None:
     """Add the options of a server, its model and its engine, in groups."""
-    parser.group("model").add_argument("--model", default=LLAMA, help=MODEL_HELP)
+    parser.group("model").add_argument("--model", default=default_model(), help=MODEL_HELP)
     add_model_options(parser)
     add_stride_option(parser)
     server = parser.group("server")

@@ -19,10 +19,13 @@ from sampling import SamplingParams, check_token_ids
 from server.allowed import AllowedTokensTracker
 from server.backend import Backend, MetricsReader, Monitor
 from server.protocol import APIError, ChatRequest, GenerationRequest
-from text.chat import Chat
+from text.chat import SYSTEM_ROLE_HINT, Chat
 from text.detokenizer import IncrementalDetokenizer
 from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
 
+OTHER_MODEL_HINT = (
+    "serve a model that supports it: make smollm2, then python serve.py --model smollm2"
+)
 PROBE = "xprobex"  # occurs in no template
 ROLE_EXAMPLES = {  # for each role, the roles of a conversation that templates accept
     "system": ["system", "user"],
@@ -233,7 +236,12 @@ class ServedModel:
                 each.tool_calls or each.tool_call_id for each in body.messages
             ):
                 detect_tool_format(chat, encoding, self.eos_token_ids)
-            tokens = chat.encode(messages, encoding)
+            try:
+                tokens = chat.encode(messages, encoding)
+            except UserError as error:
+                if SYSTEM_ROLE_HINT in str(error):
+                    raise UserError(f"{error}, or {OTHER_MODEL_HINT}") from None
+                raise
         return ChatPrompt(tokens, tool_grammar, None if body.tool_mode == "none" else tool_format)
 
     def request_tool_grammar(

@@ -19,6 +19,7 @@ from sampling import SamplingParams
 from server.backend import GenerateInput
 
 FROGS = CHECKPOINTS / "stories-frogs"
+LLAMA = ["--model", CHECKPOINTS / "stories-llama"]
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
 NAMES = (None, "small", "a", "b")
@@ -175,7 +176,7 @@ def test_calls_with_different_adapters_have_no_prefix_in_common(monkeypatch):
 
 def test_the_server_reads_its_adapters(run_main):
     def serve_with(*words) -> tuple:
-        return run_main(serve.main, "--port", 0, "--lora-modules", *words)
+        return run_main(serve.main, "--port", 0, *LLAMA, "--lora-modules", *words)
 
     assert is_one_line(serve_with("frogs"), "--lora-modules frogs: must be NAME=DIR")
     error = "--lora-modules: stories-llama is the name of the model itself"
@@ -193,5 +194,5 @@ def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch, tiny_lla
     result = run_main(serve_ray.main, *words)
     assert is_one_line(result, "adapter 'x' changes lm_head: merge it")
     for words in (["--adapter", "nowhere"], ["--lora-modules", f"a={FROGS}", "b=nowhere"]):
-        result = run_main(serve_ray.main, "--port", 0, "--cpus", 0.1, *words)
+        result = run_main(serve_ray.main, "--port", 0, "--cpus", 0.1, *LLAMA, *words)
         assert is_one_line(result, "nowhere/adapter_config.json: No such file")

@@ -9,6 +9,7 @@ from conftest import ROOT
 from serving import SMALL, Client, Script, start
 
 from command_line.parser import Parser
+from errors import UserError
 
 
 def test_the_script_prints_its_address_and_answers_there():
@@ -60,3 +61,21 @@ def test_the_address_is_that_of_the_readme():
     add_server_options(parser)
     found = parser.parse_args([])
     assert (found.host, found.port) == ("127.0.0.1", 8000)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_model_is_one_that_takes_system_messages_where_it_is_installed(monkeypatch, installed):
+    import serve
+
+    def find_package_file(name):
+        assert name == "smollm2"
+        if not installed:
+            raise UserError("smollm2 is not installed")
+        return "x.gguf"
+
+    monkeypatch.setattr(serve, "find_package_file", find_package_file)
+    parser = Parser()
+    serve.add_server_options(parser)
+    expected = "smollm2" if installed else serve.LLAMA
+    assert parser.parse_args([]).model == expected
+    assert parser.parse_args(["--model", "gpt2"]).model == "gpt2"
