@@ -23,7 +23,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from loading.load import resolve_source  # noqa: E402
-from text.chat import environment
+from text.templates import compile_sandboxed, render_sandboxed  # noqa: E402
 from text.tokenizer import load_encoding  # noqa: E402
 
 TEMPLATE = Path(__file__).with_name("smollm2-tools") / "chat_template.jinja"
@@ -476,7 +476,7 @@ def conversation(rng: random.Random) -> tuple[list[dict], list[dict]]:
 
 def encode(messages, tools, template, encoding) -> tuple[list[int], list[bool]]:
     """Return token ids, and whether each belongs to a reply, its end included."""
-    text = template.render(messages=messages, tools=tools)
+    text = str(render_sandboxed(template, {"messages": messages, "tools": tools}))
     ids = []
     is_reply = []
     head, *rest = text.split("<|im_start|>assistant\n")
@@ -536,12 +536,12 @@ def main(argv=None) -> None:
     show = "print this many conversations and do not train"
     parser.add_argument("--show", type=int, default=0, help=show)
     args = parser.parse_args(argv)
-    template = environment().from_string(TEMPLATE.read_text())
+    template = compile_sandboxed(TEMPLATE.read_text())
     if args.show:
         rng = random.Random(args.seed)
         for _ in range(args.show):
             messages, tools = conversation(rng)
-            print(template.render(messages=messages, tools=tools))
+            print(render_sandboxed(template, {"messages": messages, "tools": tools}))
         return
 
     from peft import LoraConfig, get_peft_model

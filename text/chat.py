@@ -2,10 +2,9 @@
 
 import contextlib
 import copy
-import json
 import re
-from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from errors import UserError
 from loading.chat_template import read_chat_template
@@ -13,7 +12,11 @@ from loading.config import SPECIAL_TOKEN_NAMES
 from loading.load import resolve_source
 from text.tokenizer import Encoding
 
+if TYPE_CHECKING:
+    from text.taint import TaintedStr
+
 SYSTEM_ROLES = {"system", "developer"}  # roles whose messages say how to reply
+KNOWN_ROLES = SYSTEM_ROLES | {"user", "assistant", "tool"}  # may become control tokens
 SENTINEL = "31415926"  # unlikely in a template
 SYSTEM_ROLE_HINT = "put its text at the start of the first user message"
 # Variables that only `render` sets; requests may not.
@@ -41,12 +44,12 @@ class Chat:
         self.template_kwargs: dict[str, bool] = {}
         self.tools: list[dict] | None = None
         with self.template_errors():
-            self.template = environment().from_string(self.template_text)
+            self.template = compile_template(self.template_text)
             self.tool_template = self.template_text, self.template
             if self.file.name == "tokenizer_config.json":  # which may hold several templates
                 # As in transformers, a template with the name tool_use takes precedence.
                 text = (read_chat_template(source, file, "tool_use") or found)[1]
-                self.tool_template = text, environment().from_string(text)
+                self.tool_template = text, compile_template(text)
 
     def with_template_kwargs(self, template_kwargs: dict[str, bool]) -> "Chat":
         """Return a copy that passes its template these variables, such as enable_thinking."""
@@ -89,6 +92,10 @@ class Chat:
         result is a message of the role "tool" with the "tool_call_id". Raises UserError if the
         template refuses the messages.
         """
+        return str.__str__(self.render_tainted(messages))
+
+    def render_tainted(self, messages: list[dict]) -> "TaintedStr":
+        """Render as `render`, with the template's own characters marked. Raises UserError."""
         with self.template_errors():
             try:
                 return self.render_unchecked(messages)
@@ -98,16 +105,30 @@ class Chat:
                     raise
                 raise ValueError(f"{error}; {SYSTEM_ROLE_HINT}") from None
 
-    def render_unchecked(self, messages: list[dict]) -> str:
-        """Render the template. Anything may be raised."""
-        context = self.special_tokens | self.template_kwargs
-        context |= {"messages": messages, "tools": self.tools, "documents": None}
-        return self.template.render(context, add_generation_prompt=True)
+    def render_unchecked(self, messages: list[dict]) -> "TaintedStr":
+        """Render the template, with its own characters marked. Anything may be raised.
+
+        A role in KNOWN_ROLES counts as the template's own, because some templates make a control
+        token of it. Other roles do not: a client may give a role any name.
+        """
+        from text.templates import render_sandboxed, trusted
+
+        context = {
+            name: trusted(token) for name, token in self.special_tokens.items()
+        } | self.template_kwargs
+        context["messages"] = [
+            message | {"role": trusted(message["role"])}
+            if message["role"] in KNOWN_ROLES
+            else message
+            for message in messages
+        ]
+        context |= {"tools": self.tools, "documents": None, "add_generation_prompt": True}
+        return render_sandboxed(self.template, context)
 
     def try_render(self, messages: list[dict]) -> str | None:
         """Return the rendered messages; None if the template refuses them."""
         try:
-            return self.render_unchecked(messages)
+            return str.__str__(self.render_unchecked(messages))
         except Exception:
             return None
 
@@ -136,99 +157,47 @@ class Chat:
     def encode(self, messages: list[dict], encoding: Encoding) -> list[int]:
         """Return the token ids of the rendered messages.
 
-        An added token in a message would let its author speak in any role. So in messages
-        stand-ins, used nowhere else, replace the characters that added tokens begin and end with:
-        whatever the template cuts out and joins, no added token begins or ends in a message. The
-        same holds for tools, calls and results.
-
-        Replies stay as they are, because templates look for the end of reasoning in them. So all
-        messages are rendered a second time, with stand-ins for all characters of added tokens. If
-        this text has other control tokens, a message added some, and this text counts. (A reply's
-        token can still count if the template leaves out one of its own for it.) A template that
-        escapes a message sees the stand-ins.
+        An added token in a message would let its author speak in any role. So a control token is
+        recognised only if all its characters are the template's own, or a role in KNOWN_ROLES. No
+        message, tool, call or result can make one, whatever the template cuts out and joins. All
+        other text is encoded as plain text.
         """
+        from text.taint import trust_mask
+
         self.check_system_messages(messages)
-        control_tokens = encoding.special_tokens_set
-        given = json.dumps([messages, self.tools], ensure_ascii=False)
-        used = set().union(self.template_text, *self.special_tokens.values(), given)
-        used = used.union(*control_tokens)
-        hide = stand_ins(set().union(*control_tokens), used)
-        edges = {ord(token[end]) for token in control_tokens for end in (0, -1)}
-        hide_edges = {code: hide[code] for code in edges}
-
-        def translated(value):
-            """Return a copy of a JSON value with stand-ins in its strings and names."""
-            if isinstance(value, str):
-                return value.translate(hide_edges)
-            if isinstance(value, list):
-                return [translated(each) for each in value]
-            if isinstance(value, dict):
-                return {translated(name): translated(each) for name, each in value.items()}
-            return value
-
-        chat = copy.copy(self)
-        chat.tools = translated(self.tools)
-        partly = []
-        fully = []
-        for message in messages:
-            text = message["content"]
-            shown = text if message["role"] == "assistant" else text.translate(hide_edges)
-            # No control token comes of a role or a name.
-            others = {
-                name: value
-                for name, value in message.items()
-                if name not in ("role", "name", "content")
-            }
-            message = message | translated(others)
-            partly.append(message | {"content": shown})
-            fully.append(message | {"content": text.translate(hide)})
-        pieces = split_special_tokens(control_tokens, chat.render(partly))
-        checked = split_special_tokens(control_tokens, chat.render(fully))
-        if pieces[1::2] != checked[1::2]:
-            pieces = checked
-        show = {stand_in: code for code, stand_in in hide.items()}
+        tainted = self.render_tainted(messages)
+        pieces = split_special_tokens(
+            encoding.special_tokens_set, str.__str__(tainted), trust_mask(tainted)
+        )
         ids = []
         for index, piece in enumerate(pieces):
             if index % 2:
                 ids.append(encoding.encode_single_token(piece))
             else:
-                ids += encoding.encode_ordinary(piece.translate(show), at_start=not ids)
+                ids += encoding.encode_ordinary(piece, at_start=not ids)
         return ids
 
 
-def stand_ins(characters: set[str], used: set[str]) -> dict[int, int]:
-    """Map the code of each character to the code of an unused one, from the highest code down."""
-    unused = (code for code in range(0x10FFFD, 0, -1) if chr(code) not in used)
-    return {ord(character): next(unused) for character in characters}
+def split_special_tokens(tokens: set[str], text: str, mask: str | None = None) -> list[str]:
+    """Split a text at added tokens: text, token, text, ..., text. The longest match wins.
 
-
-def split_special_tokens(tokens: set[str], text: str) -> list[str]:
-    """Split a text at added tokens: text, token, text, ..., text. The longest match wins."""
-    longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
-    return re.split(f"({'|'.join(longest_first) or '(?!)'})", text)
-
-
-def environment():
-    """Return a jinja2 sandbox for chat templates, set up as in transformers.
-
-    Only the `generation` tag is missing. The sandbox keeps a template from files, modules and the
-    internals of Python, but does not limit its time and memory.
+    mask: "1" for each character that may be part of a token; None: all may be.
     """
-    # Import here: it takes 17 ms, and few runs chat.
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
+    pattern = re.compile("|".join(longest_first) or "(?!)")
+    runs = [(0, len(text))] if mask is None else [run.span() for run in re.finditer("1+", mask)]
+    pieces = []
+    start = 0
+    for run in runs:
+        for found in pattern.finditer(text, *run):
+            pieces += [text[start : found.start()], found[0]]
+            start = found.end()
+    return [*pieces, text[start:]]
 
-    def raise_exception(message):
-        raise ValueError(message)
 
-    def strftime_now(format):
-        return datetime.now().strftime(format)
+def compile_template(text: str):
+    """Compile a chat template. Anything may be raised."""
+    # A late import: jinja2 takes 17 ms, and few runs chat.
+    from text.templates import compile_sandboxed
 
-    def tojson(value, ensure_ascii=False, **options):  # jinja2's own escapes for HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    sandbox = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    sandbox.filters["tojson"] = tojson
-    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return sandbox
+    return compile_sandboxed(text)
