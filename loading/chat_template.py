@@ -20,13 +20,14 @@ def read_chat_template(
     override = (file, read_text(file)) if file else None
     if source.type == "random":
         return (*override, {}) if override else None
-    if source.type == "gguf" and (found := read_gguf_template(source.gguf, override)):
-        return found
+    if source.type == "gguf" and read_gguf_template(source.gguf, override):  # named ones too
+        return read_gguf_template(source.gguf, override, name)
     config_file = source.find("tokenizer_config.json")
     config = read_json(config_file) if config_file else {}
-    file = file or source.find("chat_template.jinja")
-    if file:
-        text = read_text(file)
+    default = file or source.find("chat_template.jinja")
+    named = name != "default" and source.find(f"additional_chat_templates/{name}.jinja")
+    if file := named or default:
+        text = read_text(file) if named or name == "default" else None
     else:
         file = config_file
         text = config.get("chat_template")
@@ -34,6 +35,8 @@ def read_chat_template(
             entries = [entry for entry in text if isinstance(entry, dict)]
             chosen = [entry for entry in entries if entry.get("name") == name]
             text = chosen[0].get("template") if chosen else None
+        elif name != "default":
+            text = None
     return (file, text, read_special_tokens(source)) if isinstance(text, str) else None
 
 

@@ -98,24 +98,26 @@ def named_eog_ids(gguf: GGUF) -> list[int]:
 
 
 def read_gguf_template(
-    gguf: GGUF, override: tuple[Path, str] | None = None
+    gguf: GGUF, override: tuple[Path, str] | None = None, name: str = "default"
 ) -> tuple[Path, str, dict[str, str]] | None:
     """Return a chat template's file, text and special tokens; None if there is no template.
 
     override: file and text of a template to use instead, if this file has a vocabulary.
+    name: selects one of several templates.
     Raises UserError for an id out of range, if the template uses its token.
     """
-    file, text = override or (gguf.file, gguf.metadata.get("tokenizer.chat_template"))
+    key = "tokenizer.chat_template" + (f".{name}" if name != "default" else "")
+    file, text = override or (gguf.file, gguf.metadata.get(key))
     if not isinstance(text, str) or override and f"{KEY_PREFIX}.tokens" not in gguf.metadata:
         return None
     tokens, _ = read_tokens(gguf)
     special_tokens = {}
-    for name, key in TEMPLATE_TOKENS.items():
+    for variable, key in TEMPLATE_TOKENS.items():
         try:
             for id in token_ids(gguf, key):
-                special_tokens[name] = tokens[id]
+                special_tokens[variable] = tokens[id]
         except UserError:
-            if name in text:
+            if variable in text:
                 raise
     return file, text.removeprefix("\ufeff"), special_tokens
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from errors import UserError
 from loading.chat_template import read_chat_template
 from loading.config import SPECIAL_TOKEN_NAMES
-from loading.load import resolve_source
+from loading.load import Source, resolve_source
 from text.tokenizer import Encoding
 
 if TYPE_CHECKING:
@@ -45,11 +46,21 @@ class Chat:
         self.tools: list[dict] | None = None
         with self.template_errors():
             self.template = compile_template(self.template_text)
-            self.tool_template = self.template_text, self.template
-            if self.file.name == "tokenizer_config.json":  # which may hold several templates
-                # As in transformers, a template with the name tool_use takes precedence.
-                text = (read_chat_template(source, file, "tool_use") or found)[1]
-                self.tool_template = text, compile_template(text)
+        # Loaded only for tools, because looking for a file on the hub takes time.
+        self.load_tool_template = functools.cache(lambda: self.read_tool_template(source, file))
+
+    def read_tool_template(self, source: Source, file: Path | None):
+        """Return the text of the template for conversations with tools, and the compiled template.
+
+        As in transformers, a template with the name tool_use takes precedence.
+        """
+        found = None if file else read_chat_template(source, name="tool_use")
+        if found is None:
+            return self.template_text, self.template
+        chat = copy.copy(self)
+        chat.file, text, _ = found
+        with chat.template_errors():
+            return text, compile_template(text)
 
     def with_template_kwargs(self, template_kwargs: dict[str, bool]) -> "Chat":
         """Return a copy that passes its template these variables, such as enable_thinking."""
@@ -66,7 +77,7 @@ class Chat:
 
         chat = copy.copy(self)
         if tools:
-            chat.template_text, chat.template = self.tool_template
+            chat.template_text, chat.template = self.load_tool_template()
         chat.tools = [PROBE_TOOL]
         name = PROBE_TOOL["function"]["name"]
         if tools and name not in chat.render([{"role": "user", "content": ""}]):
