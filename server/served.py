@@ -128,12 +128,13 @@ class ServedModel:
         return [role for role, example in ROLE_EXAMPLES.items() if self.renders_role(role, example)]
 
     def renders_role(self, role: str, example: list[str]) -> bool:
-        """Return whether the template renders the content of `role` in a conversation like this."""
-        messages = [{"role": each, "content": PROBE if each == role else "a"} for each in example]
-        try:
-            return PROBE in self.chat.render(messages)
-        except UserError:
-            return False
+        """Return whether the template renders the content of `role` in conversations like this."""
+        for roles in (example, ["system", *example]):  # a template may require a system message
+            messages = [{"role": each, "content": PROBE if each == role else "a"} for each in roles]
+            with contextlib.suppress(UserError):
+                if PROBE in self.chat.render(messages):
+                    return True
+        return False
 
     def find_adapter(self, name: str | None) -> str:
         """Return the adapter that a request's model name selects, "" for the base model.
@@ -223,7 +224,7 @@ class ServedModel:
         if body.tools:
             with self.as_api_error("tools"):
                 tools = callable_tools(body)
-                chat = chat.with_tools(body.tools)
+                chat = chat.with_tools(body.tools, messages)
                 tool_format = detect_tool_format(chat, encoding, self.eos_token_ids)
                 tool_grammar = self.request_tool_grammar(body, tools, tool_format)
         texts = [text for message in body.messages for text in message.text_fields]

@@ -32,6 +32,11 @@ TEMPLATES = {
         "{{ messages[-1].content | trim | upper | lower }}",
         ["system", "user"],
     ),
+    "needs": (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        ["system", "user", "assistant"],
+    ),
     "silent": ("I say what I like", []),
     "breaks": ("{{ messages[7].content }}", []),
 }
@@ -46,10 +51,12 @@ def told(client) -> list[str] | None:
 
 def length(client, role: str, content: str) -> int:
     """The tokens of a prompt in which this role says this; 0 for one that is refused."""
-    roles = ROLE_EXAMPLES[role]
-    talk = [{"role": each, "content": content if each == role else "a"} for each in roles]
-    status, answer = client.post(CHAT, {"messages": talk, "max_tokens": 1})
-    return answer["usage"]["prompt_tokens"] if status == 200 else 0
+    for roles in (ROLE_EXAMPLES[role], ["system", *ROLE_EXAMPLES[role]]):
+        talk = [{"role": each, "content": content if each == role else "a"} for each in roles]
+        status, answer = client.post(CHAT, {"messages": talk, "max_tokens": 1})
+        if status == 200:
+            return answer["usage"]["prompt_tokens"]
+    return 0
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -5,7 +5,7 @@ import re
 
 import jsonschema
 import pytest
-from chats import BARE, CHATML, HERMES, LISTED, WITH_TOOLS, tool
+from chats import BARE, CHATML, HERMES, LISTED, NEEDS_SYSTEM, WITH_TOOLS, conversation, tool
 from serving import check_refused, official_client, results_of, serving
 from test_tools_in_requests import COUNT, LOOK, MESSAGES, PATH, TOOL_RESULT, TOOLS, said
 
@@ -212,6 +212,17 @@ def test_a_template_whose_format_is_not_known_is_named(chat_engine, write_chat):
         body |= {"tool_choice": "auto", "parallel_tool_calls": True}
         for tools in ([], None):
             assert client.post(PATH, body | {"tools": tools})[0] == 200
+
+
+def test_a_template_may_want_a_system_message(chat_engine, write_chat):
+    """Which the conversation has, and no probe of ours has by itself."""
+    with serving(chat_engine, Chat(write_chat(NEEDS_SYSTEM))) as client:
+        body = {"tools": TOOLS, "max_tokens": 300, "temperature": 1.0, "tool_choice": NAMED}
+        messages = conversation("Tom", system="Be kind.")
+        (choice,) = client.post(PATH, body | {"messages": messages, "seed": 1})[1]["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "count"
+        answer = client.post(PATH, body | {"messages": MESSAGES})
+        check_refused(answer, "messages", "a system message first")
 
 
 def test_a_model_that_reasons_can_be_told_not_to(chat_engine, write_chat):

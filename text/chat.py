@@ -20,6 +20,11 @@ SYSTEM_ROLES = {"system", "developer"}  # roles whose messages say how to reply
 KNOWN_ROLES = SYSTEM_ROLES | {"user", "assistant", "tool"}  # may become control tokens
 SENTINEL = "31415926"  # unlikely in a template
 SYSTEM_ROLE_HINT = "put its text at the start of the first user message"
+# Conversations to try, besides the request's, when testing whether a template writes tools.
+PROBE_CONVERSATIONS = [
+    [{"role": "user", "content": "a"}],
+    [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}],
+]
 # Variables that only `render` sets; requests may not.
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"} | {
     f"{n}_token" for n in SPECIAL_TOKEN_NAMES
@@ -68,21 +73,38 @@ class Chat:
         chat.template_kwargs = template_kwargs
         return chat
 
-    def with_tools(self, tools: list[dict] | None) -> "Chat":
+    def with_tools(self, tools: list[dict] | None, messages: list[dict] | None = None) -> "Chat":
         """Return a copy that passes its template these tools, as `check_tools` accepts them.
 
-        Raises UserError if the template does not write them.
+        messages: the conversation, if it has begun. A template may write tools in some
+        conversations only, so PROBE_CONVERSATIONS are tried too. Raises UserError if the template
+        writes the tools in none of them, or refuses them all.
         """
-        from text.tools import PROBE_TOOL  # a late import, because text.tools imports this module
+        chat = self.with_unchecked_tools(tools)
+        if not tools:
+            return chat
+        names = [f"a_tool_of_no_one_{index}" for index in range(len(tools))]
+        renamed = [tool["function"] | {"name": name} for tool, name in zip(tools, names)]
+        probe_chat = self.with_unchecked_tools(
+            [{"type": "function", "function": function} for function in renamed]
+        )
+        conversations = [messages, *PROBE_CONVERSATIONS] if messages else PROBE_CONVERSATIONS
+        is_refused = True
+        for conversation in conversations:
+            text = probe_chat.try_render(conversation)
+            if text is not None and all(name in text for name in names):
+                return chat
+            is_refused = is_refused and text is None
+        if is_refused:
+            probe_chat.render(conversations[0])  # raises the template's error
+        raise UserError(f"{self.file}: this chat template does not support tools")
 
+    def with_unchecked_tools(self, tools: list[dict] | None) -> "Chat":
+        """Return a copy that passes its template these tools, whether it writes them or not."""
         chat = copy.copy(self)
+        chat.tools = tools
         if tools:
             chat.template_text, chat.template = self.load_tool_template()
-        chat.tools = [PROBE_TOOL]
-        name = PROBE_TOOL["function"]["name"]
-        if tools and name not in chat.render([{"role": "user", "content": ""}]):
-            raise UserError(f"{self.file}: this chat template does not support tools")
-        chat.tools = tools
         return chat
 
     @contextlib.contextmanager

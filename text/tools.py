@@ -1,5 +1,6 @@
 """Tool calls: validation of tools, detection of call formats, grammars and a streaming parser."""
 
+import itertools
 import json
 import os
 import re
@@ -64,19 +65,23 @@ def check_tools(tools: Any) -> None:
         names.add(name)
 
 
-# A tool that shows whether a template writes tools.
 PROBE_TOOL = {
     "type": "function",
     "function": {
-        "name": "a_tool_of_no_one",
-        "description": "",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+        "name": "first_function",
+        "description": "a",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string", "description": "a"}},
+            "required": ["key"],
+        },
     },
 }
 PROBE_ID = "call00000"
 CALL_ID_LENGTH = len(PROBE_ID)  # letters and digits, as many as Mistral's templates require
 PROBE_ARGUMENTS = {"key": 1, "other": [2, "a"]}
 PROBE_RESULT = "what_a_tool_has_found"
+PROBE_CONTENT = "what_a_reply_says_first"
 
 
 class ToolFormat(NamedTuple):
@@ -95,16 +100,43 @@ class ToolFormat(NamedTuple):
     separators: tuple[str, str]
 
 
+class UnknownToolFormat(UserError):
+    """Error for a template that writes tool calls in an unsupported format."""
+
+
 def detect_tool_format(
     chat: Chat, encoding: Encoding, eos_token_ids: tuple[int, ...]
 ) -> ToolFormat:
     """Detect the tool-call format of a chat template by rendering sample calls.
 
-    chat: with the tools of the conversation, if it has any. Raises UserError for an unsupported
-    format.
+    chat: with the tools of the conversation, if it has any. A template may require a system
+    message, refuse empty content, or read fields that PROBE_TOOL lacks, so several conversations
+    are tried. Raises UserError for an unsupported format.
     """
-    chat = chat.with_tools([PROBE_TOOL] if chat.tools else None)
+    system = {"role": "system", "content": "a"}
     user = {"role": "user", "content": "a"}
+    shapes = list(itertools.product(([], [system]), ("", PROBE_CONTENT)))
+    errors = []
+    for tools in [[PROBE_TOOL], chat.tools] if chat.tools else [None]:
+        for before, content in shapes:
+            try:
+                probe = chat.with_unchecked_tools(tools)
+                return probe_tool_format(probe, [*before, user], content, encoding, eos_token_ids)
+            except UserError as error:
+                errors.append(error)
+        if all(isinstance(error, UnknownToolFormat) for error in errors):  # no rendering failed
+            break
+    raise next((error for error in errors if isinstance(error, UnknownToolFormat)), errors[0])
+
+
+def probe_tool_format(
+    chat: Chat, asked: list[dict], content: str, encoding: Encoding, eos_token_ids: tuple[int, ...]
+) -> ToolFormat:
+    """Detect the tool-call format from a rendered reply with this content and tool calls.
+
+    asked: messages before the reply, the last one from the user. Raises UserError as
+    `detect_tool_format`.
+    """
     names = ["first_function", "second_function", "third_function"]
     calls = [
         {
@@ -114,25 +146,27 @@ def detect_tool_format(
         }
         for name in names
     ]
+    user = asked[-1]
     result = {"role": "tool", "tool_call_id": PROBE_ID, "name": names[0], "content": PROBE_RESULT}
-    past_reply = {"role": "assistant", "content": PROBE_RESULT}
-    before_past_reply = chat.render([user, past_reply, user]).partition(PROBE_RESULT)[0]
+    past_reply = {"role": "assistant", "content": PROBE_CONTENT}
+    before_past_reply = chat.render([*asked, past_reply, user]).partition(PROBE_CONTENT)[0]
     # What stands before a reply. A template may omit the start of reasoning before a past one.
-    starts = chat.render([user]), before_past_reply
+    starts = chat.render(asked), before_past_reply
 
     def render_calls(*calls: dict) -> str:
         """Render a reply with these calls; return the calls and all that follows them."""
-        calling = {"role": "assistant", "content": "", "tool_calls": list(calls)}
+        calling = {"role": "assistant", "content": content, "tool_calls": list(calls)}
         # Later messages follow, because a template may add empty reasoning to the last reply.
         later = [result] * len(calls) + [{"role": "assistant", "content": "b"}, user]
-        text = chat.render([user, calling, *later]).replace(PROBE_ID, "\0" * len(PROBE_ID))
+        text = chat.render([*asked, calling, *later]).replace(PROBE_ID, "\0" * len(PROBE_ID))
         for start in starts:
             prefix = os.path.commonprefix([start, text])
+            reply = text[len(prefix) :]
             if not start[len(prefix) :].strip():
-                return text[len(prefix) :]
+                return reply.partition(content)[2] if content else reply
         return ""
 
-    unknown = UserError(
+    unknown = UnknownToolFormat(
         f"{chat.file}: this chat template writes tool calls in an unsupported format"
     )
     one = render_calls(calls[0])
