@@ -1,22 +1,50 @@
 """JSON schemas, regular expressions and Lark grammars, compiled by llguidance."""
 
+import contextlib
 import itertools
 import json
 import re
+import signal
+import threading
 
 import numpy
 import torch
 
 from cache import common_prefix_length
-from constraints.matcher import Matcher
+from constraints.matcher import Matcher, single_allowed_token
 from constraints.schema import parse_schema
 from constraints.vocabulary import Vocabulary
 from errors import UserError
 
+MAX_SCHEMA_ITEMS = 10_000  # for JSON, which is unambiguous; 1,000 optional properties have 4,000
+
+
+@contextlib.contextmanager
+def interruptible():
+    """Let Ctrl-C kill the process in the block; Python's handler would wait for the native call."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Budgets of llguidance. Its Earley parser has a row for each lexeme. A row of an ambiguous grammar
+# takes time cubic in its items: 5 ms for 500, 300 ms for 2,000, the default.
+MAX_ITEMS = 500
+MAX_STATES = 2**16  # of the lexer, plus two per source byte; up to 14 MB
 # Expressions of the lexer, plus two per source byte. They grow exponentially if each terminal uses
 # another one twice. 65,536 take up to 12 MB; a million, llguidance's default, takes 90 MB.
 MAX_EXPRESSIONS = 2**16
 MAX_MULTIPLE_OF_EXPRESSIONS = 10**6  # of a schema with multipleOf, including remainders
+MAX_FORCED_PREFIX = 32  # jump-forward tokens that are checked at compile time
+# Flexible whitespace would let a model emit whitespace forever. \u is off, because llguidance
+# compares names as written, so "\u0061" and "a" would be different names.
+JSON_OPTIONS = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
 
 
 class Grammar:
@@ -42,18 +70,23 @@ class Grammar:
             elif constraint_field == "regex":
                 text = LLMatcher.grammar_from_regex(source)
             else:
-                if re.search(r"%(json|llguidance)\b", source):
-                    raise UserError("%json and %llguidance are not supported in a grammar")
+                check_lark(source)
                 text = LLMatcher.grammar_from_lark(source)
             multiples = (
                 constraint_field in ("json_schema", "tool_grammar") and '"multipleOf"' in text
             )
             limit = MAX_MULTIPLE_OF_EXPRESSIONS if multiples else MAX_EXPRESSIONS
             limits = LLParserLimits(
-                verbose_errors=False, initial_lexer_fuel=limit + 2 * len(source)
+                verbose_errors=False,
+                max_items_in_row=MAX_ITEMS if constraint_field == "grammar" else MAX_SCHEMA_ITEMS,
+                initial_lexer_fuel=limit + 2 * len(source),
+                max_lexer_states=MAX_STATES + 2 * len(source),
             )
             # Never mutated: each matcher has a copy, which shares the compiled grammar.
-            self.initial_state = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+            with interruptible():
+                self.initial_state = LLMatcher(
+                    vocabulary.tokenizer, text, log_level=0, limits=limits
+                )
             if self.initial_state.is_error():
                 error = self.initial_state.get_error()
                 raise UserError(
@@ -61,13 +94,26 @@ class Grammar:
                     if constraint_field == "tool_grammar"
                     else short_error(error)
                 )
-            self.matcher().checked_token_mask([])
+            self.check_initial_state()
         except ValueError as error:  # a UserError is one
             name = "tools" if constraint_field == "tool_grammar" else constraint_field
             raise UserError(f"{name}: {error}") from None
 
     def matcher(self) -> "GrammarMatcher":
         return GrammarMatcher(self)
+
+    def check_initial_state(self) -> None:
+        """Raise UserError if no token may come first, or none may follow the forced prefix.
+
+        For example, a required property that requires itself allows "{" and then nothing.
+        """
+        matcher = self.matcher()
+        output = []
+        while len(output) < MAX_FORCED_PREFIX:
+            token = single_allowed_token(matcher.checked_token_mask(output))
+            if token is None or token in self.vocabulary.eos_token_ids:
+                break
+            output.append(token)
 
 
 class GrammarMatcher(Matcher):
@@ -87,10 +133,11 @@ class GrammarMatcher(Matcher):
         eos_token_ids = self.vocabulary.eos_token_ids
         # Stop before EOS, after which all tokens are allowed.
         new = list(itertools.takewhile(lambda token: token not in eos_token_ids, output[known:]))
-        self.tokens += new[: self.state.try_consume_tokens(new)]
-        if len(self.tokens) < len(output) and not self.state.is_error():
-            return self.vocabulary.token_mask(slice(None))
-        self.state.unsafe_compute_mask_ptr(self.bitmask.ctypes.data, len(self.bitmask))
+        with interruptible():
+            self.tokens += new[: self.state.try_consume_tokens(new)]
+            if len(self.tokens) < len(output) and not self.state.is_error():
+                return self.vocabulary.token_mask(slice(None))
+            self.state.unsafe_compute_mask_ptr(self.bitmask.ctypes.data, len(self.bitmask))
         self.error = self.state.get_error()
         if self.error:  # an error is final, so restart
             self.state = self.grammar.initial_state.deep_copy()
@@ -108,6 +155,53 @@ class GrammarMatcher(Matcher):
         if not reason or reason.startswith("NoExtension"):
             return super().reason()
         return reason
+
+
+# Lexemes of llguidance's Lark. No two types begin with the same two characters.
+LEXEME = re.compile(
+    r"""(?P<string>"(?:\\.|[^"\\\n])*"i?)
+    |(?P<comment>(?:\#|//)[^\n]*)
+    |(?P<regex>/(?:\\.|[^/\\])+/[a-z]*)
+    |(?P<special><[^<>\s]+>)
+    |(?P<reference>@[\w-]*)
+    |(?P<directive>%[a-zA-Z]+)
+    |(?P<parameter>::)
+    |(?P<other>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+LARK_DIRECTIVES = {"%ignore", "%import"}
+LARK_OPTIONS = {"lazy"}
+
+
+def check_lark(source: str) -> None:
+    """Raise UserError for features of llguidance's Lark other than rules, terminals and regexes.
+
+    Parametric rules can recurse for ever, options change sampling or backtracking, and special
+    tokens must not be generated. See docs/syntax.md and docs/parametric.md of llguidance.
+    """
+    code = ""
+    for found in LEXEME.finditer(source):
+        token_type = found.lastgroup
+        lexeme = found[0]
+        if token_type == "parameter":
+            raise UserError("parametric rules (::) are not supported: they may never end")
+        if token_type == "directive" and lexeme not in LARK_DIRECTIVES:
+            allowed = " and ".join(sorted(LARK_DIRECTIVES))
+            raise UserError(f"{lexeme:.40} is not supported in a grammar; {allowed} are")
+        if token_type == "special":
+            raise UserError(f"{lexeme:.40} is not supported: output cannot contain special tokens")
+        if token_type == "reference":
+            raise UserError(f"{lexeme:.40} is not supported: a grammar cannot refer to another one")
+        code += {"comment": "", "string": '""', "regex": "//"}.get(token_type, lexeme)
+    for options in re.findall(r"(?m)^[ \t]*[!?_]*[a-z][^\n:|\[]*\[([^\]]*)\]\s*:", code):
+        for option in options.split(","):
+            if option.strip() not in LARK_OPTIONS:
+                name = option.partition("=")[0].strip()
+                raise UserError(
+                    f"the option {name!r:.40} is not supported in a grammar; only lazy is"
+                )
+    if "=" in code:
+        raise UserError("'=' is not supported in a grammar: the only supported option is lazy")
 
 
 def tool_error(grammar: str, error: str) -> str:

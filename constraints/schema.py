@@ -8,6 +8,7 @@ from typing import Any
 
 from errors import UserError
 
+MAX_SCHEMA_ITEMS = 10_000  # of JSON, which is not ambiguous; 1,000 optional properties have 4,000
 SCHEMA_KEYWORDS = {"items", "additionalProperties"}  # keywords that hold a schema
 SCHEMA_LIST_KEYWORDS = {"anyOf", "oneOf", "allOf", "prefixItems"}  # a list of schemas
 SCHEMA_MAP_KEYWORDS = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by name
