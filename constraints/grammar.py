@@ -65,8 +65,7 @@ class Grammar:
                 self.usable_tokens = vocabulary.usable_tokens_in_tool_calls
             elif constraint_field == "json_schema":
                 schema = json.dumps(parse_schema(source))
-                options = {"whitespace_flexible": False}  # else whitespace could repeat for ever
-                text = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+                text = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
             elif constraint_field == "regex":
                 text = LLMatcher.grammar_from_regex(source)
             else:

@@ -9,6 +9,26 @@ from typing import Any
 from errors import UserError
 
 MAX_SCHEMA_ITEMS = 10_000  # of JSON, which is not ambiguous; 1,000 optional properties have 4,000
+
+# Keywords that constrain nothing: with any value, or with one of these values.
+IGNORED_KEYWORDS = {"contentEncoding", "contentMediaType", "contentSchema"}
+IGNORED_KEYWORDS |= {"example", "externalDocs", "xml"}  # OpenAPI's
+NEUTRAL_VALUES = {
+    "uniqueItems": (False,),
+    "nullable": (False,),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "additionalItems": (True, {}),
+    "propertyNames": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+}
+# Formats whose syntax llguidance enforces, and other formats of JSON Schema. Any further name is an
+# annotation in JSON Schema, and is ignored.
+FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6"}
+FORMATS |= {"uri", "uuid"}
+UNSUPPORTED_FORMATS = {"idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference"}
+UNSUPPORTED_FORMATS |= {"uri-template", "json-pointer", "relative-json-pointer", "regex"}
 SCHEMA_KEYWORDS = {"items", "additionalProperties"}  # keywords that hold a schema
 SCHEMA_LIST_KEYWORDS = {"anyOf", "oneOf", "allOf", "prefixItems"}  # a list of schemas
 SCHEMA_MAP_KEYWORDS = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by name
@@ -18,6 +38,7 @@ SUPPORTED_KEYWORDS = {
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$schema", "$id", "$comment", "discriminator"),
+    *IGNORED_KEYWORDS,
 }
 MAX_SCHEMA_DEPTH = 32  # levels of nested schemas
 MAX_SCHEMAS = 1000
@@ -27,14 +48,17 @@ MAX_INTERSECTED = 8  # intersected schemas: 16 patterns take 1.4 s, and each fur
 MAX_REMAINDERS = 5 * 10**4  # total of all multipleOf: llguidance has a state for each
 ANNOTATION_KEYWORDS = {  # keywords that alone constrain no output
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("$defs", "definitions", "$schema", "$id", "$comment"),
+    *("$defs", "definitions", "$schema", "$id", "$comment", *IGNORED_KEYWORDS),
     "discriminator",  # OpenAPI: selects a schema of oneOf by a tag, which that schema requires, too
 }
 IN_PLACE_APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref"}
 
 
 def parse_schema(source: str) -> dict:
-    """Parse a JSON schema. Raises UserError for invalid JSON, and as `check_schemas` does."""
+    """Parse a JSON schema and strip the keywords that constrain nothing.
+
+    Raises UserError for invalid JSON, and as `check_schemas` does.
+    """
     try:
         schema = json.loads(source)
     except RecursionError:
@@ -44,7 +68,27 @@ def parse_schema(source: str) -> dict:
     if not isinstance(schema, dict):
         raise UserError("must be an object")
     check_schemas({"": schema})
-    return schema
+    return strip_ignored_keywords(schema)
+
+
+def strip_ignored_keywords(schema: Any) -> Any:
+    """Return a schema, checked by `check_schemas`, without the keywords that constrain nothing."""
+    if not isinstance(schema, dict):
+        return schema
+    plain = {}
+    for name, value in schema.items():
+        if name in IGNORED_KEYWORDS or name in NEUTRAL_VALUES:
+            continue
+        if name == "format" and value not in FORMATS:
+            continue
+        if name in SCHEMA_KEYWORDS:
+            value = strip_ignored_keywords(value)
+        elif name in SCHEMA_LIST_KEYWORDS:
+            value = [strip_ignored_keywords(each) for each in value]
+        elif name in SCHEMA_MAP_KEYWORDS:
+            value = {key: strip_ignored_keywords(each) for key, each in value.items()}
+        plain[name] = value
+    return plain
 
 
 def check_schemas(schemas: dict[str, dict]) -> None:
@@ -74,8 +118,20 @@ def check_schemas(schemas: dict[str, dict]) -> None:
             elif name in SCHEMA_LIST_KEYWORDS | SCHEMA_MAP_KEYWORDS:
                 expected = "an object" if name in SCHEMA_MAP_KEYWORDS else "a list"
                 raise UserError(f"{child_path:.100} {value!r:.40}: must be {expected}")
+            elif name in NEUTRAL_VALUES and any(
+                json_equal(value, none) for none in NEUTRAL_VALUES[name]
+            ):
+                pass
             elif name not in SUPPORTED_KEYWORDS:
                 raise UserError(f"the keyword {child_path!r:.100} is not supported")
+            elif name == "format" and not isinstance(value, str):
+                raise UserError(f"{child_path:.100} {value!r:.40}: must be a string")
+            elif name == "format" and value in UNSUPPORTED_FORMATS:
+                allowed = ", ".join(sorted(FORMATS))
+                unsupported = f"{child_path:.100} {value!r} is not supported"
+                raise UserError(f"{unsupported}; supported are {allowed}")
+            elif name == "minProperties":
+                check_min_properties(child_path, schema)
             elif name == "discriminator" and "oneOf" not in schema:
                 raise UserError(f"{child_path:.100} needs oneOf beside it")
             elif name == "$ref" and not str(value).startswith("#"):
@@ -144,6 +200,27 @@ def check_patterns(path: str, patterns: Any) -> None:
         bare = re.sub(r"\[(?:\\.|[^\]\\])*\]|\\\\", "", str(pattern), flags=re.DOTALL)
         if CONTROL_CHARACTER.search(bare) or ESCAPED_CONTROL_CHARACTER.search(bare):
             raise UserError(f"{path:.100} has the pattern {pattern!r:.100}; {CONTROL_ADVICE}")
+
+
+def json_equal(value: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal; true is not 1."""
+    return type(value) is type(other) and value == other
+
+
+def check_min_properties(path: str, schema: dict) -> None:
+    """Raise UserError for a minProperties that an output could reach by repeating a name.
+
+    llguidance counts additional properties, but does not compare their names.
+    """
+    least = schema["minProperties"]
+    if isinstance(least, float) and not least.is_integer():
+        raise UserError(f"{path:.100} {least}: must be an integer")
+    required = schema.get("required")
+    names = {str(name) for name in required} if isinstance(required, list) else set()
+    if isinstance(least, int | float) and least > len(names) + 1:
+        reason = "other names may repeat, and JSON parsers count a repeated name once"
+        allowed = f"must be at most {len(names) + 1}, the number of required properties plus 1"
+        raise UserError(f"{path:.100} {least}: {allowed}; {reason}")
 
 
 def count_remainders(multiples: list[decimal.Decimal]) -> int:

@@ -6,7 +6,8 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from constraints.schema import IN_PLACE_APPLICATORS, check_schemas
+from constraints.grammar import JSON_OPTIONS
+from constraints.schema import IN_PLACE_APPLICATORS, check_schemas, strip_ignored_keywords
 from constraints.vocabulary import Vocabulary
 from errors import UserError
 from text.chat import Chat, split_special_tokens
@@ -232,14 +233,10 @@ def build_tool_grammar(
     schemas = {tool["function"]["name"]: arguments_schema(tool["function"]) for tool in tools}
     check_schemas({f"{name}.parameters": schema for name, schema in schemas.items()})
     item_separator, key_separator = tool_format.separators
-    options = {
-        "whitespace_flexible": False,
-        "item_separator": item_separator,
-        "key_separator": key_separator,
-    }
+    options = JSON_OPTIONS | {"item_separator": item_separator, "key_separator": key_separator}
     call_rules = []
     for name, schema in schemas.items():
-        source = json.dumps(schema | {"x-guidance": options})
+        source = json.dumps(strip_ignored_keywords(schema) | {"x-guidance": options})
         rule = f"call{len(call_rules)}: {lark(name + tool_format.middle)} %json {source}"
         call_rules.append(rule)
     more_calls = (
