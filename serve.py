@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -47,6 +48,7 @@ from server.memory import freeze, trim
 from server.metrics import Metrics
 from server.served import ServedModel, find_chat, served_name, server_defaults
 
+EXIT_SECONDS = 2  # for the process to end after the drain
 MAX_PIPELINED = 2**20  # bytes sent after a request, before its response is complete
 RESERVED_DESCRIPTORS = 64  # file descriptors for uses other than connections
 LLAMA = STORIES.with_name("stories-llama")
@@ -236,12 +238,13 @@ class Server(uvicorn.Server):
     It accepts only as many connections as file descriptors allow; further clients wait in the
     backlog. asyncio's own servers would use up all descriptors and report each failure. After a
     signal it refuses new clients, and running requests may continue for `seconds` before they fail.
-    A second signal ends the process immediately.
+    EXIT_SECONDS later the process ends, even during a computation. A second signal ends it
+    immediately.
     """
 
     def __init__(self, app: FastAPI, thread: EngineThread, seconds: float):
-        # A client that does not read its error within another 5 seconds is disconnected.
-        options = {"timeout_graceful_shutdown": seconds + 5, "lifespan": "off"}
+        # A client that does not read its error within another second is disconnected.
+        options = {"timeout_graceful_shutdown": seconds + 1, "lifespan": "off"}
         super().__init__(uvicorn.Config(app, log_level="warning", **options, **UVICORN))
         self.monitor = app.state.served.monitor
         self.thread = thread
@@ -331,6 +334,10 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
         self.signal = sig
         self.should_exit = True
+        # Threads in native code can block the interpreter's exit.
+        last = threading.Timer(self.seconds + EXIT_SECONDS, os._exit, [128 + sig])
+        last.daemon = True
+        last.start()
 
     async def shutdown(self, sockets: list[socket.socket]) -> None:
         self.accepting.cancel()

@@ -30,6 +30,12 @@ def compile_large_source(*key) -> ChoiceTrie | Grammar:
     return compile_source.__wrapped__(*key)
 
 
+def clear_constraint_cache() -> None:
+    """Drop the constraints that the cache keeps for later requests."""
+    compile_source.cache_clear()
+    compile_large_source.cache_clear()
+
+
 CONSTRAINT_BYTES = 2**18  # minimum memory of a constraint
 SOURCE_BYTES = 2**9  # additional memory per source byte; an enum of objects takes 300
 LARGE_BYTES = 2**23  # above this, cache one constraint instead of eight
@@ -39,6 +45,11 @@ def constraint_bytes(source: str | tuple[str, ...]) -> int:
     """Estimate the bytes of a constraint from its source. Its sequences take additional memory."""
     texts = [source] if isinstance(source, str) else source
     return CONSTRAINT_BYTES + SOURCE_BYTES * sum(len(text.encode()) for text in texts)
+
+
+def compiled_bytes() -> int:
+    """Estimate the memory of all compiled constraints in use, in bytes."""
+    return sum(constraint_bytes(source) for _, source, _ in compiled.copy())
 
 
 def compile_constraint(

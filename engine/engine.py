@@ -228,7 +228,7 @@ class Engine:
             if output is None:
                 return self.fail(request, NOT_FINITE)
             if isinstance(output, UserError):
-                return self.fail(request, str(output))
+                return self.fail(request, str(output), constraint_failed=True)
             if entry.complete:
                 return self.extend(entry, output)
             self.scheduler.advance(entry, [])
@@ -278,10 +278,10 @@ class Engine:
             self.end(request, reason)
         return Event(request, tokens, reason)
 
-    def fail(self, request: Request, error: str) -> Event:
-        """End a request with an error."""
+    def fail(self, request: Request, error: str, constraint_failed: bool = False) -> Event:
+        """End a request with an error. constraint_failed: as in Event."""
         self.end(request, "error")
-        return Event(request, [], "error", error)
+        return Event(request, [], "error", error, constraint_failed)
 
     def end(self, request: Request, reason: str) -> None:
         """Finish a request and flush its held-back text."""

@@ -115,6 +115,7 @@ class Event(NamedTuple):
     tokens: list[int]  # new tokens, EOS included
     finish_reason: str | None  # set in the last event of a request
     error: str | None = None  # message, if finish_reason is "error"
+    constraint_failed: bool = False  # whether the constraint caused the error
 
 
 def make_request(prompt: list[int], params: SamplingParams, config) -> Request:

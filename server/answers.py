@@ -11,9 +11,10 @@ from pydantic_core import to_json
 
 from errors import UserError
 from server.allowed import AllowedTokensTracker
-from server.backend import EngineDead, GenerateInput, QueueFull, Update
+from server.backend import ConstraintFailed, EngineDead, GenerateInput, Update
 from server.protocol import IGNORED_HEADER, APIError, GenerationRequest
 from server.served import ServedModel
+from server.structured_output import QueueFull
 
 MAX_CHUNK_BYTES = 2**16  # bytes
 
@@ -177,19 +178,28 @@ class ResponseBuilder:
         )
 
     async def update_stream(self) -> AsyncIterator[dict[int, Update]]:
-        """Yield updates until all choices are finished; `self.updates` stays open."""
+        """Yield updates until all choices are finished; `self.updates` stays open.
+
+        Raises APIError, which names the field, if the output cannot satisfy its constraint.
+        """
         num_unfinished = self.body.num_choices
-        async for updates in self.updates:
-            num_unfinished -= sum(update.finish_reason is not None for update in updates.values())
-            if self.allowed_tracker:
-                try:
-                    await asyncio.to_thread(self.allowed_tracker.read, updates)
-                except BaseException:  # such as cancellation when the client leaves
-                    await self.updates.aclose()
-                    raise
-            yield updates
-            if not num_unfinished:
-                return
+        try:
+            async for updates in self.updates:
+                num_unfinished -= sum(
+                    update.finish_reason is not None for update in updates.values()
+                )
+                if self.allowed_tracker:
+                    try:
+                        await asyncio.to_thread(self.allowed_tracker.read, updates)
+                    except BaseException:  # such as cancellation when the client leaves
+                        await self.updates.aclose()
+                        raise
+                yield updates
+                if not num_unfinished:
+                    return
+        except ConstraintFailed as error:
+            field = self.body.constraint_field if self.body.constraint else "tools"
+            raise APIError(400, str(error), field, "constraint_failed") from error
 
     async def last_chunks(self, data: bytes) -> AsyncIterator[bytes]:
         """Yield the end of a response in chunks; close `updates` before the last."""

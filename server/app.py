@@ -18,10 +18,11 @@ from starlette.exceptions import HTTPException
 from errors import UserError
 from server import chat_completions, completions
 from server.answers import api_error
-from server.backend import EngineDead, QueueFull, RequestFailed
+from server.backend import EngineDead, RequestFailed
 from server.live import FrameStream
 from server.protocol import IGNORED_HEADER, APIError
 from server.served import ServedModel
+from server.structured_output import QueueFull
 
 HERE = Path(__file__).parent
 MAX_BODY_BYTES = 2**20  # of a request
@@ -153,8 +154,9 @@ def make_app(
 
     @get("/health")
     async def health() -> Response:
-        """Return an empty 200, or 503 if the engine is not running."""
-        return Response(status_code=503 if served.backend.error else 200)
+        """Return an empty 200, or 503 if the engine is not running or is stalled."""
+        reason = served.backend.error or served.backend.stall_reason
+        return Response(status_code=503 if reason else 200)
 
     @get("/metrics")
     async def read_metrics() -> Response:

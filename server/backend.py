@@ -13,12 +13,12 @@ class EngineDead(Exception):
     """The engine is not running: not yet, or no longer."""
 
 
-class QueueFull(Exception):
-    """Error for a request that the server has no capacity for now."""
-
-
 class RequestFailed(Exception):
     """A request failed while the engine computed it."""
+
+
+class ConstraintFailed(RequestFailed):
+    """A request failed because of its constraint."""
 
 
 class GenerateInput(NamedTuple):
@@ -67,6 +67,10 @@ class Backend(Protocol):
     @property
     def encoding(self) -> Encoding:
         """Return the encoding of the model."""
+
+    @property
+    def stall_reason(self) -> str | None:
+        """Return why a running backend seems to be stuck; None if it does not."""
 
     def admit(self, num_requests: int, num_tokens: int = 0) -> None:
         """Check that the queue has room for more requests, with `num_tokens` prompt tokens in all.

@@ -12,14 +12,23 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from constraints.compiler import make_matcher
+from constraints.grammar import GrammarMatcher
 from constraints.matcher import Matcher
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
 from parallel.ranks import RankError
-from server.backend import EngineDead, GenerateInput, QueueFull, RequestFailed, Update
+from server.backend import ConstraintFailed, EngineDead, GenerateInput, RequestFailed, Update
+from server.structured_output import (
+    QueueFull,
+    TimedMatcher,
+    compile_matcher,
+    run_in_compile_pool,
+    stall_reason,
+)
 from text.tokenizer import Encoding
+
+STALLED_SECONDS = 10  # duration of a step after which the engine counts as stalled
 
 
 class Observer(Protocol):
@@ -89,6 +98,7 @@ class EngineThread:
     make_engine: returns the engine. It is called in the thread, because it may take a long time.
     max_waiting: maximum number of requests in addition to max_num_seqs.
     max_waiting_tokens: maximum total of prompt tokens of calls that have no output yet.
+    clock: returns seconds, to measure the duration of a step.
     Only this thread uses the engine, so it needs no lock, and no reader waits for a step. Requests
     enter through a queue, and after each step the new output goes to the event loop.
     `start` it, await `ready`, and `close` it at the end.
@@ -99,8 +109,11 @@ class EngineThread:
         make_engine: Callable[[], Engine],
         max_waiting: int = 1024,
         max_waiting_tokens: int = 2**20,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.make_engine = make_engine
+        self.clock = clock
+        self.busy_since: float | None = None  # start of the current step or command; None: idle
         self.max_waiting = max_waiting
         self.max_waiting_tokens = max_waiting_tokens
         self.engine: Engine | None = None  # None while the model loads
@@ -139,6 +152,14 @@ class EngineThread:
         return self.engine.encoding
 
     @property
+    def stall_reason(self) -> str | None:
+        """Return why a live engine seems to be stuck; None if it does not."""
+        busy_since = self.busy_since
+        if busy_since is not None and self.clock() - busy_since > STALLED_SECONDS:
+            return f"no step has ended for more than {STALLED_SECONDS} s"
+        return stall_reason()
+
+    @property
     def num_open_requests(self) -> int:
         """Return the number of requests of open calls, finished ones included."""
         return sum(generation.num_requests for generation in self.generations)
@@ -174,7 +195,8 @@ class EngineThread:
         Each item has an Update for one or more prompts, by their indices. Updates that are not
         fetched in time are joined. matcher: as in Backend.
         Raises the errors of `admit` before any work; EngineDead may also come later. Raises what
-        `Engine.add` raises, and RequestFailed after the last update of a request that fails.
+        `Engine.add` raises, RequestFailed after the last update of a request that fails, and
+        QueueFull if the constraints of all requests take too much memory or time.
         Unfinished requests are aborted when the generator closes and count towards the limits until
         then. A reader that may leave early must close it: `async with contextlib.aclosing(...)`.
         """
@@ -184,8 +206,8 @@ class EngineThread:
         try:
             if matcher is None and inputs.params and inputs.params[0].constraint:
                 # Not in the engine's thread, where compiling would block all requests.
-                generation.matcher = await asyncio.to_thread(
-                    make_matcher, inputs.params[0], self.encoding, self.config
+                generation.matcher = await run_in_compile_pool(
+                    compile_matcher, inputs.params[0], self.encoding, self.config
                 )
             self.commands.put(functools.partial(self.add, generation, inputs))
             while generation.num_unfinished or generation.updates:
@@ -200,12 +222,12 @@ class EngineThread:
             if generation.num_unfinished:
                 self.commands.put(functools.partial(self.abort, generation))
 
-    def deliver_outputs(self, outputs: list[tuple[RequestState, Update, str | None]]) -> None:
+    def deliver_outputs(self, outputs: list[tuple[RequestState, Update, Exception | None]]) -> None:
         """Deliver the output of a step to its readers, in the event loop."""
         for state, update, error in outputs:
             state.generation.add_update(state.index, update)
             if error:
-                state.generation.fail(RequestFailed(error))
+                state.generation.fail(error)
 
     def set_ready(self, error: Exception | None = None) -> None:
         """Report, in the event loop, that the engine is loaded or failed to load."""
@@ -243,6 +265,7 @@ class EngineThread:
         reason = "the server is shutting down"
         try:
             while self.run_commands():
+                self.busy_since = self.clock()
                 self.publish_events(self.engine.step())
         except RankError as error:
             reason = str(error)
@@ -254,9 +277,11 @@ class EngineThread:
     def run_commands(self) -> bool:
         """Run queued commands, and wait for more while idle; return False on shutdown."""
         while not self.engine.busy or not self.commands.empty():
+            self.busy_since = None
             command = self.commands.get()
             if command is None:
                 return False
+            self.busy_since = self.clock()
             command()
         return True
 
@@ -270,6 +295,8 @@ class EngineThread:
                 request = self.engine.add(
                     prompt, params, cache_salt=inputs.cache_salt, adapter=inputs.adapter
                 )
+                if isinstance(request.matcher, GrammarMatcher):
+                    request.matcher = TimedMatcher(request.matcher)
                 generation.requests.append(request)
                 state = RequestState(generation, index, next(self.request_numbers))
                 if request.finish_reason:  # zero tokens requested: no step emits an event
@@ -297,14 +324,27 @@ class EngineThread:
         for observer in self.observers:
             observer.on_step(events)
         outputs = []
-        for request, tokens, reason, error in events:
+        for event in events:
+            request, tokens, reason = event[:3]
             state = self.request_states[request]
             if reason:
                 del self.request_states[request]
             text = request.text[state.num_chars_sent :]
             state.num_chars_sent += len(text)
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
+            error = event_error(event)
             update = Update(tuple(tokens), text, tuple(logprobs), None if error else reason)
             outputs.append((state, update, error))
         if outputs:  # prefill chunks emit none
             self.call_in_event_loop(self.deliver_outputs, outputs)
+
+
+def event_error(event: Event) -> Exception | None:
+    """Return the error that an event reports to the request's reader, if any."""
+    if not event.error:
+        return None
+    if not event.constraint_failed:
+        return RequestFailed(event.error)
+    if getattr(event.request.matcher, "busy", False):  # masks of other requests are slow
+        return QueueFull(event.error)
+    return ConstraintFailed(event.error)

@@ -148,7 +148,7 @@ class EngineMonitor:
             counts = self.work.setdefault(request, [0, 0, 0, 0])
             counts[0] += len(entry.tokens)
             counts[1] += len(entry.drafts)
-        for request, tokens, reason, _ in events:
+        for request, tokens, reason, *_ in events:
             if tokens:
                 accepted = common_prefix_length(tokens, scheduled[request].drafts)
                 self.work[request][2] += accepted

@@ -113,7 +113,7 @@ class Metrics:
         """Record the events of a step."""
         now = time.perf_counter()
         self.generation_tokens.inc(sum(len(event.tokens) for event in events))
-        for request, tokens, reason, _ in events:
+        for request, tokens, reason, *_ in events:
             arrival_time = self.thread.request_states[request].generation.arrival_time
             if tokens:
                 if request in self.last_token_time:

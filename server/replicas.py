@@ -19,6 +19,7 @@ from server.engine_thread import EngineThread
 from server.memory import freeze
 from server.metrics import Metrics
 from server.served import ServedModel, find_chat, served_name, server_defaults
+from server.structured_output import stall_reason
 from text.tokenizer import load_encoding
 
 
@@ -46,7 +47,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise EngineDead if the engine has ended, so that Ray replaces this replica."""
-        if self.thread.error:
+        if self.thread.error:  # not if it stalls: a long step is no reason to abort its requests
             raise EngineDead(self.thread.error)
 
     def read_metrics(self) -> list[Metric]:
@@ -100,6 +101,11 @@ class ReplicaClient:
         self.handle = handle.options(stream=True)
         self.config = load_config(model)
         self.encoding = load_encoding(model, self.config.vocab_size)
+
+    @property
+    def stall_reason(self) -> str | None:
+        """Return the stall reason of only this process, because Ray checks the replicas itself."""
+        return stall_reason()
 
     def admit(self, num_requests: int, num_tokens: int = 0) -> None:
         """Do nothing, because the replica that gets the call checks its own limits."""

@@ -1,6 +1,5 @@
 """The served model, its engine, and the encoding of requests for them."""
 
-import asyncio
 import contextlib
 import functools
 import json
@@ -19,6 +18,7 @@ from sampling import SamplingParams, check_token_ids
 from server.allowed import AllowedTokensTracker
 from server.backend import Backend, MetricsReader, Monitor
 from server.protocol import APIError, ChatRequest, GenerationRequest
+from server.structured_output import TimedMatcher, compile_matcher, run_in_compile_pool
 from text.chat import SYSTEM_ROLE_HINT, Chat
 from text.detokenizer import IncrementalDetokenizer
 from text.tools import ToolFormat, build_tool_grammar, check_tools, detect_tool_format
@@ -166,7 +166,7 @@ class ServedModel:
         """Check the token ids of parameters, and compile their constraint, which may be slow.
 
         constraint_field: the request's field with the constraint. Returns a matcher that keeps the
-        compiled constraint alive. Raises APIError.
+        compiled constraint alive. Raises APIError, and QueueFull as `compile_matcher` does.
         """
         try:
             check_token_ids(params, self.backend.config)
@@ -175,8 +175,8 @@ class ServedModel:
         if params.constraint is None:
             return None
         with self.as_api_error(constraint_field):
-            return await asyncio.to_thread(
-                make_matcher, params, self.backend.encoding, self.backend.config
+            return await run_in_compile_pool(
+                compile_matcher, params, self.backend.encoding, self.backend.config
             )
 
     def check_dropped(self, field: str, dropped: str) -> None:
@@ -312,7 +312,10 @@ class ServedModel:
 
     def allowed_tracker(self, params: SamplingParams, limit: int) -> AllowedTokensTracker:
         """Return a tracker of the tokens that the constraint allows, up to `limit` per position."""
-        make = functools.partial(make_matcher, params, self.backend.encoding, self.backend.config)
+
+        def make() -> TimedMatcher:
+            return TimedMatcher(make_matcher(params, self.backend.encoding, self.backend.config))
+
         return AllowedTokensTracker(make, limit)
 
     def token_bytes(self, token: int) -> bytes:

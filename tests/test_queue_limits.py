@@ -110,7 +110,7 @@ def test_a_request_is_not_encoded_where_there_is_no_room(tiny_llama, monkeypatch
 
 @pytest.mark.parametrize("end", ["over", "cancelled", "refused"])
 def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
-    from server.backend import QueueFull
+    from server.structured_output import QueueFull
 
     params = SamplingParams(max_new_tokens=10**9 if end == "cancelled" else 2, ignore_eos=True)
     prompt = [4096] if end == "refused" else [1]
