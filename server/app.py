@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from errors import UserError
-from server import chat_completions, completions
+from server import chat_completions, completions, responses
 from server.answers import api_error
 from server.backend import EngineDead, RequestFailed
 from server.live import FrameStream
@@ -140,8 +140,10 @@ def make_app(
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit)
     app.state.served = served
+    app.state.item_store = responses.ItemStore()
     app.include_router(completions.router)
     app.include_router(chat_completions.router)
+    app.include_router(responses.router)
 
     def get(path: str, **options):
         """Register a function for GET, and for HEAD, which monitors use."""

@@ -5,7 +5,7 @@ import functools
 import secrets
 import string
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -27,7 +27,13 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     return await with_cancellation(request, create_chat_completion(body, request.app.state.served))
 
 
-async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Response:
+async def create_chat_completion(
+    body: ChatRequest,
+    served: ServedModel,
+    make_builder: "Callable[..., ChatCompletionBuilder] | None" = None,
+    prefix: str = "chatcmpl-",
+) -> Response:
+    """Answer a chat request. make_builder: class of the builder. prefix: of the response id."""
     adapter = served.find_adapter(body.model)
     served.backend.admit(body.num_choices)  # before any work
     chat = await asyncio.to_thread(served.prepare_chat, body)
@@ -52,11 +58,13 @@ async def create_chat_completion(body: ChatRequest, served: ServedModel) -> Resp
         [prompt] * len(params),
         params,
         body.cache_salt or "",
-        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        request_id=f"{prefix}{uuid.uuid4().hex}",
         adapter=adapter,
     )
     updates = served.backend.generate(inputs, matcher)
-    builder = ChatCompletionBuilder(body, served, inputs, updates, chat.tool_format)
+    builder = (make_builder or ChatCompletionBuilder)(
+        body, served, inputs, updates, chat.tool_format
+    )
     return with_ignored_fields(await builder.to_response(), builder.ignored)
 
 

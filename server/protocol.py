@@ -165,6 +165,11 @@ class APIError(Exception):
         return {"error": error}
 
 
+def first_error(error: ValidationError) -> dict[str, Any]:
+    """Return the first error's details without the invalid value, which may be long."""
+    return error.errors(include_url=False, include_input=False)[0]
+
+
 def field_error(field: str, what: str) -> PydanticCustomError:
     """Return an error about a field, for validators of a whole request."""
     # The name comes last: pydantic substitutes in order, and the name itself may be "{what}".
