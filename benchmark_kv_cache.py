@@ -23,7 +23,11 @@ from loading.load import load_model, save_model
 from sampling import SamplingParams
 
 MODES = ("cache", "no cache", "transformers")
-TRANSFORMERS_IMPORTS = ["transformers.models.gpt2.modeling_gpt2", "transformers.generation.utils"]
+TRANSFORMERS_IMPORTS = [
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils",
+]
 
 
 def load(mode: str, directory, dtype: torch.dtype, device: str):
@@ -135,6 +139,11 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
                 vocab_size = model.config.vocab_size
                 prompts = common.random_prompts(vocab_size, batch_size, args.prompt_tokens)
                 check(model, models, prompts, length, device)  # this also warms up
+                if args.profile:
+                    first = (run, modes[0], models[modes[0]], prompts)
+                    steps = min(length, common.PROFILED)
+                    common.profile(args.profile, device, *first, steps, device)
+                    args.profile = None  # profile only the first setting
                 memory = {}
                 for mode in modes:
                     imports = TRANSFORMERS_IMPORTS if mode == "transformers" else []
@@ -198,6 +207,7 @@ def main(argv=None) -> None:
     parser.add_argument("--batch-size", **common.LIST, **sizes, help="sequences per batch")
     tokens = {"type": common.integer_in_range(1), "default": 16}
     parser.add_argument("--prompt-tokens", **tokens, help="random tokens per prompt")
+    common.add_profile_option(parser, "the first mode, model, dtype and batch size")
     common.add_options(parser, "kv_cache_cpu.csv", lengths=[60, 120, 220], repeats=3)
     common.run_benchmark(parser, measure, "no cache", plot, argv)
 

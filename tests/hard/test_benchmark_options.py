@@ -44,6 +44,10 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--threads 1000000": "from 1 to ",
         "--threads 0": "from 1",
         "--dtype int8": "--dtype",
+        "--profile x.txt": "--profile: 'x.txt': the file name must end in .json",
+        "--profile no/x.json": "--profile: 'no/x.json': the directory no does not exist",
+        "--profile run.json": "--profile run.json: --output writes this file",
+        "--profile ./run_summary.json": "--profile run_summary.json: --output writes this file",
     },
     "benchmark_speculative --target MODEL --draft MODEL --prompts 2": {
         "--gamma 17": "from 1 to 16",
@@ -57,6 +61,7 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--temperature nan": "temperature nan",
         "--max-new-tokens 12 57": "65 tokens of prompt and output",
         "--prompts 7": "from 1 to 6",
+        "--profile": "--profile: expected one argument",
         "--target nowhere": "nowhere",
     },
     "benchmarks.batching --model MODEL --prompt-tokens 5 --engines cache": {
