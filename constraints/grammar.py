@@ -16,8 +16,6 @@ from constraints.schema import parse_schema
 from constraints.vocabulary import Vocabulary
 from errors import UserError
 
-MAX_SCHEMA_ITEMS = 10_000  # for JSON, which is unambiguous; 1,000 optional properties have 4,000
-
 
 @contextlib.contextmanager
 def interruptible():
@@ -33,9 +31,10 @@ def interruptible():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Budgets of llguidance. Its Earley parser has a row for each lexeme. A row of an ambiguous grammar
-# takes time cubic in its items: 5 ms for 500, 300 ms for 2,000, the default.
-MAX_ITEMS = 500
+# Budgets of llguidance. Its Earley parser has a row for each lexeme, with an item for each
+# continuation: 601 for 600 alternatives, 1,607 for an object with 400 optional properties.
+# Ambiguous rows take time cubic in their items, up to 0.3 s, so a server limits time, too.
+MAX_ITEMS = 2000
 MAX_STATES = 2**16  # of the lexer, plus two per source byte; up to 14 MB
 # Expressions of the lexer, plus two per source byte. They grow exponentially if each terminal uses
 # another one twice. 65,536 take up to 12 MB; a million, llguidance's default, takes 90 MB.
@@ -59,6 +58,7 @@ class Grammar:
 
         self.vocabulary = vocabulary
         self.usable_tokens = vocabulary.usable_tokens
+        self.field = "tools" if constraint_field == "tool_grammar" else constraint_field
         try:
             if constraint_field == "tool_grammar":
                 text = source
@@ -77,7 +77,7 @@ class Grammar:
             limit = MAX_MULTIPLE_OF_EXPRESSIONS if multiples else MAX_EXPRESSIONS
             limits = LLParserLimits(
                 verbose_errors=False,
-                max_items_in_row=MAX_ITEMS if constraint_field == "grammar" else MAX_SCHEMA_ITEMS,
+                max_items_in_row=MAX_ITEMS,
                 initial_lexer_fuel=limit + 2 * len(source),
                 max_lexer_states=MAX_STATES + 2 * len(source),
             )
@@ -95,8 +95,7 @@ class Grammar:
                 )
             self.check_initial_state()
         except ValueError as error:  # a UserError is one
-            name = "tools" if constraint_field == "tool_grammar" else constraint_field
-            raise UserError(f"{name}: {error}") from None
+            raise UserError(f"{self.field}: {error}") from None
 
     def matcher(self) -> "GrammarMatcher":
         return GrammarMatcher(self)
@@ -113,6 +112,9 @@ class Grammar:
             if token is None or token in self.vocabulary.eos_token_ids:
                 break
             output.append(token)
+
+
+LLGUIDANCE_ADVICE = "consider making your grammar"  # only grammar authors can follow it
 
 
 class GrammarMatcher(Matcher):
@@ -153,6 +155,11 @@ class GrammarMatcher(Matcher):
         reason = short_error(self.error)
         if not reason or reason.startswith("NoExtension"):
             return super().reason()
+        if LLGUIDANCE_ADVICE in reason and self.grammar.field != "grammar":
+            return (
+                reason.partition(LLGUIDANCE_ADVICE)[0]
+                + "use fewer alternatives and optional properties"
+            )
         return reason
 
 

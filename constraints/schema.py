@@ -8,8 +8,6 @@ from typing import Any
 
 from errors import UserError
 
-MAX_SCHEMA_ITEMS = 10_000  # of JSON, which is not ambiguous; 1,000 optional properties have 4,000
-
 # Keywords that constrain nothing: with any value, or with one of these values.
 IGNORED_KEYWORDS = {"contentEncoding", "contentMediaType", "contentSchema"}
 IGNORED_KEYWORDS |= {"example", "externalDocs", "xml"}  # OpenAPI's

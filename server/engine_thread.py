@@ -20,6 +20,7 @@ from errors import UserError
 from parallel.ranks import RankError
 from server.backend import ConstraintFailed, EngineDead, GenerateInput, RequestFailed, Update
 from server.structured_output import (
+    MaskTimeBudget,
     QueueFull,
     TimedMatcher,
     compile_matcher,
@@ -288,6 +289,7 @@ class EngineThread:
     def add(self, generation: Generation, inputs: GenerateInput) -> None:
         """Add the requests of a call to the engine, all or none."""
         finished = []
+        budget = MaskTimeBudget()
         try:
             for index, (prompt, params) in enumerate(
                 zip(inputs.prompts, inputs.params, strict=True)
@@ -296,7 +298,7 @@ class EngineThread:
                     prompt, params, cache_salt=inputs.cache_salt, adapter=inputs.adapter
                 )
                 if isinstance(request.matcher, GrammarMatcher):
-                    request.matcher = TimedMatcher(request.matcher)
+                    request.matcher = TimedMatcher(request.matcher, budget)
                 generation.requests.append(request)
                 state = RequestState(generation, index, next(self.request_numbers))
                 if request.finish_reason:  # zero tokens requested: no step emits an event

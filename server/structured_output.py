@@ -8,8 +8,10 @@ import functools
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +23,14 @@ from sampling import SamplingParams
 
 COMPILE_SECONDS = 10  # time limit for compiling a constraint
 MASK_SECONDS = 2  # time limit per mask, for which the whole batch waits
+# A mask's time beyond FAIR_SECONDS counts against a budget that the sequences of a request share.
+# It is CPU time, so a busy machine ends no sequence. The budget stops ambiguous grammars.
+FAIR_SECONDS = 0.005
+BUDGET_SECONDS = 1
+TOO_SLOW = (
+    "computing the allowed tokens takes too long: make the grammar unambiguous, or use fewer "
+    "alternatives"
+)
 MAX_TIMED_OUT = 4  # late calls that still run: each occupies a thread and a CPU core
 MAX_BYTES = 2**29  # of compiled constraints, by `constraint_bytes`
 
@@ -142,23 +152,47 @@ async def run_in_compile_pool(function: Callable, *args):
     )
 
 
-class TimedMatcher(Matcher):
-    """Matcher that fails its sequence when a mask takes longer than MASK_SECONDS.
+@dataclass
+class MaskTimeBudget:
+    """CPU time that the masks of a request have taken beyond FAIR_SECONDS each.
 
-    From then on `token_mask` always raises UserError.
+    clock: returns the CPU seconds of the calling thread.
     """
 
-    def __init__(self, matcher: Matcher):
+    clock: Callable[[], float] = time.thread_time
+    used: float = 0.0  # seconds
+
+    def call(self, function: Callable, *args):
+        """Call a function, charge its time to the budget, and return its result."""
+        began = self.clock()
+        result = function(*args)
+        self.used += max(0.0, self.clock() - began - FAIR_SECONDS)
+        return result
+
+
+class TimedMatcher(Matcher):
+    """Matcher that fails its sequence when masks take too long.
+
+    That is when a mask takes longer than MASK_SECONDS, or the budget is used up. From then on
+    `token_mask` always raises UserError. budget: shared budget; None: a new one.
+    """
+
+    def __init__(self, matcher: Matcher, budget: MaskTimeBudget | None = None):
         super().__init__(matcher.vocabulary)
         self.matcher = matcher
+        self.budget = budget or MaskTimeBudget()
         self.error: UserError | None = None
+        self.busy = False  # the error is due to constraints of other requests
 
     def token_mask(self, output: list[int]) -> torch.Tensor:
         if self.error:  # an abandoned thread may still use the matcher
             raise self.error
         try:
-            return MASKS.call(self.matcher.token_mask, output)
+            if self.budget.used > BUDGET_SECONDS:
+                raise UserError(self.field + TOO_SLOW)
+            return MASKS.call(self.budget.call, self.matcher.token_mask, output)
         except (UserError, QueueFull) as error:
+            self.busy = isinstance(error, QueueFull)
             self.error = UserError(str(error))
             raise self.error from None
 

@@ -2,7 +2,7 @@
 
 import pytest
 from serving import PATH, check_refused, engine_alone, serving, small_engine
-from test_response_format import OBJECT
+from test_form_limits import OBJECT
 
 from server import protocol
 from server.protocol import UNSUPPORTED_FIELDS, CompletionRequest

@@ -1,6 +1,7 @@
 """Constraints that never come to an end stop neither other texts nor the end of the server."""
 
 import asyncio
+import itertools
 import os
 import signal
 import threading
@@ -16,16 +17,19 @@ from serving import (
     request_of,
     run_calls,
     serving,
+    small_encoding,
     small_engine,
     until,
 )
 
 from constraints import compiler
-from constraints.compiler import constraint_bytes
+from constraints.compiler import compile_constraint, constraint_bytes
 from constraints.grammar import GrammarMatcher
+from constraints.vocabulary import get_vocabulary
 from engine.engine import Engine
 from errors import UserError
 from sampling import SamplingParams
+from server import engine_thread
 from server.backend import GenerateInput
 
 LATE = "the constraint takes more than 0 s to compute"
@@ -52,8 +56,8 @@ def impatient(monkeypatch, gate):
             return super().call(function, *args)
 
     def waits(function, args) -> bool:
-        if getattr(function, "__self__", None) in slow:
-            return len(args[0]) == 2
+        if getattr(args[0], "__self__", None) in slow:  # a mask, which a budget is charged for
+            return len(args[1]) == 2
         return BLOCKED in str(args[0])
 
     slow = []
@@ -150,6 +154,41 @@ def test_a_mask_that_never_comes_ends_its_own_text(
         assert bool(events) == stream and "0 s" in error["message"]
         assert (error["param"], error["code"]) == ("structured_outputs", "constraint_failed")
         assert client.post(PATH, {"max_tokens": 2})[0] == 200
+
+
+def test_masks_of_a_request_share_a_budget():
+    from server.structured_output import FAIR_SECONDS, MaskTimeBudget, TimedMatcher
+
+    def matchers(seconds, count=2):
+        now = itertools.count(0, seconds)
+        budget = MaskTimeBudget(lambda: next(now))
+        return [TimedMatcher(constraint.matcher(), budget) for _ in range(count)]
+
+    vocabulary = get_vocabulary(small_encoding(), 4096, (4095,))
+    constraint = compile_constraint(SamplingParams(regex="a+"), vocabulary)
+    first, second = matchers(0.5)
+    for matcher in (first, second, first):
+        assert matcher.token_mask([]).any()
+    for matcher in (first, second, first):
+        with pytest.raises(UserError, match="^regex: "):
+            matcher.token_mask([])
+        assert not matcher.busy
+    (fair,) = matchers(FAIR_SECONDS, 1)
+    assert all(fair.token_mask([]).any() for _ in range(300))
+
+
+def test_a_constraint_whose_masks_take_too_long_in_all_ends(tiny_llama, monkeypatch):
+    from server import structured_output
+
+    now = itertools.count(0, 0.3)
+    budget = structured_output.MaskTimeBudget
+    monkeypatch.setattr(engine_thread, "MaskTimeBudget", lambda: budget(lambda: next(now)))
+    with serving(lambda: small_engine(tiny_llama)) as client:
+        events, error = error_of(client, BODY | {"stream": True, "n": 2}, 400)
+        assert error["message"] == f"regex: {structured_output.TOO_SLOW}"
+        assert (error["param"], error["code"]) == ("structured_outputs", "constraint_failed")
+        assert events and round(next(now) / 0.3) == 8  # twice for each of four masks
+        assert client.post(PATH, BODY | {"max_tokens": 3})[0] == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
