@@ -2,11 +2,16 @@
 
 import threading
 
+from jinja2.utils import Namespace
 from markupsafe import Markup
 
 MAX_RENDERED_SIZE = 2**24  # characters or items that one operation may make
-MAX_RENDER_STEPS = 2**22  # calls, operators, loop iterations, list items, or texts of ...
-CHARACTERS_PER_STEP = 4096  # characters
+MAX_RENDER_STEPS = 2**21  # per render; a step takes about a microsecond
+CHARACTERS_PER_STEP = 256  # characters copied or compared; each up to 5 bytes with its mark
+SCAN_COST = 4  # cost of scanning a character, relative to copying it
+ITEM_COST = 16  # cost of a list item, in characters
+DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+CONTAINERS = (list, tuple, dict, set, frozenset, *DICT_VIEWS)
 
 budget = threading.local()  # steps_left: steps left to this thread's template
 
@@ -36,20 +41,28 @@ def check_size(size: int) -> None:
 
 
 def size_of(value) -> int:
-    """Return the number of characters, bytes or items in a value."""
-    return len(value) if isinstance(value, str | bytes | dict | list | tuple) else 0
+    """Return the size of a value in characters; an item of a list counts as ITEM_COST."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, int):
+        return value.bit_length() // 8
+    return ITEM_COST * len(value) if isinstance(value, CONTAINERS) else 0
 
 
 def charge_nested(value) -> None:
     """Charge a step for each nested item: lists may share items, but their text does not."""
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, list | tuple):
-        charge(1 + len(value))
-        for item in value:
-            charge_nested(item)
-    elif isinstance(value, str):
-        charge(0, len(value))
+    left = [value]  # recursion takes ten times as long at some depths
+    while left:
+        value = left.pop()
+        if isinstance(value, Namespace):
+            value = value._Namespace__attrs
+        if isinstance(value, dict):
+            value = value.items()
+        if isinstance(value, CONTAINERS):
+            charge(1 + len(value))
+            left.extend(value)
+        else:
+            charge(0, SCAN_COST * size_of(value))
 
 
 class TaintedStr(str):
@@ -189,5 +202,6 @@ def stringify(value) -> str:
     """Return a value as text, as a template writes it."""
     if isinstance(value, SafeMarkup):
         return as_tainted(value)
-    charge_nested(value)
+    if not isinstance(value, str):
+        charge_nested(value)
     return str(value)

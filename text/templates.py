@@ -3,7 +3,9 @@
 import functools
 import json
 import math
+import operator
 import re
+from collections.abc import Iterator
 from datetime import datetime
 from types import BuiltinMethodType, FunctionType, MethodType
 
@@ -13,10 +15,14 @@ from jinja2.environment import Environment, Template
 from jinja2.ext import Extension
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.nodes import EvalContext
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from markupsafe import Markup, escape
 
 from text.taint import (
+    CONTAINERS,
+    ITEM_COST,
+    SCAN_COST,
     BudgetExceeded,
     SafeMarkup,
     TaintedStr,
@@ -35,18 +41,31 @@ from text.taint import (
 
 # A field of the operator %, without widths as values (*).
 FIELD = re.compile(r"%(?:\((?P<key>[^)]*)\))?[-#0 +]*\d*(?:\.\d*)?[hlL]?[a-zA-Z%]")
-MAX_BITS = 2**16  # bits of an integer
+MAX_BITS = 2**12  # bits of an integer
 MAX_INDENT = 16  # characters of an indent in JSON
 MAX_WIDTH = 2**20  # largest number that the filters and methods in WIDE accept
 WIDE = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "to_bytes"}
 WIDE |= {"truncate", "wordwrap", "zfill"}
 # Their result may be as long as the product of their arguments' lengths.
 GROWING = {"expandtabs", "format_map", "translate", "urlize", "wordwrap"}
-NESTED = {"join", "pprint", "string", "tojson", "urlencode", "xmlattr"}  # write all nested items
+# They write, compare or hash all nested items.
+NESTED = {"fromkeys", "join", "pprint", "string", "tojson", "urlencode", "xmlattr"}
+SORTING = {"dictsort", "groupby", "max", "min", "sort", "unique"}
+BACKWARDS = {"rfind", "rindex", "rpartition", "rsplit"}
+STRIPPING = {"lstrip", "rstrip", "strip", "trim"}
+SEARCHING = {"count", "find", "index", "partition", "replace", "split"} | BACKWARDS | STRIPPING
+SLOW = {"capitalize", "format", "pprint", "striptags", "title", "truncate", "urlencode", "urlize"}
+SLOW |= {"wordcount", "wordwrap"}
 FREE = {"d", "default", "first", "last", "length"}  # constant time
 # They do not look into nested items.
 SHALLOW = {"abs", "attr", "batch", "count", "items", "list", "map", "random", "reject"}
 SHALLOW |= {"rejectattr", "reverse", "select", "selectattr", "slice", "sum"} | FREE
+CALL_COST = 6  # steps
+TESTS = {"!=": "ne", "<": "lt", "<=": "lteq", "==": "eq", ">": "gt", ">=": "gteq", "in": "in"}
+TESTS |= {"eq": "eq", "equalto": "eq", "ge": "gteq", "greaterthan": "gt", "gt": "gt", "le": "lteq"}
+TESTS |= {"lessthan": "lt", "lt": "lt", "ne": "ne"}
+COMPARISONS = {"eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "gteq": operator.ge}
+COMPARISONS |= {"lt": operator.lt, "lteq": operator.le}
 
 
 def compile_sandboxed(text: str) -> Template:
@@ -212,24 +231,52 @@ def check_format(template: str, values) -> None:
 def check_items(size: int) -> None:
     """Charge for a list of `size` items. Raises BudgetExceeded if it is too long."""
     check_size(size * 16)  # bytes
-    charge(0, size * 16)
+    charge(0, size * ITEM_COST)
 
 
 def check_call(name: str, arguments: list) -> None:
     """Charge for a call. Raises BudgetExceeded if its result could be too long."""
-    charge(1, sum(map(size_of, arguments)))
+    charge(CALL_COST, 0 if name in FREE else SCAN_COST * sum(map(size_of, arguments)))
     numbers = [each for each in arguments if isinstance(each, int)]
     if name in WIDE and max(numbers, default=0) > MAX_WIDTH:
         raise BudgetExceeded(
             f"{name} is given {max(numbers):.3g}; at most {MAX_WIDTH:,} is allowed"
         )
-    if name in NESTED:
-        for each in arguments:
-            charge_nested(each)
+    if name in NESTED | SLOW | GROWING:
+        charge(2 * CALL_COST if name in SLOW else 0)
+        for _ in range(8 if name in SLOW else 1):
+            for each in arguments:
+                charge_nested(each)
+    if name in SORTING:
+        by_key = name == "dictsort" and isinstance(arguments[0], dict) and "value" not in arguments
+        for _ in range(size_of(arguments[0]).bit_length() - ITEM_COST.bit_length() + 1):
+            charge_nested(list(arguments[0]) if by_key else arguments[0])
+    if name in SEARCHING and arguments:
+        for part in arguments[1:2]:
+            check_search(name, arguments[0], part)
     if name in GROWING or name in ("join", "replace") and isinstance(arguments[0], Markup):
         texts = [len(str(each)) for each in arguments if not isinstance(each, int)]
-        charge(8 * sum(texts))  # these operations are slow
+        charge(2 * sum(texts))  # these operations are slow
         check_size(math.prod(1 + size for size in texts) * max([1, *numbers]))
+
+
+def check_search(name: str, value, part) -> None:
+    """Charge for a search for a part in a text, or in the items of a list."""
+    if isinstance(value, str | bytes) and isinstance(part, str | bytes):
+        worst = len(value) * len(part) // 4  # comparing is faster than copying
+        # Python finds long substrings in linear time, but not from the end, nor when stripping.
+        if name not in BACKWARDS | STRIPPING:
+            worst = min(worst, 800_000 + SCAN_COST * (len(value) + len(part)))
+        charge(0, worst)
+    elif isinstance(value, dict):
+        charge_nested(part)
+    elif hasattr(type(value), "__len__") and isinstance(value, (*CONTAINERS, range)):
+        charge(0, len(value) * ITEM_COST)
+        if isinstance(part, CONTAINERS):
+            for _ in value:
+                charge_nested(part)
+        else:
+            charge(0, len(value) * size_of(part))
 
 
 def check_result(result, arguments: list):
@@ -242,7 +289,14 @@ def check_result(result, arguments: list):
     charge(0, size)
     if type(result) is str and arguments and all(map(is_trusted, arguments)):
         return trusted(result)
-    return result
+    return charge_each(result) if isinstance(result, Iterator) else result
+
+
+def charge_each(items):
+    """Yield items, and charge a step for each."""
+    for item in items:
+        charge(1)
+        yield item
 
 
 class ChargedItems:
@@ -255,9 +309,7 @@ class ChargedItems:
         return len(self.items)
 
     def __iter__(self):
-        for item in self.items:
-            charge(1)
-            yield item
+        return charge_each(self.items)
 
 
 class TemplateCodeGenerator(CodeGenerator):
@@ -307,10 +359,56 @@ class TemplateCodeGenerator(CodeGenerator):
             self.write(", ")
         self.write(")))")
 
+    def blockvisit(self, nodes, frame):
+        """Compile statements, preceded by a charge for their number of nodes."""
+        self.writeline(f"environment.charge({max(1, sum(map(count_nodes, nodes)) // 8)})")
+        super().blockvisit(nodes, frame)
+
+    def visit_Compare(self, node, frame):
+        left = functools.partial(self.visit, node.expr, frame)
+        self.write("(")
+        for index, each in enumerate(node.ops):
+            name = self.temporary_identifier()
+            self.write(" and " if index else "")
+            self.write(f"environment.compare({each.op!r}, ")
+            left()
+            self.write(f", ({name} := ")
+            self.visit(each.expr, frame)
+            self.write("))")
+            left = functools.partial(self.write, name)  # evaluated once
+        self.write(")")
+
+    def visit_Getitem(self, node, frame):
+        if not isinstance(node.arg, nodes.Slice):
+            super().visit_Getitem(node, frame)
+            return
+        self.write("environment.charge_slice(")
+        self.visit(node.node, frame)
+        self.write(", slice(")
+        for each in (node.arg.start, node.arg.stop, node.arg.step):
+            self.visit(each or nodes.Const(None), frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Dict(self, node, frame):
+        self.write("{")
+        for item in node.items:
+            self.write("environment.charge_key(")
+            self.visit(item.key, frame)
+            self.write("): ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("}")
+
     def visit_For(self, node, frame):
         charge_each = nodes.EnvironmentAttribute("charge_each")
         node.iter = nodes.Call(charge_each, [node.iter], [], None, None).set_lineno(node.lineno)
         super().visit_For(node, frame)
+
+
+def count_nodes(node) -> int:
+    """Return the number of nodes in a statement, without its nested statements."""
+    return 1 + sum(map(count_nodes, node.iter_child_nodes(exclude=("body", "else_"))))
 
 
 def may_escape(frame) -> bool:
@@ -340,7 +438,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     concat = staticmethod(join_pieces)
     stringify = staticmethod(stringify)
     charge_each = ChargedItems
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    charge = staticmethod(charge)
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
 
     def __init__(self):
         super().__init__(
@@ -353,6 +452,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"format": format_values, "indent": indent, "join": join, "safe": safe}
         self.filters |= {"sum": sum_items, "tojson": tojson}
         self.filters = {name: self.budgeted(name, each) for name, each in self.filters.items()}
+        for name, operation in TESTS.items():
+            self.tests[name] = functools.partial(self.compare, operation)
+        self.tests["divisibleby"] = lambda value, num: self.call_binop(None, "%", value, num) == 0
+        for name in ("lower", "upper"):
+            self.tests[name] = self.budgeted(name, self.tests[name])
         del self.globals["lipsum"]  # random words
         self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
 
@@ -369,6 +473,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             args = [as_tainted(each) if type(each) is str else each for each in args]
             arguments = [each for each in args if not isinstance(each, Environment | EvalContext)]
             arguments += options.values()
+            if name in SORTING | NESTED and arguments and isinstance(arguments[0], Iterator):
+                index = args.index(arguments[0])
+                arguments[0] = args[index] = list(arguments[0])
             check_call(name, arguments)
             for each in () if name in SHALLOW | NESTED else arguments:
                 charge_nested(each)
@@ -379,15 +486,21 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context, called, /, *args, **options):
         """Call a function or method. Raises BudgetExceeded before its result gets too long."""
         arguments = [*args, *options.values()]
+        if isinstance(called, Macro):
+            charge(2 * CALL_COST + len(arguments))
+            return super().call(context, called, *args, **options)
         name = ""
         owner = None
         if isinstance(called, BuiltinMethodType | FunctionType | MethodType):
             name = called.__name__
             owner = getattr(called, "__self__", None)
-            if isinstance(owner, str):
+            if isinstance(owner, (str, bytes, *CONTAINERS)):
                 arguments.insert(0, owner)
             if type(owner) is str:
                 called = getattr(as_tainted(owner), name)
+        if called is dict or isinstance(owner, CONTAINERS) and not isinstance(owner, list):
+            for each in args:  # keys, which are hashed
+                charge_nested(each)
         check_call(name, arguments)
         result = super().call(context, called, *args, **options)
         return check_result(result, arguments if isinstance(owner, str) else [])
@@ -410,10 +523,40 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj, attr, value):
         return not isinstance(obj, bytes) and super().is_safe_attribute(obj, attr, value)
 
+    def getitem(self, obj, argument):
+        return super().getitem(obj, self.charge_key(argument))
+
+    def charge_key(self, value):
+        """Return a dictionary key, and charge for hashing it: tuples may be nested."""
+        if not isinstance(value, str | int):
+            charge_nested(value)
+        return value
+
+    def charge_slice(self, value, part: slice):
+        """Return value[part], and charge for copying it."""
+        result = value[part]
+        charge(1, size_of(result))
+        return result
+
+    def compare(self, name: str, left, right) -> bool:
+        """Compare left and right by the operator `name`, and charge the worst case."""
+        if name in ("in", "notin"):
+            charge(1)
+            check_search(name, right, left)
+            return (left in right) == (name == "in")
+        if isinstance(left, CONTAINERS) and isinstance(right, CONTAINERS):
+            charge_nested(min(left, right, key=len))
+        else:
+            charge(1, min(size_of(left), size_of(right)))
+        return COMPARISONS[name](left, right)
+
     def call_binop(self, context, operator, left, right):
         """Compute a binary operator. Raises BudgetExceeded before its result gets too large."""
-        charge(1)
+        charge(2)
         texts = [each for each in (left, right) if isinstance(each, str)]
+        if operator == "-":  # sets of keys or items
+            charge_nested(left)
+            charge_nested(right)
         plain = texts and not any(isinstance(each, Markup) for each in texts)
         if operator == "%" and isinstance(left, str):
             if plain:
@@ -422,8 +565,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+":
             if len(texts) == 2:
                 return join_pieces((left, right)) if plain else concat_escaped(left, right)
-            check_items(size_of(left) + size_of(right))
+            check_items(sum(len(each) for each in (left, right) if isinstance(each, list | tuple)))
         elif isinstance(left, int) and isinstance(right, int):
+            charge(1, left.bit_length() * right.bit_length() // 2**10)
             bits = left.bit_length() * right if operator == "**" else left.bit_length()
             if operator == "*":
                 bits += right.bit_length()
