@@ -20,8 +20,25 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if hidden else super()._get_help_string(action)
 
 
+RENAMED_OPTIONS = (  # old name, new name
+    ("--budget", "--max-num-batched-tokens"),
+    ("--decoding", "--decode-batch-size"),
+    ("--door", "--ingress"),
+    ("--draft-rows", "--draft-batch-size"),
+    ("--fields", "--extra-body"),
+    ("--leader", "--driver"),
+    ("--max-rows", "--max-num-seqs"),
+    ("--peers", "--gguf"),
+    ("--rate", "--request-rate"),
+    ("--reached", "--efficiency"),
+    ("--rows", "--batch-size"),
+    ("--rows", "--max-num-seqs"),
+    ("--texts", "--num-seqs"),
+)
+
+
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with one-line errors."""
+    """An ArgumentParser with one-line errors that refuses old option names."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -37,10 +54,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def parse_known_args(self, args=None, namespace=None):
+        names = self._option_string_actions
         for argument in sys.argv[1:] if args is None else args:
             option, _, value = argument.partition("=")
             if option.startswith("--") and value == "--":  # argparse would store a list
                 self.error(f"argument {option}: expected one argument")
+            for old, new in RENAMED_OPTIONS:
+                if option == old and old not in names and new in names:
+                    self.error(f"{old} is now {new}")
         return super().parse_known_args(args, namespace)
 
 

@@ -40,6 +40,8 @@ LINES = [
     ("--num-pages 0", "num_pages 0: must be an integer >= 1"),
     ("--num-pages 2 --page-size 4", " pages: num_pages is 2 (page_size 4)"),
     (f"--num-pages {10**12}", f"num_pages {10**12}, page_size 16: a cache of "),
+    ("--max-rows 8", ": error: --max-rows is now --max-num-seqs"),
+    ("--budget=9", ": error: --budget is now --max-num-batched-tokens"),
     ("--max-num-batched-tokens 0", "max_num_batched_tokens 0: must be an integer >= 1"),
     ("--gamma 3", ": error: --gamma requires --draft"),
     ("--draft lookup --gamma 0", "gamma 0: must be an integer from 1 to 16"),
