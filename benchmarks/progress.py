@@ -39,17 +39,17 @@ STEPS = (  # lessons that change the speed: slug, batch size, script, options
     ("speculative-decoding", 1, "infer_speculative.py", ""),
     ("native-backend", 1, "infer.py", NATIVE),
     ("packed-int8", 1, "infer.py", INT8),
-    ("int8-vectors", 1, "infer.py", INT8),
+    ("int8-dot-products", 1, "infer.py", INT8),
     ("native-step", 1, "infer.py", NATIVE),
     ("native-step", 1, "infer.py", INT8),
     ("native-greedy", 1, "infer.py", INT8),
-    ("block-panels", 1, "infer.py", f"{NATIVE} --dtype blocks"),
+    ("q8-dot-products", 1, "infer.py", f"{NATIVE} --dtype blocks"),
     ("variable-batching", BATCH, "infer.py", ""),
-    ("failed-texts", BATCH, "infer_engine.py", ""),
+    ("failed-requests", BATCH, "infer_engine.py", ""),
     ("native-backend", BATCH, "infer_engine.py", NATIVE),
     ("native-batches", BATCH, "infer_engine.py", NATIVE),
     ("native-greedy", BATCH, "infer_engine.py", INT8),
-    ("block-panels", BATCH, "infer_engine.py", f"{NATIVE} --dtype blocks"),
+    ("q8-dot-products", BATCH, "infer_engine.py", f"{NATIVE} --dtype blocks"),
 )
 SLUGS = list(dict.fromkeys(slug for slug, *_ in STEPS))
 

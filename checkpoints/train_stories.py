@@ -45,7 +45,6 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from loading.load import load_model, save_model  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 

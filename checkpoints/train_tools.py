@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from loading.load import resolve_source  # noqa: E402
 from text.templates import compile_sandboxed, render_sandboxed  # noqa: E402
 from text.tokenizer import load_encoding  # noqa: E402

@@ -242,6 +242,7 @@ class StrictModel(BaseModel):
     """
 
     model_config = ConfigDict(strict=True)  # "1" is not a number
+
     # Further known fields, with their no-op values.
     no_op_values: ClassVar[dict[str, tuple]] = {}
     silently_ignored: ClassVar[frozenset[str]] = frozenset()  # fields with any value
@@ -385,6 +386,7 @@ class StructuredOutputs(StrictModel):
         "structural_tag": (),
         "whitespace_pattern": (),
     }
+
     json_: Annotated[
         dict[str, Any] | str | None, must_be("an object or its JSON"), Field(alias="json")
     ] = None
@@ -424,6 +426,7 @@ class GenerationRequest(with_untyped_fields(RequestBody, IGNORED_FIELDS)):
 
     no_op_values = UNSUPPORTED_FIELDS
     silently_ignored = SILENTLY_IGNORED_FIELDS
+
     model: str | None = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None  # sequences per prompt
     best_of: int | None = None
@@ -727,6 +730,7 @@ class Message(StrictModel):
     # A client may send a response's message back unchanged; litellm's has the most fields.
     no_op_values = {"audio": (), "function_call": (), "images": ([],), "refusal": ("",)}
     silently_ignored = METADATA_FIELDS
+
     # A template writes the role verbatim, so it must not be able to close a message and start one.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
     name: Annotated[str | None, Field(pattern="^[A-Za-z0-9_-]+$", max_length=64)] = None
@@ -802,6 +806,7 @@ class ChatRequest(GenerationRequest):
     no_op_values = UNSUPPORTED_FIELDS | {
         "add_special_tokens": (True, False)
     }  # templates add their own
+
     messages: Annotated[list[Message], ListLimits]
     # No strings: a template would write them verbatim, control tokens included.
     chat_template_kwargs: Annotated[

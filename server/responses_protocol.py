@@ -191,6 +191,7 @@ class InputItem(TypedModel):
         "namespace": (),
     }
     silently_ignored = METADATA_FIELDS - {"id"} | {"parsed_arguments", "phase"}
+
     type: Literal[types] | None = None
     id: Any = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -233,6 +234,7 @@ class FunctionTool(TypedModel):
         "defer_loading": (False,),
         "output_schema": (),
     }
+
     type: Literal["function"]
     name: FunctionName
     description: str | None = None
@@ -260,6 +262,7 @@ class TextFormat(TypedModel):
     """The format of the output text."""
 
     types = ("text", "json_object", "json_schema")
+
     type: Literal["text", "json_object", "json_schema"]
     name: FunctionName | None = None
     description: str | None = None
@@ -338,6 +341,7 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
         "prompt": (),
     }
     silently_ignored = SILENTLY_IGNORED_FIELDS
+
     input: Annotated[
         list[InputItem],
         Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS),
@@ -359,6 +363,7 @@ class ResponsesRequest(with_untyped_fields(RequestBody, CHAT_FIELDS)):
     ] = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None  # whether to keep items; responses are never stored
+
     # Top-level fields of MORE_IGNORED_FIELDS; the base class has CHAT_FIELDS.
     access_programs: Any = None
     max_tool_calls: Any = None

@@ -10,18 +10,33 @@ import runpy
 import shutil
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
-from model import GPT
+import infer
+import infer_engine
+import sampling
+from engine.engine import Engine
+from errors import UserError
+from gemma import Gemma, GemmaConfig
+from infer import beam_search, generate
+from infer_speculative import generate_speculative
+from llama import ExpertsConfig, Llama, LlamaConfig
+from loading.load import load_model, save_model
+from model import GPT, GPTConfig
+from native import build as build_native
+from sampling import SamplingParams
+from text import tokenizer
+from text.chat import Chat
+from text.tokenizer import load_encoding
 
 # The same examples in each run, and no time limit: the first one may have to import torch.
 hypothesis.settings.register_profile("course", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("course")
+
 # The libraries are a million objects that stay, and to look for garbage among them takes time.
 gc.set_threshold(100_000)
 # On a busy machine several threads wait for each other, and tiny models need one.
@@ -29,8 +44,9 @@ torch.set_num_threads(1)
 
 PLAIN = ("-O1",)  # what to compile for, instead of this processor; -O3 takes four times as long
 AVX2 = ("-O1", "-mavx2", "-mfma", "-mf16c")
-HAS_AVX2 = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
-TARGETS = [None, PLAIN, *([AVX2] if HAS_AVX2 else [])]
+TARGETS = [None, PLAIN]
+if torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512")):
+    TARGETS.append(AVX2)
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
@@ -43,13 +59,7 @@ def random_tokens(length: int, vocab_size: int = 61, seed: int = 0) -> list[int]
 
 
 def run(model, prompts, *, generator=None, options=None, **params) -> list[list[int | None]]:
-    """All steps of `generate`.
-
-    options: its other keyword arguments. params: those of SamplingParams.
-    """
-    from infer import generate
-    from sampling import SamplingParams
-
+    """All steps of `generate`. options: its other arguments. params: those of SamplingParams."""
     given = {"generator": generator} if generator else {}
     return list(generate(model, prompts, SamplingParams(**params), **given, **(options or {})))
 
@@ -62,10 +72,6 @@ def run_rows(model, prompts, **arguments) -> list[list[int]]:
 
 def check_modes(model, draft, prompts: list[list[int]], max_new_tokens: int) -> None:
     """Ragged rows, the window, speculation and one beam give the text of a pass over all."""
-    from infer import beam_search
-    from infer_speculative import generate_speculative
-    from sampling import SamplingParams
-
     params = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
     rows = run_rows(model, prompts, **params)
     for prompt, row in zip(prompts, rows):
@@ -78,8 +84,6 @@ def check_modes(model, draft, prompts: list[list[int]], max_new_tokens: int) -> 
 
 def check_command_line(cli, directory, kind: str, count: int, *options, **shape) -> None:
     """The command line writes `count` tokens as transformers' random model of this kind does."""
-    from text.tokenizer import load_encoding
-
     shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64} | shape
     theirs, model = random_peer(kind, directory, torch.float32, **shape)
     tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
@@ -93,16 +97,8 @@ def check_command_line(cli, directory, kind: str, count: int, *options, **shape)
     assert out == encoding.decode(prompt + row) + "\n"
 
 
-def slide(model, prompts, **params) -> list[list[int]]:
-    """The tokens of each row where the window moves by one token a step."""
-    return run_rows(model, prompts, options={"stride": 1}, **params)
-
-
 def passed_widths(model, shapes=False) -> tuple[GPT, list]:
-    """The model, and a list to which each of its passes adds its number of positions.
-
-    shapes: the shape of its tokens instead.
-    """
+    """The model, and a list to which its passes add how many positions (or shapes) they have."""
     seen = []
 
     def note(module, args):
@@ -126,18 +122,7 @@ def record(monkeypatch, owner, name: str, note) -> list:
     return seen
 
 
-def in_cache(model, cache, new: list[int]) -> torch.Tensor:
-    """The logits of new tokens of the only row of a cache, (1, T, vocab_size)."""
-    tokens, positions, _ = cache.prepare(cache.spans([new]))
-    hidden = model.hidden(tokens, positions, cache.attend)
-    cache.commit()
-    return model.head(hidden)
-
-
 def load(name, dtype=torch.float64):
-    """A model of any architecture."""
-    from loading.load import load_model
-
     return load_model(name, dtype)
 
 
@@ -177,24 +162,16 @@ def exact_gemma_norm(self, x):
 @pytest.fixture
 def peer(tmp_path, monkeypatch):
     """`random_peer` in the directory of this test, with exact norms."""
-    from transformers.models.gemma3 import modeling_gemma3
-    from transformers.models.llama import modeling_llama
-    from transformers.models.mistral import modeling_mistral
-    from transformers.models.qwen2 import modeling_qwen2
-    from transformers.models.qwen3 import modeling_qwen3
-    from transformers.models.qwen3_moe import modeling_qwen3_moe
-
-    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "forward", exact_gemma_norm)
-    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
-    monkeypatch.setattr(modeling_mistral.MistralRMSNorm, "forward", exact_norm)
-    monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", exact_norm)
-    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", exact_norm)
-    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", exact_norm)
+    norms = {"llama": "Llama", "mistral": "Mistral", "gemma3": "Gemma3"}
+    norms |= {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+    for name, family in norms.items():
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        norm = exact_gemma_norm if family == "Gemma3" else exact_norm
+        monkeypatch.setattr(getattr(module, f"{family}RMSNorm"), "forward", norm)
     return lambda kind, **options: random_peer(kind, tmp_path, **options)
 
 
 def their_rows(theirs, prompts: list[list[int]], max_new_tokens: int, **options) -> list:
-    """What transformers writes after prompts of one length, greedy; no token ends a text."""
     theirs.generation_config.eos_token_id = None
     tokens = torch.tensor(prompts)
     options |= {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": 0}
@@ -202,21 +179,7 @@ def their_rows(theirs, prompts: list[list[int]], max_new_tokens: int, **options)
     return rows[:, tokens.shape[1] :].tolist()
 
 
-def module_with(name: str, *parts: str):
-    """A module, and it must have these names: pieces that nothing runs yet."""
-    package = name.rpartition(".")[0]
-    found = not package or importlib.util.find_spec(package)
-    assert found and importlib.util.find_spec(name), f"there is no module {name}"
-    module = importlib.import_module(name)
-    for part in parts:
-        assert hasattr(module, part), f"{name} has no {part}"
-    return module
-
-
 def refused(function, *args) -> str:
-    """The one line with which a call is refused."""
-    from errors import UserError
-
     with pytest.raises(UserError) as error:
         function(*args)
     message = str(error.value)
@@ -232,15 +195,11 @@ def is_one_line(result: tuple, *words: str) -> bool:
 
 
 def edit_json(file: Path, changes: dict) -> None:
-    """Write a JSON file again, with other values."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
-    """A random model of transformers, in float64, and where it is saved.
-
-    kind: Llama, Mistral, Qwen2, Qwen3, Qwen3Moe or Gemma3.
-    """
+    """A random model of transformers, in float64, and where it is saved. kind: such as Qwen3Moe."""
     import transformers
 
     small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -266,18 +225,12 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def stories() -> GPT:
     """The embedded model, in float32."""
-    from loading.load import load_model
-
     return load_model(CHECKPOINTS / "stories")
 
 
 @pytest.fixture(scope="session")
 def tiny():
-    """A function that builds a random model.
-
-    Its std makes greedy text wander; float64 keeps rounding out of it.
-    """
-    from model import GPTConfig
+    """A function that builds a random model, whose greedy output wanders, without rounding."""
 
     def build(seed=0, dtype=torch.float64, eos_token_id=60, **shape) -> GPT:
         small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -288,15 +241,16 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
-def tiny_llama():
-    """A function that builds a random Llama, as `tiny` does a GPT-2.
+def story_model(tiny):
+    """A random model with the vocabulary of an embedded one."""
+    return tiny(vocab_size=4096, block_size=64, n_layer=1, eos_token_id=4095)
 
-    Two queries share a key, and a head is no fraction of the width.
-    """
+
+@pytest.fixture(scope="session")
+def tiny_llama():
+    """`tiny` for a Llama: two queries share a key, and a head is no fraction of the width."""
 
     def build(seed=0, dtype=torch.float64, eos_token_id=60, **shape):
-        from llama import Llama, LlamaConfig
-
         small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_embd": 16, "n_inner": 24}
         small |= {"n_head": 4, "n_kv_head": 2, "head_dim": 6, "tie_word_embeddings": False}
         small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,)}
@@ -311,14 +265,8 @@ def tiny_experts(tiny_llama):
     """`tiny_llama` with 5 experts of 12, of which each token takes 2. sizes: other experts."""
 
     def build(seed=0, sizes=None, **shape):
-        from llama import ExpertsConfig
-
-        experts = {
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "n_inner": 12,
-            "norm_topk_prob": True,
-        } | (sizes or {})
+        experts = {"num_experts": 5, "num_experts_per_tok": 2, "n_inner": 12}
+        experts |= {"norm_topk_prob": True} | (sizes or {})
         return tiny_llama(seed, qk_norm=True, experts=ExpertsConfig(**experts), **shape)
 
     return build
@@ -340,16 +288,9 @@ def tiny_gemma():
     """A function that builds a random Gemma 3 with both kinds of layers."""
 
     def build(seed=0, dtype=torch.float64, eos_token_id=60, sliding_windows=(3, 8, None), **shape):
-        from gemma import Gemma, GemmaConfig
-
         small = {"vocab_size": 61, "block_size": 40, "n_layer": len(sliding_windows), "n_embd": 16}
-        small |= {
-            "n_inner": 24,
-            "n_head": 4,
-            "n_kv_head": 2,
-            "head_dim": 6,
-            "query_pre_attn_scalar": 5,
-        }
+        small |= {"n_inner": 24, "n_head": 4, "n_kv_head": 2, "head_dim": 6}
+        small |= {"query_pre_attn_scalar": 5}
         small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,), "rope_linear_factor": 8.0}
         model = Gemma(GemmaConfig(sliding_windows=sliding_windows, **small | shape)).to(dtype)
         generator = torch.Generator().manual_seed(seed)
@@ -368,8 +309,6 @@ def build(request):
 
 def save_speaking(build, directory, **shape) -> Path:
     """Save a random model, block_size 64, of the embedded model's vocabulary. build: as `tiny`."""
-    from loading.load import save_model
-
     save_model(build(dtype=torch.float32, vocab_size=4096, block_size=64, **shape), directory)
     shutil.copy(CHECKPOINTS / "stories" / "tokenizer.json", directory)
     return directory
@@ -384,8 +323,6 @@ def tiny_checkpoint(tiny, tmp_path):
 @pytest.fixture(scope="session")
 def checkpoint(tiny, tmp_path_factory):
     """A model in which each token is an EOS, so a run that does not ignore EOS ends after one."""
-    from loading.load import save_model
-
     directory = tmp_path_factory.mktemp("models") / "tiny"
     save_model(tiny(dtype=torch.float32, block_size=64, eos_token_ids=tuple(range(61))), directory)
     return directory
@@ -421,8 +358,6 @@ def start(tiny):
     """A function that starts a server of a tiny model, with options of the engine: a Client."""
     from serving import serving, small_encoding
 
-    from engine.engine import Engine
-
     with contextlib.ExitStack() as stack:
 
         def enter(model=None, app_options=None, **options):
@@ -437,47 +372,38 @@ def start(tiny):
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory, request):
     """Native code is compiled into a directory of this session and its workers, not the user's."""
-    from native import build
-
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if hasattr(request.config, "workerinput") else base) / "compiled"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.delenv("CC", raising=False)
-        build.load()
+        build_native.load()
         yield
 
 
 @pytest.fixture(params=TARGETS, ids=str)
 def library(request, compiled):
-    """The code compiled for that processor."""
-    from native import build
-
-    return build.load(request.param)
+    return build_native.load(request.param)
 
 
 @pytest.fixture
 def target(library, monkeypatch):
     """All code in this test is compiled for that processor."""
-    from native import build
-
-    monkeypatch.setattr(build, "load", lambda *_: library)
+    monkeypatch.setattr(build_native, "load", lambda *_: library)
 
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """native.build, as in a process that has compiled nothing; an empty cache; and little code."""
-    from native import build
-
-    build.load.cache_clear()
+    build_native.load.cache_clear()
     for name in ("CC", "CFLAGS", "LDFLAGS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = tmp_path / "small.c"
     source.write_text('const char kernel[64] = "small"; int linear(void) { return 1; }\n')
-    monkeypatch.setattr(build, "SOURCE", source)
-    yield build
-    build.load.cache_clear()
+    monkeypatch.setattr(build_native, "SOURCE", source)
+    yield build_native
+    build_native.load.cache_clear()
 
 
 @pytest.fixture
@@ -526,8 +452,6 @@ def attended(monkeypatch) -> list:
 @pytest.fixture
 def torch_numbers(monkeypatch) -> list:
     """To this list each making of random numbers in torch adds how many there were."""
-    import sampling
-
     return record(monkeypatch, sampling, "exponential", lambda bits: bits.numel())
 
 
@@ -536,12 +460,7 @@ ENCODINGS = {}  # what was read from a tokenizer.json of these bytes
 
 @pytest.fixture
 def run_main(capsys, monkeypatch, compiled):
-    """A function that runs a script's `main` with these arguments, in this process.
-
-    It returns the exit code, stdout and stderr.
-    """
-    from text import tokenizer
-
+    """A function that runs a script's `main` in this process: exit code, stdout, stderr."""
     read = tokenizer.read_tokenizer_json
 
     def read_once(file):  # each time would be a tenth of all tests of the command line
@@ -582,27 +501,7 @@ def run_file(capsys, monkeypatch):
 
 
 @pytest.fixture
-def run_program(capfd, monkeypatch):
-    """A function that runs a program's text in this process: exit code, stdout, stderr."""
-
-    def run(text: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(ROOT)
-        try:
-            exec(text, {"__name__": "__main__"})
-            code = 0
-        except Exception:
-            traceback.print_exc()
-            code = 1
-        return code, *capfd.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def cli(run_main):
-    """A function that runs `infer.py` with these arguments, as `run_main`."""
-    import infer
-
     return functools.partial(run_main, infer.main)
 
 
@@ -618,9 +517,6 @@ def chat_base(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def chat_encoding(chat_base):
-    """Its encoding."""
-    from text.tokenizer import load_encoding
-
     return load_encoding(chat_base, 4104)
 
 
@@ -639,14 +535,22 @@ def write_chat(chat_base, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def chat_engine(tiny_llama, write_chat):
+    """A function that makes an engine of a random model with the vocabulary of `write_chat`."""
+    from chats import HERMES
+
+    shape = {"vocab_size": 4104, "block_size": 1280, "bos_token_id": 4096, "eos_token_id": 4098}
+    encoding = load_encoding(write_chat(HERMES), 4104)
+    return lambda: Engine(tiny_llama(**shape), encoding=encoding)
+
+
+@pytest.fixture(scope="session")
 def chat_pair(write_chat):
     """A function that gives a template as ours, and the tokenizer of transformers."""
     made = {}
 
     def load(template):
         from transformers import PreTrainedTokenizerFast
-
-        from text.chat import Chat
 
         if template not in made:
             directory = write_chat(template)
@@ -659,16 +563,11 @@ def chat_pair(write_chat):
 @pytest.fixture
 def given_prompts(monkeypatch) -> list:
     """To this list each call of `generate` by the command line adds its prompts."""
-    import infer
-
     return record(monkeypatch, infer, "generate", lambda model, prompts, *_: prompts)
 
 
 @pytest.fixture
 def engine_cli(run_main):
-    """A function that runs `infer_engine.py` with these arguments, as `run_main`."""
-    import infer_engine
-
     return functools.partial(run_main, infer_engine.main)
 
 
@@ -686,16 +585,3 @@ def prompts_file(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("\n".join(PROMPTS))
     return path
-
-
-@pytest.fixture(scope="module")
-def chat_engine(tiny_llama, write_chat):
-    """A function that makes an engine of a random model with the vocabulary of `write_chat`."""
-    from chats import HERMES
-
-    from engine.engine import Engine
-    from text.tokenizer import load_encoding
-
-    shape = {"vocab_size": 4104, "block_size": 1280, "bos_token_id": 4096, "eos_token_id": 4098}
-    encoding = load_encoding(write_chat(HERMES), 4104)
-    return lambda: Engine(tiny_llama(**shape), encoding=encoding)

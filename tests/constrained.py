@@ -1,9 +1,16 @@
 """A vocabulary of eight tokens, and what texts it can write, by hand."""
 
 import functools
-import random
+import json
 
 import torch
+from serving import small_encoding
+
+from constraints.grammar import Grammar
+from constraints.vocabulary import get_vocabulary
+from infer import generate
+from sampling import SamplingParams
+from text.tokenizer import Encoding
 
 PIECES = ["a", "b", "c", "ab", "bc", "abc"]
 SPECIAL = {6: "cab", 7: "<end>"}  # the name of the first spells a text that nobody wrote
@@ -14,8 +21,6 @@ FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 @functools.cache
 def letters():
     """Its encoding: any byte but those of a, b and c is lacking."""
-    from text.tokenizer import Encoding
-
     added = [{"id": id, "content": name, "special": True} | FLAGS for id, name in SPECIAL.items()]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     merges = [["a", "b"], ["b", "c"], ["ab", "c"]]
@@ -26,7 +31,6 @@ def letters():
 
 
 def spelled(tokens) -> str | None:
-    """The text of tokens; None for one that is no text."""
     if any(token >= len(PIECES) for token in tokens):
         return None
     return "".join(PIECES[token] for token in tokens)
@@ -35,22 +39,9 @@ def spelled(tokens) -> str | None:
 def may_follow(tokens, choices) -> set[int]:
     """The tokens after which a text is a beginning of a choice, and the end after a whole one."""
     text = spelled(tokens)
-    found = {
-        token
-        for token, piece in enumerate(PIECES)
-        if any(choice.startswith(text + piece) for choice in choices)
-    }
+    longer = [text + piece for piece in PIECES]
+    found = {i for i in range(6) if any(choice.startswith(longer[i]) for choice in choices)}
     return found | ({END} if text in choices else set())
-
-
-CHOICE_LISTS = [
-    ("a",),
-    ("ab", "abc", "abcab"),  # each the beginning of the next one
-    ("", "b"),
-    ("",),
-    ("ca", "cab", "ca"),  # a special token has this name; one comes twice
-    ("aaaa", "abab", "cccc", "bca"),
-]
 
 
 @torch.inference_mode()
@@ -72,10 +63,6 @@ def chances(model, prompt, choices) -> dict[str, float]:
 
 
 def write(model, choices, count, temperature=1.0, **fields) -> list[list[int]]:
-    """This many texts in one batch, each with a seed of its own."""
-    from infer import generate
-    from sampling import SamplingParams
-
     options = {"choices": tuple(choices), "temperature": temperature, "max_new_tokens": 30}
     each = [SamplingParams(**{"seed": seed} | options | fields) for seed in range(count)]
     steps = list(generate(model, [[1, 2]] * count, each, encoding=letters()))
@@ -83,36 +70,40 @@ def write(model, choices, count, temperature=1.0, **fields) -> list[list[int]]:
 
 
 def counts_of(texts, choices) -> torch.Tensor:
-    """How often each choice was written; nothing else may be."""
     found = [spelled(text[:-1]) for text in texts]
     assert set(found) <= set(choices) and all(text[-1] == END for text in texts)
     return torch.tensor([found.count(choice) for choice in choices]).double()
 
 
-@functools.cache
-def small_vocabulary():
-    """The vocabulary of an embedded model."""
-    from serving import small_encoding
+def texts_of(model, params, encoding=None, **options) -> list[str | None]:
+    """Return texts that `generate` writes; None for one that its limit cuts."""
+    encoding = encoding or small_encoding()
+    steps = list(generate(model, [[1]] * len(params), params, encoding=encoding, **options))
+    rows = [[step[row] for step in steps if step[row] is not None] for row in range(len(params))]
+    ends = model.config.eos_token_ids
+    data = [b"".join(map(encoding.decode_single_token_bytes, row[:-1])) for row in rows]
+    return [part.decode() if row[-1] in ends else None for part, row in zip(data, rows)]
 
-    from constraints.vocabulary import Vocabulary
 
-    return Vocabulary(small_encoding(), 4096, (4095,))
+def drawn(count: int, limit: int = 300, **constraint) -> list[SamplingParams]:
+    fields = {"max_new_tokens": limit, "temperature": 1.0} | constraint
+    return [SamplingParams(seed=seed, **fields) for seed in range(count)]
 
 
-def walks(matcher, count: int, limit: int = 300) -> list[str]:
-    """Texts of tokens drawn from the masks; those that are longer than the limit are left out."""
-    source = random.Random(0)
-    texts = []
-    for _ in range(count):
-        output = []
-        while len(output) < limit:
-            token = source.choice(matcher.checked_token_mask(output).nonzero()[:, 0].tolist())
-            if token in matcher.vocabulary.eos_token_ids:
-                pieces = [matcher.vocabulary.pieces[token] for token in output]
-                texts.append(b"".join(pieces).decode())
-                break
-            output.append(token)
-    return texts
+def vocabulary():
+    return get_vocabulary(small_encoding(), 4096, (4095,))
+
+
+def compiled(kind, source):
+    return Grammar(kind, source if isinstance(source, str) else json.dumps(source), vocabulary())
+
+
+def allows(kind, source, text: str) -> bool:
+    """Ask token by token whether a constraint has this text."""
+    matcher = compiled(kind, source).matcher()
+    tokens = vocabulary().tokenize(text)
+    steps = [matcher.token_mask(tokens[:count])[token] for count, token in enumerate(tokens)]
+    return all(steps) and bool(matcher.token_mask(tokens)[4095])
 
 
 def random_schema(random, depth: int = 0) -> dict:
@@ -136,9 +127,7 @@ def random_schema(random, depth: int = 0) -> dict:
         return {"type": "string", "pattern": random.choice(patterns)}
     if kind in ("enum", "const"):
         values = ["a", "a b", "é🙂", '\n"\\', 1, -2.5, True, None, [1, "x"], {"k": [None]}]
-        return (
-            {kind: random.choice(values)} if kind == "const" else {kind: random.sample(values, 4)}
-        )
+        return {kind: random.choice(values) if kind == "const" else random.sample(values, 4)}
     if kind == "object":
         names = random.sample(["name", "a b", "é", "n", "x1", "last", "$ref", "type"], 3)
         found = {"type": kind, "properties": {n: random_schema(random, depth + 1) for n in names}}
@@ -157,14 +146,7 @@ def random_schema(random, depth: int = 0) -> dict:
 
 
 def schema_of(random) -> dict:
-    """A random schema with a recursive definition."""
-    node = {
-        "type": "object",
-        "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/node"}},
-    }
+    properties = {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/node"}}
+    node = {"type": "object", "properties": properties}
     node |= {"required": ["v"], "additionalProperties": False}
     return random_schema(random) | {"$defs": {"node": node}}
-
-
-def small(tiny, **shape):
-    return tiny(vocab_size=8, eos_token_id=END, **shape)

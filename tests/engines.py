@@ -7,8 +7,13 @@ import functools
 
 from conftest import random_tokens
 
+from cache import first_visible_position
+from engine.engine import Engine
 from infer import generate
-from sampling import SamplingParams
+from sampling import SamplingParams, params_per_prompt
+
+# Options of an engine that preempts and chunks: with a second KV cache group, 13 of its pages.
+SMALL_ENGINE = {"page_size": 4, "num_pages": 60, "max_num_seqs": 3, "max_num_batched_tokens": 16}
 
 
 def alone(model, prompt, params=None, stride=None, cache_dtype=None, **fields) -> list[int]:
@@ -39,17 +44,12 @@ def raise_once(model, error: BaseException, after: int) -> None:
 
 def own_texts(model, prompts, params, stride=None, cache_dtype=None) -> list[list[int]]:
     """Return `alone` for each prompt. params: for all of them, or one for each."""
-    from sampling import params_per_prompt
-
     each = params_per_prompt(params, len(prompts))
     return [alone(model, *pair, stride, cache_dtype) for pair in zip(prompts, each, strict=True)]
 
 
 def check_texts(model, requests, *options) -> None:
-    """Check that outputs equal `generate`; one that ended early is a prefix of it.
-
-    options: stride and cache_dtype of `alone`.
-    """
+    """Check that outputs equal `generate`, or begin it. options: stride and cache_dtype."""
     for request in requests:
         text = alone(model, request.tokens[: request.prompt_length], request.params, *options)
         early = request.finish_reason in ("abort", "error")
@@ -61,22 +61,20 @@ def greedy(count: int, **fields) -> SamplingParams:
 
 
 def request_params(count: int, **fields) -> list[SamplingParams]:
-    """Return parameters for `count` requests with different seeds."""
     return [SamplingParams(ignore_eos=True, seed=100 + row, **fields) for row in range(count)]
 
 
 def make_engine(model, prompts, params, **options) -> tuple:
-    """Return an engine that checks each pass, and its requests. params: for all, or one for each.
-
-    Its attribute `passes` lists the number of tokens of each span of each pass.
-    """
-    from engine.engine import Engine
-    from sampling import params_per_prompt
-
+    """Return an engine that lists its `passes`, and its requests. params: for all or each."""
     engine = Engine(model, **options)
     engine.passes = check_passes(engine.cache, model.config.block_size)
     each = params_per_prompt(params, len(prompts))
     return engine, [engine.add(*pair) for pair in zip(prompts, each, strict=True)]
+
+
+def numbered(model, counts, **options) -> tuple:
+    prompts = [[row + 1] for row in range(len(counts))]
+    return make_engine(model, prompts, [greedy(count) for count in counts], **options)
 
 
 def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
@@ -87,28 +85,22 @@ def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
 
 
 def check_passes(cache, block_size: int = 16) -> list[list[int]]:
-    """Check that each later pass stays in its page tables and writes no slot twice.
-
-    Returns a list to which each pass appends the number of tokens of each span.
-    """
+    """Check the slots of each later pass; it adds its span lengths to the list returned."""
     prepare = cache.prepare
     passes = []
-
-    def check(storage, spans, tables):
-        num_pages, _, page_size = storage.shape[2:5]
-        slots = []
-        for span, pages in zip(spans, tables):
-            end = span.start + len(span.tokens)
-            assert 0 <= span.start < end <= min(block_size, len(pages) * page_size)
-            assert all(0 <= page < num_pages for page in pages)
-            for position in range(span.start, end):
-                slots.append((pages[position // page_size], position % page_size))
-        assert len(set(slots)) == len(slots)
 
     def checked(spans):
         tables = zip(*((span.pages, span.sliding_pages) for span in spans))
         for storage, own in zip(cache.storages, tables):
-            check(storage, spans, own)
+            num_pages, _, page_size = storage.shape[2:5]
+            slots = []
+            for span, pages in zip(spans, own):
+                end = span.start + len(span.tokens)
+                assert 0 <= span.start < end <= min(block_size, len(pages) * page_size)
+                assert all(0 <= page < num_pages for page in pages)
+                places = range(span.start, end)
+                slots += [(pages[place // page_size], place % page_size) for place in places]
+            assert len(set(slots)) == len(slots)
         passes.append([len(span.tokens) for span in spans])
         return prepare(spans)
 
@@ -118,38 +110,27 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
 
 def check_pages(engine) -> None:
     """Check reference counts, free pages, and that no page table is too long or too short."""
-    from cache import first_visible_position
-
     scheduler = engine.scheduler
     for number, (pool, sliding_window) in enumerate(scheduler.kv_cache_groups):
         held = collections.Counter()
+        size = pool.page_size
         for request in scheduler.running:
             pages = request.page_tables[number]
-            assert (
-                pool.page_count(request.num_computed_tokens)
-                <= len(pages)
-                <= pool.page_count(request.length)
-            )
-            unseen = (
-                first_visible_position(request.num_computed_tokens, sliding_window)
-                // pool.page_size
-            )
+            computed = request.num_computed_tokens
+            assert pool.page_count(computed) <= len(pages) <= pool.page_count(request.length)
+            unseen = first_visible_position(computed, sliding_window) // size
             assert pages[:unseen] == [None] * unseen
             table = pages[unseen:]
             assert None not in table and len(set(table)) == len(table)
             # Only full pages are cached, because others are still written.
-            assert (
-                not pool.page_to_hash.keys()
-                & pages[request.num_computed_tokens // pool.page_size :]
-            )
+            assert not pool.page_to_hash.keys() & pages[computed // size :]
             held.update(table)
         assert pool.ref_counts == held
         assert sorted([*held, *pool.free_pages]) == list(range(pool.first_unused))
         assert pool.num_free_pages + len(held) == pool.num_pages
-        assert pool.page_to_hash == {
-            page: page_hash for page_hash, page in pool.hash_to_page.items()
-        }
-        assert len(pool.page_to_hash) == len(pool.hash_to_page)
+        hashes = pool.hash_to_page.items()
+        assert pool.page_to_hash == {page: own for own, page in hashes}
+        assert len(pool.page_to_hash) == len(hashes)
     for request in scheduler.waiting:
         assert not (any(request.page_tables) or request.num_computed_tokens)
 
@@ -170,17 +151,13 @@ def finish(engine) -> list[list]:
     while engine.busy:
         steps.append(step(engine))
         assert len(steps) < 2000, "requests that never end"
-    assert all(
-        pool.num_free_pages == pool.num_pages for pool, _ in engine.scheduler.kv_cache_groups
-    )
+    for pool, _ in engine.scheduler.kv_cache_groups:
+        assert pool.num_free_pages == pool.num_pages
     return steps
 
 
 def check_own_runs(model, lengths, max_new_tokens: int, **options) -> None:
-    """Check that outputs of an engine with small limits equal `generate`.
-
-    lengths: of the prompts. options: of the engine.
-    """
+    """Check that outputs of an engine with small limits equal `generate`."""
     prompts = [random_tokens(length, seed=length) for length in lengths]
     params = request_params(len(prompts), max_new_tokens=max_new_tokens, temperature=0.8)
     options = {"max_num_seqs": 4, "page_size": 4, "max_num_batched_tokens": 7} | options
@@ -191,24 +168,17 @@ def check_own_runs(model, lengths, max_new_tokens: int, **options) -> None:
 
 
 def events_of(engine) -> list:
-    """Return the events of all remaining steps, flattened."""
     return [event for events in finish(engine) for event in events]
 
 
 def outputs_of(engine, prompts, params) -> list[list[int]]:
-    """Return the outputs for these prompts. params: for all of them, or one for each."""
-    from sampling import params_per_prompt
-
     requests = [engine.add(*pair) for pair in zip(prompts, params_per_prompt(params, len(prompts)))]
     assert not any(event.error for event in events_of(engine))
     return [request.output for request in requests]
 
 
 def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
-    """Return (positions computed, letters of the requests that got a token) of each step.
-
-    A is the first request.
-    """
+    """Return (positions computed, letters of the requests that got a token) of each step."""
     steps = []
     while engine.busy and len(steps) < count:
         before = engine.num_computed_tokens
@@ -218,7 +188,6 @@ def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
 
 
 def letters(engine, requests, count=2000) -> list[str]:
-    """Return the letters of at most `count` steps."""
     return [got for _, got in lettered(engine, requests, count)]
 
 

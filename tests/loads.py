@@ -9,7 +9,8 @@ import socket
 from types import SimpleNamespace
 
 import pytest
-from conftest import module_with
+
+from benchmarks import client
 
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -30,13 +31,11 @@ def chunk(text=" a", reason=None, tokens=None) -> str:
 
 
 def counts(tokens: int) -> str:
-    """The event after the last chunk, with the number of tokens."""
     usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": 1 + tokens}
     return f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
 
 
 def timed_completion(*timestamps: float) -> list[tuple[float, bytes]]:
-    """An answer with a token at each moment, in seconds after the request came."""
     events = [chunk(tokens=number) for number, _ in enumerate(timestamps, 1)]
     events[-1] = chunk(reason="length", tokens=len(timestamps))
     chunks = [(timestamp, raw_chunk(event)) for timestamp, event in zip(timestamps, events)]
@@ -45,7 +44,6 @@ def timed_completion(*timestamps: float) -> list[tuple[float, bytes]]:
 
 
 def steady(body: dict, first: float = 0.25, gap: float = 0.25) -> list[tuple[float, bytes]]:
-    """An answer to a request for so many tokens: the first one, and then one each `gap`."""
     return timed_completion(*[first + gap * at for at in range(body["max_tokens"])])
 
 
@@ -113,11 +111,7 @@ def fake_server(monkeypatch) -> SimpleNamespace:
 
 
 def client_table(capsys):
-    """A function that runs the client's command line: its exit code, its table, and stderr."""
-
     def run(*args):
-        client = module_with("benchmarks.client", "run")
-
         code = 0
         try:
             client.main([str(arg) for arg in args])
@@ -130,7 +124,7 @@ def client_table(capsys):
 
 
 def metrics_of(load, ttft=math.inf, tpot=math.inf):
-    return module_with("benchmarks.client", "calculate_metrics").calculate_metrics(load, ttft, tpot)
+    return client.calculate_metrics(load, ttft, tpot)
 
 
 def in_time_shares(requests, seconds: float) -> list[float]:

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import torch
-from conftest import edit_json, random_tokens, refused
+from conftest import random_tokens
 from engines import finish, step
 from safetensors.torch import save_file
 
+from adapters import Adapters
 from infer import generate
 from loading.load import empty_model
 from sampling import SamplingParams
@@ -56,8 +57,6 @@ def random_pairs(model, targets: tuple[str, ...], seed: int = 0) -> dict:
 
 def with_adapters(model, targets: tuple[str, ...] = LINEAR, names: str = "ab"):
     """Attach random adapters with these letters as names to a model, and return it."""
-    from adapters import Adapters
-
     lora_weights = {name: random_pairs(model, targets, seed) for seed, name in enumerate(names)}
     model.adapters = Adapters(model, lora_weights)
     return model
@@ -109,20 +108,3 @@ def peft_adapter(theirs, directory, **options):
             weight.data.normal_(std=0.3, generator=generator)
     model.save_pretrained(directory, save_embedding_layers=False)
     return model.eval()
-
-
-def refusal(model, directory, change) -> str:
-    """Change a valid adapter of the model, and return the error of `read_adapter`.
-
-    change: a function of the adapter's directory and its tensors, or fields of its configuration.
-    """
-    from loading.lora import read_adapter
-
-    tensors = random_tensors(model, ATTENTION)
-    adapter = save_adapter(directory / "adapter", tensors)
-    read_adapter(adapter, model)
-    if isinstance(change, dict):
-        edit_json(adapter / "adapter_config.json", change)
-    else:
-        change(adapter, tensors)
-    return refused(read_adapter, adapter, model)

@@ -11,10 +11,22 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import ROOT, TARGETS, random_tokens
 from draws import random_logits
 from torch import nn
+
+from cache import KVCache, Span
+from infer import pass_logits
+from native import NativeRunner, build
+from native.draw import draw
+from native.linear import NativeLinear, replace_with_native_linear
+from quantisation import quantisation_of
+from quantisation.int8 import Int8Linear, int8_linear, quantize, rotate_channels
+from sampling import SamplingParams, sample
+
+WEIGHT_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 
 
 def script(file, *lines) -> str:
@@ -25,7 +37,6 @@ def script(file, *lines) -> str:
 
 
 def files(build) -> list:
-    """What is in the cache directory."""
     return sorted(build.cache_directory().iterdir())
 
 
@@ -40,7 +51,6 @@ print(build.kernel())
 
 
 def start(fresh) -> subprocess.Popen:
-    """A process that compiles what this one would."""
     command = [sys.executable, "-c", CODE, str(fresh.SOURCE)]
     return subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True)
 
@@ -72,7 +82,6 @@ def hanging_compiler(monkeypatch, tmp_path) -> Path:
 
 
 def random_rows(rows: int, size: int, seed: int = 0) -> torch.Tensor:
-    """Rows of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10 ** torch.randn(rows, 1, generator=generator)
     return torch.randn(rows, size, generator=generator) * sizes
@@ -80,8 +89,6 @@ def random_rows(rows: int, size: int, seed: int = 0) -> torch.Tensor:
 
 def random_layer(out: int, size: int, bias: bool = True, int8: bool = False) -> tuple:
     """A weight, its scales (None for float32) and a bias."""
-    from quantisation.int8 import quantize
-
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out, size, generator=generator)
     weight, scale = quantize(weight) if int8 else (weight, None)
@@ -89,11 +96,6 @@ def random_layer(out: int, size: int, bias: bool = True, int8: bool = False) -> 
 
 
 def native_linear(weight, scale=None, bias=None):
-    """A layer of these tensors in C."""
-    from native import build
-    from native.linear import NativeLinear
-    from quantisation.int8 import Int8Linear
-
     layer = object.__new__(nn.Linear if scale is None else Int8Linear)
     nn.Module.__init__(layer)
     layer.weight, layer.scale, layer.bias = weight, scale, bias
@@ -113,17 +115,11 @@ def threads(count: int):
 
 def assert_equal(x, weight, scale, bias=None) -> None:
     """C computes the numbers of quantisation/int8.py, bit for bit."""
-    from quantisation.int8 import int8_linear, rotate_channels
-
     expected = int8_linear(rotate_channels(x), weight, scale, bias)
     assert torch.equal(native_linear(weight.clone(), scale, bias)(x), expected)
 
 
 def with_native_linear(model):
-    """The model, with its products in C."""
-    from native import build
-    from native.linear import replace_with_native_linear
-
     replace_with_native_linear(model, build.load())
     return model
 
@@ -147,22 +143,16 @@ def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def native(model, target=None):
-    """The model, computed in C."""
-    from native.step import NativeRunner
-
     model.runner = NativeRunner(model, target)
     return model
 
 
 def both(build, **shape) -> tuple:
-    """A random model in float32, in torch and in C."""
     return build(dtype=torch.float32, **shape), native(build(dtype=torch.float32, **shape))
 
 
 def passed(model, storage, parts, keep) -> torch.Tensor:
     """The logits of a native pass. parts: pages, start and tokens of each text."""
-    from cache import Span
-
     return model.runner.compute([storage], [Span(*part) for part in parts], keep)
 
 
@@ -171,9 +161,6 @@ def in_pieces(model, texts: torch.Tensor, size: int, *dtype) -> torch.Tensor:
 
     dtype: of the cache.
     """
-    from cache import KVCache
-    from infer import pass_logits
-
     cache = KVCache(model, *texts.shape, *dtype)
     rows = list(range(len(texts)))
     parts = [
@@ -189,19 +176,6 @@ def random_texts(model, count: int, length: int = 16) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def check_logits(model, target) -> None:
-    """A model with these random weights has logits in C as near to float64's as torch's."""
-    generator = torch.Generator().manual_seed(0)
-    model.init_weights(std=0.8 * model.config.n_embd**-0.5, generator=generator)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    texts = random_texts(model, 1)
-    expected = copy.deepcopy(model).double()(texts).float()
-    native(model, target)
-    torch.testing.assert_close(in_pieces(model, texts, 1), expected, rtol=1e-5, atol=1e-5)
-
-
 def on_each_target(model, texts: torch.Tensor, size: int, *dtype) -> torch.Tensor:
     """The logits from passes of `size` tokens, whose bits are the same on each processor."""
     copies = [native(copy.deepcopy(model), target) for target in TARGETS]
@@ -211,8 +185,6 @@ def on_each_target(model, texts: torch.Tensor, size: int, *dtype) -> torch.Tenso
 
 
 def quantised(model, dtype: torch.dtype):
-    from quantisation import quantisation_of
-
     quantisation = quantisation_of(dtype)
     weights = dict(model.named_parameters())
     tensors = quantisation.replace_layers(model, {}).state_dict()
@@ -227,20 +199,9 @@ def to_int8(model):
     return quantised(model, torch.int8)
 
 
-def quantized_in_blocks(model):
-    """The model with its weights rounded in blocks, in place."""
-    from quantisation.blocks import load_block_rows, replace_with_block_linear
-
-    weights = dict(model.named_parameters())
-    tensors = replace_with_block_linear(model, {}).state_dict()
-    for name, weight in weights.items():
-        load_block_rows(tensors, name, slice(None), weight.detach())
-    return model
-
-
 def native_in_dtype(model, dtype):
-    """The model in C, in float32 or int8."""
-    return native(to_int8(model) if dtype == torch.int8 else model)
+    rounded = dtype in (torch.int8, torch.uint8)
+    return native(quantised(model, dtype) if rounded else model.to(dtype))
 
 
 def in_passes(model, texts: list, passes: list[list[int]], page_size: int, seed=0) -> torch.Tensor:
@@ -272,8 +233,6 @@ def in_passes(model, texts: list, passes: list[list[int]], page_size: int, seed=
 
 @functools.lru_cache(maxsize=8)  # to make them would take longer than the draws
 def made_params(fields, count, first):
-    from sampling import SamplingParams
-
     return [SamplingParams(seed=(first + row) % 2**64, **dict(fields)) for row in range(count)]
 
 
@@ -283,9 +242,6 @@ def params_of(fields: dict, count: int, first: int = 0) -> list:
 
 
 def in_c(library, logits, params, position=9) -> list[int]:
-    """The tokens that C chooses of rows of logits."""
-    from native.draw import draw
-
     return draw(library, logits.contiguous(), params, [position] * len(logits))
 
 
@@ -304,8 +260,5 @@ def check_strange_logits(library, fields: dict, value: float) -> None:
 
 
 def in_torch(logits, params, position=9) -> list[int]:
-    """The tokens that torch chooses."""
-    from sampling import sample
-
     rng_keys = [(own.seed, position) for own in params]
     return sample(logits, params[0], rng_keys=rng_keys).tolist()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT, save_speaking
+from conftest import CHECKPOINTS, ROOT
 from serving import Client
 
 import infer_engine
@@ -23,6 +23,8 @@ import serve
 from loading.load import load_model, save_model
 from native import build, use_native
 from native.linear import replace_with_native_linear
+from parallel.ranks import TensorParallelGroup
+from parallel.shards import load_shard, parallelize_vocabulary
 
 SMALL = ["--model", CHECKPOINTS / "stories-draft", "--backend", "torch"]
 LLAMA = CHECKPOINTS / "stories-llama"
@@ -31,7 +33,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # The largest difference between logits on ranks and in one process. In float32, torch's kernels may
 # round by shape. In int8 nothing lies between none and 0.1: an activation rounded the other way.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.int8: 0}
-SECONDS = 90  # that a process may take; then it says where it stands, and ends
+SECONDS = 90  # time limit of a process, which then prints its stack
 
 
 def run_store(connection) -> None:
@@ -80,7 +82,6 @@ def wait(processes, seconds: float = SECONDS + 10) -> list[int]:
 
 
 def results(size: int, action, *arguments) -> list:
-    """Return the result of an action on each rank."""
     with tempfile.TemporaryDirectory() as directory:
 
         def work():
@@ -106,15 +107,6 @@ def script(directory, main, arguments) -> None:
         setattr(sys, f"std{name}", stream)
         setattr(sys, f"__std{name}__", stream)
     main(["--device", "cpu", *map(str, arguments)])
-
-
-def check_two_ranks(build, engine_cli, directory, max_new_tokens: int) -> None:
-    """Check that two ranks write the output of one process. build: makes a model."""
-    model = save_speaking(build, directory, eos_token_id=4095)
-    arguments = ["--model", model, "--prompt", "Lily", "--num-samples", 3, "--seed", 1]
-    arguments += ["--temperature", 0.8, "--max-new-tokens", max_new_tokens]
-    out = engine_cli(*arguments)[1]
-    assert out and run_engine_script(2, directory, *arguments)[0] == out
 
 
 def run_engine_script(size, directory, *arguments) -> tuple[str, str]:
@@ -156,8 +148,6 @@ def written(directory, size: int) -> list[tuple[str, str]]:
 
 def parallel_model(name, tp_group, dtype=torch.float32, native=True):
     """Load this rank's shard of a model. native: with products in C."""
-    from parallel.shards import load_shard, parallelize_vocabulary
-
     model = load_shard(name, dtype, tp_group=tp_group)
     if native:
         use_native(model)
@@ -167,8 +157,6 @@ def parallel_model(name, tp_group, dtype=torch.float32, native=True):
 
 def logits_of(name, tokens, *parallel_mode, dtype=torch.float32, native=True):
     """Return a rank's logits of tokens, (1, T), (collectives, bytes sent), and its KV heads."""
-    from parallel.ranks import TensorParallelGroup
-
     with TensorParallelGroup(*parallel_mode) as tp_group, torch.inference_mode():
         model = parallel_model(name, tp_group, dtype, native)
         logits = model(tokens)

@@ -8,6 +8,7 @@ import pytest
 from benches import Bench, near
 
 import lessons
+from benchmarks import progress
 from errors import UserError
 
 RATES = {  # a script's words -> tokens/s
@@ -21,13 +22,17 @@ RATES = {  # a script's words -> tokens/s
 @pytest.fixture
 def bench(request, tmp_path, monkeypatch):
     """No script runs: each repeat is faster by 1 token/s, and int8 in a batch has other texts."""
-    from benchmarks import progress
-
     bench = Bench(request, progress, "--new-tokens", 20, "--device", "cpu")
     bench.ran = []
+    bench.trees = []
+    bench.prompts = set()  # of a batch, lines of a file
 
     def run(lesson, tree, command, batch_size):
         bench.ran.append((lesson, tree.name, list(map(str, command)), batch_size))
+        if batch_size > 1:
+            lines = command[command.index("--prompt-file") + 1].read_text().splitlines()
+            assert len(lines) == batch_size
+            bench.prompts |= set(lines)
         words = " ".join(itertools.takewhile(lambda word: word != "--device", command))
         repeat = sum(earlier[0::2] == bench.ran[-1][0::2] for earlier in bench.ran[:-1])
         return "other" if batch_size > 1 and "int8" in words else "text", RATES[words] + repeat
@@ -36,7 +41,6 @@ def bench(request, tmp_path, monkeypatch):
         bench.trees.append(commit)
         return contextlib.nullcontext(tmp_path / commit)
 
-    bench.trees = []
     ids = ("01-greedy-decoding", "57-native-backend", "66-native-greedy")
     found = [lessons.Lesson(id, f"{id[:2]}abcdef", id) for id in ids]
     monkeypatch.setattr(progress, "run", run)
@@ -47,15 +51,15 @@ def bench(request, tmp_path, monkeypatch):
 
 
 def test_a_row_for_each_lesson_in_turns_and_a_bar_for_each(bench, monkeypatch, tmp_path):
-    from benchmarks import progress
-
-    one = [("greedy-decoding", 1, "infer.py", ""), ("native-greedy", 1, "infer.py", progress.INT8)]
-    engine = [("native-backend", 32, "infer_engine.py", progress.NATIVE)]
-    engine += [("native-greedy", 32, "infer_engine.py", progress.INT8)]
-    monkeypatch.setattr(progress, "STEPS", (*one, *engine))
+    int8 = progress.INT8
+    steps = [("greedy-decoding", 1, "infer.py", ""), ("native-greedy", 1, "infer.py", int8)]
+    steps += [("native-backend", 32, "infer_engine.py", progress.NATIVE)]
+    steps += [("native-greedy", 32, "infer_engine.py", int8)]
+    monkeypatch.setattr(progress, "STEPS", tuple(steps))
     bench.draws = True
     rows = bench.rows("--lessons", "native-greedy", "native-backend", "greedy-decoding")
     assert list(rows) == list(progress.Results.columns)
+    assert bench.prompts == set(progress.PROMPTS)
     assert bench.trees == ["01abcdef", "66abcdef", "57abcdef"]  # each once
     order = ["01-greedy-decoding", "66-native-greedy", "57-native-backend", "66-native-greedy"]
     assert [lesson for lesson, *_ in bench.ran] == order * 2
@@ -63,67 +67,43 @@ def test_a_row_for_each_lesson_in_turns_and_a_bar_for_each(bench, monkeypatch, t
     single, *_, batch = (command for _, _, command, _ in bench.ran[:4])
     told = ["--device", "cpu", "--prompt", "Once upon a time", "--max-new-tokens", "20"]
     assert single == ["infer.py", *told]  # the first lesson knows no --ignore-eos
-    assert batch[:5] == ["infer_engine.py", *progress.INT8.split()]
+    assert batch[:5] == ["infer_engine.py", *int8.split()]
     assert batch[-3:] == ["--max-new-tokens", "20", "--ignore-eos"]
     wide = rows.pivot(index=["batch_size", "lesson", "repeat"], columns="measure", values="value")
     assert list(wide["tokens/s"]) == [10, 11, 250, 251, 80, 81, 320, 321]
     assert list(wide["x first"]) == [1, 1, 25, near(251 / 11), 1, 1, 4, near(321 / 81)]
     assert list(wide["same output"]) == [1, 1, 1, 1, 1, 1, 0, 0]
-    assert set(zip(rows["lesson"].str[:2], rows["commit"].str[:2])) == {
-        (number, number) for number in ("01", "57", "66")
-    }
-    assert set(rows[rows["run"].str.contains("int8")]["dtype"]) == {"int8"}
-    assert set(rows[~rows["run"].str.contains("int8")]["dtype"]) == {"float32"}
+    assert rows["lesson"].str[:2].equals(rows["commit"].str[:2])
+    expected = rows["run"].str.contains("int8").map({True: "int8", False: "float32"})
+    assert list(rows["dtype"]) == list(expected)
     assert len(json.loads((tmp_path / "run.json").read_text())) == 2 * 4 * 3
-    first, second = bench.figures[0].axes
-    assert (first.get_title(), second.get_title()) == ("batch size 1", "batch size 32")
-    names = [label.get_text() for label in first.get_yticklabels()]
-    assert names == ["01-greedy-decoding, float32", "66-native-greedy, int8"]
-    assert [bar.get_width() for bar in first.patches] == [10.5, 250.5]
-    assert first.patches[0].get_y() > first.patches[1].get_y()  # from top to bottom
-
-
-def test_prompts_of_a_batch_are_lines_of_a_file(bench, monkeypatch):
-    from benchmarks import progress
-
-    lines = []
-
-    def run(lesson, tree, command, batch_size):
-        lines.extend(command[command.index("--prompt-file") + 1].read_text().splitlines())
-        return "", 1.0
-
-    monkeypatch.setattr(progress, "run", run)
-    step = ("native-backend", 32, "infer_engine.py", progress.NATIVE)
-    monkeypatch.setattr(progress, "STEPS", (step,))
-    bench.rows("--repeats", 1)
-    assert len(lines) == 32 and set(lines) == set(progress.PROMPTS)
+    assert len(bench.figures[0].axes) == 2
 
 
 def test_without_a_compiler_lessons_in_c_are_left_out(bench, monkeypatch):
-    from benchmarks import progress
-
     monkeypatch.setattr(progress.common, "native_refusal", lambda device: "no compiler")
     given = ("--lessons", "native-backend", "greedy-decoding", "--repeats", 1)
     rows = bench.rows(*given, says="without lessons in C: no compiler\n")
     assert set(rows["lesson"]) == {"01-greedy-decoding"}
     code, _, err = bench("--lessons", "native-backend")
-    assert (code, err) == (2, err) and err.endswith("--lessons native-backend: no compiler\n")
+    assert code == 2 and err.endswith("--lessons native-backend: no compiler\n")
     assert err.count("\n") == 1
 
 
-def test_a_lesson_that_is_not_there_is_one_line(bench):
-    code, _, err = bench("--lessons", "kv-cache-static")
-    assert code == 2 and err.count("\n") == 1
-    assert "'kv-cache-static' names no lesson; see: python lessons.py list" in err
-    code, _, err = bench("--lessons", "top-p")
-    assert code == 2 and err.count("\n") == 1 and "invalid choice: 'top-p'" in err
-    code, _, err = bench("--new-tokens", 241)
-    assert code == 2 and "'241': must be an integer from 20 to 240" in err
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        ("--lessons kv-cache-static", "'kv-cache-static' names no lesson; see: python lessons.py"),
+        ("--lessons top-p", "invalid choice: 'top-p'"),
+        ("--new-tokens 241", "'241': must be an integer from 20 to 240"),
+    ],
+)
+def test_what_is_wrong_is_one_line(bench, option, said):
+    code, _, err = bench(*option.split())
+    assert code == 2 and err.count("\n") == 1 and said in err
 
 
 def test_the_rate_is_that_after_the_first_token_of_each_text(tmp_path):
-    from benchmarks import progress
-
     said = "note\\n80 tokens, 40.0 tokens/s, the first after 0.500 s, 3 passes"
     script = tmp_path / "infer.py"
     script.write_text(f"import sys\nprint('A text', sys.argv[1])\nprint('{said}', file=sys.stderr)")
@@ -132,13 +112,3 @@ def test_the_rate_is_that_after_the_first_token_of_each_text(tmp_path):
     script.write_text("import sys\nsys.exit('x.py: error: no such option')")
     with pytest.raises(UserError, match="^57-x: infer.py: x.py: error: no such option$"):
         progress.run("57-x", tmp_path, ["infer.py"], 1)
-
-
-def test_the_lessons_are_on_main():
-    from benchmarks import progress
-
-    try:
-        _, every = lessons.read_main()
-    except lessons.LessonError as error:
-        pytest.skip(str(error))
-    assert {lesson.slug for lesson in every} >= set(progress.SLUGS)

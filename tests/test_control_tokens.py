@@ -1,6 +1,5 @@
 """Messages that imitate control tokens are plain text."""
 
-import json
 import re
 
 import pytest
@@ -8,8 +7,6 @@ from chats import CHATML, CONTROL, END, HEADERS, START, control_ids, conversatio
 from conftest import CHECKPOINTS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
-from text.tokenizer import load_encoding
 
 
 @pytest.fixture(scope="session")
@@ -82,13 +79,6 @@ def test_no_control_token_has_a_character_of_a_message(
     assert control_ids(chat_pair(template)[0].encode(conversation(*contents), chat_encoding)) == []
 
 
-def test_a_message_may_hold_every_character_that_could_stand_in(chat_pair, chat_encoding):
-    text = "".join(map(chr, [*range(0xE000, 0xF900), *range(0xF0000, 0x110000)])) + END
-    ids = chat_pair(CHATML)[0].encode(conversation(text, system=""), chat_encoding)
-    assert control_ids(ids) == [4097, 4098, 4097, 4098, 4097]
-    assert text in chat_encoding.decode(ids)
-
-
 def test_a_template_sees_what_is_harmless_as_it_is(chat_pair, chat_encoding):
     """What templates look for: marks of reasoning, which an added token may be, and switches."""
     ours, tokenizer = chat_pair(
@@ -128,21 +118,6 @@ def test_a_template_sees_that_a_message_spells_its_token(
         ids = ours.encode(messages, chat_encoding)
         assert control_ids(ids) == controls
         assert chat_encoding.decode(ids) == theirs(tokenizer, messages, tokenize=False)
-
-
-def test_still_a_token_that_the_template_alone_may_name_is_written(chat_pair, chat_encoding):
-    ours, _ = chat_pair("{{ messages[0].content }}{{ bos_token }}")
-    ours.special_tokens["bos_token"] = "\U0010fffd"
-    assert chat_encoding.decode(ours.encode(conversation("<"), chat_encoding)) == "<\U0010fffd"
-
-
-def test_still_a_tokenizer_needs_no_added_tokens(tmp_path, chat_pair):
-    raw = json.loads((CHECKPOINTS / "stories" / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"added_tokens": []}))
-    encoding = load_encoding(tmp_path, 4104)
-    messages = conversation("Once <|im_end|>")
-    ours = chat_pair(CHATML)[0]
-    assert encoding.decode(ours.encode(messages, encoding)) == ours.render(messages)
 
 
 def test_a_message_on_the_command_line_is_plain_text(cli, write_chat, given_prompts):

@@ -1,15 +1,34 @@
-"""Clients that leave, over a real socket: what they held is free, and other texts go on."""
+"""Clients that leave, do not read, or do not send the whole of a request."""
 
+import contextlib
+import re
+import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import h11
 import pytest
-from serving import ENDLESS, connect, is_free, request_of, serving, small_engine, until
+from serving import (
+    ENDLESS,
+    PATH,
+    Script,
+    connect,
+    in_turns,
+    is_free,
+    request_of,
+    serving,
+    small_engine,
+    until,
+)
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2**18, "ignore_eos": True}
-RESPONSE = {"input": "x", "max_output_tokens": 2**18, "ignore_eos": True}
+import serve
+
+STREAM = {"ignore_eos": True}
+CHAT = STREAM | {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2**18}
+RESPONSE = STREAM | {"input": "x", "max_output_tokens": 2**18}
 PATHS = {"/v1/completions": ENDLESS, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSE}
 TEXT, REPLY, RESPONDED = PATHS
 
@@ -20,133 +39,243 @@ def settle(client) -> None:
         client.get("/health")
 
 
-def check_noticed(client) -> None:
-    """A client that leaves is noticed at all, however long its text would be."""
-    connection = connect(client, request_of("/v1/completions", ENDLESS))
-    until(lambda: client.thread.generations)
-    connection.close()
-    settle(client)
-    assert not client.thread.generations
-    until(lambda: is_free(client))
+def take_step(engine, turn) -> None:
+    steps = engine.steps
+    turn.release()
+    until(lambda: engine.steps > steps)
 
 
 @pytest.mark.parametrize(
     "path, state, stream",
     [
         *((TEXT, "decoding", False), (TEXT, "queued", False), (TEXT, "queued", True)),
-        *((TEXT, "prefill", False), (REPLY, "decoding", False)),
+        *((TEXT, "prefill", False), (REPLY, "decoding", False), (REPLY, "decoding", True)),
         *((RESPONDED, "decoding", False), (RESPONDED, "decoding", True)),
     ],
 )
 def test_a_client_that_leaves_frees_what_it_held(tiny_llama, path, state, stream):
-    check_leaving(tiny_llama, path, state, stream)
-
-
-@pytest.mark.parametrize(
-    "path, state", [(TEXT, "decoding"), (TEXT, "prefill"), (REPLY, "decoding")]
-)
-def test_still_a_stream_that_is_left_frees_what_it_held(tiny_llama, path, state):
-    check_leaving(tiny_llama, path, state, True)
-
-
-def check_leaving(tiny_llama, path, state, stream) -> None:
-    """What a client held is free within two steps; the text beside it goes on."""
-    gate = threading.Event()
-    gate.set()
-    steps = []
+    """Within two steps; the text beside it goes on."""
+    turn = threading.Semaphore(0)
+    size = 1 if state == "queued" else 4
 
     def make():
-        engine = small_engine(
-            tiny_llama, max_num_seqs=1 if state == "queued" else 4, max_num_batched_tokens=8
-        )
-        step = engine.step
+        engine = small_engine(tiny_llama, max_num_seqs=size, max_num_batched_tokens=8)
+        return in_turns(engine, turn)
 
-        def gated():
-            assert gate.wait(60)
-            steps.append(1)
-            return step()
+    def step_until(condition):
+        while not condition():
+            take_step(client.thread.engine, turn)
 
-        engine.step = gated
-        return engine
-
-    long = {"prompt": "word " * 60}
     with serving(make) as client:
         scheduler = client.thread.engine.scheduler
-        other = connect(client, request_of("/v1/completions", ENDLESS | {"stream": True}))
-        until(lambda: scheduler.running and scheduler.running[0].output)
-        if state == "prefill":
-            gate.clear()  # one step may be under way
-        body = PATHS[path] | {"stream": stream} | (long if state == "prefill" else {})
-        connection = connect(client, request_of(path, body))
-        if state == "queued":
-            until(lambda: len(scheduler.waiting) == 1)
-        elif state == "decoding":
-            until(lambda: len(scheduler.running) == 2 and scheduler.running[1].output)
-        else:
-            until(lambda: len(client.thread.generations) == 2)
-            gate.set()
-            until(lambda: len(scheduler.running) == 2)
-        victim = (list(scheduler.waiting) + scheduler.running)[0 if state == "queued" else -1]
+        other = connect(client, request_of(TEXT, ENDLESS | {"stream": True}))
+        until(lambda: client.thread.generations)
+        step_until(lambda: scheduler.running and scheduler.running[0].output)
+        long = {"prompt": "word " * 60} if state == "prefill" else {}
+        connection = connect(client, request_of(path, PATHS[path] | {"stream": stream} | long))
+        until(lambda: len(client.thread.generations) == 2)
+        step_until(lambda: len(scheduler.running + list(scheduler.waiting)) == 2)
+        if state != "queued":
+            step_until(lambda: len(scheduler.running) == 2)
+        if state == "decoding":
+            step_until(lambda: scheduler.running[1].output)
+        victim = [*scheduler.running, *scheduler.waiting][-1]
         connection.close()
         settle(client)
         assert len(client.thread.generations) == 1
-        before = len(steps)
+        turn.release(2)
         until(lambda: victim.finish_reason)
-        assert len(steps) <= before + 2
         assert victim.finish_reason == "abort" and not victim.pages
         assert len(scheduler.running) == 1 and not scheduler.waiting
         other.close()
+        turn.release(10**6)
         until(lambda: is_free(client))
 
 
-def test_still_a_client_that_never_reads_stops_nobody(tiny_llama):
-    """Its events fill the buffers of the socket; then they wait, joined into one."""
+def test_a_client_is_read_on_while_it_waits_whatever_it_says(tiny_llama):
+    """So its end is seen at once; one that says more than a megabyte is cut off."""
     with serving(lambda: small_engine(tiny_llama)) as client:
-        body = ENDLESS | {"stream": True, "max_tokens": 3000, "n": 4}
-        connection = socket.socket()
+        for size, is_cut in ((2**20, False), (2**20 + 1, True)):
+            connection = connect(client, request_of(TEXT, ENDLESS))
+            until(lambda: client.thread.generations)
+            connection.sendall(b"x" * size)
+            if not is_cut:
+                settle(client)
+                assert client.thread.generations
+                connection.close()
+            until(lambda: is_free(client))
+
+
+def test_many_requests_at_once_are_answered_one_after_the_other(client):
+    """What is answered does not count any more, however much it is in all."""
+    request = request_of(TEXT, {"prompt": "x", "max_tokens": 0, "user": "x" * 10_000})
+    with connect(client, b"") as connection:
+        for _ in range(60):  # 1.2 million bytes
+            connection.sendall(request + request)
+            data = b""
+            while data.count(b" 200 OK") < 2 or not data.endswith(b"}"):
+                data += connection.recv(2**16) or pytest.fail(data)
+
+
+STREAMED = ENDLESS | {"stream": True}
+LONG = {"prompt": [" uncomfortable" * 60] * 8, "n": 120, "max_tokens": 0, "echo": True}  # 0.9 MB
+ASK = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+BODY = request_of(PATH, ENDLESS)
+
+
+@contextlib.contextmanager
+def not_reading(client, body: dict):
+    with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(60)
         connection.connect(("127.0.0.1", client.port))
-        connection.sendall(request_of("/v1/completions", body))
-        until(lambda: client.thread.generations)
-        for _ in range(3):
-            assert client.post("/v1/completions", {"prompt": "Tom", "max_tokens": 5})[0] == 200
-        connection.close()
-        until(lambda: is_free(client))
+        protocol = protocol_of(client)
+        until(lambda: protocol.transport)
+        sending = protocol.transport.get_extra_info("socket")
+        sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connection.sendall(request_of(PATH, body))
+        until(lambda: protocol.transport.get_write_buffer_size())
+        yield connection
 
 
-def test_60_clients_of_which_some_vanish(tiny_llama):
-    """The others have the texts they have alone, and afterwards nothing is held."""
-    path = "/v1/completions"
-    body = {"prompt": "Tom and", "max_tokens": 12}
+def protocol_of(client):
+    until(lambda: client.server.server_state.connections)
+    (protocol,) = client.server.server_state.connections
+    return protocol
+
+
+BODIES = [LONG, LONG | {"stream": True}, STREAMED]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=["whole", "echo", "endless"])
+def test_a_client_that_does_not_read_is_cut_off(tiny_llama, monkeypatch, body):
+    monkeypatch.setattr(serve.Protocol, "seconds", 1)
+    most = 1 if body is STREAMED else 960
+    with serving(lambda: small_engine(tiny_llama, max_num_seqs=1), max_waiting=most - 1) as client:
+        with not_reading(client, body):
+            assert client.thread.num_open_requests == most
+            assert client.post(PATH, {"max_tokens": 1})[0] == 429
+            until(lambda: not client.thread.generations)
+            until(lambda: not client.server.server_state.connections)
+            assert client.post(PATH, {"max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize("body", BODIES[:2], ids=["whole", "echo"])
+def test_a_client_that_reads_slowly_is_not(tiny_llama, monkeypatch, body):
+    waits = []
+    pause = serve.Protocol.pause_writing
+
+    def pausing(protocol):
+        pause(protocol)
+        waits.append(protocol.send_timer)
+
+    monkeypatch.setattr(serve.Protocol, "pause_writing", pausing)
     with (
-        serving(lambda: small_engine(tiny_llama, max_num_seqs=8, num_pages=16)) as client,
-        ThreadPoolExecutor(20) as pool,
+        serving(lambda: small_engine(tiny_llama)) as client,
+        not_reading(client, body) as connection,
     ):
-        check_noticed(client)
-        bodies = [body | {"seed": seed} for seed in range(8)]
-        alone = [client.post(path, each)[1]["choices"] for each in bodies]
-
-        def ask(row):
-            if row % 5:
-                return client.post(path, bodies[row % 8])[1]["choices"] == alone[row % 8]
-            stream = row % 2 == 0
-            connection = connect(client, request_of(path, ENDLESS | {"stream": stream}))
-            if stream:
-                connection.recv(1)
-            connection.close()
-            return True
-
-        assert all(pool.map(ask, range(60)))
-        until(lambda: is_free(client))
+        data = b""
+        while not data.endswith((b"}}", b"\r\n0\r\n\r\n")):
+            data += connection.recv(2**15)
+        data = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", data)  # between chunks
+        assert data.count(b" uncomfortable") == 960 * 60
+        until(lambda: not client.thread.generations)
+        until(lambda: all(wait.cancelled() for wait in waits))
+        assert len(waits) > 1
 
 
-def test_a_client_that_says_more_and_leaves_frees_what_it_held(tiny_llama):
-    """uvicorn stops reading where bytes come after a body, and does not see the end by itself."""
+def test_a_half_request_does_not_hold_a_server_that_ends_and_h11_reads_it(tmp_path):
+    with Script(tmp_path) as server:
+        client = server.client()
+        data = request_of(PATH, STREAMED)
+        with connect(client, data[:-1]), connect(client, data[:9]):
+            assert client.get("/health") == (200, None)  # so both have been read
+            server.signal(signal.SIGTERM)
+            assert server.end() == (0, "")
+    state = SimpleNamespace(served=SimpleNamespace(monitor=None))
+    config = serve.Server(SimpleNamespace(state=state), None, 1).config
+    config.load()
+    assert config.http_protocol_class is serve.Protocol and issubclass(serve.Protocol, H11Protocol)
+
+
+def read_to(connection: socket.socket, end: bytes) -> bytes:
+    data = b""
+    while not data.endswith(end):
+        piece = connection.recv(2**16)
+        assert piece, data
+        data += piece
+    return data
+
+
+LIMIT = 0.5  # seconds that a head may take, or the next piece of a body
+
+
+@pytest.mark.parametrize(
+    "sent, more",  # what is sent, then waited for an answer of, and what comes after that
+    [
+        *((b"", data) for data in (b"", ASK[:-2], BODY[: BODY.index(b"{")], BODY[:-1])),
+        # The time of a second head begins with its first byte; until then uvicorn's own for idle
+        # connections runs.
+        (ASK, ASK[:-2]),
+        # Though the beginning of a body came with the first request, and nothing came after.
+        (ASK + BODY[:-1], b""),
+        # The bytes of a first body that ends after its answer end uvicorn's own time.
+        (ASK[:-2] + b"Content-Length: 5\r\n\r\n", b"12345"),
+    ],
+)
+def test_a_client_without_a_whole_request_is_cut_off(tiny_llama, monkeypatch, sent, more):
+    monkeypatch.setattr(serve.Protocol, "seconds", LIMIT)
     with serving(lambda: small_engine(tiny_llama)) as client:
-        check_noticed(client)
-        connection = connect(client, request_of("/v1/completions", ENDLESS))
-        until(lambda: client.thread.engine.scheduler.running)
-        connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-        time.sleep(0.1)  # it comes in a segment of its own
-        connection.close()
-        until(lambda: is_free(client))
+        began = time.monotonic()
+        with connect(client, sent) as connection:
+            if sent:
+                read_to(connection, b"\r\n\r\n")
+            if sent == ASK:
+                time.sleep(1.2 * LIMIT)
+                began = time.monotonic()
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(more)
+                assert connection.recv(100) == b""
+            assert LIMIT - 0.02 < time.monotonic() - began  # and not before
+            until(lambda: not client.server.server_state.connections)
+
+
+def test_a_head_in_drips_has_no_more_time(tiny_llama, monkeypatch):
+    monkeypatch.setattr(serve.Protocol, "seconds", LIMIT)
+    with serving(lambda: small_engine(tiny_llama)) as client, connect(client, ASK) as connection:
+        read_to(connection, b"\r\n\r\n")
+        with pytest.raises(OSError):
+            for byte in ASK[:-2] + 5000 * b"x":
+                connection.sendall(bytes([byte]))
+                time.sleep(0.01)
+
+
+def test_a_body_and_an_answer_may_take_longer(tiny_llama):
+    """Each piece of a body renews the time, and none runs during an answer."""
+    gate = threading.Semaphore(0)
+    text = {"prompt": "Tom", "max_tokens": 6, "ignore_eos": True}
+    data = request_of(PATH, text | {"stream": True})
+    body = data.index(b"{")
+    with (
+        serving(lambda: in_turns(small_engine(tiny_llama), gate)) as client,
+        connect(client, b"") as connection,
+    ):
+        protocol = protocol_of(client)
+        for _ in range(2):
+            connection.sendall(data[:body])
+            until(lambda: protocol.timer and protocol.conn.their_state is h11.SEND_BODY)
+            for at in range(body, len(data), 20):
+                timer = protocol.timer
+                connection.sendall(data[at : at + 20])
+                until(timer.cancelled)
+            until(lambda: client.thread.generations)
+            assert protocol.timer is None
+            gate.release(10)
+            assert b"data: [DONE]" in read_to(connection, b"\r\n0\r\n\r\n")
+        gate.release(20)
+        # So it is for a request that waits behind another.
+        connection.sendall(2 * request_of(PATH, text) + ASK[:-2])
+        for _ in range(2):
+            assert b"200 OK" in read_to(connection, b"}}")
+        connection.sendall(ASK[-2:])
+        assert b"200 OK" in read_to(connection, b"\r\n\r\n")

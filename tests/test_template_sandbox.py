@@ -1,6 +1,7 @@
 """Chat templates get messages as they are, and are bounded. Oracles: transformers, jinja2, str."""
 
-import json
+import functools
+import re
 
 import pytest
 from chats import CONTROL, END, HERMES, START, control_ids, conversation, theirs, tool, used
@@ -8,35 +9,36 @@ from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from text import taint
 from text.chat import Chat
+from text.taint import TaintedStr, reset_budget
 
 ODD = "a < b & \"c\" > 'd' [e] | \u00e9\U0001f642\ud7ff {{ x }} \\ \t"
 # Templates that look at characters of a message, escape, or put it into a format.
-LOOKING = {
-    "ascii": "{{ messages | tojson(ensure_ascii=true) }}",
-    "sought": "{% if '<' in c and '|' in c %}{{ c.split('|')[0] }}{% else %}none{% endif %}",
-    "escaped": "{{ c | e }}{{ '<' + (c | e) }}{{ '<|im_start|>' ~ (c | escape) }}",
-    "safe": "{{ '<|im_start|>' | safe + c }}{{ c | safe + '<' }}{{ '<|im_end|>' + (c | safe) }}",
-    "autoescape": "{% autoescape true %}{{ c }}{{ '<' ~ c }}{% endautoescape %}",
-    "urlencode": "{{ c | urlencode }}{{ c | pprint }}{{ [c] }}{{ {'a': c} }}",
-    "compared": "{{ 'yes' if c > 'b' else 'no' }}{{ c | list | sort | join }}{{ c | length }}",
-    "case": "{{ c | upper }}{{ c | title }}{{ c.swapcase() }}{{ c.isascii() }}",
-    "first": "{{ c[0] }}{{ c[-1] }}{{ c[:2] }}{{ c | first }}{{ c | last }}{{ c[::-1] }}",
-    "bytes": "{{ c.encode('utf-8') | length }}{{ c.find('<') }}{{ c.count('|') }}",
-    "formats": "{{ '%s<|im_end|>%r' % (c, c) }}{{ '{}-{:>30}'.format(c, c) }}{{ '%s' | format(c) }}"
-    "{{ '[INST]{0!r}{{{0}'.format(c) }}",
-    "filter": "{% filter trim %}<|im_start|> {{ c }}{% endfilter %}{{ c | wordwrap(3) }}",
-    "macro": "{% macro m(x) %}<|im_start|>{{ x }}{{ caller() }}{% endmacro %}"
+LOOKING = [
+    "{{ messages | tojson(ensure_ascii=true) }}",
+    "{% if '<' in c and '|' in c %}{{ c.split('|')[0] }}{% else %}none{% endif %}",
+    "{{ c | e }}{{ '<' + (c | e) }}{{ '<|im_start|>' ~ (c | escape) }}",
+    "{{ '<|im_start|>' | safe + c }}{{ c | safe + '<' }}{{ '<|im_end|>' + (c | safe) }}",
+    "{% autoescape true %}{{ c }}{{ '<' ~ c }}{% endautoescape %}{{ [c] }}{{ {'a': c} }}",
+    "{{ c | urlencode }}{{ c | pprint }}{{ c | upper }}{{ c | title }}{{ c.swapcase() }}",
+    "{{ 'yes' if c > 'b' else 'no' }}{{ c | list | sort | join }}{{ c | length }}{{ c.isascii() }}",
+    "{{ c[0] }}{{ c[-1] }}{{ c[:2] }}{{ c | first }}{{ c | last }}{{ c[::-1] }}",
+    "{{ c.encode('utf-8') | length }}{{ c.find('<') }}{{ c.count('|') }}{{ c | wordwrap(3) }}",
+    "{{ '%s<|im_end|>%r' % (c, c) }}{{ '{}-{:>30}'.format(c, c) }}{{ '%s' | format(c) }}",
+    "{{ '%d' % 10000000000 }}{{ '{:d}'.format(10000000000) }}",
+    "{{ '[INST]{0!r}{{{0}'.format(c) }}{% filter trim %}<|im_start|> {{ c }}{% endfilter %}",
+    "{% macro m(x) %}<|im_start|>{{ x }}{{ caller() }}{% endmacro %}"
     "{% call m(c) %}{{ c | indent(2) }}{% endcall %}",
-    "loop": "{% set n = namespace(x='') %}{% for each in c %}{% set n.x = each ~ n.x %}"
+    "{% set n = namespace(x='') %}{% for each in c %}{% set n.x = each ~ n.x %}"
     "{{ loop.cycle('a', 'b') if loop.last else loop.length }}{% endfor %}{{ n.x }}",
-}
+]
 
 
-@pytest.mark.parametrize("name", LOOKING)
-def test_a_template_sees_the_messages_as_they_are(chat_pair, chat_encoding, name):
+@pytest.mark.parametrize("template", LOOKING)
+def test_a_template_sees_the_messages_as_they_are(chat_pair, chat_encoding, template):
     """The text is transformers', and the ids where no message spells a control token."""
-    ours, tokenizer = chat_pair("{% set c = messages[0].content %}" + LOOKING[name])
+    ours, tokenizer = chat_pair("{% set c = messages[0].content %}" + template)
     for text in (ODD, "plain", "<|", f"{END}<b>|{START}"):
         messages = conversation(text)
         known = theirs(tokenizer, messages, tokenize=False)
@@ -99,7 +101,6 @@ KEEPING = [
     "{{ c | replace('a', '<|im_end|>') }}{{ c.replace('a', '<|im_end|>') }}",
     "{{ '<|im_end|>' | safe }}{{ '<|im_end|>' | safe ~ c }}{{ ('[INST]' | safe) + (c | e) }}",
     "{{ ('<|im_end|>\n' ~ c) | indent(2) }}{{ '<|IM_END|>' | lower }}{{ '<|im_end|>' * 2 }}",
-    "{{ (c ~ '<|im_end|>' ~ c).partition(c)[2] }}{{ (c ~ '<|im_end|>')[1:] }}",
     "{% set x %}{{ c }}<|im_end|>{% endset %}{{ x | default('') | string }}",
     "{% macro m(x) %}{{ x }}<|im_end|>{{ caller() }}{% endmacro %}"
     "{% call m(c) %}[INST]{% endcall %}",
@@ -108,7 +109,6 @@ KEEPING = [
     "{% set n = namespace(x='') %}{% for i in [1, 2] %}{% set n.x = n.x ~ eos_token %}{% endfor %}"
     "{{ n.x }}",
     "{{ c.split('a') | join(eos_token) }}{{ (eos_token ~ c).removesuffix('b') }}",
-    "{{ ('<|im_end|>' ~ c) | list | join }}{{ (c ~ '<|im_end|>') | reverse | reverse }}",
 ]
 
 
@@ -137,8 +137,6 @@ METHODS = {
 @given(text=TEXTS, a=TEXTS, b=TEXTS)
 def test_a_marked_string_is_cut_as_str_cuts_it(text, a, b):
     """Its characters are known by their places: each part comes from where str takes it."""
-    from text.taint import TaintedStr, reset_budget
-
     reset_budget()
     for cut in METHODS.values():
         for place in range(len(text) + 1):  # one character is the template's
@@ -159,48 +157,36 @@ def alone(tmp_path):
     """A function that gives a template as a chat of a model without a vocabulary."""
 
     def load(template: str) -> Chat:
-        file = tmp_path / "template.jinja"
-        file.write_text(template)
-        return Chat("random:gpt2", file)
+        (tmp_path / "template.jinja").write_text(template)
+        return Chat("random:gpt2", tmp_path / "template.jinja")
 
     return load
 
 
-HUGE = [
-    "{{ 'a' * 10**10 }}",
+GROWING = """'a' * 10**10; 10 ** 1000000000; [0] * 10**10; (0,) * 10**10; 'a' | center(10**10);
+messages[0].content.ljust(10**10); 'a'.zfill(10**10); '\t\t'.expandtabs(10**10);
+'a\\nb' | indent(10**10); '%10000000000d' % 1; '%*d' % (10**10, 1); '%10000000000s' | format('a');
+'{:>10000000000}'.format(1); '{:>{}}'.format(1, 10**10); strftime_now('%10000000000d');
+messages | tojson(indent=10**9); messages | tojson(separators=('a' * 10**4, ':'));
+('<' * 8 * 10**6) | e | e; ('a\\n' * 8 * 10**6) | indent; ('a\\n' * 8 * 10**6).splitlines()"""
+REPEATED = """a.replace('a', a); a.replace('', a); a | replace('a', a); a.join(a); a | join(a);
+(a | safe).replace('a', a); ('{}' * 10**4).format(*[a] * 10**4); ('{0}' * 10**4).format(a)"""
+DOUBLED = [("'a'", "~"), ("'a'", "+"), ("'a' | safe", "+"), ("[1]", "+"), ("9", "*")]
+HUGE = ["{{ " + expression + " }}" for expression in re.split(r";\s+", GROWING)]
+HUGE += [
+    "{% set a = 'a' * 10**4 %}{{ " + expression + " }}"
+    for expression in re.split(r";\s+", REPEATED)
+]
+HUGE += [
+    "{% set n = namespace(a=" + start + ") %}{% for i in range(99) %}"
+    "{% set n.a = n.a " + sign + " n.a %}{% endfor %}"
+    for start, sign in DOUBLED
+]
+HUGE += [
     "{% autoescape 'a' * 10**10 %}{% endautoescape %}{{ 10**10 * 'a' }}",
-    "{{ 10 ** 1000000000 }}",
-    "{{ [0] * 10**10 }}{{ (0,) * 10**10 }}",
-    "{{ 'a' | center(10**10) }}",
-    "{{ messages[0].content.ljust(10**10) }}{{ 'a'.zfill(10**10) }}",
-    "{{ '\t\t'.expandtabs(10**10) }}",
-    "{{ 'a\nb' | indent(10**10) }}",
-    "{{ '%10000000000d' % 1 }}",
-    "{{ '%*d' % (10**10, 1) }}",
-    "{{ '%10000000000s' | format('a') }}",
-    "{{ '{:>10000000000}'.format(1) }}",
-    "{{ '{:>{}}'.format(1, 10**10) }}",
-    "{{ strftime_now('%10000000000d') }}",
-    "{% set a = 'a' * 10**4 %}{{ a.replace('a', a) }}",
-    "{% set a = 'a' * 10**4 %}{{ a | replace('a', a) }}",
-    "{% set a = 'a' * 10**4 %}{{ a.join(a) }}",
-    "{% set a = 'a' * 10**4 %}{{ a | join(a) }}",
-    "{% set a = 'a' * 10**4 %}{{ (a | safe).replace('a', a) }}",
     "{% set a = 'a ' * 10**4 %}{{ a | wordwrap(1, wrapstring=a) }}",
-    "{% set a = 'a' * 10**4 %}{{ ('{}' * 10**4).format(*[a] * 10**4) }}",
-    "{% set a = 'a' * 10**4 %}{{ ('{0}' * 10**4).format(a) }}",
-    "{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
-    "{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
-    "{% set n = namespace(a='a' | safe) %}{% for i in range(99) %}{% set n.a = n.a + n.a %}"
-    "{% endfor %}",
-    "{% set n = namespace(a=[1]) %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
-    "{% set n = namespace(a=9) %}{% for i in range(99) %}{% set n.a = n.a * n.a %}{% endfor %}",
     "{% for i in range(9999) %}{{ messages[0].content * 9999 }}{% endfor %}",
     "{% macro m() %}{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}{% endmacro %}{{ m() }}",
-    "{{ messages | tojson(indent=10**9) }}",
-    "{{ ('<' * 8 * 10**6) | e | e }}",
-    "{{ ('a\n' * 8 * 10**6) | indent }}{{ ('a\n' * 8 * 10**6).splitlines() }}",
-    "{{ messages | tojson(separators=('a' * 10**4, ':')) }}",
 ]
 
 
@@ -208,12 +194,7 @@ HUGE = [
 def test_a_template_that_writes_too_much_is_refused(alone, template):
     """Before it has done so: nothing here may take more memory than a test has."""
     line = refused(lambda: alone(template).render(conversation("a")))
-    assert (
-        "the template writes" in line
-        or "the template takes" in line
-        or "the template computes" in line
-        or "is given" in line
-    )
+    assert re.search("the template (writes|takes|computes)|is given", line)
 
 
 LONG = [
@@ -233,65 +214,45 @@ NESTED = "{% set a = [[[[[[1] * 99] * 99] * 99] * 99] * 99] * 99 %}"
 TWICE = "{% for i in range(99) %}{% set n.a = (n.a, n.a) %}{% set n.b = (n.b, n.b) %}{% endfor %}"
 SHARED = "{% set n = namespace(a=(1,), b=(1,)) %}" + TWICE
 TURNS = "{% for i in range(40000) %}"
+EXPRESSIONS = """n.a == n.b; n.a in [n.b]; [n.a].index(n.b); {n.a: 1}; {}[n.a]; {}.get(n.a);
+[n.a, n.b] | sort; n.a | e; n.a | trim; '{a}'.format_map({'a': n.a}); raise_exception(n.a);
+[n.a, n.b] | select('eq', n.b) | list; n; namespace(a=n.a); '%s' % n; n | string"""
+REPEATING = {  # what is done in each turn -> what is there before
+    "{% set x = s[1:] %}": "'a' * 2**20",
+    "{% set x = s[2:] %}": "range(9999) | list",
+    "{% if -1 in s %}{% endif %}": "range(9999) | list",
+    "{% set x = s | sort %}": "range(9999) | list",
+    "{% set x = s.count(1) %}": "range(9999) | map(attribute='x') | list",
+    "{% set x = s | e %}": "'<' * 2**16",
+    "{% set x = s | upper %}": "'a' * 2**16",
+    "{% set x = 1 %}" * 99: "1",
+}
 # Few steps, each of which touches much.
-TOUCHING = [
+TOUCHING = [SHARED + "{{ " + expression + " }}" for expression in re.split(r";\s+", EXPRESSIONS)]
+TOUCHING += [
+    "{% set s = " + start + " %}" + TURNS + turn + "{% endfor %}"
+    for turn, start in REPEATING.items()
+]
+TOUCHING += [
     NESTED + "{% if a == [[[[[[1] * 99] * 99] * 99] * 99] * 99] * 99 %}{% endif %}",
-    SHARED + "{{ n.a == n.b }}",
-    SHARED + "{{ n.a in [n.b] }}",
-    SHARED + "{{ [n.a].index(n.b) }}",
-    SHARED + "{{ {n.a: 1} }}",
-    SHARED + "{{ {}[n.a] }}",
-    SHARED + "{{ {}.get(n.a) }}",
-    SHARED + "{{ [n.a, n.b] | sort }}",
-    SHARED + "{{ n.a | e }}",
-    SHARED + "{{ n.a | trim }}",
-    SHARED + "{{ '{a}'.format_map({'a': n.a}) }}",
-    SHARED + "{{ raise_exception(n.a) }}",
     SHARED + "{% autoescape true %}{{ n.a }}{% endautoescape %}",
     SHARED + "{% autoescape true %}{{ 'a' ~ n.a }}{% endautoescape %}",
-    SHARED + "{{ [n.a, n.b] | select('eq', n.b) | list }}",
-    "{% set s = 'a' * 2**20 %}" + TURNS + "{% set x = s[1:] %}{% endfor %}",
-    "{% set s = range(9999) | list %}" + TURNS + "{% set x = s[1:] %}{% endfor %}",
-    "{% set s = range(9999) | list %}" + TURNS + "{% if -1 in s %}{% endif %}{% endfor %}",
-    "{% set s = range(9999) | list %}" + TURNS + "{% set x = s | sort %}{% endfor %}",
-    "{% set s = range(9999) | map(attribute='x') | list %}" + TURNS + "{% set x = s.count(1) %}"
-    "{% endfor %}",
-    "{% set s = '<' * 2**16 %}" + TURNS + "{% set x = s | e %}{% endfor %}",
-    "{% set s = 'a' * 2**16 %}" + TURNS + "{% set x = s | upper %}{% endfor %}",
     "{% set s = 'a' * 2**20 %}{% set t = 'a' * 2**20 %}" + TURNS + "{{ s == t }}{% endfor %}",
     "{% set s = 'a' * 2**20 %}{% set t = 'a' * 2**20 %}" + TURNS + "{{ s is eq t }}{% endfor %}",
     "{% set s = 'a' * 2**20 %}{{ s.rfind('b' + s[:2**19]) }}",
     "{% set s = ('f' * 2**20) | int(base=16) %}{{ s // s }}",
     "{% set s = ('f' * 2**20) | int(base=16) %}{{ s is divisibleby(s) }}",
-    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-    TURNS + "{% set x = 1 %}" * 99 + "{% endfor %}",
-    SHARED + "{{ n }}",
-    SHARED + "{{ namespace(a=n.a) }}",
-    SHARED + "{% set m = '%s' % n %}",
-    SHARED + "{% set m = n | string %}",
 ]
-
-
-@pytest.mark.parametrize("template", TOUCHING)
-def test_an_operation_costs_what_it_touches(alone, monkeypatch, template):
-    from loading import marks
-
-    monkeypatch.setattr(marks, "MAX_RENDER_STEPS", 2**16)
-    line = refused(alone(template).render, conversation("a"))
-    assert line.endswith("the template takes more than 65,536 steps")
 
 
 @pytest.mark.parametrize("template", [*LONG, *TOUCHING])
 def test_a_template_that_never_ends_or_touches_too_much_is_refused(alone, monkeypatch, template):
-    from text import taint
-
     monkeypatch.setattr(taint, "MAX_RENDER_STEPS", 2**16)
     line = refused(alone(template).render, conversation("a"))
     assert line.endswith("the template takes more than 65,536 steps")
 
 
-def test_a_comparison_keeps_its_meaning(chat_pair):
-    """Each operand is computed once, and only if those before it hold."""
+def test_comparisons_and_tojson_keep_their_meaning(chat_pair, alone):
     template = (
         "{% set n = namespace(x=0) %}{% macro f() %}{% set n.x = n.x + 1 %}{{ n.x }}{% endmacro %}"
         "{{ '0' < f() < '2' }}{{ '9' < f() < f() }}{{ n.x }}{{ 1 < 2 > 1 != 3 }}{{ 1 == 1.0 }}"
@@ -303,28 +264,6 @@ def test_a_comparison_keeps_its_meaning(chat_pair):
     ours, tokenizer = chat_pair(template)
     messages = conversation("a")
     assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)
-
-
-def test_a_conversation_of_200_messages_takes_a_tenth_of_the_steps(chat_pair):
-    from text import taint
-
-    ours, _ = chat_pair(HERMES)
-    tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(10)}) for i in range(64)]
-    ours.with_tools(tools).render(conversation(*["word " * 60] * 199))
-    assert 0 < taint.MAX_RENDER_STEPS - taint.budget.steps_left < taint.MAX_RENDER_STEPS / 10
-
-
-def test_a_client_cannot_make_a_template_write_too_much(alone):
-    """Lists in lists in lists, each item behind as many blanks as it is deep."""
-    chat = alone("{{ tools | tojson(indent=16) }}")
-    inner = [[]] * 10_000
-    for _ in range(200):
-        inner = [inner]
-    chat.tools = [tool("f", parameters={"enum": inner})]
-    assert "characters; at most 16,777,216 are allowed" in refused(chat.render, conversation("a"))
-
-
-def test_tojson_takes_what_it_takes_in_transformers(chat_pair, alone):
     for options in ("indent=2", "ensure_ascii=true, sort_keys=true", "separators=(',', ':')"):
         ours, tokenizer = chat_pair(f"{{{{ messages | tojson({options}) }}}}")
         messages = conversation(ODD)
@@ -334,13 +273,25 @@ def test_tojson_takes_what_it_takes_in_transformers(chat_pair, alone):
         assert f"unexpected keyword argument '{option}'" in refused(chat.render, conversation("a"))
 
 
-def test_a_long_conversation_is_not_too_much(chat_pair):
-    """A megabyte, as a server takes it."""
-    from chats import HERMES
+def test_a_client_cannot_make_a_template_write_too_much(alone, chat_pair):
+    chat = alone("{{ tools | tojson(indent=16) }}")
+    # Lists in lists in lists, each item behind as many blanks as it is deep.
+    inner = functools.reduce(lambda inner, _: [inner], range(200), [[]] * 10_000)
+    chat.tools = [tool("f", parameters={"enum": inner})]
+    assert "characters; at most 16,777,216 are allowed" in refused(chat.render, conversation("a"))
+    # A conversation of 200 messages takes less than a tenth of the steps.
+    tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(10)}) for i in range(64)]
+    chat_pair(HERMES)[0].with_tools(tools).render(conversation(*["word " * 60] * 199))
+    assert 0 < taint.MAX_RENDER_STEPS - taint.budget.steps_left < taint.MAX_RENDER_STEPS / 10
 
-    ours, tokenizer = chat_pair(HERMES)
-    messages = conversation(*["word " * 50] * 3000, "a\n" * 200_000)
-    tools = [tool(f"f{i}", {f"p{j}": {"type": "string"} for j in range(40)}) for i in range(128)]
-    assert len(json.dumps([messages, tools])) > 2**20
-    known = theirs(tokenizer, messages, tokenize=False, tools=tools)
-    assert ours.with_tools(tools).render(messages) == known
+
+def test_text_inside_a_generation_block_is_written(chat_pair, chat_encoding):
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% set x = 1 %}"
+        "{{ '<|im_start|>' ~ m.content }}{{ loop.index }}<|im_end|>{%- endgeneration -%} "
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{{ x is defined }}"
+    )
+    ours, tokenizer = chat_pair(template)
+    messages = conversation("One", " Two", "Three")
+    assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)
+    assert ours.encode(messages, chat_encoding) == theirs(tokenizer, messages)

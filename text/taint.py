@@ -156,7 +156,6 @@ class TaintedStr(str):
 
 # Errors in templates name the type of a value, so it must look like str.
 TaintedStr.__name__ = str.__name__
-
 TaintedStr.__module__ = str.__module__
 
 

@@ -6,129 +6,78 @@ import pytest
 from benches import save_endless
 from conftest import CHECKPOINTS
 
-HELP = {  # script -> words of its help
-    "benchmark_kv_cache.py": ["{cache,no cache,transformers}", "kv_cache_cpu.csv"],
-    "benchmark_speculative.py": ["--gamma", "acceptance", "speculative_cpu.csv"],
-    "benchmarks/batching.py": ["native int8", "batching_cpu.csv"],
-    "benchmarks/engine.py": ["throughput:", "overhead:", "sampling:", "prefix:", "chunks:"]
-    + ["queue:", "waste:", "speculation:", "temperature", "engine_cpu.csv"],
-    "benchmarks/client.py": ["ttft", "itl", "tpot", "goodput", "client CPU", "chunk gap"]
-    + ["default: 5", "--request-rate", "send lag", "open loop"],
-    "benchmarks/serving.py": ["ttft", "itl", "goodput", "send lag", "plain step"]
-    + ["serving_cpu.csv"],
-    "benchmarks/scaling.py": ["one process", "predicted", "serve_ray.py", "scaling_cpu.csv"],
-    "benchmarks/progress.py": ["--lessons", "whose tag was run", "progress_cpu.csv"],
-    "benchmarks/larger_machines.py": ["--bandwidth", "--latency", "--ingress", "H200"],
-}
+SCRIPTS = "benchmark_kv_cache.py benchmark_speculative.py".split()
+SCRIPTS += [
+    f"benchmarks/{name}.py"
+    for name in "batching engine client serving scaling progress larger_machines".split()
+]
 
 
-@pytest.mark.parametrize("script", HELP)
-def test_help_names_what_there_is(run_file, script):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(run_file, script):
     code, out = run_file(script, "--help")
-    assert code == 0
-    joined = " ".join(out.split())
-    assert [word for word in HELP[script] if word not in joined] == []
+    assert code == 0 and out.startswith("usage: ")
 
 
 REFUSED = {  # script and the options before these -> options, of which the last ones are wrong
     "benchmark_kv_cache --model MODEL --prompt-tokens 5": {
         "--max-new-tokens 6 60": "65 tokens do not fit the context window",
         "--max-new-tokens 1": "--max-new-tokens: '1': must be an integer >= 2",
-        "--max-new-tokens -5": "--max-new-tokens",
-        "--batch-size 0": "--batch-size",
         "--batch-size 1000000": "--batch-size",
-        "--prompt-tokens 0": "--prompt-tokens",
         "--model nowhere": "nowhere",
         "--model random:gpt2 --prompt-tokens 1020 --max-new-tokens 9": "1029 tokens",
-        "--repeats 0": "--repeats: '0': must be an integer >= 1",
-        "--repeats ²": "--repeats",
         "--threads 1000000": "from 1 to ",
-        "--threads 0": "from 1",
         "--dtype int8": "--dtype",
         "--profile x.txt": "--profile: 'x.txt': the file name must end in .json",
         "--profile no/x.json": "--profile: 'no/x.json': the directory no does not exist",
-        "--profile run.json": "--profile run.json: --output writes this file",
         "--profile ./run_summary.json": "--profile run_summary.json: --output writes this file",
     },
     "benchmark_speculative --target MODEL --draft MODEL --prompts 2": {
         "--gamma 17": "from 1 to 16",
-        "--gamma 0": "from 1 to 16",
         "--target random:gpt2": "random:gpt2: random models accept no drafts",
-        "--draft random:gpt2": "random:gpt2: random models accept no drafts",
-        "--max-new-tokens 9 --gamma 2 4": "--max-new-tokens 9: must be at least 2 * (gamma",
         "--max-new-tokens 20 9 --gamma 4 2": "--max-new-tokens 9: must be at least 2 * (gamma",
-        "--max-new-tokens 1": "--max-new-tokens",
-        "--temperature 0 -1": "temperature -1",
-        "--temperature nan": "temperature nan",
+        "--temperature nan": "temperature nan: must",
         "--max-new-tokens 12 57": "65 tokens of prompt and output",
-        "--prompts 7": "from 1 to 6",
-        "--profile": "--profile: expected one argument",
-        "--target nowhere": "nowhere",
     },
     "benchmarks.batching --model MODEL --prompt-tokens 5 --engines cache": {
         "--max-new-tokens 60": "65 tokens do not fit the context window of"
     },
     "benchmarks.engine --model MODEL --draft MODEL --only speculation --prompt-tokens 2 6"
     " --new-tokens 3 8 --long-prompt 20": {
-        "--only nothing": "--only",
         "--prompt-tokens 6 5": "--prompt-tokens 6 5: the minimum",
         "--new-tokens 6 5": "--new-tokens 6 5: the minimum",
         "--new-tokens 3 59": "65 tokens do not fit the context window",
         "--prompt-tokens 3 43": "65 tokens do not fit the context window",
         "--long-prompt 49": "65 tokens do not fit the context window",
-        "--batch-size 0": "--batch-size",
-        "--gamma 17": "from 1 to 16",
         "--draft random:gpt2": "random:gpt2: random models",
-        "--temperature -1": "temperature -1",
-        "--model nowhere": "nowhere",
-        "--draft nowhere": "nowhere",
+        "--temperature -1": "temperature -1.0: must",
     },
     "benchmarks.client": {
         "": "one of the arguments --request-rate --clients is required",
-        "--request-rate 1 --clients 1": "not allowed with",
-        "--request-rate 0": "'0': must be a number above 0",
         "--request-rate 1e308 --seconds 1e9": "1e+09: their product must be at most 1000000",
-        "--request-rate nan": "'nan': must be a number above 0",
-        "--clients 0": "--clients",
         "--clients 1 --seconds nan": "'nan': must be a number above 0",
-        "--clients 1 --seconds 0": "'0': must be a number above 0",
-        "--clients 1 --goodput 500": "--goodput",
         "--clients 1 --prompt-words 6 5": "--prompt-words 6 5: the minimum",
         "--clients 1 --new-tokens 6 5": "--new-tokens 6 5: the minimum",
         "--clients 1 --url 127.0.0.1:80": "127.0.0.1:80: must be http://HOST:PORT",
         "--clients 1 --url http://a:99999": "http://a:99999: must be",
         "--clients 1 --extra-body []": "--extra-body []: must be a JSON object",
-        "--clients 1 --extra-body {": "--extra-body {: must be a JSON object",
         f"--clients 1 --extra-body {'[' * 10**5}": "[: must be a JSON object",
     },
     "benchmarks.serving --model MODEL --modes engine --prompt-words 2 6 --new-tokens 3 8"
     " --long-prompt 20": {
-        "--modes nothing": "--modes",
-        "--clients 0": "--clients",
         "--shares 0.5 -1": "'-1': must be a number above 0",
         "--prompt-words 6 5": "--prompt-words 6 5: the minimum",
         "--new-tokens 3 59": "65 tokens do not fit the context window",
         "--long-prompt 49": "65 tokens do not fit the context window",
-        "--model nowhere": "nowhere",
-        "--output x.txt": "x.txt",
     },
     "benchmarks.scaling --model LLAMA": {
-        "--ranks 1": "'1': must be an integer >= 2",
         "--ranks 7": "7 processes: this model has 6 heads, and each process needs one",
-        "--replicas 0": "'0': must be an integer >= 2",
-        "--join all": "--join",
         "--new-tokens 300": "do not fit the context window",
         "--new-tokens 2": "'2': must be an integer >= 3",
-        "--model nowhere": "nowhere",
-        "--output x.txt": "x.txt",
     },
     "benchmarks.larger_machines": {
-        "--gpus 0": "'0': must be an integer from 1 to 64",
-        "--bandwidth 0": "'0': must be a number above 0",
         "--efficiency 1.5": "--efficiency 1.5: must be at most 1",
         "--positions 8193": "'8193': must be an integer from 1 to 8192",
-        "--efficiency x": "'x': must be a number above 0",
-        "--positions 0": "'0': must be an integer from 1 to 8192",
     },
 }
 
@@ -146,7 +95,6 @@ CASES = [(line, wrong, said) for line, some in REFUSED.items() for wrong, said i
     "line, wrong, said", CASES, ids=[f"{line.split()[0]} {wrong[:50]}" for line, wrong, _ in CASES]
 )
 def test_what_is_wrong_is_one_line(models, capsys, tmp_path, monkeypatch, line, wrong, said):
-    """And nothing is written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("benchmarks.engine.STEPS", 6)  # more do not fit the small model's window
     name, *words = line.split()
