@@ -414,3 +414,27 @@ def given_prompts(monkeypatch) -> list:
     import infer
 
     return record(monkeypatch, infer, "generate", lambda model, prompts, *_: prompts)
+
+
+@pytest.fixture
+def engine_cli(run_main):
+    """A function that runs `infer_engine.py` with these arguments, as `run_main`."""
+    import infer_engine
+
+    return functools.partial(run_main, infer_engine.main)
+
+
+PROMPTS = [
+    "Once upon a time",
+    "A dog",
+    "Tom and Lily went to the park to play with a big red ball",
+    "One",
+    "The sun",
+]
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS))
+    return path
