@@ -1,6 +1,7 @@
 """Compilers, native layers and native models for tests."""
 
 import contextlib
+import copy
 import ctypes
 import os
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import ROOT
+from conftest import ROOT, random_tokens
 
-from int8 import int8_linear, quantize
+from cache import KVCache, Span
+from infer import pass_logits
+from int8 import int8_linear, quantize, to_int8
 
 
 def script(file, *lines) -> str:
@@ -134,3 +137,56 @@ def call(function, *arguments) -> None:
 
 def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def native(model, target=None):
+    """The model, computed in C."""
+    from native.step import NativeRunner
+
+    model.runner = NativeRunner(model, target)
+    return model
+
+
+def both(build, **shape) -> tuple:
+    """A random model in float32, in torch and in C."""
+    return build(dtype=torch.float32, **shape), native(build(dtype=torch.float32, **shape))
+
+
+def passed(model, storage, parts, keep) -> torch.Tensor:
+    """The logits of a native pass. parts: pages, start and tokens of each text."""
+    return model.runner.compute(storage, Span(*parts[0]))
+
+
+def in_pieces(model, texts: torch.Tensor, size: int) -> torch.Tensor:
+    """The logits at all positions of equally long texts, from passes of `size` tokens of each."""
+    cache = KVCache(model, *texts.shape)
+    rows = list(range(len(texts)))
+    parts = [
+        pass_logits(model, part.tolist(), rows, cache, part.shape[1])
+        for part in texts.split(size, dim=1)
+    ]
+    assert cache.tokens == texts.tolist()
+    return torch.cat(parts, dim=1)
+
+
+def random_texts(model, count: int, length: int = 16) -> torch.Tensor:
+    rows = [random_tokens(length, model.config.vocab_size, seed=row) for row in range(count)]
+    return torch.tensor(rows)
+
+
+def check_logits(model, target) -> None:
+    """A model with these random weights has logits in C as near to float64's as torch's."""
+    generator = torch.Generator().manual_seed(0)
+    model.init_weights(std=0.8 * model.config.n_embd**-0.5, generator=generator)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    texts = random_texts(model, 1)
+    expected = copy.deepcopy(model).double()(texts).float()
+    native(model, target)
+    torch.testing.assert_close(in_pieces(model, texts, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+def of_kind(model, kind):
+    """The model in C, in float32 or int8."""
+    return native(to_int8(model) if kind == torch.int8 else model)
