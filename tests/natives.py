@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import ctypes
+import functools
 import os
 import random
 import subprocess
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 from conftest import ROOT, random_tokens
+from draws import random_logits
 
 from cache import KVCache, Span
 from infer import pass_logits
@@ -218,3 +220,44 @@ def in_passes(model, texts: list, passes: list[list[int]], page_size: int, seed=
     others = sorted(set(range(shape[2])) - set(order))
     assert storage[:, :, others].isnan().all()
     return torch.stack([torch.cat(own) for own in parts])
+
+
+@functools.lru_cache(maxsize=8)  # to make them would take longer than the draws
+def made_params(fields, count, first):
+    from sampling import SamplingParams
+
+    return [SamplingParams(seed=(first + row) % 2**64, **dict(fields)) for row in range(count)]
+
+
+def params_of(fields: dict, count: int, first: int = 0) -> list:
+    """Parameters for `count` rows, each with a seed of its own."""
+    return made_params(tuple(fields.items()), count, first)
+
+
+def in_c(library, logits, params, position=9) -> list[int]:
+    """The tokens that C chooses of rows of logits."""
+    from native.draw import draw
+
+    return draw(library, logits.contiguous())
+
+
+def check_strange_logits(library, fields: dict, value: float) -> None:
+    """Rows with NaN or infinity give an id of the vocabulary, and stay as they are."""
+    for size in (1, 7, 255, 1000):
+        logits = random_logits("random", 5, size)
+        logits[1] = value
+        logits[2, size // 2] = value
+        logits[3, : size // 2] = value
+        logits[4] = -value
+        before = logits.clone()
+        tokens = in_c(library, logits, params_of(fields, 5))
+        assert all(0 <= token < size for token in tokens)
+        assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
+
+
+def in_torch(logits, params, position=9) -> list[int]:
+    """The tokens that torch chooses."""
+    from sampling import sample
+
+    draws = [(own.seed, position) for own in params]
+    return sample(logits, params[0], draws=draws).tolist()
