@@ -1,0 +1,272 @@
+"""A model from its name: what a name means, which class computes it, how it is loaded and saved."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from errors import UserError, memory_for
+from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
+from loading.config import gpt_fields, read_gpt_config
+from model import GPT, GPTConfig, Model
+
+HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+PRESETS = {  # shapes that are known without a file: `random:` stands before their names
+    "gpt2": GPTConfig(),
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    kind: "directory", "hub" or "random". name: a path, the model's name on the hub, or a shape's.
+    """
+
+    kind: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        """A name for tables; a directory's path, relative if it is in this repository."""
+        if self.kind == "directory":
+            path, root = Path(self.name).resolve(), Path(__file__).resolve().parents[1]
+            return str(path.relative_to(root) if path.is_relative_to(root) else path)
+        return self.name if self.kind == "hub" else f"random:{self.name}"
+
+    def find(self, file: str) -> Path | None:
+        """The path of one of the model's files, fetched if need be; None if there is none."""
+        if self.kind == "hub":
+            return fetch(self.name, file)
+        path = Path(self.name) / file
+        return path if is_file(path) else None
+
+    def file(self, file: str) -> Path:
+        """The path that `find` returns. Raises UserError if there is no such file."""
+        if path := self.find(file):
+            return path
+        raise UserError(f"{self.name}: no {file} {self.place}")
+
+    def weights(self) -> list[Path]:
+        """The files with the model's tensors: one, or else the shards that its index names.
+
+        Raises UserError if one of them is not there, or the index names none.
+        """
+        if path := self.find("model.safetensors"):
+            return [path]
+        if index := self.find("model.safetensors.index.json"):
+            return [self.file(shard) for shard in read_index(index)]
+        hint = ""
+        if self.kind == "directory" and self.find("pytorch_model.bin"):
+            hint = PICKLE
+        raise UserError(f"{self.name}: no model.safetensors {self.place}{hint}")
+
+    @property
+    def place(self) -> str:
+        return "in this directory" if self.kind == "directory" else "on the Hugging Face hub"
+
+
+PICKLE = (
+    "; pytorch_model.bin is a pickle, which can run any code, and is not read: convert it with"
+    " transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
+)
+
+
+def is_file(path: Path) -> bool:
+    """Call `Path.is_file`. Raises UserError where one may not look, and for too long a name."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def parse_name(name) -> Source:
+    """What a model's name means: a directory (it comes first), a model of the hub, a known shape.
+
+    name: a string or a path; a Source is what it is. Raises UserError for anything else.
+    """
+    if isinstance(name, Source):
+        return name
+    name = str(name)
+    if os.path.isdir(name):
+        return Source("directory", name)
+    if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
+        if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a directory misspelled
+            return Source("hub", name)
+    shape = name.removeprefix("random:")
+    if shape != name and shape in PRESETS:
+        return Source("random", shape)
+    allowed = (
+        f"{', '.join(HUB_NAMES)} or ORG/NAME (from the Hugging Face hub),"
+        f" or random: before one of {', '.join(PRESETS)}"
+    )
+    raise UserError(
+        f"unknown model {name!r}: give a directory with config.json and model.safetensors,"
+        f" {allowed}"
+    )
+
+
+# Repository on the hub -> the commit at which this process reads it: all files are of one.
+COMMITS: dict[str, str] = {}
+
+
+def fetch(name: str, file: str) -> Path | None:
+    """Download one file of a model from the hub, unless it is in its cache; None if there is none.
+
+    Raises UserError if that cannot be done. A file takes its place when it is complete, so an
+    interrupted download leaves none.
+    """
+    # Here, because importing it takes longer than loading a small model.
+    from huggingface_hub import (
+        _CACHED_NO_EXIST,
+        errors,
+        hf_hub_download,
+        logging,
+        try_to_load_from_cache,
+    )
+
+    logging.set_verbosity_error()  # one error at the end says what a warning for each retry would
+    repository = f"openai-community/{name}" if name in HUB_NAMES else name
+    try:
+        path = Path(hf_hub_download(repository, file, revision=COMMITS.get(repository)))
+    except Exception as error:  # offline, refused, disk full: the hub's errors share no base class
+        if isinstance(error, errors.EntryNotFoundError):
+            offline = isinstance(error, errors.LocalEntryNotFoundError)
+            if not offline or try_to_load_from_cache(repository, file) is _CACHED_NO_EXIST:
+                return None
+        missing = "" if name in HUB_NAMES else "is no directory here, and "
+        raise UserError(
+            f"{name} {missing}could not be fetched from the Hugging Face hub: {first_line(error)}"
+        ) from None
+    COMMITS[repository] = path.parent.name
+    return path
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def read_index(file: Path) -> list[str]:
+    """The shards that an index names. Raises UserError unless each tensor has one beside it."""
+    shards = read_json(file).get("weight_map")
+    shards = list(shards.values()) if isinstance(shards, dict) else []
+    # Files beside the index only: a path could lead anywhere.
+    if not shards or not all(re.fullmatch(r"[\w.-]+\.safetensors", str(name)) for name in shards):
+        raise UserError(
+            f"{file}: weight_map does not name a .safetensors file beside it for each tensor"
+        )
+    return list(dict.fromkeys(shards))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A class that computes models, its configuration, and how a config.json says that."""
+
+    model: type[Model]
+    config: type
+    read_config: Callable  # (the path of config.json, the object in it) -> config
+    fields: Callable  # config -> what config.json says, except the dtype
+
+
+GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_fields)
+# By the model_type of config.json.
+ARCHITECTURES = {"gpt2": GPT2}
+
+
+def architecture_of(config) -> Architecture:
+    """What computes a model of this configuration."""
+    return next(each for each in ARCHITECTURES.values() if type(config) is each.config)
+
+
+def load_config(name):
+    """The configuration of a model, without its weights. name and errors: as of `load_model`."""
+    source = parse_name(name)
+    if source.kind == "random":
+        return PRESETS[source.name]
+    file = source.file("config.json")
+    raw = read_json(file)
+    kind = raw.get("model_type")
+    check_values(file, {"model_type": kind}, {"model_type": tuple(ARCHITECTURES)})
+    return ARCHITECTURES[kind].read_config(file, raw)
+
+
+def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
+    """Load a model for inference, straight to its dtype and device.
+
+    name: what `parse_name` understands: a directory in Hugging Face form, a model of the hub
+    (`gpt2`, its sizes, or `org/name`), or `random:` before a name in PRESETS, for that shape with
+    random weights.
+    Raises UserError, in one line that says what is wrong, for anything else, and if memory runs
+    out.
+    """
+    source = parse_name(name)
+    model = empty_model(load_config(source))
+    return fill(model, read_blocks(source, model, dtype, device), source, dtype, device)
+
+
+def empty_model(config) -> Model:
+    """A model whose weights have shapes, and no numbers yet."""
+    with torch.device("meta"):
+        return architecture_of(config).model(config)
+
+
+def read_blocks(source: Source, model: Model, dtype: torch.dtype, device) -> Iterator[tuple]:
+    """The weights of a model in blocks of rows: (name, which rows, these rows), as `read_tensors`.
+
+    model: one that is whole when this is called; its weights need no numbers.
+    """
+    shapes = {key: weight.shape for key, weight in model.named_parameters()}
+    if source.kind == "random":
+        return random_tensors(model, shapes, dtype, device)
+    transposed = {key for key in shapes if model.is_transposed(key)}
+    return read_tensors(source.weights(), shapes, model.PREFIX, model.UNREAD, transposed)
+
+
+def fill(
+    model: Model, blocks: Iterator[tuple], source: Source, dtype: torch.dtype, device
+) -> Model:
+    """Put numbers into an empty model. Returns it.
+
+    blocks: name of a weight, which of its rows, these rows. Raises UserError if memory runs out.
+    """
+    size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    with memory_for(f"{source.label}: {size:,} bytes of weights"):
+        weights = {}
+        for key, tensor in model.named_parameters():
+            weights[key] = torch.empty(tensor.shape, dtype=dtype, device=device)
+        for name, rows, block in blocks:
+            weights[name][rows] = block
+    model.load_state_dict(weights, assign=True, strict=False)
+    return model.tie_weights().eval()
+
+
+def random_tensors(
+    model: Model, shapes: dict, dtype: torch.dtype, device
+) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    """Random weights of these shapes, as `read_tensors`: the same ones in each process."""
+    seeded = torch.Generator(device).manual_seed(0)
+    for name, shape in shapes.items():
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        yield name, slice(0, shape[0]), model.init_weight(name, weight, generator=seeded)
+
+
+def save_model(model: Model, directory) -> None:
+    """Write `config.json` and `model.safetensors`, in the weights' dtype; transformers reads them.
+
+    Raises UserError if they cannot be written; then nothing half-written is left.
+    """
+    fields = architecture_of(model.config).fields(model.config)
+    fields["dtype"] = str(model.dtype).removeprefix("torch.")
+    # Not state_dict: there the head is a second name for the embedding, and would be written twice.
+    weights = {}
+    for key, weight in model.named_parameters():
+        stored = weight.t() if model.is_transposed(key) else weight
+        weights[key] = stored.detach().contiguous()
+    write_checkpoint(Path(directory), fields, weights)

@@ -1,0 +1,131 @@
+"""What the lessons' tests share: tiny models, the embedded one, and the command line."""
+
+import functools
+import gc
+import shutil
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from loading.load import save_model
+from model import GPT, GPTConfig
+
+# The same examples in each run, and no time limit: the first one may have to import torch.
+hypothesis.settings.register_profile("course", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("course")
+
+# The libraries are a million objects that stay, and to look for garbage among them takes time.
+gc.set_threshold(100_000)
+# On a busy machine several threads wait for each other, and tiny models need one.
+torch.set_num_threads(1)
+
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKPOINTS = ROOT / "checkpoints"
+
+
+def random_tokens(length: int, vocab_size: int = 61, seed: int = 0) -> list[int]:
+    """A text for a model that speaks no language."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (length,), generator=generator).tolist()
+
+
+def record(monkeypatch, owner, name: str, note) -> list:
+    """To this list each call of a function adds what `note` makes of its arguments."""
+    seen = []
+    function = getattr(owner, name)
+
+    def recorded(*args, **options):
+        seen.append(note(*args))
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, recorded)
+    return seen
+
+
+def refused(function, *args) -> str:
+    """The one line with which a call is refused."""
+    from errors import UserError
+
+    with pytest.raises(UserError) as error:
+        function(*args)
+    message = str(error.value)
+    assert message and "\n" not in message
+    return message
+
+
+def is_one_line(result: tuple, *words: str) -> bool:
+    """Whether a run ended with exit code 2, no text, and an error of one line with these words."""
+    code, out, err = result
+    said = err.count("\n") == 1 and all(word in err for word in words)
+    return (code, out) == (2, "") and said
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A function that builds a random model.
+
+    Its std makes greedy text wander; float64 keeps rounding out of it.
+    """
+
+    def build(seed=0, dtype=torch.float64, eos_token_id=60, **shape) -> GPT:
+        small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 16}
+        model = GPT(GPTConfig(**small | {"eos_token_ids": (eos_token_id,)} | shape)).to(dtype)
+        return model.init_weights(std=0.2, generator=torch.Generator().manual_seed(seed)).eval()
+
+    return build
+
+
+def save_speaking(build, directory, **shape) -> Path:
+    """Save a random model, block_size 64, of the embedded model's vocabulary. build: as `tiny`."""
+    save_model(build(dtype=torch.float32, vocab_size=4096, block_size=64, **shape), directory)
+    shutil.copy(CHECKPOINTS / "stories" / "tokenizer.json", directory)
+    return directory
+
+
+@pytest.fixture
+def tiny_checkpoint(tiny, tmp_path):
+    """A directory with a random model, block_size 64, of the embedded model's vocabulary."""
+    return save_speaking(tiny, tmp_path, eos_token_id=4095)
+
+
+ENCODINGS = {}  # what was read from a tokenizer.json of these bytes
+
+
+@pytest.fixture
+def run_main(capsys, monkeypatch):
+    """A function that runs a script's `main` with these arguments, in this process.
+
+    It returns the exit code, stdout and stderr.
+    """
+    from loading import tokenizer
+
+    read = tokenizer.read_tokenizer_json
+
+    def read_once(file):  # each time would be a tenth of all tests of the command line
+        text = file.read_bytes() if file.is_file() else file
+        if text not in ENCODINGS:
+            ENCODINGS[text] = read(file)
+        return ENCODINGS[text]
+
+    monkeypatch.setattr(tokenizer, "read_tokenizer_json", read_once)
+
+    def run(main, *args) -> tuple[int, str, str]:
+        try:
+            main(["--device", "cpu", *(str(arg) for arg in args)])
+            code = 0
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def cli(run_main):
+    """A function that runs `infer.py` with these arguments, as `run_main`."""
+    import infer
+
+    return functools.partial(run_main, infer.main)

@@ -1,0 +1,34 @@
+"""Where things stand: libraries import no script."""
+
+import ast
+
+from conftest import ROOT
+
+
+def imported(file) -> set[str]:
+    """The names of all modules that a file imports, also inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def is_script(file) -> bool:
+    return 'if __name__ == "__main__":' in file.read_text("utf-8")
+
+
+def test_libraries_import_no_script():
+    packages = [start.parent for start in ROOT.glob("*/__init__.py")]
+    files = [*ROOT.glob("*.py"), *(file for package in packages for file in package.rglob("*.py"))]
+    names = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
+    scripts = {name for file, name in names.items() if is_script(file)}
+    wanted = {"infer", "lessons"}
+    assert wanted <= scripts
+    libraries = {name: file for file, name in names.items() if name not in scripts}
+    wanted = {"command_line", "errors", "loading.load"}
+    assert wanted <= libraries.keys()
+    wrong = {name: imported(file) & scripts for name, file in libraries.items()}
+    assert {name: found for name, found in wrong.items() if found} == {}

@@ -1,0 +1,426 @@
+"""What a model's name means, where its files come from, and models written and read back."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, random_tokens, refused
+from safetensors.torch import load_file, save_file
+
+from errors import UserError
+from loading import load
+from loading.load import HUB_NAMES, PRESETS, Source, load_config, load_model, parse_name, save_model
+from model import GPT, GPTConfig
+
+# Names
+
+
+ON_THE_HUB = ["Qwen/Qwen2.5-0.5B", "a/b", "meta-llama/Llama-3.2-1B", "o_1/x.y_z"]
+
+
+@pytest.mark.parametrize("name", [*HUB_NAMES, *ON_THE_HUB])
+def test_names_of_the_hub(name):
+    assert parse_name(name) == Source("hub", name)
+    assert parse_name(name).label == name
+    if name in HUB_NAMES:
+        assert parse_name(f"random:{name}") == Source("random", name)
+        assert parse_name(f"random:{name}").label == f"random:{name}"
+
+
+def test_a_directory_comes_before_a_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").mkdir()
+    assert parse_name("gpt2") == Source("directory", "gpt2") == parse_name(Path("gpt2"))
+
+
+def test_a_source_stays_what_it_is(tmp_path, monkeypatch):
+    """So a name is parsed once in a run, even if what it means changes meanwhile."""
+    source = parse_name("gpt2")
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").mkdir()
+    assert parse_name(source) is source
+    source = parse_name("random:gpt2")
+    assert load_config(source) == PRESETS["gpt2"]
+
+
+UNKNOWN = "gpt3 random:gpt3 random: random:checkpoints/stories random:random:gpt2 random:org/name"
+UNKNOWN += r" no/such/directory org/ /name ./name org/../name örg/name org\name"
+
+
+@pytest.mark.parametrize(
+    "name", [*UNKNOWN.split(), "", "x" * 300, "a\0b", __file__, "org/na me", "org/name\n"]
+)
+def test_an_unknown_name_lists_the_valid_ones(name):
+    message = refused(parse_name, name)
+    assert repr(name) in message
+    assert "gpt2, gpt2-medium, gpt2-large, gpt2-xl" in message
+    assert "random:" in message
+
+
+def test_a_directory_misspelled_is_no_model_of_the_hub(monkeypatch):
+    monkeypatch.chdir(CHECKPOINTS.parent)
+    assert parse_name("checkpoints/stories").kind == "directory"
+    assert "unknown model 'checkpoints/storis'" in refused(parse_name, "checkpoints/storis")
+
+
+def test_a_directory_has_one_label_however_it_is_spelled(tmp_path, monkeypatch):
+    spelled = [
+        CHECKPOINTS / "stories",
+        f"{CHECKPOINTS}/stories/",
+        CHECKPOINTS / "stories-draft/../stories",
+    ]
+    labels = {parse_name(name).label for name in spelled}
+    monkeypatch.chdir(CHECKPOINTS / "stories")
+    assert labels | {parse_name(".").label} == {"checkpoints/stories"}
+    for name in ("a/stories", "b/stories"):
+        (tmp_path / name).mkdir(parents=True)
+        assert parse_name(tmp_path / name).label == str(tmp_path.resolve() / name)
+
+
+class Hub:
+    """A hub with these files of a model, in a directory. It notes what is asked of it."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.files = {"config.json", "model.safetensors"}
+        self.commit = "c0ffee"
+        self.asked = []
+
+    def download(self, repository, file, revision):
+        from huggingface_hub.errors import EntryNotFoundError
+
+        self.asked.append((repository, file, revision))
+        if file not in self.files:
+            raise EntryNotFoundError(f"404: no {file}")
+        path = self.directory / self.commit / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        return str(path)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    made = Hub(tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", made.download)
+    monkeypatch.setattr(load, "COMMITS", {})
+    return made
+
+
+@pytest.mark.parametrize(
+    "name, repository", [("gpt2-large", "openai-community/gpt2-large"), ("org/name", "org/name")]
+)
+def test_a_file_of_the_hub_is_fetched_when_it_is_asked_for(hub, name, repository):
+    source = parse_name(name)
+    assert hub.asked == []
+    path = source.file("config.json")
+    assert path.name == "config.json" and path.is_file()
+    assert hub.asked == [(repository, "config.json", None)]
+    assert source.weights() == [path.with_name("model.safetensors")]
+    assert source.find("chat_template.jinja") is None
+    message = refused(source.file, "tokenizer.json")
+    assert message == f"{name}: no tokenizer.json on the Hugging Face hub"
+
+
+def test_all_files_of_a_model_are_of_one_commit(hub):
+    """Its author may replace them while we read."""
+    parse_name("org/name").file("config.json")
+    hub.commit = "badc0de"
+    parse_name("org/name").weights()
+    parse_name("org/other").file("config.json")
+    parse_name("org/other").weights()
+    assert [revision for *_, revision in hub.asked] == [None, "c0ffee", None, "badc0de"]
+
+
+def test_shards_of_the_hub(hub, monkeypatch):
+    hub.files = {"config.json", "model.safetensors.index.json", "a.safetensors"}
+    index = {"weight_map": {"x": "a.safetensors", "y": "a.safetensors"}}
+    monkeypatch.setattr(load, "read_json", lambda file: index)
+    weights = parse_name("org/name").weights
+    assert [file.name for file in weights()] == ["a.safetensors"]
+    hub.files.remove("a.safetensors")
+    assert refused(weights) == "org/name: no a.safetensors on the Hugging Face hub"
+    hub.files = {"config.json", "pytorch_model.bin"}
+    assert refused(weights) == "org/name: no model.safetensors on the Hugging Face hub"
+    assert "pytorch_model.bin" not in [file for _, file, _ in hub.asked]
+
+
+@pytest.fixture
+def break_hub(monkeypatch):
+    """A function that lets each download end with an error."""
+    import huggingface_hub
+
+    def fail(error):
+        def download(*args, **options):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+
+    return fail
+
+
+@pytest.mark.parametrize("text, reason", [("offline\nsecond line", "offline"), ("", "OSError")])
+@pytest.mark.parametrize(
+    "name, words", [("gpt2", "gpt2"), ("org/name", "org/name is no directory here, and")]
+)
+def test_a_hub_that_does_not_answer_is_one_line(break_hub, text, reason, name, words):
+    break_hub(OSError(text))
+    for ask in (parse_name(name).weights, lambda: parse_name(name).find("chat_template.jinja")):
+        assert refused(ask) == f"{words} could not be fetched from the Hugging Face hub: {reason}"
+
+
+def test_without_a_network_a_file_known_to_be_none_is_none(break_hub, monkeypatch):
+    """A model in the hub's cache is used offline: that it has no template was noted before."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    break_hub(LocalEntryNotFoundError("offline"))
+    known = {"generation_config.json": huggingface_hub._CACHED_NO_EXIST, "tokenizer.json": None}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda _, file: known[file])
+    source = parse_name("org/name")
+    assert source.find("generation_config.json") is None
+    message = refused(source.find, "tokenizer.json")
+    assert message.endswith("could not be fetched from the Hugging Face hub: offline")
+
+
+def test_ctrl_c_during_a_download_is_no_error_of_the_hub(break_hub):
+    break_hub(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        load_model("gpt2")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_directory_without_a_file_names_it(tiny, tmp_path, missing):
+    save_model(tiny(), tmp_path)
+    load_model(tmp_path)
+    (tmp_path / missing).unlink()
+    assert refused(load_model, tmp_path) == f"{tmp_path}: no {missing} in this directory"
+    (tmp_path / missing).mkdir()
+    if missing == "config.json":
+        (tmp_path / "pytorch_model.bin").touch()  # not what is wrong here
+    assert refused(load_model, tmp_path) == f"{tmp_path}: no {missing} in this directory"
+
+
+def test_a_directory_that_one_may_not_look_into_is_one_line(tmp_path, monkeypatch):
+    """One of mode 644, say. (Whoever runs as root may look everywhere.)"""
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    assert refused(load_model, tmp_path) == f"{tmp_path}/config.json: Permission denied"
+
+
+def test_a_pickle_is_refused_and_the_way_to_convert_it_told(tiny, tmp_path):
+    save_model(tiny(), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    message = refused(load_model, tmp_path)
+    assert "no model.safetensors" in message
+    assert "pickle" in message and "save_pretrained" in message
+
+
+def write_index(directory, weight_map) -> Path:
+    """Write an index of shards, tensor -> file."""
+    file = directory / "model.safetensors.index.json"
+    file.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return file
+
+
+def test_an_index_names_the_shards(tmp_path):
+    names = ["x-2.safetensors", "x-1.safetensors"]
+    write_index(tmp_path, {"a": names[0], "d": names[0], "b.c": names[1]})
+    for name in names:
+        (tmp_path / name).touch()
+    weights = parse_name(tmp_path).weights
+    assert weights() == [tmp_path / "x-2.safetensors", tmp_path / "x-1.safetensors"]
+    (tmp_path / "x-1.safetensors").unlink()
+    assert refused(weights) == f"{tmp_path}: no x-1.safetensors in this directory"
+    (tmp_path / "model.safetensors").touch()  # a whole model comes first
+    assert weights() == [tmp_path / "model.safetensors"]
+
+
+ELSEWHERE = ["../x.safetensors", "/x.safetensors", "x.safetensors/../../y", "x.bin"]
+ELSEWHERE += ["../x.safetensors/y.safetensors", "d/y.safetensors", ".safetensors\n"]
+
+
+@pytest.mark.parametrize("file", [*ELSEWHERE, 1, None, ["x.safetensors"]])
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path, file):
+    for weight_map in ({"a": file}, {"a": "x.safetensors", "b": file}, [file], file):
+        index = write_index(tmp_path, weight_map)
+        words = "weight_map does not name a .safetensors file beside it for each tensor"
+        assert refused(parse_name(tmp_path).weights) == f"{index}: {words}"
+
+
+def test_a_shard_of_a_long_name_is_one_line(tmp_path):
+    name = "x" * 300 + ".safetensors"
+    write_index(tmp_path, {"a": name})
+    message = refused(parse_name(tmp_path).weights)
+    assert message == f"{tmp_path}/{name}: File name too long"
+
+
+def test_presets_are_the_published_sizes():
+    with torch.device("meta"):
+        models = [GPT(PRESETS[name]) for name in HUB_NAMES]
+    # Parameters of the models on the hub, except mask buffers and the second copy of the head.
+    sizes = [sum(weight.numel() for weight in model.parameters()) for model in models]
+    assert sizes == [124439808, 354823168, 774030080, 1557611200]
+    # Parameters do not tell how many heads there are: each is of 64 numbers.
+    assert all(PRESETS[name].n_embd == 64 * PRESETS[name].n_head for name in HUB_NAMES)
+
+
+def test_random_weights_have_the_shape_of_the_preset(monkeypatch):
+    shape = {"vocab_size": 400, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16}
+    small = GPTConfig(**shape, eos_token_ids=(399,))
+    monkeypatch.setitem(PRESETS, "gpt2-xl", small)
+    model = load_model("random:gpt2-xl", dtype=torch.bfloat16)
+    assert model.config == small
+    assert model.dtype == torch.bfloat16
+    assert model.device.type == "cpu"
+    assert not model.training
+    assert model.wte.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert model.lm_head.weight is model.wte.weight
+    again = load_model("random:gpt2-xl", dtype=torch.bfloat16)
+    assert torch.equal(model.h[1].mlp.c_fc.weight, again.h[1].mlp.c_fc.weight)
+
+
+def test_memory_that_does_not_suffice_is_one_line(monkeypatch):
+    huge = GPTConfig(vocab_size=2**40, block_size=1, n_layer=1, n_head=1, n_embd=1)
+    monkeypatch.setitem(PRESETS, "gpt2-xl", huge)
+    words = r"^random:gpt2-xl: 2,199,023,255,[0-9]{3} bytes of weights do not fit in memory$"
+    with pytest.raises(UserError, match=words):
+        load_model("random:gpt2-xl", dtype=torch.float16)
+
+
+def test_a_model_is_on_the_device_that_is_named(tiny, tmp_path):
+    """The meta device is there without any hardware."""
+    save_model(tiny(), tmp_path)
+    model = load_model(tmp_path, device="meta")
+    assert {weight.device.type for weight in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["random:gpt2", "directory"])
+def test_a_device_that_is_not_there_is_not_a_lack_of_memory(tiny, tmp_path, name):
+    save_model(tiny(), tmp_path)
+    with pytest.raises(RuntimeError, match="no-such-device"):
+        load_model(tmp_path if name == "directory" else name, device="no-such-device")
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+@torch.inference_mode()
+def test_loads_what_transformers_saved(tmp_path, prefix):
+    """Files come with and without the prefix, with the head a second time, with mask buffers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 53, "n_positions": 20, "n_embd": 24, "n_layer": 2, "n_head": 3}
+    theirs = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=5, eos_token_id=7)).eval()
+    theirs.save_pretrained(tmp_path)
+    tensors = {
+        prefix + key.removeprefix("transformer."): value
+        for key, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors["lm_head.weight"] = theirs.lm_head.weight.detach().clone()
+    tensors[f"{prefix}h.0.attn.bias"] = torch.ones(1, 1, 20, 20, dtype=torch.bool)
+    tensors[f"{prefix}h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    ours = load_model(tmp_path)
+    shape["block_size"] = shape.pop("n_positions")
+    assert ours.config == GPTConfig(**shape, eos_token_ids=(7,))
+    assert not ours.training
+    tokens = torch.tensor(random_tokens(40, 53)).view(2, 20)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("eos", [(60,), (60, 3)])
+def test_save_and_load_give_the_same_model(tiny, tmp_path, eos):
+    ours = tiny(dtype=torch.float16, eos_token_ids=eos, layer_norm_epsilon=1e-3)
+    save_model(ours, tmp_path)
+    again = load_model(tmp_path, dtype=torch.float16)
+    assert again.config == ours.config
+    written = load_file(tmp_path / "model.safetensors")
+    assert written["wpe.weight"].dtype == torch.float16
+    assert "wte.weight" in written and not any("lm_head" in name for name in written)
+    assert again.lm_head.weight is again.wte.weight
+    for (name, a), (_, b) in zip(ours.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert b.dtype == torch.float16 and b.is_contiguous(), name
+    assert load_model(tmp_path).dtype == torch.float32
+
+
+def test_a_model_can_be_written_where_it_was_read(tiny, tmp_path):
+    """Loaded weights may lie in the file itself, mapped into memory: it must not change there."""
+    save_model(tiny(dtype=torch.float32), tmp_path)
+    model = load_model(tmp_path)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    save_model(tiny(seed=1, dtype=torch.float32), tmp_path)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, before[name])
+
+
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory):
+    """A function that gives the configuration in a config.json with other values in it."""
+    directory = tmp_path_factory.mktemp("model")
+    save_model(tiny(), directory)
+    good = json.loads((directory / "config.json").read_text())
+
+    def changed(values: dict) -> GPTConfig:
+        (directory / "config.json").write_text(json.dumps(good | values))
+        return load_config(directory)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "key, values, words",
+    [
+        ("model_type", ["bert"], "is 'bert'; supported is 'gpt2'"),
+        ("activation_function", ["relu"], "supported is 'gelu_new' or 'gelu_pytorch_tanh'"),
+        ("n_inner", [7], "is 7; supported is None or 64"),
+        ("tie_word_embeddings", [False], "supported is True"),
+        ("scale_attn_weights", [False], "supported is True"),
+        ("scale_attn_by_inverse_layer_idx", [True], "supported is False"),
+        ("add_cross_attention", [True], "supported is False"),
+        ("n_layer", [-1, 0, 10**9, True], "an integer from 1 to 1000"),
+        ("n_embd", ["16", 2**62, [[16]]], "an integer from 1 to 100000"),
+        ("n_positions", [1e30, 16.0], "an integer from 1 to 1000000"),
+        ("vocab_size", [10**100, None], "an integer from 1 to 1000000"),
+        ("n_head", [3], "n_embd 16 is not a multiple of n_head 3"),
+        ("n_head", [10**6], "an integer from 1 to 1000"),
+        ("eos_token_id", [61], "is 61; it must be an id below 61, or a list of them"),
+        ("eos_token_id", [-1, None, [], [60, 61], [60, [1]], True], "an id below 61"),
+        ("layer_norm_epsilon", ["small", True, 0, -1e-5], "above 0 and at most 1"),
+        ("layer_norm_epsilon", [math.inf, math.nan, 10**400], "above 0 and at most 1"),
+    ],
+)
+def test_a_config_that_this_model_cannot_be_is_refused(saved, key, values, words):
+    for value in values:
+        message = refused(saved, {key: value})
+        assert words in message
+        assert key in message and "config.json" in message
+        assert len(message) < 300
+
+
+def test_several_tokens_may_end_a_text_and_keep_their_order(saved, tmp_path, tiny):
+    """Their order counts: an empty prompt starts from the first."""
+    config = saved({"eos_token_id": [60, 7, 60, 9]})
+    assert config.eos_token_ids == (60, 7, 9)
+    save_model(tiny(eos_token_ids=(60, 7, 9)), tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (60, [60, 7, 9])
+    assert config.bos_token_id == 60
+
+
+def test_what_a_config_lacks_is_as_in_gpt2(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert load_config(tmp_path) == GPTConfig() == PRESETS["gpt2"]
+
+
+def test_the_largest_sizes_that_are_read(saved):
+    largest = {"vocab_size": 10**6, "n_positions": 10**6, "n_embd": 10**5}
+    for key, limit in (largest | {"n_layer": 1000, "n_head": 1000}).items():
+        message = refused(saved, {key: limit + 1})
+        assert message.endswith(f"{key} is {limit + 1}; it must be an integer from 1 to {limit}")

@@ -1,0 +1,433 @@
+"""Encodings against the tokenizers library, all ways in which loading one can fail, streams."""
+
+import copy
+import json
+from functools import reduce
+from itertools import pairwise
+from operator import getitem
+
+import pytest
+import tiktoken
+from conftest import CHECKPOINTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from errors import UserError
+from loading.tokenizer import EOT, TextStream, byte_of_character, load_encoding, read_tokenizer_json
+
+TEXTS = [
+    "Once upon a time, there was a little girl named Lily.",
+    "  two spaces,\n\na blank line,\ttabs and trailing space ",
+    "don't I'll we've they're it's I'm he'd 1234 3.14 ... !?\"quoted\"",
+    "Grüße, 你好, 🙂 and \x00 \x7f \xa0",
+    "<|endoftext|>One day<|endoftext|>",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Our encoding of the embedded vocabulary, and the same file in the library it comes from."""
+    from tokenizers import Tokenizer
+
+    file = CHECKPOINTS / "stories" / "tokenizer.json"
+    return load_encoding(CHECKPOINTS / "stories", 4096), Tokenizer.from_file(str(file))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_equal_those_of_tokenizers(pair, text):
+    ours, theirs = pair
+    ids = ours.encode(text, allowed_special="all")
+    assert ids == theirs.encode(text).ids
+    assert ours.decode(ids) == text
+
+
+@settings(max_examples=50)
+@given(text=st.text(max_size=60))
+def test_ids_equal_those_of_tokenizers_on_any_text(pair, text):
+    ours, theirs = pair
+    assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
+    assert ours.decode(ours.encode(text, allowed_special="all")) == text
+
+
+def test_special_text_is_one_token(pair):
+    assert pair[0].encode("a<|endoftext|>b", allowed_special="all")[1] == 4095
+    with pytest.raises(ValueError, match="disallowed special token"):  # not taken as plain text
+        pair[0].encode("a<|endoftext|>b")
+    assert 4095 not in pair[0].encode_ordinary("a<|endoftext|>b")
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", "\u3000"])
+def test_a_million_blanks_are_one_line(pair, blank):
+    """The limit of tiktoken, whose `encode_ordinary` panics: `except Exception` misses that."""
+    for encode in (pair[0].encode, pair[0].encode_ordinary):
+        assert len(encode(f"a{blank * 1000}b")) > 2
+        with pytest.raises(UserError, match="^the text has a million blanks in a row"):
+            encode(f"a{blank * 1_000_010}b")
+
+
+def test_both_checkpoints_share_one_vocabulary_with_eos_last():
+    ours = load_encoding(CHECKPOINTS / "stories", 4096)
+    draft = load_encoding(CHECKPOINTS / "stories-draft", 4096)
+    assert ours.n_vocab == 4096
+    assert ours.encode(EOT, allowed_special="all") == [4095]
+    assert ours._mergeable_ranks == draft._mergeable_ranks
+
+
+def test_every_byte_has_its_character():
+    assert sorted(byte_of_character().values()) == list(range(256))
+    assert byte_of_character()["Ġ"] == ord(" ")
+    assert byte_of_character()["Ċ"] == ord("\n")
+
+
+def test_random_models_read_bytes_and_print_numbers():
+    encoding = load_encoding("random:gpt2", 50257)
+    assert encoding.encode("Hi") == [72, 105]
+    assert encoding.decode([300, 50000, 50256]) == " 300 50000<|endoftext|>"
+
+
+def test_models_of_the_hub_share_the_encoding_that_tiktoken_has(monkeypatch):
+    theirs = load_encoding("random:gpt2", 50257)
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": theirs}.__getitem__)
+    ours = load_encoding("gpt2-xl", 50257)
+    for text in TEXTS:
+        expected = theirs.encode(text, allowed_special="all")
+        assert ours.encode(text, allowed_special="all") == expected
+    with pytest.raises(UserError, match="a million blanks"):
+        ours.encode(" " * 1_000_010)
+
+
+def test_a_vocabulary_that_cannot_be_fetched_is_one_line(monkeypatch):
+    def no_network(name):
+        raise ConnectionError("of several\nlines")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    words = "^GPT-2's vocabulary could not be fetched: ConnectionError$"
+    with pytest.raises(UserError, match=words):
+        load_encoding("gpt2", 50257)
+
+
+def test_an_unknown_name_is_refused_as_for_models():
+    with pytest.raises(UserError, match="unknown model 'gpt3'"):
+        load_encoding("gpt3", 50257)
+
+
+def test_the_vocabulary_of_a_model_may_be_padded_but_not_cut():
+    assert load_encoding(CHECKPOINTS / "stories", 4224).n_vocab == 4096
+    words = "the tokenizer has 4096 tokens, the model's vocab_size is 4095"
+    with pytest.raises(UserError, match=words):
+        load_encoding(CHECKPOINTS / "stories", 4095)
+
+
+def tokenizer_json(merges: list, special: tuple[str, ...] = (EOT,)) -> dict:
+    """A small byte-level BPE in the form of the tokenizers library."""
+    tokens = [*byte_of_character(), *(a + b for a, b in merges), *special]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": vocabulary[token], "content": token, "special": True} | flags
+            for token in special
+        ],
+        "normalizer": None,
+        "pre_tokenizer": level | {"add_prefix_space": False},
+        "post_processor": None,
+        "decoder": level | {"add_prefix_space": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {token: i for token, i in vocabulary.items() if token not in special},
+            "merges": [list(merge) for merge in merges],
+        },
+    }
+
+
+MERGES = [("h", "e"), ("Ġ", "t"), ("l", "l"), ("he", "ll"), ("Ġt", "he"), ("hell", "o")]
+SMALL = tokenizer_json(MERGES)
+THE_END = SMALL["added_tokens"][0]
+VOCABULARY = SMALL["model"]["vocab"]
+AFTER = {EOT: 0} | {token: i + 1 for token, i in VOCABULARY.items()}
+WITH_A_BLANK = {("a b" if token == "h" else token): i for token, i in VOCABULARY.items()}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(raw) -> tiktoken.Encoding:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
+        return load_encoding(tmp_path, 5000)
+
+    return load
+
+
+def library(raw: dict):
+    """The tokenizer of the library."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(json.dumps(raw))
+
+
+def same_ids(encoding, raw, texts) -> None:
+    theirs = library(raw)
+    for text in texts:
+        assert encoding.encode(text, allowed_special="all") == theirs.encode(text).ids
+
+
+def check_refused(words: str, load, *args) -> None:
+    """Loading is refused with these words, in one short line that names the file."""
+    with pytest.raises(UserError) as error:
+        load(*args)
+    message = str(error.value)
+    assert words in message
+    assert "tokenizer.json" in message
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+def with_values(raw: dict, changes: dict) -> dict:
+    """A copy with other values. changes: path, such as "pre_tokenizer.type" -> value."""
+    raw = copy.deepcopy(raw)
+    for path, value in changes.items():
+        *keys, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+        reduce(getitem, keys, raw)[last] = value
+    return raw
+
+
+def with_changes(**changes) -> dict:
+    """SMALL with other values; `model__type` is that of `type` in `model`."""
+    return with_values(SMALL, {key.replace("__", "."): changes[key] for key in changes})
+
+
+def added(**changes) -> dict:
+    return with_changes(added_tokens=[THE_END | changes])
+
+
+def first_normalized(*tokens) -> dict:
+    raw = tokenizer_json(MERGES, tokens)
+    raw["added_tokens"][0]["normalized"] = True
+    return raw
+
+
+TEXT_A = {"Sequence": {"id": "A", "type_id": 0}}
+TEXT_B = {"Sequence": {"id": "B", "type_id": 0}}
+ADDS_EOT = {"SpecialToken": {"id": EOT, "type_id": 0}}
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [TEXT_A],
+    "pair": [TEXT_A, TEXT_B],
+    "special_tokens": {},
+}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        SMALL,
+        with_changes(model__merges=[f"{a} {b}" for a, b in MERGES]),  # files before 2024
+        # The special token in both places.
+        with_changes(model__vocab=VOCABULARY | {EOT: 262}),
+        with_changes(
+            post_processor={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}
+        ),
+        with_changes(post_processor=TEMPLATE),  # as transformers writes it
+        added(normalized=True),
+        first_normalized("b<c", "<a>b"),
+        tokenizer_json(MERGES, (EOT, "<pad>", "the")),
+        # Special tokens first: the ids of bytes and merges begin after theirs.
+        with_values(SMALL, {"added_tokens.0.id": 0, "model.vocab": AFTER}),
+    ],
+)
+def test_forms_that_real_files_have_give_the_ids_of_tokenizers(load, raw):
+    same_ids(load(raw), raw, [*TEXTS, "hello the hell<pad>", " the the", "<a>b<c b<c"])
+
+
+@pytest.mark.parametrize("none", [[], None])
+def test_a_file_without_added_tokens_has_none(load, none):
+    encoding = load(with_changes(added_tokens=none))
+    assert encoding.n_vocab == 262
+    assert len(encoding.encode(EOT, allowed_special="all")) == len(EOT)
+
+
+def renumbered(number, token="hello") -> dict:
+    return with_changes(model__vocab=VOCABULARY | {token: number})
+
+
+IDS = "the ids are not 0 to 262, once each, those of the added tokens last"
+ORDER = "the merges do not make the tokens of the vocabulary in the order of their ids"
+# Of "helo" the library makes "he", "lo", tiktoken "helo".
+LATE = [("l", "o"), ("h", "e"), ("he", "l"), ("hel", "o")]
+
+
+def with_two_added(ids: tuple[int, int], in_vocabulary: dict) -> dict:
+    """Two added tokens with these ids, in that order; the vocabulary has these besides its own."""
+    tokens = tokenizer_json(MERGES, ("<a>", "<b>"))["added_tokens"]
+    return with_changes(
+        added_tokens=[token | {"id": number} for token, number in zip(tokens, ids)],
+        model__vocab=VOCABULARY | in_vocabulary,
+    )
+
+
+OTHER_VALUES = {
+    "normalizer": {"type": "Lowercase"},
+    "model.type": "Unigram",
+    "model.dropout": 0.1,
+    "model.end_of_word_suffix": "</w>",
+    "model.continuing_subword_prefix": "##",
+    "pre_tokenizer.type": "Whitespace",
+    "pre_tokenizer.add_prefix_space": True,
+    "pre_tokenizer.use_regex": False,
+    "decoder.type": "WordPiece",
+    "post_processor.type": "BertProcessing",
+}
+
+
+@pytest.mark.parametrize("key, value", OTHER_VALUES.items())
+def test_a_value_that_would_give_other_ids_is_refused_by_name(load, key, value):
+    raw = with_values(SMALL | {"post_processor": {"type": "ByteLevel"}}, {key: value})
+    check_refused(f"{key} is {value!r}", load, raw)
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_a_flag_of_an_added_token_is_refused_by_name(load, flag):
+    words = f"added token '<|endoftext|>': {flag} is True; supported is False"
+    check_refused(words, load, added(**{flag: True}))
+
+
+FOREIGN = "not a Hugging Face tokenizer"
+
+
+@pytest.mark.parametrize(
+    "raw, words",
+    [
+        (with_changes(model=None), "model.type is None; supported is 'BPE'"),
+        (with_changes(pre_tokenizer=None), "pre_tokenizer.type is None"),
+        *[
+            (with_changes(post_processor=TEMPLATE | {"single": single}), "post_processor.single")
+            for single in ([ADDS_EOT, TEXT_A], [TEXT_A, ADDS_EOT])
+        ],
+        # added tokens
+        (added(content=""), "added token '' is empty"),
+        (added(content=7), "added token 7 is empty, no text"),
+        (tokenizer_json(MERGES, ("<a>", "<a>b")), "'<a>b' begins with another one, '<a>'"),
+        (first_normalized("<a>b", "a>b<"), "added token '<a>b' is normalized and overlaps 'a>b<'"),
+        (first_normalized("<<a>>", "<a>"), "added token '<<a>>' is normalized and overlaps '<a>'"),
+        (with_changes(added_tokens=[THE_END, THE_END | {"id": 263}]), "is there twice"),
+        (added(content="\ud800"), "added token '\\ud800' is empty, no text"),
+        (with_two_added((263, 262), {"<a>": 262, "<b>": 263}), "or has another id in the voc"),
+        (with_changes(added_tokens=[EOT]), FOREIGN),
+        (with_changes(added_tokens=7), FOREIGN),
+        (added(content=[1]), FOREIGN),
+        # ids
+        *[(renumbered(id), IDS) for id in ("261", None, -1, 260, 262, 263, 10**30, 261.0)],
+        *[(renumbered(id), IDS) for id in (True, [261])],
+        *[(added(id=id), IDS) for id in ("262", None, -1, 261, 263, 10**30, 262.0, [262])],
+        # the vocabulary and its merges
+        (with_changes(model__vocab=None), FOREIGN),
+        (with_changes(model__vocab=["a"]), FOREIGN),
+        (with_changes(model__merges=None), FOREIGN),
+        (with_changes(model__merges=[["h", "e", "l"]]), FOREIGN),
+        (with_changes(model__merges=["h e l"]), FOREIGN),
+        (with_changes(model__merges=[["h", 1]]), FOREIGN),
+        (with_changes(model__merges=MERGES[:-1]), ORDER),
+        (with_changes(model__merges=[]), ORDER),
+        (with_changes(model__merges=MERGES[1:]), ORDER),
+        (with_changes(model__merges=[MERGES[1], MERGES[0], *MERGES[2:]]), ORDER),
+        (with_changes(model__merges=[*MERGES, ("h", "i")]), ORDER),
+        (with_changes(model__merges=[*MERGES[:-1], ("he", "llo")]), ORDER),  # "llo" is no token
+        (with_changes(model__merges=[[["h"], ["e"]], *MERGES[1:]]), ORDER),
+        (tokenizer_json([("he", "ll"), ("h", "e"), ("l", "l")]), ORDER),  # parts that come later
+        (tokenizer_json([("", ""), *MERGES]), ORDER),
+        (tokenizer_json([("", "")]), ORDER),
+        (tokenizer_json([("h", ""), *MERGES]), "the ids are not"),
+        (with_two_added((263, 262), {}), "the ids are not"),
+        (tokenizer_json(LATE), ORDER),
+        (tokenizer_json([("a", "a"), ("a", "aa")]), ORDER),  # the library makes "aa", "a" of three
+        (with_changes(model__vocab=WITH_A_BLANK), "first tokens of the vocabulary are not the"),
+    ],
+)
+def test_what_would_give_other_ids_is_refused_by_name(load, raw, words):
+    check_refused(words, load, raw)
+
+
+def test_what_is_no_tokenizer_is_named(load, tmp_path):
+    with pytest.raises(UserError, match="no tokenizer.json in this directory"):
+        load_encoding(tmp_path, 4096)
+    with pytest.raises(UserError, match="tokenizer.json: not a JSON object"):
+        load([])
+
+
+@given(data=st.data())
+def test_any_merges_are_refused_or_give_the_ids_of_tokenizers(data, tmp_path_factory):
+    """Merges that no training learns, over two letters, so that they meet in every way."""
+    tokens = ["a", "b"]
+    merges = []
+    for _ in range(data.draw(st.integers(1, 8))):
+        a = data.draw(st.sampled_from(tokens))
+        b = data.draw(st.sampled_from(tokens))
+        if a + b not in tokens:
+            tokens.append(a + b)
+            merges.append((a, b))
+    raw = tokenizer_json(merges)
+    file = tmp_path_factory.getbasetemp() / "tokenizer.json"
+    file.write_text(json.dumps(raw), "utf-8")
+    text = data.draw(st.text("ab", min_size=10, max_size=40))
+    try:
+        ours = read_tokenizer_json(file)
+    except UserError as error:
+        assert ORDER in str(error)
+        theirs = library(raw)
+        # For tiktoken each token's own text is one token.
+        assert any(len(theirs.encode(token).ids) > 1 for token in tokens)
+    else:
+        same_ids(ours, raw, [text])
+
+
+@given(data=st.data())
+def test_any_added_tokens_are_refused_or_give_the_ids_of_tokenizers(data, tmp_path_factory):
+    """Over three letters, so that they overlap; some are looked for in what the others leave."""
+    tokens = st.lists(st.text("abc", min_size=2, max_size=4), max_size=3, unique=True)
+    raw = tokenizer_json([], tuple(data.draw(tokens)))
+    for token in raw["added_tokens"]:
+        token["normalized"] = data.draw(st.booleans())
+    file = tmp_path_factory.getbasetemp() / "tokenizer.json"
+    file.write_text(json.dumps(raw), "utf-8")
+    texts = st.lists(st.text("abc", max_size=20), min_size=5, max_size=5)
+    try:
+        ours = read_tokenizer_json(file)
+    except UserError as error:
+        assert "that is not supported" in str(error)
+    else:
+        same_ids(ours, raw, data.draw(texts))
+
+
+def streamed(encoding, tokens) -> list[str]:
+    stream = TextStream(encoding)
+    return [*(stream.add(token) for token in tokens), stream.end()]
+
+
+@given(data=st.binary(max_size=30), cuts=st.lists(st.integers(0, 30)))
+def test_a_stream_is_the_text_of_all_bytes(data, cuts):
+    """Whatever the bytes, and wherever tokens cut them."""
+    pieces = [data[a:b] for a, b in pairwise([0, *sorted(cuts), len(data)])]
+
+    class Pieces:
+        decode_single_token_bytes = staticmethod(pieces.__getitem__)
+
+    assert "".join(streamed(Pieces, range(len(pieces)))) == data.decode("utf-8", "replace")
+
+
+def test_bytes_are_held_back_until_a_character_is_whole():
+    encoding = load_encoding("random:gpt2", 50257)
+    assert streamed(encoding, "aé🙂".encode()) == ["a", "", "é", "", "", "", "🙂", ""]
+    assert streamed(encoding, "a🙂".encode()[:-1]) == ["a", "", "", "", "\ufffd"]
+    assert streamed(encoding, [0xFF, 65]) == ["\ufffd", "A", ""]
+    assert streamed(encoding, []) == [""]
+
+
+@pytest.mark.parametrize("token", [4096, 4223])
+def test_an_id_without_text_prints_as_the_replacement_character(token):
+    encoding = load_encoding(CHECKPOINTS / "stories", 4224)
+    (a,) = encoding.encode("a")
+    half = encoding.encode_single_token(b"\xc3")
+    assert streamed(encoding, [a, token, a]) == ["a", "\ufffd", "a", ""]
+    assert "".join(streamed(encoding, [half, token])) == "\ufffd\ufffd"
