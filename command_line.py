@@ -1,6 +1,7 @@
 """What scripts share: options, prompts, where and how a model runs, output, and how a run ends."""
 
 import argparse
+import dataclasses
 import io
 import os
 import signal
@@ -14,6 +15,7 @@ from errors import UserError, memory_for
 from loading.load import Source, load_model
 from loading.tokenizer import TextStream
 from model import Model
+from sampling import SamplingParams
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 
@@ -51,6 +53,18 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
     )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The options on how to choose tokens."""
+    parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
+    parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+
+
+def sampling_params(args) -> SamplingParams:
+    """The SamplingParams of a command line."""
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
 def read_prompts(args) -> list[str]:

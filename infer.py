@@ -1,21 +1,52 @@
 """Generate text: python infer.py --prompt "Once upon a time"."""
 
+from collections.abc import Iterator
+
 if __name__ == "__main__":
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
+import torch
 
 from command_line import (
     STORIES,
     Output,
     Parser,
     add_options,
+    add_sampling_options,
     load_models,
     pick_device,
     read_prompts,
     run_script,
+    sampling_params,
 )
+from errors import UserError
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
+from model import Model
+from sampling import SamplingParams
+
+
+@torch.inference_mode()
+def generate(model: Model, prompts: list[list[int]], params: SamplingParams) -> Iterator[list[int]]:
+    """Continue all prompts together, one token each a step.
+
+    prompts: token ids, one list a prompt, all of one length; an empty one is the BOS token.
+    Yields, `params.max_new_tokens` times, the next token of each prompt.
+    Raises UserError if there is no prompt, or their lengths differ.
+    """
+    sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
+    if not sequences:
+        raise UserError("at least one prompt is needed")
+    prompt_lengths = [len(sequence) for sequence in sequences]
+    if len(set(prompt_lengths)) > 1:
+        raise UserError(f"prompts of one length are needed, not of {prompt_lengths} tokens")
+    for _ in range(params.max_new_tokens):
+        tokens = torch.tensor(sequences, device=model.device)
+        logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        next_tokens = logits.argmax(dim=-1).tolist()
+        yield next_tokens
+        for sequence, token in zip(sequences, next_tokens):
+            sequence.append(token)
 
 
 def main(argv=None) -> None:
@@ -24,18 +55,27 @@ def main(argv=None) -> None:
         "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
     )
     add_options(parser)
+    add_sampling_options(parser)
     run_script(parser, run, argv)
 
 
 def run(args) -> None:
-    """Do what the command line asks for. Raises UserError for bad input."""
+    """Do what the command line asks for: text to stdout, statistics to stderr.
+
+    Raises UserError for bad input.
+    """
+    params = sampling_params(args)
     prompts = read_prompts(args)
     source = parse_name(args.model)
     device = pick_device(args.device)
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
-    with Output(prompts, encoding):
-        pass
+    tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
+    with Output(prompts, encoding) as output:
+        for step in generate(model, tokens, params):
+            for row, token in enumerate(step):
+                output.add(row, token)
+            output.end_step()
 
 
 if __name__ == "__main__":

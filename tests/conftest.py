@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from loading.load import save_model
+from loading.load import load_model, save_model
 from model import GPT, GPTConfig
 
 # The same examples in each run, and no time limit: the first one may have to import torch.
@@ -32,6 +32,24 @@ def random_tokens(length: int, vocab_size: int = 61, seed: int = 0) -> list[int]
     return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
 
+def run(model, prompts, *, generator=None, options=None, **params) -> list[list[int | None]]:
+    """All steps of `generate`.
+
+    options: its other keyword arguments. params: those of SamplingParams.
+    """
+    from infer import generate
+    from sampling import SamplingParams
+
+    given = {"generator": generator} if generator else {}
+    return list(generate(model, prompts, SamplingParams(**params), **given, **(options or {})))
+
+
+def run_rows(model, prompts, **arguments) -> list[list[int]]:
+    """The tokens of each row, up to the end of its text. arguments: as of `run`."""
+    steps = run(model, prompts, **arguments)
+    return [[step[row] for step in steps if step[row] is not None] for row in range(len(prompts))]
+
+
 def record(monkeypatch, owner, name: str, note) -> list:
     """To this list each call of a function adds what `note` makes of its arguments."""
     seen = []
@@ -43,6 +61,15 @@ def record(monkeypatch, owner, name: str, note) -> list:
 
     monkeypatch.setattr(owner, name, recorded)
     return seen
+
+
+def their_rows(theirs, prompts: list[list[int]], max_new_tokens: int, **options) -> list:
+    """What transformers writes after prompts of one length, greedy; no token ends a text."""
+    theirs.generation_config.eos_token_id = None
+    tokens = torch.tensor(prompts)
+    options |= {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": 0}
+    rows = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    return rows[:, tokens.shape[1] :].tolist()
 
 
 def refused(function, *args) -> str:
@@ -61,6 +88,17 @@ def is_one_line(result: tuple, *words: str) -> bool:
     code, out, err = result
     said = err.count("\n") == 1 and all(word in err for word in words)
     return (code, out) == (2, "") and said
+
+
+def pytest_collection_modifyitems(items):
+    """What takes long comes last: the tests on the embedded model."""
+    items.sort(key=lambda item: "stories" in item.fixturenames)
+
+
+@pytest.fixture(scope="session")
+def stories() -> GPT:
+    """The embedded model, in float32."""
+    return load_model(CHECKPOINTS / "stories")
 
 
 @pytest.fixture(scope="session")
