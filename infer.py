@@ -27,11 +27,14 @@ from sampling import SamplingParams
 
 
 @torch.inference_mode()
-def generate(model: Model, prompts: list[list[int]], params: SamplingParams) -> Iterator[list[int]]:
+def generate(
+    model: Model, prompts: list[list[int]], params: SamplingParams
+) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty one is the BOS token.
-    Yields, `params.max_new_tokens` times, the next token of each prompt.
+    Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
+    None after that.
     Raises UserError if there is no prompt, or their lengths differ.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
@@ -40,13 +43,20 @@ def generate(model: Model, prompts: list[list[int]], params: SamplingParams) -> 
     prompt_lengths = [len(sequence) for sequence in sequences]
     if len(set(prompt_lengths)) > 1:
         raise UserError(f"prompts of one length are needed, not of {prompt_lengths} tokens")
+    finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
         tokens = torch.tensor(sequences, device=model.device)
         logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
         next_tokens = logits.argmax(dim=-1).tolist()
-        yield next_tokens
-        for sequence, token in zip(sequences, next_tokens):
-            sequence.append(token)
+        step = [None if done else token for done, token in zip(finished, next_tokens)]
+        yield step
+        for row, token in enumerate(step):
+            # Only a token that was generated ends a text: a prompt may well end in EOS.
+            if token in model.config.eos_token_ids and not params.ignore_eos:
+                finished[row] = True
+            sequences[row].append(next_tokens[row])
+        if all(finished):
+            return
 
 
 def main(argv=None) -> None:
@@ -71,10 +81,12 @@ def run(args) -> None:
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
-    with Output(prompts, encoding) as output:
+    skip = () if params.ignore_eos else model.config.eos_token_ids
+    with Output(prompts, encoding, skip) as output:
         for step in generate(model, tokens, params):
             for row, token in enumerate(step):
-                output.add(row, token)
+                if token is not None:
+                    output.add(row, token)
             output.end_step()
 
 

@@ -104,14 +104,17 @@ def read_tokenizer_json(file: Path) -> Encoding:
 
 
 class TextStream:
-    """Tokens in, text out, as soon as whole characters are there."""
+    """Tokens in, text out, as soon as whole characters are there. skip: what prints nothing."""
 
-    def __init__(self, encoding: tiktoken.Encoding):
+    def __init__(self, encoding: tiktoken.Encoding, skip: tuple[int, ...] = ()):
         self.encoding = encoding
+        self.skip = skip
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
         """The text that is complete with this token; bytes of an incomplete character wait."""
+        if token in self.skip:
+            return ""
         try:
             data = self.encoding.decode_single_token_bytes(token)
         except KeyError:  # a padded vocabulary has ids without text
