@@ -43,9 +43,11 @@ def generate(
     prompt_lengths = [len(sequence) for sequence in sequences]
     if len(set(prompt_lengths)) > 1:
         raise UserError(f"prompts of one length are needed, not of {prompt_lengths} tokens")
+    block_size = model.config.block_size
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
-        tokens = torch.tensor(sequences, device=model.device)
+        windows = [sequence[-block_size:] for sequence in sequences]
+        tokens = torch.tensor(windows, device=model.device)
         logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
         next_tokens = logits.argmax(dim=-1).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]

@@ -50,6 +50,11 @@ def run_rows(model, prompts, **arguments) -> list[list[int]]:
     return [[step[row] for step in steps if step[row] is not None] for row in range(len(prompts))]
 
 
+def slide(model, prompts, **params) -> list[list[int]]:
+    """The tokens of each row where the window moves by one token a step."""
+    return run_rows(model, prompts, **params)
+
+
 def record(monkeypatch, owner, name: str, note) -> list:
     """To this list each call of a function adds what `note` makes of its arguments."""
     seen = []
