@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import io
 import os
+import secrets
 import signal
 import sys
 import time
@@ -44,6 +45,10 @@ class Parser(argparse.ArgumentParser):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options on what to write, and on where and how to run."""
     parser.add_argument("--prompt", default="", help="text to continue; empty: a text of its own")
+    parser.add_argument(
+        "--seed", type=int, help="equal seeds give equal texts; a new one if not given"
+    )
+    parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     add_model_options(parser)
 
 
@@ -59,21 +64,35 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The options on how to choose tokens."""
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
+    parser.add_argument(
+        "--temperature", type=float, choices=(0.0, 1.0), help="0: greedy; 1: draw at random"
+    )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
 def sampling_params(args) -> SamplingParams:
-    """The SamplingParams of a command line."""
+    """The SamplingParams of a command line.
+
+    A note on stderr names options that do nothing at temperature 0.
+    """
     names = [field.name for field in dataclasses.fields(SamplingParams)]
-    return SamplingParams(**{name: getattr(args, name) for name in names})
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
+    given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
+    if params.temperature == 0 and any(given.values()):
+        useless = ", ".join(name for name, is_given in given.items() if is_given)
+        print(f"note: temperature 0 is greedy, so this changes nothing: {useless}", file=sys.stderr)
+    return params
 
 
 def read_prompts(args) -> list[str]:
-    """The prompts of a command line. Raises UserError if one is not UTF-8."""
+    """The prompts of a command line, --num-samples times each.
+
+    Raises UserError if one is not UTF-8.
+    """
     prompts = [args.prompt]
     for prompt in prompts:
         check_text("--prompt", prompt)
-    return prompts
+    return [prompt for prompt in prompts for _ in range(args.num_samples)]
 
 
 def check_text(name: str, text: str) -> None:
@@ -108,18 +127,26 @@ def load_models(names: list, args, device: str) -> list[Model]:
     return [load_model(name, device=device) for name in names]
 
 
+def pick_seed(seed: int | None) -> int:
+    """That seed, or a new one for None."""
+    return secrets.randbits(64) if seed is None else seed
+
+
 class Output:
     """Prompts and their texts on stdout: a single one as it comes, several in order at the end.
 
     A text is written as it is, control characters too, as `cat` would.
-    skip: tokens that print nothing, those that end a text.
+    skip: tokens that print nothing, those that end a text. seed: of the draws, None without any.
     Use it as a context manager. However the block ends, what was generated is printed, then
     statistics on stderr.
     """
 
-    def __init__(self, prompts: list[str], encoding, skip: tuple[int, ...] = ()):
+    def __init__(
+        self, prompts: list[str], encoding, skip: tuple[int, ...] = (), seed: int | None = None
+    ):
         self.texts = list(prompts)
         self.streams = [TextStream(encoding, skip) for _ in prompts]
+        self.seed = seed
         self.shown = 0  # characters of the first text, if it is the only one
         self.count = 0
         self.times = [time.perf_counter()]
@@ -148,11 +175,12 @@ class Output:
             print(self.statistics(), file=sys.stderr)
 
     def statistics(self) -> str:
-        """The speed of the run."""
+        """The speed of the run, and the seed of its draws."""
         first = self.times[1] - self.times[0]
         total = self.times[-1] - self.times[0]
         speed = f"{self.count} tokens, {self.count / total:.1f} tokens/s"
-        return f"{speed}, the first after {first:.3f} s"
+        seed = "" if self.seed is None else f", seed {self.seed}"
+        return f"{speed}, the first after {first:.3f} s{seed}"
 
 
 def show(text: str) -> None:

@@ -15,6 +15,7 @@ from command_line import (
     add_sampling_options,
     load_models,
     pick_device,
+    pick_seed,
     read_prompts,
     run_script,
     sampling_params,
@@ -23,16 +24,20 @@ from errors import UserError
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from sampling import SamplingParams
+from sampling import SamplingParams, sample
 
 
 @torch.inference_mode()
 def generate(
-    model: Model, prompts: list[list[int]], params: SamplingParams
+    model: Model,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    generator: torch.Generator | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty one is the BOS token.
+    generator: of the random numbers, on the model's device; torch's global one if None.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
     Raises UserError if there is no prompt, or their lengths differ.
@@ -49,7 +54,7 @@ def generate(
         windows = [sequence[-block_size:] for sequence in sequences]
         tokens = torch.tensor(windows, device=model.device)
         logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
-        next_tokens = logits.argmax(dim=-1).tolist()
+        next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, token in enumerate(step):
@@ -80,12 +85,14 @@ def run(args) -> None:
     prompts = read_prompts(args)
     source = parse_name(args.model)
     device = pick_device(args.device)
+    seed = pick_seed(args.seed)
     (model,) = load_models([source], args, device)
+    generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
-    with Output(prompts, encoding, skip) as output:
-        for step in generate(model, tokens, params):
+    with Output(prompts, encoding, skip, seed if params.temperature else None) as output:
+        for step in generate(model, tokens, params, generator):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)
