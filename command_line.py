@@ -65,7 +65,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument(
-        "--temperature", type=float, choices=(0.0, 1.0), help="0: greedy; 1: draw at random"
+        "--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising"
     )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
