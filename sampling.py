@@ -12,6 +12,7 @@ class SamplingParams:
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
+    top_k: int = 0  # draw from the k most likely tokens; 0: from all
 
 
 def sample(
@@ -30,6 +31,7 @@ def sample(
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """What `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
     logits = apply_temperature(logits, params.temperature)
+    logits = top_k_filter(logits, params.top_k)
     return torch.softmax(logits, dim=-1)
 
 
@@ -43,3 +45,14 @@ def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     logits = logits - logits.amax(dim=-1, keepdim=True)
     limits = torch.finfo(logits.dtype)
     return logits / min(max(temperature, limits.tiny), limits.max)
+
+
+def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Set all but the k largest logits (..., vocab_size) to -inf; ties with the k-th stay.
+
+    k = 0 keeps all. Fan et al. 2018, "Hierarchical Neural Story Generation".
+    """
+    if k == 0 or k >= logits.shape[-1]:
+        return logits
+    kth = logits.topk(k, dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < kth, -torch.inf)
