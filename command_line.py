@@ -68,6 +68,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising"
     )
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
+    parser.add_argument(
+        "--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all"
+    )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
@@ -79,7 +82,7 @@ def sampling_params(args) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
-    given |= {"--top-k": params.top_k > 0}
+    given |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
     if params.temperature == 0 and any(given.values()):
         useless = ", ".join(name for name, is_given in given.items() if is_given)
         print(f"note: temperature 0 is greedy, so this changes nothing: {useless}", file=sys.stderr)

@@ -13,6 +13,7 @@ class SamplingParams:
     ignore_eos: bool = False  # go on after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
+    top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
 
 
 def sample(
@@ -32,6 +33,7 @@ def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
     """What `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
+    logits = top_p_filter(logits, params.top_p)
     return torch.softmax(logits, dim=-1)
 
 
@@ -56,3 +58,27 @@ def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
         return logits
     kth = logits.topk(k, dim=-1).values[..., -1:]
     return logits.masked_fill(logits < kth, -torch.inf)
+
+
+def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Set to -inf all logits (..., vocab_size) but those of the fewest tokens that hold mass p.
+
+    The token that crosses p stays, so at least one does; p = 1 keeps all.
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration" (nucleus sampling).
+    """
+    return logits if p == 1 else logits.masked_fill(outside(logits, p), -torch.inf)
+
+
+def outside(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Which logits (..., n) come after the fewest that hold mass p: bools.
+
+    Equal logits are in the order of their places.
+    """
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    ordered = values.softmax(dim=-1)
+    mass = ordered.cumsum(dim=-1)
+    # The most likely token stays, even where p rounds to 0. The others leave by the mass up to the
+    # token before; mass - ordered would round differently.
+    remove = torch.zeros_like(mass, dtype=torch.bool)
+    remove[..., 1:] = mass[..., :-1] >= p
+    return remove.scatter(-1, order, remove)
