@@ -24,7 +24,7 @@ from errors import UserError
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from sampling import SamplingParams, sample
+from sampling import NOT_FINITE, SamplingParams, sample
 
 
 @torch.inference_mode()
@@ -40,7 +40,7 @@ def generate(
     generator: of the random numbers, on the model's device; torch's global one if None.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
-    Raises UserError if there is no prompt, or their lengths differ.
+    Raises UserError if there is no prompt, their lengths differ, or the logits are not finite.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
@@ -52,8 +52,7 @@ def generate(
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
         windows = [sequence[-block_size:] for sequence in sequences]
-        tokens = torch.tensor(windows, device=model.device)
-        logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        logits = next_logits(model, windows)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
@@ -64,6 +63,19 @@ def generate(
             sequences[row].append(next_tokens[row])
         if all(finished):
             return
+
+
+@torch.inference_mode()
+def next_logits(model: Model, windows: list[list[int]]) -> torch.Tensor:
+    """The logits for the token after each window, (B, vocab_size).
+
+    Raises UserError if they are not finite.
+    """
+    tokens = torch.tensor(windows, device=model.device)
+    logits = model(tokens, logits_to_keep=1)[:, -1]
+    if not logits.isfinite().all():
+        raise UserError(NOT_FINITE)
+    return logits
 
 
 def main(argv=None) -> None:

@@ -1,19 +1,44 @@
 """From logits to tokens."""
 
 import dataclasses
+import sys
 
 import torch
+
+from errors import check_limits
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the next tokens; the defaults are greedy decoding."""
+    """How to choose the next tokens; the defaults are greedy decoding.
+
+    Raises UserError for a value out of range.
+    """
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
+
+    def __post_init__(self):
+        check_limits(LIMITS, **vars(self))
+        for field in dataclasses.fields(self):
+            if field.type is float:  # torch takes no integer above 2**64 - 1
+                object.__setattr__(self, field.name, float(getattr(self, field.name)))
+
+
+LARGEST = sys.float_info.max
+LIMITS = {  # field of SamplingParams: its type, which values are valid, how to say that
+    "max_new_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
+    "ignore_eos": (bool, lambda v: True, "True or False"),
+    "temperature": (int | float, lambda v: 0 <= v <= LARGEST, "a finite number >= 0"),
+    "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
+    "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+}
+NOT_FINITE = (
+    "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
+)
 
 
 def sample(
