@@ -73,6 +73,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all"
     )
+    parser.add_argument(
+        "--presence-penalty", type=float, help="against tokens in the output; -2 to 2"
+    )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 

@@ -24,7 +24,7 @@ from errors import UserError
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, sample
+from sampling import NOT_FINITE, SamplingParams, penalize, sample
 
 
 @torch.inference_mode()
@@ -53,6 +53,7 @@ def generate(
     for _ in range(params.max_new_tokens):
         windows = [sequence[-block_size:] for sequence in sequences]
         logits = next_logits(model, windows)
+        logits = penalize(logits, params, sequences, prompt_lengths)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step

@@ -1,4 +1,4 @@
-"""From logits to tokens."""
+"""From logits to tokens: parameters of a text, penalties, filters and draws."""
 
 import dataclasses
 import sys
@@ -20,6 +20,7 @@ class SamplingParams:
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
+    presence_penalty: float = 0.0  # taken from the logit of each token in the output
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -35,10 +36,43 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "temperature": (int | float, lambda v: 0 <= v <= LARGEST, "a finite number >= 0"),
     "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+    "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
 )
+
+
+def penalize(
+    logits: torch.Tensor, params: SamplingParams, texts: list[list[int]], prompt_lengths: list[int]
+) -> torch.Tensor:
+    """Apply the penalties that are on to the logits after each text.
+
+    logits: (B, vocab_size). texts: B lists of token ids, prompt and output, none of them empty;
+    prompt_lengths: how many of each are its prompt. Returns new logits, or the same ones if no
+    penalty is on.
+    """
+    if not params.presence_penalty:
+        return logits
+    # Only the tokens of a text: it has far fewer different ones than a vocabulary.
+    seen = [list(set(text)) for text in texts]
+    longest = max(len(row) for row in seen)
+    # Shorter rows have one id several times, which then gets the same logit several times.
+    seen = [row + row[:1] * (longest - len(row)) for row in seen]
+    ids = torch.tensor(seen, device=logits.device)
+    part = logits.gather(-1, ids)
+    outputs = [set(text[length:]) for text, length in zip(texts, prompt_lengths)]
+    present = torch.tensor([[id in output for id in row] for output, row in zip(outputs, seen)])
+    part = penalize_presence(part, present.to(logits.device), params.presence_penalty)
+    return logits.scatter(-1, ids, part)
+
+
+def penalize_presence(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Take `penalty` once from the logit of each token seen in the output: `presence_penalty`.
+
+    logits: (..., vocab_size). seen: bool, the same shape. Returns new logits. From OpenAI's API.
+    """
+    return logits - penalty * seen
 
 
 def sample(
