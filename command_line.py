@@ -76,6 +76,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--presence-penalty", type=float, help="against tokens in the output; -2 to 2"
     )
+    parser.add_argument(
+        "--frequency-penalty", type=float, help="charged for each occurrence in the output; -2 to 2"
+    )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 

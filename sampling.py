@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections import Counter
 
 import torch
 
@@ -21,6 +22,7 @@ class SamplingParams:
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
     presence_penalty: float = 0.0  # taken from the logit of each token in the output
+    frequency_penalty: float = 0.0  # taken from it once for each time it is there
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -37,6 +39,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
+    "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
@@ -50,9 +53,10 @@ def penalize(
 
     logits: (B, vocab_size). texts: B lists of token ids, prompt and output, none of them empty;
     prompt_lengths: how many of each are its prompt. Returns new logits, or the same ones if no
-    penalty is on.
+    penalty is on. vLLM has this order.
     """
-    if not params.presence_penalty:
+    in_output = params.frequency_penalty or params.presence_penalty
+    if not in_output:
         return logits
     # Only the tokens of a text: it has far fewer different ones than a vocabulary.
     seen = [list(set(text)) for text in texts]
@@ -61,10 +65,22 @@ def penalize(
     seen = [row + row[:1] * (longest - len(row)) for row in seen]
     ids = torch.tensor(seen, device=logits.device)
     part = logits.gather(-1, ids)
-    outputs = [set(text[length:]) for text, length in zip(texts, prompt_lengths)]
-    present = torch.tensor([[id in output for id in row] for output, row in zip(outputs, seen)])
-    part = penalize_presence(part, present.to(logits.device), params.presence_penalty)
+    outputs = [Counter(text[length:]) for text, length in zip(texts, prompt_lengths)]
+    # Integers, because a count in bfloat16 would stop at 256.
+    counts = torch.tensor([[output[id] for id in row] for output, row in zip(outputs, seen)])
+    counts = counts.to(logits.device)
+    part = penalize_frequency(part, counts, params.frequency_penalty)
+    part = penalize_presence(part, counts > 0, params.presence_penalty)
     return logits.scatter(-1, ids, part)
+
+
+def penalize_frequency(logits: torch.Tensor, counts: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Take `penalty` times its count from the logit of each token, OpenAI's `frequency_penalty`.
+
+    logits: (..., vocab_size). counts: integers, the same shape; occurrences in the output. Returns
+    new logits.
+    """
+    return logits - penalty * counts
 
 
 def penalize_presence(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
