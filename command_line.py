@@ -79,6 +79,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--frequency-penalty", type=float, help="charged for each occurrence in the output; -2 to 2"
     )
+    parser.add_argument(
+        "--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off"
+    )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 

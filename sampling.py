@@ -23,6 +23,7 @@ class SamplingParams:
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
     presence_penalty: float = 0.0  # taken from the logit of each token in the output
     frequency_penalty: float = 0.0  # taken from it once for each time it is there
+    repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -40,6 +41,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
+    "repetition_penalty": (int | float, lambda v: 0 < v <= LARGEST, "a finite number > 0"),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
@@ -56,7 +58,7 @@ def penalize(
     penalty is on. vLLM has this order.
     """
     in_output = params.frequency_penalty or params.presence_penalty
-    if not in_output:
+    if params.repetition_penalty == 1 and not in_output:
         return logits
     # Only the tokens of a text: it has far fewer different ones than a vocabulary.
     seen = [list(set(text)) for text in texts]
@@ -65,13 +67,30 @@ def penalize(
     seen = [row + row[:1] * (longest - len(row)) for row in seen]
     ids = torch.tensor(seen, device=logits.device)
     part = logits.gather(-1, ids)
-    outputs = [Counter(text[length:]) for text, length in zip(texts, prompt_lengths)]
-    # Integers, because a count in bfloat16 would stop at 256.
-    counts = torch.tensor([[output[id] for id in row] for output, row in zip(outputs, seen)])
-    counts = counts.to(logits.device)
-    part = penalize_frequency(part, counts, params.frequency_penalty)
-    part = penalize_presence(part, counts > 0, params.presence_penalty)
+    if params.repetition_penalty != 1:
+        every = torch.ones_like(ids, dtype=torch.bool)  # all of these tokens were seen
+        part = penalize_repetition(part, every, params.repetition_penalty)
+    if in_output:
+        outputs = [Counter(text[length:]) for text, length in zip(texts, prompt_lengths)]
+        # Integers, because a count in bfloat16 would stop at 256.
+        counts = torch.tensor([[output[id] for id in row] for output, row in zip(outputs, seen)])
+        counts = counts.to(logits.device)
+        part = penalize_frequency(part, counts, params.frequency_penalty)
+        part = penalize_presence(part, counts > 0, params.presence_penalty)
     return logits.scatter(-1, ids, part)
+
+
+def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Divide the positive and multiply the negative logits of seen tokens, as transformers does.
+
+    logits: (..., vocab_size). seen: bool, the same shape; tokens of prompt and output. Returns new
+    logits. After Keskar et al. 2019, "CTRL".
+    """
+    # Neither penalty nor result may be infinite: the softmax would make NaN of it.
+    limits = torch.finfo(logits.dtype)
+    penalty = min(max(penalty, limits.tiny), limits.max)
+    lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, lowered.clamp(limits.min, limits.max), logits)
 
 
 def penalize_frequency(logits: torch.Tensor, counts: torch.Tensor, penalty: float) -> torch.Tensor:
