@@ -21,6 +21,7 @@ from sampling import SamplingParams
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 # A limit, because lists for 10**9 texts fill the memory before any tensor is made.
 MOST_TEXTS = 2**16
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -60,6 +61,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
     )
+    dtype_help = "of weights and activations"
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -141,11 +144,26 @@ def pick_device(name: str) -> str:
     return name
 
 
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """The torch dtype of that name. Raises UserError if the device has no products of it."""
+    dtype = DTYPES[name]
+    try:
+        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
+    except (RuntimeError, TypeError):
+        reason = f"{device} does not compute in it; float32 works everywhere"
+        raise UserError(f"--dtype {name}: {reason}") from None
+    return dtype
+
+
 def load_models(names: list, args, device: str) -> list[Model]:
-    """The models of a command line. Raises UserError for one that cannot be loaded."""
+    """The models of a command line, in its dtype.
+
+    Raises UserError for a model that cannot be loaded, or a dtype that the device lacks.
+    """
     for name in names:
         check_text("the model", str(name.name if isinstance(name, Source) else name))
-    return [load_model(name, device=device) for name in names]
+    dtype = pick_dtype(args.dtype, device)
+    return [load_model(name, dtype, device) for name in names]
 
 
 def pick_seed(seed: int | None) -> int:

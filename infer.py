@@ -68,12 +68,12 @@ def generate(
 
 @torch.inference_mode()
 def next_logits(model: Model, windows: list[list[int]]) -> torch.Tensor:
-    """The logits for the token after each window, (B, vocab_size).
+    """The logits for the token after each window, (B, vocab_size), float32 for any weights.
 
     Raises UserError if they are not finite.
     """
     tokens = torch.tensor(windows, device=model.device)
-    logits = model(tokens, logits_to_keep=1)[:, -1]
+    logits = model(tokens, logits_to_keep=1)[:, -1].float()
     if not logits.isfinite().all():
         raise UserError(NOT_FINITE)
     return logits
