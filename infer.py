@@ -7,6 +7,7 @@ if __name__ == "__main__":
 
 import torch
 
+from cache import KVCache
 from command_line import (
     STORIES,
     Output,
@@ -33,11 +34,13 @@ def generate(
     prompts: list[list[int]],
     params: SamplingParams,
     generator: torch.Generator | None = None,
+    use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty one is the BOS token.
     generator: of the random numbers, on the model's device; torch's global one if None.
+    use_cache: keep the keys and values of past positions; without, each step computes all again.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
     Raises UserError if there is no prompt, their lengths differ, or the logits are not finite.
@@ -49,10 +52,11 @@ def generate(
     if len(set(prompt_lengths)) > 1:
         raise UserError(f"prompts of one length are needed, not of {prompt_lengths} tokens")
     block_size = model.config.block_size
+    cache = KVCache(model, len(sequences)) if use_cache else None
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
         windows = [sequence[-block_size:] for sequence in sequences]
-        logits = next_logits(model, windows)
+        logits = next_logits(model, windows, cache)
         logits = penalize(logits, params, sequences, prompt_lengths)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
@@ -67,13 +71,21 @@ def generate(
 
 
 @torch.inference_mode()
-def next_logits(model: Model, windows: list[list[int]]) -> torch.Tensor:
+def next_logits(model: Model, windows: list[list[int]], cache: KVCache | None) -> torch.Tensor:
     """The logits for the token after each window, (B, vocab_size), float32 for any weights.
 
-    Raises UserError if they are not finite.
+    The cache, None for none, saves computing what its rows share with the windows.
+    Raises UserError if the logits are not finite.
     """
-    tokens = torch.tensor(windows, device=model.device)
-    logits = model(tokens, logits_to_keep=1)[:, -1].float()
+    if cache is None:
+        tokens = torch.tensor(windows, device=model.device)
+        logits = model(tokens, logits_to_keep=1)[:, -1].float()
+    else:
+        known = cache.match(windows)
+        tokens, positions = cache.arrange([window[known:] for window in windows])
+        x = model.hidden(tokens, positions, cache.attend)
+        cache.record()
+        logits = model.head(x[:, -1]).float()
     if not logits.isfinite().all():
         raise UserError(NOT_FINITE)
     return logits
@@ -83,6 +95,9 @@ def main(argv=None) -> None:
     parser = Parser(description="Generate text with a GPT-2.")
     parser.add_argument(
         "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
+    )
+    parser.add_argument(
+        "--no-cache", action="store_true", help="compute all positions again in each step"
     )
     add_options(parser)
     add_sampling_options(parser)
@@ -105,7 +120,7 @@ def run(args) -> None:
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
     with Output(prompts, encoding, skip, seed if params.temperature else None) as output:
-        for step in generate(model, tokens, params, generator):
+        for step in generate(model, tokens, params, generator, not args.no_cache):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)

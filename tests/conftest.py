@@ -55,6 +55,21 @@ def slide(model, prompts, **params) -> list[list[int]]:
     return run_rows(model, prompts, **params)
 
 
+def passed_widths(model, shapes=False) -> tuple[GPT, list]:
+    """The model, and a list to which each of its passes adds its number of positions.
+
+    shapes: the shape of its tokens instead.
+    """
+    seen = []
+
+    def note(module, args):
+        shape = tuple(args[0].shape)
+        seen.append(shape if shapes else shape[1])
+
+    model.wte.register_forward_pre_hook(note)
+    return model, seen
+
+
 def record(monkeypatch, owner, name: str, note) -> list:
     """To this list each call of a function adds what `note` makes of its arguments."""
     seen = []
@@ -66,6 +81,14 @@ def record(monkeypatch, owner, name: str, note) -> list:
 
     monkeypatch.setattr(owner, name, recorded)
     return seen
+
+
+def in_cache(model, cache, new: list[int]) -> torch.Tensor:
+    """The logits of new tokens of the only row of a cache, (1, T, vocab_size)."""
+    tokens, positions = cache.arrange([new])
+    hidden = model.hidden(tokens, positions, cache.attend)
+    cache.record()
+    return model.head(hidden)
 
 
 def their_rows(theirs, prompts: list[list[int]], max_new_tokens: int, **options) -> list:
