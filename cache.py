@@ -1,20 +1,37 @@
 """Keys and values of past positions, so that a pass computes new tokens only."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
+from errors import UserError
+
 
 class KVCache:
-    """The keys and values of a batch of rows, all of one length.
+    """The keys and values of a batch of rows, all of one length, in one tensor, allocated once.
 
-    layers: of each one tensor, (2, batch_size, n_head, positions, head_dim), keys first.
-    tokens: what each row holds, position 0 first.
+    storage: (n_layer, 2, batch_size, n_head, max_len, head_dim), in the model's dtype.
+    max_len: positions in a row; None: block_size. tokens: what each row holds, position 0 first;
+    anything after them in the storage is stale. Raises UserError if it does not fit in memory.
     """
 
-    def __init__(self, model, batch_size: int = 1):
+    def __init__(self, model, batch_size: int = 1, max_len: int | None = None):
         config = model.config
-        shape = (2, batch_size, config.n_head, 0, config.head_dim)
-        self.layers = [torch.empty(shape, dtype=model.dtype, device=model.device)] * config.n_layer
+        max_len = config.block_size if max_len is None else max_len
+        shape = (config.n_layer, 2, batch_size, config.n_head, max_len, config.head_dim)
+        try:
+            # Zeros: a masked position has weight 0, but 0 times a NaN in stale memory would be NaN.
+            self.storage = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        except RuntimeError:
+            size = model.dtype.itemsize
+            factors = (
+                f"{batch_size} rows x {config.n_layer} layers x keys and values"
+                f" x {config.n_head} heads x {max_len} positions"
+                f" x {config.head_dim} numbers x {size} bytes"
+            )
+            count = f"{math.prod(shape) * size:,} bytes"
+            raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
 
     def match(self, windows: list[list[int]]) -> int:
@@ -27,24 +44,29 @@ class KVCache:
             for held, window in zip(self.tokens, windows, strict=True)
         )
         self.tokens = [held[:length] for held in self.tokens]
-        self.layers = [past[..., :length, :] for past in self.layers]
         return length
 
     def arrange(self, new: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Plan a pass that appends new tokens, equally many to each row.
 
-        Returns these tokens, (B, T), and their positions, (1, T).
+        Returns these tokens, (B, T), and their positions, (1, T). Raises ValueError, before
+        anything changes, if they do not fit.
         """
         T = len(new[0])
         end = len(self.tokens[0]) + T
-        device = self.layers[0].device
+        if end > self.storage.shape[4]:
+            raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
+        device = self.storage.device
         self.planned = new
         positions = torch.arange(end - T, end, device=device)[None]
+        self.slots = slice(None), slice(end - T, end)
         self.mask = None  # one new token sees all that is there
         if T > 1:
             # Not is_causal: it would line up the first new query with the first key of all.
             keys = torch.arange(end, device=device)
             self.mask = keys <= positions[..., None]  # (1, T, end)
+        # Per layer: keys, then values.
+        self.visible = self.storage[..., :end, :].flatten(0, 1).unbind()
         return torch.tensor(new, device=device), positions
 
     def record(self) -> None:
@@ -56,9 +78,9 @@ class KVCache:
 
         All shapes are (B, T, heads, head_dim).
         """
-        new = torch.stack([k, v]).transpose(2, 3)  # (2, B, n_head, T, head_dim)
-        self.layers[layer] = torch.cat([self.layers[layer], new], dim=3)
-        keys, values = self.layers[layer]
+        keys, values = self.visible[2 * layer : 2 * layer + 2]
+        keys.transpose(1, 2)[self.slots] = k
+        values.transpose(1, 2)[self.slots] = v
         q = q.transpose(1, 2)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).transpose(1, 2)
 

@@ -43,7 +43,8 @@ def generate(
     use_cache: keep the keys and values of past positions; without, each step computes all again.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
-    Raises UserError if there is no prompt, their lengths differ, or the logits are not finite.
+    Raises UserError if there is no prompt, their lengths differ, the cache does not fit in memory,
+    or the logits are not finite.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
@@ -52,7 +53,8 @@ def generate(
     if len(set(prompt_lengths)) > 1:
         raise UserError(f"prompts of one length are needed, not of {prompt_lengths} tokens")
     block_size = model.config.block_size
-    cache = KVCache(model, len(sequences)) if use_cache else None
+    longest = prompt_lengths[0] + params.max_new_tokens - 1  # the last token is not passed
+    cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
         windows = [sequence[-block_size:] for sequence in sequences]

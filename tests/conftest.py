@@ -157,6 +157,13 @@ def tiny_checkpoint(tiny, tmp_path):
     return save_speaking(tiny, tmp_path, eos_token_id=4095)
 
 
+@pytest.fixture
+def attended(monkeypatch) -> list:
+    """To this list each call of torch's attention adds its queries, keys and values."""
+    functions = torch.nn.functional
+    return record(monkeypatch, functions, "scaled_dot_product_attention", lambda *args: args[:3])
+
+
 ENCODINGS = {}  # what was read from a tokenizer.json of these bytes
 
 
