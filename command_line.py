@@ -66,7 +66,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The options on how to choose tokens."""
+    """The options on how to choose tokens, and on how far the window moves."""
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument(
@@ -85,7 +85,14 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off"
     )
+    add_stride_option(parser)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+
+
+def add_stride_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stride", type=int, help="how far a full window moves; half its length if not given"
+    )
 
 
 def sampling_params(args) -> SamplingParams:

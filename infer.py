@@ -7,7 +7,7 @@ if __name__ == "__main__":
 
 import torch
 
-from cache import KVCache
+from cache import KVCache, check_stride, window_start
 from command_line import (
     STORIES,
     Output,
@@ -35,16 +35,19 @@ def generate(
     params: SamplingParams,
     generator: torch.Generator | None = None,
     use_cache: bool = True,
+    stride: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty one is the BOS token.
     generator: of the random numbers, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all again.
+    stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
+    half of block_size.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
-    Raises UserError if there is no prompt, their lengths differ, the cache does not fit in memory,
-    or the logits are not finite.
+    Raises UserError if there is no prompt, their lengths differ, stride is out of range, the cache
+    does not fit in memory, or the logits are not finite.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
@@ -53,11 +56,13 @@ def generate(
     if len(set(prompt_lengths)) > 1:
         raise UserError(f"prompts of one length are needed, not of {prompt_lengths} tokens")
     block_size = model.config.block_size
+    stride = check_stride(stride, block_size)
     longest = prompt_lengths[0] + params.max_new_tokens - 1  # the last token is not passed
     cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
-        windows = [sequence[-block_size:] for sequence in sequences]
+        starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
+        windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
         logits = next_logits(model, windows, cache)
         logits = penalize(logits, params, sequences, prompt_lengths)
         next_tokens = sample(logits, params, generator).tolist()
@@ -122,7 +127,7 @@ def run(args) -> None:
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
     with Output(prompts, encoding, skip, seed if params.temperature else None) as output:
-        for step in generate(model, tokens, params, generator, not args.no_cache):
+        for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)
