@@ -1,6 +1,7 @@
 """Keys and values of past positions, so that a pass computes new tokens only."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +9,16 @@ import torch.nn.functional as F
 from errors import UserError
 
 
+class Span(NamedTuple):
+    """The positions of one text that a pass computes."""
+
+    row: int  # of the cache, where the text's other positions are
+    start: int  # the first position that is computed
+    tokens: list[int]  # at start, start + 1, ...
+
+
 class KVCache:
-    """The keys and values of a batch of rows, all of one length, in one tensor, allocated once.
+    """The keys and values of a batch of rows, of any lengths, in one tensor, allocated once.
 
     storage: (n_layer, 2, batch_size, n_head, max_len, head_dim), in the model's dtype.
     max_len: positions in a row; None: block_size. tokens: what each row holds, position 0 first;
@@ -34,44 +43,71 @@ class KVCache:
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
 
-    def match(self, windows: list[list[int]]) -> int:
+    def match(self, windows: list[list[int]]) -> list[int]:
         """Keep what each row shares with its window, except the window's last token.
 
-        Returns how many positions are left, as many in each row.
+        Returns how many positions are left in each row.
         """
-        length = min(
-            shared_length(held, window[:-1])
-            for held, window in zip(self.tokens, windows, strict=True)
-        )
-        self.tokens = [held[:length] for held in self.tokens]
-        return length
+        for held, window in zip(self.tokens, windows, strict=True):
+            del held[shared_length(held, window[:-1]) :]
+        return [len(held) for held in self.tokens]
 
-    def arrange(self, new: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Plan a pass that appends new tokens, equally many to each row.
+    def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:
+        """What a pass computes that appends new tokens to these rows, None for all.
 
-        Returns these tokens, (B, T), and their positions, (1, T). Raises ValueError, before
-        anything changes, if they do not fit.
+        Raises ValueError, before anything changes, if they do not fit.
         """
-        T = len(new[0])
-        end = len(self.tokens[0]) + T
+        rows = list(range(len(self.tokens))) if rows is None else rows
+        starts = [len(self.tokens[row]) for row in rows]
+        end = max(start + len(tokens) for start, tokens in zip(starts, new, strict=True))
         if end > self.storage.shape[4]:
             raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
+        if len(set(rows)) < len(rows) or not all(new):
+            rule = "each row may be there once, with at least one token"
+            raise ValueError(f"rows are {rows}, new tokens {new}; {rule}")
+        self.planned = list(zip(rows, new))
+        return [Span(row, start, tokens) for row, start, tokens in zip(rows, starts, new)]
+
+    def arrange(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Plan a pass: its tokens, (B, T), their positions, and where each span ends in them.
+
+        T is the length of the longest span. A shorter one is padded with its last token, at that
+        token's position: it computes and writes the same again. The positions are (B, T), or (1, T)
+        for rows in step, and an end is a place in the flattened tokens.
+        """
+        new = [span.tokens for span in spans]
+        rows = [span.row for span in spans]
+        starts = [span.start for span in spans]
+        everything = list(range(len(self.tokens)))
+        stops = [start + len(tokens) for start, tokens in zip(starts, new)]
+        end = max(stops)
+        T = max(len(tokens) for tokens in new)
         device = self.storage.device
-        self.planned = new
-        positions = torch.arange(end - T, end, device=device)[None]
-        self.slots = slice(None), slice(end - T, end)
-        self.mask = None  # one new token sees all that is there
-        if T > 1:
+        in_step = rows == everything and len(set(starts)) == len(set(stops)) == 1
+        if in_step:  # such as a single row: a slice takes less time than an index
+            positions = torch.arange(end - T, end, device=device)[None]  # (1, T)
+            self.slots = slice(None), slice(end - T, end)
+        else:
+            last = torch.tensor(stops)[:, None] - 1
+            positions = torch.tensor(starts)[:, None] + torch.arange(T)
+            positions = positions.minimum(last).to(device)  # (B, T)
+            self.slots = torch.tensor(rows, device=device)[:, None], positions
+        self.mask = None  # one new token of rows in step sees all that is visible
+        if T > 1 or not in_step:
             # Not is_causal: it would line up the first new query with the first key of all.
             keys = torch.arange(end, device=device)
-            self.mask = keys <= positions[..., None]  # (1, T, end)
+            self.mask = keys <= positions[:, None, :, None]  # (B or 1, 1, T, end)
+        self.rows = slice(None) if rows == everything else torch.tensor(rows, device=device)
         # Per layer: keys, then values.
         self.visible = self.storage[..., :end, :].flatten(0, 1).unbind()
-        return torch.tensor(new, device=device), positions
+        tokens = [each + each[-1:] * (T - len(each)) for each in new]
+        ends = [T * index + len(each) for index, each in enumerate(new)]
+        return torch.tensor(tokens, device=device), positions, ends
 
     def record(self) -> None:
-        """The planned pass is complete: its keys and values are kept."""
-        self.tokens = [held + tokens for held, tokens in zip(self.tokens, self.planned)]
+        """The pass of the last spans is complete: its keys and values are in the storage."""
+        for row, tokens in self.planned:
+            self.tokens[row] = self.tokens[row] + tokens
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Append keys and values, and attend to all up to each position.
@@ -81,6 +117,8 @@ class KVCache:
         keys, values = self.visible[2 * layer : 2 * layer + 2]
         keys.transpose(1, 2)[self.slots] = k
         values.transpose(1, 2)[self.slots] = v
+        keys = keys[self.rows]
+        values = values[self.rows]
         q = q.transpose(1, 2)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).transpose(1, 2)
 

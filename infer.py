@@ -24,7 +24,7 @@ from command_line import (
 from errors import UserError
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
-from model import Model
+from model import Model, causal_attention
 from sampling import NOT_FINITE, SamplingParams, penalize, sample
 
 
@@ -39,25 +39,26 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
-    prompts: token ids, one list a prompt, all of one length; an empty one is the BOS token.
+    prompts: token ids, one list a prompt, of any lengths; an empty one is the BOS token.
     generator: of the random numbers, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all again.
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
     half of block_size.
+    The batch is static: a finished row is computed until the last one ends.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
-    Raises UserError if there is no prompt, their lengths differ, stride is out of range, the cache
-    does not fit in memory, or the logits are not finite.
+    A greedy row gets the text of its own run, up to rounding; a sampled row depends on its batch,
+    which shares the generator.
+    Raises UserError if there is no prompt, stride is out of range, the cache does not fit in
+    memory, or the logits are not finite.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
         raise UserError("at least one prompt is needed")
     prompt_lengths = [len(sequence) for sequence in sequences]
-    if len(set(prompt_lengths)) > 1:
-        raise UserError(f"prompts of one length are needed, not of {prompt_lengths} tokens")
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
-    longest = prompt_lengths[0] + params.max_new_tokens - 1  # the last token is not passed
+    longest = max(prompt_lengths) + params.max_new_tokens - 1  # the last token is not passed
     cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
@@ -72,7 +73,8 @@ def generate(
             # Only a token that was generated ends a text: a prompt may well end in EOS.
             if token in model.config.eos_token_ids and not params.ignore_eos:
                 finished[row] = True
-            sequences[row].append(next_tokens[row])
+            if not finished[row]:  # a finished row computes one position again, and none reads it
+                sequences[row].append(token)
         if all(finished):
             return
 
@@ -84,18 +86,42 @@ def next_logits(model: Model, windows: list[list[int]], cache: KVCache | None) -
     The cache, None for none, saves computing what its rows share with the windows.
     Raises UserError if the logits are not finite.
     """
-    if cache is None:
-        tokens = torch.tensor(windows, device=model.device)
-        logits = model(tokens, logits_to_keep=1)[:, -1].float()
-    else:
-        known = cache.match(windows)
-        tokens, positions = cache.arrange([window[known:] for window in windows])
-        x = model.hidden(tokens, positions, cache.attend)
-        cache.record()
-        logits = model.head(x[:, -1]).float()
+    known = [0] * len(windows) if cache is None else cache.match(windows)
+    new = [window[length:] for window, length in zip(windows, known)]
+    # A row with many new tokens, a prompt or a window that hopped, does not make the others as long
+    # as itself.
+    decode = [row for row, tokens in enumerate(new) if len(tokens) == 1]
+    prefill = [row for row, tokens in enumerate(new) if len(tokens) > 1]
+    passes = [rows for rows in (decode, prefill) if rows]
+    parts = [pass_logits(model, [new[row] for row in rows], rows, cache) for rows in passes]
+    logits = parts[0]
+    if len(parts) == 2:
+        logits = torch.cat(parts)[torch.tensor(decode + prefill).argsort()]
     if not logits.isfinite().all():
         raise UserError(NOT_FINITE)
     return logits
+
+
+def pass_logits(
+    model: Model, new: list[list[int]], rows: list[int], cache: KVCache | None
+) -> torch.Tensor:
+    """The logits after the last new token of these rows, from one pass: (B, vocab_size).
+
+    Without a cache shorter rows are padded on the right.
+    """
+    if cache is not None:
+        spans = cache.spans(new, rows)
+        tokens, positions, ends = cache.arrange(spans)
+        x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
+        cache.record()
+        return model.head(x[[end - 1 for end in ends]]).float()
+    lengths = [len(tokens) for tokens in new]
+    T = max(lengths)
+    padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
+    tokens = torch.tensor(padded, device=model.device)  # (B, T)
+    x = model.hidden(tokens, torch.arange(T, device=model.device), causal_attention)
+    last = torch.tensor(lengths) - 1
+    return model.head(x[torch.arange(len(new)), last]).float()
 
 
 def main(argv=None) -> None:
