@@ -3,6 +3,7 @@
 import functools
 import gc
 import shutil
+import traceback
 from pathlib import Path
 
 import hypothesis
@@ -192,6 +193,23 @@ def run_main(capsys, monkeypatch):
         except SystemExit as exit:
             code = exit.code
         return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def run_program(capfd, monkeypatch):
+    """A function that runs a program's text in this process: exit code, stdout, stderr."""
+
+    def run(text: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(ROOT)
+        try:
+            exec(text, {"__name__": "__main__"})
+            code = 0
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        return code, *capfd.readouterr()
 
     return run
 
