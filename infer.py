@@ -64,7 +64,7 @@ def generate(
     for _ in range(params.max_new_tokens):
         starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
         windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
-        logits = next_logits(model, windows, cache)
+        logits = next_logits(model, windows, cache)[:, 0]
         logits = penalize(logits, params, sequences, prompt_lengths)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
@@ -80,20 +80,25 @@ def generate(
 
 
 @torch.inference_mode()
-def next_logits(model: Model, windows: list[list[int]], cache: KVCache | None) -> torch.Tensor:
-    """The logits for the token after each window, (B, vocab_size), float32 for any weights.
+def next_logits(
+    model: Model, windows: list[list[int]], cache: KVCache | None, keep: int = 1
+) -> torch.Tensor:
+    """The logits at the last `keep` positions of each window, (B, keep, vocab_size).
 
+    They are float32 for any weights.
     The cache, None for none, saves computing what its rows share with the windows.
-    Raises UserError if the logits are not finite.
+    Raises UserError if the logits are not finite, ValueError if a window is shorter than keep.
     """
-    known = [0] * len(windows) if cache is None else cache.match(windows)
+    if min(len(window) for window in windows) < keep:
+        raise ValueError(f"a window is shorter than the {keep} positions to keep")
+    known = [0] * len(windows) if cache is None else cache.match(windows, keep)
     new = [window[length:] for window, length in zip(windows, known)]
     # A row with many new tokens, a prompt or a window that hopped, does not make the others as long
     # as itself.
-    decode = [row for row, tokens in enumerate(new) if len(tokens) == 1]
-    prefill = [row for row, tokens in enumerate(new) if len(tokens) > 1]
+    decode = [row for row, tokens in enumerate(new) if len(tokens) == keep]
+    prefill = [row for row, tokens in enumerate(new) if len(tokens) > keep]
     passes = [rows for rows in (decode, prefill) if rows]
-    parts = [pass_logits(model, [new[row] for row in rows], rows, cache) for rows in passes]
+    parts = [pass_logits(model, [new[row] for row in rows], rows, cache, keep) for rows in passes]
     logits = parts[0]
     if len(parts) == 2:
         logits = torch.cat(parts)[torch.tensor(decode + prefill).argsort()]
@@ -103,9 +108,9 @@ def next_logits(model: Model, windows: list[list[int]], cache: KVCache | None) -
 
 
 def pass_logits(
-    model: Model, new: list[list[int]], rows: list[int], cache: KVCache | None
+    model: Model, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int
 ) -> torch.Tensor:
-    """The logits after the last new token of these rows, from one pass: (B, vocab_size).
+    """The logits at the last `keep` new tokens of these rows, from one pass: (B, keep, vocab_size).
 
     Without a cache shorter rows are padded on the right.
     """
@@ -114,14 +119,16 @@ def pass_logits(
         tokens, positions, ends = cache.arrange(spans)
         x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
         cache.record()
-        return model.head(x[[end - 1 for end in ends]]).float()
+        last = torch.tensor(ends)[:, None] + torch.arange(-keep, 0)  # (B, keep)
+        return model.head(x[last]).float()
     lengths = [len(tokens) for tokens in new]
     T = max(lengths)
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
     tokens = torch.tensor(padded, device=model.device)  # (B, T)
     x = model.hidden(tokens, torch.arange(T, device=model.device), causal_attention)
-    last = torch.tensor(lengths) - 1
-    return model.head(x[torch.arange(len(new)), last]).float()
+    each = torch.arange(len(new))[:, None]
+    last = torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
+    return model.head(x[each, last]).float()
 
 
 def main(argv=None) -> None:
