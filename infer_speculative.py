@@ -9,6 +9,7 @@ if __name__ == "__main__":
 
 import torch
 
+from cache import KVCache, check_stride, window_start
 from command_line import (
     STORIES,
     Output,
@@ -22,11 +23,16 @@ from command_line import (
     run_script,
     sampling_params,
 )
-from infer import generate
+from drafts import check_vocabularies
+from errors import check_limits
+from infer import next_logits
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from sampling import SamplingParams
+from sampling import SamplingParams, penalize, sampling_probs
+
+# argument of generate_speculative: its type, which values are valid, how to say that
+LIMITS = {"gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16")}
 
 
 class Pass(NamedTuple):
@@ -49,14 +55,86 @@ def generate_speculative(
     generator: torch.Generator | None = None,
     stride: int | None = None,
 ) -> Iterator[Pass]:
-    """Continue a prompt as `infer.generate` does with the target alone; nothing is drafted yet.
+    """Continue a prompt as `infer.generate` does with the target alone.
 
-    generator, stride: as in `infer.generate`.
+    A greedy text is equal, a sampled one has the same distribution, up to rounding.
+    The draft model proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
+    generator, stride: as in `infer.generate`; the draft model's window moves by half of its own
+    block_size.
     Yields passes, of `params.max_new_tokens` tokens in all at most.
-    Raises UserError as `infer.generate` does.
+    Raises UserError if gamma is out of range, the models differ in vocabulary, or as
+    `infer.generate` does.
     """
-    for (token,) in generate(target, [prompt], params, generator, stride=stride):
-        yield Pass([token], [], 0)
+    check_limits(LIMITS, gamma=gamma)
+    check_vocabularies(target.config, draft.config)
+    config = target.config
+    stride = check_stride(stride, config.block_size)
+    sequence = list(prompt) or [config.bos_token_id]
+    prompt_length = len(sequence)
+    end = prompt_length + params.max_new_tokens
+    cache = KVCache(target, 1, min(end - 1, config.block_size))
+    propose = ModelDrafter(draft, end - 1, params, generator).propose
+    while len(sequence) < end:
+        start = window_start(len(sequence), config.block_size, stride)
+        # All positions of a pass see this window: none crosses a hop.
+        room = start + config.block_size - len(sequence)
+        count = min(gamma, room, end - len(sequence) - 1)
+        drafts, q = propose(sequence, count, prompt_length)
+        # No cache is rolled back: `match` forgets refused drafts when it meets the next window.
+        logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
+        texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
+        logits = penalize(logits, params, texts, [prompt_length] * len(texts))
+        accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
+        tokens = drafts[:accepted] + [token]
+        stays = [token not in config.eos_token_ids or params.ignore_eos for token in tokens]
+        tokens = tokens[: first_false(stays) + 1]
+        sequence += tokens
+        yield Pass(tokens, drafts, accepted)
+        if not all(stays):
+            return
+
+
+class ModelDrafter:
+    """A model that drafts for one text, of at most max_len tokens when it drafts.
+
+    It has a cache of its own.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        max_len: int,
+        params: SamplingParams,
+        generator: torch.Generator | None = None,
+    ):
+        self.model = model
+        self.params = params
+        self.generator = generator
+        self.block_size = model.config.block_size
+        self.stride = check_stride(None, self.block_size)
+        self.cache = KVCache(model, 1, min(max_len, self.block_size))
+
+    def propose(
+        self, sequence: list[int], count: int, prompt_length: int
+    ) -> tuple[list[int], torch.Tensor]:
+        """Up to count drafts to follow the text, and q: what each of them was drawn from.
+
+        q: (drafts, vocab_size). prompt_length: how much of the text is its prompt, for penalties.
+        """
+        drafts = []
+        q = torch.empty(count, self.model.config.vocab_size, device=self.model.device)
+        for index in range(count):
+            text = sequence + drafts
+            window = text[window_start(len(text), self.block_size, self.stride) :]
+            logits = next_logits(self.model, [window], self.cache)[0]
+            logits = penalize(logits, self.params, [text], [prompt_length])[0]  # (vocab_size,)
+            q[index] = sampling_probs(logits, self.params)
+            if self.params.temperature == 0:  # the draw is known, and looking it up is faster
+                drawn = logits.argmax()
+            else:
+                drawn = torch.multinomial(q[index], 1, generator=self.generator)
+            drafts.append(drawn.item())
+        return drafts, q
 
 
 def verify(

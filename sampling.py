@@ -125,6 +125,8 @@ def sample(
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """What `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
+    if params.temperature == 0:  # all on one token
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     logits = top_p_filter(logits, params.top_p)

@@ -1,0 +1,21 @@
+"""The text that `generate` writes for one prompt."""
+
+import functools
+
+from sampling import SamplingParams
+
+
+def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
+    """The tokens that `generate` writes for one prompt.
+
+    fields: those of the params, if none are given.
+    """
+    params = SamplingParams(**fields) if params is None else params
+    return list(remembered(model, tuple(prompt), params, stride))
+
+
+@functools.lru_cache(4000)
+def remembered(model, prompt: tuple, params, stride) -> list[int]:
+    from infer import generate
+
+    return [token for (token,) in generate(model, [list(prompt)], params, stride=stride)]
