@@ -1,7 +1,7 @@
 """One model drafts, another one verifies: python infer_speculative.py --prompt "One day"."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 if __name__ == "__main__":
@@ -23,7 +23,7 @@ from command_line import (
     run_script,
     sampling_params,
 )
-from drafts import check_vocabularies
+from drafts import check_vocabularies, lookup
 from errors import check_limits
 from infer import next_logits
 from loading.load import parse_name
@@ -40,7 +40,7 @@ class Pass(NamedTuple):
 
     # Added to the text: accepted drafts, then one token of the target's; nothing after an EOS.
     tokens: list[int]
-    drafts: list[int]  # proposed by the draft model
+    drafts: list[int]  # proposed by the drafter
     # How many of them the target accepted; an EOS among them may end the text earlier.
     accepted: int
 
@@ -48,7 +48,7 @@ class Pass(NamedTuple):
 @torch.inference_mode()
 def generate_speculative(
     target: Model,
-    draft: Model,
+    draft: Model | Callable[..., tuple[list[int], torch.Tensor | None]],
     prompt: list[int],
     params: SamplingParams,
     gamma: int = 3,
@@ -58,7 +58,8 @@ def generate_speculative(
     """Continue a prompt as `infer.generate` does with the target alone.
 
     A greedy text is equal, a sampled one has the same distribution, up to rounding.
-    The draft model proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
+    The drafter proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
+    draft: a model, or a function that proposes, as `ModelDrafter.propose` and `propose_lookup` do.
     generator, stride: as in `infer.generate`; the draft model's window moves by half of its own
     block_size.
     Yields passes, of `params.max_new_tokens` tokens in all at most.
@@ -66,14 +67,16 @@ def generate_speculative(
     `infer.generate` does.
     """
     check_limits(LIMITS, gamma=gamma)
-    check_vocabularies(target.config, draft.config)
     config = target.config
     stride = check_stride(stride, config.block_size)
     sequence = list(prompt) or [config.bos_token_id]
     prompt_length = len(sequence)
     end = prompt_length + params.max_new_tokens
     cache = KVCache(target, 1, min(end - 1, config.block_size))
-    propose = ModelDrafter(draft, end - 1, params, generator).propose
+    propose = draft
+    if isinstance(draft, Model):
+        check_vocabularies(config, draft.config)
+        propose = ModelDrafter(draft, end - 1, params, generator).propose
     while len(sequence) < end:
         start = window_start(len(sequence), config.block_size, stride)
         # All positions of a pass see this window: none crosses a hop.
@@ -84,6 +87,9 @@ def generate_speculative(
         logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
         texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
         logits = penalize(logits, params, texts, [prompt_length] * len(texts))
+        if q is None:
+            chosen = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
+            q = torch.nn.functional.one_hot(chosen, config.vocab_size).float()
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
         tokens = drafts[:accepted] + [token]
         stays = [token not in config.eos_token_ids or params.ignore_eos for token in tokens]
@@ -135,6 +141,14 @@ class ModelDrafter:
                 drawn = torch.multinomial(q[index], 1, generator=self.generator)
             drafts.append(drawn.item())
         return drafts, q
+
+
+def propose_lookup(sequence: list[int], count: int, prompt_length: int) -> tuple[list[int], None]:
+    """Drafts from the text itself, by `lookup`; the arguments are those of `ModelDrafter.propose`.
+
+    None: nothing is drawn, so all of q is on the drafts. Saxena 2023, "Prompt Lookup Decoding".
+    """
+    return lookup(sequence, count), None
 
 
 def verify(
@@ -212,7 +226,7 @@ def main(argv=None) -> None:
     )
     target_help = "whose text it is: directory, ORG/NAME of the hub, gpt2, ..."
     parser.add_argument("--target", default=STORIES, help=target_help)
-    draft_help = "a smaller one, same vocabulary"
+    draft_help = "a smaller one, same vocabulary; lookup: copies from the text before"
     parser.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
     parser.add_argument(
         "--gamma", type=int, default=3, help="how many tokens to draft for a pass; 1 to 16"
@@ -235,7 +249,9 @@ def run(args) -> None:
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     generator = torch.Generator(device).manual_seed(seed)
-    target, draft = load_models([source, args.draft], args, device)
+    names = [source] if args.draft == "lookup" else [source, args.draft]
+    target, *drafts = load_models(names, args, device)
+    draft = drafts[0] if drafts else propose_lookup
     encoding = load_encoding(source, target.config.vocab_size)
     skip = () if params.ignore_eos else target.config.eos_token_ids
     shown_seed = seed if params.temperature else None
