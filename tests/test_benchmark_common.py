@@ -1,0 +1,226 @@
+"""What the benchmarks share: time, bytes, rows that are never lost or mixed, and paired ratios."""
+
+import argparse
+import time
+
+import pandas
+import pytest
+import torch
+
+from benchmarks import common
+from cache import KVCache
+
+ROW = dict.fromkeys(common.COLUMNS, 1)
+ROW |= {"model": "m", "draft": "", "dtype": "float32", "mode": "a"}
+
+
+def test_time_is_split_after_the_first_item(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def steps():
+        for seconds in (5, 1, 2):
+            clock[0] += seconds
+            yield seconds
+        clock[0] += 4
+
+    assert common.timed(steps(), "cpu") == ([5, 1, 2], 5, 7)
+
+
+def test_a_device_has_finished_before_the_clock_is_read(monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("synchronised"))
+    monkeypatch.setattr(time, "perf_counter", lambda: order.append("read") or 0.0)
+    common.timed(iter("abc"), "cuda")
+    assert order == ["synchronised", "read"] * 3
+
+
+def test_bandwidth_is_bytes_over_the_median_second(monkeypatch):
+    seconds = iter([50.0, 90, 1, 8, 2, 7, 3, 6, 4, 5])  # the first is warm-up
+    ones = torch.ones
+
+    def small(*shape, **options):
+        return ones(*(2 for _ in shape), **options)
+
+    monkeypatch.setattr(torch, "ones", small)
+    monkeypatch.setattr(common, "timed", lambda steps, device: (list(steps), next(seconds), 0.0))
+    assert common.bandwidth("cpu", torch.float32) == 2 * 2 * 4 / 5
+
+
+def test_the_roofline_counts_weights_once_and_the_cache(tiny):
+    model = tiny(dtype=torch.bfloat16)
+    counts = {id(weight): weight.numel() for weight in model.parameters()}  # the head's are wte's
+    weights = 2 * (sum(counts.values()) - 16 * 16)  # a step reads one row of wpe
+    # Bytes x keys and values x layers x width x positions x rows.
+    steps = [2 * 2 * 2 * 16 * (4 + step) * 3 for step in range(1, 10)]
+    share = common.roofline_share(
+        model, 3, prompt_tokens=4, new_tokens=10, seconds=2.0, bandwidth=1000.0
+    )
+    assert share == pytest.approx((9 * weights + sum(steps)) / 1000 / 2)
+
+
+def test_speeds_leave_the_prefill_out_and_count_all_texts(tiny):
+    model = tiny()
+    row = common.speeds(model, [[1, 2]] * 3, 9, first=100.0, rest=4.0, bandwidth=50.0)
+    assert row["decode_tokens_per_s"] == 3 * 8 / 4
+    assert row["first_token_s"] == 100
+    assert (row["batch_size"], row["prompt_tokens"], row["new_tokens"]) == (3, 2, 9)
+    assert row["roofline_share"] == common.roofline_share(model, 3, 2, 9, 4.0, 50.0)
+    skipped = common.speeds(model, [[1]], 9, 100.0, 4.0, 50.0, skip=3)
+    assert skipped["decode_tokens_per_s"] == 6 / 4
+    unknown = common.speeds(None, [[1, 2]] * 3, 9, 100.0, 4.0, 50.0)
+    assert unknown == row | {"roofline_share": None}
+
+
+@pytest.mark.parametrize("piece", [1, 3])
+def test_half_precision_is_checked_in_each_row(tiny, monkeypatch, piece):
+    model = tiny(dtype=torch.bfloat16)
+    tokens = torch.arange(24).view(2, 12)
+    sizes = []
+    arrange = KVCache.arrange
+
+    def counted(self, spans):
+        sizes.append(len(spans[0].tokens))
+        return arrange(self, spans)
+
+    monkeypatch.setattr(KVCache, "arrange", counted)
+    common.check_half_precision(model, tokens, piece)
+    assert sizes == 12 // piece * [piece]
+
+    def wrong(self, spans):
+        tokens, positions, ends = arrange(self, spans)
+        positions = positions.expand(2, -1).clone()
+        positions[1] = 0
+        return tokens, positions, ends
+
+    monkeypatch.setattr(KVCache, "arrange", wrong)
+    with pytest.raises(SystemExit, match="off by"):
+        common.check_half_precision(model, tokens, piece)
+
+
+LARGE = torch.zeros(1, 12, 61)
+LARGE[0, 5, 7] = 2
+SMALL = 0.3 * torch.randn(1, 12, 61, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda logits: 1.5 * logits, ""),
+        (lambda logits: torch.nan * logits, ""),
+        (lambda logits: logits + LARGE, "[12]"),
+        (lambda logits: logits + SMALL, "0.[1-4]"),
+    ],
+    ids=["scaled", "nan", "one large error", "many small errors"],
+)
+def test_the_peer_is_checked_in_half_precision(tiny, wrong, said):
+    model = tiny(dtype=torch.bfloat16)
+    tokens = torch.arange(24).view(2, 12)
+    common.check_half_precision(model, tokens, peer=model)
+
+    def wrong_in_the_second_row(text):
+        return wrong(model(text)) if text[0, 0] == 12 else model(text)
+
+    with pytest.raises(SystemExit, match=f"off by up to {said}"):
+        common.check_half_precision(model, tokens, peer=wrong_in_the_second_row)
+
+
+def test_rows_are_there_as_they_are_measured_and_measured_numbers_are_rounded(tmp_path, capsys):
+    results = common.ResultsFile(tmp_path / "run.csv")
+    exact = {"temperature": 0.800001, "parameters": 123456789}
+    results.write(**ROW | exact | {"first_token_s": 1.23456, "acceptance": None})
+    found = pandas.read_csv(tmp_path / "run.csv.part").iloc[0]
+    assert (found["temperature"], found["parameters"]) == (0.800001, 123456789)
+    assert found["first_token_s"] == 1.235
+    assert pandas.isna(found["acceptance"])
+    assert "a: 1.0/s" in capsys.readouterr().err
+    with pytest.raises(ValueError):
+        results.write(**ROW, nonsense=1)
+
+
+def test_only_the_default_directory_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    results = common.ResultsFile(tmp_path / "results" / "run.csv")
+    results.write(**ROW)
+    assert results.close() and (tmp_path / "results" / "run.csv").exists()
+    monkeypatch.chdir(tmp_path)
+    assert not common.ResultsFile(common.Path("results", "again.csv")).close()
+    with pytest.raises(FileNotFoundError):
+        common.ResultsFile(tmp_path / "resluts" / "run.csv")
+
+
+def test_help_explains_each_column_and_what_happens_to_the_file():
+    def help_of(**options):
+        parser = argparse.ArgumentParser()
+        common.add_options(parser, "x.csv", repeats=3, **options)
+        return parser.format_help()
+
+    text = help_of(lengths=[60])
+    assert [name for name in common.COLUMNS if f"\n  {name} " not in text] == []
+    assert ".part" in text and "(default: 3)" in text
+
+
+def test_speedup_is_the_median_of_paired_ratios():
+    runs = [("b", 1, 40), ("a", 2, 10), ("b", 0, 20), ("a", 0, 10), ("a", 1, 80), ("b", 2, 90)]
+    names = ("mode", "repeat", "decode_tokens_per_s")
+    rows = [ROW | dict(zip(names, run)) for run in [*runs, ("b", 3, 70)]]
+    rows[0]["first_token_s"] = 9
+    summary = common.summarise(rows, "a").set_index("mode")
+    assert list(summary.index) == ["b", "a"]
+    found = summary.loc["b"]
+    assert [found[f"speedup_{name}"] for name in ("median", "min", "max")] == [2.0, 0.5, 9.0]
+    decoded = [found[f"decode_tokens_per_s_{name}"] for name in ("median", "min", "max")]
+    assert decoded == [55, 20, 90]
+    assert found["first_token_s"] == 1
+    assert found["runs"] == 4 and summary["runs"].dtype == int
+
+
+@pytest.mark.parametrize(
+    "column, values",
+    [
+        ("model", ("x/stories", "y/stories")),
+        ("draft", ("x/stories", "")),
+        ("temperature", (0.8, 0.80001)),
+        ("new_tokens", (100000, 100001)),
+        ("batch_size", (1, 8)),
+        ("dtype", ("float32", "float16")),
+    ],
+)
+def test_settings_are_not_pooled(column, values):
+    pairs = zip(values, (10, 11))
+    rows = [ROW | {column: value, "decode_tokens_per_s": rate} for value, rate in pairs]
+    summary = common.summarise(rows, "a")
+    assert list(summary[column]) == list(values)
+    assert list(summary["speedup_median"]) == [1, 1]
+
+
+def test_a_baseline_of_one_dtype_serves_all():
+    names = ("mode", "dtype", "decode_tokens_per_s")
+    runs = (("a", "int8", 30), ("a", "float32", 10), ("b", "int8", 40))
+    rows = [ROW | dict(zip(names, run)) for run in runs]
+    summary = common.summarise(rows, {"mode": "a", "dtype": "float32"})
+    assert list(summary["speedup_median"]) == [3, 1, 4]
+
+
+def test_what_ran_on_what(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "commit", lambda: "abc")
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    model = tiny(dtype=torch.bfloat16)
+    about = common.describe(".", model, "cpu", "..")
+    assert about["model"] == str(tmp_path / "x")
+    assert about["draft"] == str(tmp_path)
+    assert about["commit"] == "abc"
+    assert about["parameters"] == 61 * 16 + 16 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16
+    assert about["dtype"] == "bfloat16"
+    assert about["device"].startswith("cpu ")
+    assert about["torch"] == torch.__version__
+    assert about["threads"] == torch.get_num_threads()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    assert common.describe("random:gpt2", model, "cuda")["device"] == "GPU"
+
+
+def test_memory_is_what_linux_says(monkeypatch):
+    said = "VmPeak:\t     900 kB\nVmHWM:\t     300 kB\nVmRSS:\t     200 kB\n"
+    monkeypatch.setattr(common.Path, "read_text", lambda self: said)
+    assert common.memory_in_use("cpu") == 300 * 1024
