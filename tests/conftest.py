@@ -2,7 +2,10 @@
 
 import functools
 import gc
+import runpy
 import shutil
+import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -159,6 +162,21 @@ def tiny_checkpoint(tiny, tmp_path):
 
 
 @pytest.fixture
+def clock(monkeypatch):
+    """A clock on which only passes take time: a second for each position that a model computes."""
+    seconds = [0.0]
+    hidden = GPT.hidden
+
+    def timed(self, tokens, *args):
+        seconds[0] += tokens.numel()
+        return hidden(self, tokens, *args)
+
+    monkeypatch.setattr(GPT, "hidden", timed)
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
+    return seconds
+
+
+@pytest.fixture
 def attended(monkeypatch) -> list:
     """To this list each call of torch's attention adds its queries, keys and values."""
     functions = torch.nn.functional
@@ -193,6 +211,20 @@ def run_main(capsys, monkeypatch):
         except SystemExit as exit:
             code = exit.code
         return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def run_file(capsys, monkeypatch):
+    """A function that runs a script as a user does, but in this process: exit code, stdout."""
+
+    def run(file, *args) -> tuple[int, str]:
+        assert (ROOT / file).is_file()
+        monkeypatch.setattr(sys, "argv", [file, *args])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / file), run_name="__main__")
+        return ended.value.code, capsys.readouterr().out
 
     return run
 
