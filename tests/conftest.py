@@ -161,6 +161,14 @@ def tiny_checkpoint(tiny, tmp_path):
     return save_speaking(tiny, tmp_path, eos_token_id=4095)
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tiny, tmp_path_factory):
+    """A model in which each token is an EOS, so a run that does not ignore EOS ends after one."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    save_model(tiny(dtype=torch.float32, block_size=64, eos_token_ids=tuple(range(61))), directory)
+    return directory
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """A clock on which only passes take time: a second for each position that a model computes."""

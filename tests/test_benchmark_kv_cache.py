@@ -1,0 +1,165 @@
+"""Lesson 21: three ways to the same tokens, timed apart; the peer may be missing."""
+
+import pytest
+import torch
+from benches import Bench, near
+
+
+@pytest.fixture
+def bench(request, checkpoint):
+    import benchmark_kv_cache as script
+
+    small = ("--repeats", 2, "--max-new-tokens", 6, 9, "--prompt-tokens", 5)
+    return Bench(request, script, "--model", checkpoint, *small)
+
+
+def test_help_names_the_modes(run_file):
+    code, out = run_file("benchmark_kv_cache.py", "--help")
+    assert code == 0 and "{cache,no cache,transformers}" in " ".join(out.split())
+
+
+def test_a_row_for_each_run_of_each_mode(bench, tmp_path):
+    bench.draws = True
+    rows = bench.rows("--batch-size", 1, 3, 1, "--max-new-tokens", 6, 9, 6)
+    # Batch sizes, lengths, repeats, modes: each value once.
+    assert len(rows) == 2 * 2 * 2 * 3
+    assert list(rows["mode"][:6]) == ["cache", "no cache", "transformers"] * 2  # in turns
+    assert rows["library"].notna().equals(rows["mode"] == "transformers")
+    assert list(rows["repeat"][:6]) == [0, 0, 0, 1, 1, 1]
+    assert list(rows["new_tokens"][:12]) == 6 * [6] + 6 * [9]
+    assert list(rows["batch_size"]) == 12 * [1] + 12 * [3]
+    assert (set(rows["prompt_tokens"]), set(rows["temperature"])) == ({5}, {0})
+    assert rows["draft"].isna().all()
+    assert rows["roofline_share"].notna().equals(rows["mode"] != "no cache")
+    assert list(rows["peak_memory_mb"][:3]) == [1, 2, 3]  # millions of bytes, of each mode
+    summary = bench.summary
+    assert len(summary) == 12
+    assert set(summary[summary["mode"] == "no cache"]["speedup_median"]) == {1}
+    panels = bench.figures[0].axes
+    titles = [panel.get_title().splitlines()[-1] for panel in panels]
+    assert titles == ["float32, batch size 1", "float32, batch size 3"]
+    for panel in panels:
+        assert panel.get_legend_handles_labels()[1] == list(bench.script.MODES)
+    assert (tmp_path / "run.png").stat().st_size > 5000
+
+
+def test_time_is_that_of_the_passes_each_mode_needs(bench, clock, monkeypatch):
+    from transformers import GPT2Model
+
+    forward = GPT2Model.forward
+
+    def timed(self, input_ids, **options):
+        clock[0] += input_ids.numel()
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(GPT2Model, "forward", timed)
+    rows = bench.rows("--batch-size", 3, "--max-new-tokens", 5, "--repeats", 1)
+    by_mode = rows.set_index("mode")
+    assert set(by_mode["first_token_s"]) == {3 * 5}  # each prefills three prompts of 5
+    rates = by_mode["decode_tokens_per_s"]
+    assert rates["cache"] == 1 == rates["transformers"]
+    assert rates["no cache"] == near(4 / (6 + 7 + 8 + 9))
+
+
+def test_half_precision_holds_the_peer_to_our_logits_in_each_row(bench):
+    checked = bench.spy("check_half_precision", of=bench.script.common)
+    rows = bench.rows("--dtype", "bfloat16", "--batch-size", 2, "--max-new-tokens", 6)
+    assert len(rows) == 6
+    assert set(rows["dtype"]) == {"bfloat16"}
+    ((model, tokens, peer),) = checked
+    assert model.dtype == torch.bfloat16
+    assert tokens.shape == (2, 5 + 5)
+    assert peer(torch.zeros(1, 4, dtype=int)).shape == (1, 4, 61)
+    bench.rows("--dtype", "bfloat16", "--modes", "cache")
+    assert checked[-1][2] is None
+
+
+def test_a_peer_without_positions_is_not_timed(bench):
+    def wrong(load, mode, *args):
+        model = load(mode, *args)
+        if mode == "transformers":
+            with torch.no_grad():
+                model.transformer.wpe.weight.zero_()
+        return model
+
+    bench.change("load", wrong)
+    bench.stops("do not make the same tokens")
+    bench.stops("log-probabilities are off", "--dtype", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "dtype, spoil",
+    [
+        ("bfloat16", lambda steps: steps[1:]),
+        ("float32", lambda steps: steps[:-1] + [[60 - token for token in steps[-1]]]),
+    ],
+    ids=["shorter", "another last token"],
+)
+def test_texts_that_differ_at_the_end_are_not_timed(bench, dtype, spoil):
+    def wrong(generate, *args, use_cache):
+        steps = list(generate(*args, use_cache=use_cache))
+        return steps if use_cache else spoil(steps)
+
+    bench.change("generate", wrong)
+    bench.stops("do not make the same tokens", "--modes", "cache", "no cache", "--dtype", dtype)
+
+
+def test_each_run_has_the_same_prompts(bench):
+    found = []
+    for _ in range(2):
+        bench("--modes", "cache", "--batch-size", 2, "--max-new-tokens", 2)
+        found.append(bench.alone[-1][-2])
+    first, second = found
+    assert first == second
+    assert first[0] != first[1]
+    assert [len(prompt) for prompt in first] == [5, 5]
+
+
+def test_memory_is_of_one_run_of_one_mode(bench, monkeypatch):
+    script = bench.script
+    runs = []
+
+    def fake(mode, model, prompts, length, device):
+        runs.append((mode, len(prompts), length))
+        return [[1]] * length, 1, 1
+
+    monkeypatch.setattr(script, "run", fake)
+    bench("--max-new-tokens", 6, "--batch-size", 2)
+    assert [job[1] for job in bench.alone] == [[], [], script.PEER_IMPORTS]
+    runs.clear()
+    monkeypatch.setattr(script, "load", lambda mode, *_: None)
+    for _, _, function, *arguments in bench.alone:
+        function(*arguments)
+    assert runs == [(mode, 2, 6) for mode in script.MODES]
+
+
+def test_without_the_peer_its_rows_are_missing_and_it_says_so(bench):
+    bench.installed(transformers=False)
+    rows = bench.rows(says="transformers is not installed")
+    assert set(rows["mode"]) == {"cache", "no cache"}
+    code, rows, err = bench("--modes", "cache")
+    assert (code, set(rows["mode"])) == (0, {"cache"})
+    assert "not installed" not in err
+    code, _, err = bench("--modes", "transformers")
+    assert code == 2 and "nothing else to run" in err
+
+
+def test_a_model_named_twice_is_timed_once_and_random_ones_need_no_files(
+    bench, checkpoint, monkeypatch, tiny
+):
+    monkeypatch.chdir(checkpoint)
+    small = tiny(dtype=torch.float32, block_size=64)
+    load_model = bench.script.load_model
+
+    def load(name, *args):
+        return small if name == "random:gpt2" else load_model(name, *args)
+
+    monkeypatch.setattr(bench.script, "load_model", load)
+    models = (".", checkpoint, "random:gpt2")
+    rows = bench.rows("--model", *models, "--modes", "cache", "--max-new-tokens", 2)
+    names = [str(checkpoint.resolve()), "random:gpt2"]
+    assert list(rows["model"]) == [name for name in names for _ in range(2)]
+
+
+def test_the_longest_text_that_fits_runs(bench):
+    assert bench("--max-new-tokens", 59, "--modes", "cache")[0] == 0
