@@ -1,0 +1,78 @@
+"""The options of all benchmarks: help that names what there is, and one line for what is wrong."""
+
+import importlib
+
+import pytest
+from benches import save_endless
+
+HELP = {  # script -> words of its help
+    "benchmark_kv_cache.py": ["{cache,no cache,transformers}", "kv_cache_cpu.csv"],
+    "benchmark_speculative.py": ["--gamma", "acceptance", "speculative_cpu.csv"],
+}
+
+
+@pytest.mark.parametrize("script", HELP)
+def test_help_names_what_there_is(run_file, script):
+    code, out = run_file(script, "--help")
+    assert code == 0
+    joined = " ".join(out.split())
+    assert [word for word in HELP[script] if word not in joined] == []
+
+
+REFUSED = {  # script and the options before these -> options, of which the last ones are wrong
+    "benchmark_kv_cache --model MODEL --prompt-tokens 5": {
+        "--max-new-tokens 6 60": "65 tokens do not fit the window",
+        "--max-new-tokens 1": "--max-new-tokens: '1': it must be an integer >= 2",
+        "--max-new-tokens -5": "--max-new-tokens",
+        "--batch-size 0": "--batch-size",
+        "--batch-size 1000000": "--batch-size",
+        "--prompt-tokens 0": "--prompt-tokens",
+        "--model nowhere": "nowhere",
+        "--model random:gpt2 --prompt-tokens 1020 --max-new-tokens 9": "1029 tokens",
+        "--repeats 0": "--repeats: '0': it must be an integer >= 1",
+        "--repeats ²": "--repeats",
+        "--threads 1000000": "from 1 to ",
+        "--threads 0": "from 1",
+        "--dtype int8": "--dtype",
+    },
+    "benchmark_speculative --target MODEL --draft MODEL --prompts 2": {
+        "--gamma 17": "from 1 to 16",
+        "--gamma 0": "from 1 to 16",
+        "--target random:gpt2": "random:gpt2: a random model",
+        "--draft random:gpt2": "random:gpt2: a random model",
+        "--max-new-tokens 9 --gamma 2 4": "--max-new-tokens 9: two passes may make 10",
+        "--max-new-tokens 20 9 --gamma 4 2": "--max-new-tokens 9: two passes may make 10",
+        "--max-new-tokens 1": "--max-new-tokens",
+        "--temperature 0 -1": "temperature is -1",
+        "--temperature nan": "temperature is nan",
+        "--max-new-tokens 12 57": "65 tokens do not fit",
+        "--prompts 7": "from 1 to 6",
+        "--target nowhere": "nowhere",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def models(tiny, tmp_path_factory):
+    model = save_endless(tiny, tmp_path_factory.mktemp("models"))
+    return {"MODEL": str(model)}
+
+
+CASES = [(line, wrong, said) for line, some in REFUSED.items() for wrong, said in some.items()]
+
+
+@pytest.mark.parametrize(
+    "line, wrong, said", CASES, ids=[f"{line.split()[0]} {wrong[:50]}" for line, wrong, _ in CASES]
+)
+def test_what_is_wrong_is_one_line(models, capsys, tmp_path, monkeypatch, line, wrong, said):
+    """And nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    name, *words = line.split()
+    files = ["--device", "cpu", "--output", "run.csv"] if words else []
+    options = [*files, *words, *wrong.split()]
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(name).main([models.get(word, word) for word in options])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert said in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
