@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib.util
 import runpy
 import shutil
 import sys
@@ -102,6 +103,15 @@ def their_rows(theirs, prompts: list[list[int]], max_new_tokens: int, **options)
     options |= {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": 0}
     rows = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
     return rows[:, tokens.shape[1] :].tolist()
+
+
+def module_with(name: str, *parts: str):
+    """A module, and it must have these names: pieces that nothing runs yet."""
+    assert importlib.util.find_spec(name), f"there is no {name}.py"
+    module = importlib.import_module(name)
+    for part in parts:
+        assert hasattr(module, part), f"{name}.py has no {part}"
+    return module
 
 
 def refused(function, *args) -> str:
