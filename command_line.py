@@ -23,7 +23,12 @@ STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 MOST_TEXTS = 2**16
 # Packages of requirements-test.txt that benchmarks import where they need them.
 OPTIONAL = {"matplotlib", "pandas", "tokenizers", "transformers"}
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -70,7 +75,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
     )
-    dtype_help = "of weights and activations"
+    dtype_help = "of weights and activations; int8: weights, and activations in products"
+    dtype_help += "; the rest float32; int8 texts may depend on their batch"
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
 
 
@@ -176,6 +182,8 @@ def pick_device(name: str) -> str:
 def pick_dtype(name: str, device: str) -> torch.dtype:
     """The torch dtype of that name. Raises UserError if the device has no products of it."""
     dtype = DTYPES[name]
+    if dtype == torch.int8:
+        return dtype  # of the weights only: products are computed in float32
     try:
         torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
     except (RuntimeError, TypeError):

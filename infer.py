@@ -51,7 +51,7 @@ def generate(
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
     A greedy row gets the text of its own run, up to rounding; a sampled row depends on its batch,
-    which shares the generator.
+    which shares the generator. With int8 weights rounding may change a text, as int8.py says.
     Raises UserError if there is no prompt, stride is out of range, the cache does not fit in
     memory, or the logits are not finite.
     """

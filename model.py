@@ -15,6 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from errors import UserError
+from int8 import Int8Embedding
 
 # layer, q, k, v -> attended values
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -111,11 +112,13 @@ class Model(nn.Module):
         embedding = self.layer("embedding")
         head = self.layer("head")
         head.weight = embedding.weight
+        if isinstance(embedding, Int8Embedding):
+            head.scale = embedding.scale
         return self
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights and activations."""
+        """The dtype of activations, caches and all weights that are not int8."""
         return next(self.parameters()).dtype
 
     @property

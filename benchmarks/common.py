@@ -22,6 +22,7 @@ from loading.load import load_config, parse_name
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark_results"  # the default directory
+FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
 SETTING = {  # what a summary keeps apart
     "model": "what --model or --target names",
     "draft": "what --draft names",
@@ -101,7 +102,7 @@ def add_options(
     cores = os.cpu_count() or 1
     length = {"type": whole_number(2), "default": lengths, "help": "lengths to time"}
     parser.add_argument("--max-new-tokens", **LIST, **length)
-    dtype = {"choices": DTYPES, "default": ["float32"], "help": "of the weights"}
+    dtype = {"choices": FLOATS, "default": ["float32"], "help": "of the weights"}
     parser.add_argument("--dtype", **LIST, **dtype)
     devices = ("auto", "cuda", "mps", "cpu")
     parser.add_argument("--device", default="auto", choices=devices, help="where to run")
@@ -410,7 +411,8 @@ def roofline_share(
     bandwidth: in bytes a second.
     """
     config = model.config
-    read = [part for part in model.children() if not isinstance(part, torch.nn.Embedding)]
+    # By class name: Int8Embedding is no nn.Embedding.
+    read = [part for part in model.children() if not type(part).__name__.endswith("Embedding")]
     weights = sum(tensor.nbytes for part in read for tensor in part.state_dict().values())
     positions = prompt_tokens + new_tokens / 2  # on average
     numbers = 2 * config.n_layer * config.n_embd * positions  # of a row

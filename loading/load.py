@@ -1,5 +1,6 @@
 """A model from its name: what a name means, which class computes it, how it is loaded and saved."""
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 
 from errors import UserError, memory_for
+from int8 import Int8Embedding, store, with_int8_layers
 from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
 from loading.config import gpt_fields, read_gpt_config
 from model import GPT, GPTConfig, Model
@@ -198,7 +200,7 @@ def load_config(name):
 
 
 def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
-    """Load a model for inference, straight to its dtype and device.
+    """Load a model for inference, straight to its dtype and device; torch.int8: as int8.py has it.
 
     name: what `parse_name` understands: a directory in Hugging Face form, a model of the hub
     (`gpt2`, its sizes, or `org/name`), or `random:` before a name in PRESETS, for that shape with
@@ -224,7 +226,7 @@ def read_blocks(source: Source, model: Model, dtype: torch.dtype, device) -> Ite
     """
     shapes = {key: weight.shape for key, weight in model.named_parameters()}
     if source.kind == "random":
-        return random_tensors(model, shapes, dtype, device)
+        return random_tensors(model, shapes, float_dtype(dtype), device)
     transposed = {key for key in shapes if model.is_transposed(key)}
     return read_tensors(source.weights(), shapes, model.PREFIX, model.UNREAD, transposed)
 
@@ -234,17 +236,25 @@ def fill(
 ) -> Model:
     """Put numbers into an empty model. Returns it.
 
-    blocks: name of a weight, which of its rows, these rows. Raises UserError if memory runs out.
+    blocks: the arguments of `store`, after the first. Raises UserError if memory runs out.
     """
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     with memory_for(f"{source.label}: {size:,} bytes of weights"):
+        if dtype == torch.int8:
+            with_int8_layers(model)
         weights = {}
-        for key, tensor in model.named_parameters():
-            weights[key] = torch.empty(tensor.shape, dtype=dtype, device=device)
-        for name, rows, block in blocks:
-            weights[name][rows] = block
+        for key, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            kind = tensor.dtype if tensor.dtype == torch.int8 else float_dtype(dtype)
+            weights[key] = torch.empty(tensor.shape, dtype=kind, device=device)
+        for block in blocks:
+            store(weights, *block)
     model.load_state_dict(weights, assign=True, strict=False)
     return model.tie_weights().eval()
+
+
+def float_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of all numbers that are not int8."""
+    return torch.float32 if dtype == torch.int8 else dtype
 
 
 def random_tensors(
@@ -260,8 +270,11 @@ def random_tensors(
 def save_model(model: Model, directory) -> None:
     """Write `config.json` and `model.safetensors`, in the weights' dtype; transformers reads them.
 
-    Raises UserError if they cannot be written; then nothing half-written is left.
+    Raises UserError if they cannot be written; then nothing half-written is left. Raises ValueError
+    for weights in int8, which this format does not hold.
     """
+    if isinstance(model.layer("embedding"), Int8Embedding):
+        raise ValueError("a model with int8 weights is not saved; save the one it was made from")
     fields = architecture_of(model.config).fields(model.config)
     fields["dtype"] = str(model.dtype).removeprefix("torch.")
     # Not state_dict: there the head is a second name for the embedding, and would be written twice.
