@@ -4,6 +4,7 @@ Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (230
 Parameters are named as in transformers' Llama, so its files load unchanged.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,11 @@ from model import Linear
 class LlamaConfig:
     """The shape of a Llama; the defaults are those of checkpoints/stories-llama (lesson 30)."""
 
+    head_dim: int = 32
     n_embd: int = 192
     n_inner: int = 512  # the width inside the MLP
     norm_epsilon: float = 1e-6
+    rope_theta: float = 10000.0  # about the positions in which the slowest rotation makes a radian
 
 
 class RMSNorm(nn.Module):
@@ -36,6 +39,53 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         # Its squares are float32: 256 ** 2 is no float16.
         return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.epsilon)
+
+
+PIECE = 64  # positions that a table of rotations grows by
+
+
+class Rotations:
+    """For `rotate`: the cosine and the sine of each position's angles, as far as texts have come.
+
+    Precomputed in pieces of 64 positions, because how a cosine rounds may depend on how many are
+    computed at once. Not a buffer of the model, because loading fills weights only. Not the whole
+    window at once: 131,072 positions of 128 numbers are 134 MB in float32.
+    """
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device):
+        powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.frequencies = 1 / config.rope_theta**powers  # radians a position, of each pair
+        self.cos = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
+        self.sin = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
+
+    def first(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosines and the sines of the first positions, each (length, 1, head_dim)."""
+        if len(self.cos) < length:
+            cosines = [self.cos]
+            sines = [self.sin]
+            for start in range(len(self.cos), max(length, 2 * len(self.cos)), PIECE):
+                positions = torch.arange(start, start + PIECE)
+                angles = positions[:, None, None] * self.frequencies
+                cos = angles.cos()
+                sin = angles.sin()
+                cosines.append(torch.cat([cos, cos], -1).to(self.cos))
+                sines.append(torch.cat([-sin, sin], -1).to(self.sin))
+            self.cos = torch.cat(cosines)
+            self.sin = torch.cat(sines)
+        return self.cos[:length], self.sin[:length]
+
+
+rotations = functools.lru_cache(maxsize=2)(Rotations)  # a target's and its draft's
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions (Su et al. 2021, 2104.09864): turn queries or keys by a position's angles.
+
+    x: (..., heads, head_dim). cos, sin: (..., 1, head_dim). Number i of a head's first half and
+    number i of its second half are the coordinates of one point, as in transformers; Meta's own
+    files have them side by side.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class MLP(nn.Module):
