@@ -20,7 +20,7 @@ class Span(NamedTuple):
 class KVCache:
     """The keys and values of a batch of rows, of any lengths, in one tensor, allocated once.
 
-    storage: (n_layer, 2, batch_size, n_head, max_len, head_dim), in the model's dtype.
+    storage: (n_layer, 2, batch_size, n_kv_head, max_len, head_dim), in the model's dtype.
     max_len: positions in a row; None: block_size. tokens: what each row holds, position 0 first;
     anything after them in the storage is stale. Raises UserError if it does not fit in memory.
     """
@@ -28,7 +28,7 @@ class KVCache:
     def __init__(self, model, batch_size: int = 1, max_len: int | None = None):
         config = model.config
         max_len = config.block_size if max_len is None else max_len
-        shape = (config.n_layer, 2, batch_size, config.n_head, max_len, config.head_dim)
+        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_len, config.head_dim)
         try:
             # Zeros: a masked position has weight 0, but 0 times a NaN in stale memory would be NaN.
             self.storage = torch.zeros(shape, dtype=model.dtype, device=model.device)
@@ -36,7 +36,7 @@ class KVCache:
             size = model.dtype.itemsize
             factors = (
                 f"{batch_size} rows x {config.n_layer} layers x keys and values"
-                f" x {config.n_head} heads x {max_len} positions"
+                f" x {config.n_kv_head} heads x {max_len} positions"
                 f" x {config.head_dim} numbers x {size} bytes"
             )
             count = f"{math.prod(shape) * size:,} bytes"
@@ -134,8 +134,10 @@ class KVCache:
         values.transpose(1, 2)[self.slots] = v
         keys = keys[self.rows]
         values = values[self.rows]
-        q = q.transpose(1, 2)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).transpose(1, 2)
+        q = q.transpose(1, 2)  # with as many heads as keys, or a multiple of that
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=self.mask, enable_gqa=True
+        ).transpose(1, 2)
 
 
 def shared_length(a: list[int], b: list[int]) -> int:

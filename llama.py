@@ -1,7 +1,8 @@
 """Llama's forward pass, written out: what changed in the architecture since GPT-2.
 
-Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971).
-Parameters are named as in transformers' Llama, so its files load unchanged.
+Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
+grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
+its files load unchanged.
 """
 
 import functools
@@ -18,6 +19,8 @@ from model import Linear
 class LlamaConfig:
     """The shape of a Llama; the defaults are those of checkpoints/stories-llama (lesson 30)."""
 
+    n_head: int = 6
+    n_kv_head: int = 2  # heads with keys and values, each for n_head / n_kv_head neighbouring ones
     head_dim: int = 32
     n_embd: int = 192
     n_inner: int = 512  # the width inside the MLP
@@ -86,6 +89,24 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     files have them side by side.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries = config.n_head * config.head_dim
+        keys = config.n_kv_head * config.head_dim
+        self.q_proj = Linear(config.n_embd, queries, bias=False)
+        self.k_proj = Linear(config.n_embd, keys, bias=False)
+        self.v_proj = Linear(config.n_embd, keys, bias=False)
+        self.o_proj = Linear(queries, config.n_embd, bias=False)
+
+    def forward(self, x, cos, sin, attend):
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_head, head_dim)
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_kv_head, head_dim)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        return self.o_proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2))
 
 
 class MLP(nn.Module):

@@ -415,7 +415,7 @@ def roofline_share(
     read = [part for part in model.children() if not type(part).__name__.endswith("Embedding")]
     weights = sum(tensor.nbytes for part in read for tensor in part.state_dict().values())
     positions = prompt_tokens + new_tokens / 2  # on average
-    numbers = 2 * config.n_layer * config.n_embd * positions  # of a row
+    numbers = 2 * config.n_layer * config.n_kv_head * config.head_dim * positions  # of a row
     cache = batch_size * numbers * model.dtype.itemsize
     return (new_tokens - 1) * (weights + cache) / bandwidth / seconds
 

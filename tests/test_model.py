@@ -106,7 +106,7 @@ def test_a_pass_takes_1_to_block_size_tokens(tiny, length):
 
 def test_the_config_is_frozen_and_knows_its_heads():
     config = GPTConfig(n_head=4, n_embd=20)
-    assert config.head_dim == 5
+    assert (config.head_dim, config.n_kv_head) == (5, 4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.n_layer = 1
 
