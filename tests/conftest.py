@@ -1,5 +1,6 @@
 """What the lessons' tests share: tiny models, the embedded one, and the command line."""
 
+import copy
 import functools
 import gc
 import importlib.util
@@ -130,6 +131,23 @@ def is_one_line(result: tuple, *words: str) -> bool:
     code, out, err = result
     said = err.count("\n") == 1 and all(word in err for word in words)
     return (code, out) == (2, "") and said
+
+
+def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
+    """A random Llama (kind) of transformers, in float64, and where it is saved."""
+    import transformers
+
+    small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 24}
+    small |= {"bos_token_id": 0, "eos_token_id": 2}
+    config = getattr(transformers, f"{kind}Config")(**small | shape)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():  # biases too, which a new model has as zeros
+        weight.data.normal_(mean=weight.dim() == 1, std=0.4, generator=generator)
+        weight.data = weight.data.to(saved_as).double()
+    copy.deepcopy(model).to(saved_as).save_pretrained(directory, max_shard_size=shard_size)
+    return model.eval(), directory
 
 
 def pytest_collection_modifyitems(items):
