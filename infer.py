@@ -214,7 +214,7 @@ def pass_logits(
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with a GPT-2.")
+    parser = Parser(description="Generate text with a GPT-2 or a Llama.")
     parser.add_argument(
         "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
     )

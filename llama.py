@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import Linear
+from model import Attend, Linear, Model
 
 
 @dataclass(frozen=True)
@@ -126,3 +126,59 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin, attend):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(Model):
+    ROLES = {
+        "embedding": "embed_tokens",
+        "attn_norm": "layers.*.input_layernorm",
+        "query": "layers.*.self_attn.q_proj",
+        "key": "layers.*.self_attn.k_proj",
+        "value": "layers.*.self_attn.v_proj",
+        "attn_out": "layers.*.self_attn.o_proj",
+        "mlp_norm": "layers.*.post_attention_layernorm",
+        "gate": "layers.*.mlp.gate_proj",
+        "up": "layers.*.mlp.up_proj",
+        "down": "layers.*.mlp.down_proj",
+        "norm": "norm",
+        "head": "lm_head",
+    }
+    PREFIX = "model."
+    UNREAD = ("lm_head.weight", "rotary_emb.inv_freq")  # a tied head, old buffers
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        tokens = torch.empty(config.vocab_size, config.n_embd)
+        self.embed_tokens = nn.Embedding.from_pretrained(tokens, freeze=False)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """What the last block gives at each position, (..., C); arguments as of `GPT.hidden`."""
+        length = int(positions.max()) + 1
+        tables = rotations(self.config, self.dtype, self.device).first(length)
+        cos, sin = (table[positions] for table in tables)
+        x = self.embed_tokens(tokens)
+        for layer, block in enumerate(self.layers):
+            x = block(x, cos, sin, functools.partial(attend, layer))
+        return x
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits for the token after each position: (..., C) to (..., vocab_size)."""
+        return self.lm_head(self.norm(hidden))

@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -32,6 +33,7 @@ class GPTConfig:
     n_embd: int = 768
     eos_token_ids: tuple[int, ...] = (50256,)  # each of them ends a text
     layer_norm_epsilon: float = 1e-5
+    tied_head: ClassVar[bool] = True  # the head's weight is the token embedding's
 
     @property
     def bos_token_id(self) -> int:
@@ -116,12 +118,13 @@ class Model(nn.Module):
         return name.endswith("weight") and self.role(name) in self.TRANSPOSED
 
     def tie_weights(self) -> "Model":
-        """Make the head and the token embedding one parameter."""
-        embedding = self.layer("embedding")
-        head = self.layer("head")
-        head.weight = embedding.weight
-        if isinstance(embedding, Int8Embedding):
-            head.scale = embedding.scale
+        """Make the head and the token embedding one parameter, if they are one in this model."""
+        if self.config.tied_head:
+            embedding = self.layer("embedding")
+            head = self.layer("head")
+            head.weight = embedding.weight
+            if isinstance(embedding, Int8Embedding):
+                head.scale = embedding.scale
         return self
 
     @property

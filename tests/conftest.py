@@ -97,6 +97,33 @@ def in_cache(model, cache, new: list[int]) -> torch.Tensor:
     return model.head(hidden)
 
 
+def load(name, dtype=torch.float64):
+    """A model of any architecture."""
+    return load_model(name, dtype)
+
+
+def difference(ours, theirs) -> float:
+    """The largest between our logits and those of transformers, of a batch of whole windows."""
+    tokens = random_tokens(2 * ours.config.block_size, ours.config.vocab_size)
+    windows = torch.tensor(tokens).view(2, -1)
+    with torch.inference_mode():
+        return (ours(windows) - theirs(windows).logits).abs().max().item()
+
+
+def exact_norm(self, x):
+    """For transformers' RMSNorms, which compute in float32 whatever the weights are."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    """`random_peer` in the directory of this test, with exact norms."""
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
+    return lambda kind, **options: random_peer(kind, tmp_path, **options)
+
+
 def their_rows(theirs, prompts: list[list[int]], max_new_tokens: int, **options) -> list:
     """What transformers writes after prompts of one length, greedy; no token ends a text."""
     theirs.generation_config.eos_token_id = None
@@ -172,6 +199,25 @@ def tiny():
         small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 16}
         model = GPT(GPTConfig(**small | {"eos_token_ids": (eos_token_id,)} | shape)).to(dtype)
         return model.init_weights(std=0.2, generator=torch.Generator().manual_seed(seed)).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_llama():
+    """A function that builds a random Llama, as `tiny` does a GPT-2.
+
+    Two queries share a key, and a head is no fraction of the width.
+    """
+
+    def build(seed=0, dtype=torch.float64, eos_token_id=60, **shape):
+        from llama import Llama, LlamaConfig
+
+        small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_embd": 16, "n_inner": 24}
+        small |= {"n_head": 4, "n_kv_head": 2, "head_dim": 6, "tied_head": False}
+        small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,)}
+        model = Llama(LlamaConfig(**small | shape)).to(dtype)
+        return model.init_weights(std=0.4, generator=torch.Generator().manual_seed(seed)).eval()
 
     return build
 
