@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import importlib.util
+import json
 import runpy
 import shutil
 import sys
@@ -158,6 +159,11 @@ def is_one_line(result: tuple, *words: str) -> bool:
     code, out, err = result
     said = err.count("\n") == 1 and all(word in err for word in words)
     return (code, out) == (2, "") and said
+
+
+def edit_json(file: Path, changes: dict) -> None:
+    """Write a JSON file again, with other values."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
