@@ -8,15 +8,32 @@ import tiktoken
 from errors import UserError
 from loading.checkpoint import read_json
 from loading.load import HUB_NAMES, parse_name
-from loading.tokenizer_checks import PATTERNS, byte_of_character, check_tokenizer
+from loading.tokenizer_checks import PATTERNS, byte_of_character, check_tokenizer, has_template
 
 EOT = "<|endoftext|>"
 
 
 class Encoding(tiktoken.Encoding):
-    """tiktoken's, with an error that a user can put right."""
+    """tiktoken's, whose texts begin with a prefix, such as Llama 3's `<|begin_of_text|>`."""
+
+    def __init__(self, *args, prefix: tuple[int, ...] = (), **arguments):
+        super().__init__(*args, **arguments)
+        self.prefix = prefix
 
     def encode(self, text: str, **special) -> list[int]:
+        """Encode the prefix and a text. A text that begins with the prefix gets no second one.
+
+        Raises UserError as `encode_plain`.
+        """
+        tokens = self.encode_plain(text, **special)
+        prefix = list(self.prefix)
+        return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        # Not tiktoken's own, which panics where its `encode` raises an error.
+        return self.encode_plain(text, disallowed_special=())
+
+    def encode_plain(self, text: str, **special) -> list[int]:
         """Call tiktoken's `encode`. Raises UserError for a million blanks in a row, its limit."""
         try:
             return super().encode(text, **special)
@@ -25,17 +42,13 @@ class Encoding(tiktoken.Encoding):
                 raise
             raise UserError("the text has a million blanks in a row; fewer are supported") from None
 
-    def encode_ordinary(self, text: str) -> list[int]:
-        # Not tiktoken's own, which panics where its `encode` raises an error.
-        return self.encode(text, disallowed_special=())
-
 
 def load_encoding(name, vocab_size: int) -> Encoding:
     """The encoding of a model's text.
 
     `encode(text, allowed_special="all")` takes `<|endoftext|>` in it as the token it is.
 
-    name: as for `load_model`. A directory needs a `tokenizer.json` (byte-level BPE, as GPT-2's);
+    name: as for `load_model`. A directory needs a `tokenizer.json` (GPT-2's or Llama 3's form);
     `gpt2` and its sizes use tiktoken's own; `random:` models speak no language, so their ids from
     256 on print as numbers. vocab_size: the model's; it may be larger than the tokenizer's, as in
     models whose vocabulary is padded to a round number. Raises UserError if it is smaller, or there
@@ -89,6 +102,8 @@ def read_tokenizer_json(file: Path) -> Encoding:
     Raises UserError for other tokenizers.
     """
     raw = read_json(file)
+    raw["pre_tokenizer"] = one_step(raw.get("pre_tokenizer"), "pretokenizers")
+    raw["post_processor"] = one_step(raw.get("post_processor"), "processors")
     check_tokenizer(file, raw)
     vocabulary = raw["model"]["vocab"]
     special = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
@@ -98,9 +113,28 @@ def read_tokenizer_json(file: Path) -> Encoding:
         for token, rank in vocabulary.items()
         if token not in special
     }
+    pattern = raw["pre_tokenizer"].get("pattern", {"Regex": PATTERNS["GPT-2"]})
+    step = raw["post_processor"]
+    first = step["single"][:-1] if has_template(step) else []
     return Encoding(
-        str(file.parent), pat_str=PATTERNS["GPT-2"], mergeable_ranks=ranks, special_tokens=special
+        str(file.parent),
+        pat_str=pattern["Regex"],
+        mergeable_ranks=ranks,
+        special_tokens=special,
+        prefix=tuple(special[piece["SpecialToken"]["id"]] for piece in first),
     )
+
+
+def one_step(part, key: str):
+    """A part of a `tokenizer.json`, in which a Sequence of steps is one step with all their fields.
+
+    key: where a Sequence has its steps. The type of the one names theirs: "Split, ByteLevel".
+    """
+    steps = part.get(key) if isinstance(part, dict) and part.get("type") == "Sequence" else None
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        return part
+    fields = {name: value for step in steps for name, value in step.items()}
+    return fields | {"type": ", ".join(str(step.get("type")) for step in steps)}
 
 
 class TextStream:

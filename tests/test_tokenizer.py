@@ -232,6 +232,7 @@ TEMPLATE = {
         with_changes(post_processor=TEMPLATE),  # as transformers writes it
         added(normalized=True),
         first_normalized("b<c", "<a>b"),
+        with_changes(model__ignore_merges=True),
         tokenizer_json(MERGES, (EOT, "<pad>", "the")),
         # Special tokens first: the ids of bytes and merges begin after theirs.
         with_values(SMALL, {"added_tokens.0.id": 0, "model.vocab": AFTER}),
