@@ -1,6 +1,8 @@
 """Text to token ids and back: one `Encoding`, whichever model it belongs to."""
 
 import codecs
+import unicodedata
+from itertools import groupby
 from pathlib import Path
 
 import tiktoken
@@ -14,23 +16,33 @@ EOT = "<|endoftext|>"
 
 
 class Encoding(tiktoken.Encoding):
-    """tiktoken's, whose texts begin with a prefix, such as Llama 3's `<|begin_of_text|>`."""
+    """tiktoken's, whose texts begin with a prefix, such as Llama 3's `<|begin_of_text|>`.
 
-    def __init__(self, *args, prefix: tuple[int, ...] = (), **arguments):
+    nfc: texts get normal form C first: e and U+0301 become the one letter é. (The tokenizers
+    library knows the characters of Unicode 9, Python those of its newer `unidata_version`.)
+    """
+
+    def __init__(self, *args, prefix: tuple[int, ...] = (), nfc: bool = False, **arguments):
         super().__init__(*args, **arguments)
         self.prefix = prefix
+        self.nfc = nfc
 
     def encode(self, text: str, **special) -> list[int]:
         """Encode the prefix and a text. A text that begins with the prefix gets no second one.
 
         Raises UserError as `encode_plain`.
         """
-        tokens = self.encode_plain(text, **special)
+        if self.nfc and not unicodedata.is_normalized("NFC", text):
+            tokens = self.encode_normalized(text, **special)
+        else:
+            tokens = self.encode_plain(text, **special)
         prefix = list(self.prefix)
         return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
 
     def encode_ordinary(self, text: str) -> list[int]:
         # Not tiktoken's own, which panics where its `encode` raises an error.
+        if self.nfc:
+            text = unicodedata.normalize("NFC", text)
         return self.encode_plain(text, disallowed_special=())
 
     def encode_plain(self, text: str, **special) -> list[int]:
@@ -42,13 +54,21 @@ class Encoding(tiktoken.Encoding):
                 raise
             raise UserError("the text has a million blanks in a row; fewer are supported") from None
 
+    def encode_normalized(self, text: str, **special) -> list[int]:
+        """Added tokens are found in the text as it is; what is between gets its normal form."""
+        tokens = []
+        for added, group in groupby(self.encode_plain(text, **special), self.is_special_token):
+            piece = list(group)
+            tokens += piece if added else self.encode_ordinary(self.decode(piece))
+        return tokens
+
 
 def load_encoding(name, vocab_size: int) -> Encoding:
     """The encoding of a model's text.
 
     `encode(text, allowed_special="all")` takes `<|endoftext|>` in it as the token it is.
 
-    name: as for `load_model`. A directory needs a `tokenizer.json` (GPT-2's or Llama 3's form);
+    name: as for `load_model`. A directory needs a `tokenizer.json` (as GPT-2, Llama 3 or Qwen2);
     `gpt2` and its sizes use tiktoken's own; `random:` models speak no language, so their ids from
     256 on print as numbers. vocab_size: the model's; it may be larger than the tokenizer's, as in
     models whose vocabulary is padded to a round number. Raises UserError if it is smaller, or there
@@ -122,6 +142,7 @@ def read_tokenizer_json(file: Path) -> Encoding:
         mergeable_ranks=ranks,
         special_tokens=special,
         prefix=tuple(special[piece["SpecialToken"]["id"]] for piece in first),
+        nfc=raw.get("normalizer") is not None,
     )
 
 

@@ -12,10 +12,12 @@ PATTERNS = {  # what a text is split by before bytes are merged
     "GPT-2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
     "Llama 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "Qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
 SUPPORTED = {  # of a tokenizer.json: what keeps our ids equal to those of the tokenizers library
-    "normalizer": (None,),
+    "normalizer": (None, {"type": "NFC"}),
     "pre_tokenizer.type": ("ByteLevel", "Split, ByteLevel"),
     "pre_tokenizer.behavior": ("Isolated",),
     "pre_tokenizer.invert": (False,),
@@ -62,7 +64,7 @@ def check_tokenizer(file: Path, raw: dict) -> None:
             f"{file}: the ids are not 0 to {len(ids) - 1}, once each,"
             " those of the added tokens last"
         )
-    check_added(file, added, vocabulary)
+    check_added(file, added, vocabulary, nfc=raw.get("normalizer") is not None)
     tokens = sorted(vocabulary.keys() - special.keys(), key=vocabulary.get)
     check_merges(file, tokens, merges, made, raw["model"].get("ignore_merges"))
     check_prefix(file, raw["post_processor"], special)
@@ -84,9 +86,13 @@ def check_pattern(file: Path, step: dict) -> None:
         )
 
 
-def check_added(file: Path, added: list[dict], vocabulary: dict[str, int]) -> None:
-    """Raise UserError if tiktoken would not find the added tokens where the library finds them."""
+def check_added(file: Path, added: list[dict], vocabulary: dict[str, int], nfc: bool) -> None:
+    """Raise UserError if tiktoken would not find the added tokens where the library finds them.
+
+    nfc: whether texts get a normal form, in which the library looks for normalized tokens.
+    """
     plain = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}
+    plain["normalized"] = (False,) if nfc else (False, True)
     for token in added:
         content = token["content"]
         check_values(f"{file}: added token {content!r}", token, plain)
