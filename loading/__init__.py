@@ -1,1 +1,1 @@
-"""Reads what is on disk: configurations, weights and tokenizers."""
+"""Reads what is on disk: configurations, weights, tokenizers and chat templates."""
