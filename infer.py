@@ -15,8 +15,11 @@ from command_line import (
     STORIES,
     Output,
     Parser,
+    add_chat_options,
     add_options,
     add_sampling_options,
+    check_chat_options,
+    encode_messages,
     load_models,
     pick_device,
     pick_seed,
@@ -25,6 +28,7 @@ from command_line import (
     sampling_params,
 )
 from errors import UserError, check_limits
+from loading.chat import Chat
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model, causal_attention
@@ -229,6 +233,7 @@ def main(argv=None) -> None:
     )
     add_options(parser)
     add_sampling_options(parser)
+    add_chat_options(parser)
     run_script(parser, run, argv)
 
 
@@ -238,15 +243,21 @@ def run(args) -> None:
     Raises UserError for bad input.
     """
     check_beam_options(args)
+    check_chat_options(args)
     params = sampling_params(args)
     prompts = read_prompts(args)
     source = parse_name(args.model)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
+    chat = Chat(source) if args.chat else None
     (model,) = load_models([source], args, device)
     generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
-    tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
+    if chat:
+        tokens = encode_messages(args, prompts, encoding, chat)
+        prompts = [""] * len(prompts)  # the reply alone is shown
+    else:
+        tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
     output = Output(prompts, encoding, skip, seed if params.temperature else None)
     if args.num_beams is not None:

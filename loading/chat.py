@@ -1,15 +1,62 @@
-"""The chat template in a model's own checkpoint."""
+"""Messages to token ids, by the chat template in the model's own checkpoint."""
 
+import contextlib
 import json
 from datetime import datetime
 from pathlib import Path
 
+import tiktoken
+
 from errors import UserError
 from loading.checkpoint import read_json
-from loading.load import Source
+from loading.load import Source, parse_name
 
 # Special tokens that tokenizer_config.json may name, each as NAME_token. A template may use them.
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+class Chat:
+    """A chat template: a program that writes messages as the one text a model was trained on.
+
+    It is stored with the weights. name: as for `load_model`. Raises UserError if that model has no
+    template, or one that is broken.
+    """
+
+    def __init__(self, name):
+        source = parse_name(name)
+        found = None if source.kind == "random" else read_template(source)
+        if found is None:
+            files = "chat_template.jinja nor a default chat_template in tokenizer_config.json"
+            raise UserError(
+                f"{source.label}: this model was not made for chat: it has neither {files}"
+            )
+        self.file, self.text, self.tokens = found
+        with self.failing():
+            self.template = environment().from_string(self.text)
+
+    @contextlib.contextmanager
+    def failing(self):
+        """Raise what fails in the template as a UserError."""
+        try:
+            yield
+        except Exception as error:  # a program fails in any way
+            reason = str(error) or type(error).__name__
+            raise UserError(f"{self.file}: chat template: {reason}") from None
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The text of a conversation up to where the reply begins.
+
+        It equals transformers' `apply_chat_template`. messages: each {"role": "system", "user"
+        or "assistant", "content": its text}, oldest first. Raises UserError if the template refuses
+        them.
+        """
+        given = self.tokens | {"messages": messages, "tools": None, "documents": None}
+        with self.failing():
+            return self.template.render(given, add_generation_prompt=True)
+
+    def encode(self, messages: list[dict[str, str]], encoding: tiktoken.Encoding) -> list[int]:
+        """The ids of that text."""
+        return encoding.encode(self.render(messages), allowed_special="all")
 
 
 def read_template(source: Source) -> tuple[Path, str, dict[str, str]] | None:

@@ -30,7 +30,7 @@ class Encoding(tiktoken.Encoding):
     def encode(self, text: str, **special) -> list[int]:
         """Encode the prefix and a text. A text that begins with the prefix gets no second one.
 
-        Raises UserError as `encode_plain`.
+        Such a text comes from a chat template. Raises UserError as `encode_plain`.
         """
         if self.nfc and not unicodedata.is_normalized("NFC", text):
             tokens = self.encode_normalized(text, **special)

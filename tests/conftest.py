@@ -342,3 +342,61 @@ def cli(run_main):
     import infer
 
     return functools.partial(run_main, infer.main)
+
+
+@pytest.fixture(scope="session")
+def chat_base(tiny, tmp_path_factory):
+    """A directory with a random model and a tokenizer with control tokens, and no template."""
+    from chats import save_base
+
+    directory = tmp_path_factory.mktemp("chat_base")
+    save_base(tiny, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def chat_encoding(chat_base):
+    """Its encoding."""
+    from loading.tokenizer import load_encoding
+
+    return load_encoding(chat_base, 4104)
+
+
+@pytest.fixture(scope="session")
+def write_chat(chat_base, tmp_path_factory):
+    """A function that makes a model's directory with a template: as `write_template`."""
+    from chats import write_template
+
+    def write(template, as_file=False, **config):
+        directory = tmp_path_factory.mktemp("chat")
+        shutil.copytree(chat_base, directory, dirs_exist_ok=True)
+        write_template(directory, template, as_file, **config)
+        return directory
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def chat_pair(write_chat):
+    """A function that gives a template as ours, and the tokenizer of transformers."""
+    made = {}
+
+    def load(template):
+        from transformers import PreTrainedTokenizerFast
+
+        from loading.chat import Chat
+
+        if template not in made:
+            directory = write_chat(template)
+            made[template] = Chat(directory), PreTrainedTokenizerFast.from_pretrained(directory)
+        return made[template]
+
+    return load
+
+
+@pytest.fixture
+def given_prompts(monkeypatch) -> list:
+    """To this list each call of `generate` by the command line adds its prompts."""
+    import infer
+
+    return record(monkeypatch, infer, "generate", lambda model, prompts, *_: prompts)

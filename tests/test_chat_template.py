@@ -1,0 +1,152 @@
+"""Lesson 34: chat templates against transformers', and each way to break one."""
+
+import pytest
+from chats import AS_OBJECT, CHATML, CONTROL, HEADERS, LINES, conversation, replies, shown, theirs
+from conftest import is_one_line, refused
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+PARTS = [*"<|>[]/ \n\tab\u00e9\u4f60\U0001f642\U0010fffd"]
+PARTS += ["Once", " upon", "im_end", "  ", "INST", "e\u0301"]
+harmless = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
+chats = st.lists(harmless, min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("template", [CHATML, HEADERS, LINES], ids=["chatml", "headers", "lines"])
+@settings(max_examples=25)
+@given(contents=chats, system=st.none() | harmless)
+def test_ids_and_text_equal_transformers(chat_pair, chat_encoding, template, contents, system):
+    assume(not any(token in text for token in CONTROL for text in [*contents, system or ""]))
+    ours, tokenizer = chat_pair(template)
+    messages = conversation(*contents, system=system)
+    before = theirs(tokenizer, messages, tokenize=False), theirs(tokenizer, messages)
+    made = ours.render(messages), ours.encode(messages, chat_encoding)
+    after = theirs(tokenizer, messages, tokenize=False), theirs(tokenizer, messages)
+    assert made in (before, after)  # it may be midnight
+    assert b"".join(chat_encoding.decode_tokens_bytes(made[1])).decode() == made[0]
+    assert messages == conversation(*contents, system=system)
+
+
+NAMED = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}"}]
+
+
+@pytest.mark.parametrize(
+    "template, as_file, config",
+    [
+        ("{{ bos_token }}file\n", True, {"chat_template": "{{ bos_token }}string"}),
+        ("{{ bos_token }}string\n", False, {}),
+        (NAMED, False, {}),
+        ("{{ bos_token }}-{{ sep_token }}-{{ image_token }}", False, {"sep_token": None}),
+        ("{{ eos_token is defined }}", False, {"bos_token": AS_OBJECT, "eos_token": None}),
+    ],
+)
+def test_a_template_is_read_where_transformers_reads_it(write_chat, template, as_file, config):
+    from transformers import PreTrainedTokenizerFast
+
+    from loading.chat import Chat
+
+    directory = write_chat(template, as_file, **config)
+    messages = conversation("x")
+    expected = theirs(PreTrainedTokenizerFast.from_pretrained(directory), messages, tokenize=False)
+    assert Chat(directory).render(messages) == expected
+
+
+def test_a_file_alone_is_a_template(write_chat):
+    from loading.chat import Chat
+
+    directory = write_chat("{{ bos_token }}caf\u00e9", as_file=True)
+    (directory / "tokenizer_config.json").unlink()
+    assert Chat(directory).render([]) == "caf\u00e9"
+
+
+NOT_FOR_CHAT = (
+    "this model was not made for chat: it has neither chat_template.jinja nor a default"
+    " chat_template in tokenizer_config.json"
+)
+BROKEN = {
+    "{{ 'x' }": "chat template: unexpected '}'",
+    "{% for m in messages %}": "chat template: Unexpected end of template.",
+    "{{ 'x' | shout }}": "chat template: No filter named 'shout'",
+    "{% generation %}": "chat template: Encountered unknown tag 'generation'",
+    "{{ shout('x') }}": "chat template: 'shout' is undefined",
+    "{{ messages[7].content }}": "chat template: list object has no element 7",
+    "{{ 'x' + 1 }}": "chat template: can only concatenate str",
+    "{{ 1 / 0 }}": "chat template: division by zero",
+    "{{ raise_exception('roles must\nalternate') }}": "chat template: roles must alternate",
+    "{{ raise_exception('') }}": "chat template: ValueError",
+    "{{ ''.__class__.__mro__ }}": "access to attribute '__class__' of 'str' object is unsafe.",
+    "{{ messages.append('x') }}": "access to attribute 'append' of 'list' object is unsafe.",
+    "{{ raise_exception('\x1b[2J') }}": "chat template: \\x1b[2J",
+    "{{ range(10 ** 9) | list }}": "chat template: Range too big.",
+    "{% include 'config.json' %}": "chat template: no loader for this environment specified",
+}
+
+
+@pytest.mark.parametrize("template, words", BROKEN.items(), ids=map(str, range(len(BROKEN))))
+def test_a_broken_template_is_one_line(cli, write_chat, template, words):
+    directory = write_chat(template)
+    result = cli("--model", directory, "--chat", "--prompt", "x")
+    assert is_one_line(result, words, str(directory))
+    assert "{" not in result[2]  # the text of a template may be long
+
+
+@pytest.mark.parametrize(
+    "named",
+    [None, 7, [], [{"name": "tool_use", "template": "x"}], ["default"], [{"name": "default"}]],
+)
+def test_models_that_were_not_made_for_chat_are_one_line(cli, chat_base, write_chat, named):
+    for name in (write_chat(named), chat_base, "random:gpt2"):
+        assert is_one_line(cli("--model", name, "--chat", "--prompt", "x"), NOT_FOR_CHAT)
+
+
+def test_files_that_cannot_be_read_are_one_line(cli, write_chat):
+    directory = write_chat("x", as_file=True)
+    (directory / "chat_template.jinja").write_bytes(b"caf\xe9")
+    result = cli("--model", directory, "--chat", "--prompt", "x")
+    assert is_one_line(result, "chat_template.jinja: not UTF-8 text")
+    (directory / "tokenizer_config.json").write_text("[]")
+    result = cli("--model", directory, "--chat", "--prompt", "x")
+    assert is_one_line(result, "tokenizer_config.json: not a JSON object")
+
+
+def test_still_a_template_that_cannot_be_read_is_not_a_missing_one(tmp_path):
+    from loading.chat import read_text
+
+    assert refused(read_text, tmp_path) == f"{tmp_path}: Is a directory"
+
+
+def test_an_empty_message_is_one(cli, chat_pair, write_chat, given_prompts):
+    assert (
+        cli("--model", write_chat(CHATML), "--chat", "--prompt", "", "--max-new-tokens", 1)[0] == 0
+    )
+    assert given_prompts == [[theirs(chat_pair(CHATML)[1], conversation(""))]]
+
+
+def test_several_messages_samples_and_beams(cli, chat_pair, write_chat, given_prompts, tmp_path):
+    directory = write_chat(CHATML)
+    tokenizer = chat_pair(CHATML)[1]
+    messages = tmp_path / "messages.txt"
+    messages.write_text("One\nTwo\n")
+    args = ("--model", directory, "--chat", "--prompt-file", messages, "--max-new-tokens", 8)
+    sampled = ("--num-samples", 2, "--temperature", 1e-6, "--seed", 5)
+    code, out, _ = cli(*args, *sampled, "--system", "Be brief.")
+    asked = [conversation(text, system="Be brief.") for text in ("One", "One", "Two", "Two")]
+    prompts = [theirs(tokenizer, messages) for messages in asked]
+    assert given_prompts == [prompts]
+    assert (code, out) == (0, shown(replies(directory, prompts, max_new_tokens=8)))
+    code, out, err = cli(*args, "--num-beams", 1)
+    prompts = [theirs(tokenizer, conversation(text)) for text in ("One", "Two")]
+    assert (code, out) == (0, shown(replies(directory, prompts, max_new_tokens=8)))
+    assert err.count("\nscore ") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--system", "x"], "--system is for --chat only"),
+        (["--chat", "--system", "caf\udce9", "--prompt", "x"], r"'caf\udce9': not UTF-8 text"),
+        (["--chat", "--num-samples", 0], "--num-samples 0: it must be an integer >= 1"),
+    ],
+)
+def test_bad_options_are_one_line(cli, arguments, words):
+    assert is_one_line(cli(*arguments), words)
