@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -55,8 +56,58 @@ class Chat:
             return self.template.render(given, add_generation_prompt=True)
 
     def encode(self, messages: list[dict[str, str]], encoding: tiktoken.Encoding) -> list[int]:
-        """The ids of that text."""
-        return encoding.encode(self.render(messages), allowed_special="all")
+        """The ids of that text, in which no text of a user or a system message is a control token.
+
+        An added token in a message would let its author speak in any role. So in messages
+        stand-ins, used nowhere else, take the place of the characters that added tokens begin and
+        end with: whatever the template cuts out and joins, none begins or ends in a message.
+
+        Replies stay as they are, because templates look for the end of a reasoning in them.
+        Therefore all is written a second time, with stand-ins in all messages for all characters of
+        added tokens. If it has other control tokens, a message added some, and this text counts. (A
+        reply's token can still count if the template leaves out one of its own for it.) A template
+        that escapes a message meets the stand-ins.
+        """
+        # None begins with another, as tokenizer_checks.py says.
+        control = encoding.special_tokens_set
+        contents = [message["content"] for message in messages]
+        used = set().union(self.text, *self.tokens.values(), *control, *contents)
+        hide = stand_ins(set().union(*control), used)
+        edges = {ord(token[end]) for token in control for end in (0, -1)}
+        hide_edges = {code: hide[code] for code in edges}
+        partly = [
+            message if message["role"] == "assistant" else translated(message, hide_edges)
+            for message in messages
+        ]
+        fully = [translated(message, hide) for message in messages]
+        pieces = split_at(control, self.render(partly))
+        checked = split_at(control, self.render(fully))
+        if pieces[1::2] != checked[1::2]:
+            pieces = checked
+        show = {stand_in: code for code, stand_in in hide.items()}
+        ids = []
+        for index, piece in enumerate(pieces):
+            if index % 2:
+                ids.append(encoding.encode_single_token(piece))
+            else:
+                ids += encoding.encode_ordinary(piece.translate(show))
+        return ids
+
+
+def stand_ins(characters: set[str], used: set[str]) -> dict[int, int]:
+    """For each character, by its code, the code of one that is not used, the last ones first."""
+    unused = (code for code in range(0x10FFFD, 0, -1) if chr(code) not in used)
+    return {ord(character): next(unused) for character in characters}
+
+
+def translated(message: dict[str, str], table: dict[int, int]) -> dict[str, str]:
+    """A copy of a message with other characters in its content."""
+    return message | {"content": message["content"].translate(table)}
+
+
+def split_at(tokens: set[str], text: str) -> list[str]:
+    """A text in pieces: text, token, text, ..., text."""
+    return re.split(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})", text)
 
 
 def read_template(source: Source) -> tuple[Path, str, dict[str, str]] | None:

@@ -99,6 +99,10 @@ def theirs(tokenizer, messages, **options):
     )
 
 
+def control_ids(ids):
+    return [token for token in ids if token >= 4095]
+
+
 def replies(directory, prompts, **params):
     """The texts that follow prompts, with the EOS that ends them left out."""
     model = load_model(directory)
