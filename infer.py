@@ -32,14 +32,14 @@ from loading.chat import Chat
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model, causal_attention
-from sampling import NOT_FINITE, SamplingParams, penalize, sample
+from sampling import NOT_FINITE, SamplingParams, choose, params_of_each
 
 
 @torch.inference_mode()
 def generate(
     model: Model,
     prompts: list[list[int]],
-    params: SamplingParams,
+    params: SamplingParams | list[SamplingParams],
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     stride: int | None = None,
@@ -47,43 +47,47 @@ def generate(
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, of any lengths; an empty one is the BOS token.
-    generator: of the random numbers, on the model's device; torch's global one if None.
+    params: for all prompts, or one for each. generator: of the random numbers, on the model's
+    device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all again.
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
     half of block_size.
     The batch is static: a finished row is computed until the last one ends.
-    Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
-    None after that.
+    Yields, at most the largest `max_new_tokens` times, the next token of each prompt, EOS included,
+    and None after its last one.
     A greedy row gets the text of its own run, up to rounding; a sampled row depends on its batch,
     which shares the generator. With int8 weights rounding may change a text, as int8.py says.
     Raises UserError if there is no prompt, stride is out of range, the cache does not fit in
-    memory, or the logits are not finite.
+    memory, or the logits are not finite; ValueError if params are not as many as prompts.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
         raise UserError("at least one prompt is needed")
     prompt_lengths = [len(sequence) for sequence in sequences]
+    each = params_of_each(params, len(sequences))
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
-    longest = max(prompt_lengths) + params.max_new_tokens - 1  # the last token is not passed
+    lengths = [
+        length + row_params.max_new_tokens for length, row_params in zip(prompt_lengths, each)
+    ]
+    # The last token is not passed, but a prompt is, also for a row that wants no token.
+    longest = max(max(prompt_lengths), max(lengths) - 1)
     cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
-    finished = [False] * len(sequences)
-    for _ in range(params.max_new_tokens):
+    finished = [row_params.max_new_tokens == 0 for row_params in each]
+    while not all(finished):
         starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
         windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
         logits = next_logits(model, windows, cache)[:, 0]
-        logits = penalize(logits, params, sequences, prompt_lengths)
-        next_tokens = sample(logits, params, generator).tolist()
+        next_tokens = choose(logits, each, sequences, prompt_lengths, generator)
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, token in enumerate(step):
             # Only a token that was generated ends a text: a prompt may well end in EOS.
-            if token in model.config.eos_token_ids and not params.ignore_eos:
+            is_eos = token in model.config.eos_token_ids and not each[row].ignore_eos
+            if is_eos or len(sequences[row]) + 1 == lengths[row]:
                 finished[row] = True
             if not finished[row]:  # a finished row computes one position again, and none reads it
                 sequences[row].append(token)
-        if all(finished):
-            return
 
 
 BEAM_LIMITS = {  # argument of beam_search: its type, which values are valid, how to say that

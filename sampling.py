@@ -1,6 +1,7 @@
 """From logits to tokens: parameters of a text, penalties, filters and draws."""
 
 import dataclasses
+import operator
 import sys
 from collections import Counter
 
@@ -46,6 +47,76 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
 )
+
+
+def params_of_each(
+    params: SamplingParams | list[SamplingParams], count: int
+) -> list[SamplingParams]:
+    """The params of each of `count` prompts. Raises ValueError for a list of another length."""
+    each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(each) != count:
+        raise ValueError(f"{len(each)} params for {count} prompts")
+    return each
+
+
+# What rows must have in common to be penalised together, and to be drawn together.
+PENALTIES = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
+DRAW = operator.attrgetter("temperature", "top_k", "top_p")
+
+
+def choose(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    texts: list[list[int]],
+    prompt_lengths: list[int],
+    generator: torch.Generator | None = None,
+) -> list[int]:
+    """The next token of each text, by parameters of its own. logits: (B, vocab_size).
+
+    prompt_lengths: how many tokens of each text are its prompt, which penalties tell from output.
+    generator: of the random numbers.
+    """
+    logits = penalize_each(logits, params, texts, prompt_lengths)
+    groups = {}  # rows that are chosen together
+    for row, own in enumerate(params):
+        groups.setdefault(DRAW(own), []).append(row)
+    chosen = [0] * len(params)
+    for rows in groups.values():
+        part = rows_of(logits, rows)
+        tokens = sample(part, params[rows[0]], generator).tolist()
+        if len(groups) == 1:
+            return tokens
+        for row, token in zip(rows, tokens):
+            chosen[row] = token
+    return chosen
+
+
+def rows_of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """These rows in a tensor of their own, or the same one if they are all there are."""
+    return logits if len(rows) == len(logits) else logits[rows]
+
+
+def penalize_each(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    texts: list[list[int]],
+    prompt_lengths: list[int],
+) -> torch.Tensor:
+    """Penalise each row by parameters of its own; see `penalize`.
+
+    Returns new logits, or the same ones if no penalty is on.
+    """
+    groups = {}
+    for row, own in enumerate(params):
+        groups.setdefault(PENALTIES(own), []).append(row)
+    if len(groups) == 1:
+        return penalize(logits, params[0], texts, prompt_lengths)
+    result = torch.empty_like(logits)
+    for rows in groups.values():
+        group_texts = [texts[row] for row in rows]
+        group_lengths = [prompt_lengths[row] for row in rows]
+        result[rows] = penalize(logits[rows], params[rows[0]], group_texts, group_lengths)
+    return result
 
 
 def penalize(
