@@ -25,6 +25,7 @@ from command_line import (
     read_prompts,
     run_script,
     sampling_params,
+    with_seeds,
     write_texts,
 )
 from errors import UserError, check_limits
@@ -47,16 +48,17 @@ def generate(
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, of any lengths; an empty one is the BOS token.
-    params: for all prompts, or one for each. generator: of the random numbers, on the model's
-    device; torch's global one if None.
+    params: for all prompts, or one for each. generator: of the random numbers for rows without a
+    seed, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all again.
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
     half of block_size.
     The batch is static: a finished row is computed until the last one ends.
     Yields, at most the largest `max_new_tokens` times, the next token of each prompt, EOS included,
     and None after its last one.
-    A greedy row gets the text of its own run, up to rounding; a sampled row depends on its batch,
-    which shares the generator. With int8 weights rounding may change a text, as int8.py says.
+    Greedy or with a seed, a row has the text of its own run, up to rounding; without a seed it
+    depends on its batch, which shares the generator. With int8 weights rounding may change a text,
+    as int8.py says.
     Raises UserError if there is no prompt, stride is out of range, the cache does not fit in
     memory, or the logits are not finite; ValueError if params are not as many as prompts.
     """
@@ -255,7 +257,6 @@ def run(args) -> None:
     seed = pick_seed(args.seed)
     chat = Chat(source) if args.chat else None
     (model,) = load_models([source], args, device)
-    generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
 
@@ -265,7 +266,8 @@ def run(args) -> None:
             print_beams(args, model, tokens, output)
             return output.texts
         with output:
-            for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
+            each = with_seeds(params, seed, len(tokens))
+            for step in generate(model, tokens, each, None, not args.no_cache, args.stride):
                 for row, token in enumerate(step):
                     if token is not None:
                         output.add(row, token)

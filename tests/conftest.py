@@ -273,6 +273,14 @@ def attended(monkeypatch) -> list:
     return record(monkeypatch, functions, "scaled_dot_product_attention", lambda *args: args[:3])
 
 
+@pytest.fixture
+def torch_numbers(monkeypatch) -> list:
+    """To this list each making of random numbers in torch adds how many there were."""
+    import sampling
+
+    return record(monkeypatch, sampling, "exponential", lambda bits: bits.numel())
+
+
 ENCODINGS = {}  # what was read from a tokenizer.json of these bytes
 
 
