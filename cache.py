@@ -12,7 +12,7 @@ from errors import UserError
 class Span(NamedTuple):
     """The positions of one text that a pass computes."""
 
-    row: int  # of the cache, where the text's other positions are
+    pages: list[int]  # of the text's cache, from position 0 on
     start: int  # the first position that is computed
     tokens: list[int]  # at start, start + 1, ...
 
@@ -70,7 +70,7 @@ class KVCache:
     def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:
         """What a pass computes that appends new tokens to these rows, None for all.
 
-        Raises ValueError, before anything changes, if they do not fit.
+        A row is one page. Raises ValueError, before anything changes, if they do not fit.
         """
         rows = list(range(len(self.tokens))) if rows is None else rows
         starts = [len(self.tokens[row]) for row in rows]
@@ -81,7 +81,7 @@ class KVCache:
             rule = "each row may be there once, with at least one token"
             raise ValueError(f"rows are {rows}, new tokens {new}; {rule}")
         self.planned = list(zip(rows, new))
-        return [Span(row, start, tokens) for row, start, tokens in zip(rows, starts, new)]
+        return [Span([row], start, tokens) for row, start, tokens in zip(rows, starts, new)]
 
     def arrange(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Plan a pass: its tokens, (B, T), their positions, and where each span ends in them.
@@ -91,7 +91,7 @@ class KVCache:
         for rows in step, and an end is a place in the flattened tokens.
         """
         new = [span.tokens for span in spans]
-        rows = [span.row for span in spans]
+        rows = [span.pages[0] for span in spans]
         starts = [span.start for span in spans]
         everything = list(range(len(self.tokens)))
         stops = [start + len(tokens) for start, tokens in zip(starts, new)]

@@ -208,11 +208,9 @@ def pass_logits(
     """
     if cache is not None:
         spans = cache.spans(new, rows)
-        tokens, positions, ends = cache.arrange(spans)
-        x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
+        logits = model.runner.logits(model, cache, spans, [keep] * len(new))
         cache.record()
-        last = torch.tensor(ends)[:, None] + torch.arange(-keep, 0)  # (B, keep)
-        return model.head(x[last]).float()
+        return logits.view(len(new), keep, -1)
     lengths = [len(tokens) for tokens in new]
     T = max(lengths)
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from cache import Span
 from errors import UserError
 from int8 import Int8Embedding
 
@@ -86,6 +87,25 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class TorchRunner:
+    """Computes with torch.
+
+    The model comes with each call, so that a runner keeps none alive.
+    """
+
+    def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
+        """The logits at the last keep[i] positions of span i, from one pass over all of them.
+
+        Their shape is (sum of keep, vocab_size), and they are float32.
+        """
+        tokens, positions, ends = cache.arrange(spans)
+        x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
+        rows = [row for end, count in zip(ends, keep) for row in range(end - count, end)]
+        if rows != list(range(len(x))):  # in most steps each span is one token
+            x = x[rows]
+        return model.head(x).float()
+
+
 class Model(nn.Module):
     """What all architectures share: a pass over whole texts, tied weights, their initialisation.
 
@@ -95,6 +115,7 @@ class Model(nn.Module):
     (in, out). UNREAD: endings of names of tensors that some of them have and nothing reads.
     """
 
+    runner = TorchRunner()  # what computes its passes with a cache
     ROLES: dict[str, str]
     PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()
