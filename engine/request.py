@@ -1,7 +1,10 @@
-"""A request for a text."""
+"""A text that the engine writes, and what a step did to it."""
 
-from dataclasses import dataclass, field
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from errors import UserError
 from sampling import SamplingParams
 
 
@@ -39,3 +42,27 @@ class Request:
     def lacking(self) -> list[int]:
         """What is not computed of the window."""
         return self.tokens[self.start + self.computed :]
+
+
+class Event(NamedTuple):
+    """What a step did to a request."""
+
+    request: Request
+    tokens: list[int]  # new ones, EOS included
+    finish_reason: str | None  # of the request, if this is its last event
+
+
+def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
+    """A request to continue a prompt: token ids, of which none means the BOS token.
+
+    Draws without a seed get a random one. Raises UserError for an id that the model does not have.
+    """
+    tokens = list(prompt) or [config.bos_token_id]
+    size = config.vocab_size
+    wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
+    if wrong:
+        allowed = f"ids of this model are integers from 0 to {size - 1}"
+        raise UserError(f"the prompt has the id {wrong[0]!r}; {allowed}")
+    if params.seed is None:
+        params = replace(params, seed=secrets.randbits(64))
+    return Request(tokens, len(tokens), params)

@@ -3,10 +3,16 @@
 from collections import deque
 from typing import NamedTuple
 
-from cache import window_start
+from cache import Span, window_start
 from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
+
+LIMITS = {  # argument of an engine: its type, which values are valid, how to say that
+    "max_rows": (int, lambda value: value >= 1, "an integer >= 1"),
+    "num_pages": (int, lambda value: value >= 1, "an integer >= 1"),
+    "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
+}
 
 
 class Work(NamedTuple):
@@ -14,6 +20,11 @@ class Work(NamedTuple):
 
     request: Request
     tokens: list[int]
+
+    @property
+    def span(self) -> Span:
+        """Where they stand in the cache."""
+        return Span(self.request.pages, self.request.computed, self.tokens)
 
 
 class Scheduler:

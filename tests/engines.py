@@ -1,12 +1,14 @@
-"""The text that `generate` writes for one prompt."""
+"""Engines for tests: how they are run, the texts that they must write, and their pages."""
 
 import functools
+
+from conftest import random_tokens
 
 from sampling import SamplingParams
 
 
 def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
-    """The tokens that `generate` writes for one prompt.
+    """The tokens that `generate` writes for one prompt, which every engine must write.
 
     fields: those of the params, if none are given.
     """
@@ -19,6 +21,141 @@ def remembered(model, prompt: tuple, params, stride) -> list[int]:
     from infer import generate
 
     return [token for (token,) in generate(model, [list(prompt)], params, stride=stride)]
+
+
+def own_texts(model, prompts, params, stride=None) -> list[list[int]]:
+    """`alone` for each prompt. params: for all of them, or one for each."""
+    from sampling import params_of_each
+
+    each = params_of_each(params, len(prompts))
+    return [alone(model, *pair, stride) for pair in zip(prompts, each, strict=True)]
+
+
+def check_texts(model, requests, stride=None) -> None:
+    """Requests have the texts of their own runs; one that ended early has a beginning of it."""
+    for request in requests:
+        text = alone(model, request.tokens[: request.prompt_length], request.params, stride)
+        early = request.finish_reason == "abort"
+        assert request.output == (text[: len(request.output)] if early else text)
+
+
+def greedy(count: int, **fields) -> SamplingParams:
+    return SamplingParams(count, ignore_eos=True, **fields)
+
+
+def request_params(count: int, **fields) -> list[SamplingParams]:
+    """Parameters for `count` requests, each with a seed of its own."""
+    return [SamplingParams(ignore_eos=True, seed=100 + row, **fields) for row in range(count)]
+
+
+def make_engine(model, prompts, params, **options) -> tuple:
+    """An engine that checks each pass, and its requests. params: for all, or one for each.
+
+    Its attribute `passes` has how many tokens each span of each pass had.
+    """
+    from engine.engine import Engine
+    from sampling import params_of_each
+
+    engine = Engine(model, **options)
+    engine.passes = check_passes(engine.cache, model.config.block_size)
+    each = params_of_each(params, len(prompts))
+    return engine, [engine.add(*pair) for pair in zip(prompts, each, strict=True)]
+
+
+def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
+    """An engine with greedy requests for random prompts of these lengths."""
+    prompts = [random_tokens(length, seed=row) for row, length in enumerate(lengths)]
+    params = request_params(len(prompts), max_new_tokens=max_new_tokens)
+    return make_engine(model, prompts, params, **options)
+
+
+def check_passes(cache, block_size: int = 16) -> list[list[int]]:
+    """From now on, check that passes stay in the pages of their texts and write no place twice.
+
+    Returns a list to which each pass adds one: how many tokens each of its spans has.
+    """
+    arrange = cache.arrange
+    num_pages, _, page_size = cache.storage.shape[2:5]
+    passes = []
+
+    def checked(spans):
+        slots = []
+        for span in spans:
+            end = span.start + len(span.tokens)
+            assert 0 <= span.start < end <= min(block_size, len(span.pages) * page_size)
+            assert all(0 <= page < num_pages for page in span.pages)
+            for position in range(span.start, end):
+                slots.append((span.pages[position // page_size], position % page_size))
+        assert len(set(slots)) == len(slots)
+        passes.append([len(span.tokens) for span in spans])
+        return arrange(spans)
+
+    cache.arrange = checked
+    return passes
+
+
+def check_pages(engine) -> None:
+    """Each page is free or one text's, and no text holds a page too many or too few."""
+    scheduler = engine.scheduler
+    pool = scheduler.pool
+    held = [page for request in scheduler.running for page in request.pages]
+    assert sorted([*held, *pool.returned]) == list(range(pool.begun))
+    assert pool.available + len(held) == pool.num_pages
+    for request in scheduler.running:
+        assert len(request.pages) == pool.count(scheduler.longest(request))
+    assert not any(request.pages or request.computed for request in scheduler.waiting)
+
+
+def step(engine) -> list:
+    """The events of one step, after which all pages are where they belong."""
+    events = engine.step()
+    for event in events:
+        assert event.finish_reason == event.request.finish_reason
+        assert event.request.pages == [] or not event.finish_reason
+    check_pages(engine)
+    return events
+
+
+def finish(engine) -> list[list]:
+    """The events of all steps that are left; all pages are free then."""
+    steps = []
+    while engine.busy:
+        steps.append(step(engine))
+        assert len(steps) < 2000, "requests that never end"
+    assert engine.scheduler.pool.available == engine.scheduler.pool.num_pages
+    return steps
+
+
+def events_of(engine) -> list:
+    """All events of all steps that are left."""
+    return [event for events in finish(engine) for event in events]
+
+
+def outputs_of(engine, prompts, params) -> list[list[int]]:
+    """What an engine writes for these prompts. params: for all of them, or one for each."""
+    from sampling import params_of_each
+
+    requests = [engine.add(*pair) for pair in zip(prompts, params_of_each(params, len(prompts)))]
+    events_of(engine)
+    return [request.output for request in requests]
+
+
+def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
+    """At most `count` steps: positions computed, and the letters of those that get a token.
+
+    A stands for the first of the requests.
+    """
+    steps = []
+    while engine.busy and len(steps) < count:
+        before = engine.positions
+        got = "".join("ABCDEFGH"[requests.index(event.request)] for event in step(engine))
+        steps.append((engine.positions - before, got))
+    return steps
+
+
+def letters(engine, requests, count=2000) -> list[str]:
+    """The letters of `count` steps."""
+    return [got for _, got in lettered(engine, requests, count)]
 
 
 def poison(model, token: int):

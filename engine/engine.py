@@ -1,0 +1,108 @@
+"""The engine: requests in, events out."""
+
+import torch
+
+from cache import check_stride
+from engine.cache import PagedCache
+from engine.pages import PagePool, page_count
+from engine.request import Event, Request, make_request
+from engine.scheduler import LIMITS, Scheduler, Work
+from errors import check_limits
+from model import Model
+from sampling import SamplingParams, choose
+
+
+class Engine:
+    """Writes many texts together, each the one that `generate` writes, up to rounding.
+
+    With int8 weights rounding may change a text, as int8.py says.
+    max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
+    page_size positions; None: enough for max_rows whole windows. stride: as in `generate`.
+    Only one thread at a time may use it. Raises UserError for a value out of range, or if the cache
+    does not fit in memory.
+    After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative
+    models".
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        max_rows: int = 32,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        stride: int | None = None,
+    ):
+        check_limits(LIMITS, max_rows=max_rows, page_size=page_size)
+        block_size = model.config.block_size
+        if num_pages is None:
+            num_pages = max_rows * page_count(block_size, page_size)
+        check_limits(LIMITS, num_pages=num_pages)
+        self.model = model
+        self.cache = PagedCache(model, num_pages, page_size)
+        pool = PagePool(num_pages, page_size)
+        stride = check_stride(stride, block_size)
+        self.scheduler = Scheduler(pool, max_rows, block_size, stride)
+        self.steps = 0  # so far
+        self.positions = 0  # computed so far
+
+    def add(self, prompt: list[int], params: SamplingParams) -> Request:
+        """Queue a text: token ids, of which none means the BOS token.
+
+        Draws without a seed get a random one. A request for no new tokens is over at once, without
+        an event.
+        Raises UserError for an id out of range, and if the text can never fit into the cache.
+        """
+        request = make_request(prompt, params, self.model.config)
+        self.scheduler.add(request)
+        return request
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def abort(self, request: Request) -> None:
+        """End a request now; it has no further event.
+
+        Raises ValueError if it is over, or of another engine.
+        """
+        self.scheduler.finish(request, "abort")
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """One pass: an event for each request, with the token that it got.
+
+        An exception loses the events of this step, but no text is wrong: the next one goes on.
+        """
+        works = self.scheduler.schedule()
+        if not works:
+            return []
+        tokens = self.compute(works)
+        return [self.update(work, token) for work, token in zip(works, tokens)]
+
+    def compute(self, works: list[Work]) -> list[int]:
+        """Run one pass over these works and choose."""
+        spans = [work.span for work in works]
+        keep = [1] * len(works)
+        runner = self.model.runner
+        logits = runner.logits(self.model, self.cache, spans, keep)  # (works, vocab_size)
+        self.steps += 1
+        self.positions += sum(len(work.tokens) for work in works)
+        requests = [work.request for work in works]
+        params = [request.params for request in requests]
+        texts = [request.tokens for request in requests]
+        lengths = [request.prompt_length for request in requests]
+        return choose(logits, params, texts, lengths)
+
+    def update(self, work: Work, token: int) -> Event:
+        """Add to a text the token that follows it."""
+        request = work.request
+        self.scheduler.advance(work, token)
+        reason = None
+        if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+            reason = "stop"
+        elif len(request.output) == request.params.max_new_tokens:
+            reason = "length"
+        if reason:
+            self.scheduler.finish(request, reason)
+        return Event(request, [token], reason)
