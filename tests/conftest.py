@@ -414,3 +414,11 @@ def given_prompts(monkeypatch) -> list:
     import infer
 
     return record(monkeypatch, infer, "generate", lambda model, prompts, *_: prompts)
+
+
+@pytest.fixture
+def engine_cli(run_main):
+    """A function that runs `infer_engine.py` with these arguments, as `run_main`."""
+    import infer_engine
+
+    return functools.partial(run_main, infer_engine.main)

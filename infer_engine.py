@@ -1,0 +1,89 @@
+"""Generate texts with the engine: python infer_engine.py --prompt "One day" --prompt "Tom"."""
+
+import sys
+
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
+from command_line import (
+    STORIES,
+    Output,
+    Parser,
+    add_chat_options,
+    add_options,
+    add_sampling_options,
+    check_chat_options,
+    pick_device,
+    pick_seed,
+    read_prompts,
+    run_script,
+    sampling_params,
+    with_seeds,
+    write_texts,
+)
+from engine.engine import Engine
+from engine.options import add_engine_options, load_engine
+from loading.chat import Chat
+from loading.load import parse_name
+from loading.tokenizer import load_encoding
+from sampling import SamplingParams
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Generate texts that join a running batch as others leave it.")
+    parser.add_argument(
+        "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
+    )
+    add_engine_options(parser)
+    add_options(parser)
+    add_sampling_options(parser)
+    add_chat_options(parser)
+    run_script(parser, run, argv)
+
+
+def run(args) -> None:
+    """Do what the command line asks for: text to stdout, statistics to stderr.
+
+    Raises UserError for bad input.
+    """
+    check_chat_options(args)
+    params = sampling_params(args)
+    prompts = read_prompts(args)
+    source = parse_name(args.model)
+    device = pick_device(args.device)
+    seed = pick_seed(args.seed)
+    chat = Chat(source) if args.chat else None
+    engine = load_engine(args, source, device)
+    encoding = load_encoding(source, engine.model.config.vocab_size)
+    skip = () if params.ignore_eos else engine.model.config.eos_token_ids
+
+    def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
+        output = Output(shown, encoding, skip, seed if params.temperature else None)
+        run_engine(engine, tokens, with_seeds(params, seed, len(tokens)), output)
+        return output.texts
+
+    room = engine.model.config.block_size - params.max_new_tokens
+    write_texts(args, prompts, encoding, chat, room, write)
+
+
+def run_engine(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], output: Output
+) -> None:
+    """Write the texts of these prompts."""
+    total = ", in all" if engine.steps else ""  # it has written replies before this one
+    with output:
+        requests = [engine.add(*request) for request in zip(prompts, params)]
+        rows = {request: row for row, request in enumerate(requests)}
+        while engine.busy:
+            events = engine.step()
+            for event in events:
+                row = rows[event.request]
+                for token in event.tokens:
+                    output.add(row, token)
+            output.end_step()
+    computed = f"{engine.steps} steps, {engine.positions} positions computed"
+    print(f"{computed}{total}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
