@@ -23,6 +23,7 @@ from command_line import (
 )
 from engine.engine import Engine
 from engine.options import add_engine_options, load_engine
+from errors import UserError
 from loading.chat import Chat
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
@@ -69,8 +70,12 @@ def run(args) -> None:
 def run_engine(
     engine: Engine, prompts: list[list[int]], params: list[SamplingParams], output: Output
 ) -> None:
-    """Write the texts of these prompts."""
+    """Write the texts of these prompts.
+
+    Raises UserError for those that failed, after all others are written.
+    """
     total = ", in all" if engine.steps else ""  # it has written replies before this one
+    errors = []
     with output:
         requests = [engine.add(*request) for request in zip(prompts, params)]
         rows = {request: row for row, request in enumerate(requests)}
@@ -80,9 +85,16 @@ def run_engine(
                 row = rows[event.request]
                 for token in event.tokens:
                     output.add(row, token)
-            output.end_step()
+                if event.error:
+                    errors.append(f"text {row + 1}: {event.error}")
+            if any(event.tokens for event in events):
+                output.end_step()
+        if errors and not output.count:  # there is nothing to show but what went wrong
+            raise UserError("; ".join(errors))
     computed = f"{engine.steps} steps, {engine.positions} positions computed"
     print(f"{computed}{total}", file=sys.stderr)
+    if errors:
+        raise UserError("; ".join(errors))
 
 
 if __name__ == "__main__":

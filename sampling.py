@@ -70,6 +70,18 @@ PENALTIES = operator.attrgetter("presence_penalty", "frequency_penalty", "repeti
 DRAW = operator.attrgetter("temperature", "top_k", "top_p")
 
 
+def finite_rows(logits: torch.Tensor) -> list[bool]:
+    """Which rows of logits (B, vocab_size) are finite.
+
+    The others are set to 0: something can be chosen there, which is not to be used.
+    """
+    finite = logits.abs().amax(dim=-1).isfinite()  # NaN in a row is its amax
+    rows = finite.tolist()
+    if not all(rows):  # hardly ever, and a mask takes a while
+        logits[~finite] = 0
+    return rows
+
+
 def choose(
     logits: torch.Tensor,
     params: list[SamplingParams],

@@ -7,9 +7,9 @@ from engine.cache import PagedCache
 from engine.pages import PagePool, page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, Scheduler, Work
-from errors import check_limits
+from errors import UserError, check_limits, memory_for
 from model import Model
-from sampling import SamplingParams, choose
+from sampling import NOT_FINITE, SamplingParams, choose, finite_rows
 
 
 class Engine:
@@ -70,31 +70,45 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """One pass: an event for each request, with the token that it got.
+        """One pass: an event for each request that got a token, or that failed.
 
-        An exception loses the events of this step, but no text is wrong: the next one goes on.
+        A pass without memory ends its requests; logits that are not finite end theirs alone.
+        Waiting ones go on. Any other exception, such as KeyboardInterrupt, leaves `step`: its
+        events are lost, but no text is wrong, and the next step goes on from there.
         """
         works = self.scheduler.schedule()
         if not works:
             return []
-        tokens = self.compute(works)
-        return [self.update(work, token) for work, token in zip(works, tokens)]
+        try:
+            with memory_for("the texts of this step"):
+                choices = self.compute(works)
+        except UserError as error:
+            return [self.fail(work.request, str(error)) for work in works]
+        return [self.update(work, choice) for work, choice in zip(works, choices)]
 
-    def compute(self, works: list[Work]) -> list[int]:
-        """Run one pass over these works and choose."""
+    def compute(self, works: list[Work]) -> list[int | None]:
+        """Run one pass over these works and choose; None where logits are not finite."""
         spans = [work.span for work in works]
         keep = [1] * len(works)
         runner = self.model.runner
         logits = runner.logits(self.model, self.cache, spans, keep)  # (works, vocab_size)
         self.steps += 1
         self.positions += sum(len(work.tokens) for work in works)
+        finite = finite_rows(logits)
         requests = [work.request for work in works]
         params = [request.params for request in requests]
         texts = [request.tokens for request in requests]
         lengths = [request.prompt_length for request in requests]
-        return choose(logits, params, texts, lengths)
+        tokens = choose(logits, params, texts, lengths)
+        return [token if good else None for token, good in zip(tokens, finite)]
 
-    def update(self, work: Work, token: int) -> Event:
+    def update(self, work: Work, choice: int | None) -> Event:
+        """Give a request what was chosen for its work; None ends it."""
+        if choice is None:
+            return self.fail(work.request, NOT_FINITE)
+        return self.extend(work, choice)
+
+    def extend(self, work: Work, token: int) -> Event:
         """Add to a text the token that follows it."""
         request = work.request
         self.scheduler.advance(work, token)
@@ -106,3 +120,8 @@ class Engine:
         if reason:
             self.scheduler.finish(request, reason)
         return Event(request, [token], reason)
+
+    def fail(self, request: Request, error: str) -> Event:
+        """End a request that could not be computed."""
+        self.scheduler.finish(request, "error")
+        return Event(request, [], "error", error)

@@ -50,6 +50,7 @@ class Event(NamedTuple):
     request: Request
     tokens: list[int]  # new ones, EOS included
     finish_reason: str | None  # of the request, if this is its last event
+    error: str | None = None  # what went wrong, if that is "error"
 
 
 def make_request(prompt: list[int], params: SamplingParams, config) -> Request:

@@ -1,5 +1,6 @@
 """Engines for tests: how they are run, the texts that they must write, and their pages."""
 
+import contextlib
 import functools
 
 from conftest import random_tokens
@@ -35,7 +36,7 @@ def check_texts(model, requests, stride=None) -> None:
     """Requests have the texts of their own runs; one that ended early has a beginning of it."""
     for request in requests:
         text = alone(model, request.tokens[: request.prompt_length], request.params, stride)
-        early = request.finish_reason == "abort"
+        early = request.finish_reason in ("abort", "error")
         assert request.output == (text[: len(request.output)] if early else text)
 
 
@@ -136,7 +137,7 @@ def outputs_of(engine, prompts, params) -> list[list[int]]:
     from sampling import params_of_each
 
     requests = [engine.add(*pair) for pair in zip(prompts, params_of_each(params, len(prompts)))]
-    events_of(engine)
+    assert not any(event.error for event in events_of(engine))
     return [request.output for request in requests]
 
 
@@ -156,6 +157,22 @@ def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
 def letters(engine, requests, count=2000) -> list[str]:
     """The letters of `count` steps."""
     return [got for _, got in lettered(engine, requests, count)]
+
+
+@contextlib.contextmanager
+def failing(model, error=None):
+    """Each pass fails when its keys and values are written; with no error its logits are NaN."""
+
+    def fail(module, args, out):
+        if error is not None:
+            raise error
+        return out * float("nan")
+
+    hook = model.lm_head.register_forward_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def poison(model, token: int):

@@ -1,0 +1,193 @@
+"""A text that cannot be computed ends alone; the others go on."""
+
+import math
+
+import pytest
+import torch
+from conftest import random_tokens
+from engines import (
+    check_texts,
+    events_of,
+    failing,
+    finish,
+    greedy,
+    make_engine,
+    outputs_of,
+    own_texts,
+    poison,
+    step,
+)
+
+from loading.load import save_model
+
+NAN = "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
+LINE = "\n" + "-" * 40 + "\n"
+BAD = 60  # a token that `poison` makes NaN, and that no text has by chance
+
+
+def sampled(count: int, seed: int = 1):
+    return greedy(count, temperature=1.0, seed=seed)
+
+
+def numbered(model, counts, **options) -> tuple:
+    """An engine with greedy requests. counts: the tokens of each."""
+    prompts = [[row + 1] for row in range(len(counts))]
+    return make_engine(model, prompts, [greedy(count) for count in counts], **options)
+
+
+def raise_once(model, error: BaseException, after: int) -> None:
+    """A later pass fails in its second layer: the first one has written its keys and values."""
+    passes = []
+
+    def hook(module, args):
+        passes.append(None)
+        if len(passes) == after + 1:
+            raise error
+
+    model.h[1].register_forward_pre_hook(hook)
+
+
+def test_nan_ends_its_own_text_only(build):
+    """Neither its mates nor the next text in its row see it, which see as many positions."""
+    prompts = [random_tokens(10, 20), random_tokens(8, 20, seed=1), [1], [2, 3]]
+    params = [sampled(20), sampled(20, 2), sampled(9, 3), sampled(9, 4)]
+    texts = own_texts(build(seed=8), prompts, params)
+    others = {token for row in (0, 2, 3) for token in prompts[row] + texts[row]} | set(prompts[1])
+    cut, token = next((cut, token) for cut, token in enumerate(texts[1]) if token not in others)
+    # So the first text attends to more positions than the next one, in the step after.
+    assert cut < 5
+    engine, added = make_engine(poison(build(seed=8), token), prompts, params, max_rows=2)
+    events = [event for event in events_of(engine) if event.request is added[1]]
+    assert [event.tokens for event in events] == [[token] for token in texts[1][: cut + 1]] + [[]]
+    assert [event.error for event in events] == [None] * (cut + 1) + [NAN]
+    assert events[-1].finish_reason == "error" and added[1].output == texts[1][: cut + 1]
+    for row in (0, 2, 3):
+        assert (added[row].output, added[row].finish_reason) == (texts[row], "length")
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+def test_infinite_logits_are_an_error_too(tiny, bad, monkeypatch):
+    engine, _ = numbered(tiny(), [2, 2])
+    logits = torch.tensor([[0.0] * 61, [0.0] * 60 + [bad]])
+    monkeypatch.setattr(engine.model, "head", lambda x: logits)
+    assert [event.error for event in engine.step()] == [None, NAN]
+
+
+@pytest.mark.parametrize(
+    "error, after", [(RuntimeError("CUDA out of memory"), 0), (MemoryError(), 2)], ids=repr
+)
+def test_a_pass_without_memory_ends_its_requests_and_the_waiting_ones_go_on(tiny, error, after):
+    model = tiny()
+    raise_once(model, error, after)
+    engine, requests = numbered(model, [5] * 5, max_rows=2)
+    for _ in range(after):
+        engine.step()
+    events = step(engine)
+    assert [event.request for event in events] == requests[:2]
+    for event in events:
+        assert event.tokens == [] and event.finish_reason == "error"
+        assert event.error == "the texts of this step do not fit in memory"
+    finish(engine)
+    check_texts(tiny(), requests)
+    assert [len(request.output) for request in requests] == [after, after, 5, 5, 5]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
+def test_still_nothing_is_left_of_what_a_failed_pass_wrote(tiny, error):
+    """It may be NaN, which a mask does not hide. An interrupted request is aborted."""
+    model = poison(tiny(), 13)
+    engine, requests = make_engine(model, [[13] * 14] * 2, greedy(3), max_rows=2)
+    with failing(model, error):
+        if isinstance(error, KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+            for request in requests:
+                engine.abort(request)
+        else:
+            assert [event.finish_reason for event in step(engine)] == ["error"] * 2
+    prompts = [[1], [5] * 12]
+    assert outputs_of(engine, prompts, greedy(4)) == own_texts(tiny(), prompts, greedy(4))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+def test_nan_in_a_page_does_not_reach_the_next_text_that_gets_it(build, page_size):
+    model = poison(build(seed=1), BAD)
+    options = {"page_size": page_size, "num_pages": -(-16 // page_size)}
+    prompt = [*random_tokens(4, BAD), BAD, *random_tokens(9, BAD)]
+    engine, _ = make_engine(model, [prompt], greedy(3), **options)
+    (event,) = step(engine)
+    assert event.finish_reason == "error"
+    request = engine.add(random_tokens(1, BAD, seed=3), greedy(15))
+    # It gets each page, and sees the end of one before it has written there.
+    finish(engine)
+    assert request.finish_reason == "length"
+    check_texts(model, [request])
+
+
+# The command line
+
+PROMPTS = [
+    "Once upon a time",
+    "A dog",
+    "Tom and Lily went to the park to play with a big red ball",
+    "One",
+    "The sun",
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS))
+    return path
+
+
+@pytest.fixture
+def broken(tiny, tiny_checkpoint):
+    """A model in which a text of more than 12 tokens is NaN."""
+    model = tiny(dtype=torch.float32, vocab_size=4096, block_size=64, eos_token_id=4095)
+    model.wpe.weight.data[12] = math.nan
+    save_model(model, tiny_checkpoint)
+    return tiny_checkpoint
+
+
+def test_a_text_that_fails_is_said_after_the_others_are_written(cli, engine_cli, broken, file):
+    args = ("--model", broken, "--prompt-file", file, "--max-new-tokens", 5)
+    code, out, err = engine_cli(*args, "--max-rows", 2)
+    assert code == 2 and err.endswith(f": error: text 3: {NAN}\n") and err.count("\n") == 3
+    texts = out.removesuffix("\n").split(LINE)
+    for row, prompt in enumerate(PROMPTS):
+        assert row == 2 or texts[row] + "\n" == cli(*args[:2], "--prompt", prompt, *args[4:])[1]
+    assert texts[2] == PROMPTS[2] and len(texts) == 5
+    assert cli(*args)[:2] == (2, "")  # without the engine, it ends all of them
+
+
+def test_where_every_text_fails_the_error_is_all_that_is_said(engine_cli, broken):
+    long = "A dog and a cat and a bird and a fish and a frog"
+    code, out, err = engine_cli("--model", broken, "--prompt", long, "--prompt", long)
+    assert (code, out) == (2, "")
+    assert err.endswith(f": error: text 1: {NAN}; text 2: {NAN}\n") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("CUDA error: out of memory\nCompile with more.\n")]
+)
+def test_a_pass_that_fails_is_one_line(cli, engine_cli, tiny_checkpoint, monkeypatch, error):
+    from engine.cache import PagedCache
+
+    arrange = PagedCache.arrange
+    passes = []
+
+    def fail_once(*args):
+        passes.append(None)
+        if len(passes) == 3:
+            raise error
+        return arrange(*args)
+
+    monkeypatch.setattr(PagedCache, "arrange", fail_once)
+    args = ("--model", tiny_checkpoint, "--max-new-tokens", 4, "--prompt", "Two")
+    code, out, err = engine_cli("--prompt", "One", *args, "--max-rows", 1)
+    first, second = out.removesuffix("\n").split(LINE)
+    assert code == 2 and err.count("\n") == 3
+    assert err.endswith(": error: text 1: the texts of this step do not fit in memory\n")
+    assert second + "\n" == cli(*args)[1] and first.startswith("One") and len(passes) == 7
