@@ -92,7 +92,8 @@ def run_engine(
         if errors and not output.count:  # there is nothing to show but what went wrong
             raise UserError("; ".join(errors))
     computed = f"{engine.steps} steps, {engine.positions} positions computed"
-    print(f"{computed}{total}", file=sys.stderr)
+    preemptions = f"{engine.scheduler.preemptions} preemptions"
+    print(f"{computed}, {preemptions}{total}", file=sys.stderr)
     if errors:
         raise UserError("; ".join(errors))
 
