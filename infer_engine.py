@@ -91,7 +91,8 @@ def run_engine(
                 output.end_step()
         if errors and not output.count:  # there is nothing to show but what went wrong
             raise UserError("; ".join(errors))
-    computed = f"{engine.steps} steps, {engine.positions} positions computed"
+    shared = engine.scheduler.shared
+    computed = f"{engine.steps} steps, {engine.positions} positions computed, {shared} shared"
     preemptions = f"{engine.scheduler.preemptions} preemptions"
     print(f"{computed}, {preemptions}{total}", file=sys.stderr)
     if errors:

@@ -15,6 +15,7 @@ class Request:
     tokens: list[int]  # the prompt, then what was generated
     prompt_length: int
     params: SamplingParams
+    salt: str = ""  # it shares pages with requests of the same salt only
     finish_reason: str | None = None  # "stop", "length", "abort" or "error", once it is over
     start: int = 0  # the window on its text begins here
     # How many positions of the window have their keys and values in the cache;
@@ -22,6 +23,7 @@ class Request:
     computed: int = 0
     # Where they are, page after page; elsewhere called the block table.
     pages: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of its published pages
 
     @property
     def output(self) -> list[int]:

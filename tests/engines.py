@@ -1,5 +1,6 @@
 """Engines for tests: how they are run, the texts that they must write, and their pages."""
 
+import collections
 import contextlib
 import functools
 
@@ -96,13 +97,17 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
 
 
 def check_pages(engine) -> None:
-    """Each page is free or one text's, and no text holds a page too many or too few."""
+    """Each page is free or counts its holders, and no text holds a page too many or too few."""
     scheduler = engine.scheduler
     pool = scheduler.pool
-    held = [page for request in scheduler.running for page in request.pages]
+    held = collections.Counter(page for request in scheduler.running for page in request.pages)
+    assert pool.holders == held
     assert sorted([*held, *pool.returned]) == list(range(pool.begun))
     assert pool.available + len(held) == pool.num_pages
+    assert pool.digest_of == {page: digest for digest, page in pool.published.items()}
+    assert len(pool.digest_of) == len(pool.published)
     for request in scheduler.running:
+        assert len(set(request.pages)) == len(request.pages)
         assert pool.count(request.computed) <= len(request.pages) <= pool.count(request.length)
     assert not any(request.pages or request.computed for request in scheduler.waiting)
 
