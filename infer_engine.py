@@ -87,6 +87,7 @@ def run_engine(
                     output.add(row, token)
                 if event.error:
                     errors.append(f"text {row + 1}: {event.error}")
+            # Not after a chunk: it would count as the first token.
             if any(event.tokens for event in events):
                 output.end_step()
         if errors and not output.count:  # there is nothing to show but what went wrong

@@ -17,7 +17,8 @@ class Engine:
 
     With int8 weights rounding may change a text, as int8.py says.
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
-    page_size positions; None: enough for max_rows whole windows. stride: as in `generate`.
+    page_size positions; None: enough for max_rows whole windows. budget: tokens in one step, at
+    most. stride: as in `generate`.
     Only one thread at a time may use it. Raises UserError for a value out of range, or if the cache
     does not fit in memory.
     After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative
@@ -30,9 +31,10 @@ class Engine:
         max_rows: int = 32,
         num_pages: int | None = None,
         page_size: int = 16,
+        budget: int = 512,
         stride: int | None = None,
     ):
-        check_limits(LIMITS, max_rows=max_rows, page_size=page_size)
+        check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget)
         block_size = model.config.block_size
         if num_pages is None:
             num_pages = max_rows * page_count(block_size, page_size)
@@ -41,7 +43,7 @@ class Engine:
         self.cache = PagedCache(model, num_pages, page_size)
         pool = PagePool(num_pages, page_size)
         stride = check_stride(stride, block_size)
-        self.scheduler = Scheduler(pool, max_rows, block_size, stride)
+        self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride)
         self.steps = 0  # so far
         self.positions = 0  # computed so far
 
@@ -90,7 +92,8 @@ class Engine:
                 choices = self.compute(works)
         except UserError as error:
             return [self.fail(work.request, str(error)) for work in works]
-        return [self.update(work, choice) for work, choice in zip(works, choices)]
+        events = [self.update(work, choice) for work, choice in zip(works, choices)]
+        return [event for event in events if event]  # a chunk has none
 
     def compute(self, works: list[Work]) -> list[int | None]:
         """Run one pass over these works and choose; None where logits are not finite."""
@@ -108,16 +111,22 @@ class Engine:
         tokens = choose(logits, params, texts, lengths)
         return [token if good else None for token, good in zip(tokens, finite)]
 
-    def update(self, work: Work, choice: int | None) -> Event:
-        """Give a request what was chosen for its work; None ends it."""
+    def update(self, work: Work, choice: int | None) -> Event | None:
+        """Give a request what was chosen for its work; a chunk has no event.
+
+        None ends the request, also in a chunk: the pages that it wrote would be shared.
+        """
         if choice is None:
             return self.fail(work.request, NOT_FINITE)
-        return self.extend(work, choice)
+        if work.complete:
+            return self.extend(work, choice)
+        self.scheduler.advance(work, [])
+        return None
 
     def extend(self, work: Work, token: int) -> Event:
         """Add to a text the token that follows it."""
         request = work.request
-        self.scheduler.advance(work, token)
+        self.scheduler.advance(work, [token])
         reason = None
         if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
             reason = "stop"

@@ -14,6 +14,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--num-pages", type=int, help="pages in the cache; max-rows windows if not given"
     )
     parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
+    parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
 
 
 def load_engine(args, source: Source, device: str) -> Engine:
@@ -24,5 +25,6 @@ def load_engine(args, source: Source, device: str) -> Engine:
         max_rows=args.max_rows,
         num_pages=args.num_pages,
         page_size=args.page_size,
+        budget=args.budget,
         stride=args.stride,
     )

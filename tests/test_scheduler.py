@@ -15,8 +15,8 @@ def build(max_rows: int = 4, pages: int | None = None):
     from engine.pages import PagePool
     from engine.scheduler import Scheduler
 
-    pool = PagePool(pages or max_rows * 4, 2)  # room for all rows, if not said otherwise
-    scheduler = Scheduler(pool, max_rows, BLOCK_SIZE, STRIDE)
+    pool = PagePool(pages or max_rows * 4, 2)  # room for all rows, and a budget
+    scheduler = Scheduler(pool, max_rows, 1000, BLOCK_SIZE, STRIDE)
     scheduler.held = {}  # of each request, the tokens whose keys and values would be in the cache
     return scheduler
 
@@ -27,7 +27,7 @@ def place(request) -> set[int]:
 
 
 def advance(scheduler, work, token: int) -> None:
-    scheduler.advance(work, token)
+    scheduler.advance(work, [token])
 
 
 def add(scheduler, *prompts: list[int], max_new_tokens: int = 6) -> list:
