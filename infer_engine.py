@@ -22,7 +22,7 @@ from command_line import (
     write_texts,
 )
 from engine.engine import Engine
-from engine.options import add_engine_options, load_engine
+from engine.options import add_engine_options, check_engine_options, load_engine
 from errors import UserError
 from loading.chat import Chat
 from loading.load import parse_name
@@ -48,6 +48,7 @@ def run(args) -> None:
     Raises UserError for bad input.
     """
     check_chat_options(args)
+    check_engine_options(args)
     params = sampling_params(args)
     prompts = read_prompts(args)
     source = parse_name(args.model)
@@ -95,7 +96,8 @@ def run_engine(
     shared = engine.scheduler.shared
     computed = f"{engine.steps} steps, {engine.positions} positions computed, {shared} shared"
     preemptions = f"{engine.scheduler.preemptions} preemptions"
-    print(f"{computed}, {preemptions}{total}", file=sys.stderr)
+    drafts = f", {engine.accepted} of {engine.drafted} drafts accepted" if engine.drafter else ""
+    print(f"{computed}, {preemptions}{drafts}{total}", file=sys.stderr)
     if errors:
         raise UserError("; ".join(errors))
 

@@ -1,13 +1,16 @@
 """The engine: requests in, events out."""
 
+import itertools
+
 import torch
 
-from cache import check_stride
+from cache import check_stride, shared_length
 from engine.cache import PagedCache
+from engine.drafter import LookupDrafter
 from engine.pages import PagePool, page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, Scheduler, Work
-from errors import UserError, check_limits, memory_for
+from errors import UserError, check_limits, means_no_memory, memory_for
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, choose, finite_rows
 
@@ -19,6 +22,7 @@ class Engine:
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
     page_size positions; None: enough for max_rows whole windows. budget: tokens in one step, at
     most. stride: as in `generate`.
+    drafter: proposes up to gamma tokens, 1 to 16, to follow each text.
     Only one thread at a time may use it. Raises UserError for a value out of range, or if the cache
     does not fit in memory.
     After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative
@@ -33,8 +37,10 @@ class Engine:
         page_size: int = 16,
         budget: int = 512,
         stride: int | None = None,
+        drafter: LookupDrafter | None = None,
+        gamma: int = 3,
     ):
-        check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget)
+        check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget, gamma=gamma)
         block_size = model.config.block_size
         if num_pages is None:
             num_pages = max_rows * page_count(block_size, page_size)
@@ -44,8 +50,12 @@ class Engine:
         pool = PagePool(num_pages, page_size)
         stride = check_stride(stride, block_size)
         self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride)
+        self.drafter = drafter
+        self.gamma = gamma
         self.steps = 0  # so far
         self.positions = 0  # computed so far
+        self.drafted = 0
+        self.accepted = 0  # of these
 
     def add(self, prompt: list[int], params: SamplingParams, salt: str = "") -> Request:
         """Queue a text: token ids, of which none means the BOS token.
@@ -78,12 +88,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """One pass: an event for each request that got a token, or that failed.
+        """One pass: an event for each request that got tokens, or that failed.
 
         A pass without memory ends its requests; logits that are not finite end theirs alone.
         Waiting ones go on. Any other exception, such as KeyboardInterrupt, leaves `step`: its
         events are lost, but no text is wrong, and the next step goes on from there.
         """
+        self.draft()
         works = self.scheduler.schedule()
         if not works:
             return []
@@ -95,23 +106,59 @@ class Engine:
         events = [self.update(work, choice) for work, choice in zip(works, choices)]
         return [event for event in events if event]  # a chunk has none
 
-    def compute(self, works: list[Work]) -> list[int | None]:
-        """Run one pass over these works and choose; None where logits are not finite."""
+    def draft(self) -> None:
+        """Ask for drafts for requests that lack nothing but their newest token."""
+        if self.drafter is None:
+            return
+        running = self.scheduler.running
+        for request in running:
+            request.drafts = []  # those of a step that was interrupted
+        asking = [request for request in running if len(request.lacking) == 1]
+        counts = [
+            min(
+                self.gamma,
+                # Each running request gets a token, so their number never exceeds the budget.
+                self.scheduler.budget - len(running),
+                # No pass crosses a hop: all of its positions see one window.
+                self.scheduler.block_size - request.length,
+                # The last token comes without a draft.
+                request.params.max_new_tokens - len(request.output) - 1,
+            )
+            for request in asking
+        ]
+        try:
+            proposed = self.drafter.propose(asking, counts)
+        except (MemoryError, RuntimeError) as error:
+            if means_no_memory(error):
+                return
+            raise
+        for request, count, tokens in zip(asking, counts, proposed, strict=True):
+            request.drafts = tokens[:count]
+
+    def compute(self, works: list[Work]) -> list[list[int] | None]:
+        """Run one pass over these works and choose a token to follow each of their texts.
+
+        None where logits are not finite.
+        """
         spans = [work.span for work in works]
-        keep = [1] * len(works)
+        keep = [len(work.drafts) + 1 for work in works]
         runner = self.model.runner
-        logits = runner.logits(self.model, self.cache, spans, keep)  # (works, vocab_size)
+        logits = runner.logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
         self.steps += 1
         self.positions += sum(len(work.tokens) for work in works)
         finite = finite_rows(logits)
-        requests = [work.request for work in works]
-        params = [request.params for request in requests]
-        texts = [request.tokens for request in requests]
-        lengths = [request.prompt_length for request in requests]
+        rows = [(work.request, text) for work in works for text in work.texts]
+        params = [request.params for request, _ in rows]
+        texts = [text for _, text in rows]
+        lengths = [request.prompt_length for request, _ in rows]
         tokens = choose(logits, params, texts, lengths)
-        return [token if good else None for token, good in zip(tokens, finite)]
+        choices = []
+        for end, count in zip(itertools.accumulate(keep), keep):
+            part = slice(end - count, end)
+            choices.append(tokens[part] if all(finite[part]) else None)
+        return choices
 
-    def update(self, work: Work, choice: int | None) -> Event | None:
+    def update(self, work: Work, choice: list[int] | None) -> Event | None:
         """Give a request what was chosen for its work; a chunk has no event.
 
         None ends the request, also in a chunk: the pages that it wrote would be shared.
@@ -123,18 +170,26 @@ class Engine:
         self.scheduler.advance(work, [])
         return None
 
-    def extend(self, work: Work, token: int) -> Event:
-        """Add to a text the token that follows it."""
+    def extend(self, work: Work, following: list[int]) -> Event:
+        """Add to a text what follows it, and while that was drafted what follows the draft."""
         request = work.request
-        self.scheduler.advance(work, [token])
+        accepted = shared_length(following, work.drafts)
+        self.drafted += len(work.drafts)
+        self.accepted += accepted  # also where the text ends before the last of these
+        tokens = []
         reason = None
-        if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
-            reason = "stop"
-        elif len(request.output) == request.params.max_new_tokens:
-            reason = "length"
+        for token in following[: accepted + 1]:
+            tokens.append(token)
+            if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+                reason = "stop"
+            elif len(request.output) + len(tokens) == request.params.max_new_tokens:
+                reason = "length"
+            if reason:
+                break
+        self.scheduler.advance(work, tokens)
         if reason:
             self.scheduler.finish(request, reason)
-        return Event(request, [token], reason)
+        return Event(request, tokens, reason)
 
     def fail(self, request: Request, error: str) -> Event:
         """End a request that could not be computed."""

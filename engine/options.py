@@ -3,7 +3,9 @@
 import argparse
 
 from command_line import load_models
+from engine.drafter import LookupDrafter
 from engine.engine import Engine
+from errors import UserError
 from loading.load import Source
 
 
@@ -15,6 +17,16 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
     parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
+    draft_help = "lookup: copies from the text before"
+    parser.add_argument("--draft", choices=("lookup",), help=draft_help)
+    gamma_help = "for --draft: tokens to draft in a step, 1 to 16; 3 if not given"
+    parser.add_argument("--gamma", type=int, help=gamma_help)
+
+
+def check_engine_options(args) -> None:
+    """Raise UserError for options that do not go together."""
+    if args.gamma is not None and args.draft is None:
+        raise UserError("--gamma is for --draft only")
 
 
 def load_engine(args, source: Source, device: str) -> Engine:
@@ -27,4 +39,6 @@ def load_engine(args, source: Source, device: str) -> Engine:
         page_size=args.page_size,
         budget=args.budget,
         stride=args.stride,
+        drafter=LookupDrafter() if args.draft else None,
+        gamma=3 if args.gamma is None else args.gamma,
     )

@@ -13,6 +13,7 @@ LIMITS = {  # argument of an engine: its type, which values are valid, how to sa
     "num_pages": (int, lambda value: value >= 1, "an integer >= 1"),
     "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
     "budget": (int, lambda value: value >= 1, "an integer >= 1"),
+    "gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16"),
 }
 
 
@@ -32,6 +33,12 @@ class Work(NamedTuple):
     def span(self) -> Span:
         """Where they stand in the cache."""
         return Span(self.request.pages, self.request.computed, self.tokens)
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The text, and the text with one draft more each: a token is chosen to follow each."""
+        tokens = self.request.tokens
+        return [tokens + self.drafts[:count] for count in range(len(self.drafts) + 1)]
 
 
 class Scheduler:

@@ -1,0 +1,392 @@
+"""Drafts for each text: fewer steps, and each text is still the one of its own run."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from conftest import random_tokens
+from drafting import ALWAYS, GREEDY, MIXED, PROMPTS, Scripted, knowing, spoil, write
+from engines import alone, check_texts, finish, greedy, make_engine, outputs_of, own_texts, step
+
+from errors import UserError
+from sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    """One for many tests, so that `alone` remembers its texts."""
+    return tiny()
+
+
+def tokens_of(steps) -> list[list[int]]:
+    """How many tokens each event of each step brought."""
+    return [[len(event.tokens) for event in events] for events in steps]
+
+
+# Texts
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 16])
+def test_each_text_is_that_of_its_own_run(model, gamma):
+    from engine.drafter import LookupDrafter
+
+    engine, _ = write(model, LookupDrafter(), page_size=4, gamma=gamma)
+    assert 0 < engine.accepted < engine.drafted
+
+
+@pytest.mark.parametrize(("page_size", "stride"), [(1, 3), (3, 16)])
+@pytest.mark.parametrize("budget", [2, 5, 64])
+def test_in_tiny_pools_under_small_budgets(model, page_size, stride, budget):
+    pool = {"num_pages": -(-16 // page_size) + 2, "page_size": page_size, "budget": budget}
+    drafter = knowing(model, wrong=range(0, 24, 5))
+    engine, _ = write(model, drafter, stride=stride, max_rows=3, **pool, gamma=5)
+    assert max(sum(tokens) for tokens in engine.passes) <= budget
+
+
+def test_prefixes_are_shared_with_texts_that_drafts_wrote(tiny):
+    model = tiny(block_size=64)
+    right = knowing(model, wrong=range(0, 20, 3))
+    engine, (first,) = make_engine(model, PROMPTS[:1], greedy(20), page_size=2, drafter=right)
+    finish(engine)
+    prompts = [first.tokens[: 3 + 17], first.tokens[: 3 + 12] + PROMPTS[1]]
+    assert outputs_of(engine, prompts, greedy(20)) == own_texts(model, prompts, greedy(20))
+    assert engine.scheduler.shared == (3 + 17 - 1) // 2 * 2 + (3 + 12) // 2 * 2
+
+
+# Drafters that are wrong, right, or strange
+
+
+def test_right_drafts_save_steps_and_are_counted(model):
+    engine, steps = write(model, knowing(model), [[5, 6]], greedy(8), gamma=3)
+    # The prompt gives one token, then 3 drafts and what follows; of 3 more that lack, the last
+    # comes without a draft.
+    assert tokens_of(steps) == [[1], [4], [3]] and engine.passes == [[2], [4], [3]]
+    assert (engine.steps, engine.positions, engine.drafted, engine.accepted) == (3, 9, 5, 5)
+
+
+def test_wrong_drafts_are_counted_and_give_a_token_a_step(model):
+    engine, steps = write(model, knowing(model, wrong=ALWAYS), [[5, 6]], greedy(8), gamma=3)
+    assert tokens_of(steps) == [[1]] * 8
+    assert engine.drafter.counts == [[], *([count] for count in (3, 3, 3, 3, 2, 1, 0))]
+    assert (engine.steps, engine.positions) == (8, 2 + 7 + 15)
+    assert (engine.drafted, engine.accepted) == (15, 0)
+
+
+def test_drafts_behind_a_wrong_one_are_refused_even_where_they_are_right(model):
+    engine, steps = write(model, knowing(model, wrong=[3]), [[5, 6]], greedy(8), gamma=4)
+    assert tokens_of(steps) == [[1], [3], [4]]
+    assert (engine.drafted, engine.accepted) == (4 + 3, 2 + 3)
+
+
+@pytest.mark.parametrize(
+    "wrong", [(), ALWAYS, range(0, 24, 2), range(0, 24, 5)], ids=["no", "all", "every 2nd", "5th"]
+)
+def test_no_drafts_change_a_text(model, wrong):
+    write(model, knowing(model, wrong), num_pages=20, page_size=2, gamma=6)
+
+
+def test_no_drafts_at_all_are_a_plain_step(model):
+    engine, _ = write(model, Scripted(lambda request, count: []), params=GREEDY)
+    assert (engine.drafted, engine.steps) == (0, 24)
+
+
+def test_more_drafts_than_asked_for_do_not_lengthen_a_text(tiny):
+    model = tiny(block_size=64)
+    knows = knowing(model, more=20)  # also what comes after the end
+    _, steps = write(model, knows, params=greedy(9), gamma=3)
+    assert {event.finish_reason for events in steps for event in events} == {None, "length"}
+
+
+def test_more_drafts_than_asked_for_cross_no_hop(model):
+    engine, _ = write(model, knowing(model, more=20), gamma=3)
+    tokens = [tokens for spans in engine.passes[1:] for tokens in spans]
+    assert max(count for count in tokens if count != 9) <= 4  # 9 in a hop
+
+
+def test_no_more_drafts_are_asked_for_than_can_be_used(model):
+    """Not past the window, as a hop comes then, and not for the last token."""
+    drafter = knowing(model, wrong=ALWAYS)
+    write(model, drafter, [random_tokens(12)], greedy(12), gamma=5)
+    # The lengths of the window, from the first generated token on.
+    room = [*range(12 + 1, 16 + 1), *range(9, 16)]
+    assert [16 - length for length in room] == [3, 2, 1, 0, 7, 6, 5, 4, 3, 2, 1]
+    # In the step after a hop the window is computed, and no drafts are asked for.
+    left = range(12 - 1 - 1, -1, -1)
+    asked = [[min(5, 16 - length, end)] for length, end in zip(room, left)]
+    assert drafter.counts == [[], *asked[:4], [], *asked[5:]]
+
+
+def test_no_more_drafts_are_asked_for_than_the_budget_leaves_beside_the_texts(model):
+    """Each running request takes one token of it. To write the others would be for nothing."""
+    drafter = knowing(model, wrong=ALWAYS)
+    options = {"budget": 6, "drafter": drafter, "gamma": 16}
+    engine, requests = make_engine(model, [[5, 6], [7, 8]], greedy(9), **options)
+    engine.step()
+    engine.step()
+    engine.abort(requests[0])
+    engine.step()
+    assert drafter.counts[1:] == [[4, 4], [5]]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], ids=repr
+)
+def test_where_a_drafter_has_no_memory_there_are_no_drafts(model, error):
+    """The texts go on, and so do the drafts of later steps."""
+    drafter = knowing(model)
+    propose = drafter.propose
+
+    def sometimes(requests, counts):
+        if len(drafter.counts) % 3 == 1:
+            drafter.counts.append([])
+            raise error
+        return propose(requests, counts)
+
+    drafter.propose = sometimes
+    engine, _ = write(model, drafter, page_size=4, gamma=3)
+    assert engine.accepted == engine.drafted > 0
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), UserError("no word"), KeyboardInterrupt()], ids=repr
+)
+def test_any_other_error_of_a_drafter_is_seen(model, error):
+    """It is a mistake in the code. No text has changed, and the next step goes on from there."""
+    drafter = knowing(model)
+    propose = drafter.propose
+    engine, requests = make_engine(model, PROMPTS, MIXED, drafter=drafter)
+    engine.step()
+
+    def fail(requests, counts):
+        drafter.propose = propose
+        raise error
+
+    drafter.propose = fail
+    with pytest.raises(type(error)):
+        engine.step()
+    finish(engine)
+    check_texts(model, requests)
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_drafts_of_a_step_that_failed_are_not_tried_again(model, memory):
+    """One of them is no id of the model. The error is seen once, and the text goes on.
+
+    memory: else the next step has no drafts, because there is no memory for any.
+    """
+    drafter = knowing(model)
+    knows = drafter.function
+    drafter.function = lambda request, count: [model.config.vocab_size] * count
+    engine, requests = make_engine(model, PROMPTS, MIXED, drafter=drafter)
+    engine.step()
+    with pytest.raises(IndexError):
+        engine.step()
+
+    def fail(request, count):
+        raise MemoryError
+
+    drafter.function = knows if memory else fail
+    finish(engine)
+    check_texts(model, requests)
+    assert engine.accepted == engine.drafted and (engine.drafted > 0) == memory
+
+
+def test_a_drafter_that_leaves_out_a_text_is_seen(model):
+    """Its other drafts might be those of another text."""
+    engine, _ = make_engine(model, PROMPTS[:2], GREEDY, drafter=knowing(model))
+    engine.drafter.propose = lambda requests, counts: [[] for _ in requests[1:]]
+    engine.step()
+    with pytest.raises(ValueError, match="shorter"):
+        engine.step()
+
+
+# Ends of texts
+
+
+ENDED = SamplingParams(14, temperature=1.0, seed=3)
+ENDLESS = dataclasses.replace(ENDED, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def ending(model, tiny):
+    """A model that ends its text on [5, 6] with the fifth token, and what it would write else."""
+    text = alone(model, [5, 6], ENDLESS)
+    assert text.index(text[4]) == 4
+    return tiny(eos_token_id=text[4]), text
+
+
+def test_nothing_follows_an_eos_that_was_drafted(ending):
+    """It is counted, and so is what follows it: how many the target accepts."""
+    model, text = ending
+    engine, steps = write(model, knowing(model), [[5, 6]], ENDED, gamma=10)
+    events = [event[1:3] for events in steps for event in events]
+    assert events == [(text[:1], None), (text[1:5], "stop")]
+    assert (engine.steps, engine.drafted, engine.accepted) == (2, 10, 10)
+
+
+def test_an_eos_that_follows_the_drafts_ends_the_text(ending):
+    model, text = ending
+    engine, steps = write(model, knowing(model), [[5, 6]], ENDED, gamma=3)
+    assert tokens_of(steps) == [[1], [4]]
+    assert (engine.steps, engine.drafted, engine.accepted) == (2, 3, 3)
+
+
+def test_a_drafted_eos_is_ignored_if_that_is_asked_for(ending):
+    model, text = ending
+    _, steps = write(model, knowing(model), [[5, 6]], ENDLESS, gamma=16)
+    assert tokens_of(steps) == [[1], [13]]
+
+
+def test_a_refused_eos_ends_nothing(ending):
+    model, text = ending
+    drafter = Scripted(lambda request, count: [text[4]] * count)
+    _, steps = write(model, drafter, [[5, 6]], ENDED, gamma=3)
+    assert steps[-1][0].finish_reason == "stop"
+
+
+# Pages, keys and the budget
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_refused_drafts_give_their_pages_back(tiny, page_size):
+    """After each step a text has no more pages than its tokens need."""
+    model = tiny(block_size=64)
+    drafter = knowing(model, wrong=ALWAYS)
+    engine, _ = write(model, drafter, [[5, 6, 7]], greedy(12), page_size=page_size, gamma=16)
+    assert max(tokens for (tokens,) in engine.passes) == 11
+
+
+def test_refused_drafts_evict_nothing_that_can_be_found(model):
+    options = {"page_size": 1, "num_pages": 32, "drafter": knowing(model, ALWAYS)}
+    engine, (first,) = make_engine(model, PROMPTS[1:2], greedy(6), **options)
+    for _ in range(2):
+        finish(engine)
+        assert len(engine.scheduler.pool.find(first.tokens[:14], "")) == 14
+        engine.add(PROMPTS[0], greedy(12))
+    assert engine.drafted > 20
+
+
+def test_keys_of_refused_drafts_are_never_seen_again(build):
+    model = build()
+    options = {"page_size": 4, "drafter": knowing(model, wrong=range(0, 24, 3)), "gamma": 7}
+    engine, requests = make_engine(model, PROMPTS, GREEDY, **options)
+    while engine.busy:
+        step(engine)
+        running = engine.scheduler.running
+        spoil(engine.cache, [(request.pages, request.computed) for request in running])
+    check_texts(model, requests)
+
+
+def test_drafts_preempt_no_request(model):
+    """Both texts just fit side by side, without drafts."""
+    drafter = knowing(model, wrong=ALWAYS)
+    pool = {"num_pages": 2 * (3 + 8 - 1), "page_size": 1}
+    prompts = [[5, 6, 7], [8, 9, 10]]
+    engine, steps = write(model, drafter, prompts, greedy(8), gamma=16, **pool)
+    assert tokens_of(steps) == [[1, 1]] * 8
+    assert engine.scheduler.preemptions == 0 and engine.drafted > 20
+
+
+THREE = [[5, 6], [7, 8], [9, 10]]
+
+
+def test_drafts_leave_each_younger_text_a_page(model):
+    options = {"num_pages": 12, "page_size": 1, "gamma": 6, "drafter": knowing(model, ALWAYS)}
+    engine, _ = make_engine(model, THREE, greedy(8), **options)
+    step(engine)
+    # 6 pages are held, and each needs one more: 3 are left for drafts, and the oldest takes them.
+    step(engine)
+    assert engine.passes[1] == [4, 1, 1] and engine.scheduler.preemptions == 0
+
+
+def test_drafts_leave_a_text_that_hops_the_pages_of_its_window(model):
+    """Without drafts both fit: the younger text, whose window hops in each step, and the older."""
+    options = {"num_pages": 16 + 6, "page_size": 1, "stride": 1, "gamma": 16}
+    params = [greedy(12), greedy(5)]
+    drafter = knowing(model, wrong=ALWAYS)
+    engine, _ = write(model, drafter, [[1, 2], random_tokens(16)], params, **options)
+    assert engine.scheduler.preemptions == 0 and engine.drafted > 0
+
+
+def test_drafts_need_no_free_page_where_they_have_room(model):
+    pool = {"num_pages": 2, "page_size": 16}
+    engine, _ = write(model, knowing(model), THREE[:2], greedy(8), gamma=3, **pool)
+    assert (engine.steps, engine.drafted) == (3, 10)
+
+
+def test_drafts_leave_each_younger_text_its_token_of_the_budget(model):
+    options = {"budget": 6, "drafter": knowing(model, wrong=ALWAYS)}
+    engine, _ = make_engine(model, THREE, greedy(8), **options)
+    assert [len(step(engine)) for _ in range(4)] == [3] * 4
+    assert engine.passes == [[2, 2, 2], [4, 1, 1], [4, 1, 1], [4, 1, 1]]
+
+
+def test_drafts_keep_no_waiting_text_from_its_first_token(model):
+    options = {"budget": 4, "drafter": knowing(model, wrong=ALWAYS)}
+    engine, _ = make_engine(model, [[1]], greedy(12), **options)
+    step(engine)
+    step(engine)
+    late = engine.add([2], greedy(2))
+    step(engine)
+    assert len(late.output) == 1
+
+
+def test_no_token_is_written_where_logits_in_the_middle_are_no_numbers(tiny, monkeypatch):
+    model = tiny()
+    params = greedy(8, seed=0)
+    expected = alone(model, [5, 6], params)
+    head = model.head
+
+    def broken(x):
+        logits = head(x)
+        logits[2:3] = torch.nan  # of the 4 that a pass with 3 drafts needs
+        return logits
+
+    monkeypatch.setattr(model, "head", broken)
+    engine, (request,) = make_engine(model, [[5, 6]], params, drafter=knowing(model))
+    finish(engine)
+    assert request.finish_reason == "error"
+    assert 0 not in expected and request.output == expected[: len(request.output)]
+
+
+# The scheduler
+
+
+def test_still_a_preempted_request_takes_no_drafts_along():
+    from engine.pages import PagePool
+    from engine.request import Request
+    from engine.scheduler import Scheduler
+
+    scheduler = Scheduler(PagePool(16, 2), 4, 1000, 8, 4)
+    request = Request([1, 2, 3], 3, SamplingParams(6))
+    scheduler.add(request)
+    (work,) = scheduler.schedule()
+    scheduler.advance(work, [5])
+    request.drafts = [4]
+    scheduler.preempt(request)
+    (work,) = scheduler.schedule()
+    assert work.tokens == request.tokens[2:] and work.drafts == []  # a page is found again
+
+
+# The command line
+
+WRITE = ["--prompt", "Lily and Tom and Lily and", "--prompt", " the" * 50, "--max-new-tokens", 24]
+WRITE += ["--ignore-eos"]
+DRAWN = ["--temperature", 0.5, "--top-k", 2, "--seed", 3]
+SMALL = ["--num-pages", 24, "--page-size", 4, "--budget", 9]
+
+
+@pytest.mark.parametrize("options", [[], DRAWN + SMALL], ids=["greedy", "drawn, in little room"])
+def test_the_text_is_that_without_drafts(engine_cli, tiny_checkpoint, options):
+    args = ["--model", tiny_checkpoint, *WRITE, *options]
+    code, out, err = engine_cli(*args, "--draft", "lookup", "--gamma", 5)
+    assert (code, out) == (0, engine_cli(*args)[1])
+    found = re.search(r" preemptions, (\d+) of (\d+) drafts accepted\n$", err)
+    accepted, drafted = map(int, found.groups())
+    assert drafted > 0 and accepted <= drafted
+
+
+def test_still_no_drafts_in_the_statistics_of_a_plain_run(engine_cli, tiny_checkpoint):
+    _, _, err = engine_cli("--model", tiny_checkpoint, "--prompt", "Once", "--max-new-tokens", 3)
+    assert err.endswith(" preemptions\n")
