@@ -6,7 +6,7 @@ import torch
 
 from cache import check_stride, shared_length
 from engine.cache import PagedCache
-from engine.drafter import LookupDrafter
+from engine.drafter import Drafter
 from engine.pages import PagePool, page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, Scheduler, Work
@@ -37,7 +37,7 @@ class Engine:
         page_size: int = 16,
         budget: int = 512,
         stride: int | None = None,
-        drafter: LookupDrafter | None = None,
+        drafter: Drafter | None = None,
         gamma: int = 3,
     ):
         check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget, gamma=gamma)

@@ -3,10 +3,11 @@
 import argparse
 
 from command_line import load_models
-from engine.drafter import LookupDrafter
+from engine.drafter import LookupDrafter, PagedDrafter
 from engine.engine import Engine
 from errors import UserError
 from loading.load import Source
+from model import Model
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +18,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
     parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
-    draft_help = "lookup: copies from the text before"
-    parser.add_argument("--draft", choices=("lookup",), help=draft_help)
+    draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
+    parser.add_argument("--draft", help=draft_help)
     gamma_help = "for --draft: tokens to draft in a step, 1 to 16; 3 if not given"
     parser.add_argument("--gamma", type=int, help=gamma_help)
 
@@ -31,7 +32,8 @@ def check_engine_options(args) -> None:
 
 def load_engine(args, source: Source, device: str) -> Engine:
     """The engine of a command line, with its model. Raises UserError."""
-    (model,) = load_models([source], args, device)
+    names = [source] if args.draft in (None, "lookup") else [source, args.draft]
+    model, *drafts = load_models(names, args, device)
     return Engine(
         model,
         max_rows=args.max_rows,
@@ -39,6 +41,13 @@ def load_engine(args, source: Source, device: str) -> Engine:
         page_size=args.page_size,
         budget=args.budget,
         stride=args.stride,
-        drafter=LookupDrafter() if args.draft else None,
+        drafter=make_drafter(args, model, drafts),
         gamma=3 if args.gamma is None else args.gamma,
     )
+
+
+def make_drafter(args, model: Model, drafts: list[Model]) -> LookupDrafter | PagedDrafter | None:
+    """What a command line asks for. drafts: the draft model, if there is one."""
+    if drafts:
+        return PagedDrafter(drafts[0], model, args.max_rows, args.page_size)
+    return LookupDrafter() if args.draft else None

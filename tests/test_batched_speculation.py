@@ -1,0 +1,267 @@
+"""Drafts by a smaller model for all texts at once; it draws with the target's random numbers."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, random_tokens
+from drafting import GREEDY, MIXED, Scripted, spoil, write
+from engines import alone, check_passes, greedy, make_engine, step
+
+from engine.request import Request
+from errors import UserError
+from sampling import SamplingParams
+
+
+def paged_drafter(*args, **options):
+    from engine.drafter import PagedDrafter
+
+    return PagedDrafter(*args, **options)
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    """One for many tests, so that `alone` remembers its texts."""
+    return tiny()
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 16])
+@pytest.mark.parametrize("kind", ["small", "llama", "short window", "long window"])
+def test_each_text_is_that_of_its_own_run(model, tiny, tiny_llama, kind, gamma):
+    small = {"small": tiny(1, n_layer=1, n_head=1, n_embd=8), "llama": tiny_llama(2)}
+    small["short window"] = tiny(1, n_layer=1, block_size=7)
+    small["long window"] = tiny(1, n_layer=1, block_size=64)
+    drafter = paged_drafter(small[kind], model, page_size=3)
+    engine, _ = write(model, drafter, page_size=4, gamma=gamma)
+    assert engine.drafted > 0
+
+
+@pytest.mark.parametrize(("page_size", "stride"), [(1, 3), (3, 16)])
+@pytest.mark.parametrize("budget", [2, 5, 64])
+def test_in_tiny_pools_under_small_budgets(model, page_size, stride, budget):
+    pool = {"num_pages": -(-16 // page_size) + 2, "page_size": page_size, "budget": budget}
+    drafter = paged_drafter(model, model, page_size=2)
+    engine, _ = write(model, drafter, stride=stride, max_rows=3, **pool, gamma=5)
+    assert max(sum(tokens) for tokens in engine.passes) <= budget
+
+
+def test_all_drafts_of_the_target_itself_are_accepted(model):
+    each = [dataclasses.replace(params, ignore_eos=True) for params in MIXED]
+    engine, _ = write(model, paged_drafter(model, model), params=each, gamma=4)
+    assert engine.accepted == engine.drafted > 50
+
+
+def test_a_draft_model_computes_the_drafts_of_all_texts_side_by_side(tiny):
+    model = tiny(block_size=64)
+    drafter = paged_drafter(model, model)
+    passes = check_passes(drafter.cache, 64)
+    write(model, drafter, [[5, 6], [7, 8, 9]], greedy(9))
+    # After a step of which all was accepted, two tokens lack: the last draft, and what followed it.
+    assert passes == [[3, 4], [1, 1], [1, 1], [2, 2], [1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("block_size", [7, 16, 64])
+def test_a_draft_model_writes_what_it_would_write_alone(model, tiny, block_size):
+    """After refusals, and hops of both, whatever lies in the slots that it does not hold."""
+    draft = tiny(1, block_size=block_size)
+    params = SamplingParams(24, True, temperature=1.0, seed=3)
+    drafter = paged_drafter(draft, model, page_size=4)
+    drafted = []
+    passes = check_passes(drafter.cache, block_size)
+
+    def propose(requests, counts):
+        spoil(drafter.cache, [(held.pages, len(held.tokens)) for held in drafter.held.values()])
+        drafts = drafter.propose(requests, counts)
+        drafted.extend((list(request.tokens), tokens) for request, tokens in zip(requests, drafts))
+        return drafts
+
+    scripted = Scripted(None)
+    scripted.propose = propose
+    engine, _ = write(model, scripted, params=params)
+    for text, tokens in drafted:
+        own = dataclasses.replace(params, max_new_tokens=len(tokens))
+        assert tokens == alone(draft, text, own)
+    assert max(len(text) for text, _ in drafted) > 20 and 0 < engine.accepted < engine.drafted
+    # It keeps what it computed.
+    assert sum(sum(tokens) for tokens in passes) < sum(len(text) for text, _ in drafted)
+
+
+def test_a_draft_model_computes_what_was_refused_anew_and_nothing_else(tiny):
+    model = tiny(block_size=64)
+    params = SamplingParams(30, True, temperature=1.0, seed=3)
+    drafter = paged_drafter(tiny(1, block_size=64), model, page_size=4)
+    passes = check_passes(drafter.cache, 64)
+    engine, _ = write(model, drafter, [[5, 6]], params)
+    assert passes[0] == [3] and max(tokens for (tokens,) in passes[1:]) <= 2
+    assert 0 < engine.accepted < engine.drafted
+
+
+def test_a_draft_model_goes_on_where_its_drafts_did_not_fit_the_budget(model):
+    drafter = paged_drafter(model, model)
+    engine, steps = write(model, drafter, [[5, 6], [7, 8]], greedy(8), budget=4)
+    counts = [[len(event.tokens) for event in events] for events in steps]
+    assert counts == [[1, 1], [3, 1], [3, 1], [1, 3], [2]]
+    assert engine.accepted == engine.drafted == 2 + 2 + 2 + 1
+
+
+def test_a_draft_model_of_fewer_rows_than_the_engine(model):
+    drafter = paged_drafter(model, model, max_rows=2, page_size=4)
+    passes = check_passes(drafter.cache)
+    assert drafter.pool.num_pages == 2 * 4
+    engine, _ = write(model, drafter, params=GREEDY)
+    assert engine.accepted == engine.drafted > 0 and max(len(tokens) for tokens in passes) == 2
+
+
+def test_a_draft_model_gives_the_pages_of_finished_texts_back(model, tiny):
+    drafter = paged_drafter(tiny(1), model, max_rows=3)
+    prompts = [random_tokens(5, seed=seed) for seed in range(12)]  # many more texts than rows
+    params = [greedy(4 + seed % 3) for seed in range(12)]
+    engine, _ = make_engine(model, prompts, params, max_rows=3, drafter=drafter)
+    while engine.busy:
+        step(engine)
+        assert len(drafter.held) <= 3
+        held = [page for kept in drafter.held.values() for page in kept.pages]
+        assert sorted([*held, *drafter.pool.returned]) == list(range(drafter.pool.begun))
+    assert drafter.propose([], []) == []
+    assert drafter.pool.available == drafter.pool.num_pages == 3 and not drafter.held
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], ids=repr
+)
+def test_a_draft_pass_without_memory_leaves_the_texts_as_they_are(model, tiny, monkeypatch, error):
+    draft = tiny()
+    calls = itertools.count()
+    params = SamplingParams(24, True, temperature=1.0, seed=7)
+    hidden = draft.hidden
+
+    def sometimes(*args):
+        if next(calls) % 7 in (0, 3):  # the first pass of three, and the last
+            raise error
+        return hidden(*args)
+
+    monkeypatch.setattr(draft, "hidden", sometimes)
+    engine, _ = write(model, paged_drafter(draft, model, page_size=4), params=params, page_size=4)
+    assert engine.accepted == engine.drafted > 0 and next(calls) > 10  # it goes on where it was
+
+
+def test_a_draft_model_without_a_number_leaves_the_texts_as_they_are(model, tiny):
+    draft = tiny(1)
+    draft.ln_f.weight.data[3] = torch.nan
+    write(model, paged_drafter(draft, model))
+
+
+def test_what_is_held_of_a_text_stays_while_no_drafts_are_wanted(tiny):
+    """The budget may leave none for some steps; then only what is new is computed."""
+    model = tiny(block_size=64)
+    requests = [
+        Request(random_tokens(length, seed=length), length, SamplingParams(30, True, seed=0))
+        for length in (12, 4, 7)
+    ]
+    drafter = paged_drafter(tiny(1, block_size=64), model, max_rows=2, page_size=4)
+    passes = check_passes(drafter.cache, 64)
+    drafter.propose(requests, [2, 1, 0])
+    assert drafter.propose(requests, [0, 3, 3])[::2] == [[], []]  # the third has no room
+    assert list(drafter.held) == requests[:2]
+    for request in requests:
+        request.tokens += [1, 2]
+    drafts = drafter.propose(requests, [1, 0, 0])
+    assert passes == [[12, 4], [1], [1], [1], [1], [2]]
+    assert drafts == paged_drafter(drafter.model, model).propose(requests, [1, 0, 0])
+
+
+def test_drafts_before_the_first_that_is_no_number_are_kept(tiny):
+    model = tiny()
+    draft = tiny(seed=1)
+    texts = [Request(random_tokens(n, seed=n), n, SamplingParams(seed=0)) for n in (8, 3)]
+    whole = paged_drafter(draft, model).propose(texts, [3, 3])
+    draft.wpe.weight.data[8] = torch.nan
+    drafter = paged_drafter(draft, model)
+    assert drafter.propose(texts, [3, 3]) == [whole[0][:1], whole[1]]
+    assert list(drafter.held) == [texts[1]]
+
+
+def test_nan_of_one_text_costs_no_other_its_drafts(tiny):
+    """What the draft model wrote for the first text is gone when its pages are used again."""
+    model = tiny()
+    draft = tiny(seed=1)
+    draft.wpe.weight.data[9] = torch.nan
+    long, short = (
+        Request(random_tokens(length), length, SamplingParams(seed=0)) for length in (12, 4)
+    )
+    drafter = paged_drafter(draft, model, 1, 16)
+    assert drafter.propose([long], [3]) == [[]]
+    drafts = drafter.propose([short], [3])
+    assert (
+        drafts == paged_drafter(draft, model, 1, 16).propose([short], [3]) and len(drafts[0]) == 3
+    )
+
+
+# Bad values
+
+
+@pytest.mark.parametrize("shape", [{"vocab_size": 62}, {"eos_token_id": 59}])
+def test_another_vocabulary_is_refused(tiny, shape):
+    with pytest.raises(
+        UserError,
+        match="^target and draft need the same vocabulary: the target has 61 tokens, EOS ",
+    ):
+        paged_drafter(tiny(**shape), tiny())
+
+
+@pytest.mark.parametrize("name", ["max_rows", "page_size"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_a_draft_model_needs_rows_and_pages(model, name, value):
+    with pytest.raises(UserError, match=f"^{name} is {value}; it must be an integer >= 1$"):
+        paged_drafter(model, model, **{name: value})
+
+
+# The command line
+
+WRITE = ["--prompt", "Lily and Tom and Lily and", "--prompt", " the" * 50, "--max-new-tokens", 24]
+DRAWN = ["--ignore-eos", "--temperature", 1, "--top-k", 50, "--seed", 3]
+SMALL = ["--num-pages", 24, "--page-size", 4, "--budget", 9]
+
+
+@pytest.mark.parametrize(
+    "draft", ["itself", CHECKPOINTS / "stories-draft"], ids=["itself", "another"]
+)
+def test_the_text_is_that_without_drafts(engine_cli, tiny_checkpoint, draft):
+    args = ["--model", tiny_checkpoint, *WRITE, *DRAWN, *SMALL]
+    name = tiny_checkpoint if draft == "itself" else draft
+    code, out, err = engine_cli(*args, "--draft", name, "--gamma", 5)
+    assert (code, out) == (0, engine_cli(*args)[1])
+    found = re.search(r" preemptions, (\d+) of (\d+) drafts accepted\n$", err)
+    accepted, drafted = map(int, found.groups())
+    assert drafted > 20 and accepted <= drafted
+    assert accepted == drafted or draft != "itself"
+
+
+def test_the_statistics_count_drafts(engine_cli, tiny_checkpoint):
+    args = ["--model", tiny_checkpoint, "--prompt", "Once", "--max-new-tokens", 9, "--ignore-eos"]
+    code, out, err = engine_cli(*args, "--draft", tiny_checkpoint)
+    assert (code, out) == (0, engine_cli(*args)[1])
+    # 1 token, then 4 and 4: --gamma is 3 if it is not given.
+    assert err.splitlines()[-1].startswith("3 steps, ")
+    assert err.endswith(" preemptions, 6 of 6 drafts accepted\n")
+
+
+def test_the_draft_model_has_rows_and_pages_like_those_of_the_engine(
+    engine_cli, tiny_checkpoint, monkeypatch
+):
+    from engine.drafter import PagedDrafter
+
+    made = []
+    init = PagedDrafter.__init__
+
+    def watched(self, *args, **options):
+        init(self, *args, **options)
+        made.append(self)
+
+    monkeypatch.setattr(PagedDrafter, "__init__", watched)
+    args = ["--model", tiny_checkpoint, "--draft", tiny_checkpoint, "--max-new-tokens", 2]
+    assert engine_cli(*args, "--max-rows", 5, "--page-size", 7)[0] == 0
+    (drafter,) = made
+    assert (drafter.max_rows, drafter.pool.page_size, drafter.pool.num_pages) == (5, 7, 5 * 10)
