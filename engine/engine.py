@@ -6,7 +6,7 @@ import torch
 
 from cache import check_stride, shared_length
 from engine.cache import PagedCache
-from engine.drafter import Drafter
+from engine.drafter import Drafter, Trials
 from engine.pages import PagePool, page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, Scheduler, Work
@@ -22,7 +22,8 @@ class Engine:
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
     page_size positions; None: enough for max_rows whole windows. budget: tokens in one step, at
     most. stride: as in `generate`.
-    drafter: proposes up to gamma tokens, 1 to 16, to follow each text.
+    drafter: proposes up to gamma tokens, 1 to 16, to follow each text. trials: decide in which
+    steps, by what they took; None: in each.
     Only one thread at a time may use it. Raises UserError for a value out of range, or if the cache
     does not fit in memory.
     After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative
@@ -39,6 +40,7 @@ class Engine:
         stride: int | None = None,
         drafter: Drafter | None = None,
         gamma: int = 3,
+        trials: Trials | None = None,
     ):
         check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget, gamma=gamma)
         block_size = model.config.block_size
@@ -52,6 +54,7 @@ class Engine:
         self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride)
         self.drafter = drafter
         self.gamma = gamma
+        self.trials = trials if drafter else None
         self.steps = 0  # so far
         self.positions = 0  # computed so far
         self.drafted = 0
@@ -104,15 +107,20 @@ class Engine:
         except UserError as error:
             return [self.fail(work.request, str(error)) for work in works]
         events = [self.update(work, choice) for work, choice in zip(works, choices)]
-        return [event for event in events if event]  # a chunk has none
+        events = [event for event in events if event]  # a chunk has none
+        if self.trials:
+            self.trials.note(works, sum(len(event.tokens) for event in events))
+        return events
 
     def draft(self) -> None:
-        """Ask for drafts for requests that lack nothing but their newest token."""
+        """Ask for drafts for requests that lack nothing but their newest token, where they pay."""
         if self.drafter is None:
             return
         running = self.scheduler.running
         for request in running:
             request.drafts = []  # those of a step that was interrupted
+        if self.trials and not self.trials.drafts(len(running)):
+            return
         asking = [request for request in running if len(request.lacking) == 1]
         counts = [
             min(

@@ -3,7 +3,7 @@
 import argparse
 
 from command_line import load_models
-from engine.drafter import LookupDrafter, PagedDrafter
+from engine.drafter import LookupDrafter, PagedDrafter, Trials
 from engine.engine import Engine
 from errors import UserError
 from loading.load import Source
@@ -20,7 +20,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
     draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
     parser.add_argument("--draft", help=draft_help)
-    gamma_help = "for --draft: tokens to draft in a step, 1 to 16; 3 if not given"
+    gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
     parser.add_argument("--gamma", type=int, help=gamma_help)
 
 
@@ -43,6 +43,7 @@ def load_engine(args, source: Source, device: str) -> Engine:
         stride=args.stride,
         drafter=make_drafter(args, model, drafts),
         gamma=3 if args.gamma is None else args.gamma,
+        trials=Trials() if args.gamma is None else None,
     )
 
 
