@@ -33,7 +33,7 @@ from loading.chat import Chat
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model, causal_attention
-from sampling import NOT_FINITE, SamplingParams, choose, params_of_each
+from sampling import NOT_FINITE, SamplingParams, check_tokens_only, choose, params_of_each
 
 
 @torch.inference_mode()
@@ -67,6 +67,7 @@ def generate(
         raise UserError("at least one prompt is needed")
     prompt_lengths = [len(sequence) for sequence in sequences]
     each = params_of_each(params, len(sequences))
+    check_tokens_only(each)
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
     lengths = [

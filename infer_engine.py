@@ -13,6 +13,7 @@ from command_line import (
     add_options,
     add_sampling_options,
     check_chat_options,
+    check_text,
     pick_device,
     pick_seed,
     read_prompts,
@@ -26,7 +27,6 @@ from engine.options import add_engine_options, check_engine_options, load_engine
 from errors import UserError
 from loading.chat import Chat
 from loading.load import parse_name
-from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 
 
@@ -38,6 +38,8 @@ def main(argv=None) -> None:
     add_engine_options(parser)
     add_options(parser)
     add_sampling_options(parser)
+    stop_help = "the text ends before this one; repeatable"
+    parser.add_argument("--stop", action="append", default=None, help=stop_help)
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -49,6 +51,9 @@ def run(args) -> None:
     """
     check_chat_options(args)
     check_engine_options(args)
+    for text in args.stop or []:
+        check_text("--stop", text)
+    args.stop = tuple(args.stop or [])
     params = sampling_params(args)
     prompts = read_prompts(args)
     source = parse_name(args.model)
@@ -56,11 +61,10 @@ def run(args) -> None:
     seed = pick_seed(args.seed)
     chat = Chat(source) if args.chat else None
     engine = load_engine(args, source, device)
-    encoding = load_encoding(source, engine.model.config.vocab_size)
-    skip = () if params.ignore_eos else engine.model.config.eos_token_ids
+    encoding = engine.encoding
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
-        output = Output(shown, encoding, skip, seed if params.temperature else None)
+        output = Output(shown, encoding, seed=seed if params.temperature else None)
         run_engine(engine, tokens, with_seeds(params, seed, len(tokens)), output)
         return output.texts
 
@@ -77,22 +81,26 @@ def run_engine(
     """
     total = ", in all" if engine.steps else ""  # it has written replies before this one
     errors = []
+    shown = list(output.texts)
     with output:
         requests = [engine.add(*request) for request in zip(prompts, params)]
         rows = {request: row for row, request in enumerate(requests)}
-        while engine.busy:
-            events = engine.step()
-            for event in events:
-                row = rows[event.request]
-                for token in event.tokens:
-                    output.add(row, token)
-                if event.error:
-                    errors.append(f"text {row + 1}: {event.error}")
-            # Not after a chunk: it would count as the first token.
-            if any(event.tokens for event in events):
-                output.end_step()
-        if errors and not output.count:  # there is nothing to show but what went wrong
-            raise UserError("; ".join(errors))
+        try:
+            while engine.busy:
+                events = engine.step()
+                for event in events:
+                    row = rows[event.request]
+                    output.replace(row, shown[row] + event.request.text, len(event.tokens))
+                    if event.error:
+                        errors.append(f"text {row + 1}: {event.error}")
+                # Not after a chunk: it would count as the first token.
+                if any(event.tokens for event in events):
+                    output.end_step()
+            if errors and not output.count:  # there is nothing to show but what went wrong
+                raise UserError("; ".join(errors))
+        finally:  # after Ctrl-C there is text that no event brought, and text that is held back
+            for row, request in enumerate(requests):
+                output.texts[row] = shown[row] + request.text + request.stream.end()
     shared = engine.scheduler.shared
     computed = f"{engine.steps} steps, {engine.positions} positions computed, {shared} shared"
     preemptions = f"{engine.scheduler.preemptions} preemptions"

@@ -29,7 +29,7 @@ from infer import next_logits
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from sampling import SamplingParams, penalize, sampling_probs
+from sampling import SamplingParams, check_tokens_only, penalize, sampling_probs
 
 # argument of generate_speculative: its type, which values are valid, how to say that
 LIMITS = {"gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16")}
@@ -67,6 +67,7 @@ def generate_speculative(
     `infer.generate` does.
     """
     check_limits(LIMITS, gamma=gamma)
+    check_tokens_only([params])
     config = target.config
     stride = check_stride(stride, config.block_size)
     sequence = list(prompt) or [config.bos_token_id]

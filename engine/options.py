@@ -7,6 +7,7 @@ from engine.drafter import LookupDrafter, PagedDrafter, Trials
 from engine.engine import Engine
 from errors import UserError
 from loading.load import Source
+from loading.tokenizer import load_encoding
 from model import Model
 
 
@@ -31,7 +32,7 @@ def check_engine_options(args) -> None:
 
 
 def load_engine(args, source: Source, device: str) -> Engine:
-    """The engine of a command line, with its model. Raises UserError."""
+    """The engine of a command line, with its models and its encoding. Raises UserError."""
     names = [source] if args.draft in (None, "lookup") else [source, args.draft]
     model, *drafts = load_models(names, args, device)
     return Engine(
@@ -44,6 +45,7 @@ def load_engine(args, source: Source, device: str) -> Engine:
         drafter=make_drafter(args, model, drafts),
         gamma=3 if args.gamma is None else args.gamma,
         trials=Trials() if args.gamma is None else None,
+        encoding=load_encoding(source, model.config.vocab_size),
     )
 
 

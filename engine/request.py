@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from errors import UserError
+from loading.tokenizer import StopStream
 from sampling import SamplingParams
 
 
@@ -25,6 +26,10 @@ class Request:
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its published pages
     drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
+    # The output as text, up to what may yet become a stop string; and what makes it of tokens,
+    # None for an engine without an encoding: then there is no text.
+    text: str = ""
+    stream: StopStream | None = None
 
     @property
     def output(self) -> list[int]:

@@ -1,6 +1,7 @@
 """Text to token ids and back: one `Encoding`, whichever model it belongs to."""
 
 import codecs
+import copy
 import unicodedata
 from itertools import groupby
 from pathlib import Path
@@ -196,6 +197,12 @@ class StopStream(TextStream):
         self.stop = stop
         self.held = ""
         self.stopped = False
+
+    def copy(self) -> "StopStream":
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other.decoder = copy.copy(self.decoder)
+        return other
 
     def add(self, token: int) -> str:
         return self.release(super().add(token))

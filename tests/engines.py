@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 
 from conftest import random_tokens
@@ -15,6 +16,8 @@ def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
     fields: those of the params, if none are given.
     """
     params = SamplingParams(**fields) if params is None else params
+    if params.stop:  # for an engine alone
+        params = dataclasses.replace(params, stop=())
     return list(remembered(model, tuple(prompt), params, stride))
 
 
