@@ -1,6 +1,7 @@
 """The engine: requests in, events out."""
 
 import itertools
+from typing import NamedTuple
 
 import tiktoken
 import torch
@@ -14,7 +15,14 @@ from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
 from loading.tokenizer import StopStream
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, choose, finite_rows
+from sampling import NOT_FINITE, SamplingParams, choose, finite_rows, token_logprob
+
+
+class Choice(NamedTuple):
+    """What a pass gives for one work: a token to follow each of its texts."""
+
+    tokens: list[int]
+    logits: torch.Tensor  # (len(tokens), vocab_size): what each was chosen from
 
 
 class Engine:
@@ -154,11 +162,8 @@ class Engine:
         for request, count, tokens in zip(asking, counts, proposed, strict=True):
             request.drafts = tokens[:count]
 
-    def compute(self, works: list[Work]) -> list[list[int] | None]:
-        """Run one pass over these works and choose a token to follow each of their texts.
-
-        None where logits are not finite.
-        """
+    def compute(self, works: list[Work]) -> list[Choice | None]:
+        """Run one pass over these works and choose; None where logits are not finite."""
         spans = [work.span for work in works]
         keep = [len(work.drafts) + 1 for work in works]
         runner = self.model.runner
@@ -172,12 +177,12 @@ class Engine:
         lengths = [request.prompt_length for request, _ in rows]
         tokens = choose(logits, params, texts, lengths)
         choices = []
-        for end, count in zip(itertools.accumulate(keep), keep):
-            part = slice(end - count, end)
-            choices.append(tokens[part] if all(finite[part]) else None)
+        for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
+            part = slice(end - len(own), end)
+            choices.append(Choice(tokens[part], own) if all(finite[part]) else None)
         return choices
 
-    def update(self, work: Work, choice: list[int] | None) -> Event | None:
+    def update(self, work: Work, choice: Choice | None) -> Event | None:
         """Give a request what was chosen for its work; a chunk has no event.
 
         None ends the request, also in a chunk: the pages that it wrote would be shared. An error
@@ -194,9 +199,10 @@ class Engine:
         except Exception as error:  # of this text alone: the encoding is the caller's
             return self.fail(request, f"{type(error).__name__}: {error}")
 
-    def extend(self, work: Work, following: list[int]) -> Event:
+    def extend(self, work: Work, choice: Choice) -> Event:
         """Add to a text what follows it, and while that was drafted what follows the draft."""
         request = work.request
+        following, logits = choice
         accepted = shared_length(following, work.drafts)
         self.drafted += len(work.drafts)
         self.accepted += accepted  # also where the text ends before the last of these
@@ -215,9 +221,14 @@ class Engine:
                 reason = "length"
             if reason:
                 break
+        logprobs = []
+        if request.params.logprobs is not None:
+            count = request.params.logprobs
+            logprobs = [token_logprob(row, token, count) for row, token in zip(logits, tokens)]
         self.scheduler.advance(work, tokens)
         request.text += text
         request.stream = stream
+        request.logprobs += logprobs
         if reason:
             self.end(request, reason)
         return Event(request, tokens, reason)

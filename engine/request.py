@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from errors import UserError
 from loading.tokenizer import StopStream
-from sampling import SamplingParams
+from sampling import SamplingParams, TokenLogprob
 
 
 @dataclass(eq=False)  # two requests are never the same one
@@ -30,6 +30,8 @@ class Request:
     # None for an engine without an encoding: then there is no text.
     text: str = ""
     stream: StopStream | None = None
+    # One for each token of the output, if params ask for them.
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:

@@ -16,8 +16,8 @@ def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
     fields: those of the params, if none are given.
     """
     params = SamplingParams(**fields) if params is None else params
-    if params.stop:  # for an engine alone
-        params = dataclasses.replace(params, stop=())
+    if params.stop or params.logprobs is not None:  # for an engine alone
+        params = dataclasses.replace(params, stop=(), logprobs=None)
     return list(remembered(model, tuple(prompt), params, stride))
 
 

@@ -293,7 +293,7 @@ def test_generate_has_no_text_to_stop(model):
     params = [SamplingParams(3), SamplingParams(3, stop=("a",))]
     runs = generate(model, [[1], [2]], params), generate_speculative(model, model, [1], params[1])
     for run in runs:
-        said = "stop is for the engine alone"
+        said = "stop and logprobs are for the engine alone"
         with pytest.raises(UserError, match=f"^{said}$"):
             next(run)
 
