@@ -261,6 +261,24 @@ def sample(
     """
     if params.temperature == 0:
         return logits.argmax(dim=-1)
+    filtered = 0 < params.top_k < logits.shape[-1] or params.top_p < 1
+    if draws is None or not filtered:
+        return draw_among_all(logits, params, generator, draws)
+    drawn, certain = draw_among_few(logits, params, draws)
+    rest = (~certain).nonzero()[:, 0]
+    if len(rest):
+        draws = [draws[row] for row in rest.tolist()]
+        drawn[rest] = draw_among_all(logits[rest], params, None, draws)
+    return drawn
+
+
+def draw_among_all(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    generator: torch.Generator | None,
+    draws: list[tuple[int, int]] | None,
+) -> torch.Tensor:
+    """One draw a row, with a random number for each token. The arguments are those of `sample`."""
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     if draws is None:
@@ -270,6 +288,47 @@ def sample(
     else:
         noise = keyed_noise(logits, draws)
     return race(logits, noise, params.top_p)
+
+
+FEW = 256  # tokens that may hold the nucleus
+
+
+def draw_among_few(
+    logits: torch.Tensor, params: SamplingParams, draws: list[tuple[int, int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that `draw_among_all` draws, from the most likely ones alone.
+
+    Returns (B,) ids, and (B,) bools: where they are certain, because all that the filters keep is
+    among the most likely ones. The arguments are those of `sample`; one of the filters is on.
+    """
+    vocab_size = logits.shape[-1]
+    top_k = params.top_k if params.top_k < vocab_size else 0
+    if top_k:
+        best = logits.topk(top_k + 1, dim=-1)
+        values = apply_temperature(best.values, params.temperature)
+        # A tie with the k-th, as lesson 06 keeps it, would be left out.
+        certain = values[:, -2] > values[:, -1]
+        values, ids = in_order_of_ids(values[:, :-1], best.indices[:, :-1])
+        probs = values.softmax(dim=-1)
+    else:
+        logits = apply_temperature(logits, params.temperature)
+        best = logits.topk(min(FEW, vocab_size), dim=-1)
+        values, ids = in_order_of_ids(*best)
+        probs = logits.softmax(dim=-1).gather(-1, ids)
+        # Some of those equal to the last one may be left out. 1e-4 is room for rounding.
+        held = torch.where(values > best.values[:, -1:], probs, 0).sum(dim=-1)
+        certain = (held > params.top_p + 1e-4) | (ids.shape[-1] == vocab_size)
+    noise = noise_of(ids, draws).to(probs.dtype)
+    speeds = probs / noise.to(probs.device)
+    if params.top_p < 1:
+        speeds = speeds.masked_fill(outside(values, params.top_p, probs), -1)
+    return ids.gather(-1, speeds.argmax(dim=-1, keepdim=True))[:, 0], certain
+
+
+def in_order_of_ids(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and their ids, both (B, n), by id: of equal values the lower id comes first."""
+    ids, order = ids.sort(dim=-1)
+    return values.gather(-1, order), ids
 
 
 def keyed_noise(logits: torch.Tensor, draws: list[tuple[int, int]]) -> torch.Tensor:
@@ -292,6 +351,13 @@ def keyed_noise(logits: torch.Tensor, draws: list[tuple[int, int]]) -> torch.Ten
         noise = torch.ones(inside.shape, dtype=logits.dtype, device=inside.device)
         noise[rows, ids] = exponential(splitmix(states[rows], ids)).to(logits.dtype)
     return noise.to(logits.device)
+
+
+def noise_of(ids: torch.Tensor, draws: list[tuple[int, int]]) -> torch.Tensor:
+    """The numbers that `keyed_noise` has for these ids, (B, n): the same shape, float64."""
+    if ids.device.type == "mps":
+        ids = ids.cpu()  # MPS has no float64
+    return exponential(splitmix(states_of(draws).to(ids.device)[:, None], ids))
 
 
 def states_of(draws: list[tuple[int, int]]) -> torch.Tensor:
@@ -411,13 +477,13 @@ def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
     return logits if p == 1 else logits.masked_fill(outside(logits, p), -torch.inf)
 
 
-def outside(logits: torch.Tensor, p: float) -> torch.Tensor:
+def outside(logits: torch.Tensor, p: float, probs: torch.Tensor | None = None) -> torch.Tensor:
     """Which logits (..., n) come after the fewest that hold mass p: bools.
 
-    Equal logits are in the order of their places.
+    Equal logits are in the order of their places. probs: their probabilities; None: their softmax.
     """
     values, order = logits.sort(dim=-1, descending=True, stable=True)
-    ordered = values.softmax(dim=-1)
+    ordered = values.softmax(dim=-1) if probs is None else probs.gather(-1, order)
     mass = ordered.cumsum(dim=-1)
     # The most likely token stays, even where p rounds to 0. The others leave by the mass up to the
     # token before; mass - ordered would round differently.
