@@ -1,1 +1,1 @@
-"""What the benchmarks share."""
+"""Measurements that no lesson runs by itself: python -m benchmarks.engine, and so on."""

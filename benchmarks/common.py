@@ -89,21 +89,28 @@ def whole_number(least: int, most: int | None = None):
 
 
 def add_options(
-    parser: argparse.ArgumentParser, output: str, lengths: list[int], repeats: int
+    parser: argparse.ArgumentParser,
+    output: str,
+    lengths: list[int] | None,
+    repeats: int,
+    dtypes: bool = True,
+    columns: dict[str, str] = COLUMNS,
 ) -> None:
     """The options that benchmarks share, and an explanation of the columns.
 
-    lengths: the default of --max-new-tokens.
+    lengths: the default of --max-new-tokens, None for no such option. dtypes: --dtype is one.
     """
     parser.formatter_class = Formatter
-    explained = (f"  {name:20} {text}" for name, text in COLUMNS.items())
+    explained = (f"  {name:20} {text}" for name, text in columns.items())
     parser.epilog = "\n".join(["columns of the CSV file:", *explained])
     number = whole_number(1)
     cores = os.cpu_count() or 1
-    length = {"type": whole_number(2), "default": lengths, "help": "lengths to time"}
-    parser.add_argument("--max-new-tokens", **LIST, **length)
-    dtype = {"choices": FLOATS, "default": ["float32"], "help": "of the weights"}
-    parser.add_argument("--dtype", **LIST, **dtype)
+    if lengths:
+        length = {"type": whole_number(2), "default": lengths, "help": "lengths to time"}
+        parser.add_argument("--max-new-tokens", **LIST, **length)
+    if dtypes:
+        dtype = {"choices": FLOATS, "default": ["float32"], "help": "of the weights"}
+        parser.add_argument("--dtype", **LIST, **dtype)
     devices = ("auto", "cuda", "mps", "cpu")
     parser.add_argument("--device", default="auto", choices=devices, help="where to run")
     threads = whole_number(1, cores)
@@ -130,6 +137,8 @@ class ResultsFile:
     cannot be used, OSError for a full disk.
     """
 
+    columns = COLUMNS
+
     def __init__(self, path: Path):
         if path.suffix != ".csv":
             raise UserError(f"--output {path}: the name must end in .csv")
@@ -148,7 +157,7 @@ class ResultsFile:
             why = "another run writes to it, or was killed and left its rows there"
             raise UserError(f"{self.part} exists: {why}; wait, or move that file") from None
         try:
-            self.append(dict(zip(COLUMNS, COLUMNS)))
+            self.append(dict(zip(self.columns, self.columns)))
         except OSError:
             self.close()
             raise
@@ -156,7 +165,7 @@ class ResultsFile:
     def append(self, row: dict) -> None:
         """Write a line, or nothing: no part of a line that does not fit on the disk is left."""
         line = io.StringIO()
-        csv.DictWriter(line, COLUMNS, lineterminator="\n").writerow(row)
+        csv.DictWriter(line, self.columns, lineterminator="\n").writerow(row)
         data = line.getvalue().encode()
         end = self.file.tell()
         try:
@@ -179,6 +188,10 @@ class ResultsFile:
         shown = f"{what}  {run}  {{mode}}: {{decode_tokens_per_s:.1f}}/s"
         print(shown.format(**row), file=sys.stderr)
 
+    def summarise(self, baseline: str | dict | None):
+        """The table of all rows, as the function of that name."""
+        return summarise(self.rows, baseline)
+
     def close(self) -> bool:
         """Put the rows where an older file may be, and remove that one's summary and plot.
 
@@ -194,8 +207,40 @@ class ResultsFile:
         return True
 
 
+class Measures(ResultsFile):
+    """A CSV file with a row for each value, for a benchmark that measures different things.
+
+    Its columns are those in which runs differ, then "measure", "value" and "repeat", and what ran
+    on what. A subclass says in `setting` which of them a summary keeps apart.
+    """
+
+    setting: list[str]
+    about = {}  # what ran on what
+
+    def add(self, which: str, run: dict, values: dict) -> None:
+        """Add the values of a run, measure -> number, and show them on stderr after its name."""
+        for measure, value in values.items():
+            self.rows.append(self.about | run | {"measure": measure, "value": value})
+            self.append(self.rows[-1] | {"value": four_digits(value)})
+        shown = "; ".join(f"{measure} {value:.4g}" for measure, value in values.items())
+        print(f"{which}: {shown}", file=sys.stderr)
+
+    def summarise(self, baseline):
+        """A table with a line for each measure of each setting: median, min and max of repeats."""
+        import pandas
+
+        values = pandas.DataFrame(self.rows).groupby(self.setting, sort=False)["value"]
+        table = values.agg(["median", "min", "max"]).map(four_digits)
+        return table.assign(runs=values.size()).reset_index()
+
+
 def run_benchmark(
-    parser: argparse.ArgumentParser, measure, baseline: str | dict, plot, argv=None
+    parser: argparse.ArgumentParser,
+    measure,
+    baseline: str | dict | None,
+    plot,
+    argv=None,
+    results_file: type[ResultsFile] = ResultsFile,
 ) -> None:
     """Parse a command line and call measure(args, device, results); then summarise and plot.
 
@@ -208,7 +253,7 @@ def run_benchmark(
             torch.set_num_threads(args.threads)
         device = pick_device(args.device)
         try:
-            results = ResultsFile(args.output)
+            results = results_file(args.output)
             try:
                 measure(args, device, results)
             finally:
@@ -221,10 +266,10 @@ def run_benchmark(
     run_script(parser, run, argv)
 
 
-def report(results: ResultsFile, baseline: str | dict, plot) -> None:
+def report(results: ResultsFile, baseline: str | dict | None, plot) -> None:
     """Close the results; if there are any, write and print the summary, and draw the plot."""
     if results.close():
-        summary = summarise(results.rows, baseline)
+        summary = results.summarise(baseline)
         picture = io.BytesIO()
         plot(summary).savefig(picture, dpi=120, format="png")
         write_whole(results.summary, summary.to_csv(index=False).encode())

@@ -158,6 +158,9 @@ def test_help_explains_each_column_and_what_happens_to_the_file():
     text = help_of(lengths=[60])
     assert [name for name in common.COLUMNS if f"\n  {name} " not in text] == []
     assert ".part" in text and "(default: 3)" in text
+    text = help_of(lengths=None, dtypes=False, columns={"value": "as measured"})
+    assert "--max-new-tokens" not in text and "--dtype" not in text
+    assert text.endswith(f"columns of the CSV file:\n  {'value':20} as measured\n")
 
 
 def test_speedup_is_the_median_of_paired_ratios():

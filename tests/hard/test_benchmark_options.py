@@ -8,6 +8,8 @@ from benches import save_endless
 HELP = {  # script -> words of its help
     "benchmark_kv_cache.py": ["{cache,no cache,transformers}", "kv_cache_cpu.csv"],
     "benchmark_speculative.py": ["--gamma", "acceptance", "speculative_cpu.csv"],
+    "benchmarks/engine.py": ["throughput:", "overhead:", "sampling:", "prefix:", "chunks:"]
+    + ["queue:", "waste:", "speculation:", "temperature", "engine_cpu.csv"],
 }
 
 
@@ -49,6 +51,21 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--prompts 7": "from 1 to 6",
         "--target nowhere": "nowhere",
     },
+    "benchmarks.engine --model MODEL --draft MODEL --only speculation --prompt-tokens 2 6"
+    " --new-tokens 3 8 --long-prompt 20": {
+        "--only nothing": "--only",
+        "--prompt-tokens 6 5": "--prompt-tokens: the first number",
+        "--new-tokens 6 5": "--new-tokens: the first number",
+        "--new-tokens 3 59": "65 tokens do not fit the window",
+        "--prompt-tokens 3 43": "65 tokens do not fit the window",
+        "--long-prompt 49": "65 tokens do not fit the window",
+        "--rows 0": "--rows",
+        "--gamma 17": "from 1 to 16",
+        "--draft random:gpt2": "random:gpt2: a random model",
+        "--temperature -1": "temperature is -1",
+        "--model nowhere": "nowhere",
+        "--draft nowhere": "nowhere",
+    },
 }
 
 
@@ -67,6 +84,7 @@ CASES = [(line, wrong, said) for line, some in REFUSED.items() for wrong, said i
 def test_what_is_wrong_is_one_line(models, capsys, tmp_path, monkeypatch, line, wrong, said):
     """And nothing is written."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("benchmarks.engine.STEPS", 6)  # more do not fit the small model's window
     name, *words = line.split()
     files = ["--device", "cpu", "--output", "run.csv"] if words else []
     options = [*files, *words, *wrong.split()]

@@ -1,0 +1,194 @@
+"""Random histories of an engine: requests are added, steps are taken, requests are aborted.
+
+Each text must be that of `generate` alone. Some dozens of histories run; for more:
+HISTORIES=2000 pytest tests/hard/test_histories.py
+"""
+
+import functools
+import os
+from dataclasses import dataclass, field
+
+import hypothesis
+import torch
+from engines import alone, check_pages, check_passes, step
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+BLOCK_SIZE = 12
+VALUES = {
+    "max_new_tokens": st.integers(0, 24),
+    "ignore_eos": st.booleans(),
+    "temperature": st.sampled_from([0.0, 0.8, 1.5]),
+    "top_k": st.sampled_from([0, 3]),
+    "top_p": st.sampled_from([1.0, 0.8, 0.5]),
+    "presence_penalty": st.sampled_from([0.0, 0.5]),
+    "repetition_penalty": st.sampled_from([1.0, 1.3]),
+    "seed": st.integers(0, 2**64 - 1),
+}
+# Requests differ from each other in a single parameter, so that a step has rows nearly alike.
+BASES = st.fixed_dictionaries(VALUES)
+CHANGES = st.one_of([st.fixed_dictionaries({name: values}) for name, values in VALUES.items()])
+# A small vocabulary, so that texts end, repeat themselves and have prefixes in common.
+TOKENS = st.integers(0, 6)
+PROMPTS = st.lists(TOKENS, max_size=14)
+STOPS = st.lists(st.text("abc\u00e9", min_size=1, max_size=3), max_size=2).map(tuple)
+
+
+class Letters:
+    """What tokens print: five letters, and the two bytes of a sixth one."""
+
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        return [b"a", b"b", b"c", b"ab", b"cc", b"\xc3", b"\xa9"][token]
+
+
+def printed(token: int, ends: bool) -> bytes:
+    """What a token prints. ends: token 6 prints nothing."""
+    return b"" if token == 6 and ends else Letters().decode_single_token_bytes(token)
+
+
+def cut(tokens: list[int], stop: tuple[str, ...], ends: bool) -> tuple[list[int], str]:
+    """The tokens up to the one that completes a stop string, and their text before it."""
+    for count in range(len(tokens) + 1):
+        text = b"".join(printed(token, ends) for token in tokens[:count]).decode(errors="replace")
+        for end in range(len(text) + 1):
+            found = [string for string in stop if text[:end].endswith(string)]
+            if found:
+                return tokens[:count], text[: end - max(map(len, found))]
+    return tokens, text
+
+
+@functools.cache
+def model(architecture: str, n_layer: int = 2, block_size: int = BLOCK_SIZE, seed: int = 0):
+    """A random model in float64; token 6 ends a text."""
+    from llama import Llama, LlamaConfig
+    from model import GPT, GPTConfig
+
+    shape = {"vocab_size": 7, "block_size": block_size, "n_layer": n_layer}
+    shape |= {"n_head": 4, "n_embd": 16, "eos_token_ids": (6,)}
+    if architecture == "GPT-2":
+        made = GPT(GPTConfig(**shape))
+    else:
+        heads = {"n_kv_head": 2, "head_dim": 6, "n_inner": 24}
+        made = Llama(LlamaConfig(**shape, **heads, bos_token_id=5, tied_head=False))
+    return made.double().init_weights(std=0.4, generator=torch.Generator().manual_seed(seed)).eval()
+
+
+@dataclass
+class Entry:
+    """A request of a history."""
+
+    request: object
+    prompt: list[int]
+    params: dict
+    tokens: list[int] = field(default_factory=list)  # of its events
+
+
+class Histories(RuleBasedStateMachine):
+    make = staticmethod(model)
+
+    @initialize(architecture=st.sampled_from(["GPT-2", "Llama"]), base=BASES, data=st.data())
+    def begin(self, architecture, base, data):
+        from engine.drafter import LookupDrafter, PagedDrafter
+        from engine.engine import Engine
+
+        self.model = self.make(architecture)
+        self.stride = data.draw(st.sampled_from([None, 1, 5, 12]))
+        self.max_rows = data.draw(st.integers(1, 5))
+        options = {"max_rows": self.max_rows}
+        options["page_size"] = data.draw(st.integers(1, 4))
+        smallest = -(-BLOCK_SIZE // options["page_size"])  # pages for a whole window
+        options["num_pages"] = smallest + data.draw(st.integers(0, 2 * smallest))
+        options["budget"] = data.draw(st.integers(1, 20))
+        options["gamma"] = data.draw(st.integers(1, 5))
+        draft = data.draw(st.sampled_from([None, "lookup", "GPT-2", "Llama"]))
+        if draft == "lookup":
+            options["drafter"] = LookupDrafter()
+        elif draft:  # a smaller one, or the target itself
+            n_layer = data.draw(st.integers(1, 2))
+            made = self.make(draft, n_layer, data.draw(st.sampled_from([5, BLOCK_SIZE])))
+            options["drafter"] = PagedDrafter(made, self.model, self.max_rows, options["page_size"])
+        options["encoding"] = Letters()
+        self.engine = Engine(self.model, stride=self.stride, **options)
+        self.base = base
+        self.prefix = data.draw(st.lists(TOKENS, max_size=10))
+        self.entries = []
+        check_passes(self.engine.cache, BLOCK_SIZE)
+
+    @rule(
+        prompt=PROMPTS,
+        shared=st.integers(0, 10),
+        change=CHANGES,
+        salt=st.sampled_from("aab"),
+        stop=STOPS,
+        logprobs=st.sampled_from([None, 0, 2]),
+    )
+    def add(self, prompt, shared, change, salt, stop, logprobs):
+        from sampling import SamplingParams
+
+        params = self.base | change | {"stop": stop, "logprobs": logprobs}
+        prompt = self.prefix[:shared] + prompt
+        request = self.engine.add(prompt, SamplingParams(**params), salt)
+        self.entries.append(Entry(request, prompt, params))
+
+    @precondition(lambda self: self.engine.busy)
+    @rule()
+    def step(self):
+        entries = {entry.request: entry for entry in self.entries}
+        before = {request: request.text for request in entries}
+        for event in step(self.engine):
+            assert event.error is None
+            entries[event.request].tokens.extend(event.tokens)
+        assert len(self.engine.scheduler.running) <= self.max_rows
+        for request, text in before.items():
+            assert request.text.startswith(text)
+
+    @precondition(lambda self: any(not entry.request.finish_reason for entry in self.entries))
+    @rule(data=st.data())
+    def abort(self, data):
+        requests = [entry.request for entry in self.entries if not entry.request.finish_reason]
+        self.engine.abort(data.draw(st.sampled_from(requests)))
+        check_pages(self.engine)
+
+    def logits(self, window: list[int]) -> torch.Tensor:
+        """What follows a window, from a whole pass over it."""
+        from infer import next_logits
+
+        return next_logits(self.model, [window], None)[0, 0]
+
+    def check_logprobs(self, request):
+        """Those of a request are those of whole passes over its windows."""
+        from cache import check_stride, window_start
+
+        count = request.params.logprobs
+        assert len(request.logprobs) == (0 if count is None else len(request.output))
+        for length, (logprob, top) in enumerate(request.logprobs, request.prompt_length):
+            start = window_start(length, BLOCK_SIZE, check_stride(self.stride, BLOCK_SIZE))
+            wanted = self.logits(request.tokens[start:length]).double().log_softmax(dim=-1)
+            assert abs(logprob - wanted[request.tokens[length]]) < 1e-5
+            best = wanted.topk(count).values.tolist()
+            assert len(top) == len(dict(top)) == len(best)
+            for (token, value), largest in zip(top, best):
+                assert abs(value - largest) < 1e-5 and abs(value - wanted[token]) < 1e-5
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        while self.engine.busy:
+            self.step()
+        for entry in self.entries:
+            request = entry.request
+            aborted = request.finish_reason == "abort"
+            params = {name: entry.params[name] for name in VALUES}
+            expected = alone(self.model, entry.prompt, stride=self.stride, **params)
+            expected, text = cut(expected, entry.params["stop"], not params["ignore_eos"])
+            assert entry.tokens == request.output
+            assert request.output == (expected[: len(request.output)] if aborted else expected)
+            assert text.startswith(request.text) if aborted else text == request.text
+            self.check_logprobs(request)
+        assert self.engine.scheduler.pool.available == self.engine.scheduler.pool.num_pages
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = hypothesis.settings(
+    max_examples=int(os.environ.get("HISTORIES", 24)), stateful_step_count=30
+)

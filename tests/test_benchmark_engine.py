@@ -1,0 +1,322 @@
+"""What the engine's benchmark measures, on a clock that counts positions; no peer is needed."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+from benches import Bench, near, save_endless
+
+from engine.cache import PagedCache
+from engine.engine import Engine
+from engine.scheduler import Scheduler
+from model import GPT
+
+PARTS = ["throughput", "overhead", "sampling", "prefix", "chunks", "queue", "waste"]
+PARTS += ["speculation"]
+TORCH = ""  # in the name of a bar
+SPECULATION = ("--only", "speculation", "--draft-rows", 2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, tmp_path_factory):
+    return save_endless(tiny, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def bench(request, checkpoint, monkeypatch):
+    """The model is its own draft."""
+    from benchmarks import engine as script
+
+    monkeypatch.setattr(script, "STEPS", 6)
+    small = ["--requests", 5, "--rows", 2, 3, "--prompt-tokens", 2, 6, "--new-tokens", 3, 8]
+    small += ["--long-prompt", 20, "--decoding", 2, "--waiting", 7, "--draft-rows", 1, 2]
+    small += ["--repeats", 2]
+    bench = Bench(request, script, "--model", checkpoint, "--draft", checkpoint, *small)
+    bench.installed(transformers=False)
+    return bench
+
+
+def values(rows, mode, repeat=0, size=None, temperature=0.0):
+    """measure -> value of one run. size: its rows; None: the most that the mode has."""
+    found = rows[(rows["mode"] == mode) & (rows["repeat"] == repeat)]
+    found = found[found["temperature"] == temperature]
+    found = found[found["rows"] == (size or found["rows"].max())]
+    return dict(zip(found["measure"], found["value"]))
+
+
+def queue(count=5, new_tokens=(3, 8)):
+    """The prompts of the queue, and how many tokens follow each."""
+    from benchmarks import engine as script
+
+    args = SimpleNamespace(prompt_tokens=[2, 6], new_tokens=new_tokens)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=4096))
+    bench = script.Bench(args, model, None, None)
+    prompts, params = script.requests(bench, count)
+    return prompts, [each.max_new_tokens for each in params]
+
+
+def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path):
+    bench.draws = True
+    rows = bench.rows(says="without transformers: pip install transformers")
+    assert list(dict.fromkeys(rows["part"])) == PARTS
+    assert list(rows) == list(bench.script.COLUMNS)
+    assert set(rows["parameters"]) == {4096 * 16 + 64 * 16 + 6592}
+    assert rows["draft"].equals(rows["model"])
+
+    def runs(part, *columns):
+        found = rows[(rows["part"] == part) & (rows["mode"] != "passes")]
+        return found[list(columns)].drop_duplicates().values.tolist()
+
+    modes = [["one at a time", 1], ["static batches", 2], ["static batches", 3]]
+    modes += [["engine", 2], ["engine", 3]]
+    expected = [[repeat, *mode] for repeat in (0, 1) for mode in modes]
+    assert runs("throughput", "repeat", "mode", "rows") == expected
+    expected = []
+    for repeat in (0, 1):
+        for size in (1, 2):
+            for temperature in (0, 0.8):
+                for mode in ("engine", "look-up", "draft model", "draft model, where it pays"):
+                    expected.append([repeat, size, temperature, mode])
+    assert runs("speculation", "repeat", "rows", "temperature", "mode") == expected
+    for part, count in {"overhead": 1, "sampling": 6, "prefix": 2, "chunks": 2, "queue": 2}.items():
+        found = runs(part, "repeat", "mode")
+        assert [repeat for repeat, _ in found] == [0] * count + [1] * count
+        assert len({mode for _, mode in found}) == count
+    summary = bench.summary
+    assert (summary["min"] <= summary["median"]).all()
+    assert (summary["median"] <= summary["max"]).all()
+    assert set(summary[summary["part"] != "waste"]["runs"]) == {2}
+    assert (tmp_path / "run.png").stat().st_size > 5000
+    drawn = []
+    for axes in bench.figures[0].axes:
+        drawn.append([label.get_text() for label in axes.get_yticklabels()][::-1])
+    assert drawn[0][:2] == [f"one at a time{TORCH}, 1 row", f"static batches{TORCH}, 2 rows"]
+    assert drawn[1] == [
+        f"budget 4, in chunks{TORCH}, 2 rows",
+        f"budget 22, whole prompt{TORCH}, 2 rows",
+    ]
+    assert drawn[2][0] == f"engine, temperature 0.8, top-p 0.9{TORCH}, 1 row"
+    assert len(drawn[2]) == 2 * 2 * 2  # greedy is 1 by itself
+    assert drawn[3][:2] == [f"look-up{TORCH}, 1 row", f"draft model{TORCH}, 1 row"]
+    assert drawn[3][-1] == f"draft model, where it pays{TORCH}, 2 rows, temperature 0.8"
+    assert len(drawn[3]) == 2 * 2 * 3  # the engine alone is 1 by itself
+
+
+def test_throughput_is_of_all_tokens_and_padding_costs(bench, clock):
+    rows = bench.rows("--only", "throughput")
+    prompts, news = queue()
+    lengths = [len(prompt) for prompt in prompts]
+    assert len(set(news)) > 1 and len(set(lengths)) > 1
+    alone = sum(news) / sum(length + new - 1 for length, new in zip(lengths, news))
+    assert values(rows, "one at a time") == {"tokens/s": near(alone), "x one at a time": 1}
+    spent = 0
+    for first in range(0, 5, 2):  # a shorter prompt is padded, and all rows run to the longest text
+        batch = slice(first, first + 2)
+        spent += len(lengths[batch]) * (max(lengths[batch]) + max(news[batch]) - 1)
+    batches = values(rows, "static batches", size=2)
+    assert batches["tokens/s"] == near(sum(news) / spent)
+    assert batches["x one at a time"] < 1
+    assert batches["x static batches"] == 1
+    for size in (2, 3):  # the engine computes nothing but what each text needs
+        engine = values(rows, "engine", 1, size)
+        assert engine["tokens/s"] == near(alone)
+        assert engine["x one at a time"] == 1
+        batches = values(rows, "static batches", 1, size)
+        assert engine["x static batches"] == near(alone / batches["tokens/s"])
+
+
+@pytest.mark.parametrize(
+    "function, mode", [("in_engine", "engine"), ("in_batches", "static batches")]
+)
+def test_different_tokens_are_not_timed(bench, function, mode):
+    def wrong(right, model, rows, prompts, params):
+        texts = right(model, rows, prompts, params)
+        if rows == 3:
+            texts[-1] = texts[-1][:-1] + [4095 - texts[-1][-1]]
+        return texts
+
+    bench.change(function, wrong)
+    code, rows, _ = bench("--only", "throughput")
+    wrong = "1 of 5 texts have other tokens: no timing of wrong results"
+    assert code == f"{mode}{TORCH}, 3 rows: {wrong}"
+    assert 3 not in set(rows[rows["mode"] == mode]["rows"])
+
+
+def test_transformers_writes_the_same_texts_or_is_named_and_left_out(bench, monkeypatch):
+    import transformers
+
+    sizes = []
+    made = transformers.ContinuousBatchingConfig
+
+    def noting(**given):
+        sizes.append((given["num_blocks"], given["max_batch_tokens"]))
+        return made(**given)
+
+    def broken(*_):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(transformers, "ContinuousBatchingConfig", noting)
+    bench.installed(transformers=True)
+    code, rows, err = bench("--only", "throughput", "--repeats", 1)
+    assert code == 0 and "without" not in err
+    measures = {"tokens/s", "x one at a time", "x static batches"}
+    assert set(values(rows, "transformers", size=3)) == measures
+    budget = inspect.signature(Engine).parameters["budget"].default
+    assert set(sizes) == {(3 * 4, budget)}  # windows of 64, pages of 16
+    monkeypatch.setattr(bench.script, "peer", broken)
+    words = "without transformers: RuntimeError: no such device\n"
+    rows = bench.rows("--only", "throughput", "--repeats", 1, says=words)
+    assert set(rows["mode"]) == {"one at a time", "static batches", "engine"}
+
+
+def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
+    def slow(owner, name, seconds):
+        method = getattr(owner, name)
+
+        def call(*args):
+            clock[0] += seconds
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    slow(Scheduler, "schedule", 2)
+    slow(PagedCache, "arrange", 3)
+    slow(Engine, "compute", 10)
+    slow(GPT, "head", 7)
+    rows = bench.rows("--only", "overhead")
+    assert values(rows, "engine", 1) == {
+        "step, ms": 25_000,  # three rows, and what is above
+        "share of the engine": 0.6,
+        "share of scheduling": 0.08,
+        "share of plans": 0.12,
+        "share of choosing": 0.4,
+    }
+
+
+def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
+    import infer
+    from engine import engine
+
+    def slower_draws(choose):
+        def call(logits, params, *args):
+            clock[0] += sum(each.temperature > 0 for each in params)
+            clock[0] += sum(each.top_p < 1 for each in params)
+            return choose(logits, params, *args)
+
+        return call
+
+    for module in (engine, infer):
+        monkeypatch.setattr(module, "choose", slower_draws(module.choose))
+    rows = bench.rows("--only", "sampling")
+    for mode in ("engine", "generate"):
+        for size in (1, 3):
+            assert values(rows, f"{mode}, greedy", 1, size) == {"tokens/s": 1}
+            found = values(rows, f"{mode}, temperature 0.8, top-p 0.9", 1, size, 0.8)
+            assert found == {"tokens/s": near(1 / 3), "x greedy": near(1 / 3)}
+            found = values(rows, f"{mode}, temperature 0.8, top-k 50", 1, size, 0.8)
+            assert found == {"tokens/s": 0.5, "x greedy": 0.5}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_runs_alone(bench, part):
+    bench.draws = True
+    rows = bench.rows("--only", part, "--repeats", 1)
+    assert set(rows["part"]) == {part}
+    assert set(rows["draft"].notna()) == {part == "speculation"}
+
+
+def test_shared_prefixes_are_computed_once(bench, clock):
+    rows = bench.rows("--only", "prefix", "--rows", 16, "--long-prompt", 40)
+    apart = values(rows, "not shared", 1)
+    shared = values(rows, "shared", 1)
+    # Each has 40 + 8 tokens, then 7 more. A step of 512 holds the first eleven; the others find
+    # two pages of 16.
+    assert apart["positions computed"] == 16 * 55
+    assert apart["s to all first tokens"] == 768 + 10
+    assert apart["x fewer positions"] == 1 == apart["x as fast"]
+    assert shared["positions computed"] == 16 * 55 - 5 * 32
+    assert shared["s to all first tokens"] == 768 + 10 - 5 * 32
+    assert shared["x fewer positions"] == near(880 / 720)
+    assert shared["x as fast"] == near(778 / 618)
+
+
+def test_chunks_bound_the_gap(bench, clock):
+    rows = bench.rows("--only", "chunks")
+    small = values(rows, "budget 4, in chunks")
+    assert small["plain step, ms"] == 2000
+    assert small["longest gap, ms"] == 4000
+    assert small["x plain step"] == 2
+    assert small["first token of the prompt, ms"] == 10 * 4000  # two of its 20 tokens a step
+    whole = values(rows, "budget 22, whole prompt")
+    assert whole["plain step, ms"] == 2000
+    assert whole["longest gap, ms"] == 22_000 == whole["first token of the prompt, ms"]
+    assert whole["x plain step"] == 11
+
+
+def test_the_queue_is_there_while_steps_are_timed(bench, clock, monkeypatch):
+    step = Engine.step
+
+    def slower_for_waiting(self):
+        clock[0] += len(self.scheduler.waiting)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", slower_for_waiting)
+    rows = bench.rows("--only", "queue")
+    assert values(rows, "0 waiting", 1) == {"step, ms": 2000, "x nobody waiting": 1}
+    assert values(rows, "7 waiting", 1) == {"step, ms": 9000, "x nobody waiting": 4.5}
+
+
+def test_waste_is_of_the_last_page_alone(bench):
+    rows = bench.rows("--only", "waste", "--rows", 1, "--requests", 2, "--new-tokens", 20, 20)
+    prompts, _ = queue(2, (20, 20))
+    used = [len(prompt) + step for prompt in prompts for step in range(19)]  # the last one ends it
+    assert values(rows, "pages of 16") == {
+        "unused positions a request, mean": near(sum(-length % 16 for length in used) / len(used)),
+        "unused, most": 15,
+    }
+    assert values(rows, "a whole window each") == {
+        "unused positions a request, mean": near(64 - sum(used) / len(used)),
+        "unused, most": 64 - min(used),
+    }
+    # A prompt on its way into its pages is no waste: a step takes 512 tokens, not all 20 prompts.
+    texts = ("--rows", 20, "--requests", 20, "--prompt-tokens", 40, 40, "--new-tokens", 3, 3)
+    rows = bench.rows("--only", "waste", *texts)
+    assert values(rows, "pages of 16")["unused, most"] == 48 - 40
+
+
+def test_a_draft_that_is_the_model_is_always_right_and_the_cost_model_knows_it(bench, clock):
+    rows = bench.rows(*SPECULATION, "--new-tokens", 10, 24, "--gamma", 3)
+    assert values(rows, "passes", size=2) == {"pass, ms": 2000, "x with 4 tokens a row": 4}
+    alone = {"tokens/s": 1, "tokens a pass": 1}
+    for temperature in (0.0, 0.8):
+        assert values(rows, "engine", 1, 2, temperature) == alone
+        drafted = values(rows, "draft model", 1, 2, temperature)
+        assert drafted["acceptance"] == 1 == drafted["share of equal texts"]
+        assert drafted["tokens a pass"] == 4 == drafted["tokens a row"]
+        assert drafted["drafting, ms a step"] > 2 * 3 * 1000
+        assert drafted["x engine, predicted"] == near(drafted["x engine"])
+    assert values(rows, "look-up")["drafting, ms a step"] == 0
+
+
+def test_a_draft_that_is_another_model_is_not(bench, clock, tiny, tmp_path):
+    other = save_endless(tiny, tmp_path / "other", seed=1)
+    rows = bench.rows(*SPECULATION, "--draft", other, "--new-tokens", 10, 24)
+    drafted = values(rows, "draft model", 1, 2)
+    assert drafted["acceptance"] < 1
+    assert drafted["share of equal texts"] == 1
+    # Texts end before a whole pass of drafts, so a row has fewer than 1 + gamma on average.
+    assert 3 < drafted["tokens a row"] < 4
+    assert drafted["x engine, predicted"] == near(drafted["x engine"])
+
+
+def test_greedy_texts_with_drafts_are_those_without(bench):
+    def wrong(right, engine, *args):
+        run = right(engine, *args)
+        if engine.drafter:
+            run.texts[0][0] += 1
+        return run
+
+    bench.change("decode", wrong)
+    code, rows, _ = bench("--only", "speculation")
+    assert "look-up: 1 of 1 texts have other tokens" in str(code)
+    assert set(rows["mode"]) == {"passes", "engine"}
