@@ -28,6 +28,10 @@ gc.set_threshold(100_000)
 # On a busy machine several threads wait for each other, and tiny models need one.
 torch.set_num_threads(1)
 
+PLAIN = ("-O1",)  # what to compile for, instead of this processor; -O3 takes four times as long
+AVX2 = ("-O1", "-mavx2", "-mfma")
+HAS_AVX2 = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
+TARGETS = [None, PLAIN, *([AVX2] if HAS_AVX2 else [])]
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
@@ -255,6 +259,63 @@ def checkpoint(tiny, tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / "tiny"
     save_model(tiny(dtype=torch.float32, block_size=64, eos_token_ids=tuple(range(61))), directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """Native code is compiled, once in this process, by the default compiler."""
+    from native import build
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CC", raising=False)
+        build.load()
+        yield
+
+
+@pytest.fixture(params=TARGETS, ids=str)
+def library(request, compiled):
+    """The code compiled for that processor."""
+    from native import build
+
+    return build.load(request.param)
+
+
+@pytest.fixture
+def target(library, monkeypatch):
+    """All code in this test is compiled for that processor."""
+    from native import build
+
+    monkeypatch.setattr(build, "load", lambda *_: library)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """native.build, as in a process that has compiled nothing; and little code."""
+    from native import build
+
+    build.load.cache_clear()
+    for name in ("CC", "CFLAGS", "LDFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    source = tmp_path / "small.c"
+    source.write_text('const char kernel[64] = "small"; int linear(void) { return 1; }\n')
+    monkeypatch.setattr(build, "SOURCE", source)
+    yield build
+    build.load.cache_clear()
+
+
+@pytest.fixture
+def compilations(fresh, monkeypatch):
+    """A list to which each run of the compiler that makes code adds its command."""
+    commands = []
+    call = fresh.call
+
+    def recorded(command):
+        if "-c" in command:
+            commands.append(command)
+        return call(command)
+
+    monkeypatch.setattr(fresh, "call", recorded)
+    return commands
 
 
 @pytest.fixture

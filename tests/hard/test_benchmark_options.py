@@ -70,7 +70,7 @@ REFUSED = {  # script and the options before these -> options, of which the last
 
 
 @pytest.fixture(scope="module")
-def models(tiny, tmp_path_factory):
+def models(tiny, compiled, tmp_path_factory):
     model = save_endless(tiny, tmp_path_factory.mktemp("models"))
     return {"MODEL": str(model)}
 
