@@ -1,10 +1,14 @@
-"""Compile gpt.c, and load it."""
+"""Compile gpt.c, once for each source, compiler and processor, and load it."""
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import os
 import shlex
+import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,7 +26,9 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=off",
 )
-NATIVE = ("-march=native",)  # for this processor
+WIDE = ("-march=native", "-mprefer-vector-width=512")
+NATIVE = WIDE, ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts
+SECONDS = 120  # the time limit of one run of the compiler
 
 
 class BuildError(Exception):
@@ -31,24 +37,107 @@ class BuildError(Exception):
 
 @functools.cache
 def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
-    """Compile the library and load it. Raises BuildError.
+    """Load the library, after compiling it if it is not in the cache. Raises BuildError.
 
     target: the compiler's flags for another processor than this one.
-    The compiler is $CC, or cc. $CFLAGS and $LDFLAGS come before the flags of this file.
+    The compiler is $CC, or cc, or that of the Python package ziglang. $CFLAGS and $LDFLAGS come
+    before the flags of this file. The library is kept in `cache_directory`; where others could
+    write to that directory, each run compiles anew.
     """
     try:
-        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+        compiler = shlex.split(os.environ.get("CC", "")) or default_compiler()
         options = [*shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
         # Not $CFLAGS: -ffast-math there would make the whole process round tiny numbers to 0.
         linking = [*compiler, "-O3", *shlex.split(os.environ.get("LDFLAGS", ""))]
     except ValueError as error:  # an unclosed quotation mark
         raise BuildError(f"$CC, $CFLAGS or $LDFLAGS: {error}") from None
     try:
-        compiling = [*compiler, *options, *(NATIVE if target is None else target)]
-        with tempfile.TemporaryDirectory() as temporary:
-            return open_library(compile_into(Path(temporary), compiling, linking))
+        flags, macros = predefined([*compiler, *options], NATIVE if target is None else (target,))
+        compiling = [*compiler, *options, *flags]
+        about = repr((compiling, linking, openmp())).encode()
+        code = [file.read_bytes() for file in sorted(SOURCE.parent.glob("*.[ch]"))]
+        key = hashlib.sha256(b"\0".join([macros, about, *code])).hexdigest()
+        directory, file = find(key)
+        if file is None:
+            with tempfile.TemporaryDirectory(dir=directory) as temporary:
+                file = compile_into(Path(temporary), compiling, linking)
+                return open_library(keep(file, directory, key) if directory else file)
+        return open_library(file)
     except OSError as error:
         raise BuildError(f"gpt.c cannot be compiled: {error}") from None
+    except subprocess.TimeoutExpired:
+        raise BuildError(
+            f"the C compiler {name_of(compiler)} takes more than {SECONDS} s"
+        ) from None
+
+
+def default_compiler() -> list[str]:
+    """The command cc, or the C compiler of the Python package ziglang. Raises BuildError."""
+    if shutil.which("cc"):
+        return ["cc"]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise BuildError("there is no C compiler; `pip install ziglang` brings one, for one thread")
+
+
+def predefined(command: list[str], choices: tuple) -> tuple[tuple[str, ...], bytes]:
+    """The first flags that the compiler accepts, and the macros that it predefines with them.
+
+    The macros tell its version and the instruction sets that it may use. Raises BuildError.
+    """
+    for flags in choices:
+        try:
+            return flags, call([*command, *flags, "-dM", "-E", "-x", "c", os.devnull])
+        except BuildError as error:
+            reason = error
+    raise reason
+
+
+def find(key: str) -> tuple[Path | None, Path | None]:
+    """The cache directory and the library in it, each None if it cannot be used.
+
+    The library is called KEY-HASH.so. Only this user can have written it, and its bytes have that
+    hash. If there is none, a note on stderr says that it is compiled now.
+    """
+    try:
+        directory = cache_directory()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not only_ours(directory):
+            raise PermissionError(f"{directory} is not a directory of this user alone")
+        for file in directory.glob(f"{key}-*.so"):
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            if only_ours(file) and file.stem == f"{key}-{digest}":
+                return directory, file
+        with tempfile.TemporaryFile(dir=directory) as probe:
+            probe.write(bytes(2**20))  # raises if the directory is read-only or the disk full
+        print("note: gpt.c is compiled for this processor, once", file=sys.stderr)
+        return directory, None
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        print(f"note: gpt.c is compiled in each run: {error}", file=sys.stderr)
+        return None, None
+
+
+def keep(library: Path, directory: Path, key: str) -> Path:
+    """Move a complete library into the cache. Several processes may do this at once."""
+    try:
+        library.chmod(0o700)
+        digest = hashlib.sha256(library.read_bytes()).hexdigest()
+        return library.replace(directory / f"{key}-{digest}.so")
+    except OSError as error:
+        print(f"note: gpt.c is compiled in each run: {error}", file=sys.stderr)
+        return library
+
+
+def cache_directory() -> Path:
+    """The project's directory in $XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-native"
+
+
+def only_ours(path: Path) -> bool:
+    """Whether this user owns a file or directory and no one else can write to it."""
+    about = path.stat()
+    owner = os.getuid() if hasattr(os, "getuid") else about.st_uid
+    return about.st_uid == owner and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def openmp() -> list[str]:
@@ -85,17 +174,29 @@ def compile_into(directory: Path, compiling: list[str], linking: list[str]) -> P
     raise reason
 
 
+def name_of(command: list[str]) -> str:
+    """What errors call a compiler."""
+    return "ziglang" if "ziglang" in command[:3] else command[0]
+
+
 def call(command: list[str]) -> bytes:
-    """Run a compiler and return its output. Raises BuildError with its first error."""
-    name = command[0]
+    """Run a compiler and return its output. Raises BuildError with its first error.
+
+    Raises TimeoutExpired after SECONDS.
+    """
+    name = name_of(command)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     english = os.environ | {"LC_ALL": "C"}
     try:
-        process = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, env=english
-        )
+        process = subprocess.Popen(command, **pipes, env=english, start_new_session=True)
     except OSError as error:
         raise BuildError(f"the C compiler {name} cannot be run: {error.strerror}") from None
-    output, errors = process.stdout, process.stderr
+    with process:
+        try:
+            output, errors = process.communicate(timeout=SECONDS)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # a compiler has processes of its own
+            raise
     if process.returncode:
         lines = errors.decode(errors="replace").splitlines() or ["no reason given"]
         reason = next((line for line in lines if "error:" in line), lines[0])

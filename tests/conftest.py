@@ -262,11 +262,14 @@ def checkpoint(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def compiled():
-    """Native code is compiled, once in this process, by the default compiler."""
+def compiled(tmp_path_factory, request):
+    """Native code is compiled into a directory of this session and its workers, not the user's."""
     from native import build
 
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if hasattr(request.config, "workerinput") else base) / "compiled"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.delenv("CC", raising=False)
         build.load()
         yield
@@ -290,12 +293,13 @@ def target(library, monkeypatch):
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """native.build, as in a process that has compiled nothing; and little code."""
+    """native.build, as in a process that has compiled nothing; an empty cache; and little code."""
     from native import build
 
     build.load.cache_clear()
     for name in ("CC", "CFLAGS", "LDFLAGS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = tmp_path / "small.c"
     source.write_text('const char kernel[64] = "small"; int linear(void) { return 1; }\n')
     monkeypatch.setattr(build, "SOURCE", source)

@@ -1,8 +1,63 @@
 """Compilers for tests."""
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from conftest import ROOT
+
 
 def script(file, *lines) -> str:
     """Write a program that runs these lines of shell, such as a compiler's."""
     file.write_text("\n".join(["#!/bin/sh", *lines, ""]))
     file.chmod(0o755)
     return str(file)
+
+
+def files(build) -> list:
+    """What is in the cache directory."""
+    return sorted(build.cache_directory().iterdir())
+
+
+# What another process runs: build.py by itself, so that it imports no torch.
+CODE = """
+import sys
+sys.path.insert(0, "native")
+import build
+build.SOURCE = build.Path(sys.argv[1])
+print(build.kernel())
+"""
+
+
+def start(fresh) -> subprocess.Popen:
+    """A process that compiles what this one would."""
+    command = [sys.executable, "-c", CODE, str(fresh.SOURCE)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True)
+
+
+def alive(pid: str) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    try:
+        os.kill(int(pid), 0)
+        about = Path("/proc", pid.strip(), "stat")
+        return not Path("/proc").exists() or " Z " not in about.read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def hanging_compiler(monkeypatch, tmp_path) -> Path:
+    """Let $CC know its macros but never end its work. Returns the file with its process."""
+    pid = tmp_path / "pid"
+    macros = 'case "$*" in *-dM*) exec cc "$@";; esac'
+    lines = (macros, "sleep 1000 &", f"echo $! > {pid}", "wait")
+    monkeypatch.setenv("CC", script(tmp_path / "hanging-cc", *lines))
+    return pid
