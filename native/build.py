@@ -1,5 +1,6 @@
 """Compile gpt.c, once for each source, compiler and processor, and load it."""
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -12,6 +13,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("gpt.c")
@@ -59,7 +62,7 @@ def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
         key = hashlib.sha256(b"\0".join([macros, about, *code])).hexdigest()
         directory, file = find(key)
         if file is None:
-            with tempfile.TemporaryDirectory(dir=directory) as temporary:
+            with removed_on_sigterm(), tempfile.TemporaryDirectory(dir=directory) as temporary:
                 file = compile_into(Path(temporary), compiling, linking)
                 return open_library(keep(file, directory, key) if directory else file)
         return open_library(file)
@@ -187,21 +190,62 @@ def call(command: list[str]) -> bytes:
     name = name_of(command)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     english = os.environ | {"LC_ALL": "C"}
-    try:
-        process = subprocess.Popen(command, **pipes, env=english, start_new_session=True)
-    except OSError as error:
-        raise BuildError(f"the C compiler {name} cannot be run: {error.strerror}") from None
-    with process:
+    with contextlib.ExitStack() as held:
+        held.enter_context(sigterm_held_back())
         try:
-            output, errors = process.communicate(timeout=SECONDS)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # a compiler has processes of its own
-            raise
+            process = subprocess.Popen(command, **pipes, env=english, start_new_session=True)
+        except OSError as error:
+            raise BuildError(f"the C compiler {name} cannot be run: {error.strerror}") from None
+        with process:
+            try:
+                held.close()
+                output, errors = process.communicate(timeout=SECONDS)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)  # a compiler has processes of its own
+                raise
     if process.returncode:
         lines = errors.decode(errors="replace").splitlines() or ["no reason given"]
         reason = next((line for line in lines if "error:" in line), lines[0])
         raise BuildError(f"the C compiler {name} failed: {reason}")
     return output
+
+
+@contextlib.contextmanager
+def sigterm_held_back() -> Iterator[None]:
+    """Delay SIGTERM to the end of the block, if the program has a handler for it.
+
+    An exception of the handler while a process is being started would orphan that process.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    late = []
+    signal.signal(signal.SIGTERM, lambda *about: late.append(about))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    for about in late[:1]:
+        handler(*about)
+
+
+@contextlib.contextmanager
+def removed_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit in the block, so that its temporary files are removed."""
+
+    def end(number, frame):
+        raise SystemExit(128 + number)
+
+    default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if not default or threading.current_thread() is not threading.main_thread():
+        yield  # the program has its own handler, or this thread may not set one
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def open_library(file: Path) -> ctypes.CDLL:
