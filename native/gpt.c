@@ -1,4 +1,12 @@
-// C code for this processor; so far it says only which instructions the compiler may use.
+// Products with float32 weights on a CPU.
+//
+// All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
+// barrier, unless it says `nowait`.
+// Sizes: T tokens.
+#include <stdint.h>
+#include <string.h>
+
+#include "common.h"
 
 #ifdef _OPENMP
 #define THREADS ""
@@ -6,18 +14,112 @@
 #define THREADS ", one thread"
 #endif
 
+// instruction sets --------------------------------------------------------------------------------
+//
+// Each has vectors of WIDTH floats. ADD_PRODUCT is a * b + c in float32.
+
 #if defined(__AVX512F__) && defined(__AVX512BW__)
+#include <immintrin.h>
+enum { WIDTH = 16 };
+#define ADD_PRODUCT(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #ifdef __AVX512VNNI__
 const char kernel[64] = "AVX-512 VNNI" THREADS;
 #else
 const char kernel[64] = "AVX-512" THREADS;
 #endif
 #elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
 const char kernel[64] = "AVX2" THREADS;
+enum { WIDTH = 8 };
+#define ADD_PRODUCT(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 const char kernel[64] = "NEON" THREADS;
+enum { WIDTH = 4 };
+#define ADD_PRODUCT(a, b, c) (Vector)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
 #elif defined(__wasm_simd128__)
+#include <wasm_simd128.h>
 const char kernel[64] = "WebAssembly" THREADS;
+enum { WIDTH = 4 };
+#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
 #else
 const char kernel[64] = "plain C" THREADS;
+enum { WIDTH = 4 };
+#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
 #endif
+
+typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+#define VECTOR(p) (*(const Vector *)(p))
+
+// products ----------------------------------------------------------------------------------------
+//
+// A weight (out, in) is packed into panels of PANEL outputs. A panel holds the weights of its
+// outputs for the first input, then for the next, so that a vector has the weights of neighbouring
+// outputs. For each TILE tokens it is read from start to end, while their sums stay in registers.
+// Each sum adds its products in the order of the inputs, whatever the number of tokens: the outputs
+// of a token do not depend on the tokens beside it.
+
+enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
+const int panel_outputs = PANEL;
+
+typedef struct {
+  const float *weight;     // the whole panels
+  const float *rest;       // one more panel for the outputs left over, padded with zeros
+  const float *bias;       // (out), or NULL
+  int64_t out, in;
+} Linear;
+
+// The panel of output o.
+static const float *panel_of(const Linear *l, int64_t o) {
+  int64_t whole = l->out - l->out % PANEL;
+  return o < whole ? l->weight + o / PANEL * PANEL * l->in : l->rest;
+}
+
+// The dot products of T tokens with the outputs of a panel. x: (T, in). Each block of BLOCK inputs
+// has a sum of its own, because short sums lose less to rounding.
+INLINE void float_sums(const int T, int64_t in, const float *w, const float *x,
+                       float y[T][PANEL]) {
+  memset(y, 0, T * sizeof *y);
+  for (int64_t start = 0; start < in; start += BLOCK) {
+    int64_t end = start + BLOCK < in ? start + BLOCK : in;
+    Vector sums[T][VECTORS];
+    memset(sums, 0, sizeof sums);
+    for (int64_t i = start; i < end; i++, w += PANEL)
+      for (int t = 0; t < T; t++)
+        for (int v = 0; v < VECTORS; v++)
+          sums[t][v] = ADD_PRODUCT(x[t * in + i] - (Vector){0}, VECTOR(w + v * WIDTH), sums[t][v]);
+    for (int t = 0; t < T; t++)
+      for (int v = 0; v < VECTORS; v++) *(Vector *)(y[t] + v * WIDTH) += sums[t][v];
+  }
+}
+
+// Outputs o to o + PANEL - 1 of T tokens. y: (T, out).
+INLINE void panel_product(const int T, const Linear *l, int64_t o, const float *x, float *y) {
+  int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
+  float dots[T][PANEL];
+  float_sums(T, l->in, panel_of(l, o), x, dots);
+  for (int t = 0; t < T; t++)
+    for (int64_t i = 0; i < count; i++)
+      y[t * l->out + o + i] = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
+}
+
+// All outputs of T tokens, without a barrier at the end. y: (T, out).
+static void outputs(const Linear *l, int64_t T, const float *x, float *y) {
+#define CASE(n)                                                                  \
+  case n:                                                                        \
+    panel_product(n, l, o, x + t * l->in, y + t * l->out);                       \
+    break;
+#pragma omp for schedule(static) collapse(2) nowait
+  for (int64_t o = 0; o < l->out; o += PANEL)
+    for (int64_t tile = 0; tile < T; tile += TILE)
+      for (int64_t t = tile, n; t < T && t < tile + TILE; t += n) {
+        n = T - t >= TILE ? TILE : T - t >= 4 ? 4 : T - t >= 2 ? 2 : 1;
+        switch (n) { CASE(1) CASE(2) CASE(4) CASE(TILE) }
+      }
+}
+
+// The outputs of a layer, (T, out). x: (T, in).
+void linear(const Linear *l, int64_t T, const float *x, float *y, int threads) {
+#pragma omp parallel num_threads(threads)
+  outputs(l, T, x, y);
+}

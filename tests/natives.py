@@ -1,11 +1,14 @@
-"""Compilers for tests."""
+"""Compilers and native layers for tests."""
 
+import contextlib
+import ctypes
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import torch
 from conftest import ROOT
 
 
@@ -61,3 +64,49 @@ def hanging_compiler(monkeypatch, tmp_path) -> Path:
     lines = (macros, "sleep 1000 &", f"echo $! > {pid}", "wait")
     monkeypatch.setenv("CC", script(tmp_path / "hanging-cc", *lines))
     return pid
+
+
+def random_rows(rows: int, size: int, seed: int = 0) -> torch.Tensor:
+    """Rows of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 10 ** torch.randn(rows, 1, generator=generator)
+    return torch.randn(rows, size, generator=generator) * sizes
+
+
+def random_layer(out: int, size: int, bias: bool = True) -> tuple:
+    """A weight, no scales and a bias."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(out, size, generator=generator)
+    return weight, None, torch.randn(out, generator=generator) if bias else None
+
+
+def native_linear(weight, scale=None, bias=None):
+    """A function that computes a float32 layer of these tensors in C, for contiguous rows."""
+    from native import build
+    from native.linear import LinearStruct, pack
+
+    library = build.load()
+    panels, rest = pack(weight.clone(), ctypes.c_int.in_dll(library, "panel_outputs").value)
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(len(x), len(weight))
+        tensors = panels, rest, bias
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        layer = LinearStruct(*addresses, *weight.shape)
+        pointers = (ctypes.c_void_p(each.data_ptr()) for each in (x, y))
+        count = ctypes.c_int(torch.get_num_threads())
+        library.linear(ctypes.byref(layer), ctypes.c_int64(len(x)), *pointers, count)
+        return y
+
+    return linear
+
+
+@contextlib.contextmanager
+def threads(count: int):
+    """While it is entered, torch and C use `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
