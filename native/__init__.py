@@ -1,1 +1,1 @@
-"""Native code for the CPU: gpt.c, and what compiles it."""
+"""Native code for the CPU: gpt.c, what compiles it, and what calls it."""

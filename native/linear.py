@@ -1,8 +1,10 @@
-"""Weights packed as gpt.c reads them."""
+"""Linear layers whose weights are packed as gpt.c reads them, and their products in C."""
 
 import ctypes
+import math
 
 import torch
+import torch.nn as nn
 
 
 class LinearStruct(ctypes.Structure):
@@ -27,3 +29,73 @@ def pack(weight: torch.Tensor, outputs: int) -> tuple[torch.Tensor, torch.Tensor
     rest = weight.new_zeros(weight.shape[1], outputs)
     rest[:, : len(weight) - whole] = weight[whole:].t()
     return panels, rest
+
+
+class NativeLinear(nn.Module):
+    """A linear layer in C, of float32 weights.
+
+    It takes the place of a layer, and packs its weight where it lies: the layer is not to be used
+    any more. Raises ValueError, before anything changes, for tensors that C cannot read.
+    """
+
+    def __init__(self, layer: nn.Linear, library: ctypes.CDLL):
+        super().__init__()
+        check_layer(layer, *layer.weight.shape)
+        outputs = ctypes.c_int.in_dll(library, "panel_outputs").value
+        weight = layer.weight.detach()
+        self.library = library
+        self.out_features, self.in_features = weight.shape
+        panels, rest = pack(weight, outputs)
+        self.register_buffer("weight", panels)
+        self.register_buffer("rest", rest)
+        self.bias = getattr(layer, "bias", None)
+
+    def struct(self) -> LinearStruct:
+        """The layer as C reads it: addresses, so the tensors must stay where they are."""
+        tensors = self.weight, self.rest, self.bias
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        return LinearStruct(*addresses, self.out_features, self.in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute what `F.linear` does.
+
+        x: (..., in_features), float32, contiguous or not. Raises ValueError for another.
+        """
+        rows = math.prod(x.shape[:-1])
+        x2d = x.reshape(rows, x.shape[-1]).contiguous()
+        y = torch.empty(rows, self.out_features)
+        self.library.linear(
+            ctypes.byref(self.struct()),
+            ctypes.c_int64(rows),
+            ctypes.c_void_p(address(x2d, torch.float32, rows, self.in_features)),
+            ctypes.c_void_p(y.data_ptr()),
+            ctypes.c_int(torch.get_num_threads()),
+        )
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+def check_layer(layer: nn.Module, out: int, size: int) -> None:
+    """Raise ValueError if C cannot read a layer with this number of outputs and of inputs."""
+    address(layer.weight, torch.float32, out, size)
+    address(getattr(layer, "bias", None), torch.float32, out)
+
+
+def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
+    """Where C finds the numbers of a tensor, NULL for None.
+
+    Raises ValueError if they are not as C reads them.
+    """
+    if tensor is None:
+        return None
+    if (
+        tensor.dtype != dtype
+        or tensor.shape != shape
+        or tensor.device.type != "cpu"
+        or not tensor.is_contiguous()
+        or tensor.is_neg()  # torch has yet to negate what is there
+    ):
+        found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        found += f", strides {tensor.stride()}" + ", negative" * tensor.is_neg()
+        wanted = f"contiguous {dtype} {shape} on the CPU"
+        raise ValueError(f"native code reads {wanted}; this is {found}")
+    return tensor.data_ptr()

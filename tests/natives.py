@@ -1,12 +1,12 @@
 """Compilers and native layers for tests."""
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from conftest import ROOT
@@ -81,24 +81,11 @@ def random_layer(out: int, size: int, bias: bool = True) -> tuple:
 
 
 def native_linear(weight, scale=None, bias=None):
-    """A function that computes a float32 layer of these tensors in C, for contiguous rows."""
+    """A layer of these tensors in C."""
     from native import build
-    from native.linear import LinearStruct, pack
+    from native.linear import NativeLinear
 
-    library = build.load()
-    panels, rest = pack(weight.clone(), ctypes.c_int.in_dll(library, "panel_outputs").value)
-
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        y = torch.empty(len(x), len(weight))
-        tensors = panels, rest, bias
-        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        layer = LinearStruct(*addresses, *weight.shape)
-        pointers = (ctypes.c_void_p(each.data_ptr()) for each in (x, y))
-        count = ctypes.c_int(torch.get_num_threads())
-        library.linear(ctypes.byref(layer), ctypes.c_int64(len(x)), *pointers, count)
-        return y
-
-    return linear
+    return NativeLinear(SimpleNamespace(weight=weight, scale=scale, bias=bias), build.load())
 
 
 @contextlib.contextmanager
