@@ -1,13 +1,19 @@
 PYTHON ?= python3
 
-demo: .venv/installed tags  ## run infer.py with the embedded model, on the CPU
+demo: .venv/compiled tags  ## run infer.py with the embedded model, on the CPU
 	.venv/bin/python infer.py --prompt "Once upon a time" --device cpu
 
-test: .venv/tested tags  ## run the tests of this commit
+test: .venv/compiled .venv/tested tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
 tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python lessons.py tag --quiet
+
+.venv/compiled: .venv/installed $(wildcard native/*.[ch]) native/build.py
+	@echo "compiling native/gpt.c, which takes some seconds, once"
+	@.venv/bin/python -c "from native.build import load; load()" 2>/dev/null || \
+	echo "there is no compiled code (python infer.py --backend native says why); torch does as well"
+	@touch $@
 
 .venv/tested: requirements-test.txt .venv/installed
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<

@@ -18,6 +18,7 @@ from loading.chat import Chat
 from loading.load import Source, load_model
 from loading.tokenizer import TextStream
 from model import Model
+from native import BuildError, kernel, use_native
 from sampling import SamplingParams
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
@@ -80,6 +81,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     dtype_help = "of weights and activations; int8: weights, and activations in products"
     dtype_help += "; the rest float32; int8 texts may depend on their batch"
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
+    backend_help = "what computes; native: C code for this CPU; auto: that where it can"
+    parser.add_argument(
+        "--backend", default="auto", choices=("auto", "torch", "native"), help=backend_help
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -294,14 +299,40 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 def load_models(names: list, args, device: str) -> list[Model]:
-    """The models of a command line, in its dtype.
+    """The models of a command line, in its dtype and with its backend.
 
-    Raises UserError for a model that cannot be loaded, or a dtype that the device lacks.
+    Raises UserError for a model that cannot be loaded, or a backend, a dtype and a device that do
+    not go together.
     """
     for name in names:
         check_text("the model", str(name.name if isinstance(name, Source) else name))
     dtype = pick_dtype(args.dtype, device)
-    return [load_model(name, dtype, device) for name in names]
+    native = device == "cpu" and args.dtype == "float32"
+    if args.backend == "native" and not native:
+        allowed = "--device cpu and --dtype float32"
+        raise UserError(f"--backend native is for {allowed}; not {device} and {args.dtype}")
+    models = [load_model(name, dtype, device) for name in names]
+    if native and args.backend != "torch":
+        go_native(models, named=args.backend == "native")
+    return models
+
+
+def go_native(models: list[Model], named: bool) -> None:
+    """Let C compute what it can. A note says what it lacks if it was asked for by name."""
+    is_native = False
+    for model in models:
+        try:
+            use_native(model)
+            is_native = True
+        except BuildError as error:
+            print(f"note: {error}; torch computes instead", file=sys.stderr)
+            return
+        except ValueError as error:  # weights that C cannot read
+            if named:
+                print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
+    if named and is_native and ("plain C" in kernel() or "one thread" in kernel()):
+        note = f"without what makes it fast: {kernel()}"
+        print(f"note: --backend native: {note}", file=sys.stderr)
 
 
 def pick_seed(seed: int | None) -> int:

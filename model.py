@@ -109,7 +109,8 @@ class TorchRunner:
 class Model(nn.Module):
     """What all architectures share: a pass over whole texts, tied weights, their initialisation.
 
-    An architecture adds `hidden`, `head` and the roles of its layers. Loading finds layers by role.
+    An architecture adds `hidden`, `head` and the roles of its layers. Loading and C find layers by
+    role.
     ROLES: role -> the layer's name, here and in Hugging Face's files; * is the number of a block.
     PREFIX: what may precede names in these files. TRANSPOSED: roles of matrices that they hold as
     (in, out). UNREAD: endings of names of tensors that some of them have and nothing reads.

@@ -123,3 +123,13 @@ void linear(const Linear *l, int64_t T, const float *x, float *y, int threads) {
 #pragma omp parallel num_threads(threads)
   outputs(l, T, x, y);
 }
+
+// The embeddings of T tokens, rows of a weight (vocab_size, C): y, (T, C).
+void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
+  for (int64_t t = 0; t < T; t++, y += l->in) {
+    int64_t token = tokens[t];
+    int64_t o = token % PANEL;
+    const float *row = panel_of(l, token);
+    for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
+  }
+}

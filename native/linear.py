@@ -38,7 +38,7 @@ class NativeLinear(nn.Module):
     any more. Raises ValueError, before anything changes, for tensors that C cannot read.
     """
 
-    def __init__(self, layer: nn.Linear, library: ctypes.CDLL):
+    def __init__(self, layer: nn.Linear | nn.Embedding, library: ctypes.CDLL):
         super().__init__()
         check_layer(layer, *layer.weight.shape)
         outputs = ctypes.c_int.in_dll(library, "panel_outputs").value
@@ -72,6 +72,49 @@ class NativeLinear(nn.Module):
             ctypes.c_int(torch.get_num_threads()),
         )
         return y.view(*x.shape[:-1], self.out_features)
+
+
+class NativeEmbedding(nn.Module):
+    """A token embedding that reads rows of a packed weight, which may be the head's."""
+
+    def __init__(self, linear: NativeLinear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(...) ids to (..., in_features). Raises ValueError for an id that has no row."""
+        ids = tokens.to(torch.int64).contiguous()
+        count = self.linear.out_features
+        if not all(0 <= token < count for token in ids.flatten().tolist()):
+            raise ValueError(f"ids are {ids.tolist()}; they are from 0 to {count - 1}")
+        y = torch.empty(*ids.shape, self.linear.in_features)
+        struct = ctypes.byref(self.linear.struct())
+        addresses = (ctypes.c_void_p(each.data_ptr()) for each in (ids, y))
+        self.linear.library.rows(struct, ctypes.c_int64(ids.numel()), *addresses)
+        return y
+
+
+def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
+    """Put native layers in the places of a model's linear layers and token embedding.
+
+    Raises ValueError if they are there already, or for weights that C cannot read.
+    """
+    embedding = model.layer("embedding")
+    if isinstance(embedding, NativeEmbedding):
+        raise ValueError("the layers of this model are native already")
+    native = {}  # by the address of the weight, which an embedding may share with the head
+
+    def native_layer(layer):
+        address = layer.weight.data_ptr()
+        if address not in native:
+            native[address] = NativeLinear(layer, library)
+        return native[address]
+
+    for module in list(model.modules()):
+        for name, layer in module.named_children():
+            if isinstance(layer, nn.Linear):
+                setattr(module, name, native_layer(layer))
+    model.set_submodule(model.path("embedding"), NativeEmbedding(native_layer(embedding)))
 
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:

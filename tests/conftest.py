@@ -356,7 +356,7 @@ ENCODINGS = {}  # what was read from a tokenizer.json of these bytes
 
 
 @pytest.fixture
-def run_main(capsys, monkeypatch):
+def run_main(capsys, monkeypatch, compiled):
     """A function that runs a script's `main` with these arguments, in this process.
 
     It returns the exit code, stdout and stderr.

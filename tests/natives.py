@@ -1,4 +1,4 @@
-"""Compilers and native layers for tests."""
+"""Compilers, native layers and native models for tests."""
 
 import contextlib
 import os
@@ -97,3 +97,12 @@ def threads(count: int):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def with_native_layers(model):
+    """The model, with its products in C."""
+    from native import build
+    from native.linear import native_layers
+
+    native_layers(model, build.load())
+    return model
