@@ -307,9 +307,9 @@ def load_models(names: list, args, device: str) -> list[Model]:
     for name in names:
         check_text("the model", str(name.name if isinstance(name, Source) else name))
     dtype = pick_dtype(args.dtype, device)
-    native = device == "cpu" and args.dtype == "float32"
+    native = device == "cpu" and args.dtype in ("float32", "int8")
     if args.backend == "native" and not native:
-        allowed = "--device cpu and --dtype float32"
+        allowed = "--device cpu and --dtype float32 or int8"
         raise UserError(f"--backend native is for {allowed}; not {device} and {args.dtype}")
     models = [load_model(name, dtype, device) for name in names]
     if native and args.backend != "torch":

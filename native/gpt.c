@@ -1,8 +1,10 @@
-// Products with float32 weights on a CPU.
+// Products with float32 or int8 weights on a CPU.
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
 // barrier, unless it says `nowait`.
 // Sizes: T tokens.
+#include <float.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -48,31 +50,57 @@ enum { WIDTH = 4 };
 #define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
 #endif
 
+// An activation rounded to an integer, and int32 sums: add_products adds to each the dot product of
+// GROUP Values, four bytes, and GROUP int8 weights.
+enum { GROUP = 2 };
+typedef int16_t Value;
+typedef int32_t Sums __attribute__((vector_size(4 * WIDTH)));
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+  for (int lane = 0; lane < WIDTH; lane++)
+    sums[lane] += (int16_t)values * w[2 * lane] + (values >> 16) * w[2 * lane + 1];
+  return sums;
+}
+
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 #define VECTOR(p) (*(const Vector *)(p))
 
 // products ----------------------------------------------------------------------------------------
 //
 // A weight (out, in) is packed into panels of PANEL outputs. A panel holds the weights of its
-// outputs for the first input, then for the next, so that a vector has the weights of neighbouring
-// outputs. For each TILE tokens it is read from start to end, while their sums stay in registers.
-// Each sum adds its products in the order of the inputs, whatever the number of tokens: the outputs
-// of a token do not depend on the tokens beside it.
+// outputs for the first input (or GROUP inputs), then for the next, so that a vector has the
+// weights of neighbouring outputs. For each TILE tokens it is read from start to end, while their
+// sums stay in registers. Each sum adds its products in the order of the inputs, whatever the
+// number of tokens: the outputs of a token do not depend on the tokens beside it.
 
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
-const int panel_outputs = PANEL;
+const int panel_outputs = PANEL, int8_group = GROUP;
 
 typedef struct {
-  const float *weight;     // the whole panels
-  const float *rest;       // one more panel for the outputs left over, padded with zeros
+  const void *weight;      // the whole panels, of int8 if there is a scale, else of float
+  const void *rest;        // one more panel for the outputs left over, padded with zeros
+  const float *scale;      // (out), or NULL
   const float *bias;       // (out), or NULL
   int64_t out, in;
 } Linear;
 
+// The input of a layer, (T, in). A layer with int8 weights reads `values`, with a scale per token.
+typedef struct {
+  const float *x;
+  Value *values;  // (T, groups, GROUP)
+  float *scale;   // (T)
+} Input;
+
+static int64_t groups(const Linear *l) { return l->scale ? (l->in + GROUP - 1) / GROUP : l->in; }
+
+INLINE Input from_token(const Linear *l, Input in, int64_t t) {
+  return (Input){in.x + t * l->in, in.values + t * groups(l) * GROUP, in.scale + t};
+}
+
 // The panel of output o.
-static const float *panel_of(const Linear *l, int64_t o) {
+static const void *panel_of(const Linear *l, int64_t o) {
   int64_t whole = l->out - l->out % PANEL;
-  return o < whole ? l->weight + o / PANEL * PANEL * l->in : l->rest;
+  int64_t bytes = PANEL * groups(l) * (l->scale ? GROUP : sizeof(float));
+  return o < whole ? (const char *)l->weight + o / PANEL * bytes : l->rest;
 }
 
 // The dot products of T tokens with the outputs of a panel. x: (T, in). Each block of BLOCK inputs
@@ -93,21 +121,46 @@ INLINE void float_sums(const int T, int64_t in, const float *w, const float *x,
   }
 }
 
+// The dot products with int8 weights, which are exact. x: (T, groups, GROUP).
+INLINE void int8_sums(const int T, int64_t groups, const int8_t *w, const Value *x,
+                      Sums sums[T][VECTORS]) {
+  for (int64_t i = 0; i < groups; i++, w += PANEL * GROUP)
+    for (int t = 0; t < T; t++) {
+      int32_t part;
+      memcpy(&part, x + (t * groups + i) * GROUP, 4);
+      for (int v = 0; v < VECTORS; v++)
+        sums[t][v] = add_products(sums[t][v], part, w + v * WIDTH * GROUP);
+    }
+}
+
 // Outputs o to o + PANEL - 1 of T tokens. y: (T, out).
-INLINE void panel_product(const int T, const Linear *l, int64_t o, const float *x, float *y) {
+INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, float *y) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
-  float_sums(T, l->in, panel_of(l, o), x, dots);
+  if (l->scale) {
+    Sums sums[T][VECTORS];
+    int32_t whole[T][PANEL];
+    memset(sums, 0, sizeof sums);
+    int8_sums(T, groups(l), panel_of(l, o), in.values, sums);
+    memcpy(whole, sums, sizeof whole);
+    for (int t = 0; t < T; t++)
+      for (int64_t i = 0; i < count; i++)
+        dots[t][i] = whole[t][i] * (in.scale[t] * l->scale[o + i]);
+  } else {
+    float_sums(T, l->in, panel_of(l, o), in.x, dots);
+  }
   for (int t = 0; t < T; t++)
-    for (int64_t i = 0; i < count; i++)
-      y[t * l->out + o + i] = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
+    for (int64_t i = 0; i < count; i++) {
+      float *to = y + t * l->out + o + i;
+      *to = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
+    }
 }
 
 // All outputs of T tokens, without a barrier at the end. y: (T, out).
-static void outputs(const Linear *l, int64_t T, const float *x, float *y) {
+static void outputs(const Linear *l, int64_t T, Input in, float *y) {
 #define CASE(n)                                                                  \
   case n:                                                                        \
-    panel_product(n, l, o, x + t * l->in, y + t * l->out);                       \
+    panel_product(n, l, o, from_token(l, in, t), y + t * l->out);                \
     break;
 #pragma omp for schedule(static) collapse(2) nowait
   for (int64_t o = 0; o < l->out; o += PANEL)
@@ -118,10 +171,41 @@ static void outputs(const Linear *l, int64_t T, const float *x, float *y) {
       }
 }
 
-// The outputs of a layer, (T, out). x: (T, in).
-void linear(const Linear *l, int64_t T, const float *x, float *y, int threads) {
+// Round n floats to integers from -127 to 127 and a scale, bit for bit as int8.py's quantize.
+static void quantize(int64_t n, const float *x, Value *values, float *scale) {
+  int32_t largest = 0;  // of the bits of |x|, which have the numbers' order, NaN above infinity
+  for (int64_t i = 0; i < n; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, 4);
+    bits &= INT32_MAX;
+    largest = bits > largest ? bits : largest;
+  }
+  float max;
+  memcpy(&max, &largest, 4);
+  *scale = max / 127 < FLT_MIN ? FLT_MIN : max / 127;
+  if (*scale <= FLT_MAX)
+    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / *scale);
+  else
+    for (int64_t i = 0; i < n; i++) values[i] = 0;  // times infinity or NaN: NaN
+}
+
+static void quantize_token(const Linear *l, Input in, int64_t t) {
+  Input token = from_token(l, in, t);
+  quantize(l->in, token.x, token.values, token.scale);
+}
+
+// The outputs of a layer, (T, out). x: (T, in); values, scale: room for an Input.
+void linear(const Linear *l, int64_t T, const float *x, Value *values, float *scale, float *y,
+            int threads) {
+  Input in = {x, values, scale};
 #pragma omp parallel num_threads(threads)
-  outputs(l, T, x, y);
+  {
+    if (l->scale) {
+#pragma omp for
+      for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
+    }
+    outputs(l, T, in, y);
+  }
 }
 
 // The embeddings of T tokens, rows of a weight (vocab_size, C): y, (T, C).
@@ -130,6 +214,11 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     int64_t token = tokens[t];
     int64_t o = token % PANEL;
     const float *row = panel_of(l, token);
-    for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
+    const int8_t *row8 = panel_of(l, token);
+    if (l->scale)
+      for (int64_t i = 0; i < l->in; i++)
+        y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
+    else
+      for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
   }
 }

@@ -6,69 +6,86 @@ import math
 import torch
 import torch.nn as nn
 
+from int8 import Int8Linear
+
 
 class LinearStruct(ctypes.Structure):
     """The struct Linear of gpt.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "rest", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weight", "rest", "scale", "bias")),
         *((name, ctypes.c_int64) for name in ("out_features", "in_features")),
     ]
 
 
-def pack(weight: torch.Tensor, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # that many bytes as one number
+
+
+def pack(weight: torch.Tensor, outputs: int, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack a weight (out, in) into panels of `outputs` outputs, where it lies.
 
-    Returns the whole panels, (out // outputs, in, outputs), and one panel more for the outputs left
-    over, filled up with zeros.
+    Returns the whole panels, (out // outputs, groups, outputs), each number a group of weights, and
+    one panel more for the outputs left over, filled up with zeros. Where `in` is no multiple of
+    the group, zeros are added to each row, in memory of its own.
     """
-    whole = len(weight) - len(weight) % outputs
-    panels = weight[:whole].view(whole // outputs, weight.shape[1], outputs)
-    for panel, rows in zip(panels, weight.split(outputs)):  # they share their memory
+    if weight.shape[1] % group:
+        weight = nn.functional.pad(weight, (0, -weight.shape[1] % group))
+    units = weight.flatten().view(UNITS[weight.itemsize * group])  # flat: there may be no inputs
+    units = units.view(len(weight), weight.shape[1] // group)
+    whole = len(units) - len(units) % outputs
+    panels = units[:whole].view(whole // outputs, units.shape[1], outputs)
+    for panel, rows in zip(panels, units.split(outputs)):  # they share their memory
         panel.copy_(rows.clone().t())
-    rest = weight.new_zeros(weight.shape[1], outputs)
-    rest[:, : len(weight) - whole] = weight[whole:].t()
+    rest = units.new_zeros(units.shape[1], outputs)
+    rest[:, : len(units) - whole] = units[whole:].t()
     return panels, rest
 
 
 class NativeLinear(nn.Module):
-    """A linear layer in C, of float32 weights.
+    """A linear layer in C: of float32 weights, or of int8 ones with a scale for each row.
 
     It takes the place of a layer, and packs its weight where it lies: the layer is not to be used
     any more. Raises ValueError, before anything changes, for tensors that C cannot read.
     """
 
-    def __init__(self, layer: nn.Linear | nn.Embedding, library: ctypes.CDLL):
+    def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
         super().__init__()
         check_layer(layer, *layer.weight.shape)
-        outputs = ctypes.c_int.in_dll(library, "panel_outputs").value
+        names = "panel_outputs", "int8_group"
+        outputs, group = (ctypes.c_int.in_dll(library, name).value for name in names)
         weight = layer.weight.detach()
+        scale = getattr(layer, "scale", None)
+        if scale is None:
+            group = 1
         self.library = library
         self.out_features, self.in_features = weight.shape
-        panels, rest = pack(weight, outputs)
-        self.register_buffer("weight", panels)
-        self.register_buffer("rest", rest)
+        panels, rest = pack(weight, outputs, group)
+        buffers = {"weight": panels, "rest": rest, "scale": scale}
+        for name, tensor in buffers.items():
+            self.register_buffer(name, tensor)
         self.bias = getattr(layer, "bias", None)
 
     def struct(self) -> LinearStruct:
         """The layer as C reads it: addresses, so the tensors must stay where they are."""
-        tensors = self.weight, self.rest, self.bias
+        tensors = self.weight, self.rest, self.scale, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return LinearStruct(*addresses, self.out_features, self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute what `F.linear` does.
+        """Compute `F.linear`, or with a scale int8.py's `int8_linear`, bit for bit.
 
         x: (..., in_features), float32, contiguous or not. Raises ValueError for another.
         """
         rows = math.prod(x.shape[:-1])
         x2d = x.reshape(rows, x.shape[-1]).contiguous()
         y = torch.empty(rows, self.out_features)
+        values = torch.empty(rows, self.in_features + 4, dtype=torch.int16)  # x, rounded
+        x_scale = torch.empty(rows)
         self.library.linear(
             ctypes.byref(self.struct()),
             ctypes.c_int64(rows),
             ctypes.c_void_p(address(x2d, torch.float32, rows, self.in_features)),
-            ctypes.c_void_p(y.data_ptr()),
+            *(ctypes.c_void_p(each.data_ptr()) for each in (values, x_scale, y)),
             ctypes.c_int(torch.get_num_threads()),
         )
         return y.view(*x.shape[:-1], self.out_features)
@@ -112,14 +129,16 @@ def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
 
     for module in list(model.modules()):
         for name, layer in module.named_children():
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, nn.Linear | Int8Linear) and layer is not embedding:
                 setattr(module, name, native_layer(layer))
     model.set_submodule(model.path("embedding"), NativeEmbedding(native_layer(embedding)))
 
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:
     """Raise ValueError if C cannot read a layer with this number of outputs and of inputs."""
-    address(layer.weight, torch.float32, out, size)
+    scale = getattr(layer, "scale", None)
+    address(layer.weight, torch.float32 if scale is None else torch.int8, out, size)
+    address(scale, torch.float32, out)
     address(getattr(layer, "bias", None), torch.float32, out)
 
 

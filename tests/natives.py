@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import torch
 from conftest import ROOT
 
+from int8 import int8_linear, quantize
+
 
 def script(file, *lines) -> str:
     """Write a program that runs these lines of shell, such as a compiler's."""
@@ -73,11 +75,12 @@ def random_rows(rows: int, size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, size, generator=generator) * sizes
 
 
-def random_layer(out: int, size: int, bias: bool = True) -> tuple:
-    """A weight, no scales and a bias."""
+def random_layer(out: int, size: int, bias: bool = True, int8: bool = False) -> tuple:
+    """A weight, its scales (None for float32) and a bias."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out, size, generator=generator)
-    return weight, None, torch.randn(out, generator=generator) if bias else None
+    weight, scale = quantize(weight) if int8 else (weight, None)
+    return weight, scale, torch.randn(out, generator=generator) if bias else None
 
 
 def native_linear(weight, scale=None, bias=None):
@@ -97,6 +100,12 @@ def threads(count: int):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def assert_equal(x, weight, scale, bias=None) -> None:
+    """C computes the numbers of int8.py, bit for bit."""
+    expected = int8_linear(x, weight, scale, bias)
+    assert torch.equal(native_linear(weight.clone(), scale, bias)(x), expected)
 
 
 def with_native_layers(model):
