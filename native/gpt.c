@@ -18,48 +18,75 @@
 
 // instruction sets --------------------------------------------------------------------------------
 //
-// Each has vectors of WIDTH floats. ADD_PRODUCT is a * b + c in float32.
+// Each has vectors of WIDTH floats or int32 sums. ADD_PRODUCT is a * b + c in float32. add_products
+// adds to each int32 sum the dot product of GROUP Values, four bytes, and GROUP int8 weights. A
+// Value is an activation rounded to an integer, plus OFFSET: VNNI takes unsigned bytes.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
 enum { WIDTH = 16 };
+typedef __m512i Sums;
 #define ADD_PRODUCT(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #ifdef __AVX512VNNI__
 const char kernel[64] = "AVX-512 VNNI" THREADS;
+enum { GROUP = 4, OFFSET = 128 };
+typedef uint8_t Value;
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+  return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(values), _mm512_loadu_si512(w));
+}
 #else
 const char kernel[64] = "AVX-512" THREADS;
+enum { GROUP = 2, OFFSET = 0 };
+typedef int16_t Value;
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+  __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)w));
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_set1_epi32(values), wide));
+}
 #endif
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 const char kernel[64] = "AVX2" THREADS;
-enum { WIDTH = 8 };
+enum { WIDTH = 8, GROUP = 2, OFFSET = 0 };
+typedef __m256i Sums;
+typedef int16_t Value;
 #define ADD_PRODUCT(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+  __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w));
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_set1_epi32(values), wide));
+}
 #elif defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 const char kernel[64] = "NEON" THREADS;
-enum { WIDTH = 4 };
+enum { WIDTH = 4, GROUP = 4, OFFSET = 0 };
+typedef int32x4_t Sums;
+typedef int8_t Value;
 #define ADD_PRODUCT(a, b, c) (Vector)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+  return vdotq_s32(sums, vreinterpretq_s8_s32(vdupq_n_s32(values)), vld1q_s8(w));
+}
 #elif defined(__wasm_simd128__)
 #include <wasm_simd128.h>
 const char kernel[64] = "WebAssembly" THREADS;
-enum { WIDTH = 4 };
+enum { WIDTH = 4, GROUP = 2, OFFSET = 0 };
+typedef v128_t Sums;
+typedef int16_t Value;
 #define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+  v128_t wide = wasm_i16x8_load8x8(w);
+  return wasm_i32x4_add(sums, wasm_i32x4_dot_i16x8(wasm_i32x4_splat(values), wide));
+}
 #else
 const char kernel[64] = "plain C" THREADS;
-enum { WIDTH = 4 };
-#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
-#endif
-
-// An activation rounded to an integer, and int32 sums: add_products adds to each the dot product of
-// GROUP Values, four bytes, and GROUP int8 weights.
-enum { GROUP = 2 };
+enum { WIDTH = 4, GROUP = 2, OFFSET = 0 };
+typedef int32_t Sums __attribute__((vector_size(16)));
 typedef int16_t Value;
-typedef int32_t Sums __attribute__((vector_size(4 * WIDTH)));
+#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
 INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
   for (int lane = 0; lane < WIDTH; lane++)
     sums[lane] += (int16_t)values * w[2 * lane] + (values >> 16) * w[2 * lane + 1];
   return sums;
 }
+#endif
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 #define VECTOR(p) (*(const Vector *)(p))
@@ -73,12 +100,13 @@ typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alia
 // number of tokens: the outputs of a token do not depend on the tokens beside it.
 
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
-const int panel_outputs = PANEL, int8_group = GROUP;
+const int panel_outputs = PANEL, int8_group = GROUP, value_offset = OFFSET;
 
 typedef struct {
   const void *weight;      // the whole panels, of int8 if there is a scale, else of float
   const void *rest;        // one more panel for the outputs left over, padded with zeros
   const float *scale;      // (out), or NULL
+  const uint32_t *offset;  // (out), added to an int8 sum modulo 2**32: it undoes OFFSET
   const float *bias;       // (out), or NULL
   int64_t out, in;
 } Linear;
@@ -139,13 +167,13 @@ INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, flo
   float dots[T][PANEL];
   if (l->scale) {
     Sums sums[T][VECTORS];
-    int32_t whole[T][PANEL];
+    uint32_t whole[T][PANEL];
     memset(sums, 0, sizeof sums);
     int8_sums(T, groups(l), panel_of(l, o), in.values, sums);
     memcpy(whole, sums, sizeof whole);
     for (int t = 0; t < T; t++)
       for (int64_t i = 0; i < count; i++)
-        dots[t][i] = whole[t][i] * (in.scale[t] * l->scale[o + i]);
+        dots[t][i] = (int32_t)(whole[t][i] + l->offset[o + i]) * (in.scale[t] * l->scale[o + i]);
   } else {
     float_sums(T, l->in, panel_of(l, o), in.x, dots);
   }
@@ -184,9 +212,9 @@ static void quantize(int64_t n, const float *x, Value *values, float *scale) {
   memcpy(&max, &largest, 4);
   *scale = max / 127 < FLT_MIN ? FLT_MIN : max / 127;
   if (*scale <= FLT_MAX)
-    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / *scale);
+    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / *scale) + OFFSET;
   else
-    for (int64_t i = 0; i < n; i++) values[i] = 0;  // times infinity or NaN: NaN
+    for (int64_t i = 0; i < n; i++) values[i] = OFFSET;  // 0, times infinity or NaN: NaN
 }
 
 static void quantize_token(const Linear *l, Input in, int64_t t) {

@@ -13,7 +13,7 @@ class LinearStruct(ctypes.Structure):
     """The struct Linear of gpt.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "rest", "scale", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weight", "rest", "scale", "offset", "bias")),
         *((name, ctypes.c_int64) for name in ("out_features", "in_features")),
     ]
 
@@ -51,23 +51,26 @@ class NativeLinear(nn.Module):
     def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
         super().__init__()
         check_layer(layer, *layer.weight.shape)
-        names = "panel_outputs", "int8_group"
-        outputs, group = (ctypes.c_int.in_dll(library, name).value for name in names)
+        names = "panel_outputs", "int8_group", "value_offset"
+        outputs, group, offset = (ctypes.c_int.in_dll(library, name).value for name in names)
         weight = layer.weight.detach()
         scale = getattr(layer, "scale", None)
+        offsets = None
         if scale is None:
             group = 1
+        else:
+            offsets = -offset * weight.sum(dim=1, dtype=torch.int32)
         self.library = library
         self.out_features, self.in_features = weight.shape
         panels, rest = pack(weight, outputs, group)
-        buffers = {"weight": panels, "rest": rest, "scale": scale}
+        buffers = {"weight": panels, "rest": rest, "scale": scale, "offsets": offsets}
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor)
         self.bias = getattr(layer, "bias", None)
 
     def struct(self) -> LinearStruct:
         """The layer as C reads it: addresses, so the tensors must stay where they are."""
-        tensors = self.weight, self.rest, self.scale, self.bias
+        tensors = self.weight, self.rest, self.scale, self.offsets, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return LinearStruct(*addresses, self.out_features, self.in_features)
 
