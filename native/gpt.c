@@ -1,8 +1,8 @@
-// Products with float32 or int8 weights on a CPU.
+// Parts of the forward pass of GPT-2 on a CPU, with float32 or int8 weights.
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
 // barrier, unless it says `nowait`.
-// Sizes: T tokens.
+// Sizes: T tokens, C channels (n_embd).
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -249,4 +249,51 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     else
       for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
   }
+}
+
+// parts of a pass ---------------------------------------------------------------------------------
+//
+// Here nothing is fused, and sums have one order, so each part has the same bits on every
+// processor.
+
+enum { PARTIAL = 16 };  // partial sums, whatever WIDTH is
+
+typedef struct {
+  const float *weight, *bias;  // (C)
+} Norm;
+
+// The dot product of a and b, or the sum of a where b is NULL: PARTIAL sums, whose halves are added
+// until one is left.
+INLINE float dot(int64_t n, const float *a, const float *b) {
+  Vector sums[PARTIAL / WIDTH] = {0};
+  float partial[PARTIAL];
+  int64_t i = 0;
+  for (; i + PARTIAL <= n; i += PARTIAL)
+    for (int s = 0; s < PARTIAL / WIDTH; s++) {
+      Vector x = VECTOR(a + i + s * WIDTH);
+      if (b) x *= VECTOR(b + i + s * WIDTH);
+      sums[s] += x;
+    }
+  memcpy(partial, sums, sizeof partial);
+  for (int l = 0; i < n; l++, i++) partial[l] += b ? a[i] * b[i] : a[i];
+  for (int half = PARTIAL / 2; half; half /= 2)
+    for (int l = 0; l < half; l++) partial[l] += partial[l + half];
+  return partial[0];
+}
+
+INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
+
+// x and y: (T, C).
+void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += C, y += C) {
+    float mean = sum(C, x) / C;
+    for (int64_t i = 0; i < C; i++) y[i] = x[i] - mean;
+    float factor = 1 / sqrtf(dot(C, y, y) / C + epsilon);
+    for (int64_t i = 0; i < C; i++) y[i] = y[i] * factor * norm->weight[i] + norm->bias[i];
+  }
+}
+
+void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
+  for (int64_t i = 0; i < n; i++)
+    y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
 }

@@ -1,6 +1,7 @@
 """Compilers, native layers and native models for tests."""
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -115,3 +116,21 @@ def with_native_layers(model):
 
     native_layers(model, build.load())
     return model
+
+
+def call(function, *arguments) -> None:
+    """Call a function of C with the addresses of tensors, int for int64_t, and float."""
+    kinds = {int: ctypes.c_int64, float: ctypes.c_float}
+    function.restype = None
+    function(
+        *(
+            ctypes.c_void_p(each.data_ptr())
+            if isinstance(each, torch.Tensor)
+            else kinds[type(each)](each)
+            for each in arguments
+        )
+    )
+
+
+def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
