@@ -2,7 +2,7 @@
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
 // barrier, unless it says `nowait`.
-// Sizes: T tokens, C channels (n_embd).
+// Sizes: T tokens, C channels (n_embd), D numbers in a head (head_dim).
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -296,4 +296,113 @@ void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const flo
 void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
   for (int64_t i = 0; i < n; i++)
     y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+}
+
+// attention ---------------------------------------------------------------------------------------
+//
+// softmax(q k / sqrt(D)) v in three steps: score, softmax, weigh.
+// N and D are constants where the compiler can know them: it unrolls loops over them.
+
+// What one text has in the cache for one layer and one head, in pages of (page_size, D) numbers.
+typedef struct {
+  float *keys, *values;  // of page 0
+  int64_t stride;        // numbers from one page to the next
+  int64_t page_size;
+  const int64_t *pages;  // the block table of the text
+  int64_t length;        // positions that the query sees
+} Past;
+
+INLINE float *key_page(const Past *past, int64_t i) {
+  return past->keys + past->pages[i] * past->stride;
+}
+
+INLINE float *value_page(const Past *past, int64_t i) {
+  return past->values + past->pages[i] * past->stride;
+}
+
+// Prefetch n numbers. Pages lie anywhere in memory, so the processor cannot guess the next one.
+INLINE void prefetch(int64_t n, const float *x) {
+  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a cache line is 64 bytes
+}
+
+// Step 1: the dot product of a query with each key. scores: (length).
+INLINE void score(const int64_t D, const Past *past, const float *q, float *scores) {
+  int64_t length = past->length;
+  int64_t size = past->page_size;
+  for (int64_t start = 0, page = 0; start < length; start += size, page++) {
+    int64_t n = length - start < size ? length - start : size;
+    const float *key = key_page(past, page);
+    const float *next = start + size < length ? key_page(past, page + 1) : value_page(past, 0);
+    for (int64_t i = 0; i < n; i++) {
+      prefetch(D, next + i * D);
+      scores[start + i] = dot(D, q, key + i * D);
+    }
+  }
+}
+
+// Step 2: scores become exponentials, at most 1 so that none overflows. Returns their sum: it
+// divides the result of step 3, because a division for each score would take longer.
+INLINE float softmax(int64_t D, int64_t length, float *scores) {
+  float factor = 1 / sqrtf(D);
+  float largest = -INFINITY;
+  for (int64_t i = 0; i < length; i++) largest = scores[i] > largest ? scores[i] : largest;
+  for (int64_t i = 0; i < length; i++) scores[i] = exponential((scores[i] - largest) * factor);
+  return sum(length, scores);
+}
+
+// Step 3: each value times its score, summed over the positions. Here columns d to
+// d + N * WIDTH - 1 of the values. scores: (length), y: (D).
+INLINE void weigh_columns(const int N, const int64_t D, const Past *past, int64_t d,
+                          const float *scores, float *y) {
+  Vector sums[4] = {0};
+  int64_t length = past->length;
+  int64_t size = past->page_size;
+  for (int64_t start = 0, page = 0; start < length; start += size, page++) {
+    int64_t end = length - start < size ? length : start + size;
+    const float *value = value_page(past, page) + d;
+    const float *next = NULL;
+    if (end < length) next = value_page(past, page + 1) + d;
+    for (int64_t i = start; i < end; i++, value += D) {
+      if (next) prefetch(N * WIDTH, next + (i - start) * D);
+      for (int j = 0; j < N; j++) sums[j] += scores[i] * VECTOR(value + j * WIDTH);
+    }
+  }
+  for (int j = 0; j < N; j++) *(Vector *)(y + d + j * WIDTH) = sums[j];
+}
+
+// Step 3, all columns, divided by the sum of step 2.
+INLINE void weigh(const int64_t D, const Past *past, const float *scores, float sum, float *y) {
+  int64_t d = 0;
+  for (; d + 4 * WIDTH <= D; d += 4 * WIDTH) weigh_columns(4, D, past, d, scores, y);
+  for (; d + WIDTH <= D; d += WIDTH) weigh_columns(1, D, past, d, scores, y);
+  for (; d < D; d++) {
+    float total = 0;
+    for (int64_t i = 0; i < past->length; i++) {
+      const float *value = value_page(past, i / past->page_size) + i % past->page_size * D;
+      total += scores[i] * value[d];
+    }
+    y[d] = total;
+  }
+  for (d = 0; d < D; d++) y[d] /= sum;
+}
+
+INLINE void attend_query(const int64_t D, const Past *past, const float *q, float *scores,
+                         float *y) {
+  score(D, past, q, scores);
+  float total = softmax(D, past->length, scores);
+  weigh(D, past, scores, total, y);
+}
+
+// What one query, (D), makes of a text: y, (D). scores: room for `length` numbers.
+static void attend_alone(int64_t D, const Past *past, const float *q, float *scores, float *y) {
+  if (D == 64)  // as in GPT-2
+    attend_query(64, past, q, scores, y);
+  else
+    attend_query(D, past, q, scores, y);
+}
+
+// Exported for tests, which compare it with torch.
+void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
+            const float *q, float *k, float *v, float *scores, float *y) {
+  attend_alone(D, &(Past){k, v, stride, size, pages, length}, q, scores, y);
 }
