@@ -51,6 +51,15 @@ class GPTConfig:
         """Heads with keys and values of their own: in GPT-2 all of them."""
         return self.n_head
 
+    @property
+    def n_inner(self) -> int:
+        """The width inside the MLP."""
+        return 4 * self.n_embd
+
+    @property
+    def norm_epsilon(self) -> float:
+        return self.layer_norm_epsilon
+
 
 def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Each position attends to itself and those before it. All: (B, T, heads, head_dim).
@@ -90,7 +99,8 @@ class Linear(nn.Linear):
 class TorchRunner:
     """Computes with torch.
 
-    The model comes with each call, so that a runner keeps none alive.
+    A backend is a class with this method; `Model.runner` says which one a model has. The model
+    comes with each call, so that a runner keeps none alive.
     """
 
     def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
@@ -122,13 +132,13 @@ class Model(nn.Module):
     TRANSPOSED: tuple[str, ...] = ()
     UNREAD: tuple[str, ...] = ()
 
-    def path(self, role: str) -> str:
-        """The name of the layer with this role, of which the model has one."""
-        return self.ROLES[role]
+    def path(self, role: str, *numbers: int) -> str:
+        """The name of the layer with this role. numbers: of its block, if each block has one."""
+        return self.ROLES[role].replace("*", "{}").format(*numbers)
 
-    def layer(self, role: str) -> nn.Module:
-        """The layer with this role, of which the model has one."""
-        return self.get_submodule(self.path(role))
+    def layer(self, role: str, *numbers: int) -> nn.Module | None:
+        """The layer with this role; None if this architecture has none."""
+        return self.get_submodule(self.path(role, *numbers)) if role in self.ROLES else None
 
     def role(self, name: str) -> str:
         """The role of the layer whose weight or bias has this name."""

@@ -6,6 +6,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+#ifdef _OPENMP
+#include <omp.h>
+#else
+INLINE int omp_get_thread_num(void) { return 0; }
+#endif
+
 // e to the x, with x clamped to -87..88; NaN stays NaN. It is 2 to the n, where n is x / ln 2
 // rounded to an integer, times a polynomial in the rest r, as in Cephes' expf. There is no branch,
 // so the compiler can vectorize it.

@@ -1,8 +1,8 @@
 // Parts of the forward pass of GPT-2 on a CPU, with float32 or int8 weights.
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
-// barrier, unless it says `nowait`.
-// Sizes: T tokens, C channels (n_embd), D numbers in a head (head_dim).
+// barrier, unless it says `nowait`. Each thread runs the rest by itself.
+// Sizes: T tokens, C channels (n_embd), H heads, D numbers in a head (head_dim).
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -161,8 +161,8 @@ INLINE void int8_sums(const int T, int64_t groups, const int8_t *w, const Value 
     }
 }
 
-// Outputs o to o + PANEL - 1 of T tokens. y: (T, out).
-INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, float *y) {
+// Outputs o to o + PANEL - 1 of T tokens, written to y or, with `add`, added to it. y: (T, out).
+INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
   if (l->scale) {
@@ -180,15 +180,16 @@ INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, flo
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < count; i++) {
       float *to = y + t * l->out + o + i;
-      *to = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
+      float output = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
+      *to = add ? *to + output : output;
     }
 }
 
 // All outputs of T tokens, without a barrier at the end. y: (T, out).
-static void outputs(const Linear *l, int64_t T, Input in, float *y) {
+static void outputs(const Linear *l, int64_t T, Input in, float *y, int add) {
 #define CASE(n)                                                                  \
   case n:                                                                        \
-    panel_product(n, l, o, from_token(l, in, t), y + t * l->out);                \
+    panel_product(n, l, o, from_token(l, in, t), y + t * l->out, add);           \
     break;
 #pragma omp for schedule(static) collapse(2) nowait
   for (int64_t o = 0; o < l->out; o += PANEL)
@@ -232,7 +233,7 @@ void linear(const Linear *l, int64_t T, const float *x, Value *values, float *sc
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
     }
-    outputs(l, T, in, y);
+    outputs(l, T, in, y, 0);
   }
 }
 
@@ -261,6 +262,29 @@ enum { PARTIAL = 16 };  // partial sums, whatever WIDTH is
 typedef struct {
   const float *weight, *bias;  // (C)
 } Norm;
+
+typedef struct {
+  Norm attn_norm, mlp_norm;
+  Linear attn_in, attn_out;  // the first gives query, key and value
+  Linear mlp_in, mlp_out;
+} Layer;
+
+typedef struct {
+  int64_t n_layer, n_head, head_dim, n_embd;
+  int64_t widest;  // the most numbers that a token needs in a buffer
+  float epsilon;
+  Linear embedding, head;  // (vocab_size, C); they may share their weight
+  const float *wpe;        // (block_size, C), the position embeddings
+  Norm norm;
+  const Layer *layers;
+} Model;
+
+typedef struct {
+  float *cache;  // (n_layer, 2, num_pages, H, page_size, D)
+  int64_t num_pages, page_size;
+  int64_t token, position;  // an id, and its position in its text
+  const int64_t *pages;     // the block table of the text
+} Pass;
 
 // The dot product of a and b, or the sum of a where b is NULL: PARTIAL sums, whose halves are added
 // until one is left.
@@ -405,4 +429,38 @@ static void attend_alone(int64_t D, const Past *past, const float *q, float *sco
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
             const float *q, float *k, float *v, float *scores, float *y) {
   attend_alone(D, &(Past){k, v, stride, size, pages, length}, q, scores, y);
+}
+
+// What the text has in the cache, up to the token.
+static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t head) {
+  int64_t head_size = p->page_size * m->head_dim;
+  int64_t stride = m->n_head * head_size;
+  float *keys = p->cache + 2 * layer * p->num_pages * stride + head * head_size;
+  return (Past){
+      .keys = keys,
+      .values = keys + p->num_pages * stride,
+      .stride = stride,
+      .page_size = p->page_size,
+      .pages = p->pages,
+      .length = p->position + 1,
+  };
+}
+
+// Write the key and the value of a token, (D) each, to the last position of its text.
+static void append(const Past *past, int64_t D, const float *key, const float *value) {
+  int64_t page = (past->length - 1) / past->page_size;
+  int64_t offset = (past->length - 1) % past->page_size * D;
+  memcpy(key_page(past, page) + offset, key, D * sizeof(float));
+  memcpy(value_page(past, page) + offset, value, D * sizeof(float));
+}
+
+// a pass ------------------------------------------------------------------------------------------
+
+static void embed(const Model *m, const Pass *p, float *x) {
+  int64_t C = m->n_embd;
+#pragma omp single
+  {
+    rows(&m->embedding, 1, &p->token, x);
+    for (int64_t i = 0; i < C; i++) x[i] += m->wpe[p->position * C + i];
+  }
 }
