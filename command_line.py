@@ -79,7 +79,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
     )
     dtype_help = "of weights and activations; int8: weights, and activations in products"
-    dtype_help += "; the rest float32; int8 texts may depend on their batch"
+    dtype_help += "; the rest float32; where torch attends, int8 texts may depend on their batch"
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
     backend_help = "what computes; native: C code for this CPU; auto: that where it can"
     parser.add_argument(
@@ -327,7 +327,7 @@ def go_native(models: list[Model], named: bool) -> None:
         except BuildError as error:
             print(f"note: {error}; torch computes instead", file=sys.stderr)
             return
-        except ValueError as error:  # weights that C cannot read
+        except ValueError as error:  # such as an architecture that gpt.c does not know
             if named:
                 print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
     if named and is_native and ("plain C" in kernel() or "one thread" in kernel()):

@@ -2,16 +2,16 @@
 
 import torch
 
-from native.build import BuildError, kernel, load
-from native.linear import native_layers
+from native.build import BuildError, kernel
+from native.step import NativeRunner
 
-__all__ = ["BuildError", "kernel", "use_native"]
+__all__ = ["BuildError", "NativeRunner", "kernel", "use_native"]
 
 
 def use_native(model: torch.nn.Module) -> None:
-    """Let C compute the products of a model.
+    """Let C compute a model: its decode steps with a cache, and in all other passes its products.
 
-    Its weights are packed, in place. Raises BuildError, and ValueError for weights that C cannot
-    read.
+    Its weights are packed, in place. Raises BuildError and ValueError as `NativeRunner`; then the
+    model is as it was.
     """
-    native_layers(model, load())
+    model.runner = NativeRunner(model)

@@ -1,4 +1,4 @@
-// Parts of the forward pass of GPT-2 on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2 on a CPU, with float32 or int8 weights.
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
 // barrier, unless it says `nowait`. Each thread runs the rest by itself.
@@ -255,7 +255,7 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 // parts of a pass ---------------------------------------------------------------------------------
 //
 // Here nothing is fused, and sums have one order, so each part has the same bits on every
-// processor.
+// processor. With int8 weights the logits have too, because dot products are exact.
 
 enum { PARTIAL = 16 };  // partial sums, whatever WIDTH is
 
@@ -454,6 +454,19 @@ static void append(const Past *past, int64_t D, const float *key, const float *v
   memcpy(value_page(past, page) + offset, value, D * sizeof(float));
 }
 
+// Append the key and the value of each head to the cache, then attend. qkv: (3, H, D), y: (H, D).
+static void attention(const Model *m, const Pass *p, int64_t layer, const float *qkv,
+                      float *scores, float *y) {
+  int64_t H = m->n_head, D = m->head_dim;
+#pragma omp for schedule(static)
+  for (int64_t h = 0; h < H; h++) {
+    Past past = past_of(m, p, layer, h);
+    const float *q = qkv + h * D;
+    append(&past, D, q + H * D, q + 2 * H * D);
+    attend_alone(D, &past, q, scores, y + h * D);
+  }
+}
+
 // a pass ------------------------------------------------------------------------------------------
 
 static void embed(const Model *m, const Pass *p, float *x) {
@@ -462,5 +475,55 @@ static void embed(const Model *m, const Pass *p, float *x) {
   {
     rows(&m->embedding, 1, &p->token, x);
     for (int64_t i = 0; i < C; i++) x[i] += m->wpe[p->position * C + i];
+  }
+}
+
+// The outputs of a layer for the token, written to y or added to it.
+static void products(const Linear *l, Input in, float *y, int add) {
+  if (l->scale) quantize_token(l, in, 0);
+  outputs(l, 1, in, y, add);
+#pragma omp barrier
+}
+
+// Room for an Input: x, values, scale.
+static int64_t input_floats(const Model *m) { return 2 * (m->widest + GROUP) + 1; }
+
+int64_t work_floats(const Model *m, int64_t length, int threads) {
+  return 3 * m->widest + threads * (length + input_floats(m));
+}
+
+// logits: (vocab_size). work: room for `work_floats`.
+void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int threads) {
+  int64_t C = m->n_embd;
+  int64_t length = p->position + 1;
+  float *x = work;  // the residual stream
+  float *y = x + m->widest;
+  float *wide = y + m->widest;
+  float *all_scores = wide + m->widest;
+  float *all_inputs = all_scores + threads * length;
+#pragma omp parallel num_threads(threads)
+  {
+    // Each thread does the same small work into a buffer of its own, which takes less time than to
+    // wait for the others.
+    int64_t thread = omp_get_thread_num();
+    float *scores = all_scores + thread * length;
+    float *in = all_inputs + thread * input_floats(m);
+    float *scale = in + m->widest;
+    Input input = {in, (Value *)(scale + 1), scale};
+    Input attended = {y, input.values, scale};
+    embed(m, p, x);
+    for (int64_t i = 0; i < m->n_layer; i++) {
+      const Layer *layer = m->layers + i;
+      layer_norm(&layer->attn_norm, m->epsilon, 1, C, x, in);
+      products(&layer->attn_in, input, wide, 0);
+      attention(m, p, i, wide, scores, y);
+      products(&layer->attn_out, attended, x, 1);
+      layer_norm(&layer->mlp_norm, m->epsilon, 1, C, x, in);
+      products(&layer->mlp_in, input, wide, 0);
+      gelu(layer->mlp_out.in, wide, in);
+      products(&layer->mlp_out, input, x, 1);
+    }
+    layer_norm(&m->norm, m->epsilon, 1, C, x, in);
+    products(&m->head, input, logits, 0);
   }
 }

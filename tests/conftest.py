@@ -338,6 +338,12 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
+def torch_passes(monkeypatch) -> list:
+    """To this list each pass of GPT-2 in torch adds the shape of its tokens."""
+    return record(monkeypatch, GPT, "hidden", lambda model, tokens, *_: tokens.shape)
+
+
+@pytest.fixture
 def attended(monkeypatch) -> list:
     """To this list each call of torch's attention adds its queries, keys and values."""
     functions = torch.nn.functional

@@ -10,9 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import ROOT
+from conftest import ROOT, random_tokens
 
-from int8 import int8_linear, quantize
+from cache import KVCache, Span
+from infer import pass_logits
+from int8 import int8_linear, quantize, to_int8
 
 
 def script(file, *lines) -> str:
@@ -134,3 +136,43 @@ def call(function, *arguments) -> None:
 
 def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def native(model, target=None):
+    """The model, computed in C."""
+    from native.step import NativeRunner
+
+    model.runner = NativeRunner(model, target)
+    return model
+
+
+def both(build, **shape) -> tuple:
+    """A random model in float32, in torch and in C."""
+    return build(dtype=torch.float32, **shape), native(build(dtype=torch.float32, **shape))
+
+
+def passed(model, storage, parts, keep) -> torch.Tensor:
+    """The logits of a native pass. parts: pages, start and tokens of each text."""
+    return model.runner.compute(storage, Span(*parts[0]))
+
+
+def in_pieces(model, texts: torch.Tensor, size: int) -> torch.Tensor:
+    """The logits at all positions of equally long texts, from passes of `size` tokens of each."""
+    cache = KVCache(model, *texts.shape)
+    rows = list(range(len(texts)))
+    parts = [
+        pass_logits(model, part.tolist(), rows, cache, part.shape[1])
+        for part in texts.split(size, dim=1)
+    ]
+    assert cache.tokens == texts.tolist()
+    return torch.cat(parts, dim=1)
+
+
+def random_texts(model, count: int, length: int = 16) -> torch.Tensor:
+    rows = [random_tokens(length, model.config.vocab_size, seed=row) for row in range(count)]
+    return torch.tensor(rows)
+
+
+def of_kind(model, kind):
+    """The model in C, in float32 or int8."""
+    return native(to_int8(model) if kind == torch.int8 else model)
