@@ -1,8 +1,8 @@
-// The forward pass of GPT-2 on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2 and Llama on a CPU, with float32 or int8 weights.
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
 // barrier, unless it says `nowait`. Each thread runs the rest by itself.
-// Sizes: T tokens, C channels (n_embd), H heads, D numbers in a head (head_dim).
+// Sizes: T tokens, C channels (n_embd), H query heads, K KV heads, D numbers in a head (head_dim).
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -109,6 +109,7 @@ typedef struct {
   const uint32_t *offset;  // (out), added to an int8 sum modulo 2**32: it undoes OFFSET
   const float *bias;       // (out), or NULL
   int64_t out, in;
+  int64_t width;  // of a row of y: more than `out` where several layers write side by side
 } Linear;
 
 // The input of a layer, (T, in). A layer with int8 weights reads `values`, with a scale per token.
@@ -161,7 +162,7 @@ INLINE void int8_sums(const int T, int64_t groups, const int8_t *w, const Value 
     }
 }
 
-// Outputs o to o + PANEL - 1 of T tokens, written to y or, with `add`, added to it. y: (T, out).
+// Outputs o to o + PANEL - 1 of T tokens, written to y or, with `add`, added to it. y: (T, width).
 INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
@@ -179,17 +180,17 @@ INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, flo
   }
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < count; i++) {
-      float *to = y + t * l->out + o + i;
+      float *to = y + t * l->width + o + i;
       float output = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
       *to = add ? *to + output : output;
     }
 }
 
-// All outputs of T tokens, without a barrier at the end. y: (T, out).
+// All outputs of T tokens, without a barrier at the end. y: (T, width).
 static void outputs(const Linear *l, int64_t T, Input in, float *y, int add) {
 #define CASE(n)                                                                  \
   case n:                                                                        \
-    panel_product(n, l, o, from_token(l, in, t), y + t * l->out, add);           \
+    panel_product(n, l, o, from_token(l, in, t), y + t * l->width, add);         \
     break;
 #pragma omp for schedule(static) collapse(2) nowait
   for (int64_t o = 0; o < l->out; o += PANEL)
@@ -260,30 +261,31 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 enum { PARTIAL = 16 };  // partial sums, whatever WIDTH is
 
 typedef struct {
-  const float *weight, *bias;  // (C)
+  const float *weight, *bias;  // (C); an RMSNorm has no bias
 } Norm;
 
 typedef struct {
   Norm attn_norm, mlp_norm;
-  Linear attn_in, attn_out;  // the first gives query, key and value
-  Linear mlp_in, mlp_out;
+  Linear attn_in[3], attn_out;  // query, key, value, or one for all three; the others have out 0
+  Linear mlp_in[2], mlp_out;    // gate and up in Llama, one layer in GPT-2
 } Layer;
 
 typedef struct {
-  int64_t n_layer, n_head, head_dim, n_embd;
+  int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
   int64_t widest;  // the most numbers that a token needs in a buffer
   float epsilon;
   Linear embedding, head;  // (vocab_size, C); they may share their weight
-  const float *wpe;        // (block_size, C), the position embeddings
+  const float *wpe;        // (block_size, C), the position embeddings, or NULL
   Norm norm;
   const Layer *layers;
 } Model;
 
 typedef struct {
-  float *cache;  // (n_layer, 2, num_pages, H, page_size, D)
+  float *cache;  // (n_layer, 2, num_pages, K, page_size, D)
   int64_t num_pages, page_size;
   int64_t token, position;  // an id, and its position in its text
   const int64_t *pages;     // the block table of the text
+  const float *cos, *sin;   // (positions, D), for `rotate`, or NULL
 } Pass;
 
 // The dot product of a and b, or the sum of a where b is NULL: PARTIAL sums, whose halves are added
@@ -317,9 +319,42 @@ void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const flo
   }
 }
 
+static void rms_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x,
+                     float *y) {
+  for (int64_t t = 0; t < T; t++, x += C, y += C) {
+    float factor = 1 / sqrtf(dot(C, x, x) / C + epsilon);
+    for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * norm->weight[i];
+  }
+}
+
+static void normalize(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x,
+                      float *y) {
+  (norm->bias ? layer_norm : rms_norm)(norm, epsilon, T, C, x, y);
+}
+
 void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
   for (int64_t i = 0; i < n; i++)
     y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+}
+
+// x: (T, 2, n), gate and up; y: (T, n). SiLU of the gate is x / (1 + exp(-x)).
+static void swiglu(int64_t T, int64_t n, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += 2 * n, y += n)
+    for (int64_t i = 0; i < n; i++) y[i] = x[i] / (1 + exponential(-x[i])) * x[n + i];
+}
+
+// RoPE: rotate a query or key by the angles of its position. Numbers d and d + D / 2 are the
+// coordinates of a point.
+static void rotate(const Pass *p, int64_t position, int64_t D, float *x) {
+  int64_t half = D / 2;
+  const float *cos = p->cos + position * D;
+  const float *sin = p->sin + position * D;
+  for (int64_t d = 0; d < half; d++) {
+    float a = x[d];
+    float b = x[d + half];
+    x[d] = a * cos[d] + b * sin[d];
+    x[d + half] = b * cos[d + half] + a * sin[d + half];
+  }
 }
 
 // attention ---------------------------------------------------------------------------------------
@@ -327,7 +362,7 @@ void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1
 // softmax(q k / sqrt(D)) v in three steps: score, softmax, weigh.
 // N and D are constants where the compiler can know them: it unrolls loops over them.
 
-// What one text has in the cache for one layer and one head, in pages of (page_size, D) numbers.
+// What one text has in the cache for one layer and one KV head, in pages of (page_size, D) numbers.
 typedef struct {
   float *keys, *values;  // of page 0
   int64_t stride;        // numbers from one page to the next
@@ -432,10 +467,10 @@ void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, 
 }
 
 // What the text has in the cache, up to the token.
-static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t head) {
+static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t kv_head) {
   int64_t head_size = p->page_size * m->head_dim;
-  int64_t stride = m->n_head * head_size;
-  float *keys = p->cache + 2 * layer * p->num_pages * stride + head * head_size;
+  int64_t stride = m->n_kv_head * head_size;
+  float *keys = p->cache + 2 * layer * p->num_pages * stride + kv_head * head_size;
   return (Past){
       .keys = keys,
       .values = keys + p->num_pages * stride,
@@ -454,16 +489,27 @@ static void append(const Past *past, int64_t D, const float *key, const float *v
   memcpy(value_page(past, page) + offset, value, D * sizeof(float));
 }
 
-// Append the key and the value of each head to the cache, then attend. qkv: (3, H, D), y: (H, D).
-static void attention(const Model *m, const Pass *p, int64_t layer, const float *qkv,
-                      float *scores, float *y) {
-  int64_t H = m->n_head, D = m->head_dim;
+// Rotate queries and keys, append keys and values to the cache, then attend. Every H / K queries
+// share a key. qkv: (H + 2 K, D), y: (H, D).
+static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scores,
+                      float *y) {
+  int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
+  int64_t group = H / K;
+#pragma omp for schedule(static)
+  for (int64_t k = 0; k < K; k++) {
+    Past past = past_of(m, p, layer, k);
+    float *key = qkv + (H + k) * D;
+    if (p->cos) {
+      for (int64_t h = k * group; h < (k + 1) * group; h++)
+        rotate(p, p->position, D, qkv + h * D);
+      rotate(p, p->position, D, key);
+    }
+    append(&past, D, key, key + K * D);
+  }
 #pragma omp for schedule(static)
   for (int64_t h = 0; h < H; h++) {
-    Past past = past_of(m, p, layer, h);
-    const float *q = qkv + h * D;
-    append(&past, D, q + H * D, q + 2 * H * D);
-    attend_alone(D, &past, q, scores, y + h * D);
+    Past past = past_of(m, p, layer, h / group);
+    attend_alone(D, &past, qkv + h * D, scores, y + h * D);
   }
 }
 
@@ -474,14 +520,18 @@ static void embed(const Model *m, const Pass *p, float *x) {
 #pragma omp single
   {
     rows(&m->embedding, 1, &p->token, x);
-    for (int64_t i = 0; i < C; i++) x[i] += m->wpe[p->position * C + i];
+    if (m->wpe)
+      for (int64_t i = 0; i < C; i++) x[i] += m->wpe[p->position * C + i];
   }
 }
 
-// The outputs of a layer for the token, written to y or added to it.
-static void products(const Linear *l, Input in, float *y, int add) {
+// Layers on the same input, whose outputs stand side by side in y.
+static void products(const Linear *l, int count, Input in, float *y, int add) {
   if (l->scale) quantize_token(l, in, 0);
-  outputs(l, 1, in, y, add);
+  for (int i = 0; i < count; i++) {
+    outputs(l + i, 1, in, y, add);
+    y += l[i].out;
+  }
 #pragma omp barrier
 }
 
@@ -514,16 +564,19 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     embed(m, p, x);
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
-      layer_norm(&layer->attn_norm, m->epsilon, 1, C, x, in);
-      products(&layer->attn_in, input, wide, 0);
+      normalize(&layer->attn_norm, m->epsilon, 1, C, x, in);
+      products(layer->attn_in, 3, input, wide, 0);
       attention(m, p, i, wide, scores, y);
-      products(&layer->attn_out, attended, x, 1);
-      layer_norm(&layer->mlp_norm, m->epsilon, 1, C, x, in);
-      products(&layer->mlp_in, input, wide, 0);
-      gelu(layer->mlp_out.in, wide, in);
-      products(&layer->mlp_out, input, x, 1);
+      products(&layer->attn_out, 1, attended, x, 1);
+      normalize(&layer->mlp_norm, m->epsilon, 1, C, x, in);
+      products(layer->mlp_in, 2, input, wide, 0);
+      if (layer->mlp_in[1].out)
+        swiglu(1, layer->mlp_out.in, wide, in);
+      else
+        gelu(layer->mlp_out.in, wide, in);
+      products(&layer->mlp_out, 1, input, x, 1);
     }
-    layer_norm(&m->norm, m->epsilon, 1, C, x, in);
-    products(&m->head, input, logits, 0);
+    normalize(&m->norm, m->epsilon, 1, C, x, in);
+    products(&m->head, 1, input, logits, 0);
   }
 }

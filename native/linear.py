@@ -14,7 +14,7 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "rest", "scale", "offset", "bias")),
-        *((name, ctypes.c_int64) for name in ("out_features", "in_features")),
+        *((name, ctypes.c_int64) for name in ("out_features", "in_features", "width")),
     ]
 
 
@@ -72,7 +72,7 @@ class NativeLinear(nn.Module):
         """The layer as C reads it: addresses, so the tensors must stay where they are."""
         tensors = self.weight, self.rest, self.scale, self.offsets, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return LinearStruct(*addresses, self.out_features, self.in_features)
+        return LinearStruct(*addresses, self.out_features, self.in_features, self.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `F.linear`, or with a scale int8.py's `int8_linear`, bit for bit.

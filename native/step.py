@@ -1,10 +1,11 @@
-"""A decode step of GPT-2 in C."""
+"""A decode step of GPT-2 or Llama in C."""
 
 import ctypes
 
 import torch
 
 from cache import KVCache, Span
+from llama import Llama, rotations
 from model import TorchRunner
 from native import build
 from native.linear import address, native_layers
@@ -15,6 +16,8 @@ PassStruct = struct(
     cache=POINTER,
     **dict.fromkeys(("num_pages", "page_size", "token", "position"), INT),
     pages=ctypes.POINTER(INT),
+    cos=POINTER,
+    sin=POINTER,
 )
 
 
@@ -35,6 +38,9 @@ class NativeRunner(TorchRunner):
         model_struct(model)  # each tensor is checked before the first is packed
         native_layers(model, self.library)
         self.model = model_struct(model)
+        self.rotations = None
+        if isinstance(model, Llama):
+            self.rotations = rotations(model.config, torch.float32, torch.device("cpu"))
         # Kept, so that their memory goes to nothing else.
         self.weights = list(model.state_dict().values())
 
@@ -64,7 +70,10 @@ class NativeRunner(TorchRunner):
             if min(numbers) < 0 or max(numbers) >= limit:
                 raise ValueError(f"{name} are {numbers}; they are from 0 to {limit - 1}")
         pages = (INT * len(pages))(*pages)
-        job = PassStruct(cache, num_pages, page_size, token, position, pages)
+        shape = position + 1, 1, config.head_dim
+        angles = self.rotations.first(position + 1) if self.rotations else ()
+        angles = (address(table, torch.float32, *shape) for table in angles)
+        job = PassStruct(cache, num_pages, page_size, token, position, pages, *angles)
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Room for each call its own: ctypes lets other threads of Python run meanwhile.

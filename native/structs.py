@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from llama import Llama
 from model import GPT
 from native.linear import LinearStruct, NativeEmbedding, NativeLinear, address, check_layer
 
@@ -20,14 +21,14 @@ LayerStruct = struct(
     "LayerStruct",
     attn_norm=NormStruct,
     mlp_norm=NormStruct,
-    attn_in=LinearStruct,
+    attn_in=LinearStruct * 3,
     attn_out=LinearStruct,
-    mlp_in=LinearStruct,
+    mlp_in=LinearStruct * 2,
     mlp_out=LinearStruct,
 )
 ModelStruct = struct(
     "ModelStruct",
-    **dict.fromkeys(("n_layer", "n_head", "head_dim", "n_embd", "widest"), INT),
+    **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "widest"), INT),
     epsilon=ctypes.c_float,
     embedding=LinearStruct,
     head=LinearStruct,
@@ -37,25 +38,32 @@ ModelStruct = struct(
 )
 
 
+COMPUTED = (GPT, Llama)  # what gpt.c computes: it tells them apart by the layers they have
+
+
 def model_struct(model) -> ModelStruct:
     """What C reads of a model. It holds addresses only: the tensors must stay where they are.
 
     Raises ValueError for another architecture, and for weights that are neither float32 nor int8,
     not on the CPU, or not of the shape that the config says.
     """
-    if type(model) is not GPT:
-        raise ValueError(f"native code computes GPT; this is {type(model).__name__}")
+    if type(model) not in COMPUTED:
+        allowed = " and ".join(kind.__name__ for kind in COMPUTED)
+        raise ValueError(f"native code computes {allowed}; this is {type(model).__name__}")
     config = model.config
     C = config.n_embd
+    if config.n_head % config.n_kv_head:
+        raise ValueError(f"{config.n_head} heads cannot share the keys of {config.n_kv_head}")
     blocks = model.get_submodule(model.ROLES["attn_norm"].partition(".*")[0])
     layers = [layer_struct(model, block) for block in range(len(blocks))]
-    positions = model.layer("positions").weight
+    positions = getattr(model.layer("positions"), "weight", None)
     return ModelStruct(
         n_layer=len(layers),
         n_head=config.n_head,
+        n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
         n_embd=C,
-        widest=max(layers[0].attn_in.out_features, layers[0].mlp_in.out_features),
+        widest=max(C, layers[0].attn_in[0].width, layers[0].mlp_in[0].width),
         epsilon=config.norm_epsilon,
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
         head=linear(model.layer("head"), config.vocab_size, C),
@@ -71,20 +79,31 @@ def layer_struct(model, block: int) -> LayerStruct:
     C = config.n_embd
     inner = config.n_inner
     queries = config.n_head * config.head_dim
+    keys = config.n_kv_head * config.head_dim
+    attn_in = {"qkv": queries + 2 * keys, "query": queries, "key": keys, "value": keys}
+    mlp_in = {"gate": inner, "up": inner}
+
+    def side_by_side(outputs: dict[str, int]) -> tuple[LinearStruct, ...]:
+        """Layers on the same input, with their outputs, which C writes side by side."""
+        roles = [role for role in outputs if role in model.ROLES]
+        structs = tuple(linear(model.layer(role, block), outputs[role], C) for role in roles)
+        for each in structs:
+            each.width = sum(outputs[role] for role in roles)
+        return structs
 
     return LayerStruct(
         attn_norm=norm(model.layer("attn_norm", block), C),
-        attn_in=linear(model.layer("qkv", block), 3 * queries, C),
+        attn_in=side_by_side(attn_in),
         attn_out=linear(model.layer("attn_out", block), C, queries),
         mlp_norm=norm(model.layer("mlp_norm", block), C),
-        mlp_in=linear(model.layer("up", block), inner, C),
+        mlp_in=side_by_side(mlp_in),
         mlp_out=linear(model.layer("down", block), C, inner),
     )
 
 
 def norm(layer, size: int) -> NormStruct:
     weight = address(layer.weight, torch.float32, size)
-    return NormStruct(weight, address(layer.bias, torch.float32, size))
+    return NormStruct(weight, address(getattr(layer, "bias", None), torch.float32, size))
 
 
 def linear(layer, out: int, size: int) -> LinearStruct:
@@ -94,4 +113,4 @@ def linear(layer, out: int, size: int) -> LinearStruct:
     if isinstance(layer, NativeLinear):
         return layer.struct()
     check_layer(layer, out, size)
-    return LinearStruct(out_features=out, in_features=size)
+    return LinearStruct(out_features=out, in_features=size, width=out)
