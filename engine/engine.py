@@ -28,7 +28,8 @@ class Choice(NamedTuple):
 class Engine:
     """Writes many texts together, each the one that `generate` writes, up to rounding.
 
-    With int8 weights rounding may change a text, as int8.py says.
+    With int8 weights rounding may change a text where torch attends, as int8.py says. Where C
+    computes the whole pass, all texts are those of `generate` bit for bit.
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
     page_size positions; None: enough for max_rows whole windows. budget: tokens in one step, at
     most. stride: as in `generate`.

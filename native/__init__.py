@@ -9,7 +9,7 @@ __all__ = ["BuildError", "NativeRunner", "kernel", "use_native"]
 
 
 def use_native(model: torch.nn.Module) -> None:
-    """Let C compute a model: its decode steps with a cache, and in all other passes its products.
+    """Let C compute a model: its passes with a cache, and in all others its products.
 
     Its weights are packed, in place. Raises BuildError and ValueError as `NativeRunner`; then the
     model is as it was.

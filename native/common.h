@@ -10,6 +10,7 @@
 #include <omp.h>
 #else
 INLINE int omp_get_thread_num(void) { return 0; }
+INLINE int omp_get_num_threads(void) { return 1; }
 #endif
 
 // e to the x, with x clamped to -87..88; NaN stays NaN. It is 2 to the n, where n is x / ln 2

@@ -1,7 +1,8 @@
 // The forward pass of GPT-2 and Llama on a CPU, with float32 or int8 weights.
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
-// barrier, unless it says `nowait`. Each thread runs the rest by itself.
+// barrier, unless it says `nowait`. Each thread runs the rest by itself, for all tokens or for its
+// `share` of them.
 // Sizes: T tokens, C channels (n_embd), H query heads, K KV heads, D numbers in a head (head_dim).
 #include <float.h>
 #include <math.h>
@@ -283,9 +284,13 @@ typedef struct {
 typedef struct {
   float *cache;  // (n_layer, 2, num_pages, K, page_size, D)
   int64_t num_pages, page_size;
-  int64_t token, position;  // an id, and its position in its text
-  const int64_t *pages;     // the block table of the text
-  const float *cos, *sin;   // (positions, D), for `rotate`, or NULL
+  int64_t length;  // of the longest text
+  int64_t T, wanted;
+  const int64_t *tokens, *positions;  // (T): ids, and their positions in their texts
+  const int64_t *pages;               // the block tables of all texts, one after the other
+  const int64_t *tables;              // (T): where the block table of a token's text begins
+  const int64_t *wants;               // (wanted): the tokens that need logits
+  const float *cos, *sin;             // (positions, D), for `rotate`, or NULL
 } Pass;
 
 // The dot product of a and b, or the sum of a where b is NULL: PARTIAL sums, whose halves are added
@@ -369,6 +374,7 @@ typedef struct {
   int64_t page_size;
   const int64_t *pages;  // the block table of the text
   int64_t length;        // positions that the query sees
+  int fresh;             // whether to prefetch: this layer has not read the text yet
 } Past;
 
 INLINE float *key_page(const Past *past, int64_t i) {
@@ -391,9 +397,11 @@ INLINE void score(const int64_t D, const Past *past, const float *q, float *scor
   for (int64_t start = 0, page = 0; start < length; start += size, page++) {
     int64_t n = length - start < size ? length - start : size;
     const float *key = key_page(past, page);
-    const float *next = start + size < length ? key_page(past, page + 1) : value_page(past, 0);
+    const float *next = NULL;
+    if (past->fresh)
+      next = start + size < length ? key_page(past, page + 1) : value_page(past, 0);
     for (int64_t i = 0; i < n; i++) {
-      prefetch(D, next + i * D);
+      if (next) prefetch(D, next + i * D);
       scores[start + i] = dot(D, q, key + i * D);
     }
   }
@@ -420,7 +428,7 @@ INLINE void weigh_columns(const int N, const int64_t D, const Past *past, int64_
     int64_t end = length - start < size ? length : start + size;
     const float *value = value_page(past, page) + d;
     const float *next = NULL;
-    if (end < length) next = value_page(past, page + 1) + d;
+    if (past->fresh && end < length) next = value_page(past, page + 1) + d;
     for (int64_t i = start; i < end; i++, value += D) {
       if (next) prefetch(N * WIDTH, next + (i - start) * D);
       for (int j = 0; j < N; j++) sums[j] += scores[i] * VECTOR(value + j * WIDTH);
@@ -463,11 +471,11 @@ static void attend_alone(int64_t D, const Past *past, const float *q, float *sco
 // Exported for tests, which compare it with torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
             const float *q, float *k, float *v, float *scores, float *y) {
-  attend_alone(D, &(Past){k, v, stride, size, pages, length}, q, scores, y);
+  attend_alone(D, &(Past){k, v, stride, size, pages, length, 1}, q, scores, y);
 }
 
-// What the text has in the cache, up to the token.
-static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t kv_head) {
+// What the text of token t has in the cache, up to this token.
+static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t kv_head, int64_t t) {
   int64_t head_size = p->page_size * m->head_dim;
   int64_t stride = m->n_kv_head * head_size;
   float *keys = p->cache + 2 * layer * p->num_pages * stride + kv_head * head_size;
@@ -476,8 +484,8 @@ static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t kv_hea
       .values = keys + p->num_pages * stride,
       .stride = stride,
       .page_size = p->page_size,
-      .pages = p->pages,
-      .length = p->position + 1,
+      .pages = p->pages + p->tables[t],
+      .length = p->positions[t] + 1,
   };
 }
 
@@ -490,93 +498,126 @@ static void append(const Past *past, int64_t D, const float *key, const float *v
 }
 
 // Rotate queries and keys, append keys and values to the cache, then attend. Every H / K queries
-// share a key. qkv: (H + 2 K, D), y: (H, D).
+// share a key. qkv: (T, H + 2 K, D), y: (T, H, D).
 static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scores,
                       float *y) {
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group = H / K;
-#pragma omp for schedule(static)
-  for (int64_t k = 0; k < K; k++) {
-    Past past = past_of(m, p, layer, k);
-    float *key = qkv + (H + k) * D;
-    if (p->cos) {
-      for (int64_t h = k * group; h < (k + 1) * group; h++)
-        rotate(p, p->position, D, qkv + h * D);
-      rotate(p, p->position, D, key);
+  int64_t width = (H + 2 * K) * D;
+#pragma omp for schedule(static) collapse(2)
+  for (int64_t k = 0; k < K; k++)
+    for (int64_t t = 0; t < p->T; t++) {
+      Past past = past_of(m, p, layer, k, t);
+      float *token = qkv + t * width;
+      float *key = token + (H + k) * D;
+      if (p->cos) {
+        for (int64_t h = k * group; h < (k + 1) * group; h++)
+          rotate(p, p->positions[t], D, token + h * D);
+        rotate(p, p->positions[t], D, key);
+      }
+      append(&past, D, key, key + K * D);
     }
-    append(&past, D, key, key + K * D);
-  }
-#pragma omp for schedule(static)
-  for (int64_t h = 0; h < H; h++) {
-    Past past = past_of(m, p, layer, h / group);
-    attend_alone(D, &past, qkv + h * D, scores, y + h * D);
-  }
+#pragma omp for schedule(static) collapse(3)
+  for (int64_t k = 0; k < K; k++)
+    for (int64_t t = 0; t < p->T; t++)
+      for (int64_t g = 0; g < group; g++) {
+        int64_t h = k * group + g;
+        Past past = past_of(m, p, layer, k, t);
+        past.fresh = g == 0 && (t == 0 || p->tables[t - 1] != p->tables[t]);
+        attend_alone(D, &past, qkv + t * width + h * D, scores, y + (t * H + h) * D);
+      }
 }
 
 // a pass ------------------------------------------------------------------------------------------
 
 static void embed(const Model *m, const Pass *p, float *x) {
   int64_t C = m->n_embd;
-#pragma omp single
-  {
-    rows(&m->embedding, 1, &p->token, x);
+#pragma omp for
+  for (int64_t t = 0; t < p->T; t++) {
+    rows(&m->embedding, 1, p->tokens + t, x + t * C);
     if (m->wpe)
-      for (int64_t i = 0; i < C; i++) x[i] += m->wpe[p->position * C + i];
+      for (int64_t i = 0; i < C; i++) x[t * C + i] += m->wpe[p->positions[t] * C + i];
   }
 }
 
+typedef struct {
+  int64_t begin, end;
+} Range;
+
+// The tokens that a thread prepares for a product: its part of n, or all of them where there are
+// few. Then each thread does the same work into a buffer of its own, which takes less time than to
+// wait for the others.
+static Range share(int64_t n, int few) {
+  int64_t thread = omp_get_thread_num();
+  int64_t threads = omp_get_num_threads();
+  return few ? (Range){0, n} : (Range){n * thread / threads, n * (thread + 1) / threads};
+}
+
 // Layers on the same input, whose outputs stand side by side in y.
-static void products(const Linear *l, int count, Input in, float *y, int add) {
-  if (l->scale) quantize_token(l, in, 0);
+static void products(const Linear *l, int count, int64_t T, int few, Input in, float *y, int add) {
+  Range own = share(T, few);
+  if (l->scale)
+    for (int64_t t = own.begin; t < own.end; t++) quantize_token(l, in, t);
+  if (!few) {
+#pragma omp barrier
+  }
   for (int i = 0; i < count; i++) {
-    outputs(l + i, 1, in, y, add);
+    outputs(l + i, T, in, y, add);
     y += l[i].out;
   }
 #pragma omp barrier
 }
 
-// Room for an Input: x, values, scale.
-static int64_t input_floats(const Model *m) { return 2 * (m->widest + GROUP) + 1; }
+// Room for an Input of T tokens: x, values, scale.
+static int64_t input_floats(const Model *m, int64_t T) { return T * (2 * (m->widest + GROUP) + 1); }
 
-int64_t work_floats(const Model *m, int64_t length, int threads) {
-  return 3 * m->widest + threads * (length + input_floats(m));
+int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
+  int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
+  return T * 3 * m->widest + threads * length + inputs;
 }
 
-// logits: (vocab_size). work: room for `work_floats`.
+// logits: (wanted, vocab_size). work: room for `work_floats`.
 void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int threads) {
   int64_t C = m->n_embd;
-  int64_t length = p->position + 1;
+  int64_t T = p->T;
+  int64_t room = T * m->widest;
   float *x = work;  // the residual stream
-  float *y = x + m->widest;
-  float *wide = y + m->widest;
-  float *all_scores = wide + m->widest;
-  float *all_inputs = all_scores + threads * length;
+  float *y = x + room;
+  float *wide = y + room;
+  float *all_scores = wide + room;
+  float *all_inputs = all_scores + threads * p->length;
 #pragma omp parallel num_threads(threads)
   {
-    // Each thread does the same small work into a buffer of its own, which takes less time than to
-    // wait for the others.
+    int few = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *scores = all_scores + thread * length;
-    float *in = all_inputs + thread * input_floats(m);
-    float *scale = in + m->widest;
-    Input input = {in, (Value *)(scale + 1), scale};
+    float *scores = all_scores + thread * p->length;
+    float *in = all_inputs + few * thread * input_floats(m, T);
+    float *scale = in + room;
+    Input input = {in, (Value *)(scale + T), scale};
     Input attended = {y, input.values, scale};
     embed(m, p, x);
+    Range own = share(T, few);
+    int64_t n = own.end - own.begin;
+    float *own_x = x + own.begin * C;
+    float *own_in = in + own.begin * C;
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
-      normalize(&layer->attn_norm, m->epsilon, 1, C, x, in);
-      products(layer->attn_in, 3, input, wide, 0);
+      int64_t inner = layer->mlp_out.in;
+      normalize(&layer->attn_norm, m->epsilon, n, C, own_x, own_in);
+      products(layer->attn_in, 3, T, few, input, wide, 0);
       attention(m, p, i, wide, scores, y);
-      products(&layer->attn_out, 1, attended, x, 1);
-      normalize(&layer->mlp_norm, m->epsilon, 1, C, x, in);
-      products(layer->mlp_in, 2, input, wide, 0);
+      products(&layer->attn_out, 1, T, few, attended, x, 1);
+      normalize(&layer->mlp_norm, m->epsilon, n, C, own_x, own_in);
+      products(layer->mlp_in, 2, T, few, input, wide, 0);
       if (layer->mlp_in[1].out)
-        swiglu(1, layer->mlp_out.in, wide, in);
+        swiglu(n, inner, wide + own.begin * 2 * inner, in + own.begin * inner);
       else
-        gelu(layer->mlp_out.in, wide, in);
-      products(&layer->mlp_out, 1, input, x, 1);
+        gelu(n * inner, wide + own.begin * inner, in + own.begin * inner);
+      products(&layer->mlp_out, 1, T, few, input, x, 1);
     }
-    normalize(&m->norm, m->epsilon, 1, C, x, in);
-    products(&m->head, 1, input, logits, 0);
+    own = share(p->wanted, few);
+    for (int64_t i = own.begin; i < own.end; i++)
+      normalize(&m->norm, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
+    products(&m->head, 1, p->wanted, few, input, logits, 0);
   }
 }

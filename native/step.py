@@ -1,10 +1,9 @@
-"""A decode step of GPT-2 or Llama in C."""
+"""A whole pass of GPT-2 or Llama in C."""
 
 import ctypes
 
 import torch
 
-from cache import KVCache, Span
 from llama import Llama, rotations
 from model import TorchRunner
 from native import build
@@ -14,15 +13,15 @@ from native.structs import INT, POINTER, model_struct, struct
 PassStruct = struct(
     "PassStruct",
     cache=POINTER,
-    **dict.fromkeys(("num_pages", "page_size", "token", "position"), INT),
-    pages=ctypes.POINTER(INT),
+    **dict.fromkeys(("num_pages", "page_size", "length", "T", "wanted"), INT),
+    **dict.fromkeys(("tokens", "positions", "pages", "tables", "wants"), ctypes.POINTER(INT)),
     cos=POINTER,
     sin=POINTER,
 )
 
 
 class NativeRunner(TorchRunner):
-    """Computes the passes of one token of one model in C, and with torch all others.
+    """Computes the passes of one model in C.
 
     The model's weights are packed, in place: what is loaded or moved later is not seen, and the
     model cannot be copied or pickled.
@@ -44,41 +43,58 @@ class NativeRunner(TorchRunner):
         # Kept, so that their memory goes to nothing else.
         self.weights = list(model.state_dict().values())
 
-    def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
-        if len(spans) > 1 or len(spans[0].tokens) > 1 or not isinstance(cache, KVCache):
-            return super().logits(model, cache, spans, keep)
-        return self.compute(cache.storage, spans[0])
+    def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
+        return self.compute(cache.storage, spans, keep)
 
-    def compute(self, storage: torch.Tensor, span: Span) -> torch.Tensor:
-        """The logits after a span of one token, (1, vocab_size).
+    def compute(self, storage: torch.Tensor, spans: list, keep: list[int]) -> torch.Tensor:
+        """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
 
-        storage: keys and values, (n_layer, 2, num_pages, n_kv_head, page_size, head_dim).
-        Raises ValueError, before anything changes, for what C must not touch.
+        There is at least one token. storage: keys and values, (n_layer, 2, num_pages, n_kv_head,
+        page_size, head_dim).
+        Raises ValueError, before anything changes, for tokens, positions, pages or a storage that C
+        must not touch.
         """
         config = self.config
         num_pages = storage.shape[2]
         page_size = storage.shape[4]
         shape = self.model.n_layer, 2, num_pages, config.n_kv_head, page_size, config.head_dim
         cache = address(storage, torch.float32, *shape)
-        pages, position, (token,) = span
+        tokens = []
+        positions = []
+        pages = []  # of all spans
+        tables = []  # where those of each token's span begin
+        wants = []
+        for (own_pages, start, new), count in zip(spans, keep, strict=True):
+            steps = range(start, start + len(new))
+            if start < 0 or steps.stop > len(own_pages) * page_size or not 0 <= count <= len(new):
+                room = f"{len(own_pages)} pages of {page_size}"
+                raise ValueError(f"{len(new)} tokens from {start} on, {count} to keep, in {room}")
+            tables += [len(pages)] * len(new)
+            pages += own_pages
+            tokens += new
+            positions += steps
+            wants += range(len(tokens) - count, len(tokens))
+        length = max(positions) + 1
         limits = {
-            "tokens": ([token], config.vocab_size),
+            "tokens": (tokens, config.vocab_size),
             "pages": (pages, num_pages),
-            "positions": ([position], min(config.block_size, len(pages) * page_size)),
+            "positions": ([length - 1], config.block_size),
         }
         for name, (numbers, limit) in limits.items():
             if min(numbers) < 0 or max(numbers) >= limit:
                 raise ValueError(f"{name} are {numbers}; they are from 0 to {limit - 1}")
-        pages = (INT * len(pages))(*pages)
-        shape = position + 1, 1, config.head_dim
-        angles = self.rotations.first(position + 1) if self.rotations else ()
-        angles = (address(table, torch.float32, *shape) for table in angles)
-        job = PassStruct(cache, num_pages, page_size, token, position, pages, *angles)
+        lists = tokens, positions, pages, tables, wants
+        arrays = ((INT * len(numbers))(*numbers) for numbers in lists)
+        angles = self.rotations.first(length) if self.rotations else ()
+        angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
+        sizes = num_pages, page_size, length, len(tokens), len(wants)
+        job = PassStruct(cache, *sizes, *arrays, *angles)
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Room for each call its own: ctypes lets other threads of Python run meanwhile.
-        work = torch.empty(self.library.work_floats(model, INT(position + 1), threads))
-        logits = torch.empty(1, config.vocab_size)
+        floats = self.library.work_floats(model, INT(len(tokens)), INT(length), threads)
+        work = torch.empty(floats)
+        logits = torch.empty(len(wants), config.vocab_size)
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(job), *buffers, threads)
         return logits

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import random
 import subprocess
 import sys
 import time
@@ -153,7 +154,7 @@ def both(build, **shape) -> tuple:
 
 def passed(model, storage, parts, keep) -> torch.Tensor:
     """The logits of a native pass. parts: pages, start and tokens of each text."""
-    return model.runner.compute(storage, Span(*parts[0]))
+    return model.runner.compute(storage, [Span(*part) for part in parts], keep)
 
 
 def in_pieces(model, texts: torch.Tensor, size: int) -> torch.Tensor:
@@ -176,3 +177,30 @@ def random_texts(model, count: int, length: int = 16) -> torch.Tensor:
 def of_kind(model, kind):
     """The model in C, in float32 or int8."""
     return native(to_int8(model) if kind == torch.int8 else model)
+
+
+def in_passes(model, texts: list, passes: list[list[int]], page_size: int, seed=0) -> torch.Tensor:
+    """The logits at all positions of texts. passes: in each, how many tokens of each text.
+
+    Their pages lie anywhere, interleaved, and are NaN before: what was not written may not be read,
+    and no other page is touched.
+    """
+    config = model.config
+    count = -(-len(texts[0]) // page_size)
+    order = random.Random(seed).sample(range((len(texts) + 1) * count), len(texts) * count)
+    tables = [order[row * count : (row + 1) * count] for row in range(len(texts))]
+    shape = config.n_layer, 2, (len(texts) + 1) * count, config.n_kv_head
+    storage = torch.full((*shape, page_size, config.head_dim), torch.nan)
+    starts = [0] * len(texts)
+    parts = [[] for _ in texts]
+    for lengths in passes:
+        spans = [
+            (table, start, text[start : start + length])
+            for table, start, text, length in zip(tables, starts, texts, lengths)
+        ]
+        for own, logits in zip(parts, passed(model, storage, spans, lengths).split(lengths)):
+            own.append(logits)
+        starts = [start + length for start, length in zip(starts, lengths)]
+    others = sorted(set(range(shape[2])) - set(order))
+    assert storage[:, :, others].isnan().all()
+    return torch.stack([torch.cat(own) for own in parts])

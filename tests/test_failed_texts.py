@@ -186,6 +186,7 @@ def test_a_pass_that_fails_is_one_line(cli, engine_cli, tiny_checkpoint, monkeyp
 
     monkeypatch.setattr(PagedCache, "arrange", fail_once)
     args = ("--model", tiny_checkpoint, "--max-new-tokens", 4, "--prompt", "Two")
+    args += ("--backend", "torch")
     code, out, err = engine_cli("--prompt", "One", *args, "--max-rows", 1)
     first, second = out.removesuffix("\n").split(LINE)
     assert code == 2 and err.count("\n") == 3

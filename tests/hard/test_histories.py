@@ -4,15 +4,23 @@ Each text must be that of `generate` alone. Some dozens of histories run; for mo
 HISTORIES=2000 pytest tests/hard/test_histories.py
 """
 
+import copy
 import functools
 import os
 from dataclasses import dataclass, field
 
 import hypothesis
+import pytest
 import torch
 from engines import alone, check_pages, check_passes, step
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 BLOCK_SIZE = 12
 VALUES = {
@@ -192,3 +200,37 @@ TestHistories = Histories.TestCase
 TestHistories.settings = hypothesis.settings(
     max_examples=int(os.environ.get("HISTORIES", 24)), stateful_step_count=30
 )
+
+
+@functools.cache
+def native_model(int8: bool, architecture: str, *shape):
+    """The same random models in C, in float32 or int8."""
+    from int8 import to_int8
+    from native import use_native
+
+    made = copy.deepcopy(model(architecture, *shape)).float()
+    if int8:
+        to_int8(made)
+    use_native(made)
+    return made
+
+
+class NativeHistories(Histories):
+    make = staticmethod(functools.partial(native_model, False))
+
+    def logits(self, window):
+        from cache import KVCache
+        from infer import next_logits
+
+        return next_logits(self.model, [window], KVCache(self.model, 1))[0, 0]
+
+
+class Int8Histories(NativeHistories):
+    make = staticmethod(functools.partial(native_model, True))
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("histories", [NativeHistories, Int8Histories])
+def test_any_history_in_c(histories):
+    """Bit for bit: the texts are those of native runs."""
+    run_state_machine_as_test(histories, settings=TestHistories.settings)
