@@ -259,7 +259,8 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 // Here nothing is fused, and sums have one order, so each part has the same bits on every
 // processor. With int8 weights the logits have too, because dot products are exact.
 
-enum { PARTIAL = 16 };  // partial sums, whatever WIDTH is
+// PARTIAL: partial sums, whatever WIDTH is. TOGETHER: queries that share the reading of a value.
+enum { PARTIAL = 16, TOGETHER = 4 };
 
 typedef struct {
   const float *weight, *bias;  // (C); an RMSNorm has no bias
@@ -314,6 +315,21 @@ INLINE float dot(int64_t n, const float *a, const float *b) {
 
 INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
 
+// The dot products of a with WIDTH columns side by side: b[i] has number i of each.
+INLINE Vector column_dots(int64_t n, const float *a, const Vector *b) {
+  Vector sums[PARTIAL] = {0};
+  int64_t i = 0;
+  for (; i + PARTIAL <= n; i += PARTIAL)
+    for (int l = 0; l < PARTIAL; l++) sums[l] += (a ? a[i + l] : 1) * b[i + l];
+  for (int l = 0; l < PARTIAL; l++)
+    if (i + l < n) sums[l] += (a ? a[i + l] : 1) * b[i + l];
+  for (int half = PARTIAL / 2; half; half /= 2)
+    for (int l = 0; l < half; l++) sums[l] += sums[l + half];
+  return sums[0];
+}
+
+INLINE Vector column_sums(int64_t n, const Vector *b) { return column_dots(n, NULL, b); }
+
 // x and y: (T, C).
 void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x, float *y) {
   for (int64_t t = 0; t < T; t++, x += C, y += C) {
@@ -364,8 +380,9 @@ static void rotate(const Pass *p, int64_t position, int64_t D, float *x) {
 
 // attention ---------------------------------------------------------------------------------------
 //
-// softmax(q k / sqrt(D)) v in three steps: score, softmax, weigh.
-// N and D are constants where the compiler can know them: it unrolls loops over them.
+// softmax(q k / sqrt(D)) v in three steps: score, softmax, weigh. A query attends alone, or WIDTH
+// queries of neighbouring positions attend as a block, which reads each key once for all of them.
+// T, N and D are constants where the compiler can know them: it unrolls loops over them.
 
 // What one text has in the cache for one layer and one KV head, in pages of (page_size, D) numbers.
 typedef struct {
@@ -373,7 +390,7 @@ typedef struct {
   int64_t stride;        // numbers from one page to the next
   int64_t page_size;
   const int64_t *pages;  // the block table of the text
-  int64_t length;        // positions that the query sees
+  int64_t length;        // positions that the first query sees; each next one sees one more
   int fresh;             // whether to prefetch: this layer has not read the text yet
 } Past;
 
@@ -390,7 +407,7 @@ INLINE void prefetch(int64_t n, const float *x) {
   for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a cache line is 64 bytes
 }
 
-// Step 1: the dot product of a query with each key. scores: (length).
+// Step 1 for one query: its dot product with each key. scores: (length).
 INLINE void score(const int64_t D, const Past *past, const float *q, float *scores) {
   int64_t length = past->length;
   int64_t size = past->page_size;
@@ -407,8 +424,24 @@ INLINE void score(const int64_t D, const Past *past, const float *q, float *scor
   }
 }
 
-// Step 2: scores become exponentials, at most 1 so that none overflows. Returns their sum: it
-// divides the result of step 3, because a division for each score would take longer.
+// Step 1 for a block of queries. columns: (D, WIDTH), a query in each; scores: (positions, WIDTH),
+// -infinity at the positions that a query does not see.
+INLINE void score_block(const int64_t D, const Past *past, const Vector *columns, float *scores) {
+  int64_t length = past->length;
+  int64_t last = length + WIDTH - 1;
+  int64_t size = past->page_size;
+  for (int64_t start = 0, page = 0; start < last; start += size, page++) {
+    int64_t end = last - start < size ? last : start + size;
+    const float *key = key_page(past, page);
+    for (int64_t i = start; i < end; i++, key += D)
+      *(Vector *)(scores + i * WIDTH) = column_dots(D, key, columns);
+  }
+  for (int64_t i = length; i < last; i++)
+    for (int t = 0; t <= i - length; t++) scores[i * WIDTH + t] = -INFINITY;
+}
+
+// Step 2 for one query: scores become exponentials, at most 1 so that none overflows. Returns their
+// sum: it divides the result of step 3, because a division for each score would take longer.
 INLINE float softmax(int64_t D, int64_t length, float *scores) {
   float factor = 1 / sqrtf(D);
   float largest = -INFINITY;
@@ -417,47 +450,95 @@ INLINE float softmax(int64_t D, int64_t length, float *scores) {
   return sum(length, scores);
 }
 
-// Step 3: each value times its score, summed over the positions. Here columns d to
-// d + N * WIDTH - 1 of the values. scores: (length), y: (D).
-INLINE void weigh_columns(const int N, const int64_t D, const Past *past, int64_t d,
-                          const float *scores, float *y) {
-  Vector sums[4] = {0};
-  int64_t length = past->length;
-  int64_t size = past->page_size;
-  for (int64_t start = 0, page = 0; start < length; start += size, page++) {
-    int64_t end = length - start < size ? length : start + size;
-    const float *value = value_page(past, page) + d;
-    const float *next = NULL;
-    if (past->fresh && end < length) next = value_page(past, page + 1) + d;
-    for (int64_t i = start; i < end; i++, value += D) {
-      if (next) prefetch(N * WIDTH, next + (i - start) * D);
-      for (int j = 0; j < N; j++) sums[j] += scores[i] * VECTOR(value + j * WIDTH);
-    }
-  }
-  for (int j = 0; j < N; j++) *(Vector *)(y + d + j * WIDTH) = sums[j];
+// Step 2 for a block of queries. sums: (WIDTH).
+INLINE void softmax_block(int64_t D, int64_t length, float *scores, float *sums) {
+  int64_t last = length + WIDTH - 1;
+  float factor = 1 / sqrtf(D);
+  float largest[WIDTH];
+  for (int t = 0; t < WIDTH; t++) largest[t] = -INFINITY;
+  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+    for (int t = 0; t < WIDTH; t++)
+      largest[t] = scores[i + t] > largest[t] ? scores[i + t] : largest[t];
+  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+    for (int t = 0; t < WIDTH; t++)
+      scores[i + t] = exponential((scores[i + t] - largest[t]) * factor);
+  for (int64_t i = length; i < last; i++)  // where `exponential` gives exp(-87)
+    for (int t = 0; t <= i - length; t++) scores[i * WIDTH + t] = 0;
+  *(Vector *)sums = column_sums(last, (Vector *)scores);
 }
 
-// Step 3, all columns, divided by the sum of step 2.
-INLINE void weigh(const int64_t D, const Past *past, const float *scores, float sum, float *y) {
-  int64_t d = 0;
-  for (; d + 4 * WIDTH <= D; d += 4 * WIDTH) weigh_columns(4, D, past, d, scores, y);
-  for (; d + WIDTH <= D; d += WIDTH) weigh_columns(1, D, past, d, scores, y);
-  for (; d < D; d++) {
-    float total = 0;
-    for (int64_t i = 0; i < past->length; i++) {
-      const float *value = value_page(past, i / past->page_size) + i % past->page_size * D;
-      total += scores[i] * value[d];
+// A matrix whose rows begin `stride` numbers apart.
+typedef struct {
+  float *at;
+  int64_t stride;
+} Matrix;
+
+// Step 3 for T queries: each value times its score, summed over the positions. Here columns d to
+// d + N * WIDTH - 1 of the values. scores: (positions, T), y: (T, D).
+INLINE void weigh_columns(const int T, const int N, const int64_t D, const Past *past, int64_t d,
+                          Matrix scores, Matrix y) {
+  Vector sums[TOGETHER][4] = {0};
+  int64_t length = past->length;
+  int64_t last = length + T - 1;
+  int64_t size = past->page_size;
+  for (int64_t start = 0, page = 0; start < last; start += size, page++) {
+    int64_t end = last - start < size ? last : start + size;
+    const float *value = value_page(past, page) + d;
+    const float *next = NULL;
+    if (past->fresh && end < last) next = value_page(past, page + 1) + d;
+    for (int64_t i = start; i < end; i++, value += D) {
+      if (next) prefetch(N * WIDTH, next + (i - start) * D);
+      for (int t = 0; t < T; t++)
+        if (T == 1 || i < length + t)
+          for (int j = 0; j < N; j++)
+            sums[t][j] += scores.at[i * scores.stride + t] * VECTOR(value + j * WIDTH);
     }
-    y[d] = total;
   }
-  for (d = 0; d < D; d++) y[d] /= sum;
+  for (int t = 0; t < T; t++)
+    for (int j = 0; j < N; j++) *(Vector *)(y.at + t * y.stride + d + j * WIDTH) = sums[t][j];
+}
+
+// Step 3 for T queries, all columns, divided by the sums of step 2.
+INLINE void weigh(const int T, const int64_t D, const Past *past, Matrix scores, const float *sums,
+                  Matrix y) {
+  const int N = T == 1 || WIDTH == 16 ? 4 : 2;  // as many sums as there are registers for
+  int64_t d = 0;
+  for (; d + N * WIDTH <= D; d += N * WIDTH) weigh_columns(T, N, D, past, d, scores, y);
+  for (; d + WIDTH <= D; d += WIDTH) weigh_columns(T, 1, D, past, d, scores, y);
+  for (; d < D; d++)
+    for (int t = 0; t < T; t++) {
+      float total = 0;
+      for (int64_t i = 0; i < past->length + t; i++) {
+        const float *value = value_page(past, i / past->page_size) + i % past->page_size * D;
+        total += scores.at[i * scores.stride + t] * value[d];
+      }
+      y.at[t * y.stride + d] = total;
+    }
+  for (int t = 0; t < T; t++)
+    for (d = 0; d < D; d++) y.at[t * y.stride + d] /= sums[t];
 }
 
 INLINE void attend_query(const int64_t D, const Past *past, const float *q, float *scores,
                          float *y) {
   score(D, past, q, scores);
   float total = softmax(D, past->length, scores);
-  weigh(D, past, scores, total, y);
+  weigh(1, D, past, (Matrix){scores, 1}, &total, (Matrix){y, D});
+}
+
+INLINE void attend_queries(const int64_t D, const Past *past, Matrix q, float *scores, Matrix y) {
+  float *columns = scores + (past->length + WIDTH - 1) * WIDTH;
+  for (int64_t d = 0; d < D; d++)
+    for (int t = 0; t < WIDTH; t++) columns[d * WIDTH + t] = q.at[t * q.stride + d];
+  float sums[WIDTH];
+  score_block(D, past, (Vector *)columns, scores);
+  softmax_block(D, past->length, scores, sums);
+  for (int t = 0; t < WIDTH; t += TOGETHER) {
+    Past own = *past;
+    own.length += t;
+    own.fresh = 0;
+    Matrix to = {y.at + t * y.stride, y.stride};
+    weigh(TOGETHER, D, &own, (Matrix){scores + t, WIDTH}, sums + t, to);
+  }
 }
 
 // What one query, (D), makes of a text: y, (D). scores: room for `length` numbers.
@@ -468,10 +549,28 @@ static void attend_alone(int64_t D, const Past *past, const float *q, float *sco
     attend_query(D, past, q, scores, y);
 }
 
+// What a block of queries makes of a text: q and y, (WIDTH, D). scores: room for `score_floats`.
+static void attend_block(int64_t D, const Past *past, Matrix q, float *scores, Matrix y) {
+  if (D == 64)
+    attend_queries(64, past, q, scores, y);
+  else
+    attend_queries(D, past, q, scores, y);
+}
+
 // Exported for tests, which compare it with torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
             const float *q, float *k, float *v, float *scores, float *y) {
   attend_alone(D, &(Past){k, v, stride, size, pages, length, 1}, q, scores, y);
+}
+
+// Queries attend as blocks that begin at multiples of WIDTH positions. Returns the first token of
+// the block of token t, or -1 if a part of the block is not in this pass.
+static int64_t first_in_block(const Pass *p, int64_t t) {
+  int64_t first = t - p->positions[t] % WIDTH;
+  int64_t last = first + WIDTH - 1;
+  if (first < 0 || last >= p->T) return -1;
+  int64_t table = p->tables[t];
+  return p->tables[first] == table && p->tables[last] == table ? first : -1;
 }
 
 // What the text of token t has in the cache, up to this token.
@@ -522,9 +621,16 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
     for (int64_t t = 0; t < p->T; t++)
       for (int64_t g = 0; g < group; g++) {
         int64_t h = k * group + g;
+        int64_t first = first_in_block(p, t);
         Past past = past_of(m, p, layer, k, t);
-        past.fresh = g == 0 && (t == 0 || p->tables[t - 1] != p->tables[t]);
-        attend_alone(D, &past, qkv + t * width + h * D, scores, y + (t * H + h) * D);
+        Matrix q = {qkv + t * width + h * D, width};
+        Matrix to = {y + (t * H + h) * D, H * D};
+        if (first == t) {
+          attend_block(D, &past, q, scores, to);
+        } else if (first < 0) {
+          past.fresh = g == 0 && (t == 0 || p->tables[t - 1] != p->tables[t]);
+          attend_alone(D, &past, q.at, scores, to.at);
+        }
       }
 }
 
@@ -571,9 +677,14 @@ static void products(const Linear *l, int count, int64_t T, int few, Input in, f
 // Room for an Input of T tokens: x, values, scale.
 static int64_t input_floats(const Model *m, int64_t T) { return T * (2 * (m->widest + GROUP) + 1); }
 
+// Room for the scores of a block of queries, and for the queries.
+static int64_t score_floats(const Model *m, int64_t length) {
+  return (length + m->head_dim) * WIDTH;
+}
+
 int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
   int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
-  return T * 3 * m->widest + threads * length + inputs;
+  return T * 3 * m->widest + threads * score_floats(m, length) + inputs;
 }
 
 // logits: (wanted, vocab_size). work: room for `work_floats`.
@@ -585,12 +696,12 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   float *y = x + room;
   float *wide = y + room;
   float *all_scores = wide + room;
-  float *all_inputs = all_scores + threads * p->length;
+  float *all_inputs = all_scores + threads * score_floats(m, p->length);
 #pragma omp parallel num_threads(threads)
   {
     int few = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *scores = all_scores + thread * p->length;
+    float *scores = all_scores + thread * score_floats(m, p->length);
     float *in = all_inputs + few * thread * input_floats(m, T);
     float *scale = in + room;
     Input input = {in, (Value *)(scale + T), scale};
