@@ -33,7 +33,7 @@ from loading.chat import Chat
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model, causal_attention
-from sampling import NOT_FINITE, SamplingParams, check_tokens_only, choose, params_of_each
+from sampling import NOT_FINITE, SamplingParams, check_tokens_only, params_of_each
 
 
 @torch.inference_mode()
@@ -81,7 +81,7 @@ def generate(
         starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
         windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
         logits = next_logits(model, windows, cache)[:, 0]
-        next_tokens = choose(logits, each, sequences, prompt_lengths, generator)
+        next_tokens = model.runner.choose(logits, each, sequences, prompt_lengths, generator)
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, token in enumerate(step):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from cache import Span
 from errors import UserError
 from int8 import Int8Embedding
+from sampling import SamplingParams, choose
 
 # layer, q, k, v -> attended values
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -97,9 +98,9 @@ class Linear(nn.Linear):
 
 
 class TorchRunner:
-    """Computes with torch.
+    """Computes and chooses with torch.
 
-    A backend is a class with this method; `Model.runner` says which one a model has. The model
+    A backend is a class with these methods; `Model.runner` says which one a model has. The model
     comes with each call, so that a runner keeps none alive.
     """
 
@@ -115,6 +116,17 @@ class TorchRunner:
             x = x[rows]
         return model.head(x).float()
 
+    def choose(
+        self,
+        logits: torch.Tensor,
+        params: list[SamplingParams],
+        texts: list[list[int]],
+        prompt_lengths: list[int],
+        generator: torch.Generator | None = None,
+    ) -> list[int]:
+        """The next token of each text, with the arguments of `sampling.choose`."""
+        return choose(logits, params, texts, prompt_lengths, generator)
+
 
 class Model(nn.Module):
     """What all architectures share: a pass over whole texts, tied weights, their initialisation.
@@ -126,7 +138,7 @@ class Model(nn.Module):
     (in, out). UNREAD: endings of names of tensors that some of them have and nothing reads.
     """
 
-    runner = TorchRunner()  # what computes its passes with a cache
+    runner = TorchRunner()  # what computes its passes with a cache, and chooses its tokens
     ROLES: dict[str, str]
     PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()

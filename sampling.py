@@ -4,7 +4,7 @@ import dataclasses
 import operator
 import sys
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -84,9 +84,20 @@ def check_tokens_only(each: list[SamplingParams]) -> None:
         raise UserError("stop and logprobs are for the engine alone")
 
 
-# What rows must have in common to be penalised together, and to be drawn together.
+# What rows must have in common for torch to penalise them together, and to draw them together.
 PENALTIES = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
 DRAW = operator.attrgetter("temperature", "top_k", "top_p")
+IN_C = "in C"  # the rows that C draws need nothing in common
+
+
+class RowDrawer(Protocol):
+    """What draws in C on a CPU."""
+
+    def draw(self, logits: torch.Tensor) -> list[int]:
+        """Choose the most likely token of each row, as `sample` does.
+
+        logits: (B, vocab_size), contiguous.
+        """
 
 
 def finite_rows(logits: torch.Tensor) -> list[bool]:
@@ -107,25 +118,31 @@ def choose(
     texts: list[list[int]],
     prompt_lengths: list[int],
     generator: torch.Generator | None = None,
+    native: RowDrawer | None = None,
 ) -> list[int]:
     """The next token of each text, by parameters of its own. logits: (B, vocab_size).
 
     prompt_lengths: how many tokens of each text are its prompt, which penalties tell from output.
-    generator: of the random numbers for those without a seed.
+    generator: of the random numbers for those without a seed. native: draws where it can.
     """
     logits = penalize_each(logits, params, texts, prompt_lengths)
+    in_c = native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     groups = {}  # rows that are chosen together
     for row, own in enumerate(params):
-        groups.setdefault((DRAW(own), own.seed is None), []).append(row)
+        kind = IN_C if in_c and own.temperature == 0 else (DRAW(own), own.seed is None)
+        groups.setdefault(kind, []).append(row)
     chosen = [0] * len(params)
-    for rows in groups.values():
+    for kind, rows in groups.items():
         part = rows_of(logits, rows)
         each = [params[row] for row in rows]
         positions = [len(texts[row]) for row in rows]
-        draws = None
-        if each[0].seed is not None:
-            draws = [(own.seed, position) for own, position in zip(each, positions)]
-        tokens = sample(part, each[0], generator, draws).tolist()
+        if kind == IN_C:
+            tokens = native.draw(part.contiguous())
+        else:
+            draws = None
+            if each[0].seed is not None:
+                draws = [(own.seed, position) for own, position in zip(each, positions)]
+            tokens = sample(part, each[0], generator, draws).tolist()
         if len(groups) == 1:
             return tokens
         for row, token in zip(rows, tokens):

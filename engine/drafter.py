@@ -15,7 +15,7 @@ from engine.request import Request
 from engine.scheduler import LIMITS, Work
 from errors import check_limits
 from model import Model
-from sampling import choose, finite_rows
+from sampling import finite_rows
 
 
 class Drafter(Protocol):
@@ -86,7 +86,7 @@ class PagedDrafter:
             finite = finite_rows(logits)
             params = [request.params for request in drawing]
             lengths = [request.prompt_length for request in drawing]
-            tokens = choose(logits, params, texts, lengths)
+            tokens = self.model.runner.choose(logits, params, texts, lengths)
             for row, span, token, good in zip(rows, spans, tokens, finite):
                 if good:
                     self.held[requests[row]].tokens.extend(span.tokens)

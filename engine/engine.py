@@ -15,7 +15,7 @@ from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
 from loading.tokenizer import StopStream
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, choose, finite_rows, token_logprob
+from sampling import NOT_FINITE, SamplingParams, finite_rows, token_logprob
 
 
 class Choice(NamedTuple):
@@ -176,7 +176,7 @@ class Engine:
         params = [request.params for request, _ in rows]
         texts = [text for _, text in rows]
         lengths = [request.prompt_length for request, _ in rows]
-        tokens = choose(logits, params, texts, lengths)
+        tokens = runner.choose(logits, params, texts, lengths)
         choices = []
         for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
             part = slice(end - len(own), end)

@@ -1,4 +1,4 @@
-"""Compile gpt.c, once for each source, compiler and processor, and load it."""
+"""Compile gpt.c and draw.c, once for each source, compiler and processor, and load them."""
 
 import contextlib
 import ctypes
@@ -154,7 +154,7 @@ def openmp() -> list[str]:
 
 
 def compile_into(directory: Path, compiling: list[str], linking: list[str]) -> Path:
-    """Compile gpt.c into a library. Raises BuildError.
+    """Compile gpt.c and the C files beside it into one library. Raises BuildError.
 
     The library has one thread if the compiler cannot use torch's OpenMP.
     """

@@ -1,4 +1,4 @@
-// Helpers of gpt.c.
+// What gpt.c and draw.c share.
 #ifndef COMMON_H
 #define COMMON_H
 #include <stdint.h>

@@ -6,9 +6,10 @@ import torch
 
 from llama import Llama, rotations
 from model import TorchRunner
-from native import build
+from native import build, draw
 from native.linear import address, native_layers
 from native.structs import INT, POINTER, model_struct, struct
+from sampling import choose
 
 PassStruct = struct(
     "PassStruct",
@@ -21,7 +22,7 @@ PassStruct = struct(
 
 
 class NativeRunner(TorchRunner):
-    """Computes the passes of one model in C.
+    """Computes the passes of one model in C, and draws in C.
 
     The model's weights are packed, in place: what is loaded or moved later is not seen, and the
     model cannot be copied or pickled.
@@ -45,6 +46,13 @@ class NativeRunner(TorchRunner):
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
         return self.compute(cache.storage, spans, keep)
+
+    def choose(self, logits, params, texts, prompt_lengths, generator=None) -> list[int]:
+        return choose(logits, params, texts, prompt_lengths, generator, native=self)
+
+    def draw(self, logits: torch.Tensor) -> list[int]:
+        """The most likely token of each row, as `draw.draw`."""
+        return draw.draw(self.library, logits)
 
     def compute(self, storage: torch.Tensor, spans: list, keep: list[int]) -> torch.Tensor:
         """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size).

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import random
 import subprocess
@@ -204,3 +205,30 @@ def in_passes(model, texts: list, passes: list[list[int]], page_size: int, seed=
     others = sorted(set(range(shape[2])) - set(order))
     assert storage[:, :, others].isnan().all()
     return torch.stack([torch.cat(own) for own in parts])
+
+
+@functools.lru_cache(maxsize=8)  # to make them would take longer than the draws
+def made_params(fields, count, first):
+    from sampling import SamplingParams
+
+    return [SamplingParams(seed=(first + row) % 2**64, **dict(fields)) for row in range(count)]
+
+
+def params_of(fields: dict, count: int, first: int = 0) -> list:
+    """Parameters for `count` rows, each with a seed of its own."""
+    return made_params(tuple(fields.items()), count, first)
+
+
+def in_c(library, logits, params, position=9) -> list[int]:
+    """The tokens that C chooses of rows of logits."""
+    from native.draw import draw
+
+    return draw(library, logits.contiguous())
+
+
+def in_torch(logits, params, position=9) -> list[int]:
+    """The tokens that torch chooses."""
+    from sampling import sample
+
+    draws = [(own.seed, position) for own in params]
+    return sample(logits, params[0], draws=draws).tolist()

@@ -194,8 +194,7 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
 
 
 def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
-    import infer
-    from engine import engine
+    import model as runner
 
     def slower_draws(choose):
         def call(logits, params, *args):
@@ -205,8 +204,7 @@ def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
 
         return call
 
-    for module in (engine, infer):
-        monkeypatch.setattr(module, "choose", slower_draws(module.choose))
+    monkeypatch.setattr(runner, "choose", slower_draws(runner.choose))
     rows = bench.rows("--only", "sampling")
     for mode in ("engine", "generate"):
         for size in (1, 3):
