@@ -93,8 +93,8 @@ IN_C = "in C"  # the rows that C draws need nothing in common
 class RowDrawer(Protocol):
     """What draws in C on a CPU."""
 
-    def draw(self, logits: torch.Tensor) -> list[int]:
-        """Choose the most likely token of each row, as `sample` does.
+    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
+        """Choose a token for each row as `sample` does, greedily or with a seed, up to rounding.
 
         logits: (B, vocab_size), contiguous.
         """
@@ -129,7 +129,9 @@ def choose(
     in_c = native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     groups = {}  # rows that are chosen together
     for row, own in enumerate(params):
-        kind = IN_C if in_c and own.temperature == 0 else (DRAW(own), own.seed is None)
+        keyed = own.temperature == 0 or own.seed is not None  # no number of the generator
+        filtered = own.temperature and (own.top_k or own.top_p < 1)
+        kind = IN_C if in_c and keyed and not filtered else (DRAW(own), own.seed is None)
         groups.setdefault(kind, []).append(row)
     chosen = [0] * len(params)
     for kind, rows in groups.items():
@@ -137,7 +139,7 @@ def choose(
         each = [params[row] for row in rows]
         positions = [len(texts[row]) for row in rows]
         if kind == IN_C:
-            tokens = native.draw(part.contiguous())
+            tokens = native.draw(part.contiguous(), each, positions)
         else:
             draws = None
             if each[0].seed is not None:

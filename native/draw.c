@@ -1,8 +1,23 @@
-// The most likely token of each row of logits.
+// Sampling: the next token of each row of logits.
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #include "common.h"
+
+typedef struct {
+  const float *logits;  // (V)
+  uint64_t seed, position;
+  float temperature;  // 0: the most likely token
+} Draw;
+
+// Output `index` of the random number generator SplitMix64, like sampling.py's `splitmix`.
+INLINE uint64_t splitmix(uint64_t state, uint64_t index) {
+  uint64_t bits = state + (index + 1) * 0x9E3779B97F4A7C15;
+  bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9;
+  bits = (bits ^ bits >> 27) * 0x94D049BB133111EB;
+  return bits ^ bits >> 31;
+}
 
 // The bits of a float as an integer that sorts like it, with NaN at the ends; -0 is 0.
 INLINE int32_t ordered(float x) {
@@ -33,8 +48,57 @@ static int64_t largest(int64_t V, const float *logits) {
   return block;
 }
 
-// The most likely token of each row: chosen, (rows). logits: (rows, V).
-void draw(int64_t rows, int64_t V, const float *logits, int64_t *chosen, int threads) {
+// The weight over an exponential random number, made of these bits.
+INLINE double speed(float weight, uint64_t bits) {
+  return weight / -log(((bits >> 12) + 0.5) * 0x1p-52);
+}
+
+// The exponential race: each id runs at the speed weight / -ln(u), with a random number u of its
+// own, so the fastest one is a draw by weight. first: an id of the largest weight.
+static int64_t fastest(int64_t V, const float *weights, uint64_t state, int64_t first) {
+  enum { BLOCK = 256 };
+  int64_t winner = first;
+  double best = speed(weights[first], splitmix(state, first));
+  for (int64_t start = 0; start < V; start += BLOCK) {
+    int64_t n = V - start < BLOCK ? V - start : BLOCK;
+    uint64_t bits[BLOCK];
+    int32_t least[BLOCK];  // a lower bound of 2**24 * (1 - u)
+    for (int64_t i = 0; i < n; i++) bits[i] = splitmix(state, start + i);
+    for (int64_t i = 0; i < n; i++) least[i] = 0xFFFFFF - (int32_t)(bits[i] >> 40);
+    // -ln(u) >= 1 - u, so a token with best * (1 - u) > weight cannot win, and needs no logarithm.
+    // The factor leaves room for rounding.
+    float factor = (float)best * 0x1p-24f * (1 - 1e-6f);
+    int32_t any = 0;
+    for (int64_t i = 0; i < n; i++) any |= least[i] * factor < weights[start + i];
+    for (int64_t i = 0; any && i < n; i++)
+      if (least[i] * factor < weights[start + i]) {
+        double own = speed(weights[start + i], bits[i]);
+        if (own > best) {
+          best = own;
+          winner = start + i;
+        }
+      }
+  }
+  return winner;
+}
+
+// The next token of one row. weights: room for V numbers.
+static int64_t choose(int64_t V, const Draw *d, float *weights) {
+  const float *logits = d->logits;
+  int64_t first = largest(V, logits);
+  if (d->temperature == 0) return first;
+  float max = logits[first];
+  float temperature = d->temperature;
+  for (int64_t i = 0; i < V; i++) {
+    float x = (logits[i] - max) / temperature;
+    weights[i] = x >= -87 ? exponential(x) : 0;  // 0 for NaN
+  }
+  return fastest(V, weights, splitmix(d->seed, d->position), first);
+}
+
+// The next token of each row: chosen, (rows). work: (threads, V).
+void draw(int64_t rows, int64_t V, const Draw *draws, int64_t *chosen, float *work, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (int64_t row = 0; row < rows; row++) chosen[row] = largest(V, logits + row * V);
+  for (int64_t row = 0; row < rows; row++)
+    chosen[row] = choose(V, draws + row, work + omp_get_thread_num() * V);
 }

@@ -1,22 +1,41 @@
-"""The most likely token, found in C."""
+"""Sampling in C."""
 
 import ctypes
 
 import torch
 
 from native.linear import address
-from native.structs import INT, POINTER
+from native.structs import INT, POINTER, struct
+
+DrawStruct = struct(
+    "DrawStruct", logits=POINTER, seed=ctypes.c_uint64, position=INT, temperature=ctypes.c_float
+)
 
 
-def draw(library: ctypes.CDLL, logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row of logits, (B, vocab_size); of equal ones the first.
+def draw(
+    library: ctypes.CDLL, logits: torch.Tensor, params: list, positions: list[int]
+) -> list[int]:
+    """Sample the next token of each row; it is the token of `sampling.sample`, up to rounding.
 
-    Torch's threads share the rows. Raises ValueError for logits that are not float32 and
-    contiguous.
+    logits: (B, vocab_size), after penalties, B >= 1. params: a SamplingParams for each row, with a
+    seed or greedy, without top-k and top-p. positions: the position of each draw. Torch's threads
+    share the rows.
+    Each token is an id of the vocabulary, whatever the logits are. Raises ValueError for logits
+    that are not float32, contiguous and of this shape.
     """
-    count, size = logits.shape
+    count, size = len(params), logits.shape[-1]
     start = address(logits, torch.float32, count, size)
+    limits = torch.finfo(torch.float32)
+    jobs = (DrawStruct * count)()
+    for job, each, position in zip(jobs, params, positions, strict=True):
+        job.logits = start
+        start += size * logits.element_size()
+        job.seed = each.seed or 0
+        job.position = position
+        if each.temperature:  # clamped, because float32 could round it to 0 or infinity
+            job.temperature = min(max(each.temperature, limits.tiny), limits.max)
     chosen = (INT * count)()
     threads = min(torch.get_num_threads(), count)
-    library.draw(INT(count), INT(size), POINTER(start), chosen, threads)
+    work = torch.empty(threads, size)
+    library.draw(INT(count), INT(size), jobs, chosen, POINTER(work.data_ptr()), threads)
     return list(chosen)

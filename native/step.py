@@ -50,9 +50,9 @@ class NativeRunner(TorchRunner):
     def choose(self, logits, params, texts, prompt_lengths, generator=None) -> list[int]:
         return choose(logits, params, texts, prompt_lengths, generator, native=self)
 
-    def draw(self, logits: torch.Tensor) -> list[int]:
-        """The most likely token of each row, as `draw.draw`."""
-        return draw.draw(self.library, logits)
+    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
+        """The next token of each row, as `draw.draw`."""
+        return draw.draw(self.library, logits, params, positions)
 
     def compute(self, storage: torch.Tensor, spans: list, keep: list[int]) -> torch.Tensor:
         """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size).

@@ -223,7 +223,7 @@ def in_c(library, logits, params, position=9) -> list[int]:
     """The tokens that C chooses of rows of logits."""
     from native.draw import draw
 
-    return draw(library, logits.contiguous())
+    return draw(library, logits.contiguous(), params, [position] * len(logits))
 
 
 def in_torch(logits, params, position=9) -> list[int]:
