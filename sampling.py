@@ -123,15 +123,14 @@ def choose(
     """The next token of each text, by parameters of its own. logits: (B, vocab_size).
 
     prompt_lengths: how many tokens of each text are its prompt, which penalties tell from output.
-    generator: of the random numbers for those without a seed. native: draws where it can.
+    generator: of the random numbers for those without a seed. native: draws for all others.
     """
     logits = penalize_each(logits, params, texts, prompt_lengths)
     in_c = native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     groups = {}  # rows that are chosen together
     for row, own in enumerate(params):
         keyed = own.temperature == 0 or own.seed is not None  # no number of the generator
-        filtered = own.temperature and (own.top_k or own.top_p < 1)
-        kind = IN_C if in_c and keyed and not filtered else (DRAW(own), own.seed is None)
+        kind = IN_C if in_c and keyed else (DRAW(own), own.seed is None)
         groups.setdefault(kind, []).append(row)
     chosen = [0] * len(params)
     for kind, rows in groups.items():

@@ -1,4 +1,7 @@
 // Sampling: the next token of each row of logits.
+//
+// Weights are added up as integers, so that neither the width of a vector nor the number of threads
+// changes a draw.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -8,7 +11,8 @@
 typedef struct {
   const float *logits;  // (V)
   uint64_t seed, position;
-  float temperature;  // 0: the most likely token
+  int64_t top_k;              // 0: off
+  float temperature, top_p;  // temperature 0: the most likely token
 } Draw;
 
 // Output `index` of the random number generator SplitMix64, like sampling.py's `splitmix`.
@@ -48,6 +52,34 @@ static int64_t largest(int64_t V, const float *logits) {
   return block;
 }
 
+// The weight of a token as an integer, because integer sums do not depend on their order.
+INLINE int32_t whole(float weight) { return (int32_t)(weight * 0x1p30f + 0.5f); }
+
+// How far below 0 a number is: bits that sort like the distance.
+INLINE uint32_t depth(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits & INT32_MAX;
+}
+
+// Top-k: keep the weights of the k largest numbers and of ties with the k-th. A binary search finds
+// the depth that separates them from the others. x: 0 or below.
+static void keep_largest(int64_t V, int64_t k, const float *x, float *weights) {
+  // low..high contains the least depth that at least k numbers do not exceed.
+  uint32_t low = 0, high = 0x7f800000;
+  while (low < high) {
+    uint32_t middle = low + (high - low) / 2;
+    int32_t count = 0;
+    for (int64_t i = 0; i < V; i++) count += depth(x[i]) <= middle;
+    if (count < k)
+      low = middle + 1;
+    else
+      high = middle;
+    if (count == k) break;  // no tie: `middle` separates them
+  }
+  for (int64_t i = 0; i < V; i++) weights[i] = depth(x[i]) <= high ? weights[i] : 0;
+}
+
 // The weight over an exponential random number, made of these bits.
 INLINE double speed(float weight, uint64_t bits) {
   return weight / -log(((bits >> 12) + 0.5) * 0x1p-52);
@@ -82,23 +114,54 @@ static int64_t fastest(int64_t V, const float *weights, uint64_t state, int64_t 
   return winner;
 }
 
-// The next token of one row. weights: room for V numbers.
-static int64_t choose(int64_t V, const Draw *d, float *weights) {
+// Set the weights of a token and of all after it to 0, in the order of top-p: the larger x first,
+// and of equal ones the lower id. Returns the sum of the weights that stay.
+static int64_t strike(int64_t V, int64_t token, const float *x, float *weights) {
+  int64_t sum = 0;
+  float value = x[token];
+  for (int64_t i = 0; i < token; i++) {
+    weights[i] = x[i] >= value ? weights[i] : 0;
+    sum += whole(weights[i]);
+  }
+  for (int64_t i = token; i < V; i++) {
+    weights[i] = x[i] > value ? weights[i] : 0;
+    sum += whole(weights[i]);
+  }
+  return sum;
+}
+
+// The next token of one row. work: (2, V).
+static int64_t choose(int64_t V, const Draw *d, float *work) {
   const float *logits = d->logits;
   int64_t first = largest(V, logits);
   if (d->temperature == 0) return first;
   float max = logits[first];
   float temperature = d->temperature;
+  float *x = work;
+  float *weights = work + V;
   for (int64_t i = 0; i < V; i++) {
-    float x = (logits[i] - max) / temperature;
-    weights[i] = x >= -87 ? exponential(x) : 0;  // 0 for NaN
+    x[i] = (logits[i] - max) / temperature;
+    weights[i] = x[i] >= -87 ? exponential(x[i]) : 0;  // 0 for NaN
   }
-  return fastest(V, weights, splitmix(d->seed, d->position), first);
+  if (d->top_k && d->top_k < V) keep_largest(V, d->top_k, x, weights);
+  int64_t total = 0;
+  if (d->top_p < 1)
+    for (int64_t i = 0; i < V; i++) total += whole(weights[i]);
+  uint64_t state = splitmix(d->seed, d->position);
+  // Top-p without sorting: a winner is inside the nucleus if the mass before it is below p. If not,
+  // no token after it is inside, and the race is run again without them: 1 + ln(1 / p) races on
+  // average.
+  for (;;) {
+    int64_t winner = fastest(V, weights, state, first);
+    if (d->top_p >= 1) return winner;
+    int64_t before = strike(V, winner, x, weights);
+    if (before == 0 || (float)((double)before / total) < d->top_p) return winner;
+  }
 }
 
-// The next token of each row: chosen, (rows). work: (threads, V).
+// The next token of each row: chosen, (rows). work: (threads, 2, V).
 void draw(int64_t rows, int64_t V, const Draw *draws, int64_t *chosen, float *work, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t row = 0; row < rows; row++)
-    chosen[row] = choose(V, draws + row, work + omp_get_thread_num() * V);
+    chosen[row] = choose(V, draws + row, work + omp_get_thread_num() * 2 * V);
 }

@@ -8,7 +8,11 @@ from native.linear import address
 from native.structs import INT, POINTER, struct
 
 DrawStruct = struct(
-    "DrawStruct", logits=POINTER, seed=ctypes.c_uint64, position=INT, temperature=ctypes.c_float
+    "DrawStruct",
+    logits=POINTER,
+    seed=ctypes.c_uint64,
+    **dict.fromkeys(("position", "top_k"), INT),
+    **dict.fromkeys(("temperature", "top_p"), ctypes.c_float),
 )
 
 
@@ -18,8 +22,7 @@ def draw(
     """Sample the next token of each row; it is the token of `sampling.sample`, up to rounding.
 
     logits: (B, vocab_size), after penalties, B >= 1. params: a SamplingParams for each row, with a
-    seed or greedy, without top-k and top-p. positions: the position of each draw. Torch's threads
-    share the rows.
+    seed or greedy. positions: the position of each draw. Torch's threads share the rows.
     Each token is an id of the vocabulary, whatever the logits are. Raises ValueError for logits
     that are not float32, contiguous and of this shape.
     """
@@ -32,10 +35,12 @@ def draw(
         start += size * logits.element_size()
         job.seed = each.seed or 0
         job.position = position
+        job.top_k = min(each.top_k, size)
         if each.temperature:  # clamped, because float32 could round it to 0 or infinity
             job.temperature = min(max(each.temperature, limits.tiny), limits.max)
+        job.top_p = each.top_p
     chosen = (INT * count)()
     threads = min(torch.get_num_threads(), count)
-    work = torch.empty(threads, size)
+    work = torch.empty(threads, 2, size)
     library.draw(INT(count), INT(size), jobs, chosen, POINTER(work.data_ptr()), threads)
     return list(chosen)
