@@ -171,18 +171,18 @@ class Block(nn.Module):
 
 class Llama(Model):
     ROLES = {
-        "embedding": "embed_tokens",
-        "attn_norm": "layers.*.input_layernorm",
-        "query": "layers.*.self_attn.q_proj",
-        "key": "layers.*.self_attn.k_proj",
-        "value": "layers.*.self_attn.v_proj",
-        "attn_out": "layers.*.self_attn.o_proj",
-        "mlp_norm": "layers.*.post_attention_layernorm",
-        "gate": "layers.*.mlp.gate_proj",
-        "up": "layers.*.mlp.up_proj",
-        "down": "layers.*.mlp.down_proj",
-        "norm": "norm",
-        "head": "lm_head",
+        "embedding": ("embed_tokens", "token_embd"),
+        "attn_norm": ("layers.*.input_layernorm", "blk.*.attn_norm"),
+        "query": ("layers.*.self_attn.q_proj", "blk.*.attn_q"),
+        "key": ("layers.*.self_attn.k_proj", "blk.*.attn_k"),
+        "value": ("layers.*.self_attn.v_proj", "blk.*.attn_v"),
+        "attn_out": ("layers.*.self_attn.o_proj", "blk.*.attn_output"),
+        "mlp_norm": ("layers.*.post_attention_layernorm", "blk.*.ffn_norm"),
+        "gate": ("layers.*.mlp.gate_proj", "blk.*.ffn_gate"),
+        "up": ("layers.*.mlp.up_proj", "blk.*.ffn_up"),
+        "down": ("layers.*.mlp.down_proj", "blk.*.ffn_down"),
+        "norm": ("norm", "output_norm"),
+        "head": ("lm_head", "output"),
     }
     PREFIX = "model."
     UNREAD = ("lm_head.weight", "rotary_emb.inv_freq")  # a tied head, old buffers

@@ -131,22 +131,23 @@ class TorchRunner:
 class Model(nn.Module):
     """What all architectures share: a pass over whole texts, tied weights, their initialisation.
 
-    An architecture adds `hidden`, `head` and the roles of its layers. Loading and C find layers by
-    role.
-    ROLES: role -> the layer's name, here and in Hugging Face's files; * is the number of a block.
-    PREFIX: what may precede names in these files. TRANSPOSED: roles of matrices that they hold as
-    (in, out). UNREAD: endings of names of tensors that some of them have and nothing reads.
+    An architecture adds `hidden`, `head` and the roles of its layers. Loading, export and C find
+    layers by role.
+    ROLES: role -> the layer's name here and in Hugging Face's files, and its name in GGUF files; *
+    is the number of a block. PREFIX: what may precede names in Hugging Face's files. TRANSPOSED:
+    roles of matrices that these files hold as (in, out). UNREAD: endings of names of tensors that
+    some of these files have and nothing reads.
     """
 
     runner = TorchRunner()  # what computes its passes with a cache, and chooses its tokens
-    ROLES: dict[str, str]
+    ROLES: dict[str, tuple[str, str]]
     PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()
     UNREAD: tuple[str, ...] = ()
 
     def path(self, role: str, *numbers: int) -> str:
         """The name of the layer with this role. numbers: of its block, if each block has one."""
-        return self.ROLES[role].replace("*", "{}").format(*numbers)
+        return self.ROLES[role][0].replace("*", "{}").format(*numbers)
 
     def layer(self, role: str, *numbers: int) -> nn.Module | None:
         """The layer with this role; None if this architecture has none."""
@@ -155,7 +156,7 @@ class Model(nn.Module):
     def role(self, name: str) -> str:
         """The role of the layer whose weight or bias has this name."""
         layer = re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0])
-        return {path: role for role, path in self.ROLES.items()}[layer]
+        return {path: role for role, (path, _) in self.ROLES.items()}[layer]
 
     def is_transposed(self, name: str) -> bool:
         """Whether Hugging Face's files hold the tensor of this name as (in, out)."""
@@ -255,16 +256,16 @@ class Block(nn.Module):
 
 class GPT(Model):
     ROLES = {
-        "embedding": "wte",
-        "positions": "wpe",
-        "attn_norm": "h.*.ln_1",
-        "qkv": "h.*.attn.c_attn",
-        "attn_out": "h.*.attn.c_proj",
-        "mlp_norm": "h.*.ln_2",
-        "up": "h.*.mlp.c_fc",
-        "down": "h.*.mlp.c_proj",
-        "norm": "ln_f",
-        "head": "lm_head",
+        "embedding": ("wte", "token_embd"),
+        "positions": ("wpe", "position_embd"),
+        "attn_norm": ("h.*.ln_1", "blk.*.attn_norm"),
+        "qkv": ("h.*.attn.c_attn", "blk.*.attn_qkv"),
+        "attn_out": ("h.*.attn.c_proj", "blk.*.attn_output"),
+        "mlp_norm": ("h.*.ln_2", "blk.*.ffn_norm"),
+        "up": ("h.*.mlp.c_fc", "blk.*.ffn_up"),
+        "down": ("h.*.mlp.c_proj", "blk.*.ffn_down"),
+        "norm": ("ln_f", "output_norm"),
+        "head": ("lm_head", "output"),
     }
     PREFIX = "transformer."
     TRANSPOSED = ("qkv", "attn_out", "up", "down")

@@ -19,6 +19,7 @@ from cache import KVCache
 from command_line import DTYPES, HelpFormatter, pick_device, run_script
 from errors import UserError
 from loading.load import load_config, parse_name
+from native import BuildError, kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark_results"  # the default directory
@@ -38,6 +39,7 @@ CONDITIONS = {
     "repeat": "each repeat runs all modes once; ratios are taken within it",
     "parameters": "of the model",
     "device": "what computed",
+    "kernel": "the instruction set of the C code; none: it is not compiled here",
     "threads": "of torch",
     "torch": "its version",
     "library": "whose engine ran, with its version; none: this repository",
@@ -329,10 +331,27 @@ def describe(name, model, device: str, draft: str = "") -> dict:
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{device} {cpu_name()}",
+        "kernel": instruction_set(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": commit(),
     }
+
+
+def instruction_set(device: str) -> str:
+    """What the C code uses of this CPU; "" where it cannot compute."""
+    return "" if native_refusal(device) else kernel()
+
+
+def native_refusal(device: str) -> str:
+    """Why the C code cannot compute on a device, or ""."""
+    if device != "cpu":
+        return f"for the CPU only, not {device}"
+    try:
+        kernel()
+    except BuildError as error:
+        return str(error)
+    return ""
 
 
 def library(package: str) -> str:

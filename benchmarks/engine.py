@@ -31,10 +31,12 @@ from infer import generate
 from loading.load import load_model, parse_name, save_model
 from loading.tokenizer import load_encoding
 from model import Model
+from native import NativeRunner, use_native
 from sampling import SamplingParams
 
 COLUMNS = {
     "part": "of the benchmark, as --only names it",
+    "backend": "what computed: torch, native (the C code), both in float32, or native int8",
     "mode": "what ran; within a repeat all modes take turns",
     "rows": "texts computed at once, at most",
     "temperature": "0: greedy",
@@ -42,13 +44,24 @@ COLUMNS = {
     "value": "as measured",
     "repeat": "each repeat runs all modes once",
 }
-ABOUT = ("model", "draft", "dtype", "parameters", "device", "threads", "torch", "library", "commit")
+ABOUT = (
+    "model",
+    "draft",
+    "parameters",
+    "device",
+    "kernel",
+    "threads",
+    "torch",
+    "library",
+    "commit",
+)
 COLUMNS |= {name: common.COLUMNS[name] for name in ABOUT}
-SETTING = ["model", "part", "mode", "rows", "temperature", "measure"]
+SETTING = ["model", "part", "backend", "mode", "rows", "temperature", "measure"]
 MEASURED = "draft model, where it pays"
 STEPS = 50  # of which a median is taken
 PAGE = 16  # positions
 NEW = 8  # tokens after a prompt whose first token is what counts
+BACKENDS = {"torch": torch.float32, "native": torch.float32, "native int8": torch.int8}
 DRAWS = {  # how tokens are chosen
     "greedy": {},
     "temperature 0.8, top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
@@ -65,6 +78,7 @@ class Results(common.Measures):
     def write(
         self,
         part: str,
+        backend: str,
         mode: str,
         rows: int,
         repeat: int,
@@ -73,9 +87,11 @@ class Results(common.Measures):
         library: str = "",
     ) -> None:
         """Add values, measure -> number."""
-        run = {"part": part, "mode": mode, "rows": rows}
+        run = {"part": part, "backend": backend, "mode": mode, "rows": rows}
         run |= {"temperature": temperature, "repeat": repeat, "library": library}
-        which = f"{part}  {mode}, {rows} rows  temperature {temperature}  repeat {repeat}"
+        which = (
+            f"{part}  {mode}, {backend}, {rows} rows  temperature {temperature}  repeat {repeat}"
+        )
         self.add(which, run, values)
 
 
@@ -83,9 +99,10 @@ class Bench(NamedTuple):
     """What a part of the benchmark works with."""
 
     args: argparse.Namespace
+    backend: str
     model: Model
     draft: Model | None  # for speculation
-    write: Callable  # Results.write, for this part
+    write: Callable  # Results.write, for this part and backend
 
 
 # What the parts share
@@ -241,40 +258,46 @@ def peer(model: Model, rows: int):
     return run
 
 
-def throughput(bench: Bench) -> None:
+def throughput(benches: list[Bench]) -> None:
     """The whole queue, one at a time, in batches, in the engine, and in transformers."""
-    args = bench.args
-    prompts, params = requests(bench, args.requests)
+    args = benches[0].args
+    prompts, params = requests(benches[0], args.requests)
     short = [greedy(2)] * len(prompts)  # to warm up
-    modes = {("one at a time", 1): functools.partial(in_batches, bench.model, 1)}
-    for name, function in (("static batches", in_batches), ("engine", in_engine)):
-        for rows in args.rows:
-            modes[name, rows] = functools.partial(function, bench.model, rows)
-    for (_, rows), run in modes.items():
+    modes = {}
+    for bench in benches:
+        alone = functools.partial(in_batches, bench.model, 1)
+        modes[bench.backend, "one at a time", 1] = bench, alone
+        for name, function in (("static batches", in_batches), ("engine", in_engine)):
+            for rows in args.rows:
+                run = functools.partial(function, bench.model, rows)
+                modes[bench.backend, name, rows] = bench, run
+    for (_, _, rows), (_, run) in modes.items():
         run(prompts[:rows], short[:rows])
-    if importlib.util.find_spec("transformers"):
+    with_torch = benches[0].backend == "torch"  # whose texts the peer's are compared with
+    if with_torch and importlib.util.find_spec("transformers"):
         try:
-            run = peer(bench.model, max(args.rows))
+            run = peer(benches[0].model, max(args.rows))
             run(prompts[:2], short[:2])
-            modes["transformers", max(args.rows)] = run
+            modes["torch", "transformers", max(args.rows)] = benches[0], run
         except Exception as error:  # whatever it cannot do on this device
             print(f"without transformers: {type(error).__name__}: {error}", file=sys.stderr)
-    else:
+    elif with_torch:
         print("without transformers: pip install transformers", file=sys.stderr)
     for repeat in range(args.repeats):
         rates = {}
-        expected = None
-        for (name, rows), run in modes.items():
+        expected = {}  # of each backend
+        for (backend, name, rows), (bench, run) in modes.items():
             began = now(bench.model)
             texts = run(prompts, params)
             rate = sum(map(len, texts)) / (now(bench.model) - began)
-            rates[name, rows] = rate
-            expected = expected or texts
-            check(f"{name}, {rows} rows", texts, expected)
+            rates[backend, name, rows] = rate
+            check(f"{name}, {backend}, {rows} rows", texts, expected.setdefault(backend, texts))
             values = {"tokens/s": rate}
             for other in (("one at a time", 1), ("static batches", rows)):
-                if other in rates:
-                    values[f"x {other[0]}"] = rate / rates[other]
+                if (backend, *other) in rates:
+                    values[f"x {other[0]}"] = rate / rates[backend, *other]
+            if backend != "torch" and ("torch", name, rows) in rates:
+                values["x torch"] = rate / rates["torch", name, rows]
             peers = {"library": common.library(name)} if name == "transformers" else {}
             bench.write(name, rows, repeat, values, **peers)
 
@@ -289,13 +312,16 @@ def overhead(bench: Bench) -> None:
         engine = decoding(bench, rows)
         model = engine.model
         methods = {"compute": (engine, "compute"), "scheduling": (engine.scheduler, "schedule")}
-        passes = {name: (model, name) for name in ("hidden", "head")}
-        methods["plans"] = engine.cache, "arrange"
+        if isinstance(model.runner, NativeRunner):
+            passes = {"pass": (model.runner, "logits")}
+        else:
+            passes = {name: (model, name) for name in ("hidden", "head")}
+            methods["plans"] = engine.cache, "arrange"
         with stopwatch(model, **methods, **passes) as seconds:
             times = [time for time, _ in itertools.islice(steps(engine), STEPS)]
         computing = sum(seconds.pop(name) for name in passes)
         # What is left of `compute`.
-        choosing = seconds.pop("compute") - computing - seconds["plans"]
+        choosing = seconds.pop("compute") - computing - seconds.get("plans", 0)
         values = {"step, ms": 1000 * statistics.median(times)}
         values["share of the engine"] = 1 - computing / sum(times)
         seconds["choosing"] = choosing
@@ -570,13 +596,46 @@ def measure(args, device: str, results: Results) -> None:
             raise UserError(f"{name}: {why}")
     for temperature in args.temperature:
         SamplingParams(temperature=temperature)  # checks it
-    model = load_model(args.model, torch.float32, device)
-    draft = load_model(args.draft, torch.float32, device) if speculates else None
-    about = common.describe(args.model, model, device, args.draft if speculates else "")
+    benches = []
+    for backend in usable(args.backend, device):
+        model = load(args.model, backend, device)
+        draft = load(args.draft, backend, device) if speculates else None
+        benches.append(Bench(args, backend, model, draft, None))
+    about = common.describe(args.model, benches[0].model, device, args.draft if speculates else "")
     results.about = {name: value for name, value in about.items() if name in COLUMNS}
     for name, part in PARTS.items():
         if name in args.only:
-            part(Bench(args, model, draft, functools.partial(results.write, name)))
+            each = []
+            for bench in benches:
+                write = functools.partial(results.write, name, bench.backend)
+                each.append(bench._replace(write=write))
+            if part is throughput:  # all of them in turns
+                part(each)
+            else:
+                for bench in each:
+                    part(bench)
+
+
+def usable(backends: list[str], device: str) -> list[str]:
+    """Those that can compute on this device; a line on stderr says why others cannot.
+
+    Raises UserError if none is left.
+    """
+    reason = "" if backends == ["torch"] else common.native_refusal(device)
+    left_out = [name for name in backends if reason and name != "torch"]
+    if left_out == backends:
+        raise UserError(f"--backend {' '.join(backends)}: {reason}")
+    if left_out:
+        print(f"without {', '.join(left_out)}: {reason}", file=sys.stderr)
+    return [name for name in backends if name not in left_out]
+
+
+def load(name: str, backend: str, device: str) -> Model:
+    """The model as that backend runs it."""
+    model = load_model(name, BACKENDS[backend], device)
+    if backend != "torch":
+        use_native(model)
+    return model
 
 
 PANELS = {  # part -> title, the axis, and the measures that are drawn
@@ -608,7 +667,7 @@ def plot(summary):
 
 def draw(axes, rows, measures: list[str]) -> None:
     """Bars of these measures, side by side, of each mode that has all of them."""
-    setting = ["mode", "rows", "temperature"]
+    setting = ["backend", "mode", "rows", "temperature"]
     found = rows[rows["measure"].isin(measures)]
     found = found.groupby(setting, sort=False).filter(lambda group: len(group) == len(measures))
     settings = list(found.groupby(setting, sort=False).groups)[::-1]  # the first at the top
@@ -620,9 +679,9 @@ def draw(axes, rows, measures: list[str]) -> None:
         drawn = axes.barh(at, bars["median"], height, xerr=error, capsize=2, label=measure)
         axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="x-small")
     names = []
-    for mode, size, temperature in settings:
+    for backend, mode, size, temperature in settings:
         warm = f", temperature {temperature}" if temperature and "temp" not in mode else ""
-        names.append(f"{mode}, {size} {'row' if size == 1 else 'rows'}{warm}")
+        names.append(f"{mode}, {backend}, {size} {'row' if size == 1 else 'rows'}{warm}")
     axes.set_yticks(range(len(names)), names, fontsize="small")
     axes.margins(x=0.12)
     axes.legend(fontsize="x-small")
@@ -649,7 +708,7 @@ def main(argv=None) -> None:
     for name, part in PARTS.items():
         sentence = part.__doc__.partition(".")[0]
         about.append(f"{name}: {sentence[0].lower()}{sentence[1:]}")
-    parser = Parser(description=f"Time the engine, in float32. {'; '.join(about)}.")
+    parser = Parser(description=f"Time the engine. {'; '.join(about)}.")
     names = list(PARTS)
     only = {"default": names, "choices": names, "metavar": "PART"}
     parser.add_argument("--only", **common.LIST, **only, help="what to run")
@@ -665,6 +724,8 @@ def main(argv=None) -> None:
     parser.add_argument("--gamma", **gamma, help="drafts a row and pass, 1 to 16")
     temperature = {"type": float, "default": [0.0, 0.8]}
     parser.add_argument("--temperature", **common.LIST, **temperature, help="of speculation")
+    computes = {"choices": BACKENDS, "default": list(BACKENDS)}
+    parser.add_argument("--backend", **common.LIST, **computes, help="what computes")
     shared = {"lengths": None, "repeats": 2, "dtypes": False, "columns": COLUMNS}
     common.add_options(parser, "engine_cpu.csv", **shared)
     common.run_benchmark(parser, measure, None, plot, argv, Results)

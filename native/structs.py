@@ -54,7 +54,7 @@ def model_struct(model) -> ModelStruct:
     C = config.n_embd
     if config.n_head % config.n_kv_head:
         raise ValueError(f"{config.n_head} heads cannot share the keys of {config.n_kv_head}")
-    blocks = model.get_submodule(model.ROLES["attn_norm"].partition(".*")[0])
+    blocks = model.get_submodule(model.ROLES["attn_norm"][0].partition(".*")[0])
     layers = [layer_struct(model, block) for block in range(len(blocks))]
     positions = getattr(model.layer("positions"), "weight", None)
     return ModelStruct(

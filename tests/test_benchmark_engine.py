@@ -13,7 +13,7 @@ from model import GPT
 
 PARTS = ["throughput", "overhead", "sampling", "prefix", "chunks", "queue", "waste"]
 PARTS += ["speculation"]
-TORCH = ""  # in the name of a bar
+TORCH = ", torch"  # in the name of a bar
 SPECULATION = ("--only", "speculation", "--draft-rows", 2)
 
 
@@ -30,7 +30,7 @@ def bench(request, checkpoint, monkeypatch):
     monkeypatch.setattr(script, "STEPS", 6)
     small = ["--requests", 5, "--rows", 2, 3, "--prompt-tokens", 2, 6, "--new-tokens", 3, 8]
     small += ["--long-prompt", 20, "--decoding", 2, "--waiting", 7, "--draft-rows", 1, 2]
-    small += ["--repeats", 2]
+    small += ["--repeats", 2, "--backend", "torch"]
     bench = Bench(request, script, "--model", checkpoint, "--draft", checkpoint, *small)
     bench.installed(transformers=False)
     return bench
@@ -50,7 +50,7 @@ def queue(count=5, new_tokens=(3, 8)):
 
     args = SimpleNamespace(prompt_tokens=[2, 6], new_tokens=new_tokens)
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=4096))
-    bench = script.Bench(args, model, None, None)
+    bench = script.Bench(args, "torch", model, None, None)
     prompts, params = script.requests(bench, count)
     return prompts, [each.max_new_tokens for each in params]
 
@@ -215,12 +215,65 @@ def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
             assert found == {"tokens/s": 0.5, "x greedy": 0.5}
 
 
+BACKENDS = ["torch", "native", "native int8"]
+
+
+def test_backends_take_turns_and_torch_is_what_they_are_compared_with(bench):
+    ran = []
+    loaded = {}  # each model, and its backend
+
+    def remembered(load, name, backend, device):
+        model = load(name, backend, device)
+        loaded[model] = backend
+        return model
+
+    def noted(right, model, rows, prompts, params):
+        if params[0].max_new_tokens > 2:  # no warm-up
+            ran.append(loaded[model])
+        return right(model, rows, prompts, params)
+
+    for name, call in (("load", remembered), ("in_batches", noted), ("in_engine", noted)):
+        bench.change(name, call)
+    rows = bench.rows("--only", "throughput", "--backend", *BACKENDS)
+    assert ran == [name for _ in range(2) for name in BACKENDS for _ in range(5)]
+    for repeat in (0, 1):
+        for mode, size in (("one at a time", 1), ("engine", 3)):
+            rates = []
+            for backend in BACKENDS:
+                found = values(rows[rows["backend"] == backend], mode, repeat, size)
+                rates.append(found["tokens/s"])
+                if backend != "torch":
+                    assert found["x torch"] == near(found["tokens/s"] / rates[0])
+    assert set(rows["kernel"].dropna()) == {bench.script.common.kernel()}
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_each_part_runs_alone(bench, part):
     bench.draws = True
-    rows = bench.rows("--only", part, "--repeats", 1)
+    rows = bench.rows("--only", part, "--backend", *BACKENDS, "--repeats", 1)
     assert set(rows["part"]) == {part}
     assert set(rows["draft"].notna()) == {part == "speculation"}
+    if part != "waste":
+        assert list(dict.fromkeys(rows["backend"])) == BACKENDS
+    if part == "overhead":
+        found = values(rows[rows["backend"] == "native"], "engine")
+        assert 0 < found["share of the engine"] < 1
+        assert "share of plans" not in found
+
+
+def test_without_a_compiler_torch_runs_alone(bench, monkeypatch):
+    script = bench.script
+
+    def kernel():
+        raise script.common.BuildError("there is no C compiler")
+
+    monkeypatch.setattr(script.common, "kernel", kernel)
+    words = "without native: there is no C compiler\n"
+    rows = bench.rows("--only", "waste", "--backend", "native", "torch", says=words)
+    assert set(rows["backend"]) == {"torch"}
+    code, _, err = bench("--only", "waste", "--backend", "native", "native int8")
+    assert code == 2
+    assert err.endswith(": error: --backend native native int8: there is no C compiler\n")
 
 
 def test_shared_prefixes_are_computed_once(bench, clock):

@@ -28,7 +28,7 @@ def test_libraries_import_no_script():
     wanted = {"infer", "lessons", "benchmark_kv_cache", "benchmarks.engine"}
     assert wanted <= scripts
     libraries = {name: file for file, name in names.items() if name not in scripts}
-    wanted = {"command_line", "errors", "sampling", "loading.load"}
+    wanted = {"command_line", "errors", "sampling", "loading.load", "native.step"}
     assert wanted <= libraries.keys()
     wrong = {name: imported(file) & scripts for name, file in libraries.items()}
     assert {name: found for name, found in wrong.items() if found} == {}

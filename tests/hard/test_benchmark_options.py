@@ -8,6 +8,7 @@ from benches import save_endless
 HELP = {  # script -> words of its help
     "benchmark_kv_cache.py": ["{cache,no cache,transformers}", "kv_cache_cpu.csv"],
     "benchmark_speculative.py": ["--gamma", "acceptance", "speculative_cpu.csv"],
+    "benchmarks/batching.py": ["native int8", "batching_cpu.csv"],
     "benchmarks/engine.py": ["throughput:", "overhead:", "sampling:", "prefix:", "chunks:"]
     + ["queue:", "waste:", "speculation:", "temperature", "engine_cpu.csv"],
 }
@@ -50,6 +51,9 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--max-new-tokens 12 57": "65 tokens do not fit",
         "--prompts 7": "from 1 to 6",
         "--target nowhere": "nowhere",
+    },
+    "benchmarks.batching --model MODEL --prompt-tokens 5 --engines cache": {
+        "--max-new-tokens 60": "65 tokens do not fit the window of"
     },
     "benchmarks.engine --model MODEL --draft MODEL --only speculation --prompt-tokens 2 6"
     " --new-tokens 3 8 --long-prompt 20": {

@@ -1,0 +1,293 @@
+"""Lesson 29: engines over batch sizes; those that are missing are left out."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import types
+
+import pytest
+import torch
+from benches import Bench
+from conftest import passed_widths
+
+pytestmark = pytest.mark.usefixtures("compiled")
+OURS = ["no cache", "cache", "bfloat16", "int8", "native", "native int8"]
+PEER = ["transformers"]
+
+
+class Here:
+    """A Worker without a process, which would take seconds to start."""
+
+    def __init__(self, name, directory, device):
+        from benchmarks import batching
+
+        self.state = (name, batching.load(name, directory, device))
+
+    def __call__(self, function, *arguments):
+        return function(*self.state, *arguments)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def bench(request, checkpoint, monkeypatch):
+    from benchmarks import batching as script
+
+    monkeypatch.setattr(script, "Worker", Here)
+    small = ("--repeats", 2, "--max-new-tokens", 6, "--prompt-tokens", 5, "--batch-size", 2)
+    bench = Bench(request, script, "--model", checkpoint, *small)
+    bench.installed(ctranslate2=False, llama_cpp=False, gguf=False)
+    return bench
+
+
+@pytest.fixture
+def ctranslate2(monkeypatch, bench):
+    """A package of that name that runs our own model: what it was called with."""
+    script = bench.script
+    calls = types.SimpleNamespace(loaded=[], texts=[])
+
+    class Generator:
+        def __init__(self, directory, **options):
+            calls.loaded.append(options)
+            self.model = script.load_model(directory.removesuffix("/ctranslate2"))
+
+        def generate_batch(self, texts, callback, **options):
+            calls.texts.append((texts, options))
+            prompts = [[int(token) for token in text] for text in texts]
+            steps, *_ = script.run("cache", self.model, prompts, options["max_length"], "cpu")
+            assert not any(callback(None) for step in steps for _ in step)
+            rows = [list(map(str, row)) for row in zip(*steps)]
+            return [types.SimpleNamespace(sequences=[row]) for row in rows]
+
+        def forward_batch(self, texts, return_log_probs):
+            assert return_log_probs
+            tokens = torch.tensor([[int(token) for token in texts[0]]])
+            return self.model(tokens).log_softmax(-1).detach().numpy()
+
+    class Converter:
+        def __init__(self, directory):
+            import transformers
+
+            tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+            assert tokenizer.get_vocab() == {str(token): token for token in range(61)}
+
+        def convert(self, directory):
+            assert directory.endswith("/ctranslate2")
+
+    converters = types.SimpleNamespace(TransformersConverter=Converter)
+    names = {"__version__": "4.8.5", "Generator": Generator, "converters": converters}
+    monkeypatch.setitem(sys.modules, "ctranslate2", types.SimpleNamespace(**names))
+    monkeypatch.setitem(sys.modules, "ctranslate2.converters", converters)
+    bench.installed(ctranslate2=True)
+    return calls
+
+
+def test_a_row_for_each_run_of_each_engine(bench):
+    bench.draws = True
+    code, rows, err = bench("--batch-size", 1, 3, 1)
+    assert code == 0
+    assert "without CTranslate2, CTranslate2 int8: pip install ctranslate2\n" in err
+    assert "without llama.cpp, llama.cpp int8: pip install llama-cpp-python gguf\n" in err
+    assert len(rows) == 2 * 2 * 7
+    assert list(rows["mode"][:14]) == (OURS + PEER) * 2  # in turns
+    assert list(rows["batch_size"]) == 14 * [1] + 14 * [3]
+    assert list(rows["repeat"][:14]) == 7 * [0] + 7 * [1]
+    dtypes = ["float32", "float32", "bfloat16", "int8", "float32", "int8", "float32"]
+    assert list(rows["dtype"][:7]) == dtypes
+    assert list(rows["peak_memory_mb"][:14]) == [1, 2, 3, 4, 5, 6, 7] * 2
+    assert [job[2].__name__ for job in bench.alone] == 14 * ["run_once"]
+    assert rows["roofline_share"].notna().equals(~rows["mode"].isin(["no cache", "transformers"]))
+    assert rows["library"].notna().equals(rows["mode"] == "transformers")
+    read = rows.assign(bytes=rows["roofline_share"] / rows["decode_tokens_per_s"])
+    read = read.groupby("mode")["bytes"].median()
+    assert read["int8"] < 0.6 * read["cache"]
+    summary = bench.summary
+    assert len(summary) == 14
+    cached = summary[summary["mode"] == "cache"]
+    assert list(cached["speedup_median"]) == [1, 1]
+    assert summary["speedup_median"].notna().all()  # of every dtype, against the same rows
+    together, each = bench.figures[0].axes
+    assert together.get_legend_handles_labels()[1] == OURS + PEER
+    assert together.get_ylabel() == "tokens/s of all texts together"
+    assert each.get_ylabel() == "tokens/s of each text"
+    rate = cached[cached["batch_size"] == 3]["decode_tokens_per_s_median"].item()
+    for axes, texts in ((together, 1), (each, 3)):
+        line = axes.containers[1].lines[0]
+        assert line.get_ydata()[1] == pytest.approx(rate / texts)
+
+
+def test_only_no_cache_computes_all_positions_again(tiny):
+    from benchmarks import batching
+
+    for name, expected in (("no cache", [3, 4, 5]), ("cache", [3, 1, 1])):
+        model, widths = passed_widths(tiny(dtype=torch.float32))
+        steps, *_ = batching.run(name, model, [[1, 2, 3]], 3, "cpu")
+        assert widths == expected
+        assert len(steps) == 3
+
+
+def test_ctranslate2_gets_the_same_prompts_and_ignores_eos(bench, ctranslate2):
+    rows = bench.rows("--engines", "CTranslate2", "CTranslate2 int8")
+    assert list(rows["mode"][:3]) == ["cache", "CTranslate2", "CTranslate2 int8"]
+    kinds = [options["compute_type"] for options in ctranslate2.loaded]
+    assert kinds == ["float32", "int8"]
+    assert ctranslate2.loaded[0]["intra_threads"] == torch.get_num_threads()
+    texts, options = ctranslate2.texts[0]
+    assert [len(text) for text in texts] == [5, 5]
+    known = {"max_length": 6, "max_batch_size": 2, "sampling_topk": 1, "end_token": []}
+    assert known.items() <= options.items()
+    assert rows["roofline_share"].notna().tolist() == [True, False, False] * 2
+    assert rows["library"].dropna().tolist() == ["ctranslate2 4.8.5"] * 4
+
+
+def test_llama_cpp_gets_a_file_of_each_dtype(bench, monkeypatch):
+    script = bench.script
+    written = {}
+    loaded = []
+
+    class LlamaCpp:
+        """One that runs our own model."""
+
+        def __init__(self, file):
+            loaded.append(written[file])
+            self.model = script.load_model(file.parent)
+
+        def run(self, *args):
+            return script.run("cache", self.model, *args)
+
+        def log_probs(self, text):
+            return script.log_probs("cache", self.model, text)
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(__version__="0.3"))
+    monkeypatch.setattr(script, "LlamaCpp", LlamaCpp)
+    monkeypatch.setattr(script, "write_gguf", lambda model, *to: written.update([to]))
+    bench.installed(llama_cpp=True, gguf=True)
+    rows = bench.rows("--engines", "llama.cpp", "llama.cpp int8")
+    assert list(rows["mode"][:3]) == ["cache", "llama.cpp", "llama.cpp int8"]
+    assert list(rows["dtype"][:3]) == ["float32", "float32", "int8"]
+    assert loaded == ["float32", "int8"]
+    assert rows["library"].dropna().tolist() == ["llama_cpp 0.3"] * 4
+    assert [imports for _, imports, *_ in bench.alone] == [[], ["llama_cpp"], ["llama_cpp"]]
+
+
+def test_llama_cpp_decodes_the_prompts_and_then_its_own_tokens():
+    import numpy
+
+    from benchmarks.llama_cpp import greedy
+
+    passes = []
+
+    def decode(new, position):
+        passes.append((new, position))
+        return numpy.eye(8)[[row[-1] + 1 for row in new]]
+
+    assert list(greedy(decode, [[1, 2], [3, 4]], 3)) == [[3, 5], [4, 6], [5, 7]]
+    assert passes == [([[1, 2], [3, 4]], 0), ([[3], [5]], 2), ([[4], [6]], 3)]
+    assert list(greedy(decode, [[1]], 2)) == [[2], [3]]  # of one prompt, too
+
+
+def test_different_tokens_are_not_timed(bench):
+    def wrong(run, name, *args):
+        steps, *times = run(name, *args)
+        if name == "transformers":
+            steps = [[0] * len(step) for step in steps]
+        return steps, *times
+
+    bench.change("run", wrong)
+    bench.stops("do not make the same tokens")
+
+
+@pytest.mark.parametrize("tie", [0.0, 99.0, float("nan")])
+def test_of_two_tokens_nearly_as_probable_either_is_timed(bench, monkeypatch, tie):
+    def other_end(run, name, *args):
+        steps, *times = run(name, *args)
+        if name == "native":
+            steps = [*steps[:-1], [steps[-1][0], (steps[-1][1] + 1) % 61]]
+        return steps, *times
+
+    bench.change("run", other_end)
+    monkeypatch.setitem(bench.script.TIES, "native", tie)
+    if tie == 99.0:
+        assert len(bench.rows("--engines", "native")) == 4
+    else:
+        bench.stops("do not make the same tokens", "--engines", "native")
+
+
+@pytest.mark.parametrize("one, all_others", [(2.0, 0.0), (0.3, 0.3)])
+@pytest.mark.parametrize("engine", ["bfloat16", "int8", "native int8"])
+def test_neither_one_large_error_nor_many_small_ones_are_timed(bench, engine, one, all_others):
+    def wrong(log_probs, name, *args):
+        found = log_probs(name, *args).clone()
+        if name == engine:
+            found += all_others
+            found[0, 0] += one - all_others
+        return found
+
+    bench.change("log_probs", wrong)
+    bench.stops(f"{engine}: log-probabilities are off", "--engines", engine)
+
+
+def test_an_engine_that_cannot_run_is_left_out(bench, monkeypatch):
+    script = bench.script
+
+    def no_compiler():
+        raise script.common.BuildError("no compiler here")
+
+    monkeypatch.setattr(script.common, "kernel", no_compiler)
+    words = "without native, native int8: no compiler here\n"
+    rows = bench.rows("--engines", "native", "native int8", "int8", says=words)
+    assert list(rows["mode"][:2]) == ["cache", "int8"]
+    bench.installed(llama_cpp=True)
+    assert script.missing("llama.cpp", "cpu") == "pip install gguf"
+    only_cpu = ["native", "CTranslate2", "llama.cpp"]
+    assert script.usable(["int8", *only_cpu], "cuda") == ["cache", "int8"]
+
+
+def test_a_worker_is_a_process_of_its_own(checkpoint, monkeypatch):
+    from benchmarks.batching import UserError, Worker
+
+    worker = Worker("native", checkpoint, "cpu")
+    name, positions, threads, process = worker(what_it_is, 7)
+    assert (name, positions, threads) == ("native", 64 + 7, torch.get_num_threads())
+    assert process != os.getpid()
+    with pytest.raises(ZeroDivisionError):
+        worker(divide, 0)
+    assert worker(divide, 4) == 2  # it goes on
+    os.kill(process, signal.SIGINT)  # Ctrl-C reaches each process of a terminal
+    assert worker(divide, 2) == 4
+    worker.connection.close()  # as when the process that waits is killed
+    worker.process.join(timeout=20)
+    assert worker.process.exitcode == 0
+    fork = multiprocessing.get_context("fork")  # one more, which need not import torch
+    monkeypatch.setattr(multiprocessing, "get_context", lambda how: fork)
+    worker = Worker("native", checkpoint, "cpu")
+    with pytest.raises(UserError, match="the process of native ended"):
+        worker(end_it)
+    worker.close()
+
+
+def divide(name, model, number):
+    return 8 // number
+
+
+def what_it_is(name, model, number):
+    assert hasattr(model.runner, "draw")
+    return name, model.config.block_size + number, torch.get_num_threads(), os.getpid()
+
+
+def end_it(name, model):
+    os._exit(1)
+
+
+def test_a_worker_computes_with_the_threads_of_who_started_it(monkeypatch):
+    from benchmarks.batching import serve
+
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    here, there = multiprocessing.Pipe()
+    there.close()
+    serve(here, "native", None, "cpu", 3)
+    assert counts == [3]
