@@ -1,0 +1,148 @@
+"""The engine in a thread of its own, and how an event loop asks it for texts."""
+
+import asyncio
+import functools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.engine import Engine
+from engine.request import Event, Request
+from sampling import SamplingParams, TokenLogprob
+
+
+class Update(NamedTuple):
+    """What is new of a text. It never changes; the Request that it comes from does."""
+
+    tokens: tuple[int, ...]  # EOS included
+    text: str
+    logprobs: tuple[TokenLogprob, ...]  # of each token, if the parameters ask for them
+    finish_reason: str | None  # "stop", "length" or "error" if this is the last
+
+
+@dataclass
+class Text:
+    """Where to send what is new of a request."""
+
+    call: asyncio.Queue  # of all texts that are asked for together
+    index: int
+    sent: int = 0  # characters
+
+
+class EngineThread:
+    """An engine that computes in a thread of its own, for readers in an event loop.
+
+    make: a function that makes the engine; it is called in the thread, because it may take long.
+    The engine is that thread's alone. So there is no lock, and no reader waits for a step: requests
+    go in through a queue, and after each step all that is new goes to the event loop.
+    Use it as an asynchronous context manager.
+    """
+
+    def __init__(self, make: Callable[[], Engine]):
+        self.make = make
+        self.engine: Engine | None = None  # None until it is made
+        self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.texts: dict[Request, Text] = {}  # unfinished ones; the engine's thread alone has it
+        self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
+
+    async def __aenter__(self) -> "EngineThread":
+        """Start, and wait for the engine. Raises what `make` raises."""
+        self.loop = asyncio.get_running_loop()
+        self.ready = self.loop.create_future()
+        self.thread.start()
+        await self.ready
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        """End after the step that is being computed."""
+        self.commands.put(None)
+        await asyncio.to_thread(self.thread.join)
+
+    async def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], salt: str = ""
+    ) -> AsyncIterator[dict[int, Update]]:
+        """What is new of the texts of these prompts, again and again until all are over.
+
+        Each time there is an Update for one of them, by its place in `prompts`. Raises what
+        `Engine.add` raises.
+        """
+        call = asyncio.Queue()
+        self.commands.put(functools.partial(self.add, call, prompts, params, salt))
+        left = len(prompts)
+        while left:
+            updates = await call.get()
+            if isinstance(updates, Exception):
+                raise updates
+            left -= sum(update.finish_reason is not None for update in updates.values())
+            yield updates
+
+    def deliver(self, news: list[tuple[Text, Update]]) -> None:
+        """In the event loop: hand out what a step has brought."""
+        for text, update in news:
+            text.call.put_nowait({text.index: update})
+
+    def be_ready(self, error: Exception | None = None) -> None:
+        """In the event loop: the engine is made, or could not be."""
+        if error:
+            self.ready.set_exception(error)
+        else:
+            self.ready.set_result(None)
+
+    # All below is for the engine's thread.
+
+    def tell(self, function: Callable, *args) -> None:
+        """Have the event loop call a function."""
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def run(self) -> None:
+        """Do what is asked for, and compute, until told to end."""
+        try:
+            self.engine = self.make()
+        except Exception as error:
+            self.tell(self.be_ready, error)
+            return
+        self.tell(self.be_ready)
+        while self.obey():
+            self.publish(self.engine.step())
+
+    def obey(self) -> bool:
+        """Do what is asked for; with nothing to compute, wait for it. False if that is to end."""
+        while not self.engine.busy or not self.commands.empty():
+            command = self.commands.get()
+            if command is None:
+                return False
+            command()
+        return True
+
+    def add(
+        self, call: asyncio.Queue, prompts: list[list[int]], params: list[SamplingParams], salt: str
+    ) -> None:
+        """Queue the texts of a call."""
+        over = []
+        try:
+            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+                request = self.engine.add(prompt, own, salt)
+                text = Text(call, index)
+                if request.finish_reason:  # no tokens are wanted, and no event comes
+                    over.append((text, Update((), "", (), request.finish_reason)))
+                else:
+                    self.texts[request] = text
+        except Exception as error:  # of this call alone
+            self.tell(call.put_nowait, error)
+        else:
+            self.tell(self.deliver, over)
+
+    def publish(self, events: list[Event]) -> None:
+        """Tell the event loop what a step has brought, all at once."""
+        news = []
+        for request, tokens, reason, _ in events:
+            text = self.texts[request]
+            if reason:
+                del self.texts[request]
+            new = request.text[text.sent :]
+            text.sent += len(new)
+            logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
+            news.append((text, Update(tuple(tokens), new, tuple(logprobs), reason)))
+        self.tell(self.deliver, news)

@@ -1,0 +1,112 @@
+"""The engine in a thread of its own, asked by an event loop. Oracle: the engine itself."""
+
+import asyncio
+import threading
+
+import pytest
+from conftest import random_tokens
+from serving import collect, in_turns, results_of, run_calls, small_engine
+
+from engine.drafter import LookupDrafter
+from errors import UserError
+from sampling import SamplingParams
+
+
+def texts_of(lengths) -> list[list[int]]:
+    return [random_tokens(length, 4000, seed) for seed, length in enumerate(lengths)]
+
+
+PROGRAM = """
+import asyncio
+from engine.engine import Engine
+from loading.load import load_model
+from sampling import SamplingParams
+from server.engine_thread import EngineThread
+
+async def read(thread, prompt):
+    async for updates in thread.generate([[prompt]], [SamplingParams(max_new_tokens=3)]):
+        print(prompt, updates[0].tokens, updates[0].finish_reason)
+
+async def main():
+    async with EngineThread(lambda: Engine(load_model("checkpoints/stories-draft"))) as thread:
+        await asyncio.gather(read(thread, 7), read(thread, 8))
+
+asyncio.run(main())
+"""
+
+
+def test_two_tasks_of_a_program_have_their_tokens_one_by_one(run_program):
+    code, out, err = run_program(PROGRAM)
+    assert (code, err) == (0, "")
+    assert sorted(line[0] for line in out.splitlines()) == ["7"] * 3 + ["8"] * 3
+    assert out.count(",) None\n") == 4 and out.count(",) length\n") == 2
+
+
+def test_16_tasks_at_once_have_the_texts_of_the_engine(tiny_llama):
+    prompts = texts_of([1, 5, 20, 70] * 4)
+    kinds = (
+        {},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 20, "presence_penalty": 0.5, "stop": ("a", "th")},
+        {"logprobs": 2, "repetition_penalty": 1.2},
+    )
+    params = [SamplingParams(5 + 3 * row, seed=row, **kinds[row % 4]) for row in range(16)]
+
+    async def use(thread):
+        calls = [thread.generate([own], [wanted]) for own, wanted in zip(prompts, params)]
+        return await asyncio.gather(*map(collect, calls))
+
+    def make():
+        return small_engine(tiny_llama, max_rows=6, drafter=LookupDrafter())
+
+    found = run_calls(make, use)
+    alone = results_of(small_engine(tiny_llama), prompts, params)
+    assert [text[0] for text in found] == alone
+    assert {reason for _, _, _, reason in alone} == {"stop", "length"}
+
+
+def test_updates_come_while_the_text_is_written(tiny_llama):
+    """The next step waits until the reader has had the one before, and each update is new."""
+    turn = threading.Semaphore(1)
+
+    async def use(thread):
+        assert thread.thread is not threading.current_thread()
+        sizes = []
+        async for updates in thread.generate([[1, 2]], [SamplingParams(max_new_tokens=4)]):
+            sizes.append(len(updates[0].tokens))
+            turn.release()
+        return sizes
+
+    assert run_calls(lambda: in_turns(small_engine(tiny_llama), turn), use) == [1, 1, 1, 1]
+
+
+def test_what_the_engine_refuses_is_raised_for_that_call(tiny_llama):
+    params = SamplingParams(max_new_tokens=3)
+
+    async def use(thread):
+        calls = [thread.generate([[1]], [params]), thread.generate([[4096]], [params])]
+        calls.append(thread.generate([[2], [3]], [params]))
+        return await asyncio.gather(*map(collect, calls), return_exceptions=True)
+
+    good, wrong, uneven = run_calls(lambda: small_engine(tiny_llama), use)
+    assert good[0][3] == "length"
+    assert type(wrong) is UserError
+    assert str(wrong) == "the prompt has the id 4096; ids of this model are integers from 0 to 4095"
+    assert type(uneven) is ValueError
+
+
+def test_an_engine_that_cannot_be_made():
+    def make():
+        raise UserError("no such model")
+
+    with pytest.raises(UserError, match="^no such model$"):
+        run_calls(make, lambda thread: None)
+
+
+def test_the_thread_ends_with_the_block(tiny_llama):
+    async def use(thread):
+        assert thread.thread.is_alive() and thread.engine.scheduler.max_rows == 2
+        return thread
+
+    thread = run_calls(lambda: small_engine(tiny_llama, max_rows=2), use)
+    assert not thread.thread.is_alive()
