@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -21,12 +22,48 @@ class Update(NamedTuple):
     logprobs: tuple[TokenLogprob, ...]  # of each token, if the parameters ask for them
     finish_reason: str | None  # "stop", "length" or "error" if this is the last
 
+    @staticmethod
+    def join(parts: list["Update"]) -> "Update":
+        """What is new of one text, part after part, as one."""
+        if len(parts) == 1:
+            return parts[0]
+        tokens = itertools.chain.from_iterable(part.tokens for part in parts)
+        text = "".join(part.text for part in parts)
+        logprobs = itertools.chain.from_iterable(part.logprobs for part in parts)
+        return Update(tuple(tokens), text, tuple(logprobs), parts[-1].finish_reason)
+
+
+class Call:
+    """Texts that are asked for together, and what is new of them. The event loop's alone."""
+
+    def __init__(self):
+        self.updates: dict[int, list[Update]] = {}  # by text: not fetched yet
+        self.error: Exception | None = None
+        self.changed = asyncio.Event()
+
+    def update(self, index: int, update: Update) -> None:
+        """Something is new of a text."""
+        self.updates.setdefault(index, []).append(update)
+        self.changed.set()
+
+    def fetch(self) -> dict[int, Update]:
+        """What is new since the last time; several updates if the engine is faster."""
+        updates = {index: Update.join(parts) for index, parts in self.updates.items()}
+        self.updates = {}
+        self.changed.clear()
+        return updates
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more comes but this error."""
+        self.error = error
+        self.changed.set()
+
 
 @dataclass
 class Text:
     """Where to send what is new of a request."""
 
-    call: asyncio.Queue  # of all texts that are asked for together
+    call: Call
     index: int
     sent: int = 0  # characters
 
@@ -65,23 +102,25 @@ class EngineThread:
     ) -> AsyncIterator[dict[int, Update]]:
         """What is new of the texts of these prompts, again and again until all are over.
 
-        Each time there is an Update for one of them, by its place in `prompts`. Raises what
-        `Engine.add` raises.
+        Each time there is an Update for one or more of them, by their places in `prompts`. What is
+        not fetched in time is joined into one. Raises what `Engine.add` raises.
         """
-        call = asyncio.Queue()
+        call = Call()
         self.commands.put(functools.partial(self.add, call, prompts, params, salt))
         left = len(prompts)
         while left:
-            updates = await call.get()
-            if isinstance(updates, Exception):
-                raise updates
+            await call.changed.wait()
+            updates = call.fetch()
             left -= sum(update.finish_reason is not None for update in updates.values())
-            yield updates
+            if updates:
+                yield updates
+            if call.error:
+                raise call.error
 
     def deliver(self, news: list[tuple[Text, Update]]) -> None:
         """In the event loop: hand out what a step has brought."""
         for text, update in news:
-            text.call.put_nowait({text.index: update})
+            text.call.update(text.index, update)
 
     def be_ready(self, error: Exception | None = None) -> None:
         """In the event loop: the engine is made, or could not be."""
@@ -117,7 +156,7 @@ class EngineThread:
         return True
 
     def add(
-        self, call: asyncio.Queue, prompts: list[list[int]], params: list[SamplingParams], salt: str
+        self, call: Call, prompts: list[list[int]], params: list[SamplingParams], salt: str
     ) -> None:
         """Queue the texts of a call."""
         over = []
@@ -130,9 +169,10 @@ class EngineThread:
                 else:
                     self.texts[request] = text
         except Exception as error:  # of this call alone
-            self.tell(call.put_nowait, error)
+            self.tell(call.fail, error)
         else:
-            self.tell(self.deliver, over)
+            if over:
+                self.tell(self.deliver, over)
 
     def publish(self, events: list[Event]) -> None:
         """Tell the event loop what a step has brought, all at once."""
@@ -145,4 +185,5 @@ class EngineThread:
             text.sent += len(new)
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
             news.append((text, Update(tuple(tokens), new, tuple(logprobs), reason)))
-        self.tell(self.deliver, news)
+        if news:  # chunks of prompts bring none
+            self.tell(self.deliver, news)

