@@ -1,10 +1,12 @@
 """The engine in a thread of its own, and how an event loop asks it for texts."""
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import queue
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,13 +16,21 @@ from engine.request import Event, Request
 from sampling import SamplingParams, TokenLogprob
 
 
+class EngineDead(Exception):
+    """There is no engine any more."""
+
+
+class TextFailed(Exception):
+    """A text could not be computed."""
+
+
 class Update(NamedTuple):
     """What is new of a text. It never changes; the Request that it comes from does."""
 
     tokens: tuple[int, ...]  # EOS included
     text: str
     logprobs: tuple[TokenLogprob, ...]  # of each token, if the parameters ask for them
-    finish_reason: str | None  # "stop", "length" or "error" if this is the last
+    finish_reason: str | None  # "stop" or "length" if this is the last
 
     @staticmethod
     def join(parts: list["Update"]) -> "Update":
@@ -34,9 +44,11 @@ class Update(NamedTuple):
 
 
 class Call:
-    """Texts that are asked for together, and what is new of them. The event loop's alone."""
+    """Texts that are asked for together, and what is new of them."""
 
     def __init__(self):
+        self.requests: list[Request] = []  # the engine's thread alone has them
+        # All else is the event loop's.
         self.updates: dict[int, list[Update]] = {}  # by text: not fetched yet
         self.error: Exception | None = None
         self.changed = asyncio.Event()
@@ -82,6 +94,9 @@ class EngineThread:
         self.engine: Engine | None = None  # None until it is made
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.texts: dict[Request, Text] = {}  # unfinished ones; the engine's thread alone has it
+        self.calls: set[Call] = set()  # that have a reader; the event loop's
+        self.error: str | None = None  # why there is no engine any more
+        # A daemon: the process does not wait for a step when it exits.
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
     async def __aenter__(self) -> "EngineThread":
@@ -89,11 +104,15 @@ class EngineThread:
         self.loop = asyncio.get_running_loop()
         self.ready = self.loop.create_future()
         self.thread.start()
-        await self.ready
+        try:
+            await self.ready
+        except asyncio.CancelledError:  # the thread ends when the engine is made
+            self.commands.put(None)
+            raise
         return self
 
     async def __aexit__(self, *_) -> None:
-        """End after the step that is being computed."""
+        """End after the step that is being computed; no text goes on."""
         self.commands.put(None)
         await asyncio.to_thread(self.thread.join)
 
@@ -103,48 +122,78 @@ class EngineThread:
         """What is new of the texts of these prompts, again and again until all are over.
 
         Each time there is an Update for one or more of them, by their places in `prompts`. What is
-        not fetched in time is joined into one. Raises what `Engine.add` raises.
+        not fetched in time is joined into one. Raises what `Engine.add` raises, TextFailed if one
+        of the texts fails, after what is new of it, and EngineDead.
+        However it ends, texts that are not over are aborted. Where you may leave it before, close
+        it: `async with contextlib.aclosing(...)`.
         """
+        if self.error:
+            raise EngineDead(self.error)
         call = Call()
+        self.calls.add(call)
         self.commands.put(functools.partial(self.add, call, prompts, params, salt))
         left = len(prompts)
-        while left:
-            await call.changed.wait()
-            updates = call.fetch()
-            left -= sum(update.finish_reason is not None for update in updates.values())
-            if updates:
-                yield updates
-            if call.error:
-                raise call.error
+        try:
+            while left:
+                await call.changed.wait()
+                updates = call.fetch()
+                left -= sum(update.finish_reason is not None for update in updates.values())
+                if updates:
+                    yield updates
+                if call.error:
+                    raise call.error
+        finally:
+            self.calls.remove(call)
+            if left:
+                self.commands.put(functools.partial(self.abort, call))
 
-    def deliver(self, news: list[tuple[Text, Update]]) -> None:
+    def deliver(self, news: list[tuple[Text, Update, str | None]]) -> None:
         """In the event loop: hand out what a step has brought."""
-        for text, update in news:
+        for text, update, error in news:
             text.call.update(text.index, update)
+            if error:
+                text.call.fail(TextFailed(error))
 
     def be_ready(self, error: Exception | None = None) -> None:
         """In the event loop: the engine is made, or could not be."""
+        if self.ready.done():  # cancelled: the waiting task has gone
+            return
         if error:
             self.ready.set_exception(error)
         else:
             self.ready.set_result(None)
 
+    def end(self, error: str) -> None:
+        """In the event loop: there is no engine any more; each reader gets the error."""
+        self.error = error
+        for call in self.calls:
+            call.fail(EngineDead(error))
+
     # All below is for the engine's thread.
 
     def tell(self, function: Callable, *args) -> None:
-        """Have the event loop call a function."""
-        self.loop.call_soon_threadsafe(function, *args)
+        """Have the event loop call a function, if it has not ended."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
 
     def run(self) -> None:
-        """Do what is asked for, and compute, until told to end."""
+        """Do what is asked for, and compute, until told to end, or all of it fails."""
         try:
             self.engine = self.make()
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # no future takes it, and readers must hear
+                error = RuntimeError(repr(error))
             self.tell(self.be_ready, error)
             return
         self.tell(self.be_ready)
-        while self.obey():
-            self.publish(self.engine.step())
+        reason = "the server is shutting down"
+        try:
+            while self.obey():
+                self.publish(self.engine.step())
+        except BaseException as error:
+            traceback.print_exc()
+            reason = f"the engine has failed: {type(error).__name__}: {error}"
+        self.tell(self.end, reason)
 
     def obey(self) -> bool:
         """Do what is asked for; with nothing to compute, wait for it. False if that is to end."""
@@ -158,32 +207,42 @@ class EngineThread:
     def add(
         self, call: Call, prompts: list[list[int]], params: list[SamplingParams], salt: str
     ) -> None:
-        """Queue the texts of a call."""
+        """Queue the texts of a call, all or none."""
         over = []
         try:
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
                 request = self.engine.add(prompt, own, salt)
+                call.requests.append(request)
                 text = Text(call, index)
                 if request.finish_reason:  # no tokens are wanted, and no event comes
-                    over.append((text, Update((), "", (), request.finish_reason)))
+                    over.append((text, Update((), "", (), request.finish_reason), None))
                 else:
                     self.texts[request] = text
         except Exception as error:  # of this call alone
+            self.abort(call)
             self.tell(call.fail, error)
         else:
             if over:
                 self.tell(self.deliver, over)
 
+    def abort(self, call: Call) -> None:
+        """End the texts of a call that are not over."""
+        for request in call.requests:
+            if request in self.texts:
+                self.engine.abort(request)
+                del self.texts[request]
+
     def publish(self, events: list[Event]) -> None:
         """Tell the event loop what a step has brought, all at once."""
         news = []
-        for request, tokens, reason, _ in events:
+        for request, tokens, reason, error in events:
             text = self.texts[request]
             if reason:
                 del self.texts[request]
             new = request.text[text.sent :]
             text.sent += len(new)
             logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
-            news.append((text, Update(tuple(tokens), new, tuple(logprobs), reason)))
+            update = Update(tuple(tokens), new, tuple(logprobs), None if error else reason)
+            news.append((text, update, error))
         if news:  # chunks of prompts bring none
             self.tell(self.deliver, news)

@@ -57,6 +57,22 @@ def in_turns(engine, turn):
     return engine
 
 
+def changed(engine, change):
+    """Change each result of an engine; returns the engine. change: (work, result) to result."""
+    compute = engine.compute
+
+    def computed(works):
+        return [change(*pair) for pair in zip(works, compute(works), strict=True)]
+
+    engine.compute = computed
+    return engine
+
+
+def failing(engine, fails):
+    """Let texts of an engine fail; returns the engine. fails: whether a request's text does."""
+    return changed(engine, lambda work, own: None if fails(work.request) else own)
+
+
 def run_calls(make, use, **options):
     """The result of an async function of an EngineThread, with its event loop."""
     from server.engine_thread import EngineThread
