@@ -116,6 +116,11 @@ class EngineThread:
         self.commands.put(None)
         await asyncio.to_thread(self.thread.join)
 
+    @property
+    def config(self):
+        """The configuration of the engine's model."""
+        return self.engine.model.config
+
     async def generate(
         self, prompts: list[list[int]], params: list[SamplingParams], salt: str = ""
     ) -> AsyncIterator[dict[int, Update]]:

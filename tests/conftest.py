@@ -262,6 +262,15 @@ def checkpoint(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def door(tiny_llama):
+    """A Door to a server of a random model, which all tests share."""
+    from serving import serving, small_engine
+
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        yield door
+
+
+@pytest.fixture(scope="session")
 def compiled(tmp_path_factory, request):
     """Native code is compiled into a directory of this session and its workers, not the user's."""
     from native import build

@@ -1,9 +1,16 @@
-"""What the tests of the engine's thread share."""
+"""What the tests of the server share."""
 
 import asyncio
+import contextlib
 import functools
+import http.client
+import json
+import queue
+import socket
+import threading
+from collections.abc import Iterator
 
-from conftest import CHECKPOINTS
+from conftest import CHECKPOINTS, module_with
 
 SMALL = CHECKPOINTS / "stories-llama"
 
@@ -82,3 +89,99 @@ def run_calls(make, use, **options):
             return await asyncio.wait_for(use(thread), 60)
 
     return asyncio.run(main())
+
+
+def refusal(message: str, param: str | None = None, code: str | None = None) -> dict:
+    """The body of an answer that says what is wrong with a request."""
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    return {"error": error}
+
+
+def server_error(message: str) -> dict:
+    """The body of an answer to a good request that the server cannot serve."""
+    return {"error": refusal(message)["error"] | {"type": "server_error"}}
+
+
+class Door:
+    """A server at a port of 127.0.0.1. thread: its EngineThread. server: uvicorn's."""
+
+    def __init__(self, port: int, thread, server):
+        self.port = port
+        self.thread = thread
+        self.server = server
+
+    def send(self, method: str, path: str, body=None, headers=()) -> http.client.HTTPResponse:
+        """The answer to a request, of which only the head has been read.
+
+        body: bytes, an iterator over them, sent in chunks, or what is made JSON.
+        """
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = body if isinstance(body, bytes | Iterator | None) else json.dumps(body).encode()
+        known = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request(method, path, data, known | dict(headers))
+        return connection.getresponse()
+
+    def get(self, path: str) -> tuple:
+        """Status and body, read as JSON if there is one."""
+        return self.ask("GET", path)
+
+    def post(self, path: str, body, headers=()) -> tuple:
+        return self.ask("POST", path, body, headers)
+
+    def ask(self, *request) -> tuple:
+        with self.send(*request) as answer:
+            data = answer.read()
+            return answer.status, json.loads(data) if data else None
+
+
+@contextlib.contextmanager
+def serving(make, **options):
+    """A Door to an engine; the event loop has a thread of its own."""
+    make_app = module_with("server.app", "make_app").make_app
+
+    from server.engine_thread import EngineThread
+    from server.served import Served
+
+    @contextlib.asynccontextmanager
+    async def enter():
+        async with EngineThread(make, **options) as thread:
+            served = Served(thread, "small", "somewhere/small")
+            yield make_app(served), thread
+
+    with serving_app(enter) as door:
+        yield door
+
+
+@contextlib.contextmanager
+def serving_app(enter):
+    """A Door to an app. enter: makes an asynchronous context manager of it and its EngineThread."""
+    import uvicorn
+
+    started = queue.SimpleQueue()
+
+    async def main():
+        async with enter() as (app, thread):
+            server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+            sock = socket.create_server(("127.0.0.1", 0))
+            started.put(Door(sock.getsockname()[1], thread, server))
+            await server.serve([sock])
+
+    def work():
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            started.put(error)
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    door = started.get(timeout=60)
+    if isinstance(door, BaseException):
+        raise door
+    try:
+        yield door
+    finally:
+        door.thread.commands.put(None)  # texts that are not over end with an error
+        door.server.config.timeout_graceful_shutdown = 1  # second for answers that do not end
+        door.server.should_exit = True
+        worker.join(20)
+        assert not worker.is_alive()

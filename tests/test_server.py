@@ -1,0 +1,43 @@
+"""What a server serves, whether it is well, and what it does not know, over a real socket."""
+
+import pytest
+from serving import refusal, serving, small_engine
+
+
+def test_models(door):
+    status, found = door.get("/v1/models")
+    assert status == 200 and found["object"] == "list"
+    (model,) = found["data"]
+    created = model.pop("created")
+    assert isinstance(created, int)
+    known = {"id": "small", "object": "model", "owned_by": "serve.py", "root": "somewhere/small"}
+    assert model == known | {"parent": None, "max_model_len": 64}
+    assert door.get("/v1/models/small") == (200, model | {"created": created})
+
+
+@pytest.mark.parametrize("name", ["other", "org/other", "x" * 5000])
+def test_another_model_is_not_found(door, name):
+    message = f"the model {name[:100]!r} does not exist; this server has 'small'"
+    error = refusal(message, "model", "model_not_found")
+    assert door.get(f"/v1/models/{name}") == (404, error)
+
+
+def test_unknown_paths_and_methods(door):
+    for path in ("/v1/nothing", "/docs", "/redoc"):
+        assert door.get(path) == (404, refusal("Not Found"))
+    assert door.get("/openapi.json")[1]["info"]["title"] == "serve.py"
+    assert door.post("/v1/models", {}) == (405, refusal("Method Not Allowed"))
+    with door.send("POST", "/v1/models", {}) as answer:
+        assert answer.headers["Allow"] == "GET"
+
+
+def test_health_of_a_dead_engine(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        assert door.get("/health") == (200, None)
+
+        def die():
+            raise MemoryError("no more")
+
+        door.thread.commands.put(die)
+        door.thread.thread.join(60)
+        assert door.get("/health") == (503, None)
