@@ -1,9 +1,16 @@
 """What an app serves: a model and its engine."""
 
 import time
+from pathlib import Path
 
+from loading.load import Source
 from server.engine_thread import EngineThread
 from server.protocol import APIError
+
+
+def served_name(source: Source) -> str:
+    """What clients call a model."""
+    return Path(source.name).resolve().name if source.kind == "directory" else source.label
 
 
 class Served:

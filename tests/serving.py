@@ -5,12 +5,17 @@ import contextlib
 import functools
 import http.client
 import json
+import multiprocessing
+import os
 import queue
-import socket
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 
-from conftest import CHECKPOINTS, module_with
+from conftest import CHECKPOINTS, ROOT, module_with
 
 SMALL = CHECKPOINTS / "stories-llama"
 
@@ -102,6 +107,14 @@ def server_error(message: str) -> dict:
     return {"error": refusal(message)["error"] | {"type": "server_error"}}
 
 
+def until(condition, seconds: float = 20) -> None:
+    """Wait for what happens in other threads or processes."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 class Door:
     """A server at a port of 127.0.0.1. thread: its EngineThread. server: uvicorn's."""
 
@@ -157,12 +170,14 @@ def serving_app(enter):
     """A Door to an app. enter: makes an asynchronous context manager of it and its EngineThread."""
     import uvicorn
 
+    from serve import UVICORN, listen
+
     started = queue.SimpleQueue()
 
     async def main():
         async with enter() as (app, thread):
-            server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-            sock = socket.create_server(("127.0.0.1", 0))
+            server = uvicorn.Server(uvicorn.Config(app, log_level="critical", **UVICORN))
+            sock = listen("127.0.0.1", 0)
             started.put(Door(sock.getsockname()[1], thread, server))
             await server.serve([sock])
 
@@ -185,3 +200,70 @@ def serving_app(enter):
         door.server.should_exit = True
         worker.join(20)
         assert not worker.is_alive()
+
+
+@contextlib.contextmanager
+def start(*arguments, program=None) -> Iterator[subprocess.Popen]:
+    """A process of serve.py, which is no more after the block. program: what it runs instead."""
+    options = ["--port", "0", "--device", "cpu", "--backend", "torch", *arguments]
+    command = [sys.executable, "serve.py", *options]
+    if program:
+        command = [sys.executable, "-c", program.format(arguments=options)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes["env"] = os.environ | {"OMP_NUM_THREADS": "1"}  # more would only wait for each other
+    # What is started in the background of a shell ignores Ctrl-C.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+class Script:
+    """serve.py in a process forked from this one, because an import of torch takes seconds.
+
+    What it writes is in two files, out and err.
+    """
+
+    def __init__(self, directory, *options):
+        import serve
+
+        self.out = directory / "stdout"
+        self.err = directory / "stderr"
+        words = ["--port", 0, "--device", "cpu", "--backend", "torch", *options]
+
+        def work():
+            for number, file in ((1, self.out), (2, self.err)):
+                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+            sys.stdout = open(1, "w", closefd=False)
+            sys.stderr = open(2, "w", closefd=False)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            serve.main([str(word) for word in words])
+
+        self.process = multiprocessing.get_context("fork").Process(target=work)
+
+    def __enter__(self) -> "Script":
+        self.process.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def door(self) -> Door:
+        """A Door to the address that it prints."""
+        until(lambda: self.written(self.out).endswith("\n") or not self.process.is_alive())
+        return Door(int(self.written(self.out).rsplit(":", 1)[1]), None, None)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> tuple[int | None, str]:
+        """Its exit code, and all that it has written to stderr."""
+        self.process.join(20)
+        return self.process.exitcode, self.written(self.err)
+
+    @staticmethod
+    def written(file) -> str:
+        return file.read_text() if file.exists() else ""

@@ -1,0 +1,102 @@
+"""Serve a model over HTTP, for clients of OpenAI's API: python serve.py."""
+
+import asyncio
+import functools
+import os
+import socket
+
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
+import uvicorn
+
+from command_line import (
+    STORIES,
+    Parser,
+    add_model_options,
+    add_stride_option,
+    pick_device,
+    run_script,
+    show,
+)
+from engine.options import add_engine_options, check_engine_options, load_engine
+from errors import UserError
+from loading.load import Source, parse_name
+from server.app import make_app
+from server.engine_thread import EngineThread
+from server.served import Served, served_name
+
+LLAMA = STORIES.with_name("stories-llama")
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Serve a model to clients of OpenAI's API.")
+    add_server_options(parser)
+    run_script(parser, run, argv)
+
+
+def add_server_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--model", default=LLAMA, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
+    add_engine_options(parser)
+    add_model_options(parser)
+    add_stride_option(parser)
+
+
+def run(args) -> None:
+    """Serve until a signal comes. Raises UserError for bad input."""
+    check_server_options(args)
+    source = parse_name(args.model)
+    device = pick_device(args.device)
+    with listen(args.host, args.port) as sock:
+        asyncio.run(serve(args, source, device, sock))
+
+
+def check_server_options(args) -> None:
+    """Raise UserError for values out of range, or options that do not go together."""
+    check_engine_options(args)
+    if not args.host:
+        raise UserError("--host is empty; 0.0.0.0 listens at all addresses")
+
+
+UVICORN = {"access_log": False}
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at this address. Raises UserError if there can be none."""
+    if not 0 <= port < 2**16:
+        raise UserError(f"--port {port}: it must be from 0 to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=2048)
+    except (TypeError, UnicodeError):
+        raise UserError(f"--host {host}: not the name of a host") from None
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno > 0 else error.strerror
+        raise UserError(f"--host {host} --port {port}: {reason}") from None
+    # Its connections, too: else a small answer waits for the acknowledgement of the one before.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
+    """Load the model, print the address, and answer until a signal comes."""
+    name = served_name(source)
+    make = functools.partial(load_engine, args, source, device)
+    async with EngineThread(make) as thread:
+        served = Served(thread, name, source.label)
+        app = make_app(served)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))
+        show(f"{name} at {url_of(*sock.getsockname()[:2])}\n")
+        await server.serve([sock])
+
+
+if __name__ == "__main__":
+    main()
