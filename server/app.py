@@ -4,6 +4,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from errors import UserError
+from server.answers import api_error
+from server.engine_thread import EngineDead, TextFailed
 from server.protocol import APIError
 from server.served import Served
 
@@ -28,13 +31,15 @@ def make_app(served: Served) -> FastAPI:
         served.check_model(name)
         return served.model()
 
-    app.add_exception_handler(APIError, tell_error)
+    for kind in (APIError, UserError, EngineDead, TextFailed, Exception):
+        app.add_exception_handler(kind, tell_error)
     app.add_exception_handler(HTTPException, tell_refused)
     return app
 
 
-async def tell_error(request: Request, error: APIError) -> JSONResponse:
-    return JSONResponse(error.body, error.status)
+async def tell_error(request: Request, error: Exception) -> JSONResponse:
+    found = api_error(error)
+    return JSONResponse(found.body, found.status)
 
 
 async def tell_refused(request: Request, error: HTTPException) -> JSONResponse:

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import tiktoken
+
 from engine.engine import Engine
 from engine.request import Event, Request
 from sampling import SamplingParams, TokenLogprob
@@ -120,6 +122,10 @@ class EngineThread:
     def config(self):
         """The configuration of the engine's model."""
         return self.engine.model.config
+
+    @property
+    def encoding(self) -> tiktoken.Encoding:
+        return self.engine.encoding
 
     async def generate(
         self, prompts: list[list[int]], params: list[SamplingParams], salt: str = ""

@@ -1,4 +1,10 @@
-"""How a client is told what is wrong, in the form of OpenAI's API."""
+"""What a client may ask for, and how it is told what is wrong, in the form of OpenAI's API."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+from sampling import SamplingParams
 
 
 class APIError(Exception):
@@ -20,3 +26,19 @@ class APIError(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+class GenerationRequest(BaseModel):
+    """What all requests for texts have in common. Null is the same as nothing."""
+
+    model: str | None = None
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
+    temperature: float | None = None
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return SamplingParams(max_new_tokens, temperature=temperature)
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | None = None

@@ -39,3 +39,8 @@ class Served:
         if name not in (None, self.name):
             message = f"the model {name[:100]!r} does not exist; this server has {self.name!r}"
             raise APIError(404, message, "model", "model_not_found")
+
+    def encode(self, prompt: str) -> list[int]:
+        """The token ids of a text; the BOS token for none, as in the engine."""
+        ids = self.thread.encoding.encode(prompt, allowed_special="all")
+        return ids or [self.thread.config.bos_token_id]
