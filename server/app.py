@@ -5,6 +5,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from errors import UserError
+from server import completions
 from server.answers import api_error
 from server.engine_thread import EngineDead, TextFailed
 from server.protocol import APIError
@@ -16,6 +17,7 @@ def make_app(served: Served) -> FastAPI:
     # Without its pages of documentation, which load scripts from elsewhere.
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
     app.state.served = served
+    app.include_router(completions.router)
 
     @app.get("/health")
     async def health() -> Response:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from conftest import CHECKPOINTS, ROOT, module_with
 
 SMALL = CHECKPOINTS / "stories-llama"
+PATH = "/v1/completions"
 
 
 @functools.cache
@@ -44,6 +45,23 @@ def results_of(engine, prompts, params) -> list[tuple]:
         (tuple(request.output), request.text, tuple(request.logprobs), request.finish_reason)
         for request in requests
     ]
+
+
+def engine_alone(tiny_llama, prompt, **fields) -> tuple:
+    """Tokens, text, log-probabilities and finish reason that the engine alone has for a request.
+
+    prompt: text or ids. fields: of SamplingParams; the others have the defaults of the API.
+    """
+    from sampling import SamplingParams
+
+    if isinstance(prompt, str):
+        prompt = small_encoding().encode(prompt, allowed_special="all") or [4095]
+    stop = fields.get("stop", ())
+    own = {"max_new_tokens": 16, "temperature": 1.0} | fields
+    own["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    own["top_k"] = max(own.get("top_k", 0), 0)
+    (found,) = results_of(small_engine(tiny_llama), [prompt], [SamplingParams(**own)])
+    return found
 
 
 async def collect(updates) -> dict:
