@@ -1,6 +1,7 @@
 """The app: what clients find at which path."""
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
@@ -35,12 +36,27 @@ def make_app(served: Served) -> FastAPI:
 
     for kind in (APIError, UserError, EngineDead, TextFailed, Exception):
         app.add_exception_handler(kind, tell_error)
+    app.add_exception_handler(RequestValidationError, tell_invalid)
     app.add_exception_handler(HTTPException, tell_refused)
     return app
 
 
 async def tell_error(request: Request, error: Exception) -> JSONResponse:
     found = api_error(error)
+    return JSONResponse(found.body, found.status)
+
+
+async def tell_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    """The first thing that is wrong with a body, without what the body has there."""
+    first = error.errors()[0]
+    fields = [str(part) for part in first["loc"][1:]]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        found = APIError(400, f"the body is not JSON: {first['ctx']['error']}")
+    elif not fields:
+        found = APIError(400, "the body must be a JSON object, with Content-Type: application/json")
+    else:
+        found = APIError(400, f"{'.'.join(fields)}: {message}", fields[0])
     return JSONResponse(found.body, found.status)
 
 

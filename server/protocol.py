@@ -1,10 +1,11 @@
 """What a client may ask for, and how it is told what is wrong, in the form of OpenAI's API."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from sampling import SamplingParams
+from errors import check_limits
+from sampling import LIMITS, SamplingParams
 
 
 class APIError(Exception):
@@ -31,9 +32,18 @@ class APIError(Exception):
 class GenerationRequest(BaseModel):
     """What all requests for texts have in common. Null is the same as nothing."""
 
+    model_config = ConfigDict(strict=True)  # "1" is no number
+
     model: str | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
     temperature: float | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def in_range(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            check_limits(LIMITS, **{info.field_name: value})
+        return value
 
     def params(self, max_new_tokens: int) -> SamplingParams:
         temperature = 1.0 if self.temperature is None else self.temperature

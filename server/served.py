@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+from command_line import check_text
 from loading.load import Source
 from server.engine_thread import EngineThread
 from server.protocol import APIError
@@ -41,6 +42,10 @@ class Served:
             raise APIError(404, message, "model", "model_not_found")
 
     def encode(self, prompt: str) -> list[int]:
-        """The token ids of a text; the BOS token for none, as in the engine."""
+        """The token ids of a text; the BOS token for none, as in the engine.
+
+        Raises UserError for a text that is not UTF-8.
+        """
+        check_text("prompt", prompt)
         ids = self.thread.encoding.encode(prompt, allowed_special="all")
         return ids or [self.thread.config.bos_token_id]
