@@ -7,6 +7,40 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from errors import check_limits
 from sampling import LIMITS, SamplingParams
 
+# Fields of OpenAI's and vLLM's API that nothing here does, and values of them that ask for nothing.
+UNSUPPORTED = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+
 
 class APIError(Exception):
     """An answer that is not the one asked for.
