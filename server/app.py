@@ -53,6 +53,8 @@ async def tell_invalid(request: Request, error: RequestValidationError) -> JSONR
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         found = APIError(400, f"the body is not JSON: {first['ctx']['error']}")
+    elif first["type"] == "field":
+        found = APIError(400, message, first["ctx"]["field"])
     elif not fields:
         found = APIError(400, "the body must be a JSON object, with Content-Type: application/json")
     else:

@@ -24,7 +24,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     # In another thread, because a long text takes long.
     prompt = await asyncio.to_thread(served.encode, body.prompt or "")
     name = f"cmpl-{uuid.uuid4().hex}"
-    updates = served.thread.generate([prompt], [params])
+    updates = served.thread.generate([prompt], [params], body.cache_salt or "")
     return await Completion(name, body, served.name, len(prompt), updates).respond()
 
 

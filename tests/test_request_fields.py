@@ -1,0 +1,145 @@
+"""The fields of a request: those that work, against the engine, and those that are refused."""
+
+import pytest
+from serving import engine_alone, refusal, serving, small_engine
+
+PARAMS = [
+    {"seed": 1},
+    {"seed": 2**64 - 1, "temperature": 0.5, "top_k": 9},
+    {"seed": 3, "top_p": 0.5, "top_k": -1},
+    {"seed": 4, "presence_penalty": 2, "frequency_penalty": -1.5},
+    {"temperature": 0, "repetition_penalty": 1.5},
+    {"seed": 5, "stop": "e"},
+    {"seed": 6, "stop": ["the", "an", "o"]},
+    {"seed": 7, "ignore_eos": True, "stop": []},
+]
+
+
+def alone(tiny_llama, prompt: str, **params) -> tuple:
+    return engine_alone(tiny_llama, prompt, max_new_tokens=40, **params)[1::2]
+
+
+def text_of(door, body: dict) -> tuple:
+    status, found = door.post("/v1/completions", body)
+    assert status == 200, found
+    return found["choices"][0]["text"], found["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_parameters_are_those_of_the_engine(door, tiny_llama, params):
+    body = {"prompt": "Tom saw", "max_tokens": 40} | params
+    assert text_of(door, body) == alone(tiny_llama, "Tom saw", **params)
+
+
+def test_a_stop_string_ends_a_text_wherever_tokens_cut_it(door, tiny_llama):
+    text, _ = alone(tiny_llama, "Tom", temperature=0)
+    for start in range(1, 12):
+        stop = text[start : start + 5]
+        body = {"prompt": "Tom", "max_tokens": 40, "temperature": 0, "stop": stop}
+        assert text_of(door, body) == (text[: text.index(stop)], "stop")
+
+
+def test_a_seed_counts_modulo_2_to_the_64th(door):
+    texts = [text_of(door, {"prompt": "Tom", "seed": seed}) for seed in (-1, 2**64 - 1, 0)]
+    assert texts[0] == texts[1] != texts[2]
+    texts = [text_of(door, {"prompt": "Tom", "seed": seed}) for seed in (-(2**63), 2**63)]
+    assert texts[0] == texts[1]
+
+
+def test_a_salt_keeps_prefixes_apart(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        shared = []
+        for salt in ("a", None, "a", "b", None):
+            body = {"prompt": "word " * 30, "max_tokens": 1, "cache_salt": salt}
+            door.post("/v1/completions", body)
+            shared.append(door.thread.engine.scheduler.shared)
+    assert shared[:2] == [0, 0] and shared[2] == shared[3] > 0 and shared[4] == 2 * shared[3]
+
+
+ASKING = {  # field -> what asks for nothing, and for something
+    "add_generation_prompt": (True, False),
+    "add_special_tokens": (True, False),
+    "allowed_token_ids": (None, [3]),
+    "audio": (None, {"voice": "alloy"}),
+    "bad_words": ([], ["dog"]),
+    "chat_template": (None, "{{ messages }}"),
+    "chat_template_kwargs": ({}, {"thinking": True}),
+    "continue_final_message": (False, True),
+    "function_call": ("none", "auto"),
+    "functions": ([], [{"name": "f"}]),
+    "suffix": ("", " end"),
+    "logit_bias": ({}, {"5": 100}),
+    "modalities": (["text"], ["text", "audio"]),
+    "tools": ([], [{"type": "function"}]),
+    "tool_choice": ("none", "required"),
+    "response_format": ({"type": "text"}, {"type": "json_object"}),
+    "min_p": (0.0, 0.1),
+    "min_tokens": (0, 3),
+    "stop_token_ids": ([], [3]),
+    "structured_outputs": (None, {"regex": "a"}),
+    "use_beam_search": (False, True),
+    "include_stop_str_in_output": (False, True),
+    "skip_special_tokens": (True, False),
+    "prompt_embeds": (None, "AAAA"),
+    "prompt_logprobs": (None, 1),
+    "guided_choice": (None, ["a"]),
+    "guided_grammar": (None, "root ::= 'a'"),
+    "guided_json": (None, {}),
+    "guided_regex": (None, "a"),
+    "truncate_prompt_tokens": (None, 5),
+}
+
+
+@pytest.mark.parametrize("field", ASKING)
+def test_what_is_not_supported_is_refused_by_name(door, field):
+    nothing, something = ASKING[field]
+    for value in (nothing, None):
+        assert door.post("/v1/completions", {"max_tokens": 1, field: value})[0] == 200
+    found = door.post("/v1/completions", {"max_tokens": 1, field: something})
+    assert found == (400, refusal(f"{field} is not supported", field))
+
+
+def test_still_a_field_works_or_is_refused():
+    from server.protocol import UNSUPPORTED, CompletionRequest
+
+    assert ASKING.keys() == UNSUPPORTED.keys()
+    assert not UNSUPPORTED.keys() & CompletionRequest.model_fields.keys()
+
+
+PENALTY = "presence_penalty: presence_penalty"
+STOP = "stop: it must be a string or a list of up to 16, each of 1 to 256 characters"
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("top_p", 0, "top_p: top_p is 0.0; it must be a number in (0, 1]"),
+        ("top_k", -2, "top_k: top_k is -2; it must be an integer >= 0"),
+        ("presence_penalty", 2.1, f"{PENALTY} is 2.1; it must be a number in [-2, 2]"),
+        ("seed", 2**64, f"seed: Input should be less than {2**64}"),
+        ("seed", -(2**63) - 1, f"seed: Input should be greater than or equal to {-(2**63)}"),
+        ("seed", 1.5, "seed: Input should be a valid integer"),
+        ("ignore_eos", 1, "ignore_eos: Input should be a valid boolean"),
+        ("stop", "", STOP),
+        ("stop", "x" * 257, STOP),
+        ("stop", ["x"] * 17, STOP),
+        ("stop", ["x", 1], STOP),
+    ],
+)
+def test_values_out_of_range(door, field, value, message):
+    found = door.post("/v1/completions", {"prompt": "Tom", field: value})
+    assert found == (400, refusal(message, field))
+
+
+def test_stop_strings_at_their_limits(door):
+    longest = ["x" * 256] * 16
+    assert text_of(door, {"prompt": "Tom", "stop": longest})
+    assert door.post("/v1/completions", {"prompt": "Tom", "stop": [*longest, "x"]})[0] == 400
+
+
+def test_half_a_letter_in_the_name_of_a_field(door):
+    for body in (b'{"\\ud800": 1}', b'{"logit_bias": null, "x": {"\\ud800": 1}}'):
+        assert text_of(door, body)
+    body = b'{"logit_bias": {"\\ud800": 1}}'
+    refused = refusal("logit_bias is not supported", "logit_bias")
+    assert door.post("/v1/completions", body) == (400, refused)
