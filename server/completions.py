@@ -30,6 +30,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 class Completion(Answer):
     kind = "text_completion"
+    event_kind = kind
 
     def choice(self, index: int, update: Update) -> dict:
         return {
@@ -38,3 +39,5 @@ class Completion(Answer):
             "logprobs": None,
             "finish_reason": update.finish_reason,
         }
+
+    delta = choice

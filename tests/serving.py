@@ -103,6 +103,11 @@ def failing(engine, fails):
     return changed(engine, lambda work, own: None if fails(work.request) else own)
 
 
+def writing(engine, ids: list[int]):
+    """Let an engine write these ids, whatever its model thinks; returns the engine."""
+    return changed(engine, lambda work, own: ([ids[len(work.request.output)]], own[1]))
+
+
 def run_calls(make, use, **options):
     """The result of an async function of an EngineThread, with its event loop."""
     from server.engine_thread import EngineThread
@@ -123,6 +128,17 @@ def refusal(message: str, param: str | None = None, code: str | None = None) -> 
 def server_error(message: str) -> dict:
     """The body of an answer to a good request that the server cannot serve."""
     return {"error": refusal(message)["error"] | {"type": "server_error"}}
+
+
+def texts_of(events) -> dict[int, tuple]:
+    """Text and finish reason of each choice: the last of its events alone has a reason."""
+    texts = {}
+    for event in events:
+        (choice,) = event["choices"]
+        text, reason = texts.get(choice["index"], ("", None))
+        assert reason is None
+        texts[choice["index"]] = (text + choice["text"], choice["finish_reason"])
+    return texts
 
 
 def until(condition, seconds: float = 20) -> None:
@@ -158,6 +174,17 @@ class Door:
 
     def post(self, path: str, body, headers=()) -> tuple:
         return self.ask("POST", path, body, headers)
+
+    def events(self, path: str, body: dict) -> list:
+        """The events of a streamed answer, as JSON; after them comes "[DONE]", and nothing else."""
+        with self.send("POST", path, body) as answer:
+            assert answer.status == 200, answer.read()
+            assert answer.headers["Content-Type"].startswith("text/event-stream")
+            *events, empty = answer.read().decode().split("\n\n")
+        assert empty == "" and all(event.startswith("data: ") for event in events)
+        data = [event.removeprefix("data: ") for event in events]
+        assert data[-1] == "[DONE]" and "[DONE]" not in data[:-1]
+        return [json.loads(event) for event in data[:-1]]
 
     def ask(self, *request) -> tuple:
         with self.send(*request) as answer:
