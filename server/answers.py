@@ -40,9 +40,9 @@ def to_event(data: dict) -> bytes:
 
 
 class Answer:
-    """Builds the answer to a request from what is new of its text. A subclass knows its form.
+    """Builds the answer to a request from what is new of its texts. A subclass knows its form.
 
-    name: its id. prompt_tokens: of the prompt. updates: of `EngineThread.generate`.
+    name: its id. prompt_tokens: of all prompts. updates: of `EngineThread.generate`.
     """
 
     kind: str  # what "object" says

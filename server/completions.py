@@ -1,4 +1,4 @@
-"""/v1/completions: a text that goes on from a prompt."""
+"""/v1/completions: texts that go on from prompts."""
 
 import asyncio
 import uuid
@@ -6,6 +6,7 @@ import uuid
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from loading.tokenizer import TextStream
 from server.answers import Answer
 from server.engine_thread import Update
 from server.protocol import CompletionRequest
@@ -16,28 +17,79 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    """Continue a prompt. A text that outgrows the model's window goes on: the window slides."""
+    """Continue prompts. A text that outgrows the model's window goes on: the window slides."""
     served: Served = request.app.state.served
     served.check_model(body.model)
     wanted = 16 if body.max_tokens is None else body.max_tokens
-    params = body.params(wanted)
+    params = body.params(wanted, body.logprobs)
     # In another thread, because a long text takes long.
-    prompt = await asyncio.to_thread(served.encode, body.prompt or "")
+    prompts = await asyncio.to_thread(served.encode, body.prompts)
+    texts = [prompt for prompt in prompts for _ in params]
     name = f"cmpl-{uuid.uuid4().hex}"
-    updates = served.thread.generate([prompt], [params], body.cache_salt or "")
-    return await Completion(name, body, served.name, len(prompt), updates).respond()
+    updates = served.thread.generate(texts, params * len(prompts), body.cache_salt or "")
+    made = Completion(name, body, served.name, sum(map(len, prompts)), updates)
+    if body.echo:
+        echoes = await asyncio.to_thread(list, map(served.decode, body.prompts))
+        made.echoes = [text for text in echoes for _ in params]
+    if body.logprobs is not None:
+        made.tables = [LogprobTable(served) for _ in texts]
+    return await made.respond()
 
 
 class Completion(Answer):
     kind = "text_completion"
     event_kind = kind
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        # For each choice, if asked for:
+        self.echoes: list[str] = []  # what its text begins with
+        self.tables: list[LogprobTable] = []
+
     def choice(self, index: int, update: Update) -> dict:
+        echo = ""
+        if self.echoes:
+            echo = self.echoes[index]
+            self.echoes[index] = ""  # once
         return {
             "index": index,
-            "text": update.text,
-            "logprobs": None,
+            "text": echo + update.text,
+            "logprobs": self.tables[index].add(update) if self.tables else None,
             "finish_reason": update.finish_reason,
         }
 
     delta = choice
+
+
+class LogprobTable:
+    """The log-probabilities of a text, part by part, in the columns of this API."""
+
+    def __init__(self, served: Served):
+        self.served = served
+        self.stream = TextStream(served.thread.encoding)
+        self.offset = 0
+
+    def add(self, update: Update) -> dict:
+        """The columns of the next tokens; text_offset counts the whole characters before each."""
+        names = [self.name(token) for token in update.tokens]
+        tops = []
+        offsets = []
+        for token, name, (own, top) in zip(update.tokens, names, update.logprobs):
+            # With the chosen one, which is not always among the best.
+            tops.append({self.name(other): logprob for other, logprob in top} | {name: own})
+            offsets.append(self.offset)
+            self.offset += len(self.stream.add(token))
+        return {
+            "tokens": names,
+            "token_logprobs": [entry.logprob for entry in update.logprobs],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def name(self, token: int) -> str:
+        """The text of a token, or, as OpenAI writes a part of a letter, "bytes:\\xf0\\x9f"."""
+        data = self.served.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
