@@ -24,7 +24,7 @@ from errors import UserError
 from loading.load import Source, parse_name
 from server.app import make_app
 from server.engine_thread import EngineThread
-from server.served import Served, served_name
+from server.served import Served, find_chat, served_name
 
 LLAMA = STORIES.with_name("stories-llama")
 
@@ -91,7 +91,7 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     name = served_name(source)
     make = functools.partial(load_engine, args, source, device)
     async with EngineThread(make) as thread:
-        served = Served(thread, name, source.label)
+        served = Served(thread, name, source.label, find_chat(source))
         app = make_app(served)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))
         show(f"{name} at {url_of(*sock.getsockname()[:2])}\n")

@@ -4,10 +4,12 @@ import time
 from pathlib import Path
 
 from command_line import check_text
+from errors import UserError
+from loading.chat import Chat
 from loading.load import Source
 from loading.tokenizer import TextStream
 from server.engine_thread import EngineThread
-from server.protocol import APIError
+from server.protocol import APIError, Message
 
 
 def served_name(source: Source) -> str:
@@ -15,13 +17,25 @@ def served_name(source: Source) -> str:
     return Path(source.name).resolve().name if source.kind == "directory" else source.label
 
 
-class Served:
-    """A model by the name that clients know. root: where it comes from."""
+def find_chat(source: Source) -> Chat | UserError:
+    """A model's template; the error, for those who want to chat, if it has none."""
+    try:
+        return Chat(source)
+    except UserError as error:
+        return error
 
-    def __init__(self, thread: EngineThread, name: str, root: str):
+
+class Served:
+    """A model by the name that clients know.
+
+    root: where it comes from. chat: its template, or the error that says why it has none.
+    """
+
+    def __init__(self, thread: EngineThread, name: str, root: str, chat: Chat | UserError):
         self.thread = thread
         self.name = name
         self.root = root
+        self.chat = chat
         self.created = int(time.time())
 
     def model(self) -> dict:
@@ -54,6 +68,21 @@ class Served:
                 prompt = self.thread.encoding.encode(prompt, allowed_special="all")
             ids.append(prompt or [self.thread.config.bos_token_id])
         return ids
+
+    def encode_chat(self, messages: list[Message]) -> list[int]:
+        """The token ids of a conversation up to where the reply begins.
+
+        Raises UserError for a model without a template, APIError for what its template refuses.
+        """
+        if isinstance(self.chat, UserError):
+            raise self.chat
+        plain = [{"role": message.role, "content": message.text} for message in messages]
+        try:
+            return self.chat.encode(plain, self.thread.encoding)
+        except UserError as error:
+            # Without the path of the template's file.
+            reason = str(error).removeprefix(f"{self.chat.file}: ")
+            raise APIError(400, reason, "messages") from None
 
     def token_bytes(self, token: int) -> bytes:
         """What a token writes; nothing for one without text, as padded vocabularies have."""

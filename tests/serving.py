@@ -193,8 +193,13 @@ class Door:
 
 
 @contextlib.contextmanager
-def serving(make, **options):
-    """A Door to an engine; the event loop has a thread of its own."""
+def serving(make, chat=None, **options):
+    """A Door to an engine; the event loop has a thread of its own.
+
+    chat: the template of the model, or an error. options: of the EngineThread.
+    """
+    from loading.chat import Chat
+
     make_app = module_with("server.app", "make_app").make_app
 
     from server.engine_thread import EngineThread
@@ -203,7 +208,7 @@ def serving(make, **options):
     @contextlib.asynccontextmanager
     async def enter():
         async with EngineThread(make, **options) as thread:
-            served = Served(thread, "small", "somewhere/small")
+            served = Served(thread, "small", "somewhere/small", chat or Chat(SMALL))
             yield make_app(served), thread
 
     with serving_app(enter) as door:

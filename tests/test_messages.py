@@ -1,0 +1,16 @@
+"""What a server has to make ids of messages."""
+
+from conftest import CHECKPOINTS
+from serving import SMALL
+
+from errors import UserError
+from loading.chat import Chat
+
+
+def test_a_server_has_the_template_of_its_model_or_says_why_there_is_none():
+    from loading.load import parse_name
+    from server.served import find_chat
+
+    assert isinstance(find_chat(parse_name(SMALL)), Chat)
+    error = find_chat(parse_name(CHECKPOINTS / "stories"))
+    assert isinstance(error, UserError) and "stories" in str(error)
