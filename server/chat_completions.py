@@ -22,6 +22,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     prompt = await asyncio.to_thread(served.encode_chat, body.messages)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     window = served.thread.config.block_size
+    room = window // 2 if wanted is None else wanted  # a prompt that is cut leaves so much
+    prompt = served.fit(prompt, body.truncate_prompt_tokens, room, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if wanted is None:  # what the window has room for
         wanted = max(window - len(prompt), 1)
