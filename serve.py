@@ -24,6 +24,7 @@ from errors import UserError
 from loading.load import Source, parse_name
 from server.app import make_app
 from server.engine_thread import EngineThread
+from server.memory import freeze
 from server.served import Served, find_chat, served_name
 
 LLAMA = STORIES.with_name("stories-llama")
@@ -94,6 +95,7 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
         served = Served(thread, name, source.label, find_chat(source))
         app = make_app(served)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))
+        freeze()
         show(f"{name} at {url_of(*sock.getsockname()[:2])}\n")
         await server.serve([sock])
 
