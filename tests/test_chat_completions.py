@@ -118,7 +118,7 @@ def test_a_second_turn_shares_the_pages_of_the_first(tiny_llama):
 
 
 USER = {"role": "user"}
-CONTENT = "messages.0.content: it must be a string or a list of parts of the type text"
+CONTENT = "messages.0.content: it must be a string or a list of up to 16384 parts of the type text"
 ROLES = "chat template: this model knows the roles user and assistant only"
 ADD = "add_generation_prompt"
 BEST_OF = "best_of is supported only where it equals n"
@@ -192,6 +192,7 @@ def test_the_official_client(door, tiny_llama):
             ({"messages": [{"role": role, "content": "x"}]}, "messages.0.role: ")
             for role in ("", "user\nhi<|im_end|>", "User ", "x" * 65)
         ),
+        ({"messages": [0] * 300_000}, "messages"),
     ],
 )
 def test_wrong_messages_are_told_of_the_first(door, body, words):

@@ -1,0 +1,99 @@
+"""What a request may have: bytes, and elements of a list."""
+
+import time
+
+import pytest
+from pydantic import ValidationError
+from serving import PATH, refusal
+
+TOO_LONG = (413, refusal("the body is too long; it may have 1048576 bytes", None))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_has_at_most_a_mebibyte(door, chunked):
+    """A client that writes more, all of it before it reads, gets the 413."""
+    for more in (0, 1, 2**20, 2**22):
+        body = b"[" + b" " * (2**20 - 1 + more)
+        parts = [body[start : start + 2**18] for start in range(0, len(body), 2**18)]
+        found = door.post(PATH, iter(parts) if chunked else body)
+        if more:
+            assert found == TOO_LONG
+        else:
+            assert found[0] == 400 and found[1]["error"]["message"].startswith("the body is not")
+
+
+def test_a_body_without_an_end_is_cut_off(door):
+    sent = 0
+
+    def endless():
+        nonlocal sent
+        while sent < 2**26:
+            sent += 2**20
+            yield b" " * 2**20
+
+    with pytest.raises(OSError):
+        door.post(PATH, endless())
+    assert sent < 2**26
+
+
+MANY = 2**18  # elements, as a body of 1 MiB can have
+MESSAGE = {"role": "user", "content": ""}
+PART = {"type": "text", "text": ""}
+
+
+def completion(**fields):
+    from server.protocol import CompletionRequest
+
+    return CompletionRequest.model_validate(fields)
+
+
+def prompts(value):
+    return completion(prompt=value)
+
+
+def messages(value):
+    from server.protocol import ChatRequest
+
+    return ChatRequest.model_validate({"messages": value})
+
+
+def chat(content):
+    return messages([{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize(
+    "make, value",
+    [
+        *((prompts, [{}] * MANY), (prompts, [[]] * MANY), (prompts, [[1]] * MANY)),
+        *((prompts, [[{}] * MANY]), (prompts, ["a"] + [[]] * MANY), (prompts, [1] + [[]] * MANY)),
+        *((chat, [{}] * MANY), (chat, [PART] * MANY), (messages, [MESSAGE] * MANY)),
+    ],
+)
+def test_a_long_list_is_refused_at_its_first_error(make, value):
+    check_refused(make, value)
+
+
+def test_still_a_long_list_of_stop_strings_is_refused_at_once():
+    check_refused(lambda value: completion(stop=value), [[]] * MANY)
+
+
+def check_refused(make, value) -> None:
+    """Within 50 ms: all streams stand still meanwhile."""
+    times = []
+    for _ in range(3):
+        began = time.thread_time()
+        with pytest.raises(ValidationError) as refused:
+            make(value)
+        times.append(time.thread_time() - began)
+        assert refused.value.error_count() == 1
+    assert min(times) < 0.05
+
+
+def test_the_longest_lists():
+    """The most prompts, messages or parts are valid; one more is refused by name."""
+    most = 2**14
+    for make, item in ((prompts, "a"), (prompts, [1]), (chat, PART), (messages, MESSAGE)):
+        make([item] * most)
+        with pytest.raises(ValidationError, match=str(most)):
+            make([item] * (most + 1))
+    assert completion(prompt=[1] * MANY).prompts == [[1] * MANY]
