@@ -63,7 +63,9 @@ def check_server_options(args) -> None:
         raise UserError("--host is empty; 0.0.0.0 listens at all addresses")
 
 
-UVICORN = {"access_log": False}
+# h11 also where httptools is installed: httptools stops reading where bytes come after a body, and
+# the server does not notice that the client leaves.
+UVICORN = {"http": "h11", "access_log": False}
 
 
 def listen(host: str, port: int) -> socket.socket:

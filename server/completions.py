@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from loading.tokenizer import TextStream
-from server.answers import Answer
+from server.answers import Answer, unless_gone
 from server.engine_thread import Update
 from server.protocol import CompletionRequest
 from server.served import Served
@@ -18,7 +18,10 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts. A text that outgrows the model's window goes on: the window slides."""
-    served: Served = request.app.state.served
+    return await unless_gone(request, answer(body, request.app.state.served))
+
+
+async def answer(body: CompletionRequest, served: Served) -> Response:
     served.check_model(body.model)
     wanted = 16 if body.max_tokens is None else body.max_tokens
     params = body.params(wanted, body.logprobs)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from conftest import CHECKPOINTS, ROOT, module_with
 
 SMALL = CHECKPOINTS / "stories-llama"
 PATH = "/v1/completions"
+ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True}
 
 
 @functools.cache
@@ -147,6 +149,25 @@ def until(condition, seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def is_free(owner) -> bool:
+    """Whether nothing is left to do, and nothing is held. owner: of an EngineThread."""
+    scheduler = owner.thread.engine.scheduler
+    idle = not scheduler.running and not scheduler.waiting and not owner.thread.calls
+    return idle and scheduler.pool.available == scheduler.pool.num_pages
+
+
+def request_of(path: str, body: dict) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def connect(door, data: bytes) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", door.port), timeout=60)
+    client.sendall(data)
+    return client
 
 
 class Door:
