@@ -48,15 +48,17 @@ class Update(NamedTuple):
 class Call:
     """Texts that are asked for together, and what is new of them."""
 
-    def __init__(self):
+    def __init__(self, texts: int):
         self.requests: list[Request] = []  # the engine's thread alone has them
         # All else is the event loop's.
+        self.left = texts  # that are not over
         self.updates: dict[int, list[Update]] = {}  # by text: not fetched yet
         self.error: Exception | None = None
         self.changed = asyncio.Event()
 
     def update(self, index: int, update: Update) -> None:
         """Something is new of a text."""
+        self.left -= update.finish_reason is not None
         self.updates.setdefault(index, []).append(update)
         self.changed.set()
 
@@ -68,9 +70,10 @@ class Call:
         return updates
 
     def fail(self, error: Exception) -> None:
-        """Nothing more comes but this error."""
-        self.error = error
-        self.changed.set()
+        """Nothing more comes but this error, unless all is there."""
+        if self.left:
+            self.error = error
+            self.changed.set()
 
 
 @dataclass
@@ -140,22 +143,20 @@ class EngineThread:
         """
         if self.error:
             raise EngineDead(self.error)
-        call = Call()
+        call = Call(len(prompts))
         self.calls.add(call)
         self.commands.put(functools.partial(self.add, call, prompts, params, salt))
-        left = len(prompts)
         try:
-            while left:
+            while call.left or call.updates:
                 await call.changed.wait()
                 updates = call.fetch()
-                left -= sum(update.finish_reason is not None for update in updates.values())
                 if updates:
                     yield updates
                 if call.error:
                     raise call.error
         finally:
             self.calls.remove(call)
-            if left:
+            if call.left:
                 self.commands.put(functools.partial(self.abort, call))
 
     def deliver(self, news: list[tuple[Text, Update, str | None]]) -> None:
