@@ -20,7 +20,7 @@ from command_line import (
     show,
 )
 from engine.options import add_engine_options, check_engine_options, load_engine
-from errors import UserError
+from errors import UserError, check_limits
 from loading.load import Source, parse_name
 from server.app import make_app
 from server.engine_thread import EngineThread
@@ -28,6 +28,7 @@ from server.memory import freeze
 from server.served import Served, find_chat, served_name
 
 LLAMA = STORIES.with_name("stories-llama")
+AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
 
 
 def main(argv=None) -> None:
@@ -42,6 +43,10 @@ def add_server_options(parser: Parser) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
+    waiting_help = "texts that may wait, besides those that run; more are refused with 429"
+    parser.add_argument("--max-waiting", type=int, default=1024, help=waiting_help)
+    tokens_help = "tokens in the prompts of texts that have not begun; more: 429"
+    parser.add_argument("--max-waiting-tokens", type=int, default=2**20, help=tokens_help)
     add_engine_options(parser)
     add_model_options(parser)
     add_stride_option(parser)
@@ -61,6 +66,8 @@ def check_server_options(args) -> None:
     check_engine_options(args)
     if not args.host:
         raise UserError("--host is empty; 0.0.0.0 listens at all addresses")
+    for name in ("max_waiting", "max_waiting_tokens"):
+        check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
 
 
 # h11 also where httptools is installed: httptools stops reading where bytes come after a body, and
@@ -93,7 +100,7 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     """Load the model, print the address, and answer until a signal comes."""
     name = served_name(source)
     make = functools.partial(load_engine, args, source, device)
-    async with EngineThread(make) as thread:
+    async with EngineThread(make, args.max_waiting, args.max_waiting_tokens) as thread:
         served = Served(thread, name, source.label, find_chat(source))
         app = make_app(served)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))

@@ -15,7 +15,12 @@ import tiktoken
 
 from engine.engine import Engine
 from engine.request import Event, Request
+from errors import UserError
 from sampling import SamplingParams, TokenLogprob
+
+
+class QueueFull(Exception):
+    """There is no room now."""
 
 
 class EngineDead(Exception):
@@ -48,16 +53,18 @@ class Update(NamedTuple):
 class Call:
     """Texts that are asked for together, and what is new of them."""
 
-    def __init__(self, texts: int):
+    def __init__(self, texts: int, tokens: int):
         self.requests: list[Request] = []  # the engine's thread alone has them
         # All else is the event loop's.
         self.left = texts  # that are not over
+        self.waiting = tokens  # of prompts, until a text begins
         self.updates: dict[int, list[Update]] = {}  # by text: not fetched yet
         self.error: Exception | None = None
         self.changed = asyncio.Event()
 
     def update(self, index: int, update: Update) -> None:
         """Something is new of a text."""
+        self.waiting = 0
         self.left -= update.finish_reason is not None
         self.updates.setdefault(index, []).append(update)
         self.changed.set()
@@ -89,13 +96,19 @@ class EngineThread:
     """An engine that computes in a thread of its own, for readers in an event loop.
 
     make: a function that makes the engine; it is called in the thread, because it may take long.
+    max_waiting: how many texts there may be besides those that can run at once.
+    max_waiting_tokens: in all prompts together for which no text has begun.
     The engine is that thread's alone. So there is no lock, and no reader waits for a step: requests
     go in through a queue, and after each step all that is new goes to the event loop.
     Use it as an asynchronous context manager.
     """
 
-    def __init__(self, make: Callable[[], Engine]):
+    def __init__(
+        self, make: Callable[[], Engine], max_waiting: int = 1024, max_waiting_tokens: int = 2**20
+    ):
         self.make = make
+        self.max_waiting = max_waiting
+        self.max_waiting_tokens = max_waiting_tokens
         self.engine: Engine | None = None  # None until it is made
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.texts: dict[Request, Text] = {}  # unfinished ones; the engine's thread alone has it
@@ -130,6 +143,34 @@ class EngineThread:
     def encoding(self) -> tiktoken.Encoding:
         return self.engine.encoding
 
+    @property
+    def unfinished(self) -> int:
+        """Texts that are not over. A text is over even if its end is not fetched yet."""
+        return sum(call.left for call in self.calls)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens in the prompts of calls of which no text has begun."""
+        return sum(call.waiting for call in self.calls)
+
+    def admit(self, texts: int, tokens: int = 0) -> None:
+        """Check that there is room for more texts, with this number of tokens in their prompts.
+
+        Raises QueueFull if there is none now, UserError if there never is, and EngineDead.
+        """
+        if self.error:
+            raise EngineDead(self.error)
+        most = self.engine.scheduler.max_rows + self.max_waiting
+        limits = (
+            ("texts", texts, self.unfinished, most),
+            ("tokens of prompts", tokens, self.waiting_tokens, self.max_waiting_tokens),
+        )
+        for what, new, present, most in limits:
+            if new > most:
+                raise UserError(f"{new} {what} in one request; there is room for {most}")
+            if present + new > most:
+                raise QueueFull(f"the queue is full, with {present} {what}: try again")
+
     async def generate(
         self, prompts: list[list[int]], params: list[SamplingParams], salt: str = ""
     ) -> AsyncIterator[dict[int, Update]]:
@@ -137,13 +178,14 @@ class EngineThread:
 
         Each time there is an Update for one or more of them, by their places in `prompts`. What is
         not fetched in time is joined into one. Raises what `Engine.add` raises, TextFailed if one
-        of the texts fails, after what is new of it, and EngineDead.
+        of the texts fails, after what is new of it, and, before anything is done, what `admit`
+        raises; EngineDead later, too.
         However it ends, texts that are not over are aborted. Where you may leave it before, close
         it: `async with contextlib.aclosing(...)`.
         """
-        if self.error:
-            raise EngineDead(self.error)
-        call = Call(len(prompts))
+        tokens = sum(map(len, prompts))
+        self.admit(len(prompts), tokens)
+        call = Call(len(prompts), tokens)
         self.calls.add(call)
         self.commands.put(functools.partial(self.add, call, prompts, params, salt))
         try:

@@ -45,7 +45,7 @@ def test_what_an_echo_may_repeat(tiny_llama, monkeypatch):
         return 400, refusal(message, "echo")
 
     (word,) = small_encoding().encode(" uncomfortable")
-    with serving(lambda: small_engine(tiny_llama)) as door:
+    with serving(lambda: small_engine(tiny_llama), max_waiting=4000) as door:
         asked = LONG | {"prompt": [[word] * 60] * 11}
         assert door.post(PATH, asked | {"n": 128}) == refused(11 * 128 * 60 * 14)
         assert not door.thread.calls

@@ -1,0 +1,152 @@
+"""The bounds of the queue, in texts and in tokens of prompts."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serving import (
+    ENDLESS,
+    PATH,
+    collect,
+    in_turns,
+    refusal,
+    run_calls,
+    serving,
+    small_encoding,
+    small_engine,
+    until,
+)
+
+import serve
+from errors import UserError
+from sampling import SamplingParams
+from server.served import Served
+
+CHAT = "/v1/chat/completions"
+TALK = {"messages": [{"role": "user", "content": "cat"}]}
+STREAM = ENDLESS | {"stream": True}
+
+
+def full(present: int, what: str) -> dict:
+    message = f"the queue is full, with {present} {what}: try again"
+    return refusal(message, code="rate_limit_exceeded")
+
+
+def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
+    """5 of 12 requests at once get in: 2 rows and 3 that wait. Later there is room again."""
+    turn = threading.Semaphore(0)
+
+    def make():
+        return in_turns(small_engine(tiny_llama, max_rows=2), turn)
+
+    with serving(make, max_waiting=3) as door, ThreadPoolExecutor(12) as pool:
+        answers = [
+            pool.submit(door.post, PATH, {"seed": row, "max_tokens": 4}) for row in range(12)
+        ]
+        until(lambda: sum(answer.done() for answer in answers) == 7)
+        refused = [answer.result() for answer in answers if answer.done()]
+        assert refused == [(429, full(5, "texts"))] * 7
+        with door.send("POST", CHAT, TALK) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
+        turn.release(10**6)
+        assert sorted(answer.result()[0] for answer in answers) == [200] * 5 + [429] * 7
+        assert door.post(PATH, {"n": 5, "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        (PATH, {"prompt": ["a", "b"], "n": 3}),
+        (PATH, {"prompt": ["a"] * 6}),
+        (PATH, {"n": 6}),
+        (CHAT, TALK | {"n": 6}),
+    ],
+)
+def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch, path, body):
+    with serving(lambda: small_engine(tiny_llama, max_rows=2), max_waiting=3) as door:
+        for name in ("encode", "encode_chat"):
+            monkeypatch.setattr(Served, name, None)
+        status, answer = door.post(path, body)
+    message = "6 texts in one request; there is room for 5"
+    assert (status, answer["error"]["message"]) == (400, message)
+
+
+def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama):
+    """They count until their text begins."""
+    turn = threading.Semaphore(0)
+    prompt = {"prompt": [1] * 10, "max_tokens": 3}
+
+    def make():
+        return in_turns(small_engine(tiny_llama), turn)
+
+    with serving(make, max_waiting_tokens=25) as door, ThreadPoolExecutor(2) as pool:
+        first = [pool.submit(door.post, PATH, prompt) for _ in range(2)]
+        until(lambda: len(door.thread.calls) == 2)
+        assert door.post(PATH, prompt) == (429, full(20, "tokens of prompts"))
+        assert door.post(PATH, prompt | {"stream": True})[0] == 429
+        turn.release(10**6)
+        assert [answer.result()[0] for answer in first] == [200, 200]
+        with door.send("POST", PATH, STREAM | {"prompt": [1] * 20}) as answer:
+            answer.readline()  # it has begun
+            assert door.post(PATH, {"prompt": [1] * 25, "max_tokens": 1})[0] == 200
+    assert door.thread.waiting_tokens == door.thread.unfinished == 0
+
+
+def test_more_tokens_than_ever_fit_are_400(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama), max_waiting_tokens=9) as door:
+        status, found = door.post(PATH, {"prompt": [1] * 10})
+    message = "10 tokens of prompts in one request; there is room for 9"
+    assert (status, found["error"]["message"]) == (400, message)
+
+
+def test_a_request_needs_room_for_one_text_and_is_not_encoded_where_there_is_none(
+    tiny_llama, monkeypatch
+):
+    with serving(lambda: small_engine(tiny_llama, max_rows=1), max_waiting=0) as door:
+        for path, body in ((PATH, {}), (CHAT, TALK)):
+            assert door.post(path, body | {"max_tokens": 1})[0] == 200
+        with door.send("POST", PATH, STREAM):
+            until(lambda: door.thread.calls)
+            monkeypatch.setattr(type(small_encoding()), "encode", None)
+            assert door.post(PATH, {"prompt": "x"}) == (429, full(1, "texts"))
+
+
+@pytest.mark.parametrize("end", ["over", "cancelled", "refused"])
+def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
+    from server.engine_thread import QueueFull
+
+    params = SamplingParams(max_new_tokens=10**9 if end == "cancelled" else 2, ignore_eos=True)
+    prompt = [4096] if end == "refused" else [1]
+
+    async def use(thread):
+        for _ in range(3):
+            task = asyncio.ensure_future(collect(thread.generate([prompt] * 2, [params] * 2)))
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFull):
+                thread.admit(1)
+            if end == "cancelled":
+                task.cancel()
+            await asyncio.wait([task])
+            assert (thread.unfinished, thread.waiting_tokens) == (0, 0)
+            thread.admit(2, 5)
+        if end == "refused":
+            assert isinstance(task.exception(), UserError)
+
+    options = {"max_waiting": 1, "max_waiting_tokens": 5}
+    run_calls(lambda: small_engine(tiny_llama, max_rows=1), use, **options)
+
+
+def test_a_full_queue_still_has_its_model(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama, max_rows=1), max_waiting=0) as door:
+        with door.send("POST", PATH, STREAM) as answer:
+            assert answer.status == 200
+            assert door.post(PATH, {})[0] == 429
+            assert door.get("/v1/models")[0] == door.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("name", ["max_waiting", "max_waiting_tokens"])
+def test_a_bound_is_an_integer(run_main, name):
+    code, out, err = run_main(serve.main, "--port", 0, f"--{name.replace('_', '-')}=-1")
+    assert (code, out) == (2, "")
+    assert err.endswith(f"error: {name} is -1; it must be an integer >= 0\n")
