@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import re
 import socket
 
 if __name__ == "__main__":
@@ -15,6 +16,7 @@ from command_line import (
     Parser,
     add_model_options,
     add_stride_option,
+    check_text,
     pick_device,
     run_script,
     show,
@@ -43,6 +45,10 @@ def add_server_options(parser: Parser) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
+    key_help = "clients must send it as a bearer token; if not given, anyone may ask"
+    parser.add_argument("--api-key", help=key_help)
+    origin_help = "a web page of this origin may ask; repeatable; *: any"
+    parser.add_argument("--allow-origin", action="append", default=[], help=origin_help)
     waiting_help = "texts that may wait, besides those that run; more are refused with 429"
     parser.add_argument("--max-waiting", type=int, default=1024, help=waiting_help)
     tokens_help = "tokens in the prompts of texts that have not begun; more: 429"
@@ -64,6 +70,13 @@ def run(args) -> None:
 def check_server_options(args) -> None:
     """Raise UserError for values out of range, or options that do not go together."""
     check_engine_options(args)
+    check_text("--api-key", args.api_key or "")
+    if args.api_key == "":
+        raise UserError("--api-key is empty; leave it out to let anyone ask")
+    if args.api_key and args.api_key != args.api_key.strip():
+        raise UserError("--api-key has a blank at an end, which no client can send")
+    if re.search(r"[\x00-\x08\n-\x1f\x7f]", args.api_key or ""):
+        raise UserError("--api-key has a control character, which no client can send")
     if not args.host:
         raise UserError("--host is empty; 0.0.0.0 listens at all addresses")
     for name in ("max_waiting", "max_waiting_tokens"):
@@ -102,7 +115,7 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     make = functools.partial(load_engine, args, source, device)
     async with EngineThread(make, args.max_waiting, args.max_waiting_tokens) as thread:
         served = Served(thread, name, source.label, find_chat(source))
-        app = make_app(served)
+        app = make_app(served, args.api_key, args.allow_origin)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))
         freeze()
         show(f"{name} at {url_of(*sock.getsockname()[:2])}\n")

@@ -214,10 +214,11 @@ class Door:
 
 
 @contextlib.contextmanager
-def serving(make, chat=None, **options):
+def serving(make, chat=None, app_options=None, **options):
     """A Door to an engine; the event loop has a thread of its own.
 
-    chat: the template of the model, or an error. options: of the EngineThread.
+    chat: the template of the model, or an error. app_options: of `make_app`.
+    options: of the EngineThread.
     """
     from loading.chat import Chat
 
@@ -230,7 +231,7 @@ def serving(make, chat=None, **options):
     async def enter():
         async with EngineThread(make, **options) as thread:
             served = Served(thread, "small", "somewhere/small", chat or Chat(SMALL))
-            yield make_app(served), thread
+            yield make_app(served, **(app_options or {})), thread
 
     with serving_app(enter) as door:
         yield door
