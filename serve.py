@@ -24,7 +24,7 @@ from command_line import (
 from engine.options import add_engine_options, check_engine_options, load_engine
 from errors import UserError, check_limits
 from loading.load import Source, parse_name
-from server.app import make_app
+from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.memory import freeze
 from server.served import Served, find_chat, served_name
@@ -49,6 +49,9 @@ def add_server_options(parser: Parser) -> None:
     parser.add_argument("--api-key", help=key_help)
     origin_help = "a web page of this origin may ask; repeatable; *: any"
     parser.add_argument("--allow-origin", action="append", default=[], help=origin_help)
+    host_help = "a host name that clients may use, repeatable; localhost, --host and IP addresses"
+    host_help += " always may; *: any name, the default at 0.0.0.0 and ::"
+    parser.add_argument("--allowed-host", action="append", default=[], help=host_help)
     waiting_help = "texts that may wait, besides those that run; more are refused with 429"
     parser.add_argument("--max-waiting", type=int, default=1024, help=waiting_help)
     tokens_help = "tokens in the prompts of texts that have not begun; more: 429"
@@ -79,6 +82,9 @@ def check_server_options(args) -> None:
         raise UserError("--api-key has a control character, which no client can send")
     if not args.host:
         raise UserError("--host is empty; 0.0.0.0 listens at all addresses")
+    for name in args.allowed_host:
+        if not re.fullmatch(r"\*|[\w.-]+", name):
+            raise UserError(f"--allowed-host {name}: it must be a name without a port")
     for name in ("max_waiting", "max_waiting_tokens"):
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
 
@@ -115,7 +121,8 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     make = functools.partial(load_engine, args, source, device)
     async with EngineThread(make, args.max_waiting, args.max_waiting_tokens) as thread:
         served = Served(thread, name, source.label, find_chat(source))
-        app = make_app(served, args.api_key, args.allow_origin)
+        hosts = allowed_hosts(args.host, args.allowed_host)
+        app = make_app(served, args.api_key, args.allow_origin, hosts)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))
         freeze()
         show(f"{name} at {url_of(*sock.getsockname()[:2])}\n")
