@@ -137,7 +137,7 @@ def make_app(
 
     @app.get("/health")
     async def health() -> Response:
-        """200 with an empty body; 503 if there is no engine any more."""
+        """200 with an empty body; 503 if there is no engine, any more or yet."""
         return Response(status_code=503 if served.thread.error else 200)
 
     @app.get("/v1/models")

@@ -1,0 +1,39 @@
+"""The beginning and the end of an engine's thread, as its clients see them."""
+
+import asyncio
+
+from serving import run_calls, server_error, serving, small_engine
+
+from sampling import SamplingParams
+
+
+def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
+    """Its end is not fetched by then."""
+
+    async def use(thread):
+        updates = thread.generate([[5]], [SamplingParams(max_new_tokens=3, ignore_eos=True)])
+        tokens = len((await anext(updates))[0].tokens)
+        while thread.engine.busy:
+            await asyncio.sleep(0.001)
+        thread.stop()
+        await asyncio.to_thread(thread.thread.join, 10)
+        while not thread.error:
+            await asyncio.sleep(0)
+        async for step in updates:
+            tokens += len(step[0].tokens)
+        return tokens, thread.error
+
+    found = run_calls(lambda: small_engine(tiny_llama), use)
+    assert found == (3, "the server is shutting down")
+
+
+def test_the_models_of_a_dead_engine(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as door:
+
+        def die():
+            raise MemoryError("no more")
+
+        door.thread.commands.put(die)
+        door.thread.thread.join(60)
+        error = server_error("the engine has failed: MemoryError: no more")
+        assert door.get("/v1/models") == (503, error)
