@@ -4,12 +4,14 @@ import asyncio
 import functools
 import os
 import re
+import signal
 import socket
 
 if __name__ == "__main__":
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 import uvicorn
+from fastapi import FastAPI
 
 from command_line import (
     STORIES,
@@ -31,6 +33,7 @@ from server.served import Served, find_chat, served_name
 
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
+SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number from 0 to below 1000000")
 
 
 def main(argv=None) -> None:
@@ -56,6 +59,8 @@ def add_server_options(parser: Parser) -> None:
     parser.add_argument("--max-waiting", type=int, default=1024, help=waiting_help)
     tokens_help = "tokens in the prompts of texts that have not begun; more: 429"
     parser.add_argument("--max-waiting-tokens", type=int, default=2**20, help=tokens_help)
+    drain_help = "how long running texts may go on after SIGTERM or Ctrl-C"
+    parser.add_argument("--drain-seconds", type=float, default=30, help=drain_help)
     add_engine_options(parser)
     add_model_options(parser)
     add_stride_option(parser)
@@ -67,7 +72,8 @@ def run(args) -> None:
     source = parse_name(args.model)
     device = pick_device(args.device)
     with listen(args.host, args.port) as sock:
-        asyncio.run(serve(args, source, device, sock))
+        if asyncio.run(serve(args, source, device, sock)) == signal.SIGINT:
+            raise KeyboardInterrupt
 
 
 def check_server_options(args) -> None:
@@ -85,6 +91,7 @@ def check_server_options(args) -> None:
     for name in args.allowed_host:
         if not re.fullmatch(r"\*|[\w.-]+", name):
             raise UserError(f"--allowed-host {name}: it must be a name without a port")
+    check_limits({"drain_seconds": SECONDS}, drain_seconds=args.drain_seconds)
     for name in ("max_waiting", "max_waiting_tokens"):
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
 
@@ -92,6 +99,32 @@ def check_server_options(args) -> None:
 # h11 also where httptools is installed: httptools stops reading where bytes come after a body, and
 # the server does not notice that the client leaves.
 UVICORN = {"http": "h11", "access_log": False}
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which ends in its own way.
+
+    After a signal no new client is let in, and running texts may go on for `seconds`; then they
+    end with an error. A second signal ends the process at once.
+    """
+
+    def __init__(self, app: FastAPI, thread: EngineThread, seconds: float):
+        # A client that does not read its error either is cut off.
+        options = {"timeout_graceful_shutdown": seconds + 5, "lifespan": "off"}
+        super().__init__(uvicorn.Config(app, log_level="warning", **options, **UVICORN))
+        self.thread = thread
+        self.seconds = seconds
+        self.signal: int | None = None
+
+    def handle_exit(self, sig: int, frame) -> None:
+        if self.signal is not None or not self.thread.ready.done():
+            os._exit(128 + sig)
+        self.signal = sig
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket]) -> None:
+        asyncio.get_running_loop().call_later(self.seconds, self.thread.stop)
+        await super().shutdown(sockets)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -115,18 +148,33 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
-    """Load the model, print the address, and answer until a signal comes."""
+async def serve(args, source: Source, device: str, sock: socket.socket) -> int | None:
+    """Load the model, print the address, and answer until a signal comes, which is returned.
+
+    While the model is loaded, requests are answered with 503.
+    """
     name = served_name(source)
     make = functools.partial(load_engine, args, source, device)
-    async with EngineThread(make, args.max_waiting, args.max_waiting_tokens) as thread:
-        served = Served(thread, name, source.label, find_chat(source))
-        hosts = allowed_hosts(args.host, args.allowed_host)
-        app = make_app(served, args.api_key, args.allow_origin, hosts)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **UVICORN))
+    thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
+    served = Served(thread, name, source.label, find_chat(source))
+    hosts = allowed_hosts(args.host, args.allowed_host)
+    app = make_app(served, args.api_key, args.allow_origin, hosts)
+    server = Server(app, thread, args.drain_seconds)
+    thread.start()
+    serving = asyncio.ensure_future(server.serve([sock]))
+    await asyncio.wait((thread.ready, serving), return_when=asyncio.FIRST_COMPLETED)
+    if thread.engine:
         freeze()
         show(f"{name} at {url_of(*sock.getsockname()[:2])}\n")
-        await server.serve([sock])
+    else:
+        server.should_exit = True
+        server.force_exit = True  # no client waits for a text
+    await serving
+    if not thread.ready.done():  # a signal came first, and no thread can be told to stop loading
+        os._exit(128 + server.signal)
+    await thread.ready  # raises what loading raised
+    await thread.close()
+    return server.signal
 
 
 if __name__ == "__main__":

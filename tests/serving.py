@@ -277,7 +277,8 @@ def serving_app(enter):
 @contextlib.contextmanager
 def start(*arguments, program=None) -> Iterator[subprocess.Popen]:
     """A process of serve.py, which is no more after the block. program: what it runs instead."""
-    options = ["--port", "0", "--device", "cpu", "--backend", "torch", *arguments]
+    options = ["--port", "0", "--device", "cpu", "--backend", "torch"]
+    options += ["--drain-seconds", "60", *arguments]
     command = [sys.executable, "serve.py", *options]
     if program:
         command = [sys.executable, "-c", program.format(arguments=options)]

@@ -1,0 +1,107 @@
+"""How a server begins and ends: 503 while it loads, and what signals do."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+
+import pytest
+from serving import ENDLESS, PATH, Door, Script, server_error, until
+
+import serve
+
+STREAM = ENDLESS | {"stream": True}
+
+
+@pytest.fixture
+def start(tmp_path):
+    return lambda *options: Script(tmp_path, "--drain-seconds", 60, *options)
+
+
+@pytest.fixture
+def slow(start, monkeypatch):
+    """A server that waits before it loads its model, a Door to it, and what lets it go on."""
+    held, let_go = os.pipe()
+    load = serve.load_engine
+
+    def load_later(*args):
+        os.read(held, 1)
+        return load(*args)
+
+    monkeypatch.setattr(serve, "load_engine", load_later)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    door = Door(port, None, None)
+    with start("--port", port) as server:
+        until(lambda: lets_in(door) or not server.process.is_alive())
+        yield server, door, lambda: os.write(let_go, b"x")
+
+
+def lets_in(door) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(door.get("/health"))
+    return False
+
+
+def rest_of(answer) -> list[dict]:
+    """The events of a stream that are still to come; after them it ends as it should."""
+    *lines, done, empty = answer.read().split(b"\n\n")
+    assert (done, empty) == (b"data: [DONE]", b"")
+    return [json.loads(line.strip().removeprefix(b"data: ")) for line in lines]
+
+
+def test_after_the_limit_texts_end_with_an_error(start):
+    with start("--drain-seconds", 0.5) as server:
+        door = server.door()
+        with door.send("POST", PATH, STREAM) as answer:
+            answer.readline()
+            server.signal(signal.SIGTERM)
+            assert rest_of(answer)[-1] == server_error("the server is shutting down")
+        assert server.end()[0] == 0
+
+
+def test_a_second_signal_ends_it_at_once(start):
+    with start() as server:
+        door = server.door()
+        with door.send("POST", PATH, STREAM) as answer:
+            answer.readline()
+            server.signal(signal.SIGTERM)
+            until(lambda: not lets_in(door))
+            assert answer.readline() and server.process.is_alive()
+            server.signal(signal.SIGTERM)
+            assert server.end()[0] == 128 + signal.SIGTERM
+
+
+def test_503_while_the_model_is_loaded_and_texts_end_after_a_signal(slow):
+    server, door, let_go = slow
+    refused = (503, server_error("the model is being loaded"))
+    talk = {"messages": [{"role": "user", "content": "cat"}]}
+    assert door.get("/health") == (503, None)
+    assert door.get("/v1/models") == door.post(PATH, {}) == refused
+    assert door.post("/v1/chat/completions", talk) == refused
+    let_go()
+    assert server.door().port == door.port
+    assert door.get("/health") == (200, None)
+    with door.send("POST", PATH, STREAM | {"max_tokens": 60}) as answer:
+        answer.readline()
+        server.signal(signal.SIGTERM)
+        assert rest_of(answer)[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.end() == (0, "")
+    with pytest.raises(ConnectionRefusedError):
+        door.get("/health")
+
+
+def test_a_signal_while_the_model_is_loaded(slow):
+    server, _, _ = slow
+    server.signal(signal.SIGTERM)
+    assert server.end()[0] == 128 + signal.SIGTERM
+    assert server.written(server.out) == ""
+
+
+@pytest.mark.parametrize("seconds", ["-1", "inf", "nan"])
+def test_how_long_texts_may_go_on_is_a_number_of_seconds(run_main, seconds):
+    code, out, err = run_main(serve.main, "--port", 0, f"--drain-seconds={seconds}")
+    assert (code, out) == (2, "")
+    words = f"drain_seconds is {float(seconds)}; it must be a number from 0 to below 1000000"
+    assert err.endswith(f"error: {words}\n")
