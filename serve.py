@@ -10,8 +10,10 @@ import socket
 if __name__ == "__main__":
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from command_line import (
     STORIES,
@@ -96,9 +98,65 @@ def check_server_options(args) -> None:
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
 
 
-# h11 also where httptools is installed: httptools stops reading where bytes come after a body, and
-# the server does not notice that the client leaves.
-UVICORN = {"http": "h11", "access_log": False}
+class Protocol(H11Protocol):
+    """uvicorn's, which also closes a connection whose client does not send or does not read.
+
+    A head must be complete within `seconds` of the connection, or of its first byte if it is not
+    the first. The next piece of a body must come within `seconds`, and the client must take each
+    piece of an answer within `seconds`. Like nginx's client_header_timeout,
+    client_body_timeout and send_timeout.
+    """
+
+    seconds = 30
+    timer: asyncio.TimerHandle | None = None  # while a request is not whole
+    unread: asyncio.TimerHandle | None = None  # while the client has something to take
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # each byte that is left over pauses writing
+        self.watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # which goes on with what came behind this request
+        if self.conn.their_state is h11.SEND_BODY:
+            self.watch()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.timer:  # no new request is let in
+            self.transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        for timer in (self.timer, self.unread):
+            if timer:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.unread.cancel()
+
+    def watch(self) -> None:
+        """Begin or end the time of a request. More of a body renews it, more of a head does not."""
+        # Never cancelled in IDLE: a body that ends after its answer has cancelled uvicorn's timer.
+        if self.timer and self.conn.their_state is not h11.IDLE:
+            self.timer.cancel()
+            self.timer = None
+        if not self.timer and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self.timer = self.loop.call_later(self.seconds, self.transport.close)
+
+
+# Protocol is h11's also where httptools is installed: httptools stops reading where bytes come
+# after a body, and the server does not notice that the client leaves.
+UVICORN = {"http": Protocol, "access_log": False}
 
 
 class Server(uvicorn.Server):

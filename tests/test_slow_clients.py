@@ -1,0 +1,87 @@
+"""Clients that do not read, or do not send the whole of a request."""
+
+import contextlib
+import re
+import signal
+import socket
+import time
+from types import SimpleNamespace
+
+import pytest
+from serving import ENDLESS, PATH, Script, connect, request_of, serving, small_engine, until
+
+import serve
+
+STREAM = ENDLESS | {"stream": True}
+LONG = {"prompt": [" uncomfortable" * 60] * 8, "n": 120, "max_tokens": 0, "echo": True}  # 0.9 MB
+
+
+@contextlib.contextmanager
+def not_reading(door, body: dict):
+    """A client whose answer fills all buffers between it and the server, which it does not read."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect(("127.0.0.1", door.port))
+        until(lambda: door.server.server_state.connections)
+        (protocol,) = door.server.server_state.connections
+        until(lambda: protocol.transport)
+        sending = protocol.transport.get_extra_info("socket")
+        sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.sendall(request_of(PATH, body))
+        until(lambda: protocol.transport.get_write_buffer_size())
+        yield client
+
+
+BODIES = [LONG, LONG | {"stream": True}, STREAM]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=["whole", "echo", "endless"])
+def test_a_client_that_does_not_read_is_cut_off(tiny_llama, monkeypatch, body):
+    """Its texts count until then."""
+    monkeypatch.setattr(serve.Protocol, "seconds", 1)
+    most = 1 if body is STREAM else 960
+    with serving(lambda: small_engine(tiny_llama, max_rows=1), max_waiting=most - 1) as door:
+        began = time.monotonic()
+        with not_reading(door, body):
+            assert door.thread.unfinished == most
+            assert door.post(PATH, {"max_tokens": 1})[0] == 429
+            until(lambda: not door.thread.calls)
+            assert 1 < time.monotonic() - began < 15
+            until(lambda: not door.server.server_state.connections)
+            assert door.post(PATH, {"max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize("body", BODIES[:2], ids=["whole", "echo"])
+def test_a_client_that_reads_slowly_is_not(tiny_llama, monkeypatch, body):
+    """Though its answer takes longer than one piece of it may."""
+    monkeypatch.setattr(serve.Protocol, "seconds", 1)
+    with serving(lambda: small_engine(tiny_llama)) as door, not_reading(door, body) as client:
+        data = b""
+        began = time.monotonic()
+        while not data.endswith((b"}}", b"\r\n0\r\n\r\n")):
+            data += client.recv(2**15)
+            time.sleep(0.006)
+        assert time.monotonic() - began > serve.Protocol.seconds
+        data = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", data)  # between chunks
+        assert data.count(b" uncomfortable") == 960 * 60
+        until(lambda: not door.thread.calls)
+
+
+def test_a_half_request_does_not_hold_it(tmp_path):
+    with Script(tmp_path) as server:
+        door = server.door()
+        data = request_of(PATH, STREAM)
+        with connect(door, data[:-1]), connect(door, data[:9]):
+            assert door.get("/health") == (200, None)  # so both have been read
+            server.signal(signal.SIGTERM)
+            assert server.end() == (0, "")
+
+
+def test_a_server_reads_with_h11_whatever_is_installed():
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    state = SimpleNamespace(served=SimpleNamespace(live=None))
+    config = serve.Server(SimpleNamespace(state=state), None, 1).config
+    config.load()
+    assert config.http_protocol_class is serve.Protocol and issubclass(serve.Protocol, H11Protocol)
