@@ -293,6 +293,11 @@ def start(*arguments, program=None) -> Iterator[subprocess.Popen]:
             server.kill()
 
 
+def door_of(server: subprocess.Popen) -> Door:
+    """A Door to the address that a process prints."""
+    return Door(int(server.stdout.readline().rsplit(":", 1)[1]), None, server)
+
+
 class Script:
     """serve.py in a process forked from this one, because an import of torch takes seconds.
 
