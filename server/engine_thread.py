@@ -6,6 +6,7 @@ import functools
 import itertools
 import queue
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class Call:
     """Texts that are asked for together, and what is new of them."""
 
     def __init__(self, texts: int, tokens: int):
+        self.asked = time.perf_counter()
         self.requests: list[Request] = []  # the engine's thread alone has them
         # All else is the event loop's.
         self.texts = texts

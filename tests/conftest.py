@@ -1,5 +1,6 @@
 """What the lessons' tests share: tiny models, the embedded one, and the command line."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -268,6 +269,24 @@ def door(tiny_llama):
 
     with serving(lambda: small_engine(tiny_llama)) as door:
         yield door
+
+
+@pytest.fixture
+def start(tiny):
+    """A function that starts a server of a tiny model, with options of the engine: a Door."""
+    from serving import serving, small_encoding
+
+    from engine.engine import Engine
+
+    with contextlib.ExitStack() as stack:
+
+        def enter(model=None, app_options=None, **options):
+            def make():
+                return Engine(model or tiny(), encoding=small_encoding(), **options)
+
+            return stack.enter_context(serving(make, app_options=app_options))
+
+        yield enter
 
 
 @pytest.fixture(scope="session")

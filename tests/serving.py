@@ -132,6 +132,15 @@ def server_error(message: str) -> dict:
     return {"error": refusal(message)["error"] | {"type": "server_error"}}
 
 
+def metric_families(door) -> list:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with door.send("GET", "/metrics") as answer:
+        assert answer.status == 200
+        assert answer.headers["Content-Type"].startswith("text/plain; version=")
+        return list(text_string_to_metric_families(answer.read().decode()))
+
+
 def texts_of(events) -> dict[int, tuple]:
     """Text and finish reason of each choice: the last of its events alone has a reason."""
     texts = {}
