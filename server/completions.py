@@ -34,7 +34,7 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
     prompts = [served.fit(prompt, keep, wanted, "prompt") for prompt in encoded]
     texts = [prompt for prompt in prompts for _ in params]
     name = f"cmpl-{uuid.uuid4().hex}"
-    updates = served.thread.generate(texts, params * len(prompts), body.cache_salt or "")
+    updates = served.thread.generate(texts, params * len(prompts), body.cache_salt or "", name)
     made = Completion(name, body, served.name, sum(map(len, prompts)), updates)
     if body.echo:
         shown = [
