@@ -181,6 +181,7 @@ class Server(uvicorn.Server):
         # A client that does not read its error either is cut off.
         options = {"timeout_graceful_shutdown": seconds + 5, "lifespan": "off"}
         super().__init__(uvicorn.Config(app, log_level="warning", **options, **UVICORN))
+        self.live = app.state.served.live
         self.thread = thread
         self.seconds = seconds
         self.signal: int | None = None
@@ -266,6 +267,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket]) -> None:
         self.accepting.cancel()
+        self.live.close()
         asyncio.get_running_loop().call_later(self.seconds, self.thread.stop)
         await super().shutdown(sockets)
 

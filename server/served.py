@@ -9,6 +9,7 @@ from loading.chat import Chat
 from loading.load import Source
 from loading.tokenizer import TextStream
 from server.engine_thread import EngineThread
+from server.live import Live
 from server.metrics import Metrics
 from server.protocol import APIError, Message
 
@@ -39,6 +40,7 @@ class Served:
         self.chat = chat
         self.created = int(time.time())
         self.metrics = Metrics(thread, name)
+        self.live = Live(thread, name)
 
     def model(self) -> dict:
         """What /v1/models says of it. Raises EngineDead if there is no engine."""

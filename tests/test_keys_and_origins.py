@@ -50,7 +50,11 @@ def test_a_body_is_not_read_without_the_key(door):
 
 @pytest.mark.parametrize(
     "method, path, status",
-    [*(("GET", "/health", 200), ("OPTIONS", PATH, 405)), ("GET", "/metrics", 200)],
+    [
+        *(("GET", "/health", 200), ("OPTIONS", PATH, 405)),
+        ("GET", "/metrics", 200),
+        ("GET", "/live", 401),
+    ],
 )
 def test_what_needs_no_key(door, method, path, status):
     with door.send(method, path) as answer:
