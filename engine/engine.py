@@ -69,6 +69,7 @@ class Engine:
         self.gamma = gamma
         self.trials = trials if drafter else None
         self.encoding = encoding
+        self.works: list[Work] = []  # what the last step computed
         self.steps = 0  # so far
         self.positions = 0  # computed so far
         self.drafted = 0
@@ -117,6 +118,7 @@ class Engine:
         KeyboardInterrupt, leaves `step`: its events are lost, but no text is wrong, and the next
         step goes on from there.
         """
+        self.works = []
         self.draft()
         works = self.scheduler.schedule()
         if not works:
@@ -169,6 +171,7 @@ class Engine:
         keep = [len(work.drafts) + 1 for work in works]
         runner = self.model.runner
         logits = runner.logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
+        self.works = works
         self.steps += 1
         self.positions += sum(len(work.tokens) for work in works)
         finite = finite_rows(logits)

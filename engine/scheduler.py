@@ -60,6 +60,7 @@ class Scheduler:
         self.stride = stride
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.preempted: list[Request] = []  # by the last step; they may be running again
         self.preemptions = 0
         self.looked_up = 0  # positions of requests when they begin to run
         self.shared = 0  # of these, those found instead of computed
@@ -83,6 +84,7 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """What to compute next: what running requests lack, the oldest first, then waiting ones."""
+        self.preempted = []
         works = []
         budget = self.budget
         while len(works) < len(self.running):
@@ -136,6 +138,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take all pages of a running request; it is the first to run again, and computed anew."""
+        self.preempted.append(request)
         self.preemptions += 1
         self.forget(request)
         self.running.remove(request)

@@ -3,6 +3,7 @@
 import ipaddress
 import secrets
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,11 +14,13 @@ from starlette.exceptions import HTTPException
 
 from errors import UserError
 from server import chat_completions, completions
-from server.answers import EventStream, api_error
+from server.answers import api_error
 from server.engine_thread import EngineDead, QueueFull, TextFailed
+from server.live import LiveStream
 from server.protocol import APIError
 from server.served import Served
 
+HERE = Path(__file__).parent
 MOST_BYTES = 2**20  # in the body of a request
 MOST_READ = 2**23  # of one that has more
 
@@ -151,8 +154,15 @@ def make_app(
     async def watch() -> Response:
         """The engine at work, as server-sent events; server/live.py says what is in them."""
         served.thread.admit(0)
-        frames = served.live.watch()
-        return EventStream(frames, frames)
+        return LiveStream(served.live.watch())
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return file_response("page.html", "text/html")
+
+    @app.get("/player.js", include_in_schema=False)
+    async def player() -> Response:
+        return file_response("player.js", "text/javascript")
 
     @app.get("/v1/models")
     async def models() -> dict:
@@ -176,6 +186,11 @@ def make_app(
         shown = {"expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed, **shown)
     return app
+
+
+def file_response(name: str, kind: str) -> Response:
+    """A file beside this one. FileResponse has it open while it is sent: a descriptor a client."""
+    return Response((HERE / name).read_bytes(), media_type=kind)
 
 
 async def tell_error(request: Request, error: Exception) -> JSONResponse:

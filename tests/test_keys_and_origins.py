@@ -54,6 +54,7 @@ def test_a_body_is_not_read_without_the_key(door):
         *(("GET", "/health", 200), ("OPTIONS", PATH, 405)),
         ("GET", "/metrics", 200),
         ("GET", "/live", 401),
+        ("GET", "/", 200),
     ],
 )
 def test_what_needs_no_key(door, method, path, status):

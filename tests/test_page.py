@@ -1,0 +1,108 @@
+"""The page is a file and a script, and asks its server only."""
+
+import re
+from html.parser import HTMLParser
+from urllib.parse import urljoin
+
+from conftest import ROOT
+from serving import serving, small_engine
+
+BASE = "http://here/"
+
+
+class Reader(HTMLParser):
+    """Notes the values of a page's attributes: (tag, attribute) -> all of them."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.found = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag, pairs):
+        for name, value in pairs:
+            self.found.setdefault((tag, name), []).append(value)
+
+    def all(self, *names: str) -> list[str]:
+        """The values of attributes of any tag, without the links to other pages."""
+        found = [value for key, value in self.found.items() if key[1] in names and key[0] != "a"]
+        return sum(found, [])
+
+
+def fetch(door, path: str) -> tuple[str, str]:
+    """A file of the page, and its type."""
+    with door.send("GET", path) as answer:
+        assert answer.status == 200
+        return answer.read().decode(), answer.headers["Content-Type"]
+
+
+def test_the_page_and_its_script_are_served(door):
+    files = (("/", "page.html", "text/html"), ("/player.js", "player.js", "text/javascript"))
+    for path, name, kind in files:
+        text, given = fetch(door, path)
+        assert text == (ROOT / "server" / name).read_text("utf-8")
+        assert given.startswith(kind)
+        # Nothing is asked from elsewhere.
+        assert re.findall(r"https?:|//[\w.-]+\.\w|@import|url\(", text) == []
+
+
+def test_what_the_page_loads_and_links_is_there(door):
+    reader = Reader(fetch(door, "/")[0])
+    assert sorted(reader.all("src", "href")) == ["data:,", "player.js"]
+    for link in reader.found["a", "href"]:
+        assert urljoin(BASE, link).startswith(BASE)
+        fetch(door, "/" + link)  # none is dead
+    ids = reader.all("id")
+    assert reader.found["html", "lang"] == ["en"] and len(set(ids)) == len(ids)
+
+
+def test_what_the_script_names_is_there(door):
+    page, _ = fetch(door, "/")
+    asked = set(re.findall(r'get\("([a-z]+)"\)', page))
+    assert {"texts", "player"} <= asked <= set(Reader(page).all("id"))
+    paths = set(re.findall(r'"(v1/[a-z/]+|live|metrics)"', page))
+    assert paths == {"v1/completions", "v1/chat/completions", "live", "metrics"}
+
+
+def test_the_sliders_ask_for_what_the_server_knows(door):
+    """Each at its first value, and all but the length at their ends."""
+    page, _ = fetch(door, "/")
+    sliders = re.findall(r'^  \["(\w+)", "[^"]*", ([\d., -]+)\],$', page, re.MULTILINE)
+    names = {name for name, _ in sliders}
+    assert names >= {"temperature", "top_p", "top_k", "max_tokens", "repetition_penalty"}
+    body = {"prompt": "Once", "logprobs": 5, "seed": None, "max_tokens": 2}
+    first = {name: float(numbers.split(",")[3]) for name, numbers in sliders}
+    assert door.post("/v1/completions", body | whole(first) | {"max_tokens": 2})[0] == 200
+    for name, numbers in sliders:
+        least, most, *_ = (float(number) for number in numbers.split(","))
+        if name != "max_tokens":
+            for value in (least, most):
+                assert door.post("/v1/completions", body | whole({name: value}))[0] == 200
+        status, answer = door.post("/v1/completions", body | {name: "much"})
+        assert status == 400 and name in answer["error"]["message"]
+
+
+def whole(values: dict[str, float]) -> dict:
+    """Numbers as JavaScript writes them: 1 and not 1.0."""
+    return {name: int(value) if value == int(value) else value for name, value in values.items()}
+
+
+def test_the_page_reads_what_the_live_view_sends():
+    """The names of a frame, of its rows and of what comes first are those that the player uses."""
+    script = (ROOT / "server" / "player.js").read_text("utf-8")
+    made = (ROOT / "server" / "live.py").read_text("utf-8")
+    used = set(re.findall(r"(?:frame|last|before|column)\.(\w+)", script))
+    used |= set(re.findall(r"row\.(\w+)", script)) | set(re.findall(r"setup\.(\w+)", script))
+    own = {"requests", "owners", "state", "recorded", "shows", "texts"}
+    sent = set(re.findall(r'"(\w+)"', made))
+    assert used - own - sent == set()
+
+
+def test_a_page_takes_no_descriptor_of_its_own(tiny_llama, monkeypatch):
+    """While it is sent to a client that does not read, no file is open."""
+    import anyio
+
+    monkeypatch.setattr(anyio, "open_file", None)
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        for path in ("/", "/player.js"):
+            with door.send("GET", path) as answer:
+                assert answer.status == 200 and len(answer.read()) > 1000
