@@ -272,6 +272,22 @@ def door(tiny_llama):
 
 
 @pytest.fixture
+def fake(monkeypatch):
+    """A server of known times instead of the network."""
+    from loads import fake_server
+
+    return fake_server(monkeypatch)
+
+
+@pytest.fixture
+def table(capsys):
+    """A function that runs the client of servers: its exit code, its table, and stderr."""
+    from loads import client_table
+
+    return client_table(capsys)
+
+
+@pytest.fixture
 def start(tiny):
     """A function that starts a server of a tiny model, with options of the engine: a Door."""
     from serving import serving, small_encoding

@@ -11,6 +11,8 @@ HELP = {  # script -> words of its help
     "benchmarks/batching.py": ["native int8", "batching_cpu.csv"],
     "benchmarks/engine.py": ["throughput:", "overhead:", "sampling:", "prefix:", "chunks:"]
     + ["queue:", "waste:", "speculation:", "temperature", "engine_cpu.csv"],
+    "benchmarks/client.py": ["ttft", "itl", "tpot", "goodput", "client CPU", "chunk gap"]
+    + ["default: 5", "--rate", "send lag", "open loop"],
 }
 
 
@@ -69,6 +71,24 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--temperature -1": "temperature is -1",
         "--model nowhere": "nowhere",
         "--draft nowhere": "nowhere",
+    },
+    "benchmarks.client": {
+        "": "one of the arguments --rate --clients is required",
+        "--rate 1 --clients 1": "not allowed with",
+        "--rate 0": "'0': it must be a number above 0",
+        "--rate 1e308 --seconds 1e9": "--rate 1e+308 --seconds 1e+09: at most 1000000",
+        "--rate nan": "'nan': it must be a number above 0",
+        "--clients 0": "--clients",
+        "--clients 1 --seconds nan": "'nan': it must be a number above 0",
+        "--clients 1 --seconds 0": "'0': it must be a number above 0",
+        "--clients 1 --goodput 500": "--goodput",
+        "--clients 1 --prompt-words 6 5": "--prompt-words: the first number",
+        "--clients 1 --new-tokens 6 5": "--new-tokens: the first number",
+        "--clients 1 --url 127.0.0.1:80": "127.0.0.1:80: it must be http://HOST:PORT",
+        "--clients 1 --url http://a:99999": "http://a:99999: it must be",
+        "--clients 1 --fields []": "--fields []: it must be a JSON object",
+        "--clients 1 --fields {": "--fields {: it must be a JSON object",
+        f"--clients 1 --fields {'[' * 10**5}": "[: it must be a JSON object",
     },
 }
 
