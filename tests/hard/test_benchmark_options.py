@@ -13,6 +13,8 @@ HELP = {  # script -> words of its help
     + ["queue:", "waste:", "speculation:", "temperature", "engine_cpu.csv"],
     "benchmarks/client.py": ["ttft", "itl", "tpot", "goodput", "client CPU", "chunk gap"]
     + ["default: 5", "--rate", "send lag", "open loop"],
+    "benchmarks/serving.py": ["ttft", "itl", "goodput", "send lag", "plain step"]
+    + ["serving_cpu.csv"],
 }
 
 
@@ -89,6 +91,17 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--clients 1 --fields []": "--fields []: it must be a JSON object",
         "--clients 1 --fields {": "--fields {: it must be a JSON object",
         f"--clients 1 --fields {'[' * 10**5}": "[: it must be a JSON object",
+    },
+    "benchmarks.serving --model MODEL --modes engine --prompt-words 2 6 --new-tokens 3 8"
+    " --long-prompt 20": {
+        "--modes nothing": "--modes",
+        "--clients 0": "--clients",
+        "--shares 0.5 -1": "'-1': it must be a number above 0",
+        "--prompt-words 6 5": "--prompt-words: the first number",
+        "--new-tokens 3 59": "65 tokens do not fit the window",
+        "--long-prompt 49": "65 tokens do not fit the window",
+        "--model nowhere": "nowhere",
+        "--output x.txt": "x.txt",
     },
 }
 
