@@ -419,10 +419,23 @@ def discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def launched() -> bool:
+    """Whether torchrun has started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def follows() -> bool:
+    """Whether this process is not the first of several."""
+    return launched() and os.environ["RANK"] != "0"
+
+
 def prepare_streams() -> None:
-    """Let closed streams lead nowhere, and make escapes of what stdout cannot encode."""
+    """Let closed streams lead nowhere, and make escapes of what stdout cannot encode.
+
+    So do those of ranks above 0: what they have to say is what rank 0 says.
+    """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        if getattr(sys, name) is None or follows():
             setattr(sys, name, open(os.devnull, "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

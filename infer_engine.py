@@ -14,6 +14,7 @@ from command_line import (
     add_sampling_options,
     check_chat_options,
     check_text,
+    follows,
     pick_device,
     pick_seed,
     read_prompts,
@@ -23,11 +24,18 @@ from command_line import (
     write_texts,
 )
 from engine.engine import Engine
-from engine.options import add_engine_options, check_engine_options, load_engine
+from engine.options import (
+    add_engine_options,
+    check_engine_options,
+    follow_leader,
+    leading,
+    load_engine,
+)
 from engine.request import Request
 from errors import UserError
 from loading.chat import Chat
 from loading.load import parse_name
+from parallel.ranks import Ranks
 from sampling import SamplingParams
 
 
@@ -53,6 +61,15 @@ def run(args) -> None:
 
     Raises UserError for bad input.
     """
+    if follows():
+        follow_leader(args)
+        return
+    with leading(args) as ranks:
+        write_all(args, ranks)
+
+
+def write_all(args, ranks: Ranks | None) -> None:
+    """Write a text for each prompt, with the processes that compute the model. Raises UserError."""
     check_chat_options(args)
     check_engine_options(args)
     for text in args.stop or []:
@@ -64,7 +81,7 @@ def run(args) -> None:
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     chat = Chat(source) if args.chat else None
-    engine = load_engine(args, source, device)
+    engine = load_engine(args, source, device, ranks)
     encoding = engine.encoding
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:

@@ -1,14 +1,17 @@
 """The options of an engine, and the engine that a command line asks for."""
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 
-from command_line import load_models
+from command_line import launched, load_models, pick_device
 from engine.drafter import LookupDrafter, PagedDrafter, Trials
 from engine.engine import Engine
 from errors import UserError
-from loading.load import Source
+from loading.load import Source, parse_name
 from loading.tokenizer import load_encoding
 from model import Model
+from parallel.ranks import RankRunner, Ranks
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +34,20 @@ def check_engine_options(args) -> None:
         raise UserError("--gamma is for --draft only")
 
 
-def load_engine(args, source: Source, device: str) -> Engine:
-    """The engine of a command line, with its models and its encoding. Raises UserError."""
-    names = [source] if args.draft in (None, "lookup") else [source, args.draft]
+def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -> Engine:
+    """The engine of a command line, with its models and its encoding. Raises UserError.
+
+    On a rank above 0 it is for its model and its cache only.
+    """
+    leads = ranks is None or ranks.rank == 0
+    if ranks and leads:
+        ranks.tell()  # now the others load, too
+    has_draft = leads and args.draft not in (None, "lookup")
+    names = [source, args.draft] if has_draft else [source]
     model, *drafts = load_models(names, args, device)
+    if ranks:
+        model.runner = RankRunner(ranks, model.runner)
+        ranks.wait()
     return Engine(
         model,
         max_rows=args.max_rows,
@@ -54,3 +67,26 @@ def make_drafter(args, model: Model, drafts: list[Model]) -> LookupDrafter | Pag
     if drafts:
         return PagedDrafter(drafts[0], model, args.max_rows, args.page_size)
     return LookupDrafter() if args.draft else None
+
+
+@contextlib.contextmanager
+def leading(args) -> Iterator[Ranks | None]:
+    """The processes that torchrun has started, for a block that only rank 0 runs.
+
+    It is None without torchrun. The followers end with the block.
+    """
+    if not launched():
+        yield None
+        return
+    with Ranks() as ranks:
+        yield ranks
+        ranks.tell()
+
+
+def follow_leader(args) -> None:
+    """Compute the passes of rank 0, on a rank above 0, until its block ends."""
+    with Ranks() as ranks:
+        ranks.tell()  # not before rank 0 has read, which says what is wrong
+        device = pick_device(args.device)
+        engine = load_engine(args, parse_name(args.model), device, ranks)
+        engine.model.runner.follow(engine.model, engine.cache)

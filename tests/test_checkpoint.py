@@ -248,7 +248,7 @@ def is_script(file) -> bool:
 
 
 LIBRARIES = sorted(file.stem for file in ROOT.glob("*.py") if not is_script(file)) + ["infer"]
-FOLDERS = ["loading", "native"]
+FOLDERS = ["loading", "native", "parallel"]
 FILES = [f"{name}.py" for name in LIBRARIES]
 FILES += [str(file.relative_to(ROOT)) for name in FOLDERS for file in (ROOT / name).glob("*.py")]
 
