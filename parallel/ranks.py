@@ -1,9 +1,12 @@
 """The processes that compute a model together, and what crosses between them."""
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 FOREVER = timedelta(days=365)  # between two passes
 
@@ -12,6 +15,8 @@ class Ranks:
     """The processes of this run: rank is which one this is, from 0 on, size how many there are.
 
     Rank 0 leads: it reads and prints, and tells the others each pass.
+    collectives, traffic, seconds: how often ranks met in passes, how many bytes this one sent, and
+    how long it took, waiting included. What `tell` sends is not counted.
     Use it as a context manager. All ranks leave the block together.
     """
 
@@ -20,6 +25,15 @@ class Ranks:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.news = dist.new_group(timeout=FOREVER)
+        self.collectives = 0
+        self.traffic = 0
+        self.seconds = 0.0
+
+    def all_gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        """The parts of all ranks, (..., widths[rank]), side by side: (..., sum(widths))."""
+        padded, parts = of_one_size(x, widths)
+        self.call((self.size - 1) * padded.nbytes, dist.all_gather, parts, padded)
+        return side_by_side(parts, widths)
 
     def tell(self, work=None):
         """Broadcast what rank 0 has to say: it is returned on each rank. Others may wait long."""
@@ -30,6 +44,14 @@ class Ranks:
     def wait(self) -> None:
         """A barrier: until all ranks are here, however long that takes."""
         dist.barrier(self.news)
+
+    def call(self, traffic: int, collective: Callable, *arguments) -> None:
+        """Meet the other ranks, and count it. traffic: bytes that this one sends."""
+        began = time.perf_counter()
+        collective(*arguments)
+        self.collectives += 1
+        self.traffic += traffic
+        self.seconds += time.perf_counter() - began
 
     def __enter__(self) -> "Ranks":
         return self
@@ -62,3 +84,14 @@ class RankRunner:
 
     def choose(self, *arguments) -> list[int]:
         return self.runner.choose(*arguments)
+
+
+def of_one_size(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A part filled up to the widest, as gloo takes it, and room for those of all ranks."""
+    padded = F.pad(x, (0, max(widths) - x.shape[-1]))
+    return padded, [torch.empty_like(padded) for _ in widths]
+
+
+def side_by_side(parts: list[torch.Tensor], widths: list[int]) -> torch.Tensor:
+    """What was filled up, in its own width again: (..., sum(widths))."""
+    return torch.cat([part[..., :width] for part, width in zip(parts, widths)], dim=-1)

@@ -4,9 +4,13 @@ import faulthandler
 import io
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import tempfile
 import time
+import traceback
+from pathlib import Path
 
 import torch
 from conftest import CHECKPOINTS, ROOT
@@ -59,6 +63,24 @@ def wait(processes, seconds: float = SECONDS + 10) -> list[int]:
         for process in [*processes, processes[0].keeper]:
             process.kill()
             process.join()
+
+
+def results(size: int, action, *arguments) -> list:
+    """What an action returns on each rank."""
+    with tempfile.TemporaryDirectory() as directory:
+
+        def work():
+            try:
+                found = action(*arguments)
+            except BaseException:
+                found = traceback.format_exc()
+            Path(directory, os.environ["RANK"]).write_bytes(pickle.dumps(found))
+
+        assert wait(start(size, work)) == [0] * size
+        found = [pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(size)]
+    for result in found:
+        assert not isinstance(result, str), result
+    return found
 
 
 def script(directory, main, arguments) -> None:
