@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -298,9 +298,10 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return dtype
 
 
-def load_models(names: list, args, device: str) -> list[Model]:
+def load_models(names: list, args, device: str, load_first: Callable | None = None) -> list[Model]:
     """The models of a command line, in its dtype and with its backend.
 
+    load_first: what loads the first of them, as `load_model`, which loads the others.
     Raises UserError for a model that cannot be loaded, or a backend, a dtype and a device that do
     not go together.
     """
@@ -311,7 +312,9 @@ def load_models(names: list, args, device: str) -> list[Model]:
     if args.backend == "native" and not native:
         allowed = "--device cpu and --dtype float32 or int8"
         raise UserError(f"--backend native is for {allowed}; not {device} and {args.dtype}")
-    models = [load_model(name, dtype, device) for name in names]
+    first, *others = names
+    models = [(load_first or load_model)(first, dtype, device)]
+    models += [load_model(name, dtype, device) for name in others]
     if native and args.backend != "torch":
         go_native(models, named=args.backend == "native")
     return models

@@ -5,8 +5,8 @@ precision.
 
 Activations are rounded to int8 as well. A last-bit difference in one of them can become a whole
 step, so a text may change where any bit of its pass depends on its neighbours. torch's attention
-has such bits: there a text may differ from its own run, in batches of `generate` and in the engine.
-Where C computes the whole pass, no bit depends on neighbours.
+has such bits: there a text may differ from its own run, in batches of `generate`, in the engine and
+on several processes. Where C computes the whole pass, no bit depends on neighbours.
 """
 
 import torch

@@ -104,6 +104,8 @@ class TorchRunner:
     comes with each call, so that a runner keeps none alive.
     """
 
+    ranks = None  # the processes that compute the model together, where there are several
+
     def logits(self, model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
         """The logits at the last keep[i] positions of span i, from one pass over all of them.
 
@@ -131,8 +133,8 @@ class TorchRunner:
 class Model(nn.Module):
     """What all architectures share: a pass over whole texts, tied weights, their initialisation.
 
-    An architecture adds `hidden`, `head` and the roles of its layers. Loading, export and C find
-    layers by role.
+    An architecture adds `hidden`, `head` and the roles of its layers. Loading, export, ranks and C
+    find layers by role.
     ROLES: role -> the layer's name here and in Hugging Face's files, and its name in GGUF files; *
     is the number of a block. PREFIX: what may precede names in Hugging Face's files. TRANSPOSED:
     roles of matrices that these files hold as (in, out). UNREAD: endings of names of tensors that

@@ -23,13 +23,21 @@ from command_line import (
     add_model_options,
     add_stride_option,
     check_text,
+    follows,
     pick_device,
     run_script,
     show,
 )
-from engine.options import add_engine_options, check_engine_options, load_engine
+from engine.options import (
+    add_engine_options,
+    check_engine_options,
+    follow_leader,
+    leading,
+    load_engine,
+)
 from errors import UserError, check_limits
 from loading.load import Source, parse_name
+from parallel.ranks import Ranks
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.memory import freeze, trim
@@ -74,11 +82,15 @@ def add_server_options(parser: Parser) -> None:
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input."""
     check_server_options(args)
-    source = parse_name(args.model)
-    device = pick_device(args.device)
-    with listen(args.host, args.port) as sock:
-        if asyncio.run(serve(args, source, device, sock)) == signal.SIGINT:
-            raise KeyboardInterrupt
+    if follows():
+        follow_leader(args)
+        return
+    with leading(args) as ranks:
+        source = parse_name(args.model)
+        device = pick_device(args.device)
+        with listen(args.host, args.port) as sock:
+            if asyncio.run(serve(args, source, device, sock, ranks)) == signal.SIGINT:
+                raise KeyboardInterrupt
 
 
 def check_server_options(args) -> None:
@@ -305,13 +317,15 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def serve(args, source: Source, device: str, sock: socket.socket) -> int | None:
+async def serve(
+    args, source: Source, device: str, sock: socket.socket, ranks: Ranks | None = None
+) -> int | None:
     """Load the model, print the address, and answer until a signal comes, which is returned.
 
     While the model is loaded, requests are answered with 503.
     """
     name = served_name(source)
-    make = functools.partial(load_engine, args, source, device)
+    make = functools.partial(load_engine, args, source, device, ranks)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     served = Served(thread, name, source.label, find_chat(source))
     hosts = allowed_hosts(args.host, args.allowed_host)

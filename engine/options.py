@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Iterator
 
 from command_line import launched, load_models, pick_device
@@ -11,7 +12,8 @@ from errors import UserError
 from loading.load import Source, parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from parallel.ranks import RankRunner, Ranks
+from parallel.ranks import Ranks
+from parallel.shards import load_part
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +46,9 @@ def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -
         ranks.tell()  # now the others load, too
     has_draft = leads and args.draft not in (None, "lookup")
     names = [source, args.draft] if has_draft else [source]
-    model, *drafts = load_models(names, args, device)
+    load_first = functools.partial(load_part, ranks=ranks) if ranks else None
+    model, *drafts = load_models(names, args, device, load_first)
     if ranks:
-        model.runner = RankRunner(ranks, model.runner)
         ranks.wait()
     return Engine(
         model,
@@ -79,14 +81,16 @@ def leading(args) -> Iterator[Ranks | None]:
         yield None
         return
     with Ranks() as ranks:
+        device = pick_device(args.device)
+        if device != "cpu":
+            raise UserError(f"several processes compute with --device cpu; not {device}")
         yield ranks
         ranks.tell()
 
 
 def follow_leader(args) -> None:
-    """Compute the passes of rank 0, on a rank above 0, until its block ends."""
+    """Compute a part of the model, on a rank above 0, until the block of rank 0 ends."""
     with Ranks() as ranks:
         ranks.tell()  # not before rank 0 has read, which says what is wrong
-        device = pick_device(args.device)
-        engine = load_engine(args, parse_name(args.model), device, ranks)
+        engine = load_engine(args, parse_name(args.model), "cpu", ranks)
         engine.model.runner.follow(engine.model, engine.cache)

@@ -2,8 +2,9 @@
 
 import torch
 
-from native.build import BuildError, kernel
-from native.step import NativeRunner
+from native.build import BuildError, kernel, load
+from native.linear import native_layers
+from native.step import NativeDraws, NativeRunner
 
 __all__ = ["BuildError", "NativeRunner", "kernel", "use_native"]
 
@@ -11,7 +12,13 @@ __all__ = ["BuildError", "NativeRunner", "kernel", "use_native"]
 def use_native(model: torch.nn.Module) -> None:
     """Let C compute a model: its passes with a cache, and in all others its products.
 
+    Of a model that several processes compute, it computes products alone, and draws.
     Its weights are packed, in place. Raises BuildError and ValueError as `NativeRunner`; then the
     model is as it was.
     """
-    model.runner = NativeRunner(model)
+    if model.runner.ranks:
+        library = load()
+        native_layers(model, library)
+        model.runner.runner = NativeDraws(library)
+    else:
+        model.runner = NativeRunner(model)

@@ -21,7 +21,21 @@ PassStruct = struct(
 )
 
 
-class NativeRunner(TorchRunner):
+class NativeDraws(TorchRunner):
+    """Draws in C; torch computes the passes, in which native layers may compute the products."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self.library = library
+
+    def choose(self, logits, params, texts, prompt_lengths, generator=None) -> list[int]:
+        return choose(logits, params, texts, prompt_lengths, generator, native=self)
+
+    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
+        """The next token of each row, as `draw.draw`."""
+        return draw.draw(self.library, logits, params, positions)
+
+
+class NativeRunner(NativeDraws):
     """Computes the passes of one model in C, and draws in C.
 
     The model's weights are packed, in place: what is loaded or moved later is not seen, and the
@@ -33,7 +47,7 @@ class NativeRunner(TorchRunner):
 
     def __init__(self, model, target: tuple[str, ...] | None = None):
         self.config = model.config
-        self.library = build.load() if target is None else build.load(target)  # one cache key
+        super().__init__(build.load() if target is None else build.load(target))  # one cache key
         self.library.work_floats.restype = INT
         model_struct(model)  # each tensor is checked before the first is packed
         native_layers(model, self.library)
@@ -46,13 +60,6 @@ class NativeRunner(TorchRunner):
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
         return self.compute(cache.storage, spans, keep)
-
-    def choose(self, logits, params, texts, prompt_lengths, generator=None) -> list[int]:
-        return choose(logits, params, texts, prompt_lengths, generator, native=self)
-
-    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
-        """The next token of each row, as `draw.draw`."""
-        return draw.draw(self.library, logits, params, positions)
 
     def compute(self, storage: torch.Tensor, spans: list, keep: list[int]) -> torch.Tensor:
         """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size).

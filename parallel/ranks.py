@@ -53,6 +53,13 @@ class Ranks:
         self.traffic += traffic
         self.seconds += time.perf_counter() - began
 
+    def statistics(self, passes: int) -> str:
+        """What a pass took of meetings, on average."""
+        passes = max(passes, 1)
+        each = f"{self.collectives / passes:.0f} collectives a step"
+        cost = f"{self.traffic / passes:,.0f} bytes sent, {1000 * self.seconds / passes:.1f} ms"
+        return f"{self.size} ranks: {each}, {cost}"
+
     def __enter__(self) -> "Ranks":
         return self
 
@@ -65,7 +72,7 @@ class Ranks:
 class RankRunner:
     """Lets several processes compute the passes of a model: rank 0 tells the others of each.
 
-    runner: what computes them on each rank.
+    runner: what computes this rank's part.
     """
 
     def __init__(self, ranks: Ranks, runner):

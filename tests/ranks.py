@@ -1,5 +1,6 @@
 """Processes for tests, with what torchrun tells them: forked, so that none imports torch anew."""
 
+import contextlib
 import faulthandler
 import io
 import multiprocessing
@@ -14,8 +15,11 @@ from pathlib import Path
 
 import torch
 from conftest import CHECKPOINTS, ROOT
+from serving import Door
 
 SMALL = ["--model", CHECKPOINTS / "stories-draft", "--backend", "torch"]
+LLAMA = CHECKPOINTS / "stories-llama"
+SAMPLES = ["--model", LLAMA, "--prompt", "Lily", "--num-samples", 3, "--max-new-tokens", 9]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 SECONDS = 90  # that a process may take; then it says where it stands, and ends
 
@@ -104,12 +108,96 @@ def texts_of(size, directory, *arguments) -> tuple[str, str]:
     return out, err
 
 
+def appears(directory, process, sign: str) -> str:
+    """What the first process has written to stdout, as soon as that has a sign in it."""
+    out = directory / "out0"
+    while not (out.exists() and sign in out.read_text()):
+        assert process.is_alive()
+        process.join(0.05)
+    return out.read_text()
+
+
+@contextlib.contextmanager
+def serving(directory, *arguments, size: int = 2):
+    """`size` processes of a server, and a Door to it. They are ended after the block."""
+    import serve
+
+    words = [*SMALL, "--port", 0, *arguments]
+    processes = start(size, script, directory, serve.main, words)
+    try:
+        address = appears(directory, processes[0], "\n")
+        yield processes, Door(int(address.rsplit(":", 1)[1]), None, None)
+    finally:
+        wait(processes, 0)
+
+
 def written(directory, size: int) -> list[tuple[str, str]]:
     names = [("out", "err")] * size
     return [
         tuple((directory / f"{name}{rank}").read_text() for name in pair)
         for rank, pair in enumerate(names)
     ]
+
+
+def parallel_model(name, ranks, dtype=torch.float32, native=True):
+    """This rank's part of a model. native: C computes its products."""
+    from native import use_native
+    from parallel.shards import load_part
+
+    model = load_part(name, dtype, ranks=ranks)
+    if native:
+        use_native(model)
+    return model
+
+
+def logits_of(name, tokens, dtype=torch.float32, native=True):
+    """On a rank: its logits of tokens, (1, T), and what they took."""
+    from parallel.ranks import Ranks
+
+    with Ranks() as ranks, torch.inference_mode():
+        model = parallel_model(name, ranks, dtype, native)
+        logits = model(tokens)
+        counts = ranks.collectives, ranks.traffic
+        return logits.numpy(), counts
+
+
+def compared(size, name, tokens, **options) -> tuple:
+    """How far rank 0's logits are from those of one process, and what they took."""
+
+    def action():
+        return logits_of(name, tokens, **options)
+
+    found = results(size, action)
+    difference = torch.from_numpy(found[0][0]) - alone(name, tokens, **options)
+    return difference.abs().max().item(), found[0][1]
+
+
+def alone(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
+    from loading.load import load_model
+    from native import build
+    from native.linear import native_layers
+
+    model = load_model(name, dtype)
+    if native:
+        native_layers(model, build.load())
+    with torch.inference_mode():
+        return model(tokens)
+
+
+def save_uneven(build, directory, kind: str, **sizes):
+    """Save a random model of which no number of ranks divides all widths. sizes: others."""
+    from loading.load import save_model
+
+    shape = {"vocab_size": 61, "n_embd": 160, "n_head": 5, "block_size": 64}
+    if kind == "tiny_llama":
+        shape |= {"n_head": 10, "n_kv_head": 5, "head_dim": 32, "n_inner": 224, "n_embd": 70}
+    model = build(dtype=torch.float32, **shape | sizes)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.dim() == 1:  # biases too, which a new model has as zeros
+            weight.data.normal_(mean=1, std=0.4, generator=generator)
+    save_model(model, directory)
+    return directory
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -1,0 +1,118 @@
+"""A model's MLPs by columns: the logits of one process, bit for bit."""
+
+import os
+import signal
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, random_tokens
+from ranks import (
+    LLAMA,
+    SAMPLES,
+    SMALL,
+    compared,
+    parallel_model,
+    results,
+    save_uneven,
+    script,
+    serving,
+    start,
+    texts_of,
+    wait,
+    written,
+)
+
+import infer_engine
+from engine import options
+from loading.load import load_model
+from parallel.ranks import Ranks
+from sampling import SamplingParams
+
+
+@pytest.mark.parametrize("kind, size", [("tiny", 3), ("tiny_llama", 2)])
+def test_widths_that_ranks_do_not_divide(request, compiled, tmp_path, kind, size):
+    name = save_uneven(request.getfixturevalue(kind), tmp_path, kind)
+    difference, (collectives, _), *_ = compared(size, name, torch.tensor([random_tokens(23)]))
+    assert difference == 0
+    assert collectives == 2 * 2
+
+
+def test_int8(compiled):
+    tokens = torch.tensor([random_tokens(40, 4096)])
+    assert compared(2, LLAMA, tokens, dtype=torch.int8)[0] == 0
+
+
+def test_texts(engine_cli, tmp_path):
+    out = engine_cli(*SAMPLES)[1]
+    found, err = texts_of(2, tmp_path, *SAMPLES)
+    assert found == out
+    assert "2 ranks: 16 collectives a step, " in err
+
+
+def test_what_a_rank_has():
+    def rows():
+        from parallel.shards import load_part
+
+        with Ranks() as ranks:
+            mlp = load_part(LLAMA, ranks=ranks).layers[0].mlp
+            assert "0 collectives a step, 0 bytes" in ranks.statistics(0)
+            return len(mlp.gate_proj.weight), len(mlp.down_proj.layer.weight)
+
+    whole = load_model(LLAMA).layers[0].mlp
+    found = torch.tensor(results(3, rows))
+    assert found.sum(0).tolist() == [len(whole.gate_proj.weight), len(whole.down_proj.weight)]
+    assert found.min() > 0
+
+
+def test_statistics_are_of_one_pass():
+    ranks = object.__new__(Ranks)
+    ranks.__dict__.update(size=3, collectives=8, traffic=5000, seconds=2.0)
+    assert ranks.statistics(2) == "3 ranks: 4 collectives a step, 2,500 bytes sent, 1000.0 ms"
+    assert ranks.statistics(1) == "3 ranks: 8 collectives a step, 5,000 bytes sent, 2000.0 ms"
+
+
+def test_draws_are_in_c(compiled):
+    def draw():
+        with Ranks() as ranks:
+            model = parallel_model(LLAMA, ranks)
+            return model.runner.runner.draw(torch.arange(9.0)[None], [SamplingParams()], [0])
+
+    assert results(2, draw) == [[8], [8]]
+
+
+def test_other_devices_are_told_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "pick_device", lambda name: "cuda")
+    processes = start(2, script, tmp_path, infer_engine.main, ["--prompt", "A"])
+    assert wait(processes)[0] == 2
+    (out, err), other = written(tmp_path, 2)
+    assert (out, other) == ("", ("", ""))
+    assert err.endswith("error: several processes compute with --device cpu; not cuda\n")
+
+
+def test_splits():
+    from parallel.shards import split
+
+    assert split(7, 3) == [range(0, 3), range(3, 5), range(5, 7)]
+    assert split(512, 3) == [range(0, 192), range(192, 352), range(352, 512)]
+    assert split(64, 3) == [range(0, 22), range(22, 43), range(43, 64)]
+
+
+def test_a_server_of_three_processes(engine_cli, tmp_path):
+    llama = ["--model", CHECKPOINTS / "stories-llama"]  # 6 heads and 2 keys: one rank needs both
+    write = ["--seed", 1, "--temperature", 0.8, "--max-new-tokens", 12]
+    text = engine_cli(*SMALL, *llama, "--prompt", "Tom", *write)[1].rstrip("\n")
+    path = "/v1/completions"
+    body = {"prompt": "Tom", "seed": 1, "temperature": 0.8, "max_tokens": 12, "echo": True}
+    endless = {"prompt": "Lily", "max_tokens": 2**18, "ignore_eos": True, "stream": True}
+    with serving(tmp_path, "--max-rows", 1, *llama, size=3) as (processes, door):
+        for _ in range(2):
+            with door.send("POST", path, endless) as answer:
+                assert answer.readline()  # and leaves, so the only row is free
+            status, found = door.post(path, body)
+            assert status == 200, found
+            assert found["choices"][0]["text"] == text
+        assert written(tmp_path, 3)[1:] == [("", "")] * 2
+        os.kill(processes[0].pid, signal.SIGTERM)
+        assert wait(processes) == [0, 0, 0]
+    (out, err), *others = written(tmp_path, 3)
+    assert out.count("\n") == 1 and (err, others) == ("", [("", "")] * 2)
