@@ -174,6 +174,11 @@ class Model(nn.Module):
                 head.scale = embedding.scale
         return self
 
+    @functools.cached_property
+    def n_kv_head(self) -> int:
+        """Heads with keys and values in this process."""
+        return self.config.n_kv_head
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of activations, caches and all weights that are not int8."""

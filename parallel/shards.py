@@ -4,9 +4,12 @@ After Shoeybi et al. 2019 (1909.08053), "Megatron-LM: Training multi-billion par
 models using model parallelism".
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn as nn
 
+from errors import UserError
 from loading.load import load_model
 from model import Model
 from parallel.ranks import RankRunner, Ranks
@@ -15,7 +18,10 @@ UNIT = 32  # numbers: torch computes the last few of a tensor without vectors, a
 
 
 def load_part(name, dtype: torch.dtype = torch.float32, device="cpu", *, ranks: Ranks) -> Model:
-    """Load what this rank computes of a model. Arguments and errors are `load_model`'s."""
+    """Load what this rank computes of a model. Arguments and errors are `load_model`'s.
+
+    Raises UserError, too, where there are too few heads.
+    """
     model = load_model(name, dtype, device)
     plan = Plan(model, ranks)
     cut(model, plan)
@@ -23,30 +29,76 @@ def load_part(name, dtype: torch.dtype = torch.float32, device="cpu", *, ranks: 
     return model
 
 
-def split(width: int, size: int) -> list[range]:
+class Part(NamedTuple):
+    """What a rank has of a tensor: these rows, one range after the other."""
+
+    rows: list[range]
+
+
+def split(width: int, size: int, unit: int = UNIT) -> list[range]:
     """Split a width into one range a rank, as even as possible, in whole units where it divides."""
-    unit = UNIT if width % UNIT == 0 and width >= UNIT * size else 1
+    unit = unit if width % unit == 0 and width >= unit * size else 1
     units, left = divmod(width // unit, size)
     ends = [unit * (units * rank + min(rank, left)) for rank in range(size + 1)]
     return [range(*pair) for pair in zip(ends, ends[1:])]
 
 
+def keys_of(heads: range, group: int) -> list[int]:
+    """The keys that these query heads need, if `group` neighbours share one.
+
+    One for each query head, where not all are shared by as many here.
+    """
+    needed = [head // group for head in heads]
+    keys = sorted(set(needed))
+    shared = len(needed) // len(keys)
+    return keys if needed == [key for key in keys for _ in range(shared)] else needed
+
+
 class Plan:
     """What a rank has of each weight of a model, and what all ranks have.
 
-    parts: rows, by the name of the weight; of others each rank has all. inner, outputs: of each
-    rank.
+    parts: by the name of the weight; of others each rank has all.
+    heads, inner, outputs: of each rank. keys: of this one.
+    Raises UserError where there are too few heads.
     """
 
     def __init__(self, model: Model, ranks: Ranks):
         config = model.config
+        if ranks.size > config.n_head:
+            few = f"this model has {config.n_head} heads"
+            raise UserError(f"{ranks.size} processes: {few}, and each process needs one")
         C = config.n_embd
+        D = config.head_dim
         self.ranks = ranks
+        group = config.n_head // config.n_kv_head
+        if config.n_kv_head >= ranks.size:
+            own = split(config.n_kv_head, ranks.size, unit=1)
+            self.heads = [range(group * keys.start, group * keys.stop) for keys in own]
+        else:  # ranks that share a key have a copy each
+            self.heads = split(config.n_head, ranks.size, unit=1)
         self.inner = split(config.n_inner, ranks.size)
         self.outputs = split(C, ranks.size)
+        heads = self.heads[ranks.rank]
+        self.keys = keys_of(heads, group)
+        queries = range(heads.start * D, heads.stop * D)
         inner = self.inner[ranks.rank]
-        last = self.outputs[ranks.rank]
-        cuts = {"gate": inner, "up": inner, "down": last}  # by role
+        last = Part([self.outputs[ranks.rank]])
+
+        def keys(before: int = 0) -> list[range]:
+            """The rows of this rank's keys, or values, behind the rows of `before` heads."""
+            return [range((before + key) * D, (before + key + 1) * D) for key in self.keys]
+
+        # By role; of all other layers each rank has all.
+        cuts = {
+            "query": Part([queries]),
+            "key": Part(keys()),
+            "value": Part(keys()),
+            "qkv": Part([queries, *keys(config.n_head), *keys(config.n_head + config.n_kv_head)]),
+            "attn_out": last,
+            "gate": Part([inner]),
+            "up": Part([inner]),
+            "down": last,
+        }
         roles = {name: model.role(name) for name in model.state_dict()}
         self.parts = {name: cuts[role] for name, role in roles.items() if role in cuts}
 
@@ -56,16 +108,21 @@ def cut(model: Model, plan: Plan) -> None:
     for name, whole in model.state_dict().items():
         if part := plan.parts.get(name):
             layer, _, key = name.rpartition(".")
-            own = whole[part.start : part.stop].clone()
+            own = torch.cat([whole[rows.start : rows.stop] for rows in part.rows])
             is_buffer = key in dict(model.get_submodule(layer).named_buffers())
             setattr(model.get_submodule(layer), key, own if is_buffer else nn.Parameter(own))
     model.runner = RankRunner(plan.ranks, model.runner)
+    model.n_kv_head = len(plan.keys)
 
 
 def join_blocks(model: Model, plan: Plan) -> None:
     """Let the layers that end a residual branch give what those of all ranks together do."""
     ranks = plan.ranks
-    widths = {"down": [len(inner) for inner in plan.inner]}
+    D = model.config.head_dim
+    widths = {
+        "attn_out": [len(heads) * D for heads in plan.heads],
+        "down": [len(inner) for inner in plan.inner],
+    }
     outputs = [len(own) for own in plan.outputs]
     roles = {name.rpartition(".")[0]: model.role(name) for name in plan.parts}
     for path, role in roles.items():

@@ -34,7 +34,6 @@ def test_widths_that_ranks_do_not_divide(request, compiled, tmp_path, kind, size
     name = save_uneven(request.getfixturevalue(kind), tmp_path, kind)
     difference, (collectives, _), *_ = compared(size, name, torch.tensor([random_tokens(23)]))
     assert difference == 0
-    assert collectives == 2 * 2
 
 
 def test_int8(compiled):
@@ -46,7 +45,6 @@ def test_texts(engine_cli, tmp_path):
     out = engine_cli(*SAMPLES)[1]
     found, err = texts_of(2, tmp_path, *SAMPLES)
     assert found == out
-    assert "2 ranks: 16 collectives a step, " in err
 
 
 def test_what_a_rank_has():

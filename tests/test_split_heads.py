@@ -1,0 +1,82 @@
+"""Attention by heads: the logits of one process, bit for bit."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, ROOT, random_tokens
+from ranks import LLAMA, compared, save_uneven, script, start, wait, written
+
+import infer_engine
+
+UNSHARED = {"n_head": 12, "n_kv_head": 3, "n_embd": 84}  # queries 3, 4, 5 have keys 0, 1, 1
+UNEVEN = [
+    *(("tiny", 3, {}, [2, 2, 1]), ("tiny_llama", 2, {}, [3, 2])),
+    *(("tiny_llama", 4, {}, [2, 1, 1, 1]), ("tiny_llama", 4, UNSHARED, [1, 3, 3, 1])),
+]
+
+
+@pytest.mark.parametrize("kind, size, shape, divided", UNEVEN)
+def test_widths_that_ranks_do_not_divide(request, compiled, tmp_path, kind, size, shape, divided):
+    name = save_uneven(request.getfixturevalue(kind), tmp_path, kind, **shape)
+    difference, _, heads = compared(size, name, torch.tensor([random_tokens(23)]))
+    assert (difference, heads) == (0, divided)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_two_keys_for_three_ranks(compiled, dtype):
+    tokens = torch.tensor([random_tokens(40, 4096)])
+    difference, _, heads = compared(3, LLAMA, tokens, dtype=dtype)
+    assert (difference, heads) == (0, [1, 2, 1])  # the second has a query for each key
+
+
+FLOAT64 = """
+import sys
+sys.path[:0] = ["tests", "."]
+import torch
+from conftest import CHECKPOINTS, random_tokens
+from ranks import compared
+options = {"dtype": torch.float64, "native": False}
+tokens = torch.tensor([random_tokens(40, 4096)])
+for name, size in ("stories", 3), ("stories-llama", 2), ("stories-llama", 4):
+    print(compared(size, CHECKPOINTS / name, tokens, **options)[0])
+"""
+
+
+def test_still_every_bit_of_float64_where_mkl_adds_in_one_order():
+    # What MKL reads as it starts, so in a process of its own.
+    settings = os.environ | {"MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "cwd": ROOT, "env": settings}
+    done = subprocess.run([sys.executable, "-c", FLOAT64], **options, timeout=100)
+    differences = [float(line) for line in done.stdout.split()]
+    assert len(differences) == 3, done.stderr
+    assert max(differences) <= (0 if torch.backends.mkl.is_available() else 1e-12)
+
+
+def test_keys_are_divided_as_equally_as_can_be(tiny_llama):
+    from parallel.shards import Plan
+
+    model = tiny_llama(n_head=12, n_kv_head=6)
+    plans = [Plan(model, SimpleNamespace(size=2, rank=rank, way="gather")) for rank in range(2)]
+    assert [plan.keys for plan in plans] == [[0, 1, 2], [3, 4, 5]]
+    assert plans[0].heads == plans[1].heads == [range(0, 6), range(6, 12)]
+
+
+def test_more_ranks_than_heads(tmp_path):
+    arguments = ["--model", CHECKPOINTS / "stories-draft", "--prompt", "A"]
+    processes = start(3, script, tmp_path, infer_engine.main, arguments)
+    assert wait(processes) == [2, 2, 2]
+    errors = [err for _, err in written(tmp_path, 3) if err]
+    assert "3 processes: this model has 2 heads, and each process needs one\n" in errors[0]
+
+
+def test_the_keys_that_heads_need():
+    from parallel.shards import keys_of
+
+    assert keys_of(range(0, 6), 3) == [0, 1]
+    assert keys_of(range(2, 4), 3) == [0, 1]
+    assert keys_of(range(1, 3), 4) == [0]
+    assert keys_of(range(0, 4), 3) == [0, 0, 0, 1]  # three and one: each query a copy
