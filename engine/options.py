@@ -13,7 +13,7 @@ from loading.load import Source, parse_name
 from loading.tokenizer import load_encoding
 from model import Model
 from parallel.ranks import Ranks
-from parallel.shards import load_part
+from parallel.shards import join_vocabulary, load_part
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +49,7 @@ def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -
     load_first = functools.partial(load_part, ranks=ranks) if ranks else None
     model, *drafts = load_models(names, args, device, load_first)
     if ranks:
+        join_vocabulary(model)
         ranks.wait()
     return Engine(
         model,

@@ -35,6 +35,20 @@ class Ranks:
         self.call((self.size - 1) * padded.nbytes, dist.all_gather, parts, padded)
         return side_by_side(parts, widths)
 
+    def gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        """Join the parts on rank 0; the other ranks send theirs, and get them back."""
+        padded, parts = of_one_size(x, widths)
+        if self.rank:
+            self.call(padded.nbytes, dist.gather, padded)
+            return x
+        self.call(0, dist.gather, padded, parts)
+        return side_by_side(parts, widths)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Add up the x of all ranks, in place (all-reduce)."""
+        self.call(2 * (self.size - 1) * x.nbytes // self.size, dist.all_reduce, x)
+        return x
+
     def tell(self, work=None):
         """Broadcast what rank 0 has to say: it is returned on each rank. Others may wait long."""
         box = [work]

@@ -20,6 +20,7 @@ UNIT = 32  # numbers: torch computes the last few of a tensor without vectors, a
 def load_part(name, dtype: torch.dtype = torch.float32, device="cpu", *, ranks: Ranks) -> Model:
     """Load what this rank computes of a model. Arguments and errors are `load_model`'s.
 
+    Call `join_vocabulary` when no layer is replaced any more.
     Raises UserError, too, where there are too few heads.
     """
     model = load_model(name, dtype, device)
@@ -81,6 +82,7 @@ class Plan:
         heads = self.heads[ranks.rank]
         self.keys = keys_of(heads, group)
         queries = range(heads.start * D, heads.stop * D)
+        vocab = Part([split(config.vocab_size, ranks.size)[ranks.rank]])
         inner = self.inner[ranks.rank]
         last = Part([self.outputs[ranks.rank]])
 
@@ -90,6 +92,7 @@ class Plan:
 
         # By role; of all other layers each rank has all.
         cuts = {
+            "embedding": vocab,
             "query": Part([queries]),
             "key": Part(keys()),
             "value": Part(keys()),
@@ -98,6 +101,7 @@ class Plan:
             "gate": Part([inner]),
             "up": Part([inner]),
             "down": last,
+            "head": vocab,
         }
         roles = {name: model.role(name) for name in model.state_dict()}
         self.parts = {name: cuts[role] for name, role in roles.items() if role in cuts}
@@ -111,6 +115,7 @@ def cut(model: Model, plan: Plan) -> None:
             own = torch.cat([whole[rows.start : rows.stop] for rows in part.rows])
             is_buffer = key in dict(model.get_submodule(layer).named_buffers())
             setattr(model.get_submodule(layer), key, own if is_buffer else nn.Parameter(own))
+    model.tie_weights()
     model.runner = RankRunner(plan.ranks, model.runner)
     model.n_kv_head = len(plan.keys)
 
@@ -133,6 +138,19 @@ def join_blocks(model: Model, plan: Plan) -> None:
         model.set_submodule(path, joined)
 
 
+def join_vocabulary(model: Model) -> None:
+    """Join the token embedding, and the head, whose logits are rank 0's alone.
+
+    These two may be one tensor, so this comes last, when no layer is replaced any more.
+    """
+    ranks = model.runner.ranks
+    vocab = split(model.config.vocab_size, ranks.size)
+    embedding = VocabParallelEmbedding(model.layer("embedding"), ranks, vocab[ranks.rank])
+    head = ParallelHead(model.layer("head"), ranks, [len(part) for part in vocab])
+    model.set_submodule(model.path("embedding"), embedding)
+    model.set_submodule(model.path("head"), head)
+
+
 class ColumnParallelLinear(nn.Module):
     """A layer that has some of its outputs on each rank.
 
@@ -149,3 +167,35 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x):
         y = self.layer(self.ranks.all_gather(x, self.inputs))
         return self.ranks.all_gather(y, self.outputs)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A token embedding that has some of its rows on each rank."""
+
+    def __init__(self, layer, ranks: Ranks, own: range):
+        super().__init__()
+        self.layer = layer
+        self.ranks = ranks
+        self.own = own
+
+    def forward(self, tokens):
+        ids = tokens - self.own.start
+        elsewhere = (ids < 0) | (ids >= len(self.own))
+        rows = self.layer(ids.masked_fill(elsewhere, 0))
+        return self.ranks.sum(rows.masked_fill(elsewhere[..., None], 0))
+
+
+class ParallelHead(nn.Module):
+    """A head that has the logits of some tokens on each rank: rank 0 gets all, (..., vocab_size).
+
+    widths: how many each rank has.
+    """
+
+    def __init__(self, layer, ranks: Ranks, widths: list[int]):
+        super().__init__()
+        self.layer = layer
+        self.ranks = ranks
+        self.widths = widths
+
+    def forward(self, x):
+        return self.ranks.gather(self.layer(x), self.widths)

@@ -142,11 +142,12 @@ def written(directory, size: int) -> list[tuple[str, str]]:
 def parallel_model(name, ranks, dtype=torch.float32, native=True):
     """This rank's part of a model. native: C computes its products."""
     from native import use_native
-    from parallel.shards import load_part
+    from parallel.shards import join_vocabulary, load_part
 
     model = load_part(name, dtype, ranks=ranks)
     if native:
         use_native(model)
+    join_vocabulary(model)
     return model
 
 
