@@ -12,7 +12,7 @@ from errors import UserError
 from loading.load import Source, parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from parallel.ranks import Ranks
+from parallel.ranks import WAYS, Ranks
 from parallel.shards import join_vocabulary, load_part
 
 
@@ -26,6 +26,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
     draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
     parser.add_argument("--draft", help=draft_help)
+    join_help = "of several processes: gather keeps every bit, reduce sends less"
+    parser.add_argument("--join", default="gather", choices=WAYS, help=join_help)
     gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
     parser.add_argument("--gamma", type=int, help=gamma_help)
 
@@ -81,7 +83,7 @@ def leading(args) -> Iterator[Ranks | None]:
     if not launched():
         yield None
         return
-    with Ranks() as ranks:
+    with Ranks(args.join) as ranks:
         device = pick_device(args.device)
         if device != "cpu":
             raise UserError(f"several processes compute with --device cpu; not {device}")
@@ -91,7 +93,7 @@ def leading(args) -> Iterator[Ranks | None]:
 
 def follow_leader(args) -> None:
     """Compute a part of the model, on a rank above 0, until the block of rank 0 ends."""
-    with Ranks() as ranks:
+    with Ranks(args.join) as ranks:
         ranks.tell()  # not before rank 0 has read, which says what is wrong
         engine = load_engine(args, parse_name(args.model), "cpu", ranks)
         engine.model.runner.follow(engine.model, engine.cache)

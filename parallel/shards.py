@@ -31,9 +31,10 @@ def load_part(name, dtype: torch.dtype = torch.float32, device="cpu", *, ranks: 
 
 
 class Part(NamedTuple):
-    """What a rank has of a tensor: these rows, one range after the other."""
+    """What a rank has of a tensor: these rows, range after range, and these columns of them."""
 
     rows: list[range]
+    columns: slice = slice(None)
 
 
 def split(width: int, size: int, unit: int = UNIT) -> list[range]:
@@ -84,11 +85,15 @@ class Plan:
         queries = range(heads.start * D, heads.stop * D)
         vocab = Part([split(config.vocab_size, ranks.size)[ranks.rank]])
         inner = self.inner[ranks.rank]
-        last = Part([self.outputs[ranks.rank]])
 
         def keys(before: int = 0) -> list[range]:
             """The rows of this rank's keys, or values, behind the rows of `before` heads."""
             return [range((before + key) * D, (before + key + 1) * D) for key in self.keys]
+
+        def last(inputs: range) -> Part:
+            if ranks.way == "reduce":
+                return Part([range(C)], slice(inputs.start, inputs.stop))
+            return Part([self.outputs[ranks.rank]])
 
         # By role; of all other layers each rank has all.
         cuts = {
@@ -97,10 +102,10 @@ class Plan:
             "key": Part(keys()),
             "value": Part(keys()),
             "qkv": Part([queries, *keys(config.n_head), *keys(config.n_head + config.n_kv_head)]),
-            "attn_out": last,
+            "attn_out": last(queries),
             "gate": Part([inner]),
             "up": Part([inner]),
-            "down": last,
+            "down": last(inner),
             "head": vocab,
         }
         roles = {name: model.role(name) for name in model.state_dict()}
@@ -113,6 +118,7 @@ def cut(model: Model, plan: Plan) -> None:
         if part := plan.parts.get(name):
             layer, _, key = name.rpartition(".")
             own = torch.cat([whole[rows.start : rows.stop] for rows in part.rows])
+            own = own[:, part.columns].contiguous() if own.dim() > 1 else own
             is_buffer = key in dict(model.get_submodule(layer).named_buffers())
             setattr(model.get_submodule(layer), key, own if is_buffer else nn.Parameter(own))
     model.tie_weights()
@@ -134,7 +140,10 @@ def join_blocks(model: Model, plan: Plan) -> None:
         if role not in widths:
             continue
         layer = model.get_submodule(path)
-        joined = ColumnParallelLinear(layer, ranks, widths[role], outputs)
+        if ranks.way == "gather":
+            joined = ColumnParallelLinear(layer, ranks, widths[role], outputs)
+        else:
+            joined = RowParallelLinear(layer, ranks)
         model.set_submodule(path, joined)
 
 
@@ -167,6 +176,21 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x):
         y = self.layer(self.ranks.all_gather(x, self.inputs))
         return self.ranks.all_gather(y, self.outputs)
+
+
+class RowParallelLinear(nn.Module):
+    """A layer that has some of its inputs on each rank; their outputs are added up."""
+
+    def __init__(self, layer: nn.Linear, ranks: Ranks):
+        super().__init__()
+        self.bias = layer.bias  # added once
+        layer.bias = None
+        self.layer = layer
+        self.ranks = ranks
+
+    def forward(self, x):
+        y = self.ranks.sum(self.layer(x))
+        return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -151,22 +151,22 @@ def parallel_model(name, ranks, dtype=torch.float32, native=True):
     return model
 
 
-def logits_of(name, tokens, dtype=torch.float32, native=True):
+def logits_of(name, tokens, *way, dtype=torch.float32, native=True):
     """On a rank: its logits of tokens, (1, T), what they took, and how many heads it caches."""
     from parallel.ranks import Ranks
 
-    with Ranks() as ranks, torch.inference_mode():
+    with Ranks(*way) as ranks, torch.inference_mode():
         model = parallel_model(name, ranks, dtype, native)
         logits = model(tokens)
         counts = ranks.collectives, ranks.traffic
         return logits.numpy(), counts, model.n_kv_head
 
 
-def compared(size, name, tokens, **options) -> tuple:
+def compared(size, name, tokens, *way, **options) -> tuple:
     """How far rank 0's logits are from those of one process, what they took, and all heads."""
 
     def action():
-        return logits_of(name, tokens, **options)
+        return logits_of(name, tokens, *way, **options)
 
     found = results(size, action)
     difference = torch.from_numpy(found[0][0]) - alone(name, tokens, **options)
