@@ -4,13 +4,14 @@ After Shoeybi et al. 2019 (1909.08053), "Megatron-LM: Training multi-billion par
 models using model parallelism".
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 
 from errors import UserError
-from loading.load import load_model
+from loading.load import empty_model, fill, load_config, parse_name, read_blocks
 from model import Model
 from parallel.ranks import RankRunner, Ranks
 
@@ -20,12 +21,15 @@ UNIT = 32  # numbers: torch computes the last few of a tensor without vectors, a
 def load_part(name, dtype: torch.dtype = torch.float32, device="cpu", *, ranks: Ranks) -> Model:
     """Load what this rank computes of a model. Arguments and errors are `load_model`'s.
 
-    Call `join_vocabulary` when no layer is replaced any more.
-    Raises UserError, too, where there are too few heads.
+    No process ever holds the whole model. Call `join_vocabulary` when no layer is replaced any
+    more. Raises UserError, too, where there are too few heads.
     """
-    model = load_model(name, dtype, device)
+    source = parse_name(name)
+    model = empty_model(load_config(source))
     plan = Plan(model, ranks)
+    blocks = plan.own(read_blocks(source, model, dtype, device))
     cut(model, plan)
+    fill(model, blocks, source, dtype, device)
     join_blocks(model, plan)
     return model
 
@@ -59,8 +63,7 @@ def keys_of(heads: range, group: int) -> list[int]:
 class Plan:
     """What a rank has of each weight of a model, and what all ranks have.
 
-    parts: by the name of the weight; of others each rank has all.
-    heads, inner, outputs: of each rank. keys: of this one.
+    parts: by the name of the weight. heads, inner, outputs: of each rank. keys: of this one.
     Raises UserError where there are too few heads.
     """
 
@@ -108,22 +111,43 @@ class Plan:
             "down": last(inner),
             "head": vocab,
         }
-        roles = {name: model.role(name) for name in model.state_dict()}
-        self.parts = {name: cuts[role] for name, role in roles.items() if role in cuts}
+        self.parts = {}
+        for name, weight in model.named_parameters():
+            part = cuts.get(model.role(name), Part([range(len(weight))]))
+            self.parts[name] = part if weight.dim() > 1 else Part(part.rows)
+
+    def own(self, blocks: Iterator[tuple]) -> Iterator[tuple]:
+        """This rank's share of blocks of a whole model, as `store` takes them."""
+        for name, rows, block in blocks:
+            part = self.parts[name]
+            for own, chosen in places(part.rows, rows):
+                yield name, own, block[chosen], part.columns
 
 
 def cut(model: Model, plan: Plan) -> None:
-    """Leave of each weight of a model what is this rank's."""
-    for name, whole in model.state_dict().items():
-        if part := plan.parts.get(name):
-            layer, _, key = name.rpartition(".")
-            own = torch.cat([whole[rows.start : rows.stop] for rows in part.rows])
-            own = own[:, part.columns].contiguous() if own.dim() > 1 else own
-            is_buffer = key in dict(model.get_submodule(layer).named_buffers())
-            setattr(model.get_submodule(layer), key, own if is_buffer else nn.Parameter(own))
+    """Leave of each weight of an empty model what is this rank's."""
+    for name, part in plan.parts.items():
+        layer, _, key = name.rpartition(".")
+        whole = model.get_parameter(name)
+        own = whole.new_empty(sum(map(len, part.rows)), *whole.shape[1:])[..., part.columns]
+        setattr(model.get_submodule(layer), key, nn.Parameter(own))
     model.tie_weights()
     model.runner = RankRunner(plan.ranks, model.runner)
     model.n_kv_head = len(plan.keys)
+
+
+def places(rows: list[range], block: slice) -> list[tuple[slice, slice]]:
+    """Where a block of a weight's rows goes: of a rank's own rows, and of the block, which ones."""
+    found = []
+    first = 0
+    for own in rows:
+        start = max(own.start, block.start)
+        stop = min(own.stop, block.stop)
+        if start < stop:
+            here = slice(first + start - own.start, first + stop - own.start)
+            found.append((here, slice(start - block.start, stop - block.start)))
+        first += len(own)
+    return found
 
 
 def join_blocks(model: Model, plan: Plan) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from conftest import random_tokens
+from ranks import logits_of, results
 from safetensors.torch import load_file, save_file
 
 from cache import KVCache
@@ -146,6 +147,16 @@ def test_random_weights_end_branches_small():
     model = Other(config).init_weights()
     wide, small = (getattr(model.blocks[1], name).weight.std().item() for name in ("w1", "w2"))
     assert small == pytest.approx(wide / (2 * config.n_layer) ** 0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("both, way", [(False, "gather"), (True, "reduce")], indirect=["both"])
+def test_ranks_share_it(both, way):
+    _, other = both
+    options = {"dtype": torch.float64, "native": False}
+    found = results(3, lambda: logits_of(other, TOKENS, way, **options))
+    logits, (collectives, _), heads = found[0]
+    assert (torch.from_numpy(logits) - load_model(other, torch.float64)(TOKENS)).abs().max() < 1e-12
+    assert collectives == 11 * (4 if way == "gather" else 2) + 2 and heads == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
