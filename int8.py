@@ -17,13 +17,17 @@ from errors import UserError
 EXACT = 1024  # products, 127 * 127 at most, whose sum float32 holds: it is below 2**24
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    x: torch.Tensor, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Round each row to whole numbers of steps: x is close to values * scale[..., None].
 
-    x: (..., n), floating-point. Returns values, int8 (..., n), from -127 to 127, and scale, (...),
-    in the dtype of x. A row with a NaN or infinity has a scale that is not finite either.
+    x: (..., n), floating-point. largest: (..., 1), the largest |x| of rows of which this is a part.
+    Returns values, int8 (..., n), from -127 to 127, and scale, (...), in the dtype of x. A row with
+    a NaN or infinity has a scale that is not finite either.
     """
-    largest = x.abs().amax(dim=-1, keepdim=True)
+    if largest is None:
+        largest = x.abs().amax(dim=-1, keepdim=True)
     scale = (largest / 127).clamp(min=torch.finfo(x.dtype).tiny)  # a row of zeros is fine
     return (x / scale).round().to(torch.int8), scale.squeeze(-1)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 from errors import UserError
+from int8 import Int8Linear, int8_product, quantize, to_floats
 from loading.load import empty_model, fill, load_config, parse_name, read_blocks
 from model import Model
 from parallel.ranks import RankRunner, Ranks
@@ -166,6 +167,8 @@ def join_blocks(model: Model, plan: Plan) -> None:
         layer = model.get_submodule(path)
         if ranks.way == "gather":
             joined = ColumnParallelLinear(layer, ranks, widths[role], outputs)
+        elif isinstance(layer, Int8Linear):
+            joined = Int8RowParallelLinear(layer, ranks)
         else:
             joined = RowParallelLinear(layer, ranks)
         model.set_submodule(path, joined)
@@ -215,6 +218,23 @@ class RowParallelLinear(nn.Module):
     def forward(self, x):
         y = self.ranks.sum(self.layer(x))
         return y if self.bias is None else y + self.bias
+
+
+class Int8RowParallelLinear(nn.Module):
+    """RowParallelLinear with int8 weights: ranks share one scale, and sums are exact."""
+
+    def __init__(self, layer: Int8Linear, ranks: Ranks):
+        super().__init__()
+        self.register_buffer("weight", layer.weight)
+        self.register_buffer("scale", layer.scale)
+        self.bias = layer.bias
+        self.ranks = ranks
+
+    def forward(self, x):
+        largest = self.ranks.maximum(x.abs().amax(dim=-1, keepdim=True))
+        values, x_scale = quantize(x, largest)
+        sums = self.ranks.sum(int8_product(values, self.weight))
+        return to_floats(sums, x_scale, self.scale, self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):
