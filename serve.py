@@ -37,7 +37,7 @@ from engine.options import (
 )
 from errors import UserError, check_limits
 from loading.load import Source, parse_name
-from parallel.ranks import Ranks
+from parallel.ranks import RankError, Ranks
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.memory import freeze, trim
@@ -82,7 +82,9 @@ def add_server_options(parser: Parser) -> None:
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input."""
     check_server_options(args)
-    if follows():
+    if follows():  # it ends when rank 0 has drained
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         follow_leader(args)
         return
     with leading(args) as ranks:
@@ -322,7 +324,8 @@ async def serve(
 ) -> int | None:
     """Load the model, print the address, and answer until a signal comes, which is returned.
 
-    While the model is loaded, requests are answered with 503.
+    While the model is loaded, requests are answered with 503. Raises RankError if another process
+    that the model needs has ended.
     """
     name = served_name(source)
     make = functools.partial(load_engine, args, source, device, ranks)
@@ -340,11 +343,19 @@ async def serve(
     else:
         server.should_exit = True
         server.force_exit = True  # no client waits for a text
+    failed = False
+    if ranks:
+        ended = asyncio.ensure_future(asyncio.to_thread(thread.thread.join))
+        await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
+        failed = ended.done() and not server.should_exit  # by itself: no signal, no failed socket
+        server.should_exit = True
     await serving
     if not thread.ready.done():  # a signal came first, and no thread can be told to stop loading
         os._exit(128 + server.signal)
     await thread.ready  # raises what loading raised
     await thread.close()
+    if failed and server.signal is None:
+        raise RankError(thread.error)
     return server.signal
 
 

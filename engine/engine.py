@@ -116,7 +116,8 @@ class Engine:
         A pass without memory ends its requests. Logits that are not finite, and any error in the
         work for one request alone, end that one. Waiting ones go on. Any other exception, such as
         KeyboardInterrupt, leaves `step`: its events are lost, but no text is wrong, and the next
-        step goes on from there.
+        step goes on from there. With several ranks there is no next step, also without memory:
+        some ranks would be inside a pass that others have left.
         """
         self.works = []
         self.draft()

@@ -17,6 +17,7 @@ import tiktoken
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
+from parallel.ranks import RankError
 from sampling import SamplingParams, TokenLogprob
 
 
@@ -275,6 +276,8 @@ class EngineThread:
         try:
             while self.obey():
                 self.publish(self.engine.step())
+        except RankError as error:
+            reason = str(error)
         except BaseException as error:
             traceback.print_exc()
             reason = f"the engine has failed: {type(error).__name__}: {error}"

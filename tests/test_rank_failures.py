@@ -1,0 +1,228 @@
+"""A process that cannot go on: all end, and one line says why."""
+
+import json
+import os
+import signal
+import socket
+import time
+from asyncio.selector_events import BaseSelectorEventLoop
+from datetime import timedelta
+
+import pytest
+from ranks import SMALL, appears, script, serving, start, wait, written
+
+import infer_engine
+from engine import options
+from model import TorchRunner
+from parallel.ranks import RankRunner, Ranks
+
+ARGUMENTS = [*SMALL, "--prompt", "Tom", "--ignore-eos"]
+ENDLESS = [*ARGUMENTS, "--max-new-tokens", 10**9]
+STREAM = {"prompt": "Tom", "ignore_eos": True, "stream": True}
+ENDED = "another of the processes has ended or does not answer"
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+
+
+def begin(directory) -> list:
+    """Two processes that write a text without an end, once it has begun."""
+    processes = start(2, script, directory, infer_engine.main, ENDLESS)
+    appears(directory, processes[0], "Tom ")
+    return processes
+
+
+def data_of(event: bytes) -> dict:
+    return json.loads(event.strip().removeprefix(b"data: "))
+
+
+def check_line(directory, *ends: str) -> None:
+    """The two have written a line for each of these ends to stderr, and three of statistics."""
+    lines = "".join(err for _, err in written(directory, 2)).splitlines()
+    counts = "tokens/s", " positions computed", " collectives a step"
+    told = [line for line in lines if not any(count in line for count in counts)]
+    assert len(told) == len(ends), told
+    assert all(line.endswith(f"error: {end}") for line, end in zip(told, ends))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_is_killed(tmp_path, victim):
+    processes = begin(tmp_path)
+    processes[victim].kill()
+    codes = wait(processes)
+    assert (codes[victim], codes[1 - victim]) == (-signal.SIGKILL, 2)
+    check_line(tmp_path, ENDED if victim else f"rank 1: {ENDED}")
+
+
+@pytest.mark.parametrize("place", ["tell", "all_gather"])
+def test_one_stands_still(tmp_path, monkeypatch, place):
+    real = getattr(Ranks, place)
+    calls = []
+
+    def stopping(self, *arguments):
+        calls.append(1)
+        if self.rank and len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(self, *arguments)
+
+    monkeypatch.setattr("parallel.ranks.LIMIT", timedelta(seconds=3))
+    monkeypatch.setattr(Ranks, place, stopping)
+    processes = start(2, script, tmp_path, infer_engine.main, ENDLESS)
+    processes[0].join(100)
+    assert wait(processes, 0) == [2, None]
+    check_line(tmp_path, ENDED)
+
+
+def test_ctrl_c(tmp_path):
+    processes = begin(tmp_path)
+    for process in processes:
+        os.kill(process.pid, signal.SIGINT)
+    code, other = wait(processes)
+    assert code == 130 and other in (-signal.SIGINT, 2)  # 2: rank 0 has ended before it hears
+    (out, err), other = written(tmp_path, 2)
+    assert out.startswith("Tom") and out.endswith("\n") and "tokens/s" in err
+    assert other == ("", "")
+    check_line(tmp_path)
+
+
+@pytest.mark.parametrize("place, victim", [("load_part", 1), ("logits", 0), ("logits", 1)])
+def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
+    from parallel.ranks import RankError  # noqa: F401  without it both would wait
+
+    owner = options if place == "load_part" else TorchRunner
+    real = getattr(owner, place)
+    calls = []
+
+    def failing(*arguments, **named):
+        calls.append(1)
+        if os.environ["RANK"] == str(victim) and len(calls) == (3 if owner is TorchRunner else 1):
+            raise RuntimeError(NO_MEMORY)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, place, failing)
+    processes = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 9])
+    assert wait(processes) == [2, 2]
+    what = "texts of this step" if owner is TorchRunner else "model and its texts"
+    name = "rank 1: " if victim else ""
+    check_line(tmp_path, f"{name}the {what} do not fit in memory")
+
+
+def test_one_that_fails_when_the_other_is_done_ends_both():
+    def end():
+        with Ranks() as ranks:
+            if ranks.rank:
+                raise ZeroDivisionError("a mistake")
+
+    assert wait(start(2, end)) == [2, 1]
+
+
+def test_without_a_store_each_says_why():
+    class Gone:
+        def add(self, *_):
+            raise RuntimeError("it was in a process that has ended")
+
+    ranks = object.__new__(Ranks)
+    ranks.store = Gone()
+    assert ranks.is_first()
+
+
+def test_who_has_to_wait_has_no_limit(tmp_path, monkeypatch):
+    real = options.load_part
+
+    def slow(*arguments, **named):
+        time.sleep(4 if os.environ["RANK"] == "1" else 0)
+        return real(*arguments, **named)
+
+    def idle():
+        with Ranks() as group:
+            time.sleep(0 if group.rank else 4)
+            group.tell()
+
+    monkeypatch.setattr(options, "load_part", slow)
+    monkeypatch.setattr("parallel.ranks.LIMIT", timedelta(seconds=3))
+    loading = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 3])
+    assert [wait(processes) for processes in (start(2, idle), loading)] == [[0, 0]] * 2
+
+
+def test_a_mistake_has_its_traceback(tmp_path, monkeypatch):
+    def follow(*arguments):
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(RankRunner, "follow", follow)
+    processes = start(2, script, tmp_path, infer_engine.main, ARGUMENTS)
+    assert wait(processes) == [2, 1]
+    (_, err), (_, other) = written(tmp_path, 2)
+    assert "ZeroDivisionError: a mistake" in other and "error" not in err
+
+
+@pytest.mark.parametrize(
+    "words, kind",
+    [
+        ("[../gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:4242", "RankError"),
+        ("Timed out waiting 60000ms for recv operation to complete", "RankError"),
+        ("shape '[2]' is invalid for input of size 3", "RuntimeError"),
+    ],
+)
+def test_gloo_s_errors_are_known_by_their_words(words, kind):
+    def collective():
+        raise RuntimeError(words)
+
+    with pytest.raises(Exception) as raised:
+        object.__new__(Ranks).guard(collective)
+    assert type(raised.value).__name__ == kind
+
+
+@pytest.mark.parametrize("number, codes", [("SIGTERM", [0, 0]), ("SIGINT", [130, 2])])
+def test_a_server_drains(tmp_path, number, codes):
+    with serving(tmp_path) as (processes, door):
+        with door.send("POST", "/v1/completions", STREAM | {"max_tokens": 50}) as answer:
+            answer.readline()
+            for process in processes:
+                os.kill(process.pid, getattr(signal, number))
+            *_, last, done, end = answer.read().split(b"\n\n")
+        assert data_of(last)["choices"][0]["finish_reason"] == "length"
+        assert (done, end, wait(processes)) == (b"data: [DONE]", b"", codes)
+    check_line(tmp_path)
+
+
+def test_a_server_loses_a_process(tmp_path):
+    with serving(tmp_path) as (processes, door):
+        with door.send("POST", "/v1/completions", STREAM | {"max_tokens": 2**18}) as answer:
+            answer.readline()
+            processes[1].kill()
+            *_, error, done, end = answer.read().split(b"\n\n")
+        assert data_of(error)["error"]["message"] == ENDED
+        assert (done, end, wait(processes)) == (b"data: [DONE]", b"", [2, -signal.SIGKILL])
+    check_line(tmp_path, ENDED)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_still_a_server_whose_socket_fails_ends_with_a_note(tmp_path, monkeypatch, size):
+    real = BaseSelectorEventLoop.sock_accept
+
+    async def failing(self, sock):
+        await real(self, sock)
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(BaseSelectorEventLoop, "sock_accept", failing)
+    with serving(tmp_path, size=size) as (processes, door):
+        socket.create_connection(("127.0.0.1", door.port)).close()
+        assert wait(processes) == [0] * size
+    (_, err), *others = written(tmp_path, size)
+    assert err == "note: no more connections: [Errno 22] Invalid argument\n"
+    assert others == [("", "")] * (size - 1)
+
+
+def test_a_server_has_no_memory(tmp_path, monkeypatch):
+    real = TorchRunner.logits
+
+    def failing(*arguments):
+        if os.environ["RANK"] == "0":
+            raise RuntimeError(NO_MEMORY)
+        return real(*arguments)
+
+    monkeypatch.setattr(TorchRunner, "logits", failing)
+    with serving(tmp_path) as (processes, door):
+        status, answer = door.post("/v1/completions", {"prompt": "Tom"})
+        error = "the texts of this step do not fit in memory"
+        assert (status, answer["error"]["message"]) == (503, error)
+        assert wait(processes) == [2, 2]
+    check_line(tmp_path, error)
