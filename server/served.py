@@ -31,16 +31,19 @@ class Served:
     """A model by the name that clients know.
 
     root: where it comes from. chat: its template, or the error that says why it has none.
+    here: whether the engine is in this process, so that it can be seen at work.
     """
 
-    def __init__(self, thread: EngineThread, name: str, root: str, chat: Chat | UserError):
+    def __init__(
+        self, thread: EngineThread, name: str, root: str, chat: Chat | UserError, here: bool = True
+    ):
         self.thread = thread
         self.name = name
         self.root = root
         self.chat = chat
         self.created = int(time.time())
-        self.metrics = Metrics(thread, name)
-        self.live = Live(thread, name)
+        self.metrics = Metrics(thread, name) if here else None
+        self.live = Live(thread, name) if here else None
 
     def model(self) -> dict:
         """What /v1/models says of it. Raises EngineDead if there is no engine."""

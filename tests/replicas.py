@@ -1,0 +1,139 @@
+"""Several engines behind one app, in this process: what Ray's handle does, without Ray."""
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+from conftest import save_speaking
+from serving import serving_app, texts_of
+
+OPTIONS = ["--device", "cpu", "--backend", "torch", "--page-size", "4"]
+
+
+def save_small(build, directory):
+    """A model that all replicas load. build: as `tiny`."""
+    return save_speaking(build, directory, eos_token_id=4095)
+
+
+def parse(model, *options):
+    from command_line import Parser
+    from serve import add_server_options
+
+    parser = Parser()
+    add_server_options(parser)
+    return parser.parse_args([str(word) for word in ["--model", model, *OPTIONS, *options]])
+
+
+def make_engine(args):
+    """One for itself, as each replica has."""
+    from engine.options import load_engine
+    from loading.load import parse_name
+
+    return load_engine(args, parse_name(args.model), "cpu")
+
+
+class Response:
+    """The answer to a call: what a replica's generator gives, sent from process to process.
+
+    The replica goes on until it is told to end, whatever becomes of who asked.
+    """
+
+    def __init__(self, updates, replica):
+        self.updates = updates
+        self.replica = replica
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        self.coming = asyncio.ensure_future(anext(self.updates))
+        update = await asyncio.shield(self.coming)
+        return pickle.loads(pickle.dumps(update))
+
+    def cancel(self):
+        self.coming.cancel()
+        self.closing = asyncio.ensure_future(self.close())
+
+    async def close(self):
+        await asyncio.wait([self.coming])
+        await self.updates.aclose()
+
+
+class Handle:
+    """Calls go to these replicas in turn."""
+
+    def __init__(self, replicas):
+        self.replicas = replicas
+        self.turns = itertools.cycle(replicas)
+        self.generate = self
+
+    def options(self, stream):
+        assert stream
+        return self
+
+    def remote(self, *call):
+        replica = next(self.turns)
+        return Response(replica.generate(*pickle.loads(pickle.dumps(call))), replica)
+
+
+@contextlib.contextmanager
+def serving_replicas(args, count: int):
+    """A Door to an app, and its replicas, `count` of them."""
+    from server.replicas import Door, Replica
+
+    replicas = [object.__new__(Replica) for _ in range(count)]
+
+    @contextlib.asynccontextmanager
+    async def enter():
+        for replica in replicas:
+            await replica.__init__(args)
+        app = Door(args, Handle(replicas)).__serve_build_asgi_app__()
+        try:
+            yield app, replicas[0].thread
+        finally:
+            for replica in replicas:
+                await replica.thread.close()
+
+    with serving_app(enter) as door:
+        yield door, replicas
+
+
+def bodies() -> list[dict]:
+    """Requests for texts of all kinds: each has the same answer, whoever writes it."""
+    prompts = ["Tom", ["cat", "a dog"], [5, 6, 7]]
+    kinds = [
+        {"temperature": 0},
+        {"seed": 7, "top_p": 0.9},
+        {"seed": 8, "n": 3, "stop": ["a", "th"]},
+        {"temperature": 0, "logprobs": 2, "echo": False},
+    ]
+    return [
+        {"prompt": prompt, "max_tokens": 4 + 3 * row, "ignore_eos": True} | kind
+        for row, (prompt, kind) in enumerate(itertools.product(prompts, kinds))
+    ]
+
+
+def same(answer: tuple) -> tuple:
+    """Status and body of an answer, without what is its own."""
+    status, body = answer
+    return status, {
+        key: value for key, value in body.items() if key not in ("id", "created", "model")
+    }
+
+
+def streamed_texts(door, body: dict) -> dict:
+    """The texts of a streamed answer, by index."""
+    texts = texts_of(door.events("/v1/completions", body | {"stream": True}))
+    return {index: text for index, (text, _) in texts.items()}
+
+
+def check_texts(door, one, clients: int) -> None:
+    """A server writes what a server with one engine writes, to one client and to several."""
+    own = [same(one.post("/v1/completions", body)) for body in bodies()]
+    assert [same(door.post("/v1/completions", body)) for body in bodies()] == own
+    with ThreadPoolExecutor(clients) as pool:
+        found = list(pool.map(lambda body: streamed_texts(door, body), bodies()))
+    choices = [answer["choices"] for _, answer in own]
+    assert found == [{choice["index"]: choice["text"] for choice in some} for some in choices]
