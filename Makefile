@@ -6,6 +6,9 @@ demo: .venv/compiled tags  ## run infer.py with the embedded model, on the CPU
 test: .venv/compiled .venv/tested tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
+test-ray: .venv/ray tags  ## run the tests of engines on Ray, which is 490 MB more
+	.venv/bin/python -m pytest tests/ray_serve
+
 tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python lessons.py tag --quiet
 
@@ -16,6 +19,10 @@ tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@touch $@
 
 .venv/tested: requirements-test.txt .venv/installed
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+.venv/ray: requirements-ray.txt .venv/tested
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
@@ -33,4 +40,4 @@ NEW = import sys; sys.exit(sys.version_info < (3, 11))
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: demo test tags
+.PHONY: demo test test-ray tags

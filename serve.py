@@ -177,8 +177,8 @@ class Protocol(H11Protocol):
             self.timer = self.loop.call_later(self.seconds, self.transport.close)
 
 
-# Protocol is h11's also where httptools is installed: httptools stops reading where bytes come
-# after a body, and the server does not notice that the client leaves.
+# Protocol is h11's also where httptools is installed, which comes with Ray: httptools stops reading
+# where bytes come after a body, and the server does not notice that the client leaves.
 UVICORN = {"http": Protocol, "access_log": False}
 
 

@@ -1,11 +1,25 @@
-"""Serve a model with several engines, each in a process of its own, on Ray."""
+"""Serve a model with several engines, each in a process of its own, on Ray: python serve_ray.py."""
 
-from command_line import Parser, pick_device
-from errors import check_limits
+import contextlib
+import logging
+import os
+import queue
+import signal
+import time
+from collections.abc import Iterator
+
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
+
+import torch
+
+from command_line import Parser, pick_device, run_script, show
+from errors import UserError, check_limits
 from loading.load import load_config, parse_name
 from loading.tokenizer import load_encoding
-from serve import add_server_options, check_server_options
+from serve import add_server_options, check_server_options, listen, url_of
 from server.replicas import Door, Replica
+from server.served import served_name
 
 CPUS = (int | float, lambda value: 1e-4 <= value < 1e6, "a number from 0.0001 to below 1000000")
 LIMITS = {
@@ -13,6 +27,16 @@ LIMITS = {
     "cpus": CPUS,  # Ray's least is 0.0001
 }
 MANY = 2**20  # requests at a time: an engine says itself when it has too many
+SETTINGS = {  # of Ray, which reads them when it is imported
+    "RAY_USAGE_STATS_ENABLED": "0",  # send no usage statistics
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # calls by gRPC, and fewer threads
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # no further port
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as on Windows and macOS
+}
+
+
+def main(argv=None) -> None:
+    run_script(make_parser(), run, argv)
 
 
 def make_parser() -> Parser:
@@ -21,6 +45,38 @@ def make_parser() -> Parser:
     parser.add_argument("--cpus", type=float, default=1, help="that each engine has for itself")
     add_server_options(parser)
     return parser
+
+
+def run(args) -> None:
+    """Serve until a signal comes. Raises UserError for bad input."""
+    check(args)
+    wanted = f"--replicas {args.replicas}"
+    cpus = os.cpu_count()
+    if args.replicas * args.cpus > cpus:
+        raise UserError(f"{wanted} --cpus {args.cpus:g}: this machine has {cpus} CPUs")
+    gpus = torch.cuda.device_count()
+    if pick_device(args.device) == "cuda" and args.replicas > gpus:
+        raise UserError(f"{wanted}: each needs a GPU; this machine has {gpus}")
+    signals = queue.SimpleQueue()
+    with running(args) as address:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: signals.put(number))
+        show(f"{served_name(parse_name(args.model))} at {address}\n")
+        first = signals.get()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)  # it does not wait
+        drain()
+    if first == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def drain() -> None:
+    """Refuse new clients; running texts go on for --drain-seconds at most."""
+    from ray import serve
+
+    serve.delete("default", _blocking=False)  # not serve.shutdown, which cuts connections first
+    while serve.status().applications:
+        time.sleep(0.1)
 
 
 def check(args) -> None:
@@ -32,6 +88,37 @@ def check(args) -> None:
     load_encoding(source, load_config(source).vocab_size)
     if source.kind != "random":
         source.weights()
+
+
+@contextlib.contextmanager
+def running(args) -> Iterator[str]:
+    """The address of the server, inside the block; after it all processes are ended.
+
+    Raises UserError if Ray is not installed, or replicas cannot be made.
+    """
+    with listen(args.host, args.port) as sock:
+        port = sock.getsockname()[1]  # free, where any will do
+    os.environ.update(SETTINGS)
+    try:
+        import ray
+        from ray import serve
+    except ImportError:
+        hint = "pip install -r requirements-ray.txt"
+        raise UserError(f"Ray is not installed here; get it with: {hint}") from None
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    ray.init("local", num_cpus=os.cpu_count(), _node_ip_address="127.0.0.1", **quiet)
+    try:
+        logging.getLogger("ray.serve").setLevel("ERROR")
+        serve.start(http_options={"host": args.host, "port": port})
+        try:
+            serve.run(application(args))
+        except RuntimeError as error:
+            status = serve.status().applications["default"].deployments["Replica"]
+            reason = (status.message or str(error)).strip().rpartition("\n")[2]
+            raise UserError(reason.removeprefix("errors.UserError: ")) from None
+        yield url_of(args.host, port)
+    finally:
+        ray.shutdown()
 
 
 def application(args):
@@ -56,3 +143,7 @@ def build(options: dict[str, str]):
     args = make_parser().parse_args([f"--{name}={value}" for name, value in options.items()])
     check(args)
     return application(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The script that starts engines on Ray, as far as that goes without Ray: see tests/ray_serve."""
+
+import os
+import shutil
+import sys
+
+import pytest
+from conftest import CHECKPOINTS, ROOT
+
+from errors import UserError
+
+
+def run_script(run_main, *arguments) -> tuple[int, str, str]:
+    assert (ROOT / "serve_ray.py").is_file()
+    import serve_ray
+
+    assert hasattr(serve_ray, "main")
+    code, out, err = run_main(serve_ray.main, "--port", 0, *arguments)
+    return code, out, err.partition("error: ")[2]
+
+
+HINT = "Ray is not installed here; get it with: pip install -r requirements-ray.txt\n"
+
+
+@pytest.mark.parametrize("cpus", [0.0001, os.cpu_count()])
+def test_without_ray_a_line_says_what_to_install(run_main, monkeypatch, cpus):
+    """With the least and the most that is allowed."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run_script(run_main, "--replicas=1", f"--cpus={cpus}") == (2, "", HINT)
+
+
+@pytest.mark.parametrize("cpus", [0.00001, 1e6])
+def test_cpus_out_of_range_are_a_line(run_main, cpus):
+    error = f"cpus is {cpus}; it must be a number from 0.0001 to below 1000000\n"
+    assert run_script(run_main, f"--cpus={cpus}") == (2, "", error)
+
+
+def test_still_options_of_serve_run(monkeypatch):
+    from serve_ray import build
+
+    monkeypatch.setattr("serve_ray.application", lambda args: args)
+    args = build({"replicas": "3", "max-rows": "8"})
+    assert (args.replicas, args.max_rows) == (3, 8)
+    with pytest.raises(UserError, match="replicas is 0"):
+        build({"replicas": "0"})
+
+
+def test_each_replica_needs_a_gpu(run_main, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    error = "--replicas 2: each needs a GPU; this machine has 1\n"
+    assert run_script(run_main, "--cpus=0.1", "--device=cuda") == (2, "", error)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run_script(run_main, "--cpus=0.1", "--device=cuda") == (2, "", HINT)
+
+
+def test_a_model_without_weights_is_a_line(run_main, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(CHECKPOINTS / "stories-llama" / name, tmp_path)
+    error = f"{tmp_path}: no model.safetensors in this directory\n"
+    assert run_script(run_main, "--model", tmp_path) == (2, "", error)
