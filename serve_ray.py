@@ -53,7 +53,7 @@ def make_parser() -> Parser:
 
 
 def run(args) -> None:
-    """Serve until a signal comes. Raises UserError for bad input."""
+    """Serve until a signal comes. Raises UserError for bad input, or if Ray itself ends."""
     check(args)
     wanted = f"--replicas {args.replicas}"
     cpus = os.cpu_count()
@@ -67,12 +67,36 @@ def run(args) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: signals.put(number))
         show(f"{served_name(parse_name(args.model))} at {address}\n")
-        first = signals.get()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)  # it does not wait
+        try:
+            first = wait_for(signals)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.default_int_handler)  # it does not wait
         drain()
     if first == signal.SIGINT:
         raise KeyboardInterrupt
+
+
+def wait_for(signals: queue.SimpleQueue) -> int:
+    """The first signal. Raises UserError if Ray itself ends before; what it had started is killed.
+
+    Ray restarts whatever else ends, or does without it.
+    """
+    import psutil  # Ray brings it
+    from ray._private.worker import _global_node as node
+
+    started = psutil.Process().children(recursive=True)
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return signals.get(timeout=1)
+        found = psutil.Process().children(recursive=True)
+        if ended := {name for name, _ in node.dead_processes()} & {"gcs_server", "raylet"}:
+            for process in {*started, *found}:  # those of a raylet that was killed may stay
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            logs = node.get_logs_dir_path()
+            raise UserError(f"Ray's {min(ended)} has ended; its logs are in {logs}")
+        started = found
 
 
 def drain() -> None:
@@ -137,6 +161,7 @@ def application(args):
         num_replicas=args.replicas,
         ray_actor_options=needs,
         max_constructor_retry_count=1,  # what fails first fails always
+        health_check_period_s=1,  # of which three must fail
         **shared,
         **routing(args),
     )

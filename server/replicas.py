@@ -2,9 +2,12 @@
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Iterable
 
 from fastapi import FastAPI
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
 
 from command_line import pick_device
 from engine.options import load_engine
@@ -12,8 +15,9 @@ from loading.load import load_config, parse_name
 from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 from server.app import allowed_hosts, make_app
-from server.engine_thread import EngineThread, Update
+from server.engine_thread import EngineDead, EngineThread, Update
 from server.memory import freeze
+from server.metrics import Metrics
 from server.served import Served, find_chat, served_name
 
 
@@ -25,6 +29,8 @@ class Replica:
             load_engine, args, parse_name(args.model), pick_device(args.device)
         )
         self.thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
+        self.metrics = Metrics(self.thread, served_name(parse_name(args.model)))
+        self.name = uuid.uuid4().hex[:8]
         self.thread.start()
         await self.thread.ready
 
@@ -39,6 +45,49 @@ class Replica:
                     yield update
         except Exception as error:
             yield error
+
+    def check_health(self) -> None:
+        """Ray asks again and again, and replaces a replica that raises."""
+        if self.thread.error:
+            raise EngineDead(self.thread.error)
+
+    def read_metrics(self) -> list[Metric]:
+        """What this engine has done and does, each sample with the label engine, as vLLM has it."""
+        families = list(self.metrics.registry.collect())
+        for family in families:
+            family.samples = [
+                sample._replace(labels=sample.labels | {"engine": self.name})
+                for sample in family.samples
+            ]
+        return families
+
+
+class AllMetrics:
+    """The metrics of all replicas, read on demand. handle: Ray's."""
+
+    def __init__(self, handle):
+        self.handle = handle
+
+    async def read(self) -> bytes:
+        """What Prometheus gets. A replica that has just ended is left out.
+
+        Raises TimeoutError if one does not answer in 10 s, which is how long Prometheus waits.
+        """
+        asked = self.handle.broadcast("read_metrics")
+        merged = Families()
+        for families in await asked.results_async(timeout_s=10, return_exceptions=True):
+            for family in families if isinstance(families, list) else ():
+                known = merged.setdefault(family.name, family)
+                if known is not family:
+                    known.samples += family.samples
+        return generate_latest(merged)
+
+
+class Families(dict[str, Metric]):
+    """By name, in the place of a registry."""
+
+    def collect(self) -> Iterable[Metric]:
+        return self.values()
 
 
 class Replicas:
@@ -63,7 +112,14 @@ class Replicas:
         """Yield what `EngineThread.generate` yields: all texts of a call come from one replica."""
         updates = self.handle.generate.remote(prompts, params, salt, name)
         try:
-            async for update in updates:
+            while True:
+                try:
+                    update = await anext(updates)
+                except StopAsyncIteration:
+                    return
+                except Exception as error:  # of Ray, of many kinds
+                    gone = "the process that wrote this text has ended, or cannot be reached"
+                    raise EngineDead(f"{gone}: {type(error).__name__}") from None
                 if isinstance(update, Exception):
                     raise update
                 yield update
@@ -83,6 +139,7 @@ class Door:
         thread = Replicas(self.replicas, source)
         names = served_name(source), source.label
         served = Served(thread, *names, find_chat(source), here=False)
+        served.metrics = AllMetrics(self.replicas)
         freeze()
         hosts = allowed_hosts(self.args.host, self.args.allowed_host)
         return make_app(served, self.args.api_key, self.args.allow_origin, hosts)

@@ -50,6 +50,8 @@ class Response:
     async def __anext__(self):
         self.coming = asyncio.ensure_future(anext(self.updates))
         update = await asyncio.shield(self.coming)
+        if hasattr(self.replica, "killed"):
+            raise RuntimeError("The actor died unexpectedly before finishing this task.")
         return pickle.loads(pickle.dumps(update))
 
     def cancel(self):
@@ -73,9 +75,24 @@ class Handle:
         assert stream
         return self
 
+    def broadcast(self, name):
+        return Broadcast([getattr(replica, name) for replica in self.replicas])
+
     def remote(self, *call):
         replica = next(self.turns)
         return Response(replica.generate(*pickle.loads(pickle.dumps(call))), replica)
+
+
+class Broadcast:
+    """The answers to a call of all replicas; one, which has ended, gives an exception."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    async def results_async(self, timeout_s, return_exceptions):
+        assert timeout_s == 10 and return_exceptions
+        found = [pickle.loads(pickle.dumps(call())) for call in self.calls]
+        return [*found, RuntimeError("it has ended")]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from conftest import ROOT
 from replicas import OPTIONS
-from serving import Door
+from serving import Door, metric_families
 from serving import until as until_in
 
 until = functools.partial(until_in, seconds=100)
@@ -62,3 +62,15 @@ def start(model, directory, *options) -> Iterator[tuple[Door, Server]]:
         if server.process.poll() is None:
             os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does
             assert server.result() == (130, "", [])
+
+
+def samples(door, name: str, **labels) -> dict[str, float]:
+    """The values of a metric, of each engine by its name, which have these labels."""
+    families = metric_families(door)
+    assert len({family.name for family in families}) == len(families)
+    return {
+        sample.labels["engine"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == f"vllm:{name}" and labels.items() <= sample.labels.items()
+    }

@@ -1,0 +1,101 @@
+"""A replica that is killed, one whose engine fails, and what each engine counts."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from replicas import make_engine, parse, save_small, serving_replicas, streamed_texts
+from serving import ENDLESS, PATH, metric_families, server_error, serving, until
+
+GONE = "the process that wrote this text has ended, or cannot be reached: RuntimeError"
+ENDED = server_error(GONE)
+
+
+@pytest.fixture
+def servers(tiny_llama, tmp_path):
+    """A Door to two engines, these, and a Door to one."""
+    args = parse(save_small(tiny_llama, tmp_path))
+    with serving_replicas(args, 2) as (door, replicas), serving(lambda: make_engine(args)) as one:
+        yield door, replicas, one
+
+
+def test_of_a_killed_replica_texts_end_with_an_error_and_others_go_on(servers):
+    door, replicas, one = servers
+    body = {"prompt": "Tom", "seed": 5, "max_tokens": 500, "ignore_eos": True}
+    with door.send("POST", PATH, ENDLESS | {"stream": True}) as killed:
+        killed.readline()
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(streamed_texts, door, body)
+            until(lambda: replicas[1].thread.calls)
+            replicas[0].killed = True
+            *_, error, done, empty = killed.read().split(b"\n\n")
+            assert other.result() == streamed_texts(one, body)
+    assert json.loads(error.strip().removeprefix(b"data: ")) == ENDED
+    assert (done, empty) == (b"data: [DONE]", b"")
+
+
+def test_a_text_that_is_awaited_is_503(servers):
+    door, replicas, _ = servers
+    replicas[0].killed = True
+    assert door.post(PATH, ENDLESS) == (503, ENDED)
+    assert door.post(PATH, {"prompt": "Tom"})[0] == 200
+
+
+def test_a_replica_is_well_until_its_engine_fails(servers, capfd):
+    door, (first, second), _ = servers
+    assert hasattr(first, "check_health")
+    first.check_health()
+
+    def fail():
+        raise ValueError("a bug")
+
+    first.thread.engine.step = fail
+    status, answer = door.post(PATH, ENDLESS)
+    assert status == 503
+    assert answer["error"]["message"] == "the engine has failed: ValueError: a bug"
+    with pytest.raises(Exception, match="the engine has failed: ValueError: a bug"):
+        first.check_health()
+    second.check_health()
+    assert "ValueError: a bug" in capfd.readouterr().err
+
+
+@pytest.fixture
+def three(tiny_llama, tmp_path):
+    """A Door to three engines, and these."""
+    args = parse(save_small(tiny_llama, tmp_path))
+    with serving_replicas(args, 3) as (door, replicas):
+        yield door, replicas
+
+
+def read_metrics(door) -> tuple[list, dict]:
+    """The names of what /metrics has, and of each sample its values by engine."""
+    families = metric_families(door)
+    values = {}
+    for family in families:
+        for name, labels, value, *_ in family.samples:
+            engine = labels.pop("engine")
+            assert labels.pop("model_name")
+            key = name.removeprefix("vllm:") + "".join(f"{{{label}}}" for label in labels.values())
+            values.setdefault(key, {})[engine] = value
+    return [family.name for family in families], values
+
+
+def test_each_engine_counts_for_itself(three):
+    door, replicas = three
+    for tokens in (3, 5, 7, 2):  # in turns, so that the first one writes twice
+        body = {"prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True}
+        assert door.post(PATH, body)[0] == 200
+    names, values = read_metrics(door)
+    own = {family.name for family in replicas[0].metrics.registry.collect()}
+    assert len(set(names)) == len(names)
+    assert {name.removesuffix("_created") for name in names} == own
+    assert read_metrics(door) == (names, values)  # to ask again adds nothing
+    engines = {replica.name for replica in replicas}
+    assert len(engines) == 3 and all(set(found) == engines for found in values.values())
+    by_engine = [values["generation_tokens_total"][replica.name] for replica in replicas]
+    assert by_engine == [3 + 2, 5, 7]
+    assert sum(values["request_success_total{length}"].values()) == 4
+    assert sum(values["prompt_tokens_total"].values()) == 4 * 3
+    assert sum(values["time_to_first_token_seconds_bucket{+Inf}"].values()) == 4
+    hits = [values["prefix_cache_hits_total"][replica.name] for replica in replicas]
+    assert hits == [0, 0, 0]  # a page of 4 is never full here
