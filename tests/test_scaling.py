@@ -1,0 +1,43 @@
+"""The options that say how many engines there may be. With Ray: tests/ray_serve."""
+
+import os
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("seconds", [1, 30, 600])
+def test_engines_say_several_times_in_that_time_what_there_is_to_do(seconds):
+    import serve_ray
+
+    options = ["--scale-seconds", str(seconds), "--max-replicas", "5", "--max-rows", "7"]
+    found = serve_ray.scaling(serve_ray.make_parser().parse_args(options))
+    assert found["metrics_interval_s"] <= min(found["look_back_period_s"] / 4, 10)
+    assert found["look_back_period_s"] == seconds
+    assert (found["min_replicas"], found["max_replicas"]) == (2, 5)
+    assert found["target_ongoing_requests"] == 7
+
+
+def test_options_that_do_not_go_together_are_a_line(run_main, monkeypatch):
+    import serve_ray
+
+    def said(*options):
+        code, out, err = run_main(serve_ray.main, "--port", 0, *options)
+        assert (code, out) == (2, "")
+        return err.partition("error: ")[2]
+
+    seconds = "it must be a number from 1 to below 1000000"
+    for options, error in (
+        (("--replicas=3", "--max-replicas=2"), "--max-replicas 2 is less than --replicas 3\n"),
+        (("--scale-seconds=0.5",), f"scale_seconds is 0.5; {seconds}\n"),
+        (("--scale-seconds=1000000",), f"scale_seconds is 1000000.0; {seconds}\n"),
+        (("--max-replicas=10000000",), f"--cpus 1: this machine has {os.cpu_count()} CPUs\n"),
+    ):
+        assert said(*options).endswith(error)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    options = "--cpus=0.1", "--device=cuda", "--max-replicas=3"
+    assert said(*options) == "--max-replicas 3: each needs a GPU; this machine has 2\n"
+    monkeypatch.setitem(sys.modules, "ray", None)  # the least that is allowed
+    least = "--replicas=1", "--max-replicas=1", "--scale-seconds=1"
+    assert said(*least).startswith("Ray is not installed here")
