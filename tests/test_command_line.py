@@ -151,7 +151,7 @@ def test_what_belongs_to_a_closed_stream_goes_nowhere(capsys, monkeypatch, name)
 
 
 @pytest.mark.parametrize(
-    "script", ["infer.py", "infer_engine.py", "infer_speculative.py", "serve.py"]
+    "script", ["infer.py", "infer_engine.py", "infer_speculative.py", "serve.py", "serve_ray.py"]
 )
 def test_ctrl_c_while_torch_is_imported_is_not_a_word(tmp_path, script):
     (tmp_path / "torch.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")

@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 from benches import save_endless
+from conftest import CHECKPOINTS
 
 HELP = {  # script -> words of its help
     "benchmark_kv_cache.py": ["{cache,no cache,transformers}", "kv_cache_cpu.csv"],
@@ -15,6 +16,8 @@ HELP = {  # script -> words of its help
     + ["default: 5", "--rate", "send lag", "open loop"],
     "benchmarks/serving.py": ["ttft", "itl", "goodput", "send lag", "plain step"]
     + ["serving_cpu.csv"],
+    "benchmarks/scaling.py": ["one process", "predicted", "serve_ray.py", "scaling_cpu.csv"],
+    "benchmarks/larger_machines.py": ["--bandwidth", "--latency", "--door", "H200"],
 }
 
 
@@ -103,13 +106,31 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--model nowhere": "nowhere",
         "--output x.txt": "x.txt",
     },
+    "benchmarks.scaling --model LLAMA": {
+        "--ranks 1": "'1': it must be an integer >= 2",
+        "--ranks 7": "7 processes: this model has 6 heads, and each process needs one",
+        "--replicas 0": "'0': it must be an integer >= 2",
+        "--join all": "--join",
+        "--new-tokens 300": "do not fit the window",
+        "--new-tokens 2": "'2': it must be an integer >= 3",
+        "--model nowhere": "nowhere",
+        "--output x.txt": "x.txt",
+    },
+    "benchmarks.larger_machines": {
+        "--gpus 0": "'0': it must be an integer from 1 to 64",
+        "--bandwidth 0": "'0': it must be a number above 0",
+        "--reached 1.5": "--reached 1.5: it must be at most 1",
+        "--positions 8193": "'8193': it must be an integer from 1 to 8192",
+        "--reached x": "'x': it must be a number above 0",
+        "--positions 0": "'0': it must be an integer from 1 to 8192",
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def models(tiny, compiled, tmp_path_factory):
     model = save_endless(tiny, tmp_path_factory.mktemp("models"))
-    return {"MODEL": str(model)}
+    return {"MODEL": str(model), "LLAMA": str(CHECKPOINTS / "stories-llama")}
 
 
 CASES = [(line, wrong, said) for line, some in REFUSED.items() for wrong, said in some.items()]

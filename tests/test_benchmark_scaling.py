@@ -1,0 +1,379 @@
+"""Several processes, measured and predicted: the arithmetic, its rows, and real ones."""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benches import Bench, near
+from conftest import CHECKPOINTS
+from ranks import logits_of, results, save_uneven
+
+from benchmarks import common
+from errors import UserError
+from loading.load import load_config, load_model
+from parallel.ranks import Ranks
+
+LAYERS = 8  # of stories-llama
+# The first of 3 ranks has 2 of 6 query heads and the key that they share, 192 of 512 inner numbers
+# and 1,376 of 4,096 tokens. A whole layer has 393,216 numbers, the head 786,432.
+THIRD = (LAYERS * (3 * 64 * 192 + 3 * 192 * 192) + 1376 * 192) / (LAYERS * 393216 + 786432)
+LINKS = {kind: [1e-3, 1e-3, 1e-3, 3e-3] for kind in ("sum", "all_gather", "gather", "tell")}
+
+
+def config_of(name):
+    return load_config(CHECKPOINTS / name)
+
+
+def test_shares_are_those_of_the_rank_with_most():
+    from benchmarks.predict import shares
+
+    # Of the second rank's two heads each has another key, and there are no more.
+    assert shares(config_of("stories-llama"), 3, "reduce") == pytest.approx((THIRD, 1))
+    for way in ("gather", "reduce"):
+        assert shares(config_of("stories"), 2, way) == (0.5, 0.5)
+        assert shares(config_of("stories"), 4, way) == (0.25, 0.25)
+    # Two of four heads, 352 of 1,024 inner numbers, 96 of 256 outputs, 1,376 of 4,096 tokens.
+    layer = 256 * (3 * 128 + 352) + 96 * (256 + 1024)
+    products = (16 * layer + 1376 * 256) / (16 * 12 * 256**2 + 4096 * 256)
+    assert shares(config_of("stories"), 3, "gather") == pytest.approx((products, 0.5))
+
+
+@pytest.mark.parametrize("way", ["gather", "reduce"])
+@pytest.mark.parametrize("kind", ["tiny", "tiny_llama"])
+def test_meetings_are_those_of_real_ranks(request, tmp_path, kind, way):
+    from benchmarks.predict import meetings, sent
+
+    model = save_uneven(request.getfixturevalue(kind), tmp_path / "model", kind)
+    tokens = torch.arange(5)[None]
+    found = results(3, logits_of, model, tokens, way)
+    expected = meetings(load_config(model), 3, way, 5)
+    traffic = sum(sent(meeting, 3) for meeting in expected)
+    assert found[0][1] == (len(expected), traffic)
+
+
+def test_weights_are_those_that_a_rank_holds():
+    from benchmarks.predict import part_of, weights
+
+    config = config_of("stories-draft")
+    whole = part_of(config, 0, 1, "gather")
+    model = load_model(CHECKPOINTS / "stories-draft")
+    assert weights(whole) == sum(weight.nbytes for weight in model.parameters())
+    parts = [weights(part_of(config, rank, 2, "reduce")) for rank in (0, 1)]
+    # Norms, the positions and two biases a layer are on both.
+    twice = 4 * 128 * (256 + 2 + 2 * (4 + 2))
+    assert sum(parts) == weights(whole) + twice
+
+
+def test_a_step_has_a_leader_turns_and_meetings():
+    from benchmarks.predict import Step, replica_rate, step_seconds
+
+    step = Step(leader=1, each=2, products=8, attention=4)
+    assert step_seconds(step, (1, 1), 1, 0) == 15
+    assert step_seconds(step, (0.5, 0.25), 1, 10) == 1 + 2 + 4 + 1 + 10
+    assert step_seconds(step, (0.5, 0.25), 2, 10) == 1 + 2 * 7 + 10
+    assert replica_rate(100, 0.005, 0.001, 3, 2) == 300
+    assert replica_rate(100, 0.01, 0.001, 3, 2) == 200  # no more time of two cores
+    assert replica_rate(100, 0.01, 0.004, 30, 20) == 250  # nor where clients come in
+
+
+@pytest.fixture
+def bench(request, monkeypatch):
+    """Its groups have no processes."""
+    from benchmarks import scaling as script
+
+    def group(directory, job, size, times=1):
+        bench.asked.append((job["join"], size, times, job["threads"], job["parts"]))
+        seconds = {"product 0": 0.003, "product 1": 0.005, "hidden": 0.02, "head": 0.002}
+        seconds |= {"attention": 0.004, "step": 0.03 * size, "meeting": 0.001, "tell": 0.003}
+        outputs = [[bench.token(job["join"], size)]]
+        links = [{kind: times[:3] for kind, times in LINKS.items()}, LINKS]
+        found = {"outputs": outputs, "memory": [5e7], "links": links, "collectives": 3}
+        return [found | seconds | {"sent": 7.0}] * times
+
+    bench = Bench(request, script, "--model", CHECKPOINTS / "stories-llama")
+    bench.asked = []
+    bench.token = lambda join, size: 1
+    monkeypatch.setattr(script, "group", group)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    return bench
+
+
+def values(rows, mode, processes):
+    """measure -> value."""
+    found = rows[(rows["mode"] == mode) & (rows["processes"] == processes)]
+    return dict(zip(found["measure"], found["value"]))
+
+
+def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
+    rows = bench.rows("--ranks", 2, 3, "--join", "reduce", "--replicas", "--rows", 3)
+    assert list(rows) == list(bench.script.COLUMNS)
+    one, *others = bench.asked
+    assert one == (None, 1, 1, 2, False)
+    # A rank has a thread; the parts of its step are those of two that compute beside each other.
+    ranks = [("reduce", size, 1, 1, False) for size in (1, 2, 3)]
+    assert others == [ranks[0], ("reduce", 1, 2, 1, True), *ranks[1:]]
+    threads = rows.groupby("mode", sort=False)["threads"].unique().map(list).to_dict()
+    assert threads == {"one process": [2], "reduce": [1], "busy reduce": [1]}
+    assert set(rows["rows"]) == {3} and set(rows["cores"]) == {2}
+    assert values(rows, "one process", 1) == {"tokens/s": 100, "memory, MB": 50}
+    busy = {"leader, ms": 5, "each, ms": 9, "products, ms": 8, "attention, ms": 4}
+    assert values(rows, "busy reduce", 2) == near(busy)
+    two = values(rows, "reduce", 2)
+    assert two["tokens/s"] == 50
+    # A ms each: the embedding, two sums a layer, the logits; and what rank 0 tells.
+    meeting = 1 + 2 * LAYERS + 1
+    assert two["in collectives, ms a step, predicted"] == meeting
+    step = 5 + 9 + 8 / 2 + 4 / 2 + meeting + 1
+    assert two["tokens/s, predicted"] == near(3000 / step)
+    assert two["tokens/s, predicted / measured"] == near(3000 / step / 50)
+    assert (two["in collectives, ms a step"], two["collectives a step"]) == (1, 3)
+    assert two["bytes sent a step"] == 7
+    # Of a sum a rank sends half, twice; rank 0 sends no logits.
+    assert two["bytes sent a step, predicted"] == near((1 + 2 * LAYERS) * 3 * 192 * 4)
+    assert (two["sum of 4 KiB, ms"], two["gather of 4096 KiB, ms"]) == (1, 3)
+    three = values(rows, "reduce", 3)
+    turns = 3000 / three["tokens/s, predicted"] - 5 - meeting - 1
+    assert turns == near(2 * (9 + 8 * THIRD + 4))  # three ranks on two cores
+    assert three["share of texts that are those of one process"] == 1
+
+
+def test_memory_is_less_by_weights_and_keys_that_others_have(bench):
+    options = ["--replicas", "--rows", 3, "--new-tokens", 26]  # 33 positions, so three pages
+    rows = bench.rows("--ranks", 2, "--join", "gather", *options)
+    found = values(rows, "gather", 2)
+    assert found["memory of rank 0, MB"] == 50
+    # Half of all matrices, with those of the vocabulary, and one of two keys of 3 * 48 positions.
+    weights = 4 * (LAYERS * 393216 + 786432) / 2
+    keys = 4 * 2 * LAYERS * 32 * 3 * 48
+    assert found["memory of rank 0, MB, predicted"] == near(50 - (weights + keys) / 1e6)
+
+
+def test_other_texts_are_not_timed(bench):
+    bench.token = lambda join, size: size
+    code, rows, _ = bench("--replicas")
+    assert code == "gather, 2 ranks: 1 of 1 texts have other tokens: no timing of wrong results"
+    assert values(rows, "gather", 2) == {}
+    bench.token = lambda join, size: size if join == "reduce" else 1  # it adds up in another order
+    rows = bench.rows("--replicas")
+    assert values(rows, "reduce", 4)["share of texts that are those of one process"] == 0
+
+
+@pytest.fixture
+def served(bench, monkeypatch):
+    """Replicas that are not there: N make 50 + 50 N tokens/s, each token in 8 core ms."""
+    script = bench.script
+    client = script.client
+
+    @contextlib.contextmanager
+    def server(line, threads):
+        assert threads == 1
+        served.lines.append([str(part) for part in line])
+        yield "http://127.0.0.1:1"
+
+    async def load(exchanges, clients, seconds):
+        sent = list(itertools.islice(exchanges, clients))
+        for exchange in sent:
+            exchange.text = served.text(len(served.lines), exchange.wanted)
+        served.asked.append((clients, seconds))
+        served.clock += 0.08 * clients
+        return sent, 0.0, 1.0
+
+    def read(exchange):
+        return client.Answer(0, 0, [1.0], 10, exchange.text, served.failure)
+
+    def clock(name=""):
+        return served.clock * {"": 1, "Door": 0.25, "ProxyActor": 0.125}[name.rpartition(":")[2]]
+
+    served = SimpleNamespace(lines=[], asked=[], clock=0.0, failure="")
+    served.text = lambda servers, wanted: str(wanted)
+    bench.installed(ray=True)
+    monkeypatch.setattr(script, "server", server)
+    monkeypatch.setattr(client, "closed_loop", load)
+    monkeypatch.setattr(client, "read", read)
+    rate = lambda load, *_: {"tokens/s": 50 + 50 * len(load.answers) / 4}  # noqa: E731
+    monkeypatch.setattr(client, "measures", rate)
+    monkeypatch.setattr(script, "processor_seconds", clock)
+    monkeypatch.setattr(script, "memory_of", lambda name: 3e8 * served.asked[-1][0] / 4)
+    bench.given += ("--ranks", 2, "--join", "gather", "--rows", 4)
+    return served
+
+
+def test_replicas_have_rows_of_what_is_measured_and_predicted(bench, served):
+    rows = bench.rows("--replicas", 2, 3, "--seconds", 7)
+    assert [line[line.index("--replicas") + 1] for line in served.lines] == ["1", "2", "3"]
+    assert [line[line.index("--cpus") + 1] for line in served.lines] == ["1.0", "1.0", "0.6666"]
+    # The same short requests for all, as many as the most replicas have rows.
+    assert served.asked == [(12, math.inf), (4, 7), (12, math.inf), (8, 7), (12, math.inf), (12, 7)]
+    one = {"tokens/s": 100, "core ms a token": 8, "of them at the door": 3}
+    one |= {"of them in its busiest process": 2, "memory of replicas, MB": 300}
+    assert values(rows, "replicas", 1) == near(one)
+    predicted = [values(rows, "replicas", count)["tokens/s, predicted"] for count in (2, 3)]
+    assert predicted == [near(200), near(250)]  # two cores have time for 250
+    three = values(rows, "replicas", 3)
+    assert three["tokens/s, predicted / measured"] == near(250 / 200)
+    assert three["memory of replicas, MB, predicted"] == 900
+
+
+def test_replicas_that_fail_or_write_other_texts_are_not_timed(bench, served):
+    served.text = lambda servers, wanted: str(wanted + servers // 2)
+    code, rows, _ = bench("--replicas", 2)
+    assert code == "2 replicas: other texts: no timing of wrong results"
+    assert values(rows, "replicas", 2) == {}
+    served.failure = "cut off"
+    code, rows, err = bench("--replicas", 2)
+    assert code == 2 and err.endswith("error: http://127.0.0.1:1 fails: cut off\n")
+    assert "replicas" not in set(rows["mode"])
+
+
+def test_what_is_measured_if_nothing_is_said(bench, tmp_path, monkeypatch):
+    """On the CPU of any machine: where there is a GPU, too, or nobody knows how many cores."""
+    script = bench.script
+    asked = []
+
+    def measure(args, *others):
+        asked.append((args.join, args.ranks, args.replicas, args.cores))
+        others[-1].write("one process", 1, 0, {"tokens/s": 1.0})
+
+    bench.installed(ray=True)
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(script, "measure_ranks", measure)
+    monkeypatch.setattr(script, "measure_replicas", measure)
+    script.main(["--output", str(tmp_path / "run.csv")])
+    assert asked == [(["gather", "reduce"], [2, 3, 4], [2, 3], 1)] * 2
+
+
+def test_without_ray_there_are_ranks_alone(bench):
+    bench.installed(ray=False)
+    words = "without replicas: pip install -r requirements-ray.txt\n"
+    rows = bench.rows("--ranks", 2, says=words)
+    assert "replicas" not in set(rows["mode"])
+
+
+def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench):
+    bench.draws = True
+    bench.rows("--ranks", 2, 3, "--replicas")
+    (axes,) = bench.figures[0].axes
+    assert axes.get_legend_handles_labels()[1] == ["one process", "gather", "reduce"]
+    points = [line.get_xdata().tolist() for line in axes.get_lines()]
+    assert points == [[1], [1, 2, 3], [2, 3], [1, 2, 3], [2, 3]]
+
+
+def measured(model, rows):
+    from benchmarks.ranks import decode
+
+    with Ranks("gather") as ranks:
+        return decode(job_of(model, rows) | {"parts": True}, ranks)
+
+
+def job_of(model, rows):
+    job = {"model": model, "rows": rows, "prompt": 9, "tokens": 6, "native": True}
+    return job | {"join": None, "threads": 1, "parts": False}
+
+
+def test_two_real_ranks_find_what_they_took(monkeypatch):
+    from benchmarks.predict import meetings, sent
+    from benchmarks.ranks import SIZES, decode
+
+    monkeypatch.setattr("benchmarks.ranks.TIMES", 2)
+    model = str(CHECKPOINTS / "stories-draft")
+    first, second = results(2, measured, model, 60)  # more than a step of 512 tokens takes
+    assert second is None
+    expected = meetings(config_of("stories-draft"), 2, "gather", 60)
+    assert first["collectives"] == len(expected)
+    assert first["sent"] == sum(sent(meeting, 2) for meeting in expected)
+    passes = first["hidden"] + first["head"]
+    products = sum(first[name] for name in first if name.startswith("product "))
+    assert 0 < first["meeting"] + products + first["attention"] < passes < first["step"]
+    few, all = ([len(times) for times in links.values()] for links in first["links"])
+    assert (few, all) == ([len(SIZES) - 1] * 4, [len(SIZES)] * 4)
+    assert decode(job_of(model, 60), None)["outputs"] == first["outputs"]
+    assert [len(tokens) for tokens in first["outputs"]] == [6] * 60
+
+
+def test_a_collective_between_sizes_and_beyond():
+    from benchmarks.scaling import cost
+
+    links = [{"sum": [1.0, 2.0, 3.0]}, {"sum": [3.0, 4.0, 5.0, 7.0]}]
+    assert cost(links, "sum", 1) == 2
+    assert cost(links, "sum", 2**15) == 3
+    assert cost(links, "sum", (2**12 + 2**15) // 2) == 2.5
+    assert cost(links, "sum", 2**22) == 7
+    assert cost(links, "sum", 2**23) == 14
+
+
+def test_memory_is_what_was_not_there_before(monkeypatch):
+    from benchmarks.ranks import decode
+
+    known = [300, 100]
+    monkeypatch.setattr(common, "memory_in_use", lambda device: known.pop())
+    assert decode(job_of(str(CHECKPOINTS / "stories-draft"), 1), None)["memory"] == [200]
+
+
+def test_torchrun_starts_so_many_ranks_and_says_what_is_wrong(tmp_path, monkeypatch):
+    from benchmarks import scaling as script
+
+    started = []
+
+    def start(line, env, stdout, **_):
+        *line, job = map(str, line)
+        started.append((line, env["OMP_NUM_THREADS"]))
+        if json.loads(job)["threads"] == 3:
+            stdout.write("Traceback\nerrors.UserError: no\n")
+        else:
+            Path(json.loads(job)["output"]).write_text(str(len(started)))
+        return SimpleNamespace(wait=lambda seconds: 0, terminate=lambda: None)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert script.group(tmp_path, {"join": "reduce", "threads": 1}, 3, times=2) == [1, 2]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    line += ["--nproc-per-node", "3", "--log-dir", str(tmp_path), "-m", "benchmarks.ranks"]
+    assert started == [(line, "1")] * 2
+    started.clear()
+    assert script.group(tmp_path, {"join": None, "threads": 2}, 1) == [1]
+    assert started == [([line[0], *line[-2:]], "2")]
+    with pytest.raises(UserError, match="^a group of 1: no$"):
+        script.group(tmp_path, {"join": None, "threads": 3}, 1)
+
+
+def test_a_real_group_answers(tmp_path):
+    from benchmarks import scaling as script
+
+    (found,) = script.group(tmp_path, job_of(str(CHECKPOINTS / "stories-draft"), 2), 1)
+    assert len(found["outputs"]) == 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what Linux tells of processes")
+def test_the_time_and_memory_of_all_processes():
+    from benchmarks import scaling as script
+
+    code = "import sys; big = b'x' * 50_000_000; sum(range(10_000_000)); print(); sys.stdin.read()"
+    before = script.processor_seconds()
+    command = [sys.executable, "-c", code, "by-this-name"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert script.processor_seconds() - before > 0.05
+        assert script.processor_seconds("by-(this|that)-name") > 0.05
+        assert script.processor_seconds("by-no-name") == 0
+        assert 50e6 < script.memory_of("by-this-name") < 90e6
+        process.communicate()
+    assert script.memory_of("by-this-name") == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux tells who started whom")
+def test_a_family_has_children_with_sessions_of_their_own():
+    from benchmarks.scaling import family
+
+    line = [sys.executable, "-c", "import time; time.sleep(61)"]
+    with subprocess.Popen(line, start_new_session=True) as child:
+        found = family("sleep.61")
+        child.kill()
+    assert found == [Path("/proc", str(child.pid))]
