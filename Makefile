@@ -6,8 +6,14 @@ demo: .venv/compiled tags  ## run infer.py with the embedded model, on the CPU
 test: .venv/compiled .venv/tested tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
+test-book: .venv/compiled .venv/tested tags  ## run the tests of the book and its pictures
+	.venv/bin/python -m pytest -n auto --dist worksteal tests/book_pages
+
 test-ray: .venv/ray tags  ## run the tests of engines on Ray, which is 490 MB more
 	.venv/bin/python -m pytest tests/ray_serve
+
+book: .venv/book tags  ## make the lessons as web pages, in book/
+	.venv/bin/python lessons.py book
 
 tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python lessons.py tag --quiet
@@ -21,6 +27,10 @@ tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 .venv/tested: requirements-test.txt .venv/installed
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
+
+.venv/book: requirements-book.txt .venv/tested
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@ || \
+	echo "there is no compiler for WebAssembly; the book has no page Play then"
 
 .venv/ray: requirements-ray.txt .venv/tested
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
@@ -40,4 +50,4 @@ NEW = import sys; sys.exit(sys.version_info < (3, 11))
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: demo test test-ray tags
+.PHONY: demo test test-book test-ray book tags

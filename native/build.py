@@ -182,10 +182,10 @@ def name_of(command: list[str]) -> str:
     return "ziglang" if "ziglang" in command[:3] else command[0]
 
 
-def call(command: list[str]) -> bytes:
+def call(command: list[str], seconds: float | None = None) -> bytes:
     """Run a compiler and return its output. Raises BuildError with its first error.
 
-    Raises TimeoutExpired after SECONDS.
+    seconds: the time limit, SECONDS if None. Raises TimeoutExpired after it.
     """
     name = name_of(command)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -199,7 +199,7 @@ def call(command: list[str]) -> bytes:
         with process:
             try:
                 held.close()
-                output, errors = process.communicate(timeout=SECONDS)
+                output, errors = process.communicate(timeout=seconds or SECONDS)
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)  # a compiler has processes of its own
                 raise

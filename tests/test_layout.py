@@ -1,6 +1,8 @@
-"""Where things stand: libraries import no script."""
+"""Where things stand: few files at the root, and libraries that import no script."""
 
 import ast
+import subprocess
+import sys
 
 from conftest import ROOT
 
@@ -20,6 +22,10 @@ def is_script(file) -> bool:
     return 'if __name__ == "__main__":' in file.read_text("utf-8")
 
 
+def test_sixteen_files_stand_at_the_root():
+    assert len(list(ROOT.glob("*.py"))) == 16
+
+
 def test_libraries_import_no_script():
     packages = [start.parent for start in ROOT.glob("*/__init__.py")]
     files = [*ROOT.glob("*.py"), *(file for package in packages for file in package.rglob("*.py"))]
@@ -32,3 +38,14 @@ def test_libraries_import_no_script():
     assert wanted <= libraries.keys()
     wrong = {name: imported(file) & scripts for name, file in libraries.items()}
     assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def test_one_text_needs_no_engine():
+    """`import infer` loads what computes one text, and nothing that serves or spreads many."""
+    program = "import sys, infer; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    places = {name: ROOT / f"{name.replace('.', '/')}.py" for name in found.stdout.split()}
+    names = [name for name, place in places.items() if place.is_file()]
+    assert {name.partition(".")[0] for name in names if "." in name} == {"loading", "native"}
+    assert len(names) == 19, (names, found.stderr)

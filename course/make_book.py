@@ -1,0 +1,543 @@
+"""Write the book: the lessons on main as web pages that need no server and no network.
+
+Only the search, the copy buttons, the engine's player and the page Play need JavaScript.
+
+`python lessons.py book` runs it. Lessons, diffs, answers and plots are read from git, so the book
+cannot disagree with the code.
+"""
+
+import argparse
+import html
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+try:
+    import jinja2
+    import markdown_it
+    import pygments  # noqa: F401
+    from markupsafe import Markup
+except ImportError as error:
+    print(
+        f"lessons.py: error: the book needs the package {error.name}; "
+        "set all of them up with: make book",
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
+import lessons as course  # noqa: E402
+import pictures  # noqa: E402
+from book import diffs, glossary, prose  # noqa: E402
+from lessons import Lesson, LessonError, git  # noqa: E402
+
+TEMPLATES = Path(__file__).with_name("book")
+LIMIT = 300_000  # bytes of a page; what makes it larger gets a page of its own
+# In each page, so that an older book can be replaced.
+MARK = '<meta name="generator" content="lessons.py book">'
+# The pages.
+
+
+def title(lesson: Lesson) -> str:
+    return lesson.subject.partition(": ")[2]
+
+
+def parts_of(lessons: list[Lesson]) -> dict[str, list[Lesson]]:
+    """Each part's title, and its lessons."""
+    parts = {}
+    name = ""
+    for lesson in lessons:
+        name = course.PARTS.get(lesson.slug, name)
+        parts.setdefault(name, []).append(lesson)
+    return parts
+
+
+# Of a lesson's message, as the search has them.
+SECTIONS = ("problem", "idea", "reading", "testing", "steps", "implement", "exercise", "trying")
+
+
+@dataclass
+class Section:
+    """A folded part of a lesson's page, or a page of its own where that would grow too large."""
+
+    name: str  # of its page
+    summary: str
+    body: str
+    apart: bool = False
+
+
+def lesson_pages(
+    lesson: Lesson,
+    message: str,
+    commit: diffs.Commit,
+    before: list[diffs.Commit],
+    ids: dict[str, str],
+    make: Callable[..., str],
+    **context,
+) -> tuple[dict[str, str], str]:
+    """The pages of a lesson, name -> HTML; and its sections alone, for the search.
+
+    before: the commits that prepare it. ids: of all lessons, by slug.
+    """
+    parts = course.read_message(message)
+    changes = [change for change in commit.changes if not change.is_test]
+    reading, marks = link_code(prose.prose(parts.get("Read", "").strip()), changes)
+    order = [*marks, *(change.path for change in changes)]
+    changes.sort(key=lambda change: (not change.is_code, order.index(change.path)))
+    files = []
+    for change in changes:
+        closed = not change.is_code or context["previous"] is None
+        files.append(file_diff(change, change.is_code, closed, marks.get(change.path)))
+    preparing = [
+        diff_section(f"{lesson.id}.before-{number}", each) for number, each in enumerate(before, 1)
+    ]
+    tests = test_section(lesson, [change for change in commit.changes if change.is_test])
+    sections = preparing + tests
+    explain = glossary.linker(lesson.id, ids)
+    problem, idea = split_problem(parts[""])
+    context |= {
+        "lesson": lesson,
+        "problem": explain(prose.prose(problem)),
+        "idea": explain(prose.prose(idea)),
+        "trying": explain(prose.commands(message)),
+        "reading": explain(reading),
+        "testing": explain(prose.prose(prose.capital(parts.get("Tests", "")))),
+        "exercise": explain(context["exercise"]),
+        "steps": prose.steps(parts.get("Steps", "")),
+        "implement": prose.specification(parts.get("Implement", "")),
+        "files": files,
+        "tests": tests,
+        "before": preparing,
+    }
+    pages = {f"{lesson.id}.html": fit(lambda: make("lesson.html", **context), sections, lesson.id)}
+    for section in sections:
+        if section.apart:
+            pages[f"{section.name}.html"] = make("part.html", **context | {"section": section})
+    return pages, "".join(context[name] for name in SECTIONS)
+
+
+def split_problem(text: str) -> tuple[str, str]:
+    """The first paragraph, to the end of its last sentence, which may hold formulas; the rest."""
+    problem, _, rest = text.partition("\n\n")
+    while rest and not problem.endswith((".", ":", "?")):
+        more, _, rest = rest.partition("\n\n")
+        problem = f"{problem}\n\n{more}"
+    return problem, rest
+
+
+def link_code(reading: str, changes: list[diffs.Change]) -> tuple[str, dict[str, dict[int, str]]]:
+    """What to read, as HTML, with a link from each name to where the page shows it.
+
+    Returns the ids of lines too, path -> line -> id, with files in the order of the text.
+    """
+    marks = {}
+    shown = ""
+    for clause in re.split(r"(?<=[;.]\s)", reading):  # each is about some files
+        words = re.findall(r"[\w.-]*\w", re.sub(r"<[^>]*>", " ", clause))
+        named = [change for change in changes if Path(change.path).name in words]
+
+        def link(found: re.Match, named: list[diffs.Change] = named) -> str:
+            place = find_code(found[1], named) or find_code(found[1], changes)
+            if not place:
+                return found[0]
+            change, line = place
+            id = f"code-{changes.index(change)}-{line + 1}"
+            marks.setdefault(change.path, {})[line] = id
+            return f'<a href="#{id}">{found[0]}</a>'
+
+        shown += re.sub(r"<code>([\w.]+)(?:\([^<]*)?</code>", link, clause)
+        for change in named:
+            marks.setdefault(change.path, {})
+    return shown, marks
+
+
+def find_code(name: str, changes: list[diffs.Change]) -> tuple[diffs.Change, int] | None:
+    """Where a name, or a method of that name, is defined; None if these files do not define it."""
+    places = [
+        (f".{found}", change, line)
+        for change in changes
+        if change.is_code
+        for line, found in diffs.places_of(change.new, change.path)
+    ]
+    places.sort(key=lambda place: place[0] != f".{name}")
+    return next((place[1:] for place in places if place[0].endswith(f".{name}")), None)
+
+
+def fit(render: Callable[[], str], sections: list[Section], name: str) -> str:
+    """A page of at most LIMIT bytes: while it is larger, the largest section goes apart.
+
+    Raises LessonError, which names the page, if that is not enough.
+    """
+    page = render()
+    while len(page.encode()) > LIMIT:
+        inside = [section for section in sections if not section.apart]
+        if not inside:
+            raise LessonError(
+                f"the page of {name} has more than {LIMIT} bytes, and nothing is left to move"
+            )
+        max(inside, key=lambda section: len(section.body)).apart = True
+        page = render()
+    return page
+
+
+# Not what lessons are about; the first three are where two of these were before.
+APART = ("answers/", "pictures/", "tools/", "course/", "tests/book_pages/")
+
+
+def diff_section(name: str, commit: diffs.Commit) -> Section:
+    """A commit between two lessons: its message and its diff, but for data and the book's code."""
+    body = prose.prose(commit.body)
+    for change in commit.changes:
+        if Path(change.path).suffix in (".csv", ".json") or change.path.startswith(APART):
+            path = f"<code>{html.escape(change.path)}</code>"
+            body += f"<p>{path}: {change.count('+')} new lines, left out here.</p>"
+        else:
+            body += file_diff(change, False)
+    return Section(name, commit.subject, body)
+
+
+def test_section(lesson: Lesson, changes: list[diffs.Change]) -> list[Section]:
+    """The section of a lesson's tests; none if it has none."""
+    if not changes:
+        return []
+    files = ", ".join(Path(change.path).name for change in changes)
+    added = sum(change.count("+") for change in changes)
+    body = "".join(file_diff(change, False) for change in changes)
+    return [Section(f"{lesson.id}.tests", f"Tests: {files}, {added} new lines", body)]
+
+
+def file_diff(
+    change: diffs.Change, folded: bool, closed: bool = False, marks: dict[int, str] | None = None
+) -> str:
+    """folded, marks: as of `show_change`. closed: the whole is behind its name."""
+    counts = f"+{change.count('+')} &minus;{change.count('-')}"
+    name = f"<h3><code>{html.escape(change.path)}</code> <small>{counts}</small></h3>"
+    body = diffs.show_change(change, folded, marks)
+    if closed:
+        body = f"<details><summary>{name}</summary>{body}</details>"
+    else:
+        body = name + body
+    return f'<section class="file">{body}</section>'
+
+
+# The first page.
+
+# On the page Play a token at least as probable as the first of these is not coloured, and so on.
+SHADES = (0.9, 0.5, 0.2, 0.05, 0.0)
+CARD = "18-speculative-decoding"  # the picture of the first page
+# How the name of a plot begins -> slugs of the lessons that it belongs to, and what it shows.
+PLOTS = {
+    "speculative": (
+        ("speculative-decoding", "benchmark-speculative"),
+        "Speculative decoding: speed-up over the target alone with its cache, for 1 to 6 drafts a "
+        "pass, greedy and sampled; bars are minimum and maximum",
+    ),
+    "kv_cache": (
+        ("benchmark-kv-cache",),
+        "The key-value cache against none and against transformers: tokens a second after the "
+        "first",
+    ),
+    "batching": (
+        ("native-batches", "native-prefill"),
+        "Engines over batch sizes, in tokens a second: this one with its cache and in C, "
+        "transformers, CTranslate2 and llama.cpp",
+    ),
+    "engine": (
+        ("continuous-batching", "chunked-prefill", "drafts-that-pay"),
+        "The engine in torch, in C, and in C with int8 weights: tokens a second beside one text at "
+        "a time, static batches and transformers; the longest gap while a long prompt arrives; "
+        "what draws cost and what drafts gain",
+    ),
+    "serving": (
+        ("load-generator",),
+        "Servers under load, beside transformers' and llama.cpp's: tokens a second of 32 clients; "
+        "time to first token and gaps while requests arrive at random",
+    ),
+    "scaling": (
+        ("tensor-parallel", "replicas"),
+        "Several processes, in tokens a second: ranks by gather and by reduce, and replicas; "
+        "measured, and dotted as predicted",
+    ),
+}
+VARIANTS = {  # how the name of a plot ends -> what is different there
+    "_gpt2": ", with a model of GPT-2's shape",
+    "_llama": ", with a Llama of 134.5 million parameters",
+    "_batches": ", in batches of 1, 8 and 32 texts, in float32 and bfloat16",
+    "_one_thread": ", on one thread",
+}
+
+
+def introduction(readme: str) -> tuple[str, str, str]:
+    """The title of Readme.md, what it says before the first command, and how to start, as HTML."""
+    pattern = r"# ([^\n]*)\n(.*?)\n\nOne command .*?\n## Start\n(.*?)\n## "
+    found = re.match(pattern, readme, re.DOTALL)
+    if not found:
+        raise LessonError(
+            "Readme.md on main has no title, text before `One command`, and section Start"
+        )
+    parser = markdown_it.MarkdownIt("commonmark", {"html": False})
+    # The pictures stand on the pages of their lessons.
+    words = re.sub(r" [^.\n]*:\n\n(?:\[?!\[[^\n]*\n)+\n", "\n", found[2])
+    return found[1], parser.render(words), parser.render(found[3])
+
+
+def read_card(ref: str, names: set[str], lessons: list[Lesson]) -> tuple[str, str, str] | None:
+    """The lesson whose card the first page shows, its text and its height; None if not."""
+    path = f"course/pictures/{CARD}.svg"
+    if path not in names or CARD not in {lesson.id for lesson in lessons}:
+        return None
+    svg = git("show", f"{ref}:{path}")
+    return (
+        CARD,
+        html.unescape(re.search("<title>(.*?)</title>", svg)[1]),
+        re.search(r' height="(\d+)"', svg)[1],
+    )
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+# All of it.
+
+
+def web_scripts() -> dict[str, str]:
+    """What the page Play loads; nothing, and a note on stderr, where it cannot be made."""
+    import web_model
+
+    from native.build import BuildError
+
+    try:
+        return web_model.scripts()
+    except BuildError as error:
+        print(f"note: the book has no page Play: {error}", file=sys.stderr)
+        return {}
+
+
+def make_pages(
+    ref: str, lessons: list[Lesson], figures: dict[str, str], scripts: dict[str, str]
+) -> dict[str, str | bytes]:
+    """The files of the book, name -> content.
+
+    figures: id of a lesson -> its picture, as HTML. scripts: as `web_scripts` returns them.
+    """
+    make = page_maker(ref, lessons, bool(scripts))
+    names = set(git("ls-tree", "-r", "--name-only", ref).splitlines())
+    commits = diffs.read_commits(ref)
+    places = {commit.hash: place for place, commit in enumerate(commits)}
+    pages = {}
+    sizes = {}
+    exercises = []
+    entries = []
+    plots, files = read_plots(ref, names)
+    last = -1  # the place of the lesson before
+    ids = {lesson.slug: lesson.id for lesson in lessons}
+    part = {lesson: name for name, group in parts_of(lessons).items() for lesson in group}
+    for number, lesson in enumerate(lessons):
+        place = places[lesson.commit]
+        commit = commits[place]
+        before = commits[last + 1 : place]
+        last = place
+        message = course.message(lesson)
+        exercise = prose.prose(prose.capital(course.read_message(message).get("Exercise", "")))
+        path = f"course/answers/{lesson.id}.md"
+        answered = path in names
+        exercises.append((lesson, exercise, answered))
+        own = diffs.code_lines([commit], "+")
+        added = diffs.code_lines(before, "+") + "\n" + own
+        papers = papers_of([*before, commit], added)
+        made, shown = lesson_pages(
+            lesson,
+            message,
+            commit,
+            before,
+            ids,
+            make,
+            part=part[lesson],
+            adds=title(lesson),
+            previous=lessons[number - 1] if number else None,
+            next=lessons[number + 1] if number + 1 < len(lessons) else None,
+            papers=papers,
+            exercise=exercise,
+            answer=prose.answer(git("show", f"{ref}:{path}")) if answered else None,
+            answered_at=course.answered_at(ref, path) if answered else None,
+            picture=figures.get(lesson.id, ""),
+            plots=[plot for plot in plots if lesson.slug in plot["lessons"]],
+            plays=pictures.RECORDED in figures.get(lesson.id, ""),
+        )
+        pages |= made
+        sizes[lesson.id] = {
+            "adds": title(lesson),
+            "code": sum(change.count("+") for change in commit.changes if change.is_code),
+            "tests": sum(change.count("+") for change in commit.changes if change.is_test),
+        }
+        entries.append(search_entry(lesson, shown, own, papers))
+    shades = [f"from {least:.0%}" if least else f"below {SHADES[-2]:.0%}" for least in SHADES]
+    headline, first, start = introduction(git("show", f"{ref}:Readme.md"))
+    pages |= files
+    card = read_card(ref, names, lessons)
+    if card:
+        pages[f"{CARD}.svg"] = git("show", f"{ref}:course/pictures/{CARD}.svg")
+    pages["index.html"] = make(
+        "index.html",
+        heading=headline,
+        introduction=first,
+        start=start,
+        lessons=lessons,
+        card=card,
+        sizes=sizes,
+        plots=plots,
+    )
+    pages["exercises.html"] = make("exercises.html", exercises=exercises)
+    pages["search.html"] = make("search.html")
+    prompt = pictures.PICTURES["init"].prompt
+    pieces = [pictures.render.panel(part) for part in pictures.scene_of("init").panels]
+    first = lessons[1]
+    cache = ids.get("kv-cache-dynamic")
+    pages["transformer.html"] = make(
+        "transformer.html", prompt=prompt, pieces=pieces, first=first, cache=cache
+    )
+    words = [(word, ids.get(word.slug)) for word in glossary.WORDS]
+    pages["glossary.html"] = make("glossary.html", words=words)
+    pages["search-index.js"] = f"window.SEARCH_INDEX = {json.dumps(entries, ensure_ascii=False)};\n"
+    own = ["style.css", "../pictures/scenes.css", "book.js", "pictures.js"]
+    if scripts:
+        pages["play.html"] = make("play.html", ids=ids, shades=shades)
+        pages |= scripts
+        own += ["model.js", "play.js"]
+    for name in own:
+        pages[Path(name).name] = (TEMPLATES / name).read_text("utf-8")
+    if any(pictures.RECORDED in page for page in figures.values()):
+        pages["player.js"] = pictures.PLAYER.read_text("utf-8")
+    return pages
+
+
+def page_maker(ref: str, lessons: list[Lesson], play: bool) -> Callable[..., str]:
+    """A function that fills a template: make(name, **context) -> HTML.
+
+    play: whether there is a page Play.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.globals |= {
+        "parts": list(parts_of(lessons).items()),
+        "evening": course.EVENING,
+        "mark": Markup(MARK),
+        "commit": git("rev-parse", "--short", ref),
+        "lesson": None,
+        "play": play,
+    }
+
+    def make(name: str, **context) -> str:
+        return environment.get_template(name).render(context)
+
+    return make
+
+
+def papers_of(commits: list[diffs.Commit], added: str) -> dict[str, str]:
+    """The papers that messages name, and those that code names which was not only moved."""
+    moved = prose.find_papers(diffs.code_lines(commits, "-"))
+    papers = prose.find_papers("\n".join(commit.body for commit in commits))
+    new = prose.find_papers(added)
+    return papers | {name: address for name, address in new.items() if name not in moved}
+
+
+def read_plots(ref: str, names: set[str]) -> tuple[list[dict], dict[str, bytes]]:
+    """What the first page says of each plot, and the plots, name -> PNG."""
+    plots = []
+    files = {}
+    paths = [path for path in names if re.fullmatch(r"benchmark_results/.*\.png", path)]
+    for path in sorted(paths):
+        name = Path(path).name
+        start = next((start for start in PLOTS if name.startswith(start)), None)
+        if start is None:
+            raise LessonError(
+                f"{path} has no text for those who cannot see it; write one into PLOTS of "
+                "make_book.py"
+            )
+        slugs, text = PLOTS[start]
+        text += "".join(words for end, words in VARIANTS.items() if f"{end}." in name) + "."
+        files[name] = diffs.read_bytes(f"{ref}:{path}")
+        width, height = png_size(files[name])
+        plot = {"name": name, "text": text, "width": width, "height": height, "lessons": slugs}
+        plots.append(plot)
+    return plots, files
+
+
+def search_entry(lesson: Lesson, shown: str, code: str, papers: dict[str, str]) -> dict[str, str]:
+    """What the search knows of a lesson: a line for each paragraph, item, formula and command.
+
+    shown: its sections, as HTML; what commands printed is left out. code: the lines that it adds.
+    """
+    shown = re.sub(r'<pre class="output.*?</pre>', "", shown, flags=re.DOTALL)
+    shown = re.sub(r"<[^>]*>", "", re.sub(r"<(?:p|li|pre)\b", "\n<", shown))
+    lines = [" ".join(line.split()) for line in html.unescape(shown).split("\n")]
+    lines.append(f"Defines {', '.join(sorted(set(diffs.defined(code))))}")
+    if papers:
+        lines.append(f"Papers: {'; '.join(papers)}")
+    return {
+        "page": f"{lesson.id}.html",
+        "title": f"{lesson.id}: {title(lesson)}",
+        "text": "\n".join(filter(None, lines)),
+    }
+
+
+def check_output(output: Path) -> None:
+    """Raise LessonError for a path that is neither free, nor an empty folder or an older book."""
+    index = output / "index.html"
+    older = index.is_file() and MARK in index.read_text("utf-8", "replace")
+    if not older and (any(output.iterdir()) if output.is_dir() else os.path.lexists(output)):
+        raise LessonError(
+            f"{output} holds something that is not this book; name another folder with --output"
+        )
+    if not output.parent.is_dir():
+        raise LessonError(
+            f"{output.parent} is no folder; --output names a new folder in one that is there"
+        )
+
+
+def write(pages: dict[str, str | bytes], output: Path) -> None:
+    """Write the files into a new folder, and put it in the place of the older book."""
+    with tempfile.TemporaryDirectory(prefix=".book-", dir=output.parent) as folder:
+        made = Path(folder, "new")
+        made.mkdir()
+        for name, content in pages.items():
+            (made / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        if output.exists():
+            output.rename(Path(folder, "old"))
+        made.rename(output)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "book")
+    output = parser.parse_args(argv).output.absolute()
+    try:
+        ref, lessons = course.read_main()
+        check_output(output)
+        output = output.resolve()  # a link to an older book stays one
+        figures = {lesson.id: pictures.figure(lesson.id) for lesson in lessons}
+        pages = make_pages(ref, lessons, figures, web_scripts())
+        write(pages, output)
+    except (LessonError, OSError) as error:
+        print(f"lessons.py: error: {course.printable(str(error), keep='')}", file=sys.stderr)
+        return 2
+    size = sum((output / name).stat().st_size for name in pages)
+    shown = course.printable(str(output / "index.html"), keep="")
+    print(f"{shown}: {len(pages)} files, {size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,538 @@
+"""Pictures show what the runs gave: records against an oracle, scenes against records."""
+
+import dataclasses
+import html
+import re
+import shutil
+import struct
+import subprocess
+import xml.etree.ElementTree as ElementTree
+
+import html5lib
+import pytest
+import torch
+from conftest import ROOT
+from scenes import drawn, forms, probs_after, written
+
+import lessons as course
+import pictures
+from pictures import card, render, runs, scene
+from sampling import SamplingParams, top_p_filter
+
+LARGEST = 120_000  # bytes of a picture
+
+
+def tree_of(shown: str):
+    """Strict: it fails for HTML that is not valid."""
+    parser = html5lib.HTMLParser(strict=True, namespaceHTMLElements=False)
+    return parser.parseFragment(f"<div>{shown}</div>")
+
+
+def kinds_of(form) -> set[str]:
+    """The kinds that a form uses, wherever they are in it."""
+    if isinstance(form, scene.Player | scene.Axis):
+        return set()
+    if dataclasses.is_dataclass(form):
+        form = [getattr(form, each.name) for each in dataclasses.fields(form)]
+    found = {form.kind} if hasattr(form, "kind") else set()
+    if isinstance(form, scene.Bar):
+        found |= {kind for _, kind in form.parts}
+    elif isinstance(form, list | tuple):
+        found |= {kind for part in form if not isinstance(part, str) for kind in kinds_of(part)}
+    return found
+
+
+def check(drawn_scene: scene.Scene, shown: str) -> None:
+    """What holds for each picture: its words, its kinds, and its HTML."""
+    assert 40 < len(drawn_scene.caption) < 330 and drawn_scene.caption.endswith(".")
+    said = {"", "first"}.union(*(panel.key for panel in drawn_scene.panels))
+    for panel in drawn_scene.panels:
+        assert panel.title and not panel.title.endswith(".")
+        used = kinds_of(panel.form)
+        assert used | set(panel.key) <= set(scene.KINDS)
+        named = {curve.kind for curve in getattr(panel.form, "curves", ()) if curve.name}
+        unsaid = used - said - named
+        owners = {kind for kind in unsaid if kind.startswith("owner")}  # they have a number or name
+        assert not unsaid - owners or len(used) < 3, panel.title
+    tree = tree_of(shown)
+    assert "img" not in {part.get("role") for part in tree.iter()}
+    for chart in (part for part in tree.iter() if str(part.tag).endswith("svg")):
+        assert chart.get("aria-hidden") == "true" and float(chart.get("width")) <= 320
+    assert not re.search(r"\bnan\b|\binf\b|\ufffd", shown)
+    assert len(shown.encode()) < LARGEST
+
+
+@pytest.mark.parametrize("slug", sorted(pictures.PICTURES))
+def test_each_picture(slug):
+    shown = pictures.figure(f"00-{slug}")
+    check(pictures.scene_of(slug), shown)
+    assert f"python lessons.py picture 00 --prompt {pictures.PICTURES[slug].prompt[:1]}" in (
+        html.unescape(shown).replace("--prompt '", "--prompt ")
+    )
+
+
+def test_each_picture_is_of_a_lesson():
+    _, lessons = course.read_main()
+    assert set(pictures.PICTURES) <= {lesson.slug for lesson in lessons}
+
+
+# The forms
+
+
+def test_what_is_drawn_is_also_said():
+    """What screen readers skip (bars, squares, curves) stands beside it as text."""
+    lanes = scene.Lanes(
+        [scene.Lane("A", [scene.Span(1, 3, "first", "writes"), scene.Span(4, 4, "bad")])],
+        scene.Axis("step"),
+    )
+    chart = scene.Lines(
+        [scene.Curve("mine", [(0, 1.0), (2, 3.5)], "first")], scene.Axis("step"), scene.Axis("rate")
+    )
+    bars = scene.Bars([scene.Bar("`<a>\n`", [(1, "first"), (3, "bad")], "4 in all", tick=2)])
+    panels = [
+        scene.Panel("Lanes", lanes, key={"first": "at work", "bad": "it ends"}),
+        scene.Panel("Chart", chart),
+        scene.Panel("Bars", bars),
+        scene.Panel("Cells", scene.Cells([scene.Row("r", [scene.Cell("first")] * 2, "2")])),
+    ]
+    tree = tree_of(render.picture(scene.Scene("c", *panels)))
+    for part in list(tree.iter()):
+        for child in list(part):
+            if child.get("aria-hidden"):
+                part.remove(child)
+    said = "".join(tree.itertext())
+    for words in ("writes, step 1 to 3; ", "it ends, step 4; ", "1 at 0, 3.5 at 2", "4 in all"):
+        assert words in said
+    assert "<a>\\n" in said and len(list(tree.iter("table"))) == 4
+    widths = [part.get("style") for part in tree.iter("i") if part.get("style")]
+    assert widths[-2:] == ["width:25.00%", "width:75.00%"]
+
+
+@pytest.mark.parametrize(
+    "axis, values, expected",
+    [
+        (scene.Axis("x"), [3, 9], (0, 9, ["0", "2", "4", "6", "8"])),
+        (scene.Axis("x"), [80, 100], (80, 100, ["80", "90", "100"])),
+        (scene.Axis("x"), [0, 0], (0, 1, ["0", "0.5", "1"])),
+        (scene.Axis("x", log=True), [2, 500], (2, 500, ["10", "100"])),
+        (scene.Axis("x", [(0, "none"), (1, "all")]), [0.5], (0, 1, ["none", "all"])),
+    ],
+)
+def test_scales(axis, values, expected):
+    low, high, ticks = render.scale(axis, values)
+    assert (low, high, [text for _, text in ticks]) == expected
+
+
+def test_a_character_of_several_tokens_is_shown_whole():
+    ids = runs.encode("a \u00e9\u00e8 \U0001f680", 40)
+    assert len(ids) > 6
+    assert "".join(runs.texts_of(ids)) == "a \u00e9\u00e8 \U0001f680"
+    assert "\ufffd" not in "".join(map(runs.text_of, ids))
+
+
+# The command
+
+
+def draw(*args) -> int:
+    import draw_picture
+
+    return draw_picture.main(list(args))
+
+
+def test_a_picture_of_the_reader_s_own_prompt(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert draw("01-greedy-decoding", "--prompt", "Tom <and>") == 0
+    path = tmp_path / "picture-01-greedy-decoding.html"
+    assert capsys.readouterr().out == f"{path}\n"
+    page = path.read_text("utf-8")
+    html5lib.HTMLParser(strict=True, namespaceHTMLElements=False).parse(page)
+    assert "http" not in page and "src=" not in page
+    assert "--prompt 'Tom <and>'" in html.unescape(page)
+    first, *_ = forms(drawn("greedy-decoding", "Tom <and>")[1], scene.Tokens)[0].lines
+    assert "".join(token.text for token in first.tokens[:-1]) == "Tom <and>"
+
+
+SLOW = {"eos-handling", "context-window", "kv-cache-fix"}
+
+
+@pytest.mark.parametrize("slug", sorted(set(pictures.PICTURES) - SLOW))
+def test_odd_prompts(slug, prompt="<\u00e9"):
+    """Few tokens, those of no story, parts of a character, and what HTML would take for its own."""
+    check(pictures.scene_of(slug, prompt), pictures.figure(f"00-{slug}", prompt))
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (("16-variable-batching", "--prompt", "Tom"), "shows 2 to 8"),
+        (("01-greedy-decoding", "--prompt", "a " * 30), "this picture shows 1 to "),
+        (("01-greedy-decoding", "--prompt", ""), "the prompt has 0 tokens"),
+        (("07-top-p", "--prompt", "\udcff"), "--prompt '\\udcff': not UTF-8 text"),
+        (("99-nothing",), "99-nothing has no picture"),
+        (("07-top-p", "--output", "x.svg"), "07-top-p has no picture as SVG"),
+        (("00-init", "--output", "nowhere/x.html"), "nowhere/x.html"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line(tmp_path, monkeypatch, capsys, args, words):
+    monkeypatch.chdir(tmp_path)
+    assert draw(*args) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and words in err
+    assert not list(tmp_path.iterdir())
+
+
+# The cards of the Readme
+
+CARDS = ("18-speculative-decoding", "42-continuous-batching")
+
+
+@pytest.mark.parametrize("id", CARDS)
+def test_cards(id):
+    """The file is what the code draws; nothing lies outside it, and its boxes are the scene's."""
+    file = pictures.HERE / f"{id}.svg"
+    text = pictures.svg_of(id)
+    assert file.read_text("utf-8") == text
+    assert f"](course/pictures/{file.name})" in (ROOT / "Readme.md").read_text("utf-8")
+    tree = ElementTree.fromstring(text)
+    width, height = (float(tree.get(name)) for name in ("width", "height"))
+    boxes = tree.findall("{*}rect")
+    for box in boxes:
+        x, y, wide, high = (float(box.get(name)) for name in ("x", "y", "width", "height"))
+        assert 0 <= x and x + wide <= width and 0 <= y and y + high <= height
+    for words in tree.findall("{*}text"):
+        assert float(words.get("x")) + float(words.get("textLength", 0)) <= width
+    slug = id.partition("-")[2]
+    for at in pictures.PICTURES[slug].card:
+        form = pictures.scene_of(slug).panels[at].form
+        rows = form.lines if isinstance(form, scene.Tokens) else form.rows
+        kinds = [
+            part.kind for row in rows for part in row[0 if isinstance(form, scene.Tokens) else 1]
+        ]
+        for kind in set(kinds):
+            drawn = [box for box in boxes if box.get("fill") == card.FILLS[kind]]
+            assert len(drawn) >= kinds.count(kind)
+
+
+def test_these_have_a_card():
+    assert {id.partition("-")[2] for id in CARDS} == {
+        k for k, each in pictures.PICTURES.items() if each.card
+    }
+
+
+# Lessons 00 to 03
+
+
+def test_a_pass():
+    record, shown = drawn("init")
+    ids = [id for _, id in record.tokens]
+    text = "".join(text for text, _ in record.tokens)
+    assert text == pictures.PICTURES["init"].prompt and ids == runs.encode(text, 20)
+    model = runs.load()
+    seen = []
+
+    def attend(layer, q, k, v):
+        """With the record's weights in the place of torch's attention the result is the same."""
+        from model import causal_attention
+
+        attended = causal_attention(layer, q, k, v)
+        if layer == record.layer - 1:
+            own = torch.tensor(record.attention) @ v[0, :, record.head - 1]
+            seen.append((own, attended[0, :, record.head - 1]))
+        return attended
+
+    with torch.inference_mode():
+        model.hidden(torch.tensor([ids]), torch.arange(len(ids)), attend)
+        vectors = model.wte.weight[ids] + model.wpe.weight[: len(ids)]
+    ((own, real),) = seen
+    assert own.allclose(real, atol=1e-4)
+    assert torch.tensor(record.vectors).equal(vectors[:, :12])
+    probs = probs_after(text)
+    assert [p for _, p, _ in record.top] == pytest.approx(probs.topk(5).values.tolist(), rel=1e-4)
+    assert record.after[-1][0] == pytest.approx(record.top[0][1]) and len(record.after) == 17
+    assert record.rivals == (" sad", " happy") and record.top[0][0] == " sad"
+    # The caption's story: a head looks at "lost", and the answer turns.
+    assert max(record.attention[-1]) == record.attention[-1][1] and record.tokens[1][0] == " lost"
+    assert record.after[record.layer][0] < record.after[record.layer][1]
+    assert "looks back at ` lost`, and the answer turns from ` happy` to ` sad`." in shown.caption
+
+
+def test_numbers_of_the_page_before_all_lessons():
+    config = runs.load().config
+    page = (ROOT / "course" / "book" / "transformer.html").read_text("utf-8")
+    said = ("4,096 of them", "256 numbers", "four such attentions", "16 layers")
+    assert all(words in page for words in said)
+    shape = (config.vocab_size, config.n_embd, config.n_head, config.n_layer)
+    assert shape == (4096, 256, 4, 16)
+
+
+def test_steps_of_greedy_decoding():
+    steps, shown = drawn("greedy-decoding")
+    tokens = written("Once upon a time", max_new_tokens=len(steps))
+    assert [step.choices[0][0] for step in steps] == tokens
+    for at, line in enumerate(forms(shown, scene.Tokens)[0].lines):
+        text = "".join(token.text for token in line.tokens)
+        assert text == "Once upon a time" + "".join(tokens[: at + 1])
+        logits = [logit for _, logit in steps[at].choices]
+        assert logits == sorted(logits, reverse=True)
+
+
+def test_the_end_of_a_text():
+    record, shown = drawn("eos-handling")
+    assert record.tokens == written("Once upon a time") and record.tokens[-1] == "<|endoftext|>"
+    for place in (0, 100, len(record.tokens) - 1):
+        probs = probs_after("Once upon a time" + "".join(record.tokens[:place]))
+        assert record.chances[place] == pytest.approx(probs[4095].item(), rel=1e-3)
+    (chart,) = forms(shown, scene.Lines)
+    assert sum(len(curve.points) for curve in chart.curves) == len(record.chances)
+    assert max(y for _, y in chart.curves[1].points) == max(record.chances)
+    assert "reaches 0.1 % at 3 of 206 places. At the last" in shown.caption
+
+
+def test_windows_are_those_that_the_model_saw():
+    record, shown = drawn("context-window")
+    text = "".join(record.text)
+    count = len(record.text) - 4
+    name = "stories-draft"
+    tokens = written(text[:16], name, stride=1, max_new_tokens=count, ignore_eos=True)
+    assert record.text[4:] == tokens and text.startswith("Once upon a time,")
+    lines = forms(shown, scene.Tokens)[0].lines
+    places = [[token.number for token in line.tokens] for line in lines]
+    assert [row[1] for row in places] == ["1", "1", "0", "out"]
+    assert [row[-2] for row in places] == ["254", "255", "255", "255"]
+    assert [line.tokens[-1].text for line in lines] == record.text[-4:]
+    with torch.inference_mode():  # the last token, from its window alone
+        ids = runs.encoding().encode(text, allowed_special="all")
+        best = runs.load(name)(torch.tensor([ids[2:258]]))[0, -1].argmax().item()
+    assert len(ids) == 259 and best == ids[258]
+
+
+# Lessons 04 to 07
+
+
+def test_draws_are_counted():
+    record, shown = drawn("multinomial")
+    probs = probs_after("The cat")
+    assert [p for _, p in record.likely] == pytest.approx(probs.topk(10).values.tolist(), rel=1e-4)
+    assert record.counts == [record.drawn.count(text) for text, _ in record.likely]
+    for (_, p), count in zip(record.likely, record.counts):
+        assert abs(count - 1000 * p) < 4 * (1000 * p * (1 - p)) ** 0.5
+    for seed in (1, 500, 1000):  # `generate` with that seed draws the same
+        (token,) = written("The cat", max_new_tokens=1, temperature=1.0, seed=seed)
+        assert token == record.drawn[seed - 1]
+    (bars,) = forms(shown, scene.Bars)
+    assert sum(row.parts[0][0] for row in bars.rows) == pytest.approx(1)
+    assert sum(row.tick for row in bars.rows) == pytest.approx(1)
+
+
+def test_temperatures():
+    record, shown = drawn("temperature")
+    for (T, probs), bars in zip(record.items(), forms(shown, scene.Bars)):
+        expected = probs_after("One day, Tom saw a", T)
+        assert probs.double().allclose(expected, atol=1e-6)
+        shares = [row.parts[0][0] for row in bars.rows]
+        assert shares[:6] == pytest.approx(expected.topk(6).values.tolist(), rel=1e-3)
+        assert sum(shares) == pytest.approx(1)
+
+
+def test_top_k_gives_the_mass_to_ten_tokens():
+    record, shown = drawn("top-k")
+    best = probs_after("The cat", 2.0).topk(14).values
+    assert record.kept == pytest.approx(best[:10].sum().item(), rel=1e-4)
+    expected = [*(best[:10] / record.kept).tolist(), 0, 0, 0, 0]
+    assert record.after == pytest.approx(expected, rel=1e-4)
+    before, after = forms(shown, scene.Bars)
+    assert [row.parts[0][1] for row in before.rows] == ["first"] * 10 + ["gone"] * 5
+    assert sum(row.parts[0][0] for row in after.rows) == pytest.approx(1)
+
+
+def test_top_p_keeps_as_many_as_the_lesson_says():
+    record, shown = drawn("top-p")
+    for each in record:
+        probs = probs_after(each.prompt)
+        mass = probs.sort(descending=True).values.cumsum(dim=-1)
+        assert each.mass[:50] == pytest.approx(mass[:50].tolist(), rel=1e-4)
+        assert each.mass[each.kept - 1] >= 0.9 and (each.kept == 1 or mass[each.kept - 2] < 0.9)
+        assert each.kept == top_p_filter(probs.log().float(), 0.9).isfinite().sum()
+    assert "1, 5, 74, 266 after these prompts" in shown.caption
+    (chart,) = forms(shown, scene.Lines)
+    dots = [curve.points[0] for curve in chart.curves if curve.dots]
+    assert dots == [(each.kept, each.mass[each.kept - 1]) for each in record]
+
+
+# Lessons 09 to 12
+
+
+@pytest.mark.parametrize(
+    "slug, common, own, change",
+    [
+        ("presence-penalty", {}, {"presence_penalty": 1.0}, lambda x, n: x - 1),
+        (
+            "frequency-penalty",
+            {"presence_penalty": 1.0},
+            {"frequency_penalty": 0.5},
+            lambda x, n: x - n / 2,
+        ),
+        (
+            "repetition-penalty",
+            {},
+            {"repetition_penalty": 1.3},
+            lambda x, n: x / 1.3 if x > 0 else x * 1.3,
+        ),
+    ],
+)
+def test_penalties(slug, common, own, change):
+    record, shown = drawn(slug)
+    texts = [written("The big bear", max_new_tokens=60, **each) for each in (common, common | own)]
+    at = next(place for place, pair in enumerate(zip(*texts)) if pair[0] != pair[1])
+    assert record.chosen == tuple(text[at] for text in texts)
+    assert record.texts == tuple(text[at : at + 12] for text in texts)
+    output = texts[0][:at]
+    moved = [row for row in record.rows if row[1] != row[2]]
+    assert moved
+    for text, before, after, count in moved:
+        assert count == output.count(text) and after == pytest.approx(change(before, count))
+    best = [max(record.rows, key=lambda row, which=which: row[which])[0] for which in (1, 2)]
+    assert tuple(best) == record.chosen
+    (bars,) = forms(shown, scene.Bars)
+    assert [row.parts[0][0] for row in bars.rows] == [row[2] for row in record.rows]
+    assert sum(row.tick is not None for row in bars.rows) == len(moved)
+
+
+def test_bits_stand_for_the_number():
+    record, shown = drawn("fp16-bf16")
+    (name, bits, exact), (_, half, _), (_, brain, _) = record.rows
+    with torch.inference_mode():
+        logits = runs.load()(torch.tensor([runs.encode("Once upon a time", 9)]))[0, -1]
+    assert exact == logits.max().item()
+    for letter, code, (_, digits, value) in zip("fe", "IH", record.rows):
+        packed = struct.pack(f">{code}", int(digits, 2))
+        assert struct.unpack(f">{letter}", packed) == (value,)
+    (value,) = struct.unpack(">f", struct.pack(">I", int(brain + 16 * "0", 2)))
+    assert value == record.rows[2][2] and (len(bits), len(half), len(brain)) == (32, 16, 16)
+    rows = forms(shown, scene.Cells)[0].rows
+    assert ["".join(cell.text for cell in row.cells) for row in rows] == [bits, half, brain]
+
+
+# Lessons 13 to 18
+
+
+def test_computed_positions():
+    record, shown = drawn("kv-cache-dynamic")
+    assert record.words == written("Once upon a time", max_new_tokens=10, ignore_eos=True)
+    assert record.plain == [list(range(4 + step)) for step in range(10)]
+    assert record.cached == [[0, 1, 2, 3], *([4 + step] for step in range(9))]
+    for steps, grid in zip((record.plain, record.cached), forms(shown, scene.Cells)):
+        for step, row in zip(steps, grid.rows):
+            computed = [at for at, cell in enumerate(row.cells) if cell.kind == "first"]
+            assert computed == step
+
+
+def test_the_storage_fills_up():
+    record, shown = drawn("kv-cache-static")
+    assert record.words == written("Once upon a time", max_new_tokens=10, ignore_eos=True)
+    assert record.filled == list(range(4, 14)) and record.room == 13
+    config = runs.load().config
+    assert record.bytes == 2 * config.n_layer * config.n_embd * 4
+    grown, static = forms(shown, scene.Cells)
+    copied = sum(cell.kind == "second" for row in grown.rows for cell in row.cells)
+    assert copied == sum(record.filled[:-1]) and f"here {copied} positions" in shown.caption
+    assert all(len(row.cells) == 13 for row in static.rows)
+
+
+def test_hops():
+    record, shown = drawn("kv-cache-fix")
+    hops, slide = record
+    assert (hops.stride, slide.stride) == (128, 1)
+    given = 4
+    for each in record:  # as the lesson says: a window that moves is computed anew
+        start = 0
+        for step, computed in enumerate(each.computed):
+            length = given + step
+            moved = max(0, -(-(length - 256) // each.stride) * each.stride)
+            assert computed == (length - moved if moved != start or not step else 1)
+            start = moved
+    (chart,) = forms(shown, scene.Lines)
+    for curve, each in zip(chart.curves, record[::-1]):
+        assert all(each.computed[x - 1] == y for x, y in curve.points)
+        assert max(y for _, y in curve.points) == max(each.computed)
+
+
+def test_a_batch_of_different_lengths():
+    record, shown = drawn("variable-batching")
+    prompts = ["Once upon a time", "One day, a big dog", "Lily saw"]
+    lines = forms(shown, scene.Tokens)[0].lines
+    for prompt, line in zip(prompts, lines, strict=True):
+        alone = prompt + "".join(written(prompt, max_new_tokens=2, ignore_eos=True))
+        shown_text = "".join(token.text for token in line.tokens if token.kind != "idle")
+        assert shown_text == alone
+        places = [int(token.number) for token in line.tokens if token.kind != "idle"]
+        assert places == list(range(len(places)))
+    padding = sum(token.kind == "idle" for line in lines for token in line.tokens)
+    assert padding == sum(max(record.lengths) - length for length in record.lengths) == 6
+
+
+def test_drafts_and_a_refusal():
+    from infer_speculative import generate_speculative
+
+    record, shown = drawn("speculative-decoding")
+    params = SamplingParams(40, temperature=0.8)
+    generator = torch.Generator().manual_seed(1)
+    given = (runs.load(), runs.load("stories-draft"), runs.encode("One day", 9), params)
+    passes = list(generate_speculative(*given, generator=generator))
+    assert [each.accepted for each in record.verdicts] == [each.accepted for each in passes]
+    tokens = [text for each in record.verdicts for text in each.tokens]
+    assert tokens == [runs.text_of(id) for each in passes for id in each.tokens]
+    text, lines, *_ = forms(shown, scene.Tokens)
+    own = [token.text for token in text.lines[0].tokens if token.kind == "third"]
+    assert len(own) == len(passes) and len(tokens) == 40
+    assert "".join(token.text for token in text.lines[0].tokens) == "One day" + "".join(tokens)
+    found = record.refusal
+    assert 0 < found.chance < 1 and found.draft != found.drawn
+    before = "One day" + "".join(tokens)
+    before = before[: before.index(found.before + found.drawn) + len(found.before)]
+    probs = probs_after(before, 0.8)
+    for text, p, q in found.rows:
+        (id,) = [id for id in probs.topk(400).indices.tolist() if runs.text_of(id) == text]
+        assert p == pytest.approx(probs[id].item(), rel=1e-3)
+        if text == found.draft:
+            assert found.chance == pytest.approx(min(1, p / q))
+    assert lines.lines[0].tokens[-1].kind == "third"
+
+
+# Lesson 42
+
+
+def test_batches_have_each_token_once():
+    record, shown = drawn("continuous-batching")
+    lengths = [3, 9, 5, 4, 7, 3]
+    for steps, grid in zip((record.static, record.continuous), forms(shown, scene.Cells)):
+        taken = [number for step in steps for number in step if number]
+        assert [taken.count(number) for number in range(1, 7)] == lengths
+        for number in range(1, 7):  # one row each
+            assert len({step.index(number) for step in steps if number in step}) == 1
+        cells = [[int(cell.text or 0) for cell in row.cells] for row in grid.rows]
+        assert cells == [[number or 0 for number in row] for row in zip(*steps)]
+    assert len(record.static) == 9 + 7 and len(record.continuous) == 12
+    for at, step in enumerate(record.continuous):  # no row is idle while a request waits
+        waiting = set(range(1, 7)) - {n for early in record.continuous[: at + 1] for n in early}
+        assert None not in step or not waiting
+    for seed, (text, length) in enumerate(zip(record.run.texts(), lengths)):
+        params = {"max_new_tokens": length, "ignore_eos": True, "temperature": 1.0, "seed": seed}
+        assert text == ["Lily", *written("Lily", **params)]
+
+
+def test_the_player_has_the_run():
+    record, shown = drawn("continuous-batching")
+    (player,) = forms(shown, scene.Player)
+    assert len(player.frames) == len(record.continuous)
+    assert player.setup["texts"] == dict(enumerate(record.run.texts(), 1))
+    page = pictures.page("42-continuous-batching")
+    assert pictures.PLAYER.read_text("utf-8") in page
+    assert pictures.PLAYER.read_text("utf-8") not in pictures.page("07-top-p")
+    computed = sum(runs.work_of(frame, 0) for frame in player.frames)
+    assert computed == player.frames[-1]["positions"]
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="node reads the script")
+def test_the_player_s_script_is_read():
+    subprocess.run(["node", "--check", pictures.PLAYER], check=True)

@@ -1,0 +1,290 @@
+"""Pictures of lessons 20 to 34 and 46 to 54: texts, draws, weights and drafts."""
+
+import math
+
+import pytest
+import torch
+from scenes import drawn, forms, probs_after, written
+
+from command_line import STORIES
+from int8 import to_int8
+from loading.chat import Chat
+from model import causal_attention
+from pictures import runs
+from pictures.scene import Bars, Cells, Lines, Tokens
+from sampling import SamplingParams, keyed_noise, sample
+
+
+def test_beams_beat_greedy_decoding():
+    record, shown = drawn("beam-search")
+    prompt = "The cat sat on"
+
+    def total(text) -> float:
+        places = range(len(text))
+        ids = [runs.encode(each, 1)[0] for each in text]
+        return sum(probs_after(prompt + "".join(text[:at]))[ids[at]].log().item() for at in places)
+
+    assert [text for text, _ in record.greedy] == written(prompt, max_new_tokens=5)
+    finds, kept = forms(shown, Tokens)
+    for line in finds.lines + kept.lines:
+        text = [token.text for token in line.tokens]
+        assert float(line.value.replace("\u2212", "-")) == pytest.approx(total(text), abs=0.006)
+    scores = [total([text for text, _ in each]) for each in (record.steps[-1][0], record.greedy)]
+    assert f"{math.exp(scores[0] - scores[1]):.1f} times as probable" in shown.caption
+
+
+def test_drafts_are_copied_from_the_repeat():
+    record, shown = drawn("prompt-lookup")
+    prompt = "".join(record.prompt)
+    tokens = [text for each in record.verdicts for text in each.tokens]
+    assert tokens == written(prompt, max_new_tokens=16)
+    text = record.prompt + [t for each in record.verdicts[: record.shown] for t in each.tokens]
+    repeat = text[record.source : record.source + record.size]
+    assert repeat == text[-record.size :] == [" upon", " a", " time"]
+    drafts = record.verdicts[record.shown].drafts
+    assert drafts == text[record.source + record.size :][: len(drafts)]
+    line = forms(shown, Tokens)[0].lines[0].tokens
+    assert [token.text for token in line if token.kind == "second"] == repeat * 2
+    assert [token.text for token in line if token.kind == "first"] == drafts * 2
+
+
+def test_only_the_fastest_is_asked():
+    """`sample` draws the last one, and those before it stand behind the nucleus."""
+    record, shown = drawn("top-p-without-sorting")
+    probs = probs_after("She was very")
+    params = {"max_new_tokens": 1, "temperature": 1.0, "top_p": record.p}
+    asked = sorted((each for each in record.runners if each.round), key=lambda each: each.round)
+    assert any(
+        written("She was very", seed=seed, **params) == [asked[-1].token] for seed in range(200)
+    )
+    assert [each.before < record.p for each in asked] == [False, False, True]
+    for each in record.runners:
+        p = probs[runs.encode(each.token, 1)[0]]
+        assert each.p == pytest.approx(p.item(), rel=1e-4)
+        assert each.before == pytest.approx(probs[probs > p].sum().item(), abs=1e-4)
+    speeds, rounds = forms(shown, Bars)
+    lengths = [row.parts[0][0] for row in speeds.rows]
+    assert lengths == sorted(lengths, reverse=True) and speeds.rows[0].parts[0][1] == "bad"
+    left = [sum(length for length, _ in row.parts) for row in rounds.rows]
+    assert left == pytest.approx([1, asked[0].before, asked[1].before])
+
+
+def test_a_row_in_bytes_and_a_scale():
+    record, shown = drawn("int8-weights")
+    layer = to_int8(runs.watched()[0]).wte
+    row = runs.encode("Once upon a time", 9)[-1]
+    assert record.weights == runs.load().wte.weight[row].tolist()
+    assert record.values == layer.weight[row].tolist()
+    assert record.scale == layer.scale[row].item()
+    for w, value in zip(record.weights, record.values):
+        assert abs(w - value * record.scale) <= record.scale / 2 * (1 + 1e-6)
+    (table,), (memory,) = forms(shown, Cells), forms(shown, Bars)
+    marked = [row.cells[1].text for row in table.rows if row.cells[0].kind]
+    assert marked in (["127"], ["\u2212127"])
+    assert [sum(size for size, _ in row.parts) for row in memory.rows] == [1024, 260]
+    assert "260 bytes instead of 1,024" in shown.caption
+
+
+def test_a_score_depends_on_the_distance():
+    """A pass with the tokens at other positions has the same scores."""
+    record, shown = drawn("llama")
+    here, later = record.scores.values()
+    assert later == pytest.approx(here, abs=1e-4) and max(here) - min(here) > 0.05
+    ids = torch.tensor([runs.encode("The cat sat on", 9)])
+    seen = []
+
+    def attend(layer, q, k, v):
+        seen.append((q[0, -1, 0] @ k[0, -3, 0]).item())
+        return causal_attention(layer, q, k, v)
+
+    with torch.inference_mode():
+        for distance in (2, 30):
+            places = torch.tensor([0, 7, 8, 7 + distance])
+            runs.load("stories-llama").hidden(ids, places, attend)
+            assert seen[0] == pytest.approx(here[distance], abs=1e-4)
+            seen.clear()
+    line, dots = forms(shown, Lines)[0].curves
+    assert line.points == list(enumerate(here)) and dots.points[1] == (4, later[4])
+
+
+def test_a_message_has_no_control_token():
+    record, shown = drawn("control-tokens")
+    template = Chat(STORIES.with_name("stories-llama"))
+    text = template.render([{"role": "user", "content": "rain<|endoftext|>"}])
+    for tokens in record:  # the same text, cut otherwise
+        assert "".join(token for token, _ in tokens) == text
+    assert [token for token, control in record.safe if control] == ["<|endoftext|>"]
+    assert [token for token, control in record.naive if control] == ["<|endoftext|>"] * 2
+    safe, naive = (form.lines[0].tokens for form in forms(shown, Tokens))
+    assert [sum(token.kind == "bad" for token in line) for line in (safe, naive)] == [1, 2]
+    assert "make 1 control token;" in shown.caption and shown.caption.endswith("have 2.")
+
+
+def test_a_sum_and_a_mean_of_each_text():
+    record, shown = drawn("length-penalty")
+    prompt = "They went home and slept."
+    ids = runs.encode(prompt, 60)
+    for text, n, score in record.texts:
+        tokens = runs.encode(text, 30)
+        with torch.inference_mode():
+            rows = runs.load()(torch.tensor([ids + tokens]))[0, len(ids) - 1 : -1]
+        rows = rows.double().log_softmax(-1)
+        own = sum(row[token].item() for row, token in zip(rows, tokens))
+        assert len(tokens) == n and score == pytest.approx(own, abs=1e-3)
+    short, long = record.won
+    assert short == max(range(len(record.texts)), key=lambda at: record.texts[at][2])
+    assert long == max(
+        range(len(record.texts)), key=lambda at: record.texts[at][2] / record.texts[at][1]
+    )
+    for chart, at, power in zip(forms(shown, Lines), record.won, (0, 1)):
+        _, n, score = record.texts[at]
+        assert chart.curves[-1].points == [(n, score / n**power)]
+
+
+@pytest.mark.parametrize("prompt", ["They went to the playground", "a butterfly", "\u00e9t\u00e9"])
+def test_merges_end_in_the_tokens_of_the_word(prompt):
+    record, shown = drawn("llama-3-tokenizer", prompt)
+    ids = runs.encode(prompt, 20)
+    parts = record[-1].parts
+    assert parts == [runs.text_of(id) for id in ids][-len(parts) :]
+    for before, merge in zip(record, record[1:]):
+        new = merge.parts[merge.at]
+        assert new == runs.text_of(merge.id) or "\\x" in "".join(before.parts)
+        assert len(merge.parts) == len(before.parts) - 1
+    lines = forms(shown, Tokens)[0].lines
+    assert [[token.text for token in line.tokens] for line in lines] == [m.parts for m in record]
+
+
+@pytest.mark.parametrize("prompt", ["The dog", "Lily", "<b> &\n"])
+def test_text_is_held_back(prompt):
+    """What is sent and what is held is all that was written; a stop string is never sent."""
+    record, shown = drawn("stop-strings", prompt)
+    tokens = [step.token for step in record.steps]
+    assert tokens == written(prompt, max_new_tokens=24)[: len(tokens)]
+    sent = ""
+    for count, step in enumerate(record.steps, 1):
+        sent += step.shown
+        text = "".join(tokens[:count])
+        if record.stopped and count == len(tokens):  # perhaps in the middle of a token
+            assert text.startswith(sent + record.stop)
+        else:
+            assert text == sent + step.held
+        assert record.stop.startswith(step.held) and record.stop not in sent
+    lines, (whole,) = (form.lines for form in forms(shown, Tokens))
+    assert "".join(token.text for token in whole.tokens) == sent + record.end
+    for step, line in zip(record.steps[:-1], lines):
+        assert "".join(token.text for token in line.tokens) == step.shown + step.held
+    pieces = [token for line in lines for token in line.tokens]
+    assert "".join(token.text for token in pieces if token.kind == "good") == sent
+    assert [token.text for token in pieces if token.kind == "gone"] == [
+        record.stop
+    ] * record.stopped
+
+
+def test_a_stop_string_that_began_before():
+    record, shown = drawn("stop-strings")
+    assert record.stopped and record.stop == "a big bag."
+    assert [step.held for step in record.steps].count("a big bag") == 2
+    assert "`a big bag` was held back until" in shown.panels[0].note
+
+
+def test_log_probabilities_are_the_model_s():
+    record, shown = drawn("logprobs")
+    text = runs.encode(record.prompt, 9)
+    (bars,) = forms(shown, Bars)
+    total = 0
+    for each, bar in zip(record.tokens, bars.rows, strict=True):
+        logprobs = runs.next_logits(text).double().log_softmax(dim=-1)
+        (id,) = runs.encode(each.text, 1)
+        best = logprobs.argmax().item()
+        assert each.logprob == pytest.approx(logprobs[id].item(), abs=1e-4)
+        assert each.best == runs.text_of(best)
+        assert bar.parts == [(math.exp(each.logprob), "first" if id == best else "second")]
+        if id == best:
+            assert bar.tick is None and "`" not in bar.value
+        else:
+            assert bar.tick == pytest.approx(logprobs[best].exp().item(), abs=1e-4)
+            assert f"`{each.best}`" in bar.value
+        total += logprobs[id].item()
+        text.append(id)
+    perplexity = math.exp(-total / len(record.tokens))
+    assert f"perplexity of these 16 tokens is {perplexity:.2f}." in shown.caption
+
+
+def test_who_needs_a_logarithm():
+    """The token that `sample` draws wins; each that is not asked is below what came before it."""
+    record, shown = drawn("native-draws")
+    text = runs.encode("The cat", 9)
+    logits = runs.next_logits(text)
+    draws = [(7, len(text))]
+    noise = keyed_noise(logits[None].double(), draws)[0].tolist()
+    weights = ((logits - logits.max()) / 0.8).exp().tolist()
+    scores = [weight / own for weight, own in zip(weights, noise)]
+    bounds = [weight / -math.expm1(-own) for weight, own in zip(weights, noise)]
+    first = weights.index(1)
+    asked = {first}
+    best = scores[first]
+    blocks = []  # the best score before each
+    for start in range(0, 4096, 256):
+        blocks.append(best)
+        able = [id for id in range(start, start + 256) if bounds[id] > best]
+        asked |= set(able)
+        best = max([best, *(scores[id] for id in able)])
+    assert record.asked == len(asked) < 10 and f"{len(asked)} logarithms" in shown.caption
+    ids = {runs.text_of(id): id for id in range(4096)}
+    winner = sample(logits[None], SamplingParams(temperature=0.8), None, draws).item()
+    (bars,) = forms(shown, Bars)
+    for each, bar in zip(record.racers, bars.rows, strict=True):
+        id = ids[each.text]
+        assert each.bound == pytest.approx(bounds[id]) and each.score == pytest.approx(scores[id])
+        assert each.asked == (id in asked) and each.drawn == (id == winner)
+        assert each.asked or each.score <= each.bound <= each.before
+        assert each.before == (0 if id == first else pytest.approx(blocks[id // 256]))
+        kind = "good" if id == winner else "second" if id in asked else "kept"
+        assert bar.parts == [(each.bound, kind)] and bar.tick == (each.before or None)
+    assert asked <= {ids[each.text] for each in record.racers}
+
+
+def test_weights_lie_where_gpt_c_reads_them():
+    """Input i of output o is number o % width of vector i of panel o // width."""
+    record, shown = drawn("packed-weights")
+    weight = runs.load().h[0].mlp.c_fc.weight[:6, :4]
+    for number, panel in enumerate(record.panels):
+        for at, vector in enumerate(panel):
+            outputs = [4 * number + lane for lane in range(4)]
+            assert vector == [(output, at) if output < 6 else None for output in outputs]
+    assert len(record.panels) == 2 and record.sums == (weight @ torch.tensor(record.x)).tolist()
+    plain, packed = forms(shown, Cells)
+    cells = [cell for row in plain.rows[1:] for cell in row.cells[:-1]]
+    numbers = [float(cell.text.replace("\u2212", "-")) for cell in cells]
+    assert numbers == pytest.approx((100 * weight).flatten().tolist(), abs=0.051)
+    own = [cell for row in packed.rows for cell in row.cells if cell.kind.startswith("owner")]
+    assert sorted(own) == sorted(cells)
+    lanes = [cell.text for row in packed.rows if row.name == "sums" for cell in row.cells]
+    assert lanes == [row.cells[-1].text for row in plain.rows[1:]] + ["0", "0"]
+
+
+def test_trials_go_on_with_the_faster_way():
+    record, shown = drawn("drafts-that-pay")
+    small, large = (
+        sum(weight.numel() for weight in runs.load(name).parameters())
+        for name in ("stories-draft", "stories")
+    )
+    assert [each.cost for each in record] == pytest.approx(
+        [1 + 3 * small / large, 4 + 3 * small / large]
+    )
+    assert [each.rates[0] > each.rates[1] for each in record] == [True, False]
+    for each, form, panel in zip(record, forms(shown, Lines), shown.panels):
+        pays = each.rates[0] > each.rates[1]
+        assert [drafts for drafts, _ in each.steps] == [True] * 16 + [False] * 16 + [pays] * 64
+        measured = [tokens for _, tokens in each.steps[:16]]
+        assert each.rates == pytest.approx((sum(measured) / 16 / each.cost, 1))
+        assert 1 < max(measured) <= 4 and {
+            tokens for drafts, tokens in each.steps if not drafts
+        } == {1}
+        time = sum(each.cost if drafts else 1 for drafts, _ in each.steps)
+        total = sum(tokens for _, tokens in each.steps)
+        assert form.curves[-1].points[-1] == pytest.approx((time, total))
+        for before, after in zip(form.curves, form.curves[1:]):
+            assert before.points[-1] == after.points[0] and before.kind != after.kind
+        assert panel.title.endswith(": drafts pay" if pays else ": drafts do not pay")
