@@ -28,7 +28,7 @@ def built(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sampling_sees_float32(tiny, monkeypatch, dtype):
-    import infer
+    import sampling
 
     seen = []
 
@@ -36,7 +36,7 @@ def test_sampling_sees_float32(tiny, monkeypatch, dtype):
         seen.append(logits.dtype)
         return logits.argmax(dim=-1)
 
-    monkeypatch.setattr(infer, "sample", sample)
+    monkeypatch.setattr(sampling, "sample", sample)
     run(tiny(dtype=dtype), [[1]], max_new_tokens=3, repetition_penalty=1.1)
     assert seen == [torch.float32] * 3
 
