@@ -1,0 +1,124 @@
+"""The files of a model, read and written. Nothing here knows an architecture."""
+
+import json
+import math
+import reprlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from errors import UserError
+
+
+def read_json(file: Path) -> dict:
+    """The object in a JSON file. Raises UserError if it cannot be read or holds anything else."""
+    try:
+        raw = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raw = None  # not JSON, not UTF-8, a number of 5,000 digits; nested too deeply
+    if not isinstance(raw, dict):
+        raise UserError(f"{file}: not a JSON object")
+    return raw
+
+
+def check_values(where, raw: dict, supported: dict[str, tuple]) -> None:
+    """Raise UserError unless each key of a JSON object has one of these values.
+
+    where: what the error begins with. The first value is what a missing key means. A key `a.b` is
+    that of b in the object a; its value is None if a is no object.
+    """
+    for key, values in supported.items():
+        outer, _, inner = key.rpartition(".")
+        owner = raw.get(outer) if outer else raw
+        value = owner.get(inner, values[0]) if isinstance(owner, dict) else None
+        if value not in values:
+            allowed = " or ".join(map(repr, values))
+            raise UserError(f"{where}: {key} is {reprlib.repr(value)}; supported is {allowed}")
+
+
+BLOCK = 2**22  # bytes of float32 in a block of `read_tensors`
+
+
+def read_tensors(
+    file: Path,
+    shapes: dict,
+    prefix: str = "",
+    skip: tuple[str, ...] = (),
+    transposed: tuple[str, ...] = (),
+) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    """The tensors of a safetensors file in blocks of rows: (name, which rows, these rows).
+
+    Rows come in the dtype of the file. With blocks of a few megabytes, loading takes hardly more
+    memory than what becomes of them.
+    shapes: name -> shape, what the file must hold. prefix: may stand before each name in the file.
+    skip: endings of names that may be in the file and are not read. transposed: endings of names
+    that are stored as (columns, rows); these come whole. Raises UserError if the file is cut short,
+    or a tensor is missing, unexpected, there twice, of another shape or not of floating-point
+    numbers.
+    """
+    try:
+        stored = {}
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():
+                name = key.removeprefix(prefix)
+                if name in stored:
+                    raise UserError(
+                        f"{file}: tensor {name} is there twice, with and without {prefix!r}"
+                    )
+                if name not in shapes and not name.endswith(skip):
+                    raise UserError(f"{file}: unexpected tensor {name}")
+                stored[name] = key
+        read = BLOCK  # what was read of the file counts as memory until it is closed
+        for name, shape in shapes.items():
+            if name not in stored:
+                raise UserError(f"{file}: tensor {name} is missing")
+            turned = name.endswith(transposed)
+            expected = tuple(reversed(shape) if turned else shape)
+            height = shape[0] if turned else max(1, BLOCK // (4 * math.prod(shape[1:])))
+            for start in range(0, shape[0], height):
+                if read >= BLOCK:
+                    tensors = safe_open(file, framework="pt")
+                    read = 0
+                tensor = tensors.get_slice(stored[name])
+                rows = slice(start, start + height)
+                if (found := tuple(tensor.get_shape())) != expected:
+                    raise UserError(
+                        f"{file}: tensor {name} is {found}, and config.json says {expected}"
+                    )
+                block = tensor[:].t() if turned else tensor[rows]
+                if not block.is_floating_point():
+                    raise UserError(
+                        f"{file}: tensor {name} is {block.dtype}; it must be floating-point"
+                    )
+                read += block.nbytes
+                yield name, rows, block
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: not a complete safetensors file ({error})") from None
+
+
+def write_checkpoint(directory: Path, config: dict, tensors: dict) -> None:
+    """Write `config.json` and `model.safetensors`.
+
+    Raises UserError if that fails; nothing half-written is left then. Both are written in a
+    temporary directory first. An old configuration is removed before its weights are replaced, and
+    the new one is moved last: at any time a directory with a configuration holds the weights that
+    belong to it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as temporary:
+            save_file(tensors, Path(temporary) / "model.safetensors", metadata={"format": "pt"})
+            (Path(temporary) / "config.json").write_text(
+                json.dumps(config, indent=2) + "\n", "utf-8"
+            )
+            (directory / "config.json").unlink(missing_ok=True)
+            for file in ("model.safetensors", "config.json"):
+                (Path(temporary) / file).replace(directory / file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{directory}: the model could not be written: {error}") from None

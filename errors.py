@@ -1,0 +1,39 @@
+"""Errors that the user can put right."""
+
+import contextlib
+
+
+class UserError(ValueError):
+    """Something the user can put right: one line that says what is wrong and what is allowed.
+
+    It is safe to print: names in files are anyone's, and a terminal obeys control characters. So
+    what is not printable is escaped; and of a long line the middle is left out.
+    """
+
+    def __init__(self, message: str):
+        line = " ".join(message.splitlines())
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        if len(line) > 1000:
+            line = f"{line[:500]} ... {line[-495:]}"
+        super().__init__(line)
+
+
+def means_no_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out.
+
+    On a CPU torch raises a plain RuntimeError for it, as for much else.
+    """
+    if isinstance(error, RuntimeError):
+        return "alloc" in str(error) or "out of memory" in str(error)
+    return isinstance(error, MemoryError)
+
+
+@contextlib.contextmanager
+def memory_for(what: str):
+    """Raise a UserError that names `what` if memory runs out inside the block."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if means_no_memory(error):
+            raise UserError(f"{what} do not fit in memory") from None
+        raise

@@ -1,0 +1,851 @@
+"""Walk, practise and check the lessons: the commits on main whose message ends in `Lesson: ID`.
+
+git and the standard library only. Lessons are read from main (origin/main where there is no main),
+whatever is checked out, so that a reader who stands on lesson 07 still sees lesson 08.
+
+An older version of this file, such as the one at each tag, runs main's version in its place. A
+version that main never had, your own edit, committed or not, runs as it is.
+"""
+
+import argparse
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+REFS = ("refs/heads/main", "refs/remotes/origin/main", "refs/remotes/upstream/main")
+# The first lesson of each part of the course; the engine comes in two.
+PARTS = ("00", "20", "30", "37", "46")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+STOPPED = threading.Event()  # verify was stopped: no further tests begin, and running ones end
+
+# No hook runs, and the reader's configuration does not change what is parsed here.
+SETTINGS = (
+    f"core.hooksPath={os.devnull}",
+    "i18n.logOutputEncoding=utf-8",
+    "log.showSignature=false",
+)
+GIT = ["git", *(word for setting in SETTINGS for word in ("-c", setting))]
+
+
+class LessonError(Exception):
+    """Something that the reader can put right; the message, one line, says how."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    id: str
+    commit: str
+    subject: str
+
+    @property
+    def branch(self) -> str:
+        """On which a reader writes it."""
+        return f"my-{self.id}"
+
+
+def run_git(*args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+    decode = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    try:
+        return subprocess.run([*GIT, *args], cwd=cwd or ROOT, env=os.environ | env, **decode)
+    except FileNotFoundError:
+        raise LessonError("git is not installed, and the lessons are git commits") from None
+
+
+def git(*args: str, cwd: Path | None = None, **env: str) -> str:
+    """The output of a git command. Raises LessonError with git's words in one line if it fails."""
+    result = run_git(*args, cwd=cwd, **env)
+    if result.returncode:
+        lines = [line.strip() for line in result.stderr.splitlines()]
+        words = " ".join(line for line in lines if not line.startswith("hint:"))
+        raise LessonError(words or f"git {args[0]} failed")
+    # And no more than line ends: the separators in a log are white space to strip().
+    return result.stdout.strip("\n")
+
+
+def succeeds(*args: str) -> bool:
+    return run_git(*args).returncode == 0
+
+
+def show(*args: str) -> None:
+    """Run a git command for the reader to see, with the reader's own pager and colours."""
+    sys.stdout.flush()
+    subprocess.run([*GIT, *args], cwd=ROOT)
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """The text with what is not printable escaped: a terminal would obey control characters."""
+    return "".join(
+        letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text
+    )
+
+
+# Which commits are lessons, and where the reader stands.
+
+
+def read_main() -> tuple[str, list[Lesson]]:
+    """The ref that is read as main, and its lessons in order. Raises LessonError if it has none.
+
+    Only the first-parent line counts: an earlier edition may be there as a second parent.
+    """
+    if not (ROOT / ".git").exists():  # a zip, perhaps unpacked inside another repository
+        raise LessonError(
+            "this folder is no git clone, so it has no history; get the course with: git clone URL"
+        )
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        raise LessonError(
+            "this clone is shallow and lacks the history; get it with: git fetch --unshallow"
+        )
+    present = git("for-each-ref", "--format=%(refname)", *REFS).splitlines()
+    if not present:
+        raise LessonError(
+            "neither main nor origin/main is here; get it with: git fetch origin main:main"
+        )
+    for ref in (ref for ref in REFS if ref in present):
+        form = "--format=%H%x1f%s%x1f%(trailers:key=Lesson,valueonly)%x1e"
+        log = git("log", "--first-parent", "--reverse", form, ref)
+        rows = [row.strip("\n").split("\x1f") for row in log.split("\x1e") if row.strip()]
+        lessons = [
+            Lesson(trailer.split()[-1], commit, subject)
+            for commit, subject, trailer in rows
+            if trailer.strip()
+        ]
+        if lessons:
+            return ref, lessons
+    raise LessonError(
+        "main has no lessons on its first-parent line (a fork that merged the course has them "
+        "beside it); get the course's own main with: "
+        "git remote add upstream URL && git fetch upstream"
+    )
+
+
+def find(lessons: list[Lesson], wanted: str) -> Lesson:
+    """The lesson with that id (`06-top-k`), number (`6`, `06`) or slug (`top-k`).
+
+    If none has it, the only one whose id, number or slug begins so. Raises LessonError if there is
+    none, or several.
+    """
+    names = {lesson: (lesson.id, *lesson.id.split("-", 1)) for lesson in lessons}
+    matches = [
+        lesson
+        for lesson in lessons
+        if wanted in names[lesson] or (wanted and wanted.zfill(2) in names[lesson])
+    ]
+    if not matches:
+        matches = [
+            lesson for lesson in lessons if any(name.startswith(wanted) for name in names[lesson])
+        ]
+    if not matches:
+        raise LessonError(f"{wanted!r} names no lesson; see: python lessons.py list")
+    if len(matches) > 1:
+        raise LessonError(f"{wanted!r} may be {', '.join(lesson.id for lesson in matches)}")
+    return matches[0]
+
+
+def standing(lessons: list[Lesson]) -> Lesson | None:
+    """The lesson started on this branch, else the last in HEAD.
+
+    The branch is my-07-top-p, or my-07-top-p-1 after `restart`.
+    """
+    branch = git("branch", "--show-current")
+    for name in (branch, re.sub(r"-\d+$", "", branch)):
+        for lesson in lessons:
+            if lesson.branch == name:
+                return lesson
+    commits = set(git("rev-list", "HEAD").split())
+    return next((lesson for lesson in reversed(lessons) if lesson.commit in commits), None)
+
+
+def chosen(lessons: list[Lesson], wanted: str | None) -> Lesson:
+    """The lesson that the reader names, else the one where the reader stands."""
+    lesson = find(lessons, wanted) if wanted else standing(lessons)
+    if lesson is None:
+        raise LessonError("this commit contains no lesson; name one by its id")
+    return lesson
+
+
+def message(lesson: Lesson) -> str:
+    """A lesson's message without its trailer, the last line that begins so."""
+    whole = git("show", "--no-patch", "--format=%B", lesson.commit)
+    return whole.rpartition("\nLesson:")[0].rstrip()
+
+
+def test_files(lesson: Lesson, only: str = "AM") -> list[str]:
+    """The test files that the lesson adds (A) or modifies (M)."""
+    before = f"{lesson.commit}^"
+    if succeeds("rev-parse", "--verify", "--quiet", before):
+        changes = ("--name-only", "--no-renames", f"--diff-filter={only}")
+        files = git("diff", *changes, before, lesson.commit, "--", "tests/")
+    else:  # the first commit has no parent
+        files = git("ls-tree", "-r", "--name-only", lesson.commit, "tests/")
+    return [file for file in files.splitlines() if file.startswith("tests/test_")]
+
+
+def python() -> str:
+    """The interpreter for tests: the one that `make` set up, else the one that runs this file."""
+    venv = ROOT / ".venv" / "bin" / "python"
+    return str(venv) if venv.exists() else sys.executable
+
+
+@contextmanager
+def worktree(commit: str):
+    """A checkout of a commit in a temporary folder, which is gone afterwards, also after Ctrl-C."""
+    with tempfile.TemporaryDirectory(prefix="lessons-", ignore_cleanup_errors=True) as folder:
+        tree = Path(folder, "tree")
+        try:
+            git("worktree", "add", "--quiet", "--detach", str(tree), commit)
+            yield tree
+        finally:
+            # This one alone: `git worktree prune` would forget one on a drive that is not mounted.
+            # Twice: one that is still being made is locked.
+            run_git("worktree", "remove", "--force", "--force", str(tree))
+
+
+# The commands. Each takes the lessons and the parsed arguments.
+
+
+def cmd_list(lessons, args):
+    """list the lessons, * where you stand"""
+    states = tag_states(lessons)
+    here = standing(lessons)
+    for lesson in lessons:
+        mark = "*" if lesson == here else " "
+        print(mark, lesson.id.ljust(28), printable(lesson.subject.partition(": ")[2]))
+    missing = sum(state in ("made", "moved") for state in states.values())
+    if missing:
+        print(
+            f"{missing} of {len(lessons)} tags are missing; make them with: python lessons.py tag",
+            file=sys.stderr,
+        )
+
+
+def tag_states(lessons: list[Lesson]) -> dict[Lesson, str]:
+    """What `tag` does with each lesson's tag: it is kept, made, moved or yours.
+
+    Moved from the same lesson of an earlier edition. A tag that is annotated, or on a commit that
+    is no such lesson, is the reader's own.
+    """
+    tags = read_tags()
+    states = {}
+    for lesson in lessons:
+        objects = tags.get(lesson.id)
+        if objects is None:
+            states[lesson] = "made"
+        elif objects[-1] == lesson.commit:
+            states[lesson] = "kept"
+        elif len(objects) == 1 and is_lesson(objects[0], lesson.id):
+            states[lesson] = "moved"
+        else:
+            states[lesson] = "yours"
+    return states
+
+
+def read_tags() -> dict[str, list[str]]:
+    """The name of each tag -> its commit; behind the tag's own object if it is annotated."""
+    form = "--format=%(refname:lstrip=2) %(objectname) %(*objectname)"
+    lines = git("for-each-ref", form, "refs/tags").splitlines()
+    return {name: objects for name, *objects in map(str.split, lines)}
+
+
+def is_lesson(commit: str, id: str) -> bool:
+    """Whether a commit, perhaps of an earlier edition, is the lesson of that id."""
+    form = "--format=%(trailers:key=Lesson,valueonly)"
+    return run_git("log", "--max-count=1", form, commit).stdout.split()[-1:] == [id]
+
+
+def cmd_tag(lessons, args):
+    """make the tags from the trailers"""
+    states = tag_states(lessons)
+    for lesson, state in states.items():
+        if state in ("made", "moved"):
+            git("tag", "--no-sign", "--force", lesson.id, lesson.commit)
+    if args.quiet:
+        return
+    for lesson, state in states.items():
+        print(state, lesson.id)
+        if state == "yours":
+            print(
+                f"{lesson.id} is a tag of your own; the lesson is {lesson.commit[:10]}, and takes "
+                f"its tag with: git tag --force {lesson.id} {lesson.commit[:10]}",
+                file=sys.stderr,
+            )
+    earlier = earlier_tags(lessons)
+    if earlier:
+        print(
+            "These name lessons of an earlier edition, and none of this one; to be rid of them: "
+            f"git tag --delete {' '.join(earlier)}",
+            file=sys.stderr,
+        )
+
+
+def earlier_tags(lessons: list[Lesson]) -> list[str]:
+    """The tags of lessons that an earlier edition had, under ids that are none now."""
+    ids = {lesson.id for lesson in lessons}
+    return [
+        name
+        for name, objects in read_tags().items()
+        if re.match(r"\d\d-", name) and name not in ids and is_lesson(objects[-1], name)
+    ]
+
+
+def cmd_show(lessons, args):
+    """show a lesson: its message and its diff"""
+    show("show", "--stat", "--patch", find(lessons, args.id).commit)
+
+
+def cmd_diff(lessons, args):
+    """show what came since the lesson before, each commit apart
+
+    On your branch for a lesson you see what prepares it, not the lesson itself.
+    """
+    lesson = find(lessons, args.id)
+    index = lessons.index(lesson)
+    if index == 0:
+        raise LessonError(
+            f"{lesson.id} is the first lesson; see: python lessons.py show {lesson.id}"
+        )
+    writing = git("branch", "--show-current").startswith(lesson.branch)
+    last = f"{lesson.commit}^" if writing else lesson.commit
+    form = "--format=%n%C(yellow)%s%C(reset)"
+    span = f"{lessons[index - 1].commit}..{last}"
+    show("log", "--first-parent", "--reverse", form, "--patch", span)
+
+
+def cmd_try(lessons, args):
+    """run the commands of a lesson's `Try:` section, on your code if you stand on that lesson"""
+    lesson = chosen(lessons, args.id)
+    commands = try_commands(message(lesson))
+    if not commands:
+        raise LessonError(f"the message of {lesson.id} has no command to try")
+    places = (str(Path(python()).parent), os.environ.get("PATH", os.defpath))
+    env = os.environ | {"PATH": os.pathsep.join(places)}
+    with ExitStack() as stack:
+        folder = ROOT
+        if lesson != standing(lessons):
+            print(
+                f"You do not stand on {lesson.id}: this runs in a temporary copy of it.",
+                file=sys.stderr,
+            )
+            folder = stack.enter_context(worktree(lesson.commit))
+            (folder / ".venv").symlink_to(ROOT / ".venv")  # for `make`, which else makes its own
+        for command in commands:
+            print(f"$ {printable(command)}", flush=True)
+            subprocess.run(command, shell=True, cwd=folder, env=env)
+
+
+SECTIONS = ("Try", "Read", "Tests", "Implement", "Exercise")
+
+
+def read_message(text: str) -> dict[str, str]:
+    """The sections of a message by name; "" is what stands before them, without the subject."""
+    first, *pieces = re.split(rf"^({'|'.join(SECTIONS)}):", text, flags=re.MULTILINE)
+    return {"": first.partition("\n")[2].strip("\n")} | dict(zip(pieces[::2], pieces[1::2]))
+
+
+def try_commands(text: str) -> list[str]:
+    """The commands of a message's `Try:` section, with their here-documents, without outputs."""
+    return [words for kind, words in read_try(text) if kind == "command"]
+
+
+def read_try(text: str) -> list[tuple[str, str]]:
+    """A message's `Try:` section in order, without indentation.
+
+    Each part is ("prose", "command" or "output", its text).
+    """
+    parts = []
+    end = None  # the line that ends the here-document, while in one
+    for line in read_message(text).get("Try", "").strip("\n").split("\n"):
+        words = line.removeprefix("    ")
+        kind = "output" if line.startswith("    ") else "prose"
+        last = parts[-1] if parts else ["", ""]
+        if end is not None or (last[0] == "command" and last[1].endswith("\\")):
+            last[1] += "\n" + words
+            if words == end:
+                end = None
+        elif words.startswith("$ "):
+            parts.append(["command", words.removeprefix("$ ")])
+            document = re.search(r"(?<!<)<<-?['\"]?(\w+)", words)
+            if document:
+                end = document[1]
+        elif last[0] == kind or (last[0] == "output" and not line):
+            last[1] += "\n" + words
+        else:
+            parts.append([kind, words])
+    return [(kind, words.strip("\n")) for kind, words in parts if words.strip()]
+
+
+def cmd_answer(lessons, args):
+    """show the worked answer to a lesson's exercise, and at which commit its commands run"""
+    lesson = chosen(lessons, args.id)
+    ref, _ = read_main()
+    path = f"answers/{lesson.id}.md"
+    if not succeeds("cat-file", "-e", f"{ref}:{path}"):
+        raise LessonError(f"the exercise of {lesson.id} has no written answer")
+    print(printable(git("show", f"{ref}:{path}")), flush=True)
+    commit = answered_at(ref, path)
+    print(
+        f"Its commands run at commit {commit}; go there with: git switch --detach {commit}",
+        file=sys.stderr,
+    )
+
+
+def answered_at(ref: str, path: str) -> str:
+    """The short hash of the commit on main that wrote this version of an answer."""
+    return git("log", "--first-parent", "--max-count=1", "--format=%h", ref, "--", path)
+
+
+def cmd_start(lessons, args):
+    """make a branch with the code before a lesson and its tests, to write the lesson yourself"""
+    lesson = find(lessons, args.id)
+    if lesson == lessons[0]:
+        raise LessonError(
+            f"{lesson.id} is the set-up; the first lesson to write is {lessons[1].id}"
+        )
+    if is_branch(lesson.branch):
+        raise LessonError(
+            f"you have a branch {lesson.branch} already; go on with: git switch {lesson.branch}, "
+            f"or begin anew with: python lessons.py restart {lesson.id}"
+        )
+    begin(lesson)
+
+
+def cmd_restart(lessons, args):
+    """begin a lesson anew; your branch is kept under another name"""
+    lesson = chosen(lessons, args.id)
+    if not is_branch(lesson.branch):
+        raise LessonError(
+            f"there is no branch {lesson.branch}; begin with: python lessons.py start {lesson.id}"
+        )
+    names = (f"{lesson.branch}-{n}" for n in count(1))
+    kept = next(name for name in names if not is_branch(name))
+    git("branch", kept, lesson.branch)
+    try:
+        begin(lesson)
+    except BaseException:
+        run_git("branch", "-D", kept)
+        raise
+    print(f"What you wrote before is on branch {kept}.")
+
+
+def is_branch(name: str) -> bool:
+    return succeeds("rev-parse", "--verify", "--quiet", f"refs/heads/{name}")
+
+
+def begin(lesson: Lesson) -> None:
+    """Switch to the lesson's branch, set to the code before the lesson and the lesson's tests.
+
+    Raises LessonError where something of the reader's is in the way. What fails is undone.
+    """
+    if git("status", "--porcelain", "--untracked-files=no"):
+        raise LessonError(
+            "tracked files have changes; commit them or put them away with: git stash"
+        )
+    if unfinished():
+        raise LessonError(
+            "git is in the middle of a merge, a rebase or the like; end it first, see: git status"
+        )
+    commit = starting_commit(lesson)
+    changes = ("--name-only", "-z", "--no-renames", "--diff-filter=A")
+    added = [file for file in git("diff", *changes, "HEAD", commit).split("\0") if file]
+    mine = in_the_way(added)
+    if mine:
+        raise LessonError(
+            "git does not track these files, which are in the way; git add and commit, or move: "
+            + ", ".join(mine)
+        )
+    with undone_on_failure(lesson.branch, added):
+        git("switch", "--quiet", "--detach", commit)
+        git("branch", "--quiet", "--no-track", "--force", lesson.branch, commit)
+        git("switch", "--quiet", lesson.branch)
+    print(printable(message(lesson)))
+    print(f"\nYou are on branch {lesson.branch}: the code before the lesson, with its tests.")
+    print(f"The tests that wait for it: {' '.join(test_files(lesson))}")
+    print("Write the lesson, then: python lessons.py check (--quick: these tests only)")
+    print("To leave, git add and commit, then: git switch main")
+    print(f"To discard it: git switch main && git branch -D {lesson.branch}")
+
+
+def unfinished() -> bool:
+    """Whether a merge, a rebase or the like is under way, which a switch would end or forget."""
+    names = ("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "rebase-merge", "rebase-apply")
+    words = [word for name in names for word in ("--git-path", name)]
+    return any((ROOT / path).exists() for path in git("rev-parse", *words).splitlines())
+
+
+def starting_commit(lesson: Lesson) -> str:
+    """Make a commit of the code before the lesson with the lesson's tests; no branch has it yet."""
+    before = f"{lesson.commit}^"
+    with tempfile.TemporaryDirectory(prefix="lessons-") as folder:
+        index = {"GIT_INDEX_FILE": f"{folder}/index"}  # of its own: the reader's stays as it is
+        git("read-tree", before, **index)
+        git("restore", "--staged", f"--source={lesson.commit}", "--", "tests", **index)
+        tree = git("write-tree", **index)
+    who = ("-c", "user.name=lessons.py", "-c", "user.email=lessons@localhost")
+    words = f"start {lesson.id}: its tests, red until you write it"
+    return git(*who, "commit-tree", tree, "-p", before, "-m", words)
+
+
+def in_the_way(files: list[str]) -> list[str]:
+    """What lies untracked where git would write these files, or where it needs a folder for one."""
+    tracked = set(git("ls-files", "-z").split("\0"))
+    found = []
+    for file in map(Path, files):
+        folders = [*reversed(file.parents)][1:]  # without the root
+        for place in (*folders, file):
+            path = ROOT / place
+            if place != file and path.is_dir() and not path.is_symlink():
+                continue
+            # lexists: a link that leads nowhere is there too.
+            if os.path.lexists(path) and str(place) not in tracked:
+                found.append(str(place))
+            break
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def undone_on_failure(branch: str, added: list[str]):
+    """If the body fails, put back HEAD, the branch and the files.
+
+    added: what the body may add, and what was not there before. No tracked file had changes.
+    """
+    head = git("rev-parse", "HEAD")
+    name = git("rev-parse", "--symbolic-full-name", "HEAD")  # HEAD, if on no branch
+    ref = f"refs/heads/{branch}"
+    old = git("rev-parse", ref) if is_branch(branch) else None
+    try:
+        yield
+    except BaseException:  # each step is tried: what made the body fail may stop one of them too
+        run_git("switch", "--quiet", "--discard-changes", "--detach", head)
+        for file in added:
+            with suppress(OSError):
+                (ROOT / file).unlink()
+                os.removedirs((ROOT / file).parent)  # those that it leaves empty
+        run_git("update-ref", *((ref, old) if old else ("-d", ref)))
+        if name != "HEAD":
+            run_git("symbolic-ref", "HEAD", name)
+        raise
+
+
+def cmd_check(lessons, args):
+    """run a lesson's tests on your code, then all the others"""
+    lesson = chosen(lessons, args.id)
+    files = [file for file in test_files(lesson) if (ROOT / file).exists()]
+    if not files:
+        way = f"python lessons.py start {lesson.id}"
+        if is_branch(lesson.branch):
+            way = f"git switch {lesson.branch}"
+        raise LessonError(f"the tests of {lesson.id} are not here; get them with: {way}")
+
+    def run(*arguments: str) -> int:
+        pytest = [python(), "-m", "pytest", "--maxfail=3", "--tb=short", *arguments]
+        return subprocess.run(pytest, cwd=ROOT, env=os.environ | ONE_THREAD).returncode
+
+    print(f"{lesson.id}: its own tests, on your code", flush=True)
+    code = run(*files)
+    verdict = "its own tests pass"
+    if code == 0 and not args.quick:
+        words = "its own tests pass. All others, because a lesson must not break another:"
+        print(f"{lesson.id}: {words}", flush=True)
+        code = run(*(f"--ignore={file}" for file in files))
+        if code == 5:  # there are no others
+            code = 0
+        verdict = "all tests pass"
+    print(f"\n{lesson.id}: {'not yet' if code else verdict}")
+    if args.quick and not code:
+        print(f"For all the others: python lessons.py check {lesson.id}")
+    print(f"To compare with the lesson's code: python lessons.py compare {lesson.id}")
+    print("To go back to main: git add and commit, then git switch main")
+    following = lessons[lessons.index(lesson) + 1 :]
+    if following:
+        print(f"The next lesson: python lessons.py start {following[0].id}")
+    else:
+        print("This is the last lesson.")
+    return code
+
+
+def cmd_compare(lessons, args):
+    """show what you would change to get to a lesson's code: - yours, + the lesson's
+
+    Tests and texts are left out.
+    """
+    lesson = chosen(lessons, args.id)
+    with tempfile.TemporaryDirectory(prefix="lessons-") as folder:
+        index = {"GIT_INDEX_FILE": f"{folder}/index"}
+        git("read-tree", lesson.commit, **index)  # the lesson's files,
+        git("add", "--update", **index)  # as they are here, those not committed yet among them
+        mine = git("write-tree", **index)
+    if lesson != standing(lessons):
+        print(
+            f"You do not stand on {lesson.id}: this shows all that lies between.", file=sys.stderr
+        )
+    span = (mine, lesson.commit, "--", ":/", ":!tests", ":!*.md", ":!lessons.py")
+    if succeeds("diff", "--quiet", *span):
+        print(f"Your code is that of {lesson.id}.")
+    show("diff", *span)
+
+
+def cmd_verify(lessons, args):
+    """check each lesson: green at its commit, its tests red on the code before it
+
+    The whole suite runs for the lessons you name and those of the newest part; the lessons of
+    finished parts run their own tests only, unless --all is given.
+    """
+    selected = list(dict.fromkeys(find(lessons, wanted) for wanted in args.ids)) or lessons
+    newest_part = max(part for part in PARTS if part <= lessons[-1].id)
+    trees = queue.SimpleQueue()  # one for each of two threads; a checkout writes only what differs
+
+    def report(lesson: Lesson) -> bool:
+        began = time.perf_counter()
+        note = ""
+        tree = trees.get()
+        try:
+            whole = args.all or bool(args.ids) or lesson.id >= newest_part
+            complaint, note = verify(lesson, lesson == lessons[0], whole, tree)
+        except LessonError as error:
+            complaint = str(error)
+        finally:
+            trees.put(tree)
+        if not STOPPED.is_set():
+            state = "FAILED" if complaint else "ok    "
+            line = f"{state} {lesson.id:28} {time.perf_counter() - began:5.1f} s  {note}"
+            print(line, *filter(None, [printable(complaint)]), sep="\n", flush=True)
+        return not complaint
+
+    with ExitStack() as stack:
+        for lesson in selected[:2]:
+            trees.put(stack.enter_context(worktree(lesson.commit)))
+        with ThreadPoolExecutor(2) as pool:
+            try:
+                done = list(pool.map(report, selected))
+            except BaseException:
+                STOPPED.set()
+                raise
+    print(f"{sum(done)} passed, {len(done) - sum(done)} failed")
+    return 0 if all(done) else 1
+
+
+def cmd_book(lessons, args):
+    """make the book: the lessons as web pages that are read without a network"""
+    script = ROOT / "tools" / "make_book.py"
+    if not script.exists():
+        raise LessonError("what makes the book is on main only; go there with: git switch main")
+    output = [] if args.output is None else ["--output", os.path.abspath(args.output)]
+    return subprocess.run([python(), str(script), *output]).returncode
+
+
+def verify(lesson: Lesson, first: bool, whole: bool, tree: Path) -> tuple[str, str]:
+    """Run tests at the lesson's commit, and its own on the code before it, in a worktree.
+
+    Returns what is wrong, or nothing, and a note. Green means: every test passes at the lesson, of
+    the whole suite or of the files that the lesson changes. Red means: on the code before the
+    lesson every new test fails, but those named `test_still_*`, and at least one fails by an
+    assertion, not for want of a name.
+    """
+    files = test_files(lesson, "A")
+    check_out(tree, lesson.commit)
+    results, output = run_tests(tree, [] if whole else test_files(lesson))
+    if not results or any(outcome != "passed" for outcome in results.values()):
+        return f"the suite is not green at {lesson.id}:\n{output}", ""
+    note = f"{len(results)} passed"
+    if first:
+        return "", note
+    if not files:
+        return "the lesson adds no test file", note
+    check_out(tree, f"{lesson.commit}^")
+    git("checkout", lesson.commit, "--", "tests", cwd=tree)
+    results, output = run_tests(tree, files)
+    wrong = [
+        name
+        for name, outcome in results.items()
+        if outcome == "passed" and "test_still_" not in name
+    ]
+    if wrong:
+        return "these tests pass on the code before the lesson:\n  " + "\n  ".join(wrong), note
+    asserted = sum(outcome == "assertion" for outcome in results.values())
+    if not asserted:
+        return f"no test fails by an assertion on the code before the lesson:\n{output}", note
+    red = sum(outcome != "passed" for outcome in results.values())
+    return "", f"{note}; before it {red} of its {len(results)} fail, {asserted} by assertion"
+
+
+def check_out(tree: Path, commit: str) -> None:
+    """Make a worktree hold that commit and nothing else."""
+    git("checkout", "--quiet", "--force", "--detach", commit, cwd=tree)
+    git("clean", "-ffdxq", cwd=tree)
+
+
+def run_tests(tree: Path, files: list[str]) -> tuple[dict[str, str], str]:
+    """Run pytest in a directory, on one thread.
+
+    Returns test name -> passed, skipped, assertion or error, and the end of the output.
+    """
+    report = tree / "report.xml"
+    report.unlink(missing_ok=True)
+    options = ["--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [python(), "-m", "pytest", *options, *files]
+    # Without bytecode: that of the commit before could be taken.
+    env = os.environ | ONE_THREAD | {"PYTHONDONTWRITEBYTECODE": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    output = None
+    with subprocess.Popen(command, cwd=tree, env=env, **pipes) as pytest:
+        while output is None:
+            try:
+                output, _ = pytest.communicate(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                if STOPPED.is_set():
+                    pytest.kill()
+    results = {}
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        results[f"{case.get('classname')}.{case.get('name')}"] = outcome_of(case)
+    if pytest.returncode not in (0, 1):  # 2: a file could not be collected
+        results["collection"] = "error"
+    return results, "\n".join(output.splitlines()[-40:])
+
+
+def outcome_of(case: ElementTree.Element) -> str:
+    """passed, skipped, assertion or error, from what pytest reports of a test."""
+    failure = case.find("failure")
+    if failure is not None:
+        asserted = ("assert", "AssertionError", "Failed: DID NOT RAISE")
+        return "assertion" if failure.get("message", "").startswith(asserted) else "error"
+    if case.find("error") is not None:
+        return "error"
+    return "passed" if case.find("skipped") is None else "skipped"
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        words = printable(message, keep="")
+        self.exit(2, f"lessons.py: error: {words}; see: python lessons.py --help\n")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="lessons.py", description=__doc__, formatter_class=form)
+    parser.set_defaults(quiet=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(function) -> argparse.ArgumentParser:
+        name = function.__name__.removeprefix("cmd_")
+        words = function.__doc__
+        command = commands.add_parser(name, help=words.splitlines()[0], description=words)
+        command.set_defaults(function=function)
+        return command
+
+    lesson = "a lesson's id, number or slug, or how one begins: 06-top-k, 6, top-k, top"
+    named = {"metavar": "ID", "help": lesson}
+    here = {"nargs": "?", "metavar": "ID", "help": f"{lesson}; default: where you stand"}
+    several = {"nargs": "*", "metavar": "ID", "help": f"{lesson}; default: all lessons"}
+    quiet = "say nothing, and do nothing without a history"
+    add(cmd_list)
+    add(cmd_tag).add_argument("--quiet", action="store_true", help=quiet)
+    add(cmd_show).add_argument("id", **named)
+    add(cmd_diff).add_argument("id", **named)
+    add(cmd_try).add_argument("id", **here)
+    add(cmd_answer).add_argument("id", **here)
+    add(cmd_start).add_argument("id", **named)
+    check = add(cmd_check)
+    check.add_argument("id", **here)
+    check.add_argument("--quick", action="store_true", help="the lesson's own tests only")
+    add(cmd_compare).add_argument("id", **here)
+    add(cmd_restart).add_argument("id", **here)
+    verify = add(cmd_verify)
+    verify.add_argument("ids", **several)
+    verify.add_argument("--all", action="store_true", help="run the whole suite at each lesson")
+    output = "a new one, or an older book; default: book"
+    add(cmd_book).add_argument("--output", metavar="FOLDER", help=output)
+    return parser.parse_args(argv)
+
+
+def open_streams() -> None:
+    """Let each standard stream that the caller closed (`list >&-`) lead nowhere.
+
+    Without it sys.stdout is None, and the first file that is opened takes its number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number: this one
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, errors="replace", closefd=False))
+
+
+def main(argv: list[str] | None = None) -> int:
+    open_streams()
+    args = parse(argv)
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows the others
+    # Set where git runs this, as `git rebase --exec` does.
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        os.environ.pop(name, None)
+    try:
+        ref, lessons = read_main()
+        if ref != REFS[0] and is_branch("main"):
+            print(f"main has no lessons on its first-parent line; reading {ref}", file=sys.stderr)
+        code = args.function(lessons, args) or 0
+        sys.stdout.flush()
+        return code
+    except LessonError as error:
+        if args.quiet:
+            return 0
+        print(f"lessons.py: error: {printable(str(error), keep='')}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        discard_output()
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough, as in `list | head -1`
+            return 141  # what a shell reports for a program that such a pipe ends
+        print(f"lessons.py: error: {printable(str(error), keep='')}", file=sys.stderr)
+        return 2
+
+
+def discard_output() -> None:
+    """Forget what cannot be written: Python flushes stdout once more at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def newest_main():
+    """The `main` to run: of main's lessons.py if this file is an older version, else the one above.
+
+    All that the two versions must agree on: main() takes no argument, and __file__ says where the
+    repository is.
+    """
+    try:
+        ref, _ = read_main()
+        this = git("hash-object", __file__)
+        newest = git("rev-parse", f"{ref}:lessons.py")
+        history = ("--full-history", "--format=%h", f"--find-object={this}")
+        versions = git("log", *history, ref, "--", "lessons.py")
+        if this == newest or not versions:
+            return main
+        source = git("show", newest)
+    except LessonError:  # main() will say it
+        return main
+    module = {"__name__": "lessons", "__file__": __file__}
+    exec(compile(source, f"{ref}:lessons.py", "exec"), module)
+    return module["main"]
+
+
+if __name__ == "__main__":
+    try:
+        for stop in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does, with nothing left behind
+            if signal.getsignal(stop) == signal.SIG_DFL:  # nohup ignores SIGHUP
+                signal.signal(stop, signal.default_int_handler)
+        sys.exit(newest_main()())
+    except KeyboardInterrupt:
+        sys.exit(130)

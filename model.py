@@ -1,0 +1,164 @@
+"""GPT-2's forward pass, written out.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Parameters are named as
+in transformers' GPT-2, so its files load unchanged. In the shape comments B is the batch, T the
+positions, C the width (`n_embd`).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from errors import UserError
+
+# layer, q, k, v -> attended values
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT-2; the defaults are those of the 124 M parameter model."""
+
+    vocab_size: int = 50257
+    block_size: int = 1024  # the context window, in tokens
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    # Each of them ends a text; an empty prompt starts from the first.
+    eos_token_ids: tuple[int, ...] = (50256,)
+    layer_norm_epsilon: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers in a query, key or value of one head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def n_kv_head(self) -> int:
+        """Heads with keys and values of their own: in GPT-2 all of them."""
+        return self.n_head
+
+
+def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Each position attends to itself and those before it. All: (B, T, heads, head_dim)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.heads = (3, config.n_head, config.head_dim)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, attend):
+        qkv = self.c_attn(x).view(*x.shape[:-1], *self.heads)  # (..., 3, n_head, head_dim)
+        q, k, v = qkv.unbind(-3)
+        return self.c_proj(attend(q, k, v).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x, attend):
+        x = x + self.attn(self.ln_1(x), attend)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        # Not nn.Embedding(...): that draws random weights, and on the meta device the first draw
+        # imports for a second.
+        tokens = torch.empty(config.vocab_size, config.n_embd)
+        positions = torch.empty(config.block_size, config.n_embd)
+        self.wte = nn.Embedding.from_pretrained(tokens, freeze=False)
+        self.wpe = nn.Embedding.from_pretrained(positions, freeze=False)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> "GPT":
+        """Make the head and the token embedding one parameter, as they are in GPT-2."""
+        self.lm_head.weight = self.wte.weight
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return self.wte.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.wte.weight.device
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """What the last block gives at each position, (..., C).
+
+        tokens: ids, of any shape that `attend` understands. positions: where each stands in its
+        text, 0 to block_size - 1, of a shape that broadcasts to that of tokens. attend(layer, q, k,
+        v): queries, keys and values of these positions, (..., heads, head_dim), to what attention
+        gives, of the shape of q. It alone knows which positions see each other, and what came
+        before.
+        """
+        x = self.wte(tokens) + self.wpe(positions)  # (..., C)
+        for layer, block in enumerate(self.h):
+            x = block(x, functools.partial(attend, layer))
+        return x
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits for the token after each position: (..., C) to (..., vocab_size)."""
+        return self.lm_head(self.ln_f(hidden))
+
+    def forward(self, tokens: torch.Tensor, logits_to_keep: int = 0) -> torch.Tensor:
+        """Logits for the token after each position of whole texts.
+
+        tokens: (B, T) ids, T from 1 to block_size. logits_to_keep: only the last so many positions,
+        0 for all; the head is the largest matrix of a small model, and generation needs its product
+        with the last position only. Returns (B, logits_to_keep or T, vocab_size), in the weights'
+        dtype. Raises UserError if tokens do not fit.
+        """
+        T, block_size = tokens.shape[1], self.config.block_size
+        if not 1 <= T <= block_size:
+            raise UserError(
+                f"{T} tokens in one pass; this model takes 1 to block_size = {block_size}"
+            )
+        positions = torch.arange(T, device=tokens.device)
+        x = self.hidden(tokens, positions, causal_attention)  # (B, T, C)
+        return self.head(x[:, -logits_to_keep:])
+
+    @torch.no_grad()
+    def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "GPT":
+        """GPT-2's: normal weights, those that end a residual branch smaller by sqrt(2 n_layer)."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                scale = (2 * self.config.n_layer) ** -0.5 if "c_proj" in name else 1.0
+                parameter.normal_(std=std * scale, generator=generator)
+        return self

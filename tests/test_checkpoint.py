@@ -1,0 +1,276 @@
+"""A model's files, and every way in which they can fail: one line for each."""
+
+import ast
+import json
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CHECKPOINTS
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+from checkpoint import check_values, read_json, read_tensors, write_checkpoint
+from errors import UserError
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b.c": torch.ones(4)}
+SHAPES = {name: tensor.shape for name, tensor in WEIGHTS.items()}
+
+
+def refused(function, *args) -> str:
+    with pytest.raises(UserError) as error:
+        function(*args)
+    message = str(error.value)
+    assert message and "\n" not in message
+    return message
+
+
+def read(file, transposed=("none",)) -> dict:
+    """All tensors, put together from their blocks."""
+    blocks = {}
+    skipped = ("lm_head.weight", ".masked_bias")
+    for name, rows, block in read_tensors(file, SHAPES, "transformer.", skipped, transposed):
+        assert rows.start == sum(len(part) for part in blocks.setdefault(name, []))
+        blocks[name].append(block)
+    return {name: torch.cat(parts) for name, parts in blocks.items()}
+
+
+# JSON
+
+
+NOT_OBJECTS = {
+    "empty": b"",
+    "cut": b'{"a": 1',
+    "list": b"[1]",
+    "number": b"1",
+    "not UTF-8": b'{"a": "\xff"}',
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "nested objects": b'{"a":' * 100_000,
+    "nested lists": b"[" * 100_000,
+    "5,000 digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "zeros": b"\0" * 100,
+}
+
+
+@pytest.mark.parametrize("kind", NOT_OBJECTS)
+def test_what_is_no_json_object_is_named(tmp_path, kind):
+    file = tmp_path / "config.json"
+    file.write_bytes(NOT_OBJECTS[kind])
+    assert refused(read_json, file) == f"{file}: not a JSON object"
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    assert refused(read_json, tmp_path) == f"{tmp_path}: Is a directory"
+    assert refused(read_json, tmp_path / "none") == f"{tmp_path}/none: No such file or directory"
+
+
+def test_json_is_utf8(tmp_path):
+    (tmp_path / "x").write_text('{"Ġ": 1}', "utf-8")
+    assert read_json(tmp_path / "x") == {"Ġ": 1}
+
+
+def test_values_are_checked_by_name():
+    supported = {"kind": ("x", "y"), "part.size": (None, 1)}
+    whole = {"kind": "x", "part": {"size": 1}}
+    for good in ({}, {"kind": "y"}, {"part": None}, {"part": {}}, whole):
+        check_values("f", good, supported)
+    message = refused(check_values, "f", {"kind": None}, supported)
+    assert message == "f: kind is None; supported is 'x' or 'y'"
+    message = refused(check_values, "f", {"part": {"size": 2}}, supported)
+    assert message == "f: part.size is 2; supported is None or 1"
+    message = refused(check_values, "f", {}, {"part.size": (1,)})
+    assert message == "f: part.size is None; supported is 1"
+    deep = json.loads('{"kind": ' + "[" * 900 + "]" * 900 + "}")
+    assert len(refused(check_values, "f", deep, supported)) < 100
+    assert len(refused(check_values, "f", {"kind": "z" * 10**6}, supported)) < 100
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_tensors_are_read_as_they_are(tmp_path, prefix, dtype):
+    file = tmp_path / "x.safetensors"
+    stored = {prefix + name: tensor.to(dtype) for name, tensor in WEIGHTS.items()}
+    stored["lm_head.weight"] = torch.ones(1)
+    stored[f"{prefix}h.0.masked_bias"] = torch.tensor(True)
+    save_file(stored, file)
+    weights = read(file)
+    assert list(weights) == list(SHAPES)
+    for name, tensor in WEIGHTS.items():
+        assert weights[name].dtype == dtype
+        assert torch.equal(weights[name], tensor.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"a": None}, "tensor a is missing"),
+        ({"a": torch.ones(3, 2)}, "tensor a is (3, 2), and config.json says (2, 3)"),
+        ({"a": torch.ones(6)}, "tensor a is (6,), and config.json says (2, 3)"),
+        ({"extra": torch.ones(1)}, "unexpected tensor extra"),
+        ({"\x1b]0;x\a": torch.ones(1)}, "unexpected tensor \\x1b]0;x\\x07"),
+        ({"lm_head": torch.ones(1)}, "unexpected tensor lm_head"),
+        (
+            {"transformer.a": WEIGHTS["a"]},
+            "tensor a is there twice, with and without 'transformer.'",
+        ),
+        ({"transformer.transformer.a": WEIGHTS["a"]}, "unexpected tensor transformer.a"),
+    ]
+    + [
+        ({"b.c": torch.ones(4, dtype=dtype)}, f"tensor b.c is {dtype}; it must be floating-point")
+        for dtype in (torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64)
+    ],
+)
+def test_wrong_tensors_are_named(tmp_path, change, words):
+    file = tmp_path / "model.safetensors"
+    changed = WEIGHTS | change
+    save_file({name: part.clone() for name, part in changed.items() if part is not None}, file)
+    message = refused(read, file)
+    assert words in message
+    assert str(file) in message
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, -1])
+def test_a_file_cut_short_is_named(tmp_path, size):
+    file = tmp_path / "model.safetensors"
+    save_file(WEIGHTS, file)
+    file.write_bytes(file.read_bytes()[:size])
+    message = refused(read, file)
+    assert "not a complete safetensors file" in message
+    assert str(file) in message
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert str(tmp_path / "none") in refused(read, tmp_path / "none")
+
+
+def test_large_tensors_come_in_blocks_of_rows_and_the_file_is_closed_between(tmp_path, monkeypatch):
+    """What was read of an open file counts as memory: loading must not need the model twice."""
+    file = tmp_path / "model.safetensors"
+    save_file(WEIGHTS, file)
+    opened = []
+    open_file = checkpoint.safe_open
+
+    def watched(*args, **options):
+        opened.append(args)
+        return open_file(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "safe_open", watched)
+    monkeypatch.setattr(checkpoint, "BLOCK", 12)  # bytes: a row of three floats
+    blocks = list(read_tensors(file, SHAPES))
+    sizes = [(name, len(block)) for name, _, block in blocks]
+    assert sizes == [("a", 1), ("a", 1), ("b.c", 3), ("b.c", 1)]
+    assert len(opened) == 1 + 4
+    for name, tensor in read(file).items():
+        assert torch.equal(tensor, WEIGHTS[name])
+
+
+def test_a_transposed_matrix_is_turned(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file(WEIGHTS | {"a": WEIGHTS["a"].t().contiguous()}, file)
+    assert torch.equal(read(file, transposed=("a",))["a"], WEIGHTS["a"])
+    assert "tensor a is (3, 2), and config.json says (2, 3)" in refused(read, file)
+    save_file(WEIGHTS, file)
+    assert "tensor a is (2, 3), and config.json says (3, 2)" in refused(read, file, ("a",))
+
+
+# Writing
+
+
+def test_what_is_written_is_read(tmp_path):
+    directory = tmp_path / "new" / "deep"
+    write_checkpoint(directory, {"é": 1}, WEIGHTS)
+    assert sorted(file.name for file in directory.iterdir()) == ["config.json", "model.safetensors"]
+    assert read_json(directory / "config.json") == {"é": 1}
+    for name, tensor in read(directory / "model.safetensors").items():
+        assert torch.equal(tensor, WEIGHTS[name])
+
+
+def contents(directory) -> dict:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@pytest.fixture(params=["empty", "old model"])
+def directory(request, tmp_path):
+    if request.param == "old model":
+        write_checkpoint(tmp_path, {"old": True}, {"a": torch.zeros(1)})
+    return tmp_path
+
+
+def test_a_full_disk_leaves_what_was_there(directory):
+    before = contents(directory)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # a file can grow no further
+    try:
+        message = refused(write_checkpoint, directory, {}, {"a": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert message.startswith(f"{directory}: the model could not be written: ")
+    assert contents(directory) == before
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("No space left on device"), KeyboardInterrupt()], ids=repr
+)
+@pytest.mark.parametrize("owner, step", [(checkpoint, "save_file"), (Path, "write_text")])
+def test_an_interruption_leaves_what_was_there(directory, monkeypatch, owner, step, error):
+    before = contents(directory)
+
+    def half(*args, **kwargs):
+        file = next(arg for arg in args if isinstance(arg, Path))
+        file.write_bytes(b"half of it")
+        raise error
+
+    monkeypatch.setattr(owner, step, half)
+    with pytest.raises(UserError if isinstance(error, OSError) else KeyboardInterrupt):
+        write_checkpoint(directory, {}, WEIGHTS)
+    assert contents(directory) == before
+
+
+def test_no_configuration_stands_beside_the_weights_of_another(directory, monkeypatch):
+    """The two files cannot be replaced in one step: between them the directory is not a model."""
+    replace = Path.replace
+    seen = []
+
+    def watched(file, target):
+        seen.append((target.name, (directory / "config.json").exists()))
+        return replace(file, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    write_checkpoint(directory, {"new": True}, WEIGHTS)
+    assert seen == [("model.safetensors", False), ("config.json", False)]
+    assert read_json(directory / "config.json") == {"new": True}
+    assert list(load_file(directory / "model.safetensors")) == list(WEIGHTS)
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    assert str(tmp_path / "file") in refused(write_checkpoint, tmp_path / "file", {}, WEIGHTS)
+
+
+# Imports
+
+
+LIBRARIES = {
+    "checkpoint",
+    "config",
+    "errors",
+    "load",
+    "model",
+    "tokenizer",
+}
+
+
+@pytest.mark.parametrize("name", sorted(LIBRARIES))
+def test_imports_are_light(name):
+    """Others, as transformers and huggingface_hub, take longer than the embedded model to load."""
+    statements = ast.parse((CHECKPOINTS.parent / f"{name}.py").read_text("utf-8")).body
+    imports = [node for node in statements if isinstance(node, ast.Import)]
+    names = {alias.name for node in imports for alias in node.names}
+    names |= {node.module for node in statements if isinstance(node, ast.ImportFrom)}
+    allowed = sys.stdlib_module_names | {"torch", "safetensors", "tiktoken"} | LIBRARIES
+    assert {name.partition(".")[0] for name in names} <= allowed
