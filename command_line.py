@@ -1,0 +1,166 @@
+"""What scripts share: options, prompts, where and how a model runs, output, and how a run ends."""
+
+import argparse
+import io
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from errors import UserError, memory_for
+from tokenizer import TextStream
+
+STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def parse_known_args(self, args=None, namespace=None):
+        for argument in sys.argv[1:] if args is None else args:
+            option, _, value = argument.partition("=")
+            if option.startswith("--") and value == "--":  # argparse would make a list of it
+                self.error(f"argument {option}: expected one argument")
+        return super().parse_known_args(args, namespace)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options on what to write, and on where and how to run."""
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.add_argument(
+        "--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>"
+    )
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
+    )
+
+
+def read_prompts(args) -> list[str]:
+    """The prompts of a command line. Raises UserError if one is not UTF-8."""
+    prompts = [args.prompt]
+    for prompt in prompts:
+        check_text("--prompt", prompt)
+    return prompts
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise UserError for a text that is not UTF-8. name: of the option that it comes from."""
+    # Python puts one of these characters where a byte of an argument is no UTF-8.
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{name} {text!a}: not UTF-8 text")
+
+
+def pick_device(name: str) -> str:
+    """The device to run on. `auto` is the first of cuda, mps, cpu that is here; a name is kept.
+
+    Raises UserError for a device that this machine lacks.
+    """
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available.insert(0, "mps")
+    if torch.cuda.is_available():
+        available.insert(0, "cuda")
+    if name == "auto":
+        return available[0]
+    if name not in available:
+        raise UserError(f"--device {name}: not on this machine, which has {', '.join(available)}")
+    return name
+
+
+class Output:
+    """Prompts and their texts on stdout: a single one as it comes, several in order at the end.
+
+    A text is written as it is, control characters too, as `cat` would.
+    Use it as a context manager. However the block ends, what was generated is printed, then
+    statistics on stderr.
+    """
+
+    def __init__(self, prompts: list[str], encoding):
+        self.texts = list(prompts)
+        self.streams = [TextStream(encoding) for _ in prompts]
+        self.shown = 0  # characters of the first text, if it is the only one
+        self.count = 0
+        self.times = [time.perf_counter()]
+
+    def add(self, row: int, token: int) -> None:
+        """Put a token at the end of a row's text."""
+        self.texts[row] += self.streams[row].add(token)
+        self.count += 1
+
+    def end_step(self) -> None:
+        """Take the time, and print what is new if there is one text only."""
+        self.times.append(time.perf_counter())
+        if len(self.texts) == 1:
+            show(self.texts[0][self.shown :])
+            self.shown = len(self.texts[0])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, error_type, *_):
+        if error_type is not None and not self.times[1:]:
+            return  # an error before the first token
+        texts = [text + stream.end() for text, stream in zip(self.texts, self.streams)]
+        show(("\n" + "-" * 40 + "\n").join(texts)[self.shown :] + "\n")
+        if self.times[1:]:
+            print(self.statistics(), file=sys.stderr)
+
+    def statistics(self) -> str:
+        """The speed of the run."""
+        first = self.times[1] - self.times[0]
+        total = self.times[-1] - self.times[0]
+        speed = f"{self.count} tokens, {self.count / total:.1f} tokens/s"
+        return f"{speed}, the first after {first:.3f} s"
+
+
+def show(text: str) -> None:
+    """Write a text to stdout at once. Raises UserError if it takes no more, as a full disk does."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard_stdout()
+        raise UserError(f"standard output: {error.strerror}") from None
+
+
+def discard_stdout() -> None:
+    """Let stdout lead nowhere. Python flushes it once more at exit, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def prepare_streams() -> None:
+    """Let closed streams lead nowhere, and make escapes of what stdout cannot encode."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
+    """Parse a command line and call action(args).
+
+    What a user can put right is one line on stderr and exit code 2. After Ctrl-C the exit code is
+    130. When nobody reads the output any more, it ends quietly.
+    """
+    prepare_streams()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    args = parser.parse_args(argv)
+    try:
+        with memory_for("the model and its texts"):
+            action(args)
+    except UserError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        discard_stdout()
+        sys.exit(141)  # as a program that SIGPIPE ended

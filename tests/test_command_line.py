@@ -1,0 +1,267 @@
+"""The command line around the loop: options, output, and how a run ends that cannot go on."""
+
+import argparse
+import io
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, ROOT
+
+import command_line
+import infer
+from errors import UserError
+from tokenizer import load_encoding
+
+
+def test_importing_does_nothing_and_loads_nothing_heavy():
+    heavy = "{'transformers', 'pandas', 'huggingface_hub', 'tokenizers'}"
+    code = f"import sys, infer; sys.exit(bool({heavy} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_the_device_that_is_named_is_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert [command_line.pick_device(name) for name in ("auto", "cpu", "mps", "cuda")] == [
+        "cuda",
+        "cpu",
+        "mps",
+        "cuda",
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command_line.pick_device("auto") == "mps"
+    with pytest.raises(UserError, match="--device cuda: not on this machine, which has mps, cpu"):
+        command_line.pick_device("cuda")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert command_line.pick_device("auto") == "cpu"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--model", "gpt5"], "unknown model 'gpt5'"),
+        (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
+        (["--colour"], "unrecognized arguments: --colour"),
+        (["--prompt", "caf\udce9"], r"--prompt 'caf\udce9': not UTF-8 text"),
+        (["--prompt=--"], "argument --prompt: expected one argument"),
+    ],
+)
+def test_bad_input_is_one_line(cli, arguments, words):
+    code, out, err = cli(*arguments)
+    assert code == 2 and out == "" and words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error, code, words",
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (MemoryError(), 2, "do not fit in memory\n"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "do not fit in memory\n"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "do not fit in memory\n"),
+        (UserError("no such thing"), 2, "no such thing\n"),
+    ],
+)
+def test_how_a_run_ends(cli, monkeypatch, error, code, words):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(infer, "load_encoding", fail)
+    ended, out, err = cli("--prompt", "x")
+    assert ended == code and out == "" and err.endswith(words) and err.count("\n") == (code == 2)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a mistake of ours"), ValueError("another one")])
+def test_our_own_mistakes_are_not_hidden(cli, monkeypatch, error):
+    monkeypatch.setattr(infer, "load_encoding", lambda *args: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error)):
+        cli()
+
+
+def print_texts(*texts):
+    """Run a script that shows these texts and no more; its exit code."""
+
+    def action(args):
+        with command_line.Output(texts, load_encoding(CHECKPOINTS / "stories", 4096)):
+            pass
+
+    with pytest.raises(SystemExit) as ended:
+        command_line.run_script(command_line.Parser(prog="x"), action, [])
+        sys.exit(0)
+    return ended.value.code
+
+
+def test_nobody_reads_the_output(monkeypatch):
+    """As in `python infer.py ... | head -1`: not a word, and the exit code that SIGPIPE gives."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+        def fileno(self):
+            return file.fileno()
+
+    with open("/dev/null", "w") as file:
+        monkeypatch.setattr(sys, "stdout", Closed())
+        assert print_texts("Once") == 141
+
+
+def test_a_full_disk_is_one_line(capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert print_texts("Once") == 2
+        full.flush()  # as Python does at exit
+    assert capsys.readouterr().err == "x: error: standard output: No space left on device\n"
+
+
+def test_what_a_terminal_cannot_show_is_written_as_an_escape(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert print_texts("a caf\xe9") == 0
+    assert raw.getvalue() == b"a caf\\xe9\n"
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_what_belongs_to_a_closed_stream_goes_nowhere(capsys, monkeypatch, name):
+    def write(args):
+        print("to stdout")
+        print("to stderr", file=sys.stderr)
+
+    monkeypatch.setattr(sys, name, None)
+    command_line.run_script(argparse.ArgumentParser(), write, [])
+    out, err = capsys.readouterr()
+    assert (out, err) == (("", "to stderr\n") if name == "stdout" else ("to stdout\n", ""))
+
+
+def test_ctrl_c_while_torch_is_imported_is_not_a_word(tmp_path):
+    (tmp_path / "torch.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "infer.py"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Whoever runs the tests in the background has a shell that lets them ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout.readline() == b"begun\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=50)
+    assert (process.returncode, out, err) == (-signal.SIGINT, b"", b"")
+
+
+def test_ctrl_c_is_an_exception_from_main_on():
+    seen = []
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        command_line.run_script(
+            argparse.ArgumentParser(), lambda args: seen.append(signal.getsignal(signal.SIGINT)), []
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.default_int_handler]
+
+
+@pytest.fixture
+def encoding():
+    return load_encoding(CHECKPOINTS / "stories", 4096)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that a test sets, instead of real ones."""
+    now = [0.0]
+    monkeypatch.setattr(command_line.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def byte_tokens(encoding, text):
+    """One token for each byte."""
+    return [encoding.encode_single_token(bytes([byte])) for byte in text.encode()]
+
+
+def test_one_text_is_shown_as_it_comes_and_several_at_the_end(capsys, encoding):
+    (a,) = encoding.encode(" a")
+    with command_line.Output(["One"], encoding) as output:
+        output.add(0, a)
+        output.end_step()
+        assert capsys.readouterr().out == "One a"
+        output.add(0, a)
+        output.end_step()
+        assert capsys.readouterr().out == " a"
+    assert capsys.readouterr().out == "\n"
+    with command_line.Output(["One", "Two"], encoding) as output:
+        for row in (1, 0, 1):
+            output.add(row, a)
+        output.end_step()
+        assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "One a\n" + "-" * 40 + "\nTwo a a\n"
+
+
+def test_the_text_is_out_before_the_statistics(monkeypatch, encoding):
+    """Also where both go to one file: stdout holds back what is not flushed, stderr does not."""
+    both = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Log(both)))
+    monkeypatch.setattr(sys, "stderr", both)
+    with command_line.Output(["One", "Two"], encoding) as output:
+        output.add(0, *encoding.encode(" a"))
+        output.end_step()
+    assert both.getvalue().startswith("One a\n" + "-" * 40 + "\nTwo\n1 tokens")
+
+
+class Log(io.RawIOBase):
+    """A file that writes into another one's text."""
+
+    def __init__(self, text: io.StringIO):
+        self.text = text
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        return self.text.write(bytes(data).decode())
+
+
+def test_each_text_completes_its_own_characters(capsys, encoding):
+    first, second = byte_tokens(encoding, "é")
+    with command_line.Output(["", ""], encoding) as output:
+        for row, token in ((0, first), (1, first), (0, second), (1, second)):
+            output.add(row, token)
+        output.end_step()
+    assert capsys.readouterr().out == "é\n" + "-" * 40 + "\né\n"
+
+
+def test_statistics_count_tokens_and_time_steps(capsys, encoding, clock):
+    with command_line.Output(["", ""], encoding) as output:
+        for seconds in (0.5, 1.0, 3.0):
+            clock[0] = seconds
+            output.add(0, 5)
+            output.add(1, 5)
+            output.end_step()
+    assert capsys.readouterr().err == "6 tokens, 2.0 tokens/s, the first after 0.500 s\n"
+
+
+def test_an_interrupted_run_keeps_what_it_has(capsys, encoding, clock):
+    with pytest.raises(KeyboardInterrupt), command_line.Output(["One", "Two"], encoding) as output:
+        output.add(0, *encoding.encode(" a"))
+        clock[0] = 2.0
+        output.end_step()
+        raise KeyboardInterrupt
+    out, err = capsys.readouterr()
+    assert out == "One a\n" + "-" * 40 + "\nTwo\n"
+    assert err == "1 tokens, 0.5 tokens/s, the first after 2.000 s\n"
+
+
+def test_an_error_before_the_first_token_prints_nothing(capsys, encoding):
+    with pytest.raises(UserError), command_line.Output(["One"], encoding):
+        raise UserError("no")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_tokens_the_prompt_is_all(capsys, encoding):
+    with command_line.Output(["One"], encoding):
+        pass
+    assert capsys.readouterr() == ("One\n", "")
