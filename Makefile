@@ -1,5 +1,8 @@
 PYTHON ?= python3
 
+demo: .venv/installed tags  ## write a story with the embedded model, on the CPU
+	.venv/bin/python infer.py --prompt "Once upon a time" --device cpu
+
 test: .venv/installed tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
@@ -23,4 +26,4 @@ NEW = import sys; sys.exit(sys.version_info < (3, 11))
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: test book tags
+.PHONY: demo test book tags

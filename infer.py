@@ -1,10 +1,15 @@
 """Generate text with GPT-2: python infer.py --prompt "Once upon a time"."""
 
+import argparse
+import dataclasses
 import signal
+from collections.abc import Iterator
 
 # Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import torch
 
 from command_line import (
     STORIES,
@@ -15,8 +20,54 @@ from command_line import (
     read_prompts,
     run_script,
 )
+from errors import UserError
 from load import load_model, parse_name
+from model import GPT
 from tokenizer import load_encoding
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the next tokens; the defaults are greedy decoding."""
+
+    max_new_tokens: int = 220
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    prompts: list[list[int]],
+    params: SamplingParams,
+) -> Iterator[list[int]]:
+    """Continue all prompts together, one token each a step.
+
+    prompts: token ids, one list a prompt, all of one length; an empty one is the EOS token.
+    Yields, `params.max_new_tokens` times, the next token of each prompt.
+    Raises UserError if there is no prompt, or their lengths differ.
+    """
+    sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
+    lengths = [len(sequence) for sequence in sequences]
+    if len(set(lengths)) != 1:
+        raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
+    for _ in range(params.max_new_tokens):
+        tokens = torch.tensor(sequences, device=model.device)
+        logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        next_tokens = logits.argmax(dim=-1).tolist()
+        yield next_tokens
+        for sequence, token in zip(sequences, next_tokens):
+            sequence.append(token)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The options on how to choose tokens."""
+    parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
+    parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+
+
+def sampling_params(args) -> SamplingParams:
+    """The SamplingParams of a command line."""
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
 def main(argv=None) -> None:
@@ -25,17 +76,26 @@ def main(argv=None) -> None:
         "--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2"
     )
     add_options(parser)
+    add_sampling_options(parser)
     run_script(parser, run, argv)
 
 
 def run(args) -> None:
-    """Do what the command line asks for. Raises UserError for bad input."""
+    """Do what the command line asks for: text to stdout, statistics to stderr.
+
+    Raises UserError for bad input.
+    """
+    params = sampling_params(args)
     prompts = read_prompts(args)
     source = parse_name(args.model)
     model = load_model(source, device=pick_device(args.device))
     encoding = load_encoding(source, model.config.vocab_size)
-    with Output(prompts, encoding):
-        pass
+    tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
+    with Output(prompts, encoding) as output:
+        for step in generate(model, tokens, params):
+            for row, token in enumerate(step):
+                output.add(row, token)
+            output.end_step()
 
 
 if __name__ == "__main__":
