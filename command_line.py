@@ -77,13 +77,14 @@ class Output:
     """Prompts and their texts on stdout: a single one as it comes, several in order at the end.
 
     A text is written as it is, control characters too, as `cat` would.
+    skip: tokens that print nothing, those that end a text.
     Use it as a context manager. However the block ends, what was generated is printed, then
     statistics on stderr.
     """
 
-    def __init__(self, prompts: list[str], encoding):
+    def __init__(self, prompts: list[str], encoding, skip: tuple[int, ...] = ()):
         self.texts = list(prompts)
-        self.streams = [TextStream(encoding) for _ in prompts]
+        self.streams = [TextStream(encoding, skip) for _ in prompts]
         self.shown = 0  # characters of the first text, if it is the only one
         self.count = 0
         self.times = [time.perf_counter()]

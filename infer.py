@@ -31,6 +31,7 @@ class SamplingParams:
     """How to choose the next tokens; the defaults are greedy decoding."""
 
     max_new_tokens: int = 220
+    ignore_eos: bool = False  # go on after an EOS token
 
 
 @torch.inference_mode()
@@ -38,22 +39,30 @@ def generate(
     model: GPT,
     prompts: list[list[int]],
     params: SamplingParams,
-) -> Iterator[list[int]]:
+) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty one is the EOS token.
-    Yields, `params.max_new_tokens` times, the next token of each prompt.
+    Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
+    None after that.
     Raises UserError if there is no prompt, or their lengths differ.
     """
     sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
     lengths = [len(sequence) for sequence in sequences]
     if len(set(lengths)) != 1:
         raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
+    finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
         tokens = torch.tensor(sequences, device=model.device)
         logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
         next_tokens = logits.argmax(dim=-1).tolist()
-        yield next_tokens
+        step = [None if done else token for done, token in zip(finished, next_tokens)]
+        yield step
+        # Only a token that was generated ends a text: a prompt may well end in EOS.
+        ends = [token in model.config.eos_token_ids and not params.ignore_eos for token in step]
+        finished = [done or end for done, end in zip(finished, ends)]
+        if all(finished):
+            return
         for sequence, token in zip(sequences, next_tokens):
             sequence.append(token)
 
@@ -61,6 +70,7 @@ def generate(
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The options on how to choose tokens."""
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
@@ -91,10 +101,12 @@ def run(args) -> None:
     model = load_model(source, device=pick_device(args.device))
     encoding = load_encoding(source, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
-    with Output(prompts, encoding) as output:
+    skip = () if params.ignore_eos else model.config.eos_token_ids
+    with Output(prompts, encoding, skip) as output:
         for step in generate(model, tokens, params):
             for row, token in enumerate(step):
-                output.add(row, token)
+                if token is not None:
+                    output.add(row, token)
             output.end_step()
 
 
