@@ -53,7 +53,8 @@ def generate(
         raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
-        tokens = torch.tensor(sequences, device=model.device)
+        windows = [sequence[-model.config.block_size :] for sequence in sequences]
+        tokens = torch.tensor(windows, device=model.device)
         logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
         next_tokens = logits.argmax(dim=-1).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
