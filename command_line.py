@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import secrets
 import signal
 import sys
 import time
@@ -37,16 +38,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>"
     )
     parser.add_argument(
+        "--seed", type=int, help="the same seed, the same text; a new one if not given"
+    )
+    parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
+    parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
     )
 
 
 def read_prompts(args) -> list[str]:
-    """The prompts of a command line. Raises UserError if one is not UTF-8."""
+    """The prompts of a command line, --num-samples times each.
+
+    Raises UserError if one is not UTF-8.
+    """
     prompts = [args.prompt]
     for prompt in prompts:
         check_text("--prompt", prompt)
-    return prompts
+    return [prompt for prompt in prompts for _ in range(args.num_samples)]
 
 
 def check_text(name: str, text: str) -> None:
@@ -73,18 +81,26 @@ def pick_device(name: str) -> str:
     return name
 
 
+def pick_seed(seed: int | None) -> int:
+    """That seed, or a new one for None."""
+    return secrets.randbits(64) if seed is None else seed
+
+
 class Output:
     """Prompts and their texts on stdout: a single one as it comes, several in order at the end.
 
     A text is written as it is, control characters too, as `cat` would.
-    skip: tokens that print nothing, those that end a text.
+    skip: tokens that print nothing, those that end a text. seed: of the draws, None without any.
     Use it as a context manager. However the block ends, what was generated is printed, then
     statistics on stderr.
     """
 
-    def __init__(self, prompts: list[str], encoding, skip: tuple[int, ...] = ()):
+    def __init__(
+        self, prompts: list[str], encoding, skip: tuple[int, ...] = (), seed: int | None = None
+    ):
         self.texts = list(prompts)
         self.streams = [TextStream(encoding, skip) for _ in prompts]
+        self.seed = seed
         self.shown = 0  # characters of the first text, if it is the only one
         self.count = 0
         self.times = [time.perf_counter()]
@@ -113,11 +129,12 @@ class Output:
             print(self.statistics(), file=sys.stderr)
 
     def statistics(self) -> str:
-        """The speed of the run."""
+        """The speed of the run, and the seed of its draws."""
         first = self.times[1] - self.times[0]
         total = self.times[-1] - self.times[0]
         speed = f"{self.count} tokens, {self.count / total:.1f} tokens/s"
-        return f"{speed}, the first after {first:.3f} s"
+        seed = "" if self.seed is None else f", seed {self.seed}"
+        return f"{speed}, the first after {first:.3f} s{seed}"
 
 
 def show(text: str) -> None:

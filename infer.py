@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import signal
+import sys
 from collections.abc import Iterator
 
 # Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
@@ -17,6 +18,7 @@ from command_line import (
     Parser,
     add_options,
     pick_device,
+    pick_seed,
     read_prompts,
     run_script,
 )
@@ -32,6 +34,7 @@ class SamplingParams:
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after an EOS token
+    temperature: float = 0.0  # 0: the most likely token; 1: a draw from the softmax
 
 
 @torch.inference_mode()
@@ -39,10 +42,12 @@ def generate(
     model: GPT,
     prompts: list[list[int]],
     params: SamplingParams,
+    generator: torch.Generator | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty one is the EOS token.
+    generator: of the random numbers, on the model's device; torch's global one if None.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
     Raises UserError if there is no prompt, or their lengths differ.
@@ -56,7 +61,7 @@ def generate(
         windows = [sequence[-model.config.block_size :] for sequence in sequences]
         tokens = torch.tensor(windows, device=model.device)
         logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
-        next_tokens = logits.argmax(dim=-1).tolist()
+        next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         # Only a token that was generated ends a text: a prompt may well end in EOS.
@@ -68,17 +73,46 @@ def generate(
             sequence.append(token)
 
 
+def sample(
+    logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Choose a token from each row of logits.
+
+    logits: (B, vocab_size), float32. Returns (B,) ids: the most likely ones at temperature 0, else
+    one draw a row.
+    """
+    if params.temperature == 0:
+        return logits.argmax(dim=-1)
+    return torch.multinomial(sampling_probs(logits, params), 1, generator=generator)[:, 0]
+
+
+def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """What `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
+    return torch.softmax(logits, dim=-1)
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The options on how to choose tokens."""
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
+    parser.add_argument(
+        "--temperature", type=float, choices=(0.0, 1.0), help="0: greedy; 1: draw at random"
+    )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
 def sampling_params(args) -> SamplingParams:
-    """The SamplingParams of a command line."""
+    """The SamplingParams of a command line.
+
+    A note on stderr names options that do nothing at temperature 0.
+    """
     names = [field.name for field in dataclasses.fields(SamplingParams)]
-    return SamplingParams(**{name: getattr(args, name) for name in names})
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
+    given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
+    if params.temperature == 0 and any(given.values()):
+        useless = ", ".join(name for name, is_given in given.items() if is_given)
+        print(f"note: temperature 0 is greedy, so this changes nothing: {useless}", file=sys.stderr)
+    return params
 
 
 def main(argv=None) -> None:
@@ -99,12 +133,15 @@ def run(args) -> None:
     params = sampling_params(args)
     prompts = read_prompts(args)
     source = parse_name(args.model)
-    model = load_model(source, device=pick_device(args.device))
+    device = pick_device(args.device)
+    seed = pick_seed(args.seed)
+    model = load_model(source, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
-    with Output(prompts, encoding, skip) as output:
-        for step in generate(model, tokens, params):
+    with Output(prompts, encoding, skip, seed if params.temperature else None) as output:
+        for step in generate(model, tokens, params, generator):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)
