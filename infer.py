@@ -34,7 +34,7 @@ class SamplingParams:
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after an EOS token
-    temperature: float = 0.0  # 0: the most likely token; 1: a draw from the softmax
+    temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
 
 
 @torch.inference_mode()
@@ -88,7 +88,20 @@ def sample(
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """What `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
+    logits = apply_temperature(logits, params.temperature)
     return torch.softmax(logits, dim=-1)
+
+
+def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divide the logits (..., vocab_size) by a temperature > 0.
+
+    Below 1 it sharpens their softmax, above 1 it flattens it.
+    """
+    # The softmax does not see a shift. With the largest logit at 0, the others can overflow to -inf
+    # only: no mass. A divisor that is infinite in this dtype would make all of them equal.
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    limits = torch.finfo(logits.dtype)
+    return logits / min(max(temperature, limits.tiny), limits.max)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +109,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument(
-        "--temperature", type=float, choices=(0.0, 1.0), help="0: greedy; 1: draw at random"
+        "--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising"
     )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
