@@ -35,6 +35,7 @@ class SamplingParams:
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
+    top_k: int = 0  # draw from the k most likely tokens; 0: from all
 
 
 @torch.inference_mode()
@@ -89,6 +90,7 @@ def sample(
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """What `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
     logits = apply_temperature(logits, params.temperature)
+    logits = top_k_filter(logits, params.top_k)
     return torch.softmax(logits, dim=-1)
 
 
@@ -104,6 +106,17 @@ def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return logits / min(max(temperature, limits.tiny), limits.max)
 
 
+def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Set all but the k largest logits (..., vocab_size) to -inf; ties with the k-th stay.
+
+    k = 0 keeps all. Fan et al. 2018, "Hierarchical Neural Story Generation".
+    """
+    if k == 0 or k >= logits.shape[-1]:
+        return logits
+    kth = logits.topk(k, dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < kth, -torch.inf)
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The options on how to choose tokens."""
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
@@ -111,6 +124,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising"
     )
+    parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
@@ -122,6 +136,7 @@ def sampling_params(args) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
+    given |= {"--top-k": params.top_k > 0}
     if params.temperature == 0 and any(given.values()):
         useless = ", ".join(name for name, is_given in given.items() if is_given)
         print(f"note: temperature 0 is greedy, so this changes nothing: {useless}", file=sys.stderr)
