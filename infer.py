@@ -36,6 +36,7 @@ class SamplingParams:
     ignore_eos: bool = False  # go on after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
+    top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
 
 
 @torch.inference_mode()
@@ -91,6 +92,7 @@ def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
     """What `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
+    logits = top_p_filter(logits, params.top_p)
     return torch.softmax(logits, dim=-1)
 
 
@@ -117,6 +119,24 @@ def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
     return logits.masked_fill(logits < kth, -torch.inf)
 
 
+def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Set to -inf all logits (..., vocab_size) but those of the fewest tokens that hold mass p.
+
+    The token that crosses p stays, so at least one does; p = 1 keeps all.
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration" (nucleus sampling).
+    """
+    if p == 1:
+        return logits
+    # Of equal ones, the lower id first.
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    mass = torch.softmax(ordered, dim=-1).cumsum(dim=-1)
+    # The most likely token stays, even where p rounds to 0.
+    remove = torch.zeros_like(logits, dtype=torch.bool)
+    # The mass up to the token before; mass - probs would round differently.
+    remove[..., 1:] = mass[..., :-1] >= p
+    return logits.masked_fill(remove.scatter(-1, order, remove), -torch.inf)
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """The options on how to choose tokens."""
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
@@ -125,6 +145,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising"
     )
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
+    parser.add_argument(
+        "--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all"
+    )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
@@ -136,7 +159,7 @@ def sampling_params(args) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
-    given |= {"--top-k": params.top_k > 0}
+    given |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
     if params.temperature == 0 and any(given.values()):
         useless = ", ".join(name for name, is_given in given.items() if is_given)
         print(f"note: temperature 0 is greedy, so this changes nothing: {useless}", file=sys.stderr)
