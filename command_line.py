@@ -15,6 +15,8 @@ from errors import UserError, memory_for
 from tokenizer import TextStream
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
+# A limit, because lists for 10**9 texts fill the memory before any tensor is made.
+MOST_TEXTS = 2**16
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,11 +51,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def read_prompts(args) -> list[str]:
     """The prompts of a command line, --num-samples times each.
 
-    Raises UserError if one is not UTF-8.
+    Raises UserError for too many, or one that is not UTF-8.
     """
     prompts = [args.prompt]
     for prompt in prompts:
         check_text("--prompt", prompt)
+    if args.num_samples < 1:
+        raise UserError(f"--num-samples {args.num_samples}: it must be an integer >= 1")
+    if len(prompts) * args.num_samples > MOST_TEXTS:
+        asked = f"{len(prompts)} prompts x --num-samples {args.num_samples}"
+        raise UserError(f"{asked}: at most {MOST_TEXTS} texts at once")
     return [prompt for prompt in prompts for _ in range(args.num_samples)]
 
 
@@ -82,7 +89,9 @@ def pick_device(name: str) -> str:
 
 
 def pick_seed(seed: int | None) -> int:
-    """That seed, or a new one for None."""
+    """That seed, or a new one for None. Raises UserError for a seed out of range."""
+    if seed is not None and not 0 <= seed < 2**64:
+        raise UserError(f"--seed {seed}: it must be an integer from 0 to 2**64 - 1")
     return secrets.randbits(64) if seed is None else seed
 
 

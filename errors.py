@@ -37,3 +37,15 @@ def memory_for(what: str):
         if means_no_memory(error):
             raise UserError(f"{what} do not fit in memory") from None
         raise
+
+
+def check_limits(limits: dict[str, tuple], **values) -> None:
+    """Raise UserError for the first value that is of a wrong type or out of range.
+
+    limits: for each name the type, which values of it are valid, and how to say that.
+    """
+    for name, value in values.items():
+        kind, valid, allowed = limits[name]
+        is_kind = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        if not is_kind or not valid(value):
+            raise UserError(f"{name} is {value!r}; it must be {allowed}")

@@ -22,7 +22,7 @@ from command_line import (
     read_prompts,
     run_script,
 )
-from errors import UserError
+from errors import UserError, check_limits
 from load import load_model, parse_name
 from model import GPT
 from tokenizer import load_encoding
@@ -30,13 +30,32 @@ from tokenizer import load_encoding
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the next tokens; the defaults are greedy decoding."""
+    """How to choose the next tokens; the defaults are greedy decoding.
+
+    Raises UserError for a value out of range.
+    """
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
+
+    def __post_init__(self):
+        check_limits(LIMITS, **vars(self))
+        for field in dataclasses.fields(self):
+            if field.type is float:  # torch takes no integer beyond 2**63
+                object.__setattr__(self, field.name, float(getattr(self, field.name)))
+
+
+LARGEST = sys.float_info.max
+LIMITS = {  # field of SamplingParams: its type, which values are valid, how to say that
+    "max_new_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
+    "ignore_eos": (bool, lambda v: True, "True or False"),
+    "temperature": (int | float, lambda v: 0 <= v <= LARGEST, "a finite number >= 0"),
+    "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
+    "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+}
 
 
 @torch.inference_mode()
@@ -52,7 +71,7 @@ def generate(
     generator: of the random numbers, on the model's device; torch's global one if None.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
-    Raises UserError if there is no prompt, or their lengths differ.
+    Raises UserError if there is no prompt, their lengths differ, or the logits are not finite.
     """
     sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
     lengths = [len(sequence) for sequence in sequences]
@@ -61,8 +80,7 @@ def generate(
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
         windows = [sequence[-model.config.block_size :] for sequence in sequences]
-        tokens = torch.tensor(windows, device=model.device)
-        logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        logits = next_logits(model, windows)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
@@ -73,6 +91,20 @@ def generate(
             return
         for sequence, token in zip(sequences, next_tokens):
             sequence.append(token)
+
+
+@torch.inference_mode()
+def next_logits(model: GPT, windows: list[list[int]]) -> torch.Tensor:
+    """The logits for the token after each window, (B, vocab_size).
+
+    Raises UserError if they are not finite.
+    """
+    tokens = torch.tensor(windows, device=model.device)
+    logits = model(tokens, logits_to_keep=1)[:, -1]
+    if not logits.isfinite().all():
+        reason = "broken weights, or a dtype too small"
+        raise UserError(f"the model returned logits that are NaN or infinite: {reason}")
+    return logits
 
 
 def sample(
