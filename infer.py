@@ -40,6 +40,7 @@ class SamplingParams:
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
+    presence_penalty: float = 0.0  # taken from the logit of each token in the output
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -55,6 +56,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "temperature": (int | float, lambda v: 0 <= v <= LARGEST, "a finite number >= 0"),
     "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+    "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
 }
 
 
@@ -77,10 +79,12 @@ def generate(
     lengths = [len(sequence) for sequence in sequences]
     if len(set(lengths)) != 1:
         raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
+    prompt_lengths = [len(sequence) for sequence in sequences]
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
         windows = [sequence[-model.config.block_size :] for sequence in sequences]
         logits = next_logits(model, windows)
+        logits = penalize(logits, params, sequences, prompt_lengths)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
@@ -105,6 +109,36 @@ def next_logits(model: GPT, windows: list[list[int]]) -> torch.Tensor:
         reason = "broken weights, or a dtype too small"
         raise UserError(f"the model returned logits that are NaN or infinite: {reason}")
     return logits
+
+
+def penalize(
+    logits: torch.Tensor, params: SamplingParams, texts: list[list[int]], prompt_lengths: list[int]
+) -> torch.Tensor:
+    """Apply the penalties that are on to the logits after each text.
+
+    logits: (B, vocab_size). texts: B lists of token ids, prompt and output; prompt_lengths: how
+    many of each are its prompt. Returns new logits. The order is that of vLLM.
+    """
+    outputs = [text[length:] for text, length in zip(texts, prompt_lengths)]
+    if params.presence_penalty:
+        in_output = count_tokens(outputs, logits) > 0
+        logits = penalize_presence(logits, in_output, params.presence_penalty)
+    return logits
+
+
+def count_tokens(texts: list[list[int]], logits: torch.Tensor) -> torch.Tensor:
+    """How often each token is in each text: integers as many as logits, (B, vocab_size)."""
+    # Integers, because a count in bfloat16 would stop at 256.
+    ids = [torch.tensor(text, dtype=torch.int64) for text in texts]
+    return torch.stack([row.bincount(minlength=logits.shape[-1]) for row in ids]).to(logits.device)
+
+
+def penalize_presence(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Take `penalty` once from the logit of each token seen in the output: `presence_penalty`.
+
+    logits: (..., vocab_size). seen: bool, the same shape. Returns new logits. From OpenAI's API.
+    """
+    return logits - penalty * seen
 
 
 def sample(
@@ -179,6 +213,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
     parser.add_argument(
         "--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all"
+    )
+    parser.add_argument(
+        "--presence-penalty", type=float, help="against tokens in the output; -2 to 2"
     )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
