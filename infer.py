@@ -41,6 +41,7 @@ class SamplingParams:
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
     presence_penalty: float = 0.0  # taken from the logit of each token in the output
+    frequency_penalty: float = 0.0  # taken from it once for each time it is there
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -57,6 +58,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
+    "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
 }
 
 
@@ -120,6 +122,9 @@ def penalize(
     many of each are its prompt. Returns new logits. The order is that of vLLM.
     """
     outputs = [text[length:] for text, length in zip(texts, prompt_lengths)]
+    if params.frequency_penalty:
+        counts = count_tokens(outputs, logits)
+        logits = penalize_frequency(logits, counts, params.frequency_penalty)
     if params.presence_penalty:
         in_output = count_tokens(outputs, logits) > 0
         logits = penalize_presence(logits, in_output, params.presence_penalty)
@@ -131,6 +136,15 @@ def count_tokens(texts: list[list[int]], logits: torch.Tensor) -> torch.Tensor:
     # Integers, because a count in bfloat16 would stop at 256.
     ids = [torch.tensor(text, dtype=torch.int64) for text in texts]
     return torch.stack([row.bincount(minlength=logits.shape[-1]) for row in ids]).to(logits.device)
+
+
+def penalize_frequency(logits: torch.Tensor, counts: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Take `penalty` times its count from the logit of each token, OpenAI's `frequency_penalty`.
+
+    logits: (..., vocab_size). counts: integers, the same shape; occurrences in the output. Returns
+    new logits.
+    """
+    return logits - penalty * counts
 
 
 def penalize_presence(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -216,6 +230,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--presence-penalty", type=float, help="against tokens in the output; -2 to 2"
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=float, help="the same for each occurrence; -2 to 2"
     )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
