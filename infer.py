@@ -42,6 +42,7 @@ class SamplingParams:
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
     presence_penalty: float = 0.0  # taken from the logit of each token in the output
     frequency_penalty: float = 0.0  # taken from it once for each time it is there
+    repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -59,6 +60,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
+    "repetition_penalty": (int | float, lambda v: 0 < v <= LARGEST, "a finite number > 0"),
 }
 
 
@@ -121,6 +123,9 @@ def penalize(
     logits: (B, vocab_size). texts: B lists of token ids, prompt and output; prompt_lengths: how
     many of each are its prompt. Returns new logits. The order is that of vLLM.
     """
+    if params.repetition_penalty != 1:
+        in_text = count_tokens(texts, logits) > 0
+        logits = penalize_repetition(logits, in_text, params.repetition_penalty)
     outputs = [text[length:] for text, length in zip(texts, prompt_lengths)]
     if params.frequency_penalty:
         counts = count_tokens(outputs, logits)
@@ -136,6 +141,19 @@ def count_tokens(texts: list[list[int]], logits: torch.Tensor) -> torch.Tensor:
     # Integers, because a count in bfloat16 would stop at 256.
     ids = [torch.tensor(text, dtype=torch.int64) for text in texts]
     return torch.stack([row.bincount(minlength=logits.shape[-1]) for row in ids]).to(logits.device)
+
+
+def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Divide the positive and multiply the negative logits of seen tokens, as transformers does.
+
+    logits: (..., vocab_size). seen: bool, the same shape; tokens of prompt and output. Returns new
+    logits. After Keskar et al. 2019, "CTRL".
+    """
+    # Neither penalty nor result may be infinite: the softmax would make NaN of it.
+    limits = torch.finfo(logits.dtype)
+    penalty = min(max(penalty, limits.tiny), limits.max)
+    lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, lowered.clamp(limits.min, limits.max), logits)
 
 
 def penalize_frequency(logits: torch.Tensor, counts: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -233,6 +251,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--frequency-penalty", type=float, help="the same for each occurrence; -2 to 2"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off"
     )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
