@@ -17,6 +17,7 @@ from tokenizer import TextStream
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 # A limit, because lists for 10**9 texts fill the memory before any tensor is made.
 MOST_TEXTS = 2**16
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,6 +46,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", choices=DTYPES, help="of the weights and activations"
     )
 
 
@@ -86,6 +90,17 @@ def pick_device(name: str) -> str:
     if name not in available:
         raise UserError(f"--device {name}: not on this machine, which has {', '.join(available)}")
     return name
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """The torch dtype of that name. Raises UserError if the device has no products of it."""
+    dtype = DTYPES[name]
+    try:
+        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
+    except (RuntimeError, TypeError):
+        reason = f"{device} does not compute in it; float32 works everywhere"
+        raise UserError(f"--dtype {name}: {reason}") from None
+    return dtype
 
 
 def pick_seed(seed: int | None) -> int:

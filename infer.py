@@ -18,6 +18,7 @@ from command_line import (
     Parser,
     add_options,
     pick_device,
+    pick_dtype,
     pick_seed,
     read_prompts,
     run_script,
@@ -103,12 +104,12 @@ def generate(
 
 @torch.inference_mode()
 def next_logits(model: GPT, windows: list[list[int]]) -> torch.Tensor:
-    """The logits for the token after each window, (B, vocab_size).
+    """The logits for the token after each window, (B, vocab_size), float32 for any weights.
 
     Raises UserError if they are not finite.
     """
     tokens = torch.tensor(windows, device=model.device)
-    logits = model(tokens, logits_to_keep=1)[:, -1]
+    logits = model(tokens, logits_to_keep=1)[:, -1].float()
     if not logits.isfinite().all():
         reason = "broken weights, or a dtype too small"
         raise UserError(f"the model returned logits that are NaN or infinite: {reason}")
@@ -293,7 +294,7 @@ def run(args) -> None:
     source = parse_name(args.model)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
-    model = load_model(source, device=device)
+    model = load_model(source, pick_dtype(args.dtype, device), device)
     generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]

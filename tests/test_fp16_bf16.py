@@ -1,0 +1,86 @@
+"""Lesson 12: half precision takes half the bytes; logits change a little; sampling is float32."""
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, run
+
+from load import load_model
+from model import GPT
+
+
+def load(dtype):
+    return load_model(CHECKPOINTS / "stories", dtype)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The models that are built from here on."""
+    models = []
+    build = GPT.__init__
+
+    def watched(self, config):
+        models.append(self)
+        build(self, config)
+
+    monkeypatch.setattr(GPT, "__init__", watched)
+    return models
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sampling_sees_float32(tiny, monkeypatch, dtype):
+    import infer as chooser
+
+    seen = []
+
+    def sample(logits, *args):
+        seen.append(logits.dtype)
+        return logits.argmax(dim=-1)
+
+    monkeypatch.setattr(chooser, "sample", sample)
+    run(tiny(dtype=dtype), [[1]], max_new_tokens=3, repetition_penalty=1.1)
+    assert seen == [torch.float32] * 3
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_command_line_runs_in_it_on_a_cpu(cli, built, dtype):
+    code, out, _ = cli("--prompt", "Once upon a time", "--max-new-tokens", 8, "--dtype", dtype)
+    assert code == 0
+    assert out.startswith("Once upon a time")
+    assert {weight.dtype for weight in built[0].parameters()} == {getattr(torch, dtype)}
+
+
+def test_a_dtype_that_the_device_lacks_is_one_line(cli, tiny_checkpoint, monkeypatch):
+    def ones(*args, **kwargs):
+        raise TypeError("BFloat16 is not supported on this device")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    code, out, err = cli("--model", tiny_checkpoint, "--dtype", "bfloat16")
+    assert (code, out) == (2, "")
+    assert "--dtype bfloat16: cpu does not compute in it" in err and err.count("\n") == 1
+
+
+def test_an_unknown_dtype_lists_the_valid_ones(cli):
+    code, _, err = cli("--dtype", "int3")
+    assert code == 2
+    assert "float32" in err and "bfloat16" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_still_half_the_bytes(stories, dtype):
+    def size(model):
+        return sum(p.untyped_storage().nbytes() for p in model.parameters())
+
+    assert size(load(dtype)) * 2 == size(stories)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float16, 0.1), (torch.bfloat16, 0.5)])
+@torch.inference_mode()
+def test_still_close_to_the_float32_logits(stories, dtype, bound):
+    tokens = torch.randint(4096, (1, 256), generator=torch.Generator().manual_seed(0))
+    error = (load(dtype)(tokens).float() - stories(tokens)).abs()
+    assert 0 < error.max() < bound
+
+
+def test_still_float32_by_default(cli, built, tiny_checkpoint):
+    cli("--model", tiny_checkpoint, "--max-new-tokens", 1)
+    assert {weight.dtype for weight in built[0].parameters()} == {torch.float32}
