@@ -12,6 +12,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import torch
 
+from cache import KVCache
 from command_line import (
     STORIES,
     Output,
@@ -71,11 +72,13 @@ def generate(
     prompts: list[list[int]],
     params: SamplingParams,
     generator: torch.Generator | None = None,
+    use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty one is the EOS token.
     generator: of the random numbers, on the model's device; torch's global one if None.
+    use_cache: keep the keys and values of past positions; without, each step computes all again.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
     Raises UserError if there is no prompt, their lengths differ, or the logits are not finite.
@@ -85,10 +88,11 @@ def generate(
     if len(set(lengths)) != 1:
         raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
     prompt_lengths = [len(sequence) for sequence in sequences]
+    cache = KVCache(model, len(sequences)) if use_cache else None
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
         windows = [sequence[-model.config.block_size :] for sequence in sequences]
-        logits = next_logits(model, windows)
+        logits = next_logits(model, windows, cache)
         logits = penalize(logits, params, sequences, prompt_lengths)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
@@ -103,13 +107,20 @@ def generate(
 
 
 @torch.inference_mode()
-def next_logits(model: GPT, windows: list[list[int]]) -> torch.Tensor:
+def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None) -> torch.Tensor:
     """The logits for the token after each window, (B, vocab_size), float32 for any weights.
 
-    Raises UserError if they are not finite.
+    The cache, None for none, saves computing what its rows share with the windows.
+    Raises UserError if the logits are not finite.
     """
-    tokens = torch.tensor(windows, device=model.device)
-    logits = model(tokens, logits_to_keep=1)[:, -1].float()
+    if cache is None:
+        logits = model(torch.tensor(windows, device=model.device), logits_to_keep=1)[:, -1]
+    else:
+        known = cache.match(windows)
+        new = [window[known:] for window in windows]
+        x = model.hidden(torch.tensor(new, device=model.device), cache.extend(new), cache.attend)
+        logits = model.head(x[:, -1])
+    logits = logits.float()
     if not logits.isfinite().all():
         reason = "broken weights, or a dtype too small"
         raise UserError(f"the model returned logits that are NaN or infinite: {reason}")
@@ -279,6 +290,9 @@ def main(argv=None) -> None:
     parser.add_argument(
         "--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2"
     )
+    parser.add_argument(
+        "--no-cache", action="store_true", help="compute all positions again in each step"
+    )
     add_options(parser)
     add_sampling_options(parser)
     run_script(parser, run, argv)
@@ -300,7 +314,7 @@ def run(args) -> None:
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
     with Output(prompts, encoding, skip, seed if params.temperature else None) as output:
-        for step in generate(model, tokens, params, generator):
+        for step in generate(model, tokens, params, generator, not args.no_cache):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)

@@ -49,6 +49,26 @@ def slide(model, prompts, **params) -> list[list[int]]:
     return run_rows(model, prompts, **params)
 
 
+def passed_widths(model, shapes=False) -> tuple[GPT, list]:
+    """The model, and a list to which each of its passes adds its number of positions.
+
+    shapes: the shape of its tokens instead.
+    """
+    seen = []
+
+    def note(module, args):
+        shape = tuple(args[0].shape)
+        seen.append(shape if shapes else shape[1])
+
+    model.wte.register_forward_pre_hook(note)
+    return model, seen
+
+
+def in_cache(model, cache, new: list[int]) -> torch.Tensor:
+    """The logits of new tokens of the only row of a cache, (1, T, vocab_size)."""
+    return model.head(model.hidden(torch.tensor([new]), cache.extend([new]), cache.attend))
+
+
 def pytest_collection_modifyitems(items):
     """What takes long comes last: the tests on the embedded model."""
     items.sort(key=lambda item: "stories" in item.fixturenames)
@@ -87,12 +107,29 @@ def tiny_checkpoint(tiny, tmp_path):
     return tmp_path
 
 
+@pytest.fixture(scope="session")
+def encodings() -> dict:
+    """What was read from a tokenizer.json of these bytes."""
+    return {}
+
+
 @pytest.fixture
-def run_main(capsys):
+def run_main(capsys, monkeypatch, encodings):
     """A function that runs a script's `main` with these arguments, in this process.
 
     It returns the exit code, stdout and stderr.
     """
+    import tokenizer
+
+    read = tokenizer.read_tokenizer_json
+
+    def read_once(file):  # each time would be a tenth of all tests of the command line
+        text = file.read_bytes() if file.is_file() else file
+        if text not in encodings:
+            encodings[text] = read(file)
+        return encodings[text]
+
+    monkeypatch.setattr(tokenizer, "read_tokenizer_json", read_once)
 
     def run(main, *args) -> tuple[int, str, str]:
         try:
