@@ -1,20 +1,37 @@
 """Keys and values of past positions, so that a pass computes new tokens only."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
+from errors import UserError
+
 
 class KVCache:
-    """The keys and values of a batch of rows, all of one length.
+    """The keys and values of a batch of rows, all of one length, in one tensor, allocated once.
 
-    layers: of each one tensor, (2, batch_size, n_kv_head, positions, head_dim), keys first.
-    tokens: what each row holds, position 0 first.
+    storage: (n_layer, 2, batch_size, n_kv_head, max_len, head_dim), in the model's dtype.
+    max_len: positions in a row; None: block_size. tokens: what each row holds, position 0 first;
+    anything after them in the storage is stale. Raises UserError if it does not fit in memory.
     """
 
-    def __init__(self, model, batch_size: int = 1):
+    def __init__(self, model, batch_size: int = 1, max_len: int | None = None):
         config = model.config
-        shape = (2, batch_size, config.n_kv_head, 0, config.head_dim)
-        self.layers = [torch.empty(shape, dtype=model.dtype, device=model.device)] * config.n_layer
+        max_len = config.block_size if max_len is None else max_len
+        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_len, config.head_dim)
+        try:
+            # Zeros: a masked position has weight 0, but 0 times a NaN in stale memory would be NaN.
+            self.storage = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        except RuntimeError:
+            size = model.dtype.itemsize
+            factors = (
+                f"{batch_size} rows x {config.n_layer} layers x keys and values"
+                f" x {config.n_kv_head} heads x {max_len} positions"
+                f" x {config.head_dim} numbers x {size} bytes"
+            )
+            count = f"{math.prod(shape) * size:,} bytes"
+            raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
 
     def match(self, windows: list[list[int]]) -> int:
@@ -27,21 +44,25 @@ class KVCache:
             for held, window in zip(self.tokens, windows, strict=True)
         )
         self.tokens = [held[:length] for held in self.tokens]
-        self.layers = [past[..., :length, :] for past in self.layers]
         return length
 
     def extend(self, new: list[list[int]]) -> torch.Tensor:
         """Plan a pass that appends new tokens, equally many to each row.
 
-        Returns their positions, (T,).
+        Returns their positions, (T,). Raises ValueError, before anything changes, if they do not
+        fit.
         """
         start = len(self.tokens[0])
         end = start + len(new[0])
-        device = self.layers[0].device
+        device = self.storage.device
+        if end > self.storage.shape[4]:
+            raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
         self.new = new
         positions = torch.arange(start, end, device=device)
         # Not is_causal: it would line up the first new query with the first key of all.
         self.mask = torch.arange(end, device=device) <= positions[:, None]  # (T, end)
+        # Of each layer its keys, then its values.
+        self.visible = self.storage[..., :end, :].flatten(0, 1).unbind()
         return positions
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -49,10 +70,10 @@ class KVCache:
 
         All shapes are (B, T, heads, head_dim).
         """
-        new = torch.stack([k, v]).transpose(2, 3)  # (2, B, n_kv_head, T, head_dim)
-        self.layers[layer] = torch.cat([self.layers[layer], new], dim=3)
-        keys, values = self.layers[layer]
-        if layer == len(self.layers) - 1:  # the pass is complete
+        keys, values = self.visible[2 * layer : 2 * layer + 2]
+        keys[:, :, -k.shape[1] :] = k.transpose(1, 2)
+        values[:, :, -k.shape[1] :] = v.transpose(1, 2)
+        if layer == len(self.storage) - 1:  # the pass is complete
             self.tokens = [held + tokens for held, tokens in zip(self.tokens, self.new)]
         return F.scaled_dot_product_attention(
             q.transpose(1, 2), keys, values, attn_mask=self.mask

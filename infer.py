@@ -81,14 +81,18 @@ def generate(
     use_cache: keep the keys and values of past positions; without, each step computes all again.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
-    Raises UserError if there is no prompt, their lengths differ, or the logits are not finite.
+    Raises UserError if there is no prompt, their lengths differ, the cache does not fit in memory,
+    or the logits are not finite.
     """
     sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
     lengths = [len(sequence) for sequence in sequences]
     if len(set(lengths)) != 1:
         raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
     prompt_lengths = [len(sequence) for sequence in sequences]
-    cache = KVCache(model, len(sequences)) if use_cache else None
+    # The last token is not passed to the model.
+    longest = prompt_lengths[0] + params.max_new_tokens - 1
+    block_size = model.config.block_size
+    cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
         windows = [sequence[-model.config.block_size :] for sequence in sequences]
