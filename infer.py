@@ -12,7 +12,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import torch
 
-from cache import KVCache
+from cache import KVCache, check_stride, window_start
 from command_line import (
     STORIES,
     Output,
@@ -73,29 +73,34 @@ def generate(
     params: SamplingParams,
     generator: torch.Generator | None = None,
     use_cache: bool = True,
+    stride: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty one is the EOS token.
     generator: of the random numbers, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all again.
+    stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
+    half of block_size.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
-    Raises UserError if there is no prompt, their lengths differ, the cache does not fit in memory,
-    or the logits are not finite.
+    Raises UserError if there is no prompt, their lengths differ, stride is out of range, the cache
+    does not fit in memory, or the logits are not finite.
     """
     sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
     lengths = [len(sequence) for sequence in sequences]
     if len(set(lengths)) != 1:
         raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
     prompt_lengths = [len(sequence) for sequence in sequences]
+    block_size = model.config.block_size
+    stride = check_stride(stride, block_size)
     # The last token is not passed to the model.
     longest = prompt_lengths[0] + params.max_new_tokens - 1
-    block_size = model.config.block_size
     cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
-        windows = [sequence[-model.config.block_size :] for sequence in sequences]
+        starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
+        windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
         logits = next_logits(model, windows, cache)
         logits = penalize(logits, params, sequences, prompt_lengths)
         next_tokens = sample(logits, params, generator).tolist()
@@ -252,7 +257,7 @@ def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The options on how to choose tokens."""
+    """The options on how to choose tokens, and on how far the window moves."""
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument(
@@ -270,6 +275,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off"
+    )
+    parser.add_argument(
+        "--stride", type=int, help="how far a full window moves; half its length if not given"
     )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
@@ -318,7 +326,7 @@ def run(args) -> None:
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
     with Output(prompts, encoding, skip, seed if params.temperature else None) as output:
-        for step in generate(model, tokens, params, generator, not args.no_cache):
+        for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)
