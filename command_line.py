@@ -38,12 +38,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options on what to write, and on where and how to run."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument(
-        "--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>"
+        "--prompt", action="append", help="text to continue, repeatable; empty: after <|endoftext|>"
+    )
+    parser.add_argument(
+        "--prompt-file", type=Path, help="UTF-8 file with one more prompt in each line"
     )
     parser.add_argument(
         "--seed", type=int, help="the same seed, the same text; a new one if not given"
     )
-    parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
+    parser.add_argument(
+        "--num-samples", type=int, default=1, help="how many texts to generate for each prompt"
+    )
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
     )
@@ -53,11 +58,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompts(args) -> list[str]:
-    """The prompts of a command line, --num-samples times each.
+    """The prompts of a command line, then the lines of its file that are not empty.
 
-    Raises UserError for too many, or one that is not UTF-8.
+    Each comes --num-samples times; without any there is an empty one. Raises UserError for too
+    many, one that is not UTF-8, or a file that is missing or empty.
     """
-    prompts = [args.prompt]
+    prompts = list(args.prompt or [])
+    if args.prompt_file is not None:
+        try:
+            lines = args.prompt_file.read_text("utf-8-sig").split("\n")
+        except OSError as error:
+            raise UserError(f"--prompt-file {args.prompt_file}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"--prompt-file {args.prompt_file}: not UTF-8 text") from None
+        if not any(lines):
+            needed = "one prompt in each line is needed"
+            raise UserError(f"--prompt-file {args.prompt_file}: empty; {needed}")
+        prompts += [line for line in lines if line]
+    prompts = prompts or [""]
     for prompt in prompts:
         check_text("--prompt", prompt)
     if args.num_samples < 1:
