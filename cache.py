@@ -9,7 +9,7 @@ from errors import UserError
 
 
 class KVCache:
-    """The keys and values of a batch of rows, all of one length, in one tensor, allocated once.
+    """The keys and values of a batch of rows, of any lengths, in one tensor, allocated once.
 
     storage: (n_layer, 2, batch_size, n_kv_head, max_len, head_dim), in the model's dtype.
     max_len: positions in a row; None: block_size. tokens: what each row holds, position 0 first;
@@ -34,36 +34,67 @@ class KVCache:
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
 
-    def match(self, windows: list[list[int]]) -> int:
+    def match(self, windows: list[list[int]]) -> list[int]:
         """Keep what each row shares with its window, but for the window's last token.
 
-        Returns how many positions are left, as many in each row.
+        Returns how many positions are left in each row.
         """
-        length = min(
-            shared_length(held, window[:-1])
-            for held, window in zip(self.tokens, windows, strict=True)
-        )
-        self.tokens = [held[:length] for held in self.tokens]
-        return length
+        for held, window in zip(self.tokens, windows, strict=True):
+            del held[shared_length(held, window[:-1]) :]
+        return [len(held) for held in self.tokens]
 
-    def extend(self, new: list[list[int]]) -> torch.Tensor:
-        """Plan a pass that appends new tokens, equally many to each row.
+    def extend(self, new: list[list[int]], rows: list[int] | None = None) -> torch.Tensor:
+        """Plan a pass that appends new tokens to these rows, None for all.
 
-        Returns their positions, (T,). Raises ValueError, before anything changes, if they do not
-        fit.
+        Returns their positions, (B, T), or (1, T) for rows in step. T is the length of the longest
+        list. A shorter one is padded with its last token, at that token's position: it computes and
+        writes the same again. Raises ValueError, before anything changes, if they do not fit.
         """
-        start = len(self.tokens[0])
-        end = start + len(new[0])
+        everything = list(range(len(self.tokens)))
+        rows = everything if rows is None else rows
+        starts = self.plan(new, rows)
+        ends = [start + len(tokens) for start, tokens in zip(starts, new)]
+        end = max(ends)
+        T = max(len(tokens) for tokens in new)
         device = self.storage.device
-        if end > self.storage.shape[4]:
-            raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
-        self.new = new
-        positions = torch.arange(start, end, device=device)
-        # Not is_causal: it would line up the first new query with the first key of all.
-        self.mask = torch.arange(end, device=device) <= positions[:, None]  # (T, end)
+        in_step = rows == everything and len(set(starts)) == len(set(ends)) == 1
+        if in_step:  # such as a single row: a slice takes less time than an index
+            positions = torch.arange(end - T, end, device=device)[None]  # (1, T)
+            self.slots = slice(None), slice(end - T, end)
+        else:
+            last = torch.tensor(ends)[:, None] - 1
+            positions = torch.tensor(starts)[:, None] + torch.arange(T)
+            positions = positions.minimum(last).to(device)  # (B, T)
+            self.slots = torch.tensor(rows, device=device)[:, None], positions
+        self.mask = None  # one new token of rows in step sees all that is visible
+        if T > 1 or not in_step:
+            # Not is_causal: it would line up the first new query with the first key of all.
+            keys = torch.arange(end, device=device)
+            self.mask = keys <= positions[:, None, :, None]  # (B or 1, 1, T, end)
+        self.rows = slice(None) if rows == everything else torch.tensor(rows, device=device)
         # Of each layer its keys, then its values.
         self.visible = self.storage[..., :end, :].flatten(0, 1).unbind()
         return positions
+
+    def plan(self, new: list[list[int]], rows: list[int]) -> list[int]:
+        """Note that a pass appends new tokens to these rows; returns where each begins.
+
+        Raises ValueError, before anything changes, if they do not fit.
+        """
+        starts = [len(self.tokens[row]) for row in rows]
+        end = max(start + len(tokens) for start, tokens in zip(starts, new, strict=True))
+        if end > self.storage.shape[4]:
+            raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
+        if len(set(rows)) < len(rows) or not all(new):
+            rule = "each row may be there once, with at least one token"
+            raise ValueError(f"rows are {rows}, new tokens {new}; {rule}")
+        self.planned = list(zip(rows, new))
+        return starts
+
+    def record(self) -> None:
+        """The planned pass is complete: its keys and values are in the storage."""
+        for row, tokens in self.planned:
+            self.tokens[row] = self.tokens[row] + tokens
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Append keys and values, and attend to all up to each position.
@@ -71,10 +102,12 @@ class KVCache:
         All shapes are (B, T, heads, head_dim).
         """
         keys, values = self.visible[2 * layer : 2 * layer + 2]
-        keys[:, :, -k.shape[1] :] = k.transpose(1, 2)
-        values[:, :, -k.shape[1] :] = v.transpose(1, 2)
-        if layer == len(self.storage) - 1:  # the pass is complete
-            self.tokens = [held + tokens for held, tokens in zip(self.tokens, self.new)]
+        keys.transpose(1, 2)[self.slots] = k
+        values.transpose(1, 2)[self.slots] = v
+        keys = keys[self.rows]
+        values = values[self.rows]
+        if layer == len(self.storage) - 1:
+            self.record()
         return F.scaled_dot_product_attention(
             q.transpose(1, 2), keys, values, attn_mask=self.mask
         ).transpose(1, 2)

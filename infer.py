@@ -26,7 +26,7 @@ from command_line import (
 )
 from errors import UserError, check_limits
 from load import load_model, parse_name
-from model import GPT
+from model import GPT, causal_attention
 from tokenizer import load_encoding
 
 
@@ -77,25 +77,26 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
-    prompts: token ids, one list a prompt, all of one length; an empty one is the EOS token.
+    prompts: token ids, one list a prompt, of any lengths; an empty one is the EOS token.
     generator: of the random numbers, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all again.
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
     half of block_size.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
     None after that.
-    Raises UserError if there is no prompt, their lengths differ, stride is out of range, the cache
-    does not fit in memory, or the logits are not finite.
+    Greedy, a row has the text of its own run, but for rounding; sampled, it depends on its batch,
+    which shares draws.
+    Raises UserError if there is no prompt, stride is out of range, the cache does not fit in
+    memory, or the logits are not finite.
     """
     sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
-    lengths = [len(sequence) for sequence in sequences]
-    if len(set(lengths)) != 1:
-        raise UserError(f"prompts of one length are needed, not of {lengths} tokens")
+    if not sequences:
+        raise UserError("at least one prompt is needed")
     prompt_lengths = [len(sequence) for sequence in sequences]
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
     # The last token is not passed to the model.
-    longest = prompt_lengths[0] + params.max_new_tokens - 1
+    longest = max(prompt_lengths) + params.max_new_tokens - 1
     cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
@@ -111,8 +112,9 @@ def generate(
         finished = [done or end for done, end in zip(finished, ends)]
         if all(finished):
             return
-        for sequence, token in zip(sequences, next_tokens):
-            sequence.append(token)
+        for sequence, token, done in zip(sequences, step, finished):
+            if not done:  # a finished row passes the token before its EOS again
+                sequence.append(token)
 
 
 @torch.inference_mode()
@@ -122,18 +124,40 @@ def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None) -> 
     The cache, None for none, saves computing what its rows share with the windows.
     Raises UserError if the logits are not finite.
     """
-    if cache is None:
-        logits = model(torch.tensor(windows, device=model.device), logits_to_keep=1)[:, -1]
-    else:
-        known = cache.match(windows)
-        new = [window[known:] for window in windows]
-        x = model.hidden(torch.tensor(new, device=model.device), cache.extend(new), cache.attend)
-        logits = model.head(x[:, -1])
-    logits = logits.float()
+    known = [0] * len(windows) if cache is None else cache.match(windows)
+    new = [window[length:] for window, length in zip(windows, known)]
+    # A row with many new tokens, a prompt or a window that hopped, does not make the others as long
+    # as itself.
+    decode = [row for row, tokens in enumerate(new) if len(tokens) == 1]
+    prefill = [row for row, tokens in enumerate(new) if len(tokens) > 1]
+    passes = [rows for rows in (decode, prefill) if rows]
+    parts = [pass_logits(model, [new[row] for row in rows], rows, cache) for rows in passes]
+    logits = parts[0]
+    if len(parts) == 2:
+        logits = torch.cat(parts)[torch.tensor(decode + prefill).argsort()]
     if not logits.isfinite().all():
         reason = "broken weights, or a dtype too small"
         raise UserError(f"the model returned logits that are NaN or infinite: {reason}")
     return logits
+
+
+def pass_logits(
+    model: GPT, new: list[list[int]], rows: list[int], cache: KVCache | None
+) -> torch.Tensor:
+    """The logits after the last new token of these rows, from one pass: (B, vocab_size).
+
+    Shorter rows are padded on the right.
+    """
+    lengths = [len(tokens) for tokens in new]
+    T = max(lengths)
+    padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
+    tokens = torch.tensor(padded, device=model.device)  # (B, T)
+    if cache is None:
+        x = model.hidden(tokens, torch.arange(T, device=model.device), causal_attention)
+    else:
+        x = model.hidden(tokens, cache.extend(new, rows), cache.attend)
+    last = torch.tensor(lengths) - 1
+    return model.head(x[torch.arange(len(new)), last]).float()
 
 
 def penalize(
