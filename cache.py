@@ -34,13 +34,13 @@ class KVCache:
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
 
-    def match(self, windows: list[list[int]]) -> list[int]:
-        """Keep what each row shares with its window, but for the window's last token.
+    def match(self, windows: list[list[int]], keep: int = 1) -> list[int]:
+        """Keep what each row shares with its window, but for the window's last `keep` tokens.
 
         Returns how many positions are left in each row.
         """
         for held, window in zip(self.tokens, windows, strict=True):
-            del held[shared_length(held, window[:-1]) :]
+            del held[shared_length(held, window[:-keep]) :]
         return [len(held) for held in self.tokens]
 
     def extend(self, new: list[list[int]], rows: list[int] | None = None) -> torch.Tensor:

@@ -102,7 +102,7 @@ def generate(
     for _ in range(params.max_new_tokens):
         starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
         windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
-        logits = next_logits(model, windows, cache)
+        logits = next_logits(model, windows, cache)[:, 0]
         logits = penalize(logits, params, sequences, prompt_lengths)
         next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
@@ -118,20 +118,25 @@ def generate(
 
 
 @torch.inference_mode()
-def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None) -> torch.Tensor:
-    """The logits for the token after each window, (B, vocab_size), float32 for any weights.
+def next_logits(
+    model: GPT, windows: list[list[int]], cache: KVCache | None, keep: int = 1
+) -> torch.Tensor:
+    """The logits at the last `keep` positions of each window, (B, keep, vocab_size).
 
+    They are float32 for any weights.
     The cache, None for none, saves computing what its rows share with the windows.
-    Raises UserError if the logits are not finite.
+    Raises UserError if the logits are not finite, ValueError if a window is shorter than keep.
     """
-    known = [0] * len(windows) if cache is None else cache.match(windows)
+    if min(len(window) for window in windows) < keep:
+        raise ValueError(f"a window is shorter than the {keep} positions to keep")
+    known = [0] * len(windows) if cache is None else cache.match(windows, keep)
     new = [window[length:] for window, length in zip(windows, known)]
     # A row with many new tokens, a prompt or a window that hopped, does not make the others as long
     # as itself.
-    decode = [row for row, tokens in enumerate(new) if len(tokens) == 1]
-    prefill = [row for row, tokens in enumerate(new) if len(tokens) > 1]
+    decode = [row for row, tokens in enumerate(new) if len(tokens) == keep]
+    prefill = [row for row, tokens in enumerate(new) if len(tokens) > keep]
     passes = [rows for rows in (decode, prefill) if rows]
-    parts = [pass_logits(model, [new[row] for row in rows], rows, cache) for rows in passes]
+    parts = [pass_logits(model, [new[row] for row in rows], rows, cache, keep) for rows in passes]
     logits = parts[0]
     if len(parts) == 2:
         logits = torch.cat(parts)[torch.tensor(decode + prefill).argsort()]
@@ -142,9 +147,9 @@ def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None) -> 
 
 
 def pass_logits(
-    model: GPT, new: list[list[int]], rows: list[int], cache: KVCache | None
+    model: GPT, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int
 ) -> torch.Tensor:
-    """The logits after the last new token of these rows, from one pass: (B, vocab_size).
+    """The logits at the last `keep` new tokens of these rows, from one pass: (B, keep, vocab_size).
 
     Shorter rows are padded on the right.
     """
@@ -156,8 +161,11 @@ def pass_logits(
         x = model.hidden(tokens, torch.arange(T, device=model.device), causal_attention)
     else:
         x = model.hidden(tokens, cache.extend(new, rows), cache.attend)
-    last = torch.tensor(lengths) - 1
-    return model.head(x[torch.arange(len(new)), last]).float()
+    if min(lengths) == T:  # a slice takes less time than an index
+        return model.head(x[:, -keep:]).float()
+    each = torch.arange(len(new))[:, None]
+    last = torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
+    return model.head(x[each, last]).float()
 
 
 def penalize(
@@ -233,6 +241,8 @@ def sample(
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """What `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
+    if params.temperature == 0:  # all on one token
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     logits = top_p_filter(logits, params.top_p)
