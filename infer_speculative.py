@@ -1,6 +1,74 @@
 """One model drafts, another one verifies: python infer_speculative.py --prompt "One day"."""
 
+import signal
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import torch
+
+from command_line import (
+    STORIES,
+    Output,
+    Parser,
+    add_options,
+    pick_device,
+    pick_dtype,
+    pick_seed,
+    read_prompts,
+    run_script,
+)
+from drafts import check_vocabularies
+from errors import check_limits
+from infer import (
+    SamplingParams,
+    add_sampling_options,
+    generate,
+    sampling_params,
+)
+from load import load_model, parse_name
+from model import GPT
+from tokenizer import load_encoding
+
+# argument of generate_speculative: its type, which values are valid, how to say that
+LIMITS = {"gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16")}
+
+
+class Pass(NamedTuple):
+    """What one pass of the target gave."""
+
+    # Added to the text: accepted drafts, then one token of the target's; nothing after an EOS.
+    tokens: list[int]
+    drafts: list[int]  # proposed by the draft model
+    # How many of them the target accepted, also where the text ends before the last of these.
+    accepted: int
+
+
+@torch.inference_mode()
+def generate_speculative(
+    target: GPT,
+    draft: GPT,
+    prompt: list[int],
+    params: SamplingParams,
+    gamma: int = 3,
+    generator: torch.Generator | None = None,
+    stride: int | None = None,
+) -> Iterator[Pass]:
+    """Continue a prompt as `infer.generate` does with the target alone. The draft is not used yet.
+
+    generator, stride: as in `infer.generate`.
+    Yields passes, of `params.max_new_tokens` tokens in all at most.
+    Raises UserError if gamma is out of range, the models differ in vocabulary, or as
+    `infer.generate` does.
+    """
+    check_limits(LIMITS, gamma=gamma)
+    check_vocabularies(target.config, draft.config)
+    for (token,) in generate(target, [prompt], params, generator, stride=stride):
+        yield Pass([token], [], 0)
 
 
 def verify(
@@ -39,3 +107,84 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def first_false(flags: list[bool]) -> int:
     """The index of the first False, or the length."""
     return flags.index(False) if False in flags else len(flags)
+
+
+class DraftOutput(Output):
+    """The output of passes. colours: accepted drafts in green, the target's tokens in magenta."""
+
+    def __init__(self, *args, colours: bool):
+        super().__init__(*args)
+        self.passes = []
+        self.colours = colours
+
+    def add_pass(self, row: int, step: Pass) -> None:
+        """Put the tokens of a pass at the end of a row's text, and end the step."""
+        self.passes.append(step)
+        for index, token in enumerate(step.tokens):
+            text = self.texts[row]
+            self.add(row, token)
+            new = self.texts[row].removeprefix(text)
+            if self.colours and new:
+                colour = "\033[32m" if index < step.accepted else "\033[35m"
+                self.texts[row] = text + colour + new + "\033[0m"
+        self.end_step()
+
+    def statistics(self) -> str:
+        """Acceptance, then the speed of the run."""
+        drafts = sum(len(step.drafts) for step in self.passes)
+        counts = [step.accepted for step in self.passes]
+        accepted = sum(counts)
+        rate = f"{accepted} of {drafts} drafts accepted ({accepted / max(drafts, 1):.0%})"
+        mean = f"{self.count / len(self.passes):.2f} tokens a target pass"
+        passes = ", ".join(f"{count}: {counts.count(count)}" for count in range(max(counts) + 1))
+        return f"{rate}, {mean}\npasses by accepted drafts: {passes}\n{super().statistics()}"
+
+
+def main(argv=None) -> None:
+    parser = Parser(
+        description="Generate text with two GPT-2s, of which one drafts and the other verifies."
+    )
+    target_help = "whose text it is: directory, gpt2[-medium|-large|-xl]"
+    parser.add_argument("--target", default=STORIES, help=target_help)
+    draft_help = "a smaller one, same vocabulary"
+    parser.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
+    parser.add_argument(
+        "--gamma", type=int, default=3, help="how many tokens to draft for a pass; 1 to 16"
+    )
+    show_help = "accepted drafts in green, the target's tokens in magenta"
+    parser.add_argument("--show", action="store_true", help=show_help)
+    add_options(parser)
+    add_sampling_options(parser)
+    run_script(parser, run, argv)
+
+
+def run(args) -> None:
+    """Do what the command line asks for: text to stdout, statistics to stderr.
+
+    Raises UserError for bad input.
+    """
+    params = sampling_params(args)
+    prompts = read_prompts(args)
+    source = parse_name(args.target)
+    device = pick_device(args.device)
+    seed = pick_seed(args.seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = pick_dtype(args.dtype, device)
+    target = load_model(source, dtype, device)
+    draft = load_model(args.draft, dtype, device)
+    encoding = load_encoding(source, target.config.vocab_size)
+    skip = () if params.ignore_eos else target.config.eos_token_ids
+    shown_seed = seed if params.temperature else None
+    colours = args.show and sys.stdout.isatty()
+    with DraftOutput(prompts, encoding, skip, shown_seed, colours=colours) as output:
+        for row, prompt in enumerate(prompts):
+            tokens = encoding.encode(prompt, allowed_special="all")
+            passes = generate_speculative(
+                target, draft, tokens, params, args.gamma, generator, args.stride
+            )
+            for step in passes:
+                output.add_pass(row, step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The command line of infer_speculative.py: its text is the target's, its report counts passes."""
+
+import sys
+
+import pytest
+from conftest import CHECKPOINTS
+
+import infer_speculative
+from infer_speculative import Pass, main
+from load import save_model
+
+DRAFT = CHECKPOINTS / "stories-draft"
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """A function that sets what generate_speculative yields, for each prompt."""
+
+    def set_passes(*steps):
+        def generate(*args, **options):
+            return iter(steps)
+
+        monkeypatch.setattr(infer_speculative, "generate_speculative", generate)
+
+    return set_passes
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--prompt", "Once"), ("--prompt", "Once", "--prompt", "Lily and Tom"), ()]
+)
+def test_the_text_is_that_of_the_target(run_main, cli, arguments):
+    arguments = (*arguments, "--max-new-tokens", 6, "--stride", 100)
+    code, out, err = run_main(main, "--target", DRAFT, "--draft", DRAFT, *arguments)
+    assert (code, out) == cli("--model", DRAFT, *arguments)[:2]
+    assert "drafts accepted" in err and "tokens a target pass" in err
+
+
+def test_samples_and_prompt_files(run_main, passes, tmp_path):
+    passes(Pass([65], [], 0))
+    file = tmp_path / "prompts.txt"
+    file.write_text("Lily\n")
+    prompts = ("--target", DRAFT, "--prompt", "Once", "--prompt-file", file)
+    draws = ("--num-samples", 2, "--temperature", 1, "--seed", 3)
+    code, out, err = run_main(main, *prompts, *draws)
+    texts = ["Onceb", "Onceb", "Lilyb", "Lilyb"]
+    assert (code, out) == (0, ("\n" + "-" * 40 + "\n").join(texts) + "\n")
+    assert err.endswith(", seed 3\n")
+
+
+def test_the_report_counts_before_the_text_is_cut(run_main, passes, monkeypatch):
+    import command_line
+
+    passes(Pass([1, 2, 3], [1, 2], 2), Pass([4], [5, 6], 0), Pass([7], [7, 8], 1))
+    clock = iter([0.0, 0.5, 1.0, 2.0])
+    monkeypatch.setattr(command_line.time, "perf_counter", lambda: next(clock))
+    _, _, err = run_main(main, "--target", DRAFT, "--prompt", "Once")
+    assert err.splitlines() == [
+        "3 of 6 drafts accepted (50%), 1.67 tokens a target pass",
+        "passes by accepted drafts: 0: 1, 1: 1, 2: 1",
+        "5 tokens, 2.5 tokens/s, the first after 0.500 s",
+    ]
+
+
+def test_the_report_of_one_token_without_a_draft(run_main, passes):
+    passes(Pass([4], [], 0))
+    _, _, err = run_main(main, "--target", DRAFT, "--max-new-tokens", 1)
+    assert err.startswith("0 of 0 drafts accepted (0%), 1.00 tokens a target pass\n")
+
+
+def test_options_reach_the_loop(run_main, monkeypatch):
+    seen = []
+
+    def generate(*args):
+        seen.append(args)
+        return iter([])
+
+    monkeypatch.setattr(infer_speculative, "generate_speculative", generate)
+    options = ("--gamma", 5, "--stride", 7, "--temperature", 1, "--seed", 3, "--prompt", "Once")
+    assert run_main(main, "--target", DRAFT, "--draft", DRAFT, *options)[0] == 0
+    ((_, _, _, params, gamma, generator, stride),) = seen
+    assert (params.temperature, gamma, generator.initial_seed(), stride) == (1, 5, 3, 7)
+
+
+def test_no_tokens_are_no_report(run_main):
+    shown = run_main(main, "--target", DRAFT, "--prompt", "Once", "--max-new-tokens", 0)
+    assert shown == (0, "Once\n", "")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_colours_are_for_terminals(run_main, passes, monkeypatch, terminal):
+    passes(Pass([65, 66, 67], [65, 66], 2), Pass([68], [], 0))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    for arguments, coloured in ((("--show",), terminal), ((), False)):
+        _, out, _ = run_main(main, "--target", DRAFT, "--prompt", "Once", *arguments)
+        drafted = "\033[32mb\033[0m\033[32mc\033[0m" if coloured else "bc"
+        own = "\033[35md\033[0m\033[35me\033[0m" if coloured else "de"
+        assert out == f"Once{drafted}{own}\n"
+
+
+def test_ctrl_c_keeps_the_text(run_main, monkeypatch):
+    def interrupted(*args, **options):
+        yield Pass([65, 66], [65], 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(infer_speculative, "generate_speculative", interrupted)
+    code, out, err = run_main(main, "--target", DRAFT, "--prompt", "Once")
+    assert (code, out) == (130, "Oncebc\n")
+    assert "1 of 1 drafts accepted" in err
+
+
+@pytest.mark.parametrize("gamma", [2.5, True, None])
+def test_a_gamma_that_is_no_integer_is_refused(tiny, gamma):
+    from infer import SamplingParams
+
+    allowed = "it must be an integer from 1 to 16"
+    with pytest.raises(ValueError, match=f"^gamma is {gamma}; {allowed}$"):
+        list(infer_speculative.generate_speculative(tiny(), tiny(), [1], SamplingParams(), gamma))
+
+
+@pytest.mark.parametrize("gamma", [0, -1, 17])
+def test_gamma_out_of_range_is_refused(run_main, gamma):
+    code, out, err = run_main(main, "--target", DRAFT, "--gamma", gamma, "--prompt", "Once")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert f"gamma is {gamma}; it must be an integer from 1 to 16" in err
+
+
+@pytest.mark.parametrize(
+    "shape, word",
+    [
+        ({}, "61"),
+        ({"vocab_size": 4097, "eos_token_id": 4095}, "the draft 4097"),
+        ({"vocab_size": 4096, "eos_token_id": 7}, "EOS [7]"),
+    ],
+)
+def test_a_draft_with_another_vocabulary_is_refused(run_main, tiny, tmp_path, shape, word):
+    save_model(tiny(**shape), tmp_path)
+    code, out, err = run_main(main, "--target", DRAFT, "--draft", tmp_path)
+    assert (code, out) == (2, "")
+    assert "4096 tokens, EOS [4095]" in err and word in err and err.count("\n") == 1
