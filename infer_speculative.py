@@ -11,6 +11,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import torch
 
+from cache import KVCache, check_stride, window_start
 from command_line import (
     STORIES,
     Output,
@@ -27,8 +28,10 @@ from errors import check_limits
 from infer import (
     SamplingParams,
     add_sampling_options,
-    generate,
+    next_logits,
+    penalize,
     sampling_params,
+    sampling_probs,
 )
 from load import load_model, parse_name
 from model import GPT
@@ -58,17 +61,58 @@ def generate_speculative(
     generator: torch.Generator | None = None,
     stride: int | None = None,
 ) -> Iterator[Pass]:
-    """Continue a prompt as `infer.generate` does with the target alone. The draft is not used yet.
+    """Continue a prompt as `infer.generate` does with the target alone.
 
-    generator, stride: as in `infer.generate`.
+    The text is the same if greedy, else of the same distribution, but for rounding.
+    The draft model proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
+    generator, stride: as in `infer.generate`; the draft model's window moves by half of its own
+    block_size.
     Yields passes, of `params.max_new_tokens` tokens in all at most.
     Raises UserError if gamma is out of range, the models differ in vocabulary, or as
     `infer.generate` does.
     """
     check_limits(LIMITS, gamma=gamma)
     check_vocabularies(target.config, draft.config)
-    for (token,) in generate(target, [prompt], params, generator, stride=stride):
-        yield Pass([token], [], 0)
+    config = target.config
+    stride = check_stride(stride, config.block_size)
+    draft_block_size = draft.config.block_size
+    draft_stride = check_stride(None, draft_block_size)
+    sequence = list(prompt) or [config.eos_token_ids[0]]
+    prompt_length = len(sequence)
+    end = prompt_length + params.max_new_tokens
+    cache = KVCache(target, 1, min(end - 1, config.block_size))
+    draft_cache = KVCache(draft, 1, min(end - 1, draft_block_size))
+    while len(sequence) < end:
+        start = window_start(len(sequence), config.block_size, stride)
+        # All positions of a pass see this window: none crosses a hop.
+        room = start + config.block_size - len(sequence)
+        count = min(gamma, room, end - len(sequence) - 1)
+        drafts = []
+        draft_probs = []
+        for _ in range(count):
+            text = sequence + drafts
+            window = text[window_start(len(text), draft_block_size, draft_stride) :]
+            logits = next_logits(draft, [window], draft_cache)[0]
+            logits = penalize(logits, params, [text], [prompt_length])
+            draft_probs.append(sampling_probs(logits, params))
+            if params.temperature == 0:  # the draw is known, and looking it up is faster
+                drawn = logits.argmax(dim=-1)
+            else:
+                drawn = torch.multinomial(draft_probs[-1], 1, generator=generator)
+            drafts.append(drawn.item())
+        # No cache is rolled back: `match` forgets refused drafts when it meets the next window.
+        logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
+        texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
+        logits = penalize(logits, params, texts, [prompt_length] * len(texts))
+        q = torch.cat([logits[:0], *draft_probs])
+        accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
+        tokens = drafts[:accepted] + [token]
+        stays = [token not in config.eos_token_ids or params.ignore_eos for token in tokens]
+        tokens = tokens[: first_false(stays) + 1]
+        sequence += tokens
+        yield Pass(tokens, drafts, accepted)
+        if not all(stays):
+            return
 
 
 def verify(
