@@ -1,6 +1,9 @@
 """What the lessons' tests share: tiny models, the embedded one, and the command line."""
 
+import runpy
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import hypothesis
@@ -97,14 +100,40 @@ def tiny():
     return build
 
 
+def save_speaking(build, directory, **shape) -> Path:
+    """Save a random model, block_size 64, of the embedded model's vocabulary. build: as `tiny`."""
+    save_model(build(dtype=torch.float32, vocab_size=4096, block_size=64, **shape), directory)
+    shutil.copy(CHECKPOINTS / "stories" / "tokenizer.json", directory)
+    return directory
+
+
 @pytest.fixture
 def tiny_checkpoint(tiny, tmp_path):
     """A directory with a random model, block_size 64, of the embedded model's vocabulary."""
-    save_model(
-        tiny(dtype=torch.float32, vocab_size=4096, block_size=64, eos_token_id=4095), tmp_path
-    )
-    shutil.copy(CHECKPOINTS / "stories" / "tokenizer.json", tmp_path)
-    return tmp_path
+    return save_speaking(tiny, tmp_path, eos_token_id=4095)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny, tmp_path_factory):
+    """A model in which each token is an EOS, so a run that does not ignore EOS ends after one."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    save_model(tiny(dtype=torch.float32, block_size=64, eos_token_ids=tuple(range(61))), directory)
+    return directory
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock on which only passes take time: a second for each position that a model computes."""
+    seconds = [0.0]
+    hidden = GPT.hidden
+
+    def timed(self, tokens, *args):
+        seconds[0] += tokens.numel()
+        return hidden(self, tokens, *args)
+
+    monkeypatch.setattr(GPT, "hidden", timed)
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
+    return seconds
 
 
 @pytest.fixture(scope="session")
@@ -138,6 +167,20 @@ def run_main(capsys, monkeypatch, encodings):
         except SystemExit as exit:
             code = exit.code
         return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def run_file(capsys, monkeypatch):
+    """A function that runs a script as `python FILE`, but in this process: exit code, stdout."""
+
+    def run(file, *args) -> tuple[int, str]:
+        assert (ROOT / file).is_file()
+        monkeypatch.setattr(sys, "argv", [file, *args])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / file), run_name="__main__")
+        return ended.value.code, capsys.readouterr().out
 
     return run
 
