@@ -1,0 +1,197 @@
+"""Is speculation faster than its cached target alone? python benchmark_speculative.py --gamma 3."""
+
+import dataclasses
+import itertools
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import torch
+
+import benchmark_common as common
+from command_line import STORIES, Parser, pick_dtype
+from errors import UserError
+from infer import SamplingParams, generate
+from infer_speculative import Pass, generate_speculative
+from load import load_model, parse_name
+from tokenizer import load_encoding
+
+PROMPTS = (
+    "Once upon a time",
+    "One day, a little boy named Tim",
+    "Lily and her mom went to the park.",
+    "The big dog was sad because",
+    "Sara had a red ball. She liked to",
+    "There was a bird who wanted to fly.",
+)
+
+
+def passes(
+    target, draft, prompt: list[int], params: SamplingParams, gamma: int, generator=None
+) -> Iterator[Pass]:
+    """Passes of the target: by itself, with its cache, where gamma is 0."""
+    if gamma == 0:
+        return (Pass(step, [], 0) for step in generate(target, [prompt], params, generator))
+    return generate_speculative(target, draft, prompt, params, gamma, generator)
+
+
+def run_once(
+    names: tuple,
+    dtype: torch.dtype,
+    device: str,
+    prompt: list[int],
+    params: SamplingParams,
+    gamma: int,
+) -> None:
+    """Load what it takes and generate one text, for its memory."""
+    target = load_model(names[0], dtype, device)
+    draft = load_model(names[1], dtype, device) if gamma else None
+    list(passes(target, draft, prompt, params, gamma))
+
+
+def check(target, draft, prompt: list[int], params: SamplingParams, gammas: list[int]) -> None:
+    """Exit unless all modes have the same greedy tokens, or the cache gives close logits.
+
+    The tokens count in float32, the logits in half precision.
+    """
+    texts = []
+    for gamma in gammas:
+        items = passes(target, draft, prompt, params, gamma)
+        texts.append([token for item in items for token in item.tokens])
+    if target.dtype != torch.float32:
+        tokens = torch.tensor([prompt + texts[0]], device=target.device)
+        common.check_half_precision(target, tokens, piece=max(gammas) + 1)
+    elif any(text != texts[0] for text in texts):
+        sys.exit("speculation does not generate the target's text: no timing of wrong results")
+
+
+def check_options(args) -> None:
+    """Raise UserError for a pair or a length that says nothing."""
+    random = [name for name in (args.target, args.draft) if parse_name(name).kind == "random"]
+    if random:
+        why = "a random model agrees with no other, so speculation says nothing; train a pair"
+        raise UserError(f"{random[0]}: {why}")
+    least = 2 * (max(args.gamma) + 1)
+    shortest = min(args.max_new_tokens)
+    if shortest < least:
+        why = f"two passes may make {least}; give at least that"
+        raise UserError(f"--max-new-tokens {shortest}: {why}")
+
+
+def encode_prompts(args, config) -> list[list[int]]:
+    """The prompts of a run. Raises UserError if the target's window cannot hold their texts."""
+    encoding = load_encoding(args.target, config.vocab_size)
+    prompts = [encoding.encode(text) for text in PROMPTS[: args.prompts]]
+    longest = max(args.max_new_tokens) + max(len(prompt) for prompt in prompts)
+    if longest > config.block_size:
+        size = config.block_size
+        raise UserError(f"{longest} tokens do not fit the target's window of {size}")
+    return prompts
+
+
+def measure(args, device: str, results: common.ResultsFile) -> None:
+    """Time all modes for each dtype, length, temperature, repeat and prompt.
+
+    Raises UserError for bad options.
+    """
+    check_options(args)
+    gammas = [0, *args.gamma]
+    names = (args.target, args.draft)
+    settings = []
+    for temperature in args.temperature:
+        settings.append(SamplingParams(ignore_eos=True, temperature=temperature))
+    for dtype in [pick_dtype(name, device) for name in args.dtype]:
+        target, draft = (load_model(name, dtype, device) for name in names)
+        prompts = encode_prompts(args, target.config)
+        about = common.describe(args.target, target, device, args.draft)
+        peak = common.bandwidth(device, dtype)
+        for length in args.max_new_tokens:
+            greedy = SamplingParams(max_new_tokens=length, ignore_eos=True)
+            for prompt in prompts:
+                check(target, draft, prompt, greedy, gammas)
+            alone = (run_once, names, dtype, device, prompts[0], greedy)
+            memory = {}
+            for gamma in gammas:
+                memory[gamma] = common.in_own_process(device, [], *alone, gamma) / 1e6
+            for setting in settings:
+                params = dataclasses.replace(setting, max_new_tokens=length)
+                for gamma in gammas:
+                    list(passes(target, draft, prompts[0], params, gamma))  # to warm up
+                runs = itertools.product(range(args.repeats), enumerate(prompts), gammas)
+                for repeat, (number, prompt), gamma in runs:
+                    generator = torch.Generator(device).manual_seed(len(PROMPTS) * repeat + number)
+                    steps = passes(target, draft, prompt, params, gamma, generator)
+                    items, first, rest = common.timed(steps, device)
+                    skip = len(items[0].tokens)
+                    row = common.speeds(target, [prompt], length, first, rest, peak, skip)
+                    if gamma:
+                        row |= speculation(items)
+                    results.write(
+                        **about | row,
+                        mode=f"gamma {gamma}" if gamma else "target",
+                        temperature=params.temperature,
+                        prompt=number,
+                        repeat=repeat,
+                        peak_memory_mb=memory[gamma],
+                    )
+
+
+def speculation(items: list[Pass]) -> dict:
+    """The columns about drafts. The roofline is that of the target alone."""
+    drafts = sum(len(item.drafts) for item in items)
+    return {
+        "roofline_share": None,
+        "acceptance": sum(item.accepted for item in items) / drafts if drafts else None,
+        "tokens_per_pass": sum(len(item.tokens) for item in items) / len(items),
+    }
+
+
+def plot(summary):
+    """Speed-up over the cached target by gamma, a line for each setting.
+
+    Bars go from the smallest to the largest.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    drafted = summary[summary["mode"] != "target"]
+    gammas = drafted["mode"].str.removeprefix("gamma ").astype(int)
+    lines = drafted.groupby(["dtype", "new_tokens", "temperature"], sort=False)
+    for index, (setting, rows) in enumerate(lines):
+        median, low, high = (rows[f"speedup_{name}"] for name in ("median", "min", "max"))
+        # A little aside, so that bars do not cover each other.
+        at = gammas[rows.index] + 0.03 * (index - (len(lines) - 1) / 2)
+        spread = [median - low, high - median]
+        label = "{}, {} tokens, temperature {}".format(*setting)
+        axes.errorbar(at, median, yerr=spread, marker="o", capsize=3, label=label)
+    axes.axhline(1, color="grey", linestyle="--", label="the target alone, with its cache")
+    axes.set_xticks(sorted(set(gammas)))
+    axes.set_xlabel("gamma: drafts for each pass of the target")
+    axes.set_ylabel("decode rate / that of the target")
+    axes.set_ylim(0, None)
+    names = textwrap.fill("{} drafted by {}".format(*summary.loc[0, ["model", "draft"]]), 90)
+    title = f"Speculative decoding: median, min and max of paired ratios\n{names}"
+    axes.set_title(title, fontsize="medium")
+    axes.legend(fontsize="small", loc="lower left")
+    return figure
+
+
+def main(argv=None) -> None:
+    about = "Time speculative decoding against its cached target, on beginnings of stories."
+    parser = Parser(description=about)
+    gamma = {"type": common.whole_number(1, 16), "default": [2, 3, 4]}
+    parser.add_argument("--gamma", **common.LIST, **gamma, help="drafts a pass, 1 to 16")
+    temperature = {"type": float, "default": [0.0, 0.8]}
+    parser.add_argument("--temperature", **common.LIST, **temperature, help="0: greedy")
+    parser.add_argument("--target", default=STORIES, help="directory, gpt2[-medium|-large|-xl]")
+    small = STORIES.with_name("stories-draft")
+    parser.add_argument("--draft", default=small, help="a smaller one, same vocabulary")
+    prompts = {"type": common.whole_number(1, len(PROMPTS)), "default": len(PROMPTS)}
+    parser.add_argument("--prompts", **prompts, help="how many, 1 to %(default)s")
+    common.add_options(parser, "speculative_cpu.csv", lengths=[200], repeats=2)
+    common.run_benchmark(parser, measure, "target", plot, argv)
+
+
+if __name__ == "__main__":
+    main()
