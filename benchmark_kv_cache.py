@@ -1,0 +1,192 @@
+"""What does the cache gain, and how fast is transformers? python benchmark_kv_cache.py."""
+
+import importlib.util
+import itertools
+import sys
+import tempfile
+import textwrap
+
+import torch
+
+import benchmark_common as common
+from command_line import MOST_TEXTS, STORIES, Parser, pick_dtype
+from errors import UserError
+from infer import SamplingParams, generate
+from load import load_model, save_model
+
+MODES = ("cache", "no cache", "transformers")
+PEER_IMPORTS = ["transformers.models.gpt2.modeling_gpt2", "transformers.generation.utils"]
+
+
+def load(mode: str, directory, dtype: torch.dtype, device: str):
+    """The model as that mode runs it."""
+    if mode != "transformers":
+        return load_model(directory, dtype, device)
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    peer = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+    peer.generation_config.eos_token_id = None  # so that it ignores EOS
+    return peer
+
+
+def run(
+    mode: str, model, prompts: list[list[int]], length: int, device: str
+) -> tuple[list, float, float]:
+    """Greedy steps of one token a prompt, the seconds to the first, and from there to the last."""
+    if mode != "transformers":
+        params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+        return common.timed(generate(model, prompts, params, use_cache=mode == "cache"), device)
+    inputs = torch.tensor(prompts, device=device)
+    clock = Clock(device)
+    options = {"max_new_tokens": length, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    options |= {"attention_mask": torch.ones_like(inputs), "streamer": clock}
+    began = common.now(device)
+    tokens = model.generate(inputs, **options)
+    ended = common.now(device)
+    steps = tokens[:, inputs.shape[1] :].t().tolist()
+    return steps, clock.times[1] - began, ended - clock.times[1]
+
+
+class Clock:
+    """A streamer of transformers' generate: it gets the prompt first, then each step's tokens."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.times = []  # of the first two
+
+    def put(self, tokens) -> None:
+        if len(self.times) < 2:
+            self.times.append(common.now(self.device))
+
+    def end(self) -> None:
+        pass
+
+
+def run_once(
+    mode: str, directory, dtype: torch.dtype, device: str, prompts: list[list[int]], length: int
+) -> None:
+    """Load the model and generate once, for its memory."""
+    run(mode, load(mode, directory, dtype, device), prompts, length, device)
+
+
+def check(ours, models: dict, prompts: list[list[int]], length: int, device: str) -> None:
+    """Exit unless all modes make the same greedy tokens, or logits that are close.
+
+    The tokens count in float32, the logits in half precision; texts are of that length in both.
+    """
+    texts = {mode: run(mode, model, prompts, length, device)[0] for mode, model in models.items()}
+    first = next(iter(texts.values()))
+    exact = ours.dtype == torch.float32
+    for text in texts.values():
+        if len(text) != length or (exact and text != first):
+            sys.exit(f"{', '.join(texts)} do not make the same tokens: no timing of wrong results")
+    if not exact:
+        peer = models.get("transformers")
+        generated = torch.tensor(first[:-1]).t()
+        tokens = torch.cat([torch.tensor(prompts), generated], dim=1).to(device)
+        common.check_half_precision(ours, tokens, peer=peer and (lambda text: peer(text).logits))
+
+
+def usable(names: list[str]) -> list[str]:
+    """The modes that can run here, in their order; a line on stderr says if one cannot.
+
+    Raises UserError if none can.
+    """
+    modes = [mode for mode in MODES if mode in names]
+    if "transformers" in modes and importlib.util.find_spec("transformers") is None:
+        modes.remove("transformers")
+        missing = "transformers is not installed: its rows are missing; pip install transformers"
+        print(missing, file=sys.stderr)
+        if not modes:
+            raise UserError("--modes transformers: nothing else to run")
+    return modes
+
+
+def measure(args, device: str, results: common.ResultsFile) -> None:
+    """Time all modes for each model, dtype, batch size, length and repeat.
+
+    Raises UserError for bad options.
+    """
+    modes = usable(args.modes)
+    dtypes = [pick_dtype(name, device) for name in args.dtype]
+    names = common.models_that_fit(args.model, max(args.max_new_tokens) + args.prompt_tokens)
+    for name, dtype in itertools.product(names, dtypes):
+        model = load_model(name, dtype, device)
+        about = common.describe(name, model, device)
+        peak = common.bandwidth(device, dtype)
+        with tempfile.TemporaryDirectory() as directory:  # all modes load the same file
+            save_model(model, directory)
+            models = dict.fromkeys(modes, model)
+            if "transformers" in modes:
+                models["transformers"] = load("transformers", directory, dtype, device)
+            for batch_size, length in itertools.product(args.batch_size, args.max_new_tokens):
+                vocab_size = model.config.vocab_size
+                prompts = common.random_prompts(vocab_size, batch_size, args.prompt_tokens)
+                check(model, models, prompts, length, device)  # this also warms up
+                memory = {}
+                for mode in modes:
+                    imports = PEER_IMPORTS if mode == "transformers" else []
+                    alone = (run_once, mode, directory, dtype, device, prompts, length)
+                    memory[mode] = common.in_own_process(device, imports, *alone) / 1e6
+                for repeat, mode in itertools.product(range(args.repeats), modes):
+                    _, first, rest = run(mode, models[mode], prompts, length, device)
+                    # Without a cache none is read, and all positions are computed.
+                    read = None if mode == "no cache" else model
+                    results.write(
+                        **about | common.speeds(read, prompts, length, first, rest, peak),
+                        mode=mode,
+                        temperature=0.0,
+                        prompt=0,
+                        repeat=repeat,
+                        peak_memory_mb=memory[mode],
+                    )
+
+
+def plot(summary):
+    """Decode rate by length, a line for each mode.
+
+    A row of panels for each model and dtype, a column for each batch size.
+    """
+    from matplotlib.figure import Figure
+
+    models = list(summary.groupby(["model", "dtype"], sort=False).groups)
+    sizes = list(summary["batch_size"].unique())
+    figure = Figure(figsize=(1.5 + 4 * len(sizes), 3.7 * len(models)), layout="constrained")
+    panels = figure.subplots(len(models), len(sizes), squeeze=False)
+    lines = summary.groupby(["model", "dtype", "batch_size", "mode"], sort=False)
+    for (model, dtype, batch_size, mode), rows in lines:
+        axes = panels[models.index((model, dtype))][sizes.index(batch_size)]
+        rate = "decode_tokens_per_s"
+        median, low, high = (rows[f"{rate}_{name}"] for name in ("median", "min", "max"))
+        spread = [median - low, high - median]
+        axes.errorbar(rows["new_tokens"], median, yerr=spread, marker="o", capsize=3, label=mode)
+        title = f"{textwrap.fill(model, 45)}\n{dtype}, batch size {batch_size}"
+        axes.set_title(title, fontsize="medium")
+        axes.set_xticks(sorted(set(summary["new_tokens"])))
+        axes.set(xlabel="new tokens in each text", ylim=(0, None))
+    for axes in panels[:, 0]:
+        axes.set_ylabel("decode rate, tokens/s in all texts")
+    panels[0][0].legend(fontsize="small")
+    figure.suptitle("Greedy decoding after the first token: median, min and max")
+    return figure
+
+
+def main(argv=None) -> None:
+    about = "Time greedy decoding with the cache, without it, and by transformers' generate."
+    parser = Parser(description=about)
+    models = {"nargs": "+", "default": [str(STORIES)]}
+    names = "directories, gpt2[-medium|-large|-xl] or random:gpt2"
+    parser.add_argument("--model", **models, help=names)
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="what to time")
+    sizes = {"type": common.whole_number(1, MOST_TEXTS), "default": [1]}
+    parser.add_argument("--batch-size", **common.LIST, **sizes, help="texts at once")
+    tokens = {"type": common.whole_number(1), "default": 16}
+    parser.add_argument("--prompt-tokens", **tokens, help="random ids in each prompt")
+    common.add_options(parser, "kv_cache_cpu.csv", lengths=[60, 120, 220], repeats=3)
+    common.run_benchmark(parser, measure, "no cache", plot, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""Lesson 19: three ways to the same tokens, timed apart; the peer may be missing."""
+
+import importlib.util
+import time
+
+import pandas
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+
+def test_help_names_the_modes(run_file):
+    code, out = run_file("benchmark_kv_cache.py", "--help")
+    assert code == 0
+    assert "{cache,no cache,transformers}" in out and "kv_cache_cpu.csv" in out
+
+
+@pytest.fixture
+def bench(checkpoint, tmp_path, run_main, monkeypatch):
+    """A function that runs the benchmark on that model: exit code, the rows, stderr."""
+    import benchmark_kv_cache as script
+
+    alone = []  # what would have run in a process of its own, which takes seconds
+
+    def in_own_process(*job):
+        alone.append(job)
+        return 1e6 * len(alone)
+
+    monkeypatch.setattr(script.common, "in_own_process", in_own_process)
+    monkeypatch.setattr(script.common, "bandwidth", lambda *_: 1e9)
+    small = ("--repeats", 2, "--max-new-tokens", 6, 9, "--prompt-tokens", 5)
+
+    def run(*args):
+        output = tmp_path / "run.csv"
+        files = ("--model", checkpoint, "--output", output)
+        code, _, err = run_main(script.main, *files, *small, *args)
+        return code, pandas.read_csv(output) if output.exists() else None, err
+
+    run.alone = alone
+    run.plot = script.plot
+    monkeypatch.setattr(script, "plot", lambda summary: Figure())  # the real one takes a while
+    return run
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock on which only passes take time: a second for each position that a model computes."""
+    from transformers import GPT2Model
+
+    from model import GPT
+
+    seconds = [0.0]
+    hidden = GPT.hidden
+    forward = GPT2Model.forward
+
+    def ours(self, tokens, *args):
+        seconds[0] += tokens.numel()
+        return hidden(self, tokens, *args)
+
+    def peers(self, input_ids, **options):
+        seconds[0] += input_ids.numel()
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(GPT, "hidden", ours)
+    monkeypatch.setattr(GPT2Model, "forward", peers)
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
+    return seconds
+
+
+def test_a_row_for_each_run_of_each_mode(bench, tmp_path, monkeypatch):
+    import benchmark_kv_cache as script
+
+    figures = []
+
+    def plot(summary):
+        figures.append(bench.plot(summary))
+        return figures[0]
+
+    monkeypatch.setattr(script, "plot", plot)
+    code, rows, _ = bench("--batch-size", 1, 3, 1, "--max-new-tokens", 6, 9, 6)
+    assert code == 0
+    # Batch sizes, lengths, repeats, modes: each value once.
+    assert len(rows) == 2 * 2 * 2 * 3
+    assert list(rows["mode"][:6]) == ["cache", "no cache", "transformers"] * 2  # in turns
+    assert list(rows["repeat"][:6]) == [0, 0, 0, 1, 1, 1]
+    assert list(rows["new_tokens"][:12]) == 6 * [6] + 6 * [9]
+    assert list(rows["batch_size"]) == 12 * [1] + 12 * [3]
+    assert set(rows["prompt_tokens"]) == {5}
+    assert set(rows["temperature"]) == {0}
+    assert rows["draft"].isna().all()
+    assert rows["roofline_share"].notna().equals(rows["mode"] != "no cache")
+    assert list(rows["peak_memory_mb"][:3]) == [1, 2, 3]  # millions of bytes, of each mode
+    summary = pandas.read_csv(tmp_path / "run_summary.csv")
+    assert len(summary) == 12
+    assert set(summary[summary["mode"] == "no cache"]["speedup_median"]) == {1}
+    panels = figures[0].axes
+    titles = [panel.get_title().splitlines()[-1] for panel in panels]
+    assert titles == ["float32, batch size 1", "float32, batch size 3"]
+    for panel in panels:
+        assert panel.get_legend_handles_labels()[1] == list(script.MODES)
+    assert (tmp_path / "run.png").stat().st_size > 5000
+
+
+def test_time_is_that_of_the_passes_each_mode_needs(bench, clock):
+    code, rows, _ = bench("--batch-size", 3, "--max-new-tokens", 5, "--repeats", 1)
+    by_mode = rows.set_index("mode")
+    assert code == 0
+    assert set(by_mode["first_token_s"]) == {3 * 5}  # each prefills three prompts of 5
+    rates = by_mode["decode_tokens_per_s"]
+    assert rates["cache"] == 1 == rates["transformers"]
+    assert rates["no cache"] == pytest.approx(4 / (6 + 7 + 8 + 9), rel=1e-3)
+
+
+def test_half_precision_holds_the_peer_to_our_logits_in_each_row(bench, monkeypatch):
+    import benchmark_kv_cache as script
+
+    checked = []
+    check = script.common.check_half_precision
+
+    def recorded(model, tokens, peer):
+        checked.append((model.dtype, tokens.shape, peer))
+        check(model, tokens, peer=peer)
+
+    monkeypatch.setattr(script.common, "check_half_precision", recorded)
+    code, rows, _ = bench("--dtype", "bfloat16", "--batch-size", 2, "--max-new-tokens", 6)
+    assert code == 0
+    assert len(rows) == 6
+    assert set(rows["dtype"]) == {"bfloat16"}
+    ((dtype, shape, peer),) = checked
+    assert dtype == torch.bfloat16
+    assert shape == (2, 5 + 5)
+    assert peer(torch.zeros(1, 4, dtype=int)).shape == (1, 4, 61)
+    assert bench("--dtype", "bfloat16", "--modes", "cache")[0] == 0
+    assert checked[-1][2] is None
+    spoil_the_peer(monkeypatch)
+    code, *_ = bench("--dtype", "bfloat16")
+    assert "log-probabilities are off" in code
+
+
+def spoil_the_peer(monkeypatch):
+    """Let transformers' model have no positions."""
+    import benchmark_kv_cache as script
+
+    load = script.load
+
+    def wrong(mode, *args):
+        model = load(mode, *args)
+        if mode == "transformers":
+            with torch.no_grad():
+                model.transformer.wpe.weight.zero_()
+        return model
+
+    monkeypatch.setattr(script, "load", wrong)
+
+
+def test_different_tokens_are_not_timed(bench, monkeypatch):
+    spoil_the_peer(monkeypatch)
+    code, rows, _ = bench()
+    assert "do not make the same tokens" in code
+    assert rows is None
+
+
+@pytest.mark.parametrize(
+    "dtype, spoil",
+    [
+        ("float32", lambda steps: steps[1:]),
+        ("bfloat16", lambda steps: steps[1:]),
+        ("float32", lambda steps: steps[:-1] + [[60 - token for token in steps[-1]]]),
+    ],
+    ids=["shorter", "shorter in half precision", "another last token"],
+)
+def test_texts_that_differ_at_the_end_are_not_timed(bench, monkeypatch, dtype, spoil):
+    import benchmark_kv_cache as script
+
+    generate = script.generate
+
+    def wrong(*args, use_cache):
+        steps = list(generate(*args, use_cache=use_cache))
+        return steps if use_cache else spoil(steps)
+
+    monkeypatch.setattr(script, "generate", wrong)
+    code, rows, _ = bench("--modes", "cache", "no cache", "--dtype", dtype)
+    assert "do not make the same tokens" in code
+    assert rows is None
+
+
+def test_each_run_has_the_same_prompts(bench):
+    found = []
+    for _ in range(2):
+        bench("--modes", "cache", "--batch-size", 2, "--max-new-tokens", 2)
+        found.append(bench.alone[-1][-2])
+    first, second = found
+    assert first == second
+    assert first[0] != first[1]
+    assert [len(prompt) for prompt in first] == [5, 5]
+
+
+def test_memory_is_of_one_run_of_one_mode(bench, monkeypatch):
+    import benchmark_kv_cache as script
+
+    runs = []
+
+    def fake(mode, model, prompts, length, device):
+        runs.append((mode, len(prompts), length))
+        return [[1]] * length, 1, 1
+
+    monkeypatch.setattr(script, "run", fake)
+    bench("--max-new-tokens", 6, "--batch-size", 2)
+    assert [job[1] for job in bench.alone] == [[], [], script.PEER_IMPORTS]
+    runs.clear()
+    monkeypatch.setattr(script, "load", lambda mode, *_: None)
+    for _, _, function, *arguments in bench.alone:
+        function(*arguments)
+    assert runs == [(mode, 2, 6) for mode in script.MODES]
+
+
+def test_without_the_peer_its_rows_are_missing_and_it_says_so(bench, monkeypatch):
+    find_spec = importlib.util.find_spec
+
+    def without_it(name):
+        return None if name == "transformers" else find_spec(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_it)
+    code, rows, err = bench()
+    assert code == 0
+    assert set(rows["mode"]) == {"cache", "no cache"}
+    assert "transformers is not installed" in err
+    code, rows, err = bench("--modes", "cache")
+    assert code == 0
+    assert set(rows["mode"]) == {"cache"}
+    assert "not installed" not in err
+    code, _, err = bench("--modes", "transformers")
+    assert code == 2
+    assert "nothing else to run" in err
+
+
+def test_a_model_named_twice_is_timed_once_and_random_ones_need_no_files(
+    bench, checkpoint, monkeypatch, tiny
+):
+    import benchmark_kv_cache as script
+
+    monkeypatch.chdir(checkpoint)
+    small = tiny(dtype=torch.float32, block_size=64)
+    load_model = script.load_model
+
+    def load(name, *args):
+        return small if name == "random:gpt2" else load_model(name, *args)
+
+    monkeypatch.setattr(script, "load_model", load)
+    models = (".", checkpoint, "random:gpt2")
+    code, rows, _ = bench("--model", *models, "--modes", "cache", "--max-new-tokens", 2)
+    assert code == 0
+    names = [str(checkpoint.resolve()), "random:gpt2"]
+    assert list(rows["model"]) == [name for name in names for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("--max-new-tokens", 6, 60), "65 tokens do not fit the window"),
+        (("--max-new-tokens", 1), "--max-new-tokens"),
+        (("--batch-size", 0), "--batch-size"),
+        (("--batch-size", 1_000_000), "--batch-size"),
+        (("--prompt-tokens", 0), "--prompt-tokens"),
+        (("--model", "nowhere"), "nowhere"),
+        (("--model", "random:gpt2", "--prompt-tokens", 1020), "1029 tokens"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(bench, tmp_path, args, said):
+    code, rows, err = bench(*args)
+    assert code == 2
+    assert said in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_longest_text_that_fits_runs(bench):
+    assert bench("--max-new-tokens", 59, "--modes", "cache")[0] == 0
