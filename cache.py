@@ -34,6 +34,21 @@ class KVCache:
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
 
+    def select(self, rows: list[int]) -> None:
+        """Row i becomes a copy of what row rows[i] held.
+
+        A row may be taken often or never, and their number may change.
+        """
+        moved = [row for row, source in enumerate(rows) if row != source]
+        if len(rows) != len(self.tokens):
+            self.storage = self.storage[:, :, rows]
+        elif moved:
+            # In place, and only what is in use: a decode step takes less time than a whole copy.
+            used = self.storage[..., : max(len(held) for held in self.tokens), :]
+            used[:, :, moved] = used[:, :, [rows[row] for row in moved]]
+        # Each row gets a list of its own: `match` cuts them.
+        self.tokens = [list(self.tokens[row]) for row in rows]
+
     def match(self, windows: list[list[int]], keep: int = 1) -> list[int]:
         """Keep what each row shares with its window, but for the window's last `keep` tokens.
 

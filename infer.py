@@ -5,6 +5,7 @@ import dataclasses
 import signal
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 # Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -115,6 +116,78 @@ def generate(
         for sequence, token, done in zip(sequences, step, finished):
             if not done:  # a finished row passes the token before its EOS again
                 sequence.append(token)
+
+
+BEAM_LIMITS = {  # argument of beam_search: its type, which values are valid, how to say that
+    "num_beams": (int, lambda v: 1 <= v <= 2**16, "an integer from 1 to 65536"),
+}
+
+
+class Beam(NamedTuple):
+    """A text that beam search has found."""
+
+    tokens: list[int]  # generated ones, EOS included
+    score: float  # the sum of their log-probabilities
+
+
+@torch.inference_mode()
+def beam_search(
+    model: GPT,
+    prompt: list[int],
+    num_beams: int,
+    max_new_tokens: int = 220,
+    ignore_eos: bool = False,
+    use_cache: bool = True,
+    stride: int | None = None,
+) -> list[Beam]:
+    """Search for probable continuations of a prompt.
+
+    In each step, of all texts that are longer by one token, the best are kept.
+    num_beams: how many to keep, 1 to 65536. The other arguments are those of `generate`.
+    Returns at most num_beams finished texts, best first: they end in EOS or have max_new_tokens
+    tokens; for 0 there is none. The search ends when no running text can get among them any more,
+    as in transformers with early_stopping="never".
+    Raises UserError for a value out of range, and where `generate` does.
+    """
+    SamplingParams(max_new_tokens, ignore_eos)  # checks them
+    check_limits(BEAM_LIMITS, num_beams=num_beams)
+    prompt = list(prompt) or [model.config.eos_token_ids[0]]
+    eos = () if ignore_eos else model.config.eos_token_ids
+    block_size = model.config.block_size
+    stride = check_stride(stride, block_size)
+    longest = len(prompt) + max_new_tokens - 1  # the last token is not passed
+    cache = KVCache(model, 1, min(longest, block_size)) if use_cache else None
+    running = [Beam([], 0.0)]  # best first; the score of a running text is its sum
+    finished = []
+    for length in range(1, max_new_tokens + 1):
+        start = window_start(len(prompt) + length - 1, block_size, stride)
+        windows = [(prompt + tokens)[start:] for tokens, _ in running]
+        logits = next_logits(model, windows, cache)[:, 0]
+        # float64, because many terms are added; on the CPU, because MPS has no float64.
+        logprobs = logits.cpu().double().log_softmax(dim=-1)
+        sums = torch.tensor([score for _, score in running], dtype=torch.float64)
+        sums = (sums[:, None] + logprobs).flatten()  # (running * vocab_size)
+        # So many that num_beams can go on even if each row has all its EOS tokens among them.
+        best = sums.topk(min(num_beams * (1 + len(eos)), len(sums)))
+        parents = []
+        candidates = []
+        for rank, (total, index) in enumerate(zip(best.values.tolist(), best.indices.tolist())):
+            row, token = divmod(index, logits.shape[-1])
+            tokens = running[row].tokens + [token]
+            if token not in eos and length < max_new_tokens:
+                parents.append(row)
+                candidates.append(Beam(tokens, total))
+            elif rank < num_beams:  # the candidates after these are there to go on, not to end
+                finished.append(Beam(tokens, total))
+        running = candidates[:num_beams]
+        finished = sorted(finished, key=lambda beam: beam.score, reverse=True)[:num_beams]
+        full = len(finished) == num_beams
+        # A sum can only fall.
+        if not running or (full and running[0].score <= finished[-1].score):
+            break
+        if cache:
+            cache.select(parents[:num_beams])
+    return finished
 
 
 @torch.inference_mode()
@@ -339,6 +412,9 @@ def main(argv=None) -> None:
     parser.add_argument(
         "--no-cache", action="store_true", help="compute all positions again in each step"
     )
+    parser.add_argument(
+        "--num-beams", type=int, help="search for a probable text, keeping that many in each step"
+    )
     add_options(parser)
     add_sampling_options(parser)
     run_script(parser, run, argv)
@@ -349,6 +425,7 @@ def run(args) -> None:
 
     Raises UserError for bad input.
     """
+    check_beam_options(args)
     params = sampling_params(args)
     prompts = read_prompts(args)
     source = parse_name(args.model)
@@ -359,12 +436,47 @@ def run(args) -> None:
     encoding = load_encoding(source, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
+    if args.num_beams is not None:
+        return print_beams(args, model, tokens, Output(prompts, encoding, skip))
     with Output(prompts, encoding, skip, seed if params.temperature else None) as output:
         for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)
             output.end_step()
+
+
+def check_beam_options(args) -> None:
+    """Raise UserError for options that do not go together with or without --num-beams."""
+    if args.num_beams is None:
+        return
+    unused = dataclasses.asdict(SamplingParams(args.max_new_tokens, args.ignore_eos))
+    unused |= {"num_samples": 1, "seed": None}
+    refused = [name for name, default in unused.items() if getattr(args, name) != default]
+    if refused:
+        names = ", ".join("--" + name.replace("_", "-") for name in refused)
+        raise UserError(f"--num-beams neither draws nor penalises tokens; leave out {names}")
+
+
+def print_beams(args, model: GPT, prompts: list[list[int]], output: Output) -> None:
+    """Search for each prompt by itself: the best text to stdout, how it scored to stderr."""
+    options = {
+        "ignore_eos": args.ignore_eos,
+        "use_cache": not args.no_cache,
+        "stride": args.stride,
+    }
+    found = []
+    with output:
+        for row, prompt in enumerate(prompts):
+            beams = beam_search(model, prompt, args.num_beams, args.max_new_tokens, **options)
+            for tokens, score in beams[:1]:
+                for token in tokens:
+                    output.add(row, token)
+                output.end_step()
+                best = f"{len(tokens)} tokens, the best of {len(beams)} texts"
+                found.append(f"sum of log-probabilities {score:.6g}, {best}")
+    for line in found:
+        print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":
