@@ -120,6 +120,7 @@ def generate(
 
 BEAM_LIMITS = {  # argument of beam_search: its type, which values are valid, how to say that
     "num_beams": (int, lambda v: 1 <= v <= 2**16, "an integer from 1 to 65536"),
+    "length_penalty": (int | float, lambda v: -10 <= v <= 10, "a number in [-10, 10]"),
 }
 
 
@@ -127,7 +128,7 @@ class Beam(NamedTuple):
     """A text that beam search has found."""
 
     tokens: list[int]  # generated ones, EOS included
-    score: float  # the sum of their log-probabilities
+    score: float  # the sum of their log-probabilities / len(tokens) ** length_penalty
 
 
 @torch.inference_mode()
@@ -139,18 +140,20 @@ def beam_search(
     ignore_eos: bool = False,
     use_cache: bool = True,
     stride: int | None = None,
+    length_penalty: float = 0.0,
 ) -> list[Beam]:
     """Search for probable continuations of a prompt.
 
     In each step, of all texts that are longer by one token, the best are kept.
-    num_beams: how many to keep, 1 to 65536. The other arguments are those of `generate`.
+    num_beams: how many to keep, 1 to 65536. length_penalty: -10 to 10; above 0 favours long texts.
+    The other arguments are those of `generate`.
     Returns at most num_beams finished texts, best first: they end in EOS or have max_new_tokens
     tokens; for 0 there is none. The search ends when no running text can get among them any more,
     as in transformers with early_stopping="never".
     Raises UserError for a value out of range, and where `generate` does.
     """
     SamplingParams(max_new_tokens, ignore_eos)  # checks them
-    check_limits(BEAM_LIMITS, num_beams=num_beams)
+    check_limits(BEAM_LIMITS, num_beams=num_beams, length_penalty=length_penalty)
     prompt = list(prompt) or [model.config.eos_token_ids[0]]
     eos = () if ignore_eos else model.config.eos_token_ids
     block_size = model.config.block_size
@@ -178,12 +181,16 @@ def beam_search(
                 parents.append(row)
                 candidates.append(Beam(tokens, total))
             elif rank < num_beams:  # the candidates after these are there to go on, not to end
-                finished.append(Beam(tokens, total))
+                finished.append(Beam(tokens, total / length**length_penalty))
         running = candidates[:num_beams]
         finished = sorted(finished, key=lambda beam: beam.score, reverse=True)[:num_beams]
         full = len(finished) == num_beams
-        # A sum can only fall.
-        if not running or (full and running[0].score <= finished[-1].score):
+        # A sum can only fall. Its best divisor is that of the longest text, or with a penalty below
+        # 0 of the next one. No run comes to 2**53 tokens, and larger powers would overflow.
+        best_length = min(max_new_tokens, 2**53) if length_penalty > 0 else length + 1
+        if not running or (
+            full and running[0].score / best_length**length_penalty <= finished[-1].score
+        ):
             break
         if cache:
             cache.select(parents[:num_beams])
@@ -415,6 +422,9 @@ def main(argv=None) -> None:
     parser.add_argument(
         "--num-beams", type=int, help="search for a probable text, keeping that many in each step"
     )
+    parser.add_argument(
+        "--length-penalty", type=float, help="for --num-beams; above 0: longer; 0 if not given"
+    )
     add_options(parser)
     add_sampling_options(parser)
     run_script(parser, run, argv)
@@ -449,6 +459,8 @@ def run(args) -> None:
 def check_beam_options(args) -> None:
     """Raise UserError for options that do not go together with or without --num-beams."""
     if args.num_beams is None:
+        if args.length_penalty is not None:
+            raise UserError("--length-penalty is for --num-beams only")
         return
     unused = dataclasses.asdict(SamplingParams(args.max_new_tokens, args.ignore_eos))
     unused |= {"num_samples": 1, "seed": None}
@@ -465,16 +477,25 @@ def print_beams(args, model: GPT, prompts: list[list[int]], output: Output) -> N
         "use_cache": not args.no_cache,
         "stride": args.stride,
     }
+    penalty = 0.0 if args.length_penalty is None else args.length_penalty
     found = []
     with output:
         for row, prompt in enumerate(prompts):
-            beams = beam_search(model, prompt, args.num_beams, args.max_new_tokens, **options)
+            beams = beam_search(
+                model,
+                prompt,
+                args.num_beams,
+                args.max_new_tokens,
+                length_penalty=penalty,
+                **options,
+            )
             for tokens, score in beams[:1]:
                 for token in tokens:
                     output.add(row, token)
                 output.end_step()
+                total = f"sum of log-probabilities {score * len(tokens) ** penalty:.6g}"
                 best = f"{len(tokens)} tokens, the best of {len(beams)} texts"
-                found.append(f"sum of log-probabilities {score:.6g}, {best}")
+                found.append(f"score {score:.6g}, {total}, {best}")
     for line in found:
         print(line, file=sys.stderr)
 
