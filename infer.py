@@ -316,7 +316,53 @@ def sample(
     """
     if params.temperature == 0:
         return logits.argmax(dim=-1)
-    return torch.multinomial(sampling_probs(logits, params), 1, generator=generator)[:, 0]
+    logits = apply_temperature(logits, params.temperature)
+    logits = top_k_filter(logits, params.top_k)
+    # As torch.multinomial does for one draw; but never 0: argmax takes 0 / 0 for the largest.
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)
+    return race(logits, noise, params.top_p)
+
+
+MAX_ROUNDS = 8  # of fastest_inside, before it sorts
+
+
+def race(logits: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
+    """Draw from the softmax of `top_p_filter(logits, p)`: all tokens race, those it keeps can win.
+
+    logits: (B, vocab_size), -inf where a token is out. noise: exponential random numbers above 0,
+    the same shape; the probability of a token divided by its number is its speed. Returns (B,) ids,
+    those that `torch.multinomial` draws after the filter from the same numbers.
+    """
+    probs = torch.softmax(logits, dim=-1)
+    speeds = probs / noise
+    if p == 1:
+        return speeds.argmax(dim=-1)
+    winners = [fastest_inside(*row, p) for row in zip(logits, probs, speeds)]
+    return torch.tensor(winners, device=logits.device)
+
+
+def fastest_inside(
+    logits: torch.Tensor, probs: torch.Tensor, speeds: torch.Tensor, p: float
+) -> int:
+    """The fastest of the tokens that `top_p_filter` keeps, found without sorting, for p below 1.
+
+    logits, probs, speeds: of one row, (vocab_size,). After FlashInfer's rejection sampling, which
+    draws again where this takes the next one of the same race.
+    """
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
+    for _ in range(MAX_ROUNDS):
+        winner = speeds.argmax().item()
+        # Before it in the order of the filter: larger logits, and equal ones with a lower id.
+        # Not probabilities, for several logits may have one.
+        best = logits[winner]
+        before = torch.cat((logits[:winner] >= best, logits[winner:] > best))
+        # Rounded once, at the end, as in the filter's cumsum.
+        mass = torch.where(before, probs, 0).sum(dtype=exact).to(probs.dtype)
+        if mass < p or mass == 0:  # the most likely token stays, even where p rounds to 0
+            return winner
+        speeds = speeds.masked_fill(~before, -1)  # the winner and all behind it are out
+    return speeds.masked_fill(top_p_filter(logits, p) == -torch.inf, -1).argmax().item()
 
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
