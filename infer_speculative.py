@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 # Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
@@ -46,7 +46,7 @@ class Pass(NamedTuple):
 
     # Added to the text: accepted drafts, then one token of the target's; nothing after an EOS.
     tokens: list[int]
-    drafts: list[int]  # proposed by the draft model
+    drafts: list[int]  # proposed by the drafter
     # How many of them the target accepted, also where the text ends before the last of these.
     accepted: int
 
@@ -54,7 +54,7 @@ class Pass(NamedTuple):
 @torch.inference_mode()
 def generate_speculative(
     target: GPT,
-    draft: GPT,
+    draft: GPT | Callable[..., tuple[list[int], torch.Tensor | None]],
     prompt: list[int],
     params: SamplingParams,
     gamma: int = 3,
@@ -64,7 +64,8 @@ def generate_speculative(
     """Continue a prompt as `infer.generate` does with the target alone.
 
     The text is the same if greedy, else of the same distribution, but for rounding.
-    The draft model proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
+    The drafter proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
+    draft: a model, or a function that proposes, as `ModelDrafter.propose` does.
     generator, stride: as in `infer.generate`; the draft model's window moves by half of its own
     block_size.
     Yields passes, of `params.max_new_tokens` tokens in all at most.
@@ -72,39 +73,26 @@ def generate_speculative(
     `infer.generate` does.
     """
     check_limits(LIMITS, gamma=gamma)
-    check_vocabularies(target.config, draft.config)
     config = target.config
     stride = check_stride(stride, config.block_size)
-    draft_block_size = draft.config.block_size
-    draft_stride = check_stride(None, draft_block_size)
     sequence = list(prompt) or [config.eos_token_ids[0]]
     prompt_length = len(sequence)
     end = prompt_length + params.max_new_tokens
     cache = KVCache(target, 1, min(end - 1, config.block_size))
-    draft_cache = KVCache(draft, 1, min(end - 1, draft_block_size))
+    propose = draft
+    if isinstance(draft, GPT):
+        check_vocabularies(config, draft.config)
+        propose = ModelDrafter(draft, end - 1, params, generator).propose
     while len(sequence) < end:
         start = window_start(len(sequence), config.block_size, stride)
         # All positions of a pass see this window: none crosses a hop.
         room = start + config.block_size - len(sequence)
         count = min(gamma, room, end - len(sequence) - 1)
-        drafts = []
-        draft_probs = []
-        for _ in range(count):
-            text = sequence + drafts
-            window = text[window_start(len(text), draft_block_size, draft_stride) :]
-            logits = next_logits(draft, [window], draft_cache)[0]
-            logits = penalize(logits, params, [text], [prompt_length])
-            draft_probs.append(sampling_probs(logits, params))
-            if params.temperature == 0:  # the draw is known, and looking it up is faster
-                drawn = logits.argmax(dim=-1)
-            else:
-                drawn = torch.multinomial(draft_probs[-1], 1, generator=generator)
-            drafts.append(drawn.item())
+        drafts, q = propose(sequence, count, prompt_length)
         # No cache is rolled back: `match` forgets refused drafts when it meets the next window.
         logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
         texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
         logits = penalize(logits, params, texts, [prompt_length] * len(texts))
-        q = torch.cat([logits[:0], *draft_probs])
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
         tokens = drafts[:accepted] + [token]
         stays = [token not in config.eos_token_ids or params.ignore_eos for token in tokens]
@@ -113,6 +101,49 @@ def generate_speculative(
         yield Pass(tokens, drafts, accepted)
         if not all(stays):
             return
+
+
+class ModelDrafter:
+    """A model that drafts for one text, of at most max_len tokens when it drafts.
+
+    It has a cache of its own.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        max_len: int,
+        params: SamplingParams,
+        generator: torch.Generator | None = None,
+    ):
+        self.model = model
+        self.params = params
+        self.generator = generator
+        self.block_size = model.config.block_size
+        self.stride = check_stride(None, self.block_size)
+        self.cache = KVCache(model, 1, min(max_len, self.block_size))
+
+    def propose(
+        self, sequence: list[int], count: int, prompt_length: int
+    ) -> tuple[list[int], torch.Tensor]:
+        """Up to count drafts to follow the text, and q: what each of them was drawn from.
+
+        q: (drafts, vocab_size). prompt_length: how much of the text is its prompt, for penalties.
+        """
+        drafts = []
+        q = torch.empty(count, self.model.config.vocab_size, device=self.model.device)
+        for index in range(count):
+            text = sequence + drafts
+            window = text[window_start(len(text), self.block_size, self.stride) :]
+            logits = next_logits(self.model, [window], self.cache)[0]
+            logits = penalize(logits, self.params, [text], [prompt_length])[0]  # (vocab_size,)
+            q[index] = sampling_probs(logits, self.params)
+            if self.params.temperature == 0:  # the draw is known, and looking it up is faster
+                drawn = logits.argmax()
+            else:
+                drawn = torch.multinomial(q[index], 1, generator=self.generator)
+            drafts.append(drawn.item())
+        return drafts, q
 
 
 def verify(
