@@ -1,6 +1,21 @@
-"""What a draft needs to be of use to another model."""
+"""Guesses at the next tokens of a text, and what they need to be of use to another model."""
 
 from errors import UserError
+
+
+def lookup(tokens: list[int], count: int, longest: int = 3, shortest: int = 2) -> list[int]:
+    """Up to count tokens that followed the newest earlier occurrence of the last `longest` tokens.
+
+    If they are new, one token less is tried, down to `shortest`; then there is no guess, []. An
+    occurrence may overlap the end of the text.
+    """
+    for size in range(longest, shortest - 1, -1):
+        newest = tokens[-size:]
+        # Not from the end of the text itself: nothing follows it.
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if tokens[start : start + size] == newest:
+                return tokens[start + size : start + size + count]
+    return []
 
 
 def check_vocabularies(target, draft) -> None:

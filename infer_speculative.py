@@ -23,7 +23,7 @@ from command_line import (
     read_prompts,
     run_script,
 )
-from drafts import check_vocabularies
+from drafts import check_vocabularies, lookup
 from errors import check_limits
 from infer import (
     SamplingParams,
@@ -65,7 +65,7 @@ def generate_speculative(
 
     The text is the same if greedy, else of the same distribution, but for rounding.
     The drafter proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
-    draft: a model, or a function that proposes, as `ModelDrafter.propose` does.
+    draft: a model, or a function that proposes, as `ModelDrafter.propose` and `propose_lookup` do.
     generator, stride: as in `infer.generate`; the draft model's window moves by half of its own
     block_size.
     Yields passes, of `params.max_new_tokens` tokens in all at most.
@@ -93,6 +93,9 @@ def generate_speculative(
         logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
         texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
         logits = penalize(logits, params, texts, [prompt_length] * len(texts))
+        if q is None:
+            chosen = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
+            q = torch.nn.functional.one_hot(chosen, config.vocab_size).float()
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
         tokens = drafts[:accepted] + [token]
         stays = [token not in config.eos_token_ids or params.ignore_eos for token in tokens]
@@ -144,6 +147,14 @@ class ModelDrafter:
                 drawn = torch.multinomial(q[index], 1, generator=self.generator)
             drafts.append(drawn.item())
         return drafts, q
+
+
+def propose_lookup(sequence: list[int], count: int, prompt_length: int) -> tuple[list[int], None]:
+    """Drafts from the text itself, by `lookup`; the arguments are those of `ModelDrafter.propose`.
+
+    None: nothing is drawn, so all of q is on the drafts. Saxena 2023, "Prompt Lookup Decoding".
+    """
+    return lookup(sequence, count), None
 
 
 def verify(
@@ -221,7 +232,7 @@ def main(argv=None) -> None:
     )
     target_help = "whose text it is: directory, gpt2[-medium|-large|-xl]"
     parser.add_argument("--target", default=STORIES, help=target_help)
-    draft_help = "a smaller one, same vocabulary"
+    draft_help = "a smaller one, same vocabulary; lookup: copies from the text before"
     parser.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
     parser.add_argument(
         "--gamma", type=int, default=3, help="how many tokens to draft for a pass; 1 to 16"
@@ -246,7 +257,7 @@ def run(args) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     dtype = pick_dtype(args.dtype, device)
     target = load_model(source, dtype, device)
-    draft = load_model(args.draft, dtype, device)
+    draft = propose_lookup if args.draft == "lookup" else load_model(args.draft, dtype, device)
     encoding = load_encoding(source, target.config.vocab_size)
     skip = () if params.ignore_eos else target.config.eos_token_ids
     shown_seed = seed if params.temperature else None
