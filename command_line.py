@@ -17,7 +17,12 @@ from tokenizer import TextStream
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 # A limit, because lists for 10**9 texts fill the memory before any tensor is made.
 MOST_TEXTS = 2**16
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,9 +57,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
     )
-    parser.add_argument(
-        "--dtype", default="float32", choices=DTYPES, help="of the weights and activations"
-    )
+    dtype_help = "of weights and activations; int8: weights only"
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
 
 
 def read_prompts(args) -> list[str]:
@@ -113,6 +117,8 @@ def pick_device(name: str) -> str:
 def pick_dtype(name: str, device: str) -> torch.dtype:
     """The torch dtype of that name. Raises UserError if the device has no products of it."""
     dtype = DTYPES[name]
+    if dtype == torch.int8:
+        return dtype  # of the weights only: products are computed in float32
     try:
         torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
     except (RuntimeError, TypeError):

@@ -1,6 +1,7 @@
 """A model from its name: what a name means, and how a model is loaded and saved."""
 
 import functools
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from checkpoint import read_json, read_tensors, write_checkpoint
 from config import gpt_fields, read_gpt_config
 from errors import UserError, memory_for
+from int8 import Int8Embedding, store, to_int8, with_int8_layers
 from model import GPT, GPTConfig
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -132,7 +134,7 @@ def load_config(name) -> GPTConfig:
 
 
 def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> GPT:
-    """Load a model for inference, straight to its dtype and device.
+    """Load a model for inference, straight to its dtype and device; torch.int8: as int8.py has it.
 
     name: what `parse_name` understands: a directory in Hugging Face form, `gpt2`, `gpt2-medium`,
     `gpt2-large` or `gpt2-xl` from the hub, or `random:` before one of these, for its shape with
@@ -144,18 +146,23 @@ def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> GPT:
     with torch.device("meta"):
         model = GPT(config)
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    floats = torch.float32 if dtype == torch.int8 else dtype  # of all that is not int8
     with memory_for(f"{source.label}: {size:,} bytes of weights"):
         if source.kind == "random":
             seeded = torch.Generator(device).manual_seed(0)  # the same weights in each process
-            model = model.to(dtype).to_empty(device=device).tie_weights()
-            return model.init_weights(generator=seeded).eval()
+            model = model.to(floats).to_empty(device=device).tie_weights()
+            model.init_weights(generator=seeded).eval()
+            return to_int8(model) if dtype == torch.int8 else model
         shapes = {key: weight.shape for key, weight in model.named_parameters()}
-        weights = {
-            key: torch.empty(shape, dtype=dtype, device=device) for key, shape in shapes.items()
-        }
+        if dtype == torch.int8:
+            with_int8_layers(model)
+        weights = {}
+        for key, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            kind = tensor.dtype if tensor.dtype == torch.int8 else floats
+            weights[key] = torch.empty(tensor.shape, dtype=kind, device=device)
         file = source.directory / "model.safetensors"
         for key, rows, block in read_tensors(file, shapes, PREFIX, SKIPPED, TRANSPOSED):
-            weights[key][rows] = block
+            store(weights, key, rows, block)
     model.load_state_dict(weights, assign=True, strict=False)
     return model.tie_weights().eval()
 
@@ -163,8 +170,11 @@ def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> GPT:
 def save_model(model: GPT, directory) -> None:
     """Write `config.json` and `model.safetensors`, in the weights' dtype; transformers reads them.
 
-    Raises UserError if they cannot be written; then nothing half-written is left.
+    Raises UserError if they cannot be written; then nothing half-written is left. Raises ValueError
+    for weights in int8, which this format does not hold.
     """
+    if isinstance(model.wte, Int8Embedding):
+        raise ValueError("a model with int8 weights is not saved; save the one it was made from")
     fields = gpt_fields(model.config) | {"dtype": str(model.dtype).removeprefix("torch.")}
     # Not state_dict: there the head is a second name for the embedding, and would be written twice.
     weights = {}

@@ -14,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from errors import UserError
+from int8 import Int8Embedding
 
 # layer, q, k, v -> attended values
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -130,12 +131,14 @@ class GPT(nn.Module):
     def tie_weights(self) -> "GPT":
         """Make the head and the token embedding one parameter, as they are in GPT-2."""
         self.lm_head.weight = self.wte.weight
+        if isinstance(self.wte, Int8Embedding):
+            self.lm_head.scale = self.wte.scale
         return self
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
-        return self.wte.weight.dtype
+        """Of activations and caches, and of all weights that are not int8."""
+        return self.ln_f.weight.dtype
 
     @property
     def device(self) -> torch.device:

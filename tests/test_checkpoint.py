@@ -259,6 +259,7 @@ LIBRARIES = {
     "checkpoint",
     "config",
     "errors",
+    "int8",
     "load",
     "model",
     "tokenizer",
