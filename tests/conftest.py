@@ -1,5 +1,6 @@
 """What the lessons' tests share: tiny models, the embedded one, and the command line."""
 
+import gc
 import runpy
 import shutil
 import sys
@@ -17,6 +18,8 @@ from model import GPT, GPTConfig
 hypothesis.settings.register_profile("course", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("course")
 
+# The libraries are a million objects that stay, and to look for garbage among them takes time.
+gc.set_threshold(100_000)
 # On a busy machine several threads wait for each other, and tiny models need one.
 torch.set_num_threads(1)
 
@@ -119,6 +122,36 @@ def checkpoint(tiny, tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / "tiny"
     save_model(tiny(dtype=torch.float32, block_size=64, eos_token_ids=tuple(range(61))), directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory, request):
+    """Native code is compiled into a directory of this session and its workers, not the user's."""
+    from native import build
+
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if hasattr(request.config, "workerinput") else base) / "compiled"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.delenv("CC", raising=False)
+        build.load()
+        yield
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """native.build, as in a process that has compiled nothing; an empty cache; and little code."""
+    from native import build
+
+    build.load.cache_clear()
+    for name in ("CC", "CFLAGS", "LDFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "small.c"
+    source.write_text('const char kernel[64] = "small"; int linear(void) { return 1; }\n')
+    monkeypatch.setattr(build, "SOURCE", source)
+    yield build
+    build.load.cache_clear()
 
 
 @pytest.fixture

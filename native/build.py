@@ -1,0 +1,219 @@
+"""Compile gpt.c for this machine, once for each source, compiler and processor, and load it."""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("gpt.c")
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=default",
+    "-fno-semantic-interposition",
+    "-fno-fast-math",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+)
+WIDE = ("-march=native", "-mprefer-vector-width=512")
+NATIVE = WIDE, ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler takes
+SECONDS = 120  # that one run of the compiler may take
+
+
+class BuildError(Exception):
+    """Why there is no compiled code: one line."""
+
+
+@functools.cache
+def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
+    """The compiled gpt.c. target: flags that name a processor, None for this one.
+
+    $CC is the compiler, else cc, else that of the Python package ziglang; $CFLAGS and $LDFLAGS come
+    before the flags of this file. The code is kept in `cache_directory`, or compiled in each run
+    where that is not a directory of this user alone. Raises BuildError.
+    """
+    try:
+        compiler = shlex.split(os.environ.get("CC", "")) or default_compiler()
+        options = [*shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
+        # Not $CFLAGS: -ffast-math there would make the whole process round tiny numbers to 0.
+        linking = [*compiler, "-O3", *shlex.split(os.environ.get("LDFLAGS", ""))]
+    except ValueError as error:  # a quotation without its end
+        raise BuildError(f"$CC, $CFLAGS or $LDFLAGS: {error}") from None
+    try:
+        flags, macros = predefined([*compiler, *options], NATIVE if target is None else (target,))
+        compiling = [*compiler, *options, *flags]
+        about = repr((compiling, linking, openmp())).encode()
+        key = hashlib.sha256(b"\0".join([macros, about, SOURCE.read_bytes()])).hexdigest()
+        directory, file = find(key)
+        if file is None:
+            with removed_on_sigterm(), tempfile.TemporaryDirectory(dir=directory) as temporary:
+                file = compile_into(Path(temporary), compiling, linking)
+                return open_library(keep(file, directory, key) if directory else file)
+        return open_library(file)
+    except OSError as error:
+        raise BuildError(f"gpt.c cannot be compiled: {error}") from None
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"the C compiler {compiler[0]} takes more than {SECONDS} s") from None
+
+
+def default_compiler() -> list[str]:
+    """cc; where there is none, the C compiler in the Python package ziglang. Raises BuildError."""
+    if shutil.which("cc"):
+        return ["cc"]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise BuildError("there is no C compiler; `pip install ziglang` brings one, for one thread")
+
+
+def predefined(command: list[str], choices: tuple) -> tuple[tuple[str, ...], bytes]:
+    """The first of these flags that the compiler takes, and the macros that it then predefines.
+
+    They tell its version, and each instruction set that it may use. Raises BuildError.
+    """
+    for flags in choices:
+        try:
+            return flags, call([*command, *flags, "-dM", "-E", "-x", "c", os.devnull])
+        except BuildError as error:
+            reason = error
+    raise reason
+
+
+def find(key: str) -> tuple[Path | None, Path | None]:
+    """The directory of compiled code, if there is one for this user alone, and the file in it.
+
+    The file is called KEY-HASH.so; nobody else can have changed it, and its bytes have that hash.
+    A note on stderr says what comes now if there is none.
+    """
+    try:
+        directory = cache_directory()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not only_ours(directory):
+            raise PermissionError(f"{directory} is not a directory of this user alone")
+        for file in directory.glob(f"{key}-*.so"):
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            if only_ours(file) and file.stem == f"{key}-{digest}":
+                return directory, file
+        tempfile.TemporaryFile(dir=directory).close()  # can it be written to?
+        print("note: gpt.c is compiled for this processor, once", file=sys.stderr)
+        return directory, None
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        print(f"note: gpt.c is compiled in each run: {error}", file=sys.stderr)
+        return None, None
+
+
+def keep(library: Path, directory: Path, key: str) -> Path:
+    """Name a compiled file, now that it is whole; several processes may do this at once."""
+    try:
+        library.chmod(0o700)
+        digest = hashlib.sha256(library.read_bytes()).hexdigest()
+        return library.replace(directory / f"{key}-{digest}.so")
+    except OSError as error:
+        print(f"note: gpt.c is compiled in each run: {error}", file=sys.stderr)
+        return library
+
+
+def cache_directory() -> Path:
+    """Where compiled code is kept: $XDG_CACHE_HOME or ~/.cache, and in it one of this project."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-native"
+
+
+def only_ours(path: Path) -> bool:
+    """Whether this user owns a file or directory, and nobody else can write to it."""
+    about = path.stat()
+    owner = os.getuid() if hasattr(os, "getuid") else about.st_uid
+    return about.st_uid == owner and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def openmp() -> list[str]:
+    """Torch's own OpenMP library: with another one, two pools of threads would share the cores."""
+    library = Path(importlib.util.find_spec("torch").origin).parent / "lib"
+    patterns = ("libgomp*", "libomp*", "libiomp5*")
+    return sorted(str(file) for pattern in patterns for file in library.glob(pattern))[:1]
+
+
+def compile_into(directory: Path, compiling: list[str], linking: list[str]) -> Path:
+    """Compile gpt.c, for one thread if the compiler's OpenMP is not torch's. Raises BuildError."""
+    code = str(directory / "gpt.o")
+    library = directory / "gpt.so"
+    link = [*linking, "-shared", code, "-lm", "-o", str(library)]
+    if sys.platform == "linux":
+        link.append("-Wl,-z,defs")
+    for threads, libraries in ((["-fopenmp"], openmp()), ([], [])):
+        try:
+            call([*compiling, *threads, "-c", str(SOURCE), "-o", code])
+            call([*link, *libraries])
+            if library.exists():
+                return library
+            raise BuildError("the C compiler wrote no file")
+        except BuildError as error:
+            reason = error
+    raise reason
+
+
+def call(command: list[str]) -> bytes:
+    """What a compiler prints. Raises BuildError with its first error, or TimeoutExpired."""
+    name = "ziglang" if "ziglang" in command[:3] else command[0]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    english = os.environ | {"LC_ALL": "C"}
+    try:
+        process = subprocess.Popen(command, **pipes, env=english, start_new_session=True)
+    except OSError as error:
+        raise BuildError(f"the C compiler {name} cannot be run: {error.strerror}") from None
+    with process:
+        try:
+            output, errors = process.communicate(timeout=SECONDS)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # a compiler has processes of its own
+            raise
+    if process.returncode:
+        lines = errors.decode(errors="replace").splitlines() or ["no reason given"]
+        reason = next((line for line in lines if "error:" in line), lines[0])
+        raise BuildError(f"the C compiler {name} failed: {reason}")
+    return output
+
+
+@contextlib.contextmanager
+def removed_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends this block by an exception, so that its temporary files are removed."""
+
+    def end(number, frame):
+        raise SystemExit(128 + number)
+
+    default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if not default or threading.current_thread() is not threading.main_thread():
+        yield  # a program has its own way to end, and other threads may not change that
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def open_library(file: Path) -> ctypes.CDLL:
+    """Load a library. Raises BuildError."""
+    try:
+        library = ctypes.CDLL(str(file))
+        ctypes.c_char.in_dll(library, "kernel")
+        return library
+    except (OSError, ValueError) as error:  # ValueError: it has no such symbol
+        raise BuildError(f"the compiled gpt.c cannot be loaded: {error}") from None
+
+
+def kernel() -> str:
+    """What the compiled code uses of this processor, such as "AVX-512 VNNI"."""
+    return (ctypes.c_char * 64).in_dll(load(), "kernel").value.decode()
