@@ -1,9 +1,9 @@
 PYTHON ?= python3
 
-demo: .venv/installed tags  ## write a story with the embedded model, on the CPU
+demo: .venv/compiled tags  ## write a story with the embedded model, on the CPU
 	.venv/bin/python infer.py --prompt "Once upon a time" --device cpu
 
-test: .venv/installed tags  ## run the tests of this commit
+test: .venv/compiled tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
 book: .venv/installed tags  ## make the lessons as web pages, in book/
@@ -11,6 +11,12 @@ book: .venv/installed tags  ## make the lessons as web pages, in book/
 
 tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python lessons.py tag --quiet
+
+.venv/compiled: .venv/installed native/gpt.c native/build.py
+	@echo "compiling native/gpt.c, which takes some seconds, once"
+	@.venv/bin/python -c "from native.build import load; load()" 2>/dev/null || \
+	echo "there is no compiled code (python infer.py --backend native says why); torch does as well"
+	@touch $@
 
 NEW = import sys; sys.exit(sys.version_info < (3, 11))
 

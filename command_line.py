@@ -12,6 +12,9 @@ from pathlib import Path
 import torch
 
 from errors import UserError, memory_for
+from load import load_model
+from model import GPT
+from native import BuildError, kernel, use_native
 from tokenizer import TextStream
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
@@ -59,6 +62,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     dtype_help = "of weights and activations; int8: weights only"
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
+    backend_help = "what computes; native: C code for this CPU; auto: that where it can"
+    parser.add_argument(
+        "--backend", default="auto", choices=("auto", "torch", "native"), help=backend_help
+    )
 
 
 def read_prompts(args) -> list[str]:
@@ -125,6 +132,35 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
         reason = f"{device} does not compute in it; float32 works everywhere"
         raise UserError(f"--dtype {name}: {reason}") from None
     return dtype
+
+
+def load_models(names: list, args, device: str) -> list[GPT]:
+    """The models of a command line, in its dtype and with its backend.
+
+    Raises UserError for a model that cannot be loaded, or a backend, a dtype and a device that do
+    not go together.
+    """
+    dtype = pick_dtype(args.dtype, device)
+    native = device == "cpu" and args.dtype == "int8"
+    if args.backend == "native" and not native:
+        allowed = "--device cpu and --dtype int8"
+        raise UserError(f"--backend native is for {allowed}; not {device} and {args.dtype}")
+    models = [load_model(name, dtype, device) for name in names]
+    if native and args.backend != "torch":
+        go_native(models, named=args.backend == "native")
+    return models
+
+
+def go_native(models: list[GPT], named: bool) -> None:
+    """Let C compute what it can. A note says what it lacks if it was asked for by name."""
+    try:
+        for model in models:
+            use_native(model)
+        if named and ("plain C" in kernel() or "one thread" in kernel()):
+            note = f"without what makes it fast: {kernel()}"
+            print(f"note: --backend native: {note}", file=sys.stderr)
+    except BuildError as error:
+        print(f"note: {error}; torch computes instead", file=sys.stderr)
 
 
 def pick_seed(seed: int | None) -> int:

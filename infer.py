@@ -19,14 +19,14 @@ from command_line import (
     Output,
     Parser,
     add_options,
+    load_models,
     pick_device,
-    pick_dtype,
     pick_seed,
     read_prompts,
     run_script,
 )
 from errors import UserError, check_limits
-from load import load_model, parse_name
+from load import parse_name
 from model import GPT, causal_attention
 from tokenizer import load_encoding
 
@@ -487,7 +487,7 @@ def run(args) -> None:
     source = parse_name(args.model)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
-    model = load_model(source, pick_dtype(args.dtype, device), device)
+    (model,) = load_models([source], args, device)
     generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]

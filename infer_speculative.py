@@ -17,8 +17,8 @@ from command_line import (
     Output,
     Parser,
     add_options,
+    load_models,
     pick_device,
-    pick_dtype,
     pick_seed,
     read_prompts,
     run_script,
@@ -33,7 +33,7 @@ from infer import (
     sampling_params,
     sampling_probs,
 )
-from load import load_model, parse_name
+from load import parse_name
 from model import GPT
 from tokenizer import load_encoding
 
@@ -255,9 +255,9 @@ def run(args) -> None:
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     generator = torch.Generator(device).manual_seed(seed)
-    dtype = pick_dtype(args.dtype, device)
-    target = load_model(source, dtype, device)
-    draft = propose_lookup if args.draft == "lookup" else load_model(args.draft, dtype, device)
+    names = [source] if args.draft == "lookup" else [source, args.draft]
+    target, *drafts = load_models(names, args, device)
+    draft = drafts[0] if drafts else propose_lookup
     encoding = load_encoding(source, target.config.vocab_size)
     skip = () if params.ignore_eos else target.config.eos_token_ids
     shown_seed = seed if params.temperature else None

@@ -176,7 +176,7 @@ def encodings() -> dict:
 
 
 @pytest.fixture
-def run_main(capsys, monkeypatch, encodings):
+def run_main(capsys, monkeypatch, encodings, compiled):
     """A function that runs a script's `main` with these arguments, in this process.
 
     It returns the exit code, stdout and stderr.
