@@ -1,7 +1,8 @@
-// Products with int8 weights on a CPU.
+// Products with int8 and float32 weights on a CPU.
 //
 // A parallel region runs on all threads. Loops with `#pragma omp for` are shared out, and end where
-// all threads have arrived. In comments T is the number of tokens.
+// all threads have arrived, but for those with `nowait`.
+// In comments T is the number of tokens.
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -14,11 +15,13 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct {       // y = x W^T + bias
-  const void *weight;  // (out, in), int8
-  const float *scale;  // (out)
+  const void *weight;  // (out, in), int8 if there is a scale, float if not
+  const float *scale;  // (out) or NULL
   const float *bias;   // (out) or NULL
   int64_t out, in;
 } Linear;
+
+// int8 --------------------------------------------------------------------------------------------
 
 #ifdef _OPENMP
 #define THREADS ""
@@ -63,26 +66,29 @@ INLINE Sums add_products(Sums sums, const int16_t *x, const int8_t *w) {
 }
 #endif
 
-// Output o of T tokens, from their int8 values (T, in) and scales (T), into y: (T, out).
-INLINE void int8_output(const int T, const Linear *l, int64_t o, const int16_t *x,
-                        const float *x_scale, float *y) {
+// Outputs o to o + R - 1 of T tokens, from their int8 values (T, in) and scales (T).
+INLINE void int8_outputs(const int T, const int R, const Linear *l, int64_t o, const int16_t *x,
+                         const float *x_scale, float y[R][T]) {
   const int sums_each = T == 1 ? 4 : T < 4 ? 2 : 1, all_lanes = sums_each * sizeof(Sums) / 4;
   const int8_t *w = (const int8_t *)l->weight + o * l->in;
   int64_t n = l->in, whole = n - n % (sums_each * STEP);
-  Sums sums[T][sums_each];
+  Sums sums[R][T][sums_each];
   memset(sums, 0, sizeof sums);
   for (int64_t i = 0; i < whole; i += sums_each * STEP)
     for (int s = 0; s < sums_each; s++)
-      for (int t = 0; t < T; t++)
-        sums[t][s] = add_products(sums[t][s], x + t * n + i + s * STEP, w + i + s * STEP);
-  for (int t = 0; t < T; t++) {
-    int32_t lanes[all_lanes], sum = 0;
-    memcpy(lanes, sums[t], sizeof lanes);
-    for (int lane = 0; lane < all_lanes; lane++) sum += lanes[lane];
-    for (int64_t i = whole; i < n; i++) sum += x[t * n + i] * w[i];
-    float product = (float)sum * (x_scale[t] * l->scale[o]);
-    y[t * l->out + o] = l->bias ? product + l->bias[o] : product;
-  }
+      for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) {
+          const int16_t *a = x + t * n + i + s * STEP;
+          sums[r][t][s] = add_products(sums[r][t][s], a, w + r * n + i + s * STEP);
+        }
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++) {
+      int32_t lanes[all_lanes], sum = 0;
+      memcpy(lanes, sums[r][t], sizeof lanes);
+      for (int lane = 0; lane < all_lanes; lane++) sum += lanes[lane];
+      for (int64_t i = whole; i < n; i++) sum += x[t * n + i] * w[r * n + i];
+      y[r][t] = (float)sum * (x_scale[t] * l->scale[o + r]);
+    }
 }
 
 // A row of n floats to whole numbers from -127 to 127 and a scale, with the roundings of int8.py's
@@ -104,19 +110,101 @@ static void quantize(int64_t n, const float *x, int16_t *values, float *scale) {
     memset(values, 0, n * sizeof *values);  // 0 times infinity or NaN is NaN: the outputs show it
 }
 
-// y: (T, out), the outputs for x: (T, in), which is rounded into values and scale.
+// float32 -----------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+enum { WIDTH = 16 };  // floats in a vector
+#define FUSED(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
+#elif defined(__AVX2__) && defined(__FMA__)
+enum { WIDTH = 8 };
+#define FUSED(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+#else
+enum { WIDTH = 4 };
+#define FUSED(a, b, c) ((a) * (b) + (c))
+#endif
+typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+#define VECTOR(p) (*(const Vector *)(p))
+
+// The sum of all numbers in `count` vectors, 1, 2 or 4: halves are added until one number is left.
+INLINE float total(const int count, const Vector *v) {
+  typedef float Four __attribute__((vector_size(16)));
+  Four fours[count * WIDTH / 4];
+  memcpy(fours, v, sizeof fours);
+  for (int half = count * WIDTH / 8; half; half /= 2)
+    for (int i = 0; i < half; i++) fours[i] += fours[i + half];
+  return (fours[0][0] + fours[0][2]) + (fours[0][1] + fours[0][3]);
+}
+
+// Outputs o to o + R - 1 of T tokens, from x: (T, in). A row of the weight is read from its start
+// to its end, which is the order that memory is fastest in. Few tokens get several sums each,
+// because a sum waits for its last product.
+INLINE void float_outputs(const int T, const int R, const Linear *l, int64_t o, const float *x,
+                          float y[R][T]) {
+  const int sums_each = T == 1 ? 4 : T < 4 ? 2 : 1;
+  const float *w = (const float *)l->weight + o * l->in;
+  int64_t n = l->in, whole = n - n % (sums_each * WIDTH);
+  Vector sums[R][T][sums_each];
+  memset(sums, 0, sizeof sums);
+  for (int64_t i = 0; i < whole; i += sums_each * WIDTH)
+    for (int s = 0; s < sums_each; s++)
+      for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) {
+          const float *a = x + t * n + i + s * WIDTH, *b = w + r * n + i + s * WIDTH;
+          // Two rows at once are no order that memory foresees.
+          if (R > 1 && t == 0) __builtin_prefetch(b + R * n);
+          sums[r][t][s] = FUSED(VECTOR(a), VECTOR(b), sums[r][t][s]);
+        }
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++) {
+      float sum = total(sums_each, sums[r][t]);
+      for (int64_t i = whole; i < n; i++) sum += x[t * n + i] * w[r * n + i];
+      y[r][t] = sum;
+    }
+}
+
+// both --------------------------------------------------------------------------------------------
+
+INLINE void some_outputs(const int T, const int R, const Linear *l, int64_t o, const float *x,
+                         const int16_t *values, const float *scale, float *y) {
+  float sums[R][T];
+  if (l->scale)
+    int8_outputs(T, R, l, o, values, scale, sums);
+  else
+    float_outputs(T, R, l, o, x, sums);
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++)
+      y[t * l->out + o + r] = l->bias ? sums[r][t] + l->bias[o + r] : sums[r][t];
+}
+
+// y: (T, out), takes the outputs. x: (T, in); if the weight is int8, in values and scale. It does
+// not wait for the other threads.
+static void outputs(const Linear *l, int64_t T, const float *x, const int16_t *values,
+                    const float *scale, float *y) {
+#define OUTPUTS(T, R, o) \
+  some_outputs(T, R, l, o, x + t * l->in, values + t * l->in, scale + t, y + t * l->out)
+// Few tokens wait for memory, which is fastest when it reads one row after the other.
+#define ONE(n) case n: for (int64_t each = o; each < end; each++) OUTPUTS(n, 1, each); break;
+// Many tokens wait for arithmetic, and two outputs share the reading of x.
+#define TWO(n) case n: OUTPUTS(n, 2, o); break;
+#pragma omp for schedule(static) nowait
+  for (int64_t o = 0; o < l->out; o += 2)
+    for (int64_t t = 0, n; t < T; t += n) {
+      int64_t end = o + 2 < l->out ? o + 2 : l->out, left = T - t;
+      n = left >= 8 && end == o + 2 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+      switch (n) { ONE(1) ONE(2) ONE(4) TWO(8) }
+    }
+}
+
+// y: (T, out), the outputs for x: (T, in), which is rounded into values and scale if the weight is
+// int8.
 void linear(const Linear *l, int64_t T, const float *x, int16_t *values, float *scale, float *y,
             int threads) {
 #pragma omp parallel num_threads(threads)
   {
+    if (l->scale) {
 #pragma omp for
-    for (int64_t t = 0; t < T; t++) quantize(l->in, x + t * l->in, values + t * l->in, scale + t);
-#define OUT(T) case T: int8_output(T, l, o, values + t * l->in, scale + t, y + t * l->out); break;
-#pragma omp for schedule(static)
-    for (int64_t o = 0; o < l->out; o++)
-      for (int64_t t = 0, count; t < T; t += count) {
-        count = T - t >= 8 ? 8 : T - t >= 4 ? 4 : T - t >= 2 ? 2 : 1;
-        switch (count) { OUT(1) OUT(2) OUT(4) OUT(8) }
-      }
+      for (int64_t t = 0; t < T; t++) quantize(l->in, x + t * l->in, values + t * l->in, scale + t);
+    }
+    outputs(l, T, x, values, scale, y);
   }
 }

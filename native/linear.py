@@ -1,4 +1,4 @@
-"""The products of int8.py in C."""
+"""Products with int8 and float32 weights in C."""
 
 import ctypes
 
@@ -14,6 +14,24 @@ class LinearStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "scale", "bias")),
         *((name, ctypes.c_int64) for name in ("out_features", "in_features")),
     ]
+
+
+def linear_struct(
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: int,
+    size: int,
+) -> LinearStruct:
+    """A layer as C reads it: int8 (out, size) with a scale, float32 without. Raises ValueError."""
+    kind = torch.float32 if scale is None else torch.int8
+    return LinearStruct(
+        address(weight, kind, out, size),
+        address(scale, torch.float32, out),
+        address(bias, torch.float32, out),
+        out_features=out,
+        in_features=size,
+    )
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
@@ -37,22 +55,31 @@ def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int
     return tensor.data_ptr()
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `torch.nn.functional.linear`, for float32; the sums are in an order of its own.
+
+    x: (..., in_features), contiguous or not. weight: (out_features, in_features).
+    Raises ValueError for tensors of other shapes and dtypes, BuildError without compiled code.
+    """
+    return product(x, weight, None, bias)
+
+
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The numbers of int8.py's `int8_linear`, bit for bit.
+    """The numbers of int8.py's `int8_linear`, bit for bit; x is float32. Raises as `linear`."""
+    return product(x, weight, scale, bias)
 
-    x: float32 (..., in_features), contiguous or not. Raises ValueError for tensors of other shapes
-    and dtypes, BuildError without compiled code.
-    """
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the two above return."""
     out, size = weight.shape
-    layer = LinearStruct(
-        address(weight, torch.int8, out, size),
-        address(scale, torch.float32, out),
-        address(bias, torch.float32, out),
-        out_features=out,
-        in_features=size,
-    )
+    layer = linear_struct(weight, scale, bias, out, size)
     rows = x.numel() // max(1, x.shape[-1])
     x2d = x.reshape(rows, x.shape[-1]).contiguous()
     y = torch.empty(rows, out)
