@@ -1,8 +1,8 @@
-// Products with int8 and float32 weights on a CPU.
+// Parts of GPT-2 on a CPU: products with int8 and float32 weights, and what else a pass needs.
 //
 // A parallel region runs on all threads. Loops with `#pragma omp for` are shared out, and end where
 // all threads have arrived, but for those with `nowait`.
-// In comments T is the number of tokens.
+// In comments T is the number of tokens, C the width (n_embd), D the width of a head.
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -165,23 +165,26 @@ INLINE void float_outputs(const int T, const int R, const Linear *l, int64_t o, 
 // both --------------------------------------------------------------------------------------------
 
 INLINE void some_outputs(const int T, const int R, const Linear *l, int64_t o, const float *x,
-                         const int16_t *values, const float *scale, float *y) {
+                         const int16_t *values, const float *scale, float *y, int add) {
   float sums[R][T];
   if (l->scale)
     int8_outputs(T, R, l, o, values, scale, sums);
   else
     float_outputs(T, R, l, o, x, sums);
   for (int r = 0; r < R; r++)
-    for (int t = 0; t < T; t++)
-      y[t * l->out + o + r] = l->bias ? sums[r][t] + l->bias[o + r] : sums[r][t];
+    for (int t = 0; t < T; t++) {
+      float *to = y + t * l->out + o + r;
+      float sum = l->bias ? sums[r][t] + l->bias[o + r] : sums[r][t];
+      *to = add ? *to + sum : sum;
+    }
 }
 
-// y: (T, out), takes the outputs. x: (T, in); if the weight is int8, in values and scale. It does
-// not wait for the other threads.
+// y: (T, out), takes the outputs, or with `add` their sum with what it holds. x: (T, in); if the
+// weight is int8, in values and scale. It does not wait for the other threads.
 static void outputs(const Linear *l, int64_t T, const float *x, const int16_t *values,
-                    const float *scale, float *y) {
+                    const float *scale, float *y, int add) {
 #define OUTPUTS(T, R, o) \
-  some_outputs(T, R, l, o, x + t * l->in, values + t * l->in, scale + t, y + t * l->out)
+  some_outputs(T, R, l, o, x + t * l->in, values + t * l->in, scale + t, y + t * l->out, add)
 // Few tokens wait for memory, which is fastest when it reads one row after the other.
 #define ONE(n) case n: for (int64_t each = o; each < end; each++) OUTPUTS(n, 1, each); break;
 // Many tokens wait for arithmetic, and two outputs share the reading of x.
@@ -205,6 +208,101 @@ void linear(const Linear *l, int64_t T, const float *x, int16_t *values, float *
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize(l->in, x + t * l->in, values + t * l->in, scale + t);
     }
-    outputs(l, T, x, values, scale, y);
+    outputs(l, T, x, values, scale, y, 0);
+  }
+}
+
+// parts of a pass ---------------------------------------------------------------------------------
+//
+// Here no product is fused with a sum, and sums are added in one order, so that these numbers are
+// the same on every processor. With int8 weights, whose sums are exact, so are the logits.
+
+typedef struct {
+  const float *weight, *bias;  // (C)
+} Norm;
+
+typedef struct {
+  Norm attn_norm, mlp_norm;
+  Linear attn_in, attn_out, mlp_in, mlp_out;
+} Layer;
+
+typedef struct {
+  int64_t n_layer, n_head, head_dim, n_embd;
+  int64_t widest;  // the most numbers in a row of work
+  float epsilon;
+  Linear embedding, head;  // (vocab_size, C), which may share their numbers
+  const float *wpe;        // (block_size, C), added to the tokens of these positions
+  Norm norm;
+  const Layer *layers;
+} Model;
+
+// The sum of a[i] * b[i], or of a[i] where b is NULL: 16 sums side by side, whatever the vectors.
+INLINE float dot(int64_t n, const float *a, const float *b) {
+  enum { LANES = 16, COUNT = LANES / WIDTH };
+  Vector sums[COUNT] = {0};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES)
+    for (int s = 0; s < COUNT; s++) {
+      Vector x = VECTOR(a + i + s * WIDTH);
+      if (b) x *= VECTOR(b + i + s * WIDTH);
+      sums[s] += x;
+    }
+  float sum = total(COUNT, sums);
+  for (; i < n; i++) sum += b ? a[i] * b[i] : a[i];
+  return sum;
+}
+
+// e to the x: 2 to the n, the nearest whole number to x / ln 2, times a polynomial in the rest.
+// Without a branch the compiler makes vectors of it. NaN stays NaN. After Cephes' expf.
+INLINE float exponential(float x) {
+  x = x < -87 ? -87 : x > 88 ? 88 : x;
+  float rounded = x * 1.44269504f + 12582912;  // 1.5 * 2**23: its last bits are those of n
+  float n = rounded - 12582912, r = (x - n * 0.693359375f) + n * 2.12194440e-4f, power;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1;
+  uint32_t bits;
+  memcpy(&bits, &rounded, 4);
+  bits = (bits + 127) << 23;  // the exponent of a float
+  memcpy(&power, &bits, 4);
+  return p * power;
+}
+
+void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += C, y += C) {
+    float mean = dot(C, x, NULL) / C;
+    for (int64_t i = 0; i < C; i++) y[i] = x[i] - mean;
+    float factor = 1 / sqrtf(dot(C, y, y) / C + epsilon);
+    for (int64_t i = 0; i < C; i++) y[i] = y[i] * factor * norm->weight[i] + norm->bias[i];
+  }
+}
+
+void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
+  for (int64_t i = 0; i < n; i++)
+    y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+}
+
+// What one query makes of the keys and values (length, D) of its row: y, (D). s: room for scores.
+void attend(int64_t length, int64_t D, const float *q, const float *k, const float *v, float *s,
+            float *y) {
+  float largest = -INFINITY, factor = 1 / sqrtf(D);
+  for (int64_t i = 0; i < length; i++) s[i] = dot(D, q, k + i * D);
+  for (int64_t i = 0; i < length; i++) largest = s[i] > largest ? s[i] : largest;
+  for (int64_t i = 0; i < length; i++) s[i] = exponential((s[i] - largest) * factor);
+  float sum = dot(length, s, NULL);
+  int64_t d = 0;
+  for (; d + WIDTH <= D; d += WIDTH) {
+    Vector values = {0};
+    for (int64_t i = 0; i < length; i++) values += s[i] * VECTOR(v + i * D + d);
+    *(Vector *)(y + d) = values / sum;
+  }
+  for (; d < D; d++) {
+    float value = 0;
+    for (int64_t i = 0; i < length; i++) value += s[i] * v[i * D + d];
+    y[d] = value / sum;
   }
 }

@@ -1,0 +1,165 @@
+"""The parts of a native pass, each alone, and what is checked before C reads a model's weights."""
+
+import ctypes
+
+import pytest
+import torch
+from test_native_int8 import TARGETS
+
+from int8 import to_int8
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+@pytest.fixture(params=TARGETS, ids=str)
+def library(request):
+    """The code compiled for that processor."""
+    from native import build
+
+    return build.load(request.param)
+
+
+def call(function, *arguments) -> None:
+    """Call a function of C with the addresses of tensors, int for int64_t, and float."""
+    kinds = {int: ctypes.c_int64, float: ctypes.c_float}
+    function.restype = None
+    function(
+        *(
+            ctypes.c_void_p(each.data_ptr())
+            if isinstance(each, torch.Tensor)
+            else kinds[type(each)](each)
+            for each in arguments
+        )
+    )
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 51, 768])
+def test_layer_norm(library, size):
+    from native.structs import NormStruct
+
+    x = random(3, size) * torch.tensor([[1.0], [100.0], [1e-3]]) + 5
+    y = torch.empty_like(x)
+    weight = random(size, seed=1)
+    bias = random(size, seed=2)
+    norm = NormStruct(weight.data_ptr(), bias.data_ptr())
+    library.layer_norm.restype = None
+    library.layer_norm(
+        ctypes.byref(norm),
+        ctypes.c_float(1e-5),
+        *map(ctypes.c_int64, x.shape),
+        *(ctypes.c_void_p(each.data_ptr()) for each in (x, y)),
+    )
+    double = (weight.double(), bias.double(), 1e-5)
+    expected = torch.nn.functional.layer_norm(x.double(), (size,), *double).float()
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(y[:1], expected[:1], rtol=2e-5, atol=2e-5)
+
+
+def test_gelu(library):
+    x = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([0.0, torch.nan, 1e38])])
+    y = torch.empty_like(x)
+    call(library.gelu, len(x), x, y)
+    expected = torch.nn.functional.gelu(x.double(), approximate="tanh").float()
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=2e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 100])
+@pytest.mark.parametrize("size", [1, 4, 20, 64])
+def test_the_attention_of_one_query(library, length, size):
+    q = 3 * random(1, size)
+    k = random(length, size, seed=1)
+    v = random(length, size, seed=2)
+    scores = torch.empty(length)
+    y = torch.empty(size)
+    call(library.attend, length, size, q, k, v, scores, y)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    expected = attention(q.double(), k.double(), v.double())[0].float()
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_far_from_each_other(library):
+    """The exponentials of the softmax leave the range of float32 there."""
+    k = torch.tensor([[-300.0], [0.0], [290.0], [300.0]])
+    v = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    y = torch.empty(1)
+    call(library.attend, 4, 1, torch.ones(1), k, v, torch.empty(4), y)
+    assert y.item() == pytest.approx(4 - 1 / (1 + torch.tensor(10.0).exp().item()), rel=1e-6)
+
+
+def test_these_parts_have_the_same_bits_on_every_processor():
+    """Sums are added in one order, and nothing is fused, whatever the width of a vector."""
+    from native import build
+
+    q = random(1, 52)
+    k = random(37, 52, seed=1)
+    v = random(37, 52, seed=2)
+    results = []
+    for target in TARGETS:
+        library = build.load(target)
+        y = torch.empty(52)
+        wide = torch.empty(52)
+        call(library.attend, 37, 52, q, k, v, torch.empty(37), y)
+        call(library.gelu, 52, y, wide)
+        results.append(torch.stack([y, wide]))
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+def layers(model) -> dict:
+    """Names, and the modules that hold what C reads."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8])
+@pytest.mark.parametrize("where", ["wte", "wpe", "h.1.attn.c_proj", "h.1.mlp.c_fc", "ln_f"])
+@pytest.mark.parametrize("change", ["longer", "shorter", "wider", "other dtype", "other strides"])
+def test_weights_of_another_form_are_refused(tiny, kind, where, change):
+    from native.structs import model_struct
+
+    model = tiny(dtype=torch.float32)
+    if kind == torch.int8:
+        to_int8(model)
+    model_struct(model)
+    module = layers(model)[where]
+    weight = module.weight.detach()
+    wider = torch.cat([weight, weight], dim=-1)
+    changed = {
+        "longer": torch.cat([weight, weight]),
+        "shorter": weight[:-1].clone(),
+        "wider": wider,
+        "other dtype": weight.to(torch.float64),
+        "other strides": wider[..., ::2],
+    }[change]
+    if isinstance(module.weight, torch.nn.Parameter):
+        module.weight.data = changed
+    else:
+        module.weight = changed
+    with pytest.raises(ValueError, match="native code reads contiguous torch"):
+        model_struct(model)
+
+
+@pytest.mark.parametrize("where", ["lm_head", "h.1.mlp.c_fc", "h.1.attn.c_attn", "h.1.mlp.c_proj"])
+def test_a_layer_of_another_width_is_refused(tiny, where):
+    """Also in a later layer than the first, and with all its tensors in step."""
+    from native.structs import model_struct
+
+    model = tiny(dtype=torch.float32)
+    parent, _, name = where.rpartition(".")
+    old = layers(model)[where]
+    new = torch.nn.Linear(old.in_features, old.out_features + 16, bias=old.bias is not None)
+    setattr(model.get_submodule(parent), name, new)
+    with pytest.raises(ValueError, match="native code reads contiguous torch"):
+        model_struct(model)
+
+
+def test_another_architecture_is_refused(tiny):
+    """One that computes something else, though it may have the same layers."""
+    from native.structs import model_struct
+
+    model = tiny(dtype=torch.float32)
+    model.__class__ = type("Mamba", (type(model),), {})
+    with pytest.raises(ValueError, match="native code computes GPT.*; this is Mamba"):
+        model_struct(model)
