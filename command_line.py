@@ -141,9 +141,9 @@ def load_models(names: list, args, device: str) -> list[GPT]:
     not go together.
     """
     dtype = pick_dtype(args.dtype, device)
-    native = device == "cpu" and args.dtype == "int8"
+    native = device == "cpu" and args.dtype in ("float32", "int8")
     if args.backend == "native" and not native:
-        allowed = "--device cpu and --dtype int8"
+        allowed = "--device cpu and --dtype float32 or int8"
         raise UserError(f"--backend native is for {allowed}; not {device} and {args.dtype}")
     models = [load_model(name, dtype, device) for name in names]
     if native and args.backend != "torch":
@@ -161,6 +161,9 @@ def go_native(models: list[GPT], named: bool) -> None:
             print(f"note: --backend native: {note}", file=sys.stderr)
     except BuildError as error:
         print(f"note: {error}; torch computes instead", file=sys.stderr)
+    except ValueError as error:  # an architecture that gpt.c does not know
+        if named:
+            print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
 
 
 def pick_seed(seed: int | None) -> int:

@@ -28,6 +28,7 @@ from command_line import (
 from errors import UserError, check_limits
 from load import parse_name
 from model import GPT, causal_attention
+from native.step import MOST_TOKENS
 from tokenizer import load_encoding
 
 
@@ -234,6 +235,8 @@ def pass_logits(
     Shorter rows are padded on the right.
     """
     lengths = [len(tokens) for tokens in new]
+    if cache is not None and model.native and sum(lengths) <= MOST_TOKENS:
+        return model.native.logits(new, rows, cache, keep)
     T = max(lengths)
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
     tokens = torch.tensor(padded, device=model.device)  # (B, T)

@@ -114,6 +114,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    # Computes passes of few tokens, where there is a cache, if native.use_native sets it.
+    native = None
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config

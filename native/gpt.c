@@ -1,12 +1,18 @@
-// Parts of GPT-2 on a CPU: products with int8 and float32 weights, and what else a pass needs.
+// GPT-2 for a few tokens on a CPU: products with int8 and float32 weights, and a whole pass made of
+// them.
 //
 // A parallel region runs on all threads. Loops with `#pragma omp for` are shared out, and end where
-// all threads have arrived, but for those with `nowait`.
-// In comments T is the number of tokens, C the width (n_embd), D the width of a head.
+// all threads have arrived, but for those with `nowait`; everything else each thread does for
+// itself, because to do a little twice takes less time than to wait.
+// In comments T is the number of tokens, C the width (n_embd), H the number of heads, D the width
+// of one.
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -27,6 +33,7 @@ typedef struct {       // y = x W^T + bias
 #define THREADS ""
 #else
 #define THREADS ", one thread"
+static int omp_get_thread_num(void) { return 0; }
 #endif
 
 // Each instruction set has its product of STEP int16 and int8 numbers, added to int32 sums that
@@ -236,6 +243,13 @@ typedef struct {
   const Layer *layers;
 } Model;
 
+typedef struct {
+  float *cache;  // (n_layer, 2, batch, H, max_len, D)
+  int64_t batch, max_len, T, wanted;
+  const int64_t *tokens, *rows, *positions;  // (T): what to pass, and where it belongs in the cache
+  const int64_t *wants;                      // (wanted): the tokens whose logits are wanted
+} Pass;
+
 // The sum of a[i] * b[i], or of a[i] where b is NULL: 16 sums side by side, whatever the vectors.
 INLINE float dot(int64_t n, const float *a, const float *b) {
   enum { LANES = 16, COUNT = LANES / WIDTH };
@@ -304,5 +318,88 @@ void attend(int64_t length, int64_t D, const float *q, const float *k, const flo
     float value = 0;
     for (int64_t i = 0; i < length; i++) value += s[i] * v[i * D + d];
     y[d] = value / sum;
+  }
+}
+
+// Put the keys and values of all tokens into the cache, and let each token attend to its row, up to
+// its own position. qkv: (T, 3, H, D), y: (T, H, D). A thread has its heads of all tokens.
+static void attention(const Model *m, const Pass *p, int64_t layer, const float *qkv, float *s,
+                      float *y) {
+  int64_t H = m->n_head, D = m->head_dim, head = p->max_len * D;
+  float *keys = p->cache + 2 * layer * p->batch * H * head, *values = keys + p->batch * H * head;
+#pragma omp for
+  for (int64_t h = 0; h < H; h++) {
+    for (int64_t t = 0; t < p->T; t++) {
+      int64_t slot = (p->rows[t] * H + h) * head + p->positions[t] * D;
+      const float *key = qkv + ((t * 3 + 1) * H + h) * D;
+      memcpy(keys + slot, key, D * sizeof(float));
+      memcpy(values + slot, key + H * D, D * sizeof(float));
+    }
+    for (int64_t t = 0; t < p->T; t++) {
+      int64_t start = (p->rows[t] * H + h) * head, length = p->positions[t] + 1;
+      const float *q = qkv + (t * 3 * H + h) * D;
+      attend(length, D, q, keys + start, values + start, s, y + (t * H + h) * D);
+    }
+  }
+}
+
+// a pass ------------------------------------------------------------------------------------------
+
+static void embed(const Model *m, const Pass *p, float *x) {
+  int64_t C = m->n_embd;
+#pragma omp for
+  for (int64_t t = 0; t < p->T; t++) {
+    int64_t token = p->tokens[t];
+    const float *row = (const float *)m->embedding.weight + token * C, *scale = m->embedding.scale;
+    const int8_t *row8 = (const int8_t *)m->embedding.weight + token * C;
+    const float *position = m->wpe + p->positions[t] * C;
+    for (int64_t i = 0; i < C; i++)
+      x[t * C + i] = (scale ? row8[i] * scale[token] : row[i]) + position[i];
+  }
+}
+
+// A layer of the pass. Each thread rounds x for itself if it has to: values and scale are its own
+// room for that.
+static void products(const Linear *l, int64_t T, const float *x, int16_t *values, float *scale,
+                     float *y, int add) {
+  if (l->scale)
+    for (int64_t t = 0; t < T; t++) quantize(l->in, x + t * l->in, values + t * l->in, scale + t);
+  outputs(l, T, x, values, scale, y, add);
+#pragma omp barrier
+}
+
+static int64_t own_floats(const Model *m, int64_t T, int64_t max_len) {
+  return T * (2 * m->widest + 1) + max_len;
+}
+
+int64_t work_floats(const Model *m, int64_t T, int64_t max_len, int threads) {
+  return T * 3 * m->widest + threads * own_floats(m, T, max_len);
+}
+
+// logits: (wanted, vocab_size). work: room for work_floats(...) floats.
+void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int threads) {
+  int64_t C = m->n_embd, T = p->T, room = T * m->widest;
+  float *x = work, *y = x + room, *wide = y + room, *own = wide + room;
+#pragma omp parallel num_threads(threads)
+  {
+    // What goes into a layer, and what it is rounded to.
+    float *in = own + omp_get_thread_num() * own_floats(m, T, p->max_len);
+    float *scale = in + room, *scores = scale + T;
+    int16_t *values = (int16_t *)(scores + p->max_len);
+    embed(m, p, x);
+    for (int64_t i = 0; i < m->n_layer; i++) {
+      const Layer *layer = m->layers + i;
+      layer_norm(&layer->attn_norm, m->epsilon, T, C, x, in);
+      products(&layer->attn_in, T, in, values, scale, wide, 0);
+      attention(m, p, i, wide, scores, y);
+      products(&layer->attn_out, T, y, values, scale, x, 1);
+      layer_norm(&layer->mlp_norm, m->epsilon, T, C, x, in);
+      products(&layer->mlp_in, T, in, values, scale, wide, 0);
+      gelu(T * layer->mlp_out.in, wide, in);
+      products(&layer->mlp_out, T, in, values, scale, x, 1);
+    }
+    for (int64_t i = 0; i < p->wanted; i++)
+      layer_norm(&m->norm, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
+    products(&m->head, p->wanted, in, values, scale, logits, 0);
   }
 }

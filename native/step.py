@@ -1,0 +1,79 @@
+"""A whole pass of GPT-2 for a few tokens, in C."""
+
+import ctypes
+import itertools
+
+import torch
+
+from cache import KVCache
+from native import build
+from native.linear import address
+from native.structs import INT, POINTER, model_struct, struct
+
+MOST_TOKENS = 16  # in a pass; from 32 on the products of torch are as fast
+
+PassStruct = struct(
+    "PassStruct",
+    cache=POINTER,
+    **dict.fromkeys(("batch", "max_len", "T", "wanted"), INT),
+    **dict.fromkeys(("tokens", "rows", "positions", "wants"), ctypes.POINTER(INT)),
+)
+
+
+class NativePass:
+    """The passes of one model, in C.
+
+    Its weights may change in place, but must stay where they are: what is loaded with assign=True,
+    or moved, is not seen. It cannot be copied or pickled.
+
+    target: as in `build.load`. Raises BuildError without compiled code, ValueError as
+    `model_struct`.
+    """
+
+    def __init__(self, model, target: tuple[str, ...] | None = None):
+        self.config = model.config
+        self.library = build.load(target)
+        self.library.work_floats.restype = INT
+        self.model = model_struct(model)
+        # Kept, so that their memory goes to nothing else.
+        self.weights = list(model.state_dict().values())
+
+    def logits(
+        self, new: list[list[int]], rows: list[int], cache: KVCache, keep: int
+    ) -> torch.Tensor:
+        """As `infer.pass_logits`, for MOST_TOKENS new tokens in all: (B, keep, vocab_size).
+
+        Raises ValueError, before anything changes, for tokens, positions or a cache that C must not
+        touch.
+        """
+        config = self.config
+        batch, max_len = cache.storage.shape[2:5:2]
+        starts = cache.plan(new, rows)
+        tokens = [token for part in new for token in part]
+        if len(tokens) > MOST_TOKENS or min(tokens) < 0 or max(tokens) >= config.vocab_size:
+            allowed = f"{MOST_TOKENS} at most, from 0 to {config.vocab_size - 1}"
+            raise ValueError(f"tokens are {tokens}; it takes {allowed}")
+        if not all(1 <= keep <= len(part) for part in new) or min(rows) < 0 or max(rows) >= batch:
+            parts = f"{[len(part) for part in new]} new tokens, of which {keep} are to keep"
+            raise ValueError(f"rows {rows} of {batch} with {parts}")
+        row_of_token = [row for row, part in zip(rows, new) for _ in part]
+        positions = [start + i for start, part in zip(starts, new) for i in range(len(part))]
+        last = max(positions)
+        if last >= config.block_size:
+            raise ValueError(f"position {last} is outside the window of {config.block_size}")
+        ends = itertools.accumulate(len(part) for part in new)
+        wanted = [index for end in ends for index in range(end - keep, end)]
+        arrays = ((INT * len(x))(*x) for x in (tokens, row_of_token, positions, wanted))
+        shape = self.model.n_layer, 2, batch, config.n_head, max_len, config.head_dim
+        storage = address(cache.storage, torch.float32, *shape)
+        job = PassStruct(storage, batch, max_len, len(tokens), len(wanted), *arrays)
+        model = ctypes.byref(self.model)
+        threads = torch.get_num_threads()
+        # Room for each call its own: ctypes lets other threads of Python run meanwhile.
+        floats = self.library.work_floats(model, INT(len(tokens)), INT(max_len), threads)
+        work = torch.empty(floats)
+        logits = torch.empty(len(new), keep, config.vocab_size)
+        buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
+        self.library.gpt_pass(model, ctypes.byref(job), *buffers, threads)
+        cache.record()
+        return logits
