@@ -1,0 +1,306 @@
+"""Lesson 29: engines over batch sizes; those that are missing are left out."""
+
+import os
+import signal
+import sys
+import types
+
+import pytest
+import torch
+from conftest import passed_widths
+
+pytestmark = pytest.mark.usefixtures("compiled")
+OURS = ["no cache", "cache", "bfloat16", "int8", "native", "native int8"]
+PEER = ["transformers"]
+
+
+def test_help_names_the_engines(run_file):
+    code, out = run_file("benchmark_batching.py", "--help")
+    assert code == 0
+    assert "native int8" in out and "batching_cpu.csv" in out
+
+
+class Here:
+    """A Worker without a process, which would take seconds to start."""
+
+    def __init__(self, name, directory, device):
+        import benchmark_batching
+
+        self.state = (name, benchmark_batching.load(name, directory, device))
+
+    def __call__(self, function, *arguments):
+        return function(*self.state, *arguments)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def bench(checkpoint, tmp_path, run_main, monkeypatch):
+    """A function that runs the benchmark on that model: exit code, the rows, stderr."""
+    import pandas  # here: a Worker's process takes its functions from this file and needs none
+    from matplotlib.figure import Figure
+
+    import benchmark_batching as script
+
+    alone = []  # what would have run in a process of its own, which takes seconds
+
+    def in_own_process(*job):
+        alone.append(job)
+        return 1e6 * len(alone)
+
+    have = script.importlib.util.find_spec
+
+    def find_spec(name):
+        return name != "ctranslate2" and have(name)
+
+    monkeypatch.setattr(script.common, "in_own_process", in_own_process)
+    monkeypatch.setattr(script.common, "bandwidth", lambda *_: 1e9)
+    monkeypatch.setattr(script, "Worker", Here)
+    monkeypatch.setattr(script.importlib.util, "find_spec", find_spec)
+    small = ("--repeats", 2, "--max-new-tokens", 6, "--prompt-tokens", 5, "--batch-size", 2)
+
+    def run(*args):
+        output = tmp_path / "run.csv"
+        files = ("--model", checkpoint, "--output", output)
+        code, _, err = run_main(script.main, *files, *small, *args)
+        return code, pandas.read_csv(output) if output.exists() else None, err
+
+    run.alone = alone
+    run.plot = script.plot
+    monkeypatch.setattr(script, "plot", lambda summary: Figure())  # the real one takes a while
+    return run
+
+
+@pytest.fixture
+def ctranslate2(monkeypatch, bench):
+    """A package of that name that runs our own model: what it was called with."""
+    import benchmark_batching as script
+
+    calls = types.SimpleNamespace(loaded=[], texts=[])
+
+    class Generator:
+        def __init__(self, directory, **options):
+            calls.loaded.append(options)
+            self.model = script.load_model(directory.removesuffix("/ctranslate2"))
+
+        def generate_batch(self, texts, callback, **options):
+            calls.texts.append((texts, options))
+            ignore_eos = options["end_token"] == []
+            params = script.SamplingParams(options["max_length"], ignore_eos)
+            prompts = [[int(token) for token in text] for text in texts]
+            rows = [[] for _ in texts]
+            for step in script.generate(self.model, prompts, params):
+                for row, token in zip(rows, step):
+                    row.append(str(token))
+                    assert callback(None) is False
+            return [types.SimpleNamespace(sequences=[row]) for row in rows]
+
+        def forward_batch(self, texts, return_log_probs):
+            assert return_log_probs
+            tokens = torch.tensor([[int(token) for token in texts[0]]])
+            return self.model(tokens).log_softmax(-1).detach().numpy()
+
+    class Converter:
+        def __init__(self, directory):
+            import transformers
+
+            tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+            assert tokenizer.get_vocab() == {str(token): token for token in range(61)}
+
+        def convert(self, directory):
+            assert directory.endswith("/ctranslate2")
+
+    package = types.ModuleType("ctranslate2")
+    package.Generator = Generator
+    package.converters = types.ModuleType("ctranslate2.converters")
+    package.converters.TransformersConverter = Converter
+    monkeypatch.setitem(sys.modules, "ctranslate2", package)
+    monkeypatch.setitem(sys.modules, "ctranslate2.converters", package.converters)
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: name)
+    return calls
+
+
+def test_a_row_for_each_run_of_each_engine(bench, tmp_path, monkeypatch):
+    import pandas
+
+    import benchmark_batching as script
+
+    figures = []
+
+    def plot(summary):
+        figures.append(bench.plot(summary))
+        return figures[0]
+
+    monkeypatch.setattr(script, "plot", plot)
+    code, rows, err = bench("--batch-size", 1, 3, 1)
+    assert code == 0
+    assert "without CTranslate2, CTranslate2 int8: pip install ctranslate2\n" in err
+    assert len(rows) == 2 * 2 * 7
+    assert list(rows["mode"][:14]) == (OURS + PEER) * 2  # in turns
+    assert list(rows["batch_size"]) == 14 * [1] + 14 * [3]
+    assert list(rows["repeat"][:14]) == 7 * [0] + 7 * [1]
+    dtypes = ["float32", "float32", "bfloat16", "int8", "float32", "int8", "float32"]
+    assert list(rows["dtype"][:7]) == dtypes
+    assert list(rows["peak_memory_mb"][:14]) == [1, 2, 3, 4, 5, 6, 7] * 2
+    assert [job[2].__name__ for job in bench.alone] == 14 * ["run_once"]
+    assert rows["roofline_share"].notna().equals(~rows["mode"].isin(["no cache", "transformers"]))
+    summary = pandas.read_csv(tmp_path / "run_summary.csv")
+    assert len(summary) == 14
+    cached = summary[summary["mode"] == "cache"]
+    assert list(cached["speedup_median"]) == [1, 1]
+    assert summary["speedup_median"].notna().all()  # of every dtype, against the same rows
+    together, each = figures[0].axes
+    assert together.get_legend_handles_labels()[1] == OURS + PEER
+    assert together.get_ylabel() == "tokens/s of all texts together"
+    assert each.get_ylabel() == "tokens/s of each text"
+    rate = cached[cached["batch_size"] == 3]["decode_tokens_per_s_median"].item()
+    for axes, texts in ((together, 1), (each, 3)):
+        line = axes.containers[1].lines[0]
+        assert line.get_ydata()[1] == pytest.approx(rate / texts)
+
+
+def test_only_no_cache_computes_all_positions_again(tiny):
+    import benchmark_batching
+
+    for name, expected in (("no cache", [3, 4, 5]), ("cache", [3, 1, 1])):
+        model, widths = passed_widths(tiny(dtype=torch.float32))
+        steps, *_ = benchmark_batching.run(name, model, [[1, 2, 3]], 3, "cpu")
+        assert widths == expected
+        assert len(steps) == 3
+
+
+def test_bytes_are_those_that_the_engine_reads(bench):
+    code, rows, _ = bench("--engines", "cache", "int8")
+    assert code == 0
+    share = rows.assign(bytes=rows["roofline_share"] / rows["decode_tokens_per_s"])
+    read = share.groupby("mode")["bytes"].median()
+    assert read["int8"] < 0.6 * read["cache"]
+
+
+def test_ctranslate2_gets_the_same_prompts_and_ignores_eos(bench, ctranslate2):
+    code, rows, _ = bench("--engines", "CTranslate2", "CTranslate2 int8")
+    assert code == 0
+    assert list(rows["mode"][:3]) == ["cache", "CTranslate2", "CTranslate2 int8"]
+    kinds = [options["compute_type"] for options in ctranslate2.loaded]
+    assert kinds == ["float32", "int8"]
+    assert ctranslate2.loaded[0]["intra_threads"] == torch.get_num_threads()
+    texts, options = ctranslate2.texts[0]
+    assert [len(text) for text in texts] == [5, 5]
+    assert options["max_length"] == 6
+    assert options["max_batch_size"] == 2
+    assert options["sampling_topk"] == 1
+    assert rows["roofline_share"].notna().tolist() == [True, False, False] * 2
+
+
+@pytest.mark.parametrize("engine", ["native", "transformers"])
+def test_different_tokens_are_not_timed(bench, monkeypatch, engine):
+    import benchmark_batching as script
+
+    run = script.run
+
+    def wrong(name, *args):
+        steps, *times = run(name, *args)
+        if name == engine:
+            steps = [[0] * len(step) for step in steps]
+        return steps, *times
+
+    monkeypatch.setattr(script, "run", wrong)
+    code, rows, _ = bench()
+    assert "do not make the same tokens" in code
+    assert rows is None
+
+
+@pytest.mark.parametrize("engine", ["bfloat16", "int8", "native int8"])
+def test_other_probabilities_are_not_timed(bench, monkeypatch, engine):
+    import benchmark_batching as script
+
+    load = script.load
+
+    def spoiled(name, *args):
+        model = load(name, *args)
+        if name == engine:
+            with torch.no_grad():
+                model.wpe.weight.zero_()
+        return model
+
+    monkeypatch.setattr(script, "load", spoiled)
+    code, rows, _ = bench()
+    assert f"{engine}: log-probabilities are off" in code
+    assert rows is None
+
+
+@pytest.mark.parametrize("one, all_others", [(2.0, 0.0), (0.3, 0.3)])
+def test_neither_one_large_error_nor_many_small_ones_are_timed(bench, monkeypatch, one, all_others):
+    import benchmark_batching as script
+
+    log_probs = script.log_probs
+
+    def wrong(name, *args):
+        found = log_probs(name, *args).clone()
+        if name == "int8":
+            found += all_others
+            found[0, 0] += one - all_others
+        return found
+
+    monkeypatch.setattr(script, "log_probs", wrong)
+    code, rows, _ = bench("--engines", "int8")
+    assert "int8: log-probabilities are off" in code
+    assert rows is None
+
+
+def test_an_engine_that_cannot_run_is_left_out(bench, monkeypatch):
+    import benchmark_batching as script
+
+    def no_compiler():
+        raise script.BuildError("no compiler here")
+
+    monkeypatch.setattr(script, "kernel", no_compiler)
+    code, rows, err = bench("--engines", "native", "native int8", "int8")
+    assert code == 0
+    assert "without native, native int8: no compiler here\n" in err
+    assert list(rows["mode"][:2]) == ["cache", "int8"]
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: name)
+    assert script.usable(["native", "int8", "CTranslate2"], "cuda") == ["cache", "int8"]
+
+
+def test_a_worker_is_a_process_of_its_own(checkpoint):
+    from benchmark_batching import UserError, Worker
+
+    worker = Worker("native", checkpoint, "cpu")
+    name, positions, threads, process = worker(what_it_is, 7)
+    assert (name, positions, threads) == ("native", 64 + 7, torch.get_num_threads())
+    assert process != os.getpid()
+    with pytest.raises(ZeroDivisionError):
+        worker(divide, 0)
+    assert worker(divide, 4) == 2  # it goes on
+    os.kill(process, signal.SIGINT)  # Ctrl-C reaches each process of a terminal
+    assert worker(divide, 2) == 4
+    worker.connection.close()  # as when the process that waits is killed
+    worker.process.join(timeout=20)
+    assert worker.process.exitcode == 0
+    worker = Worker("native", checkpoint, "cpu")
+    with pytest.raises(UserError, match="the process of native ended"):
+        worker(end_it)
+    worker.close()
+
+
+def divide(name, model, number):
+    return 8 // number
+
+
+def what_it_is(name, model, number):
+    assert model.native
+    return name, model.config.block_size + number, torch.get_num_threads(), os.getpid()
+
+
+def end_it(name, model):
+    os._exit(1)
+
+
+def test_a_text_that_does_not_fit_is_one_line(bench):
+    code, rows, err = bench("--max-new-tokens", 60)
+    assert code == 2
+    assert rows is None
+    assert err.count("\n") <= 2
+    assert "65 tokens do not fit the window of" in err
