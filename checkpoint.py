@@ -46,46 +46,54 @@ BLOCK = 2**22  # bytes of float32 in a block of `read_tensors`
 
 
 def read_tensors(
-    file: Path,
+    files: list[Path],
     shapes: dict,
     prefix: str = "",
     skip: tuple[str, ...] = (),
     transposed: tuple[str, ...] = (),
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
-    """The tensors of a safetensors file in blocks of rows: (name, which rows, these rows).
+    """The tensors of safetensors files in blocks of rows: (name, which rows, these rows).
 
     Rows come in the dtype of the file. With blocks of a few megabytes, loading takes hardly more
     memory than what becomes of them.
-    shapes: name -> shape, what the file must hold. prefix: may stand before each name in the file.
-    skip: endings of names that may be in the file and are not read. transposed: endings of names
-    that are stored as (columns, rows); these come whole. Raises UserError if the file is cut short,
+    shapes: name -> shape, what the files must hold together. prefix: may stand before each name.
+    skip: endings of names that may be in the files and are not read. transposed: endings of names
+    that are stored as (columns, rows); these come whole. Raises UserError if a file is cut short,
     or a tensor is missing, unexpected, there twice, of another shape or not of floating-point
     numbers.
     """
+    file = files[0]
     try:
         stored = {}
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():
-                name = key.removeprefix(prefix)
-                if name in stored:
-                    raise UserError(
-                        f"{file}: tensor {name} is there twice, with and without {prefix!r}"
-                    )
-                if name not in shapes and not name.endswith(skip):
-                    raise UserError(f"{file}: unexpected tensor {name}")
-                stored[name] = key
-        read = BLOCK  # what was read of the file counts as memory until it is closed
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():
+                    name = key.removeprefix(prefix)
+                    if name in stored:
+                        other = stored[name][0]
+                        how = f"also in {other.name}"
+                        if other == file:
+                            how = f"with and without {prefix!r}"
+                        raise UserError(f"{file}: tensor {name} is there twice, {how}")
+                    if name not in shapes and not name.endswith(skip):
+                        raise UserError(f"{file}: unexpected tensor {name}")
+                    stored[name] = file, key
+        opened = None
+        read = 0  # what was read of a file counts as memory until it is closed
         for name, shape in shapes.items():
             if name not in stored:
-                raise UserError(f"{file}: tensor {name} is missing")
+                where = file if len(files) == 1 else file.parent
+                raise UserError(f"{where}: tensor {name} is missing")
+            file, key = stored[name]
             turned = name.endswith(transposed)
             expected = tuple(reversed(shape) if turned else shape)
             height = shape[0] if turned else max(1, BLOCK // (4 * math.prod(shape[1:])))
             for start in range(0, shape[0], height):
-                if read >= BLOCK:
+                if file != opened or read >= BLOCK:
                     tensors = safe_open(file, framework="pt")
+                    opened = file
                     read = 0
-                tensor = tensors.get_slice(stored[name])
+                tensor = tensors.get_slice(key)
                 rows = slice(start, start + height)
                 if (found := tuple(tensor.get_shape())) != expected:
                     raise UserError(

@@ -1,8 +1,8 @@
 """A model from its name: what a name means, and how a model is loaded and saved."""
 
-import functools
 import itertools
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,20 +41,36 @@ class Source:
             return str(path.relative_to(root) if path.is_relative_to(root) else path)
         return self.name if self.kind == "hub" else f"random:{self.name}"
 
-    @functools.cached_property
-    def directory(self) -> Path:
-        """The directory with the model's two files, fetched from the hub if need be.
+    def find(self, file: str) -> Path | None:
+        """The path of one of the model's files, fetched if need be; None if there is none."""
+        if self.kind == "hub":
+            return fetch(self.name, file)
+        path = Path(self.name) / file
+        return path if is_file(path) else None
 
-        Raises UserError without both.
+    def file(self, file: str) -> Path:
+        """As `find`, but raises UserError if there is no such file."""
+        if path := self.find(file):
+            return path
+        raise UserError(f"{self.name}: no {file} {self.place}")
+
+    def weights(self) -> list[Path]:
+        """The files with the model's tensors: one, or else the shards that its index names.
+
+        Raises UserError if one of them is not there, or the index names none.
         """
-        directory = fetch(self.name) if self.kind == "hub" else Path(self.name)
-        for file in ("config.json", "model.safetensors"):
-            if not is_file(directory / file):
-                hint = ""
-                if file == "model.safetensors" and is_file(directory / "pytorch_model.bin"):
-                    hint = PICKLE
-                raise UserError(f"{directory}: no {file} in this directory{hint}")
-        return directory
+        if path := self.find("model.safetensors"):
+            return [path]
+        if index := self.find("model.safetensors.index.json"):
+            return [self.file(shard) for shard in read_index(index)]
+        hint = ""
+        if self.kind == "directory" and self.find("pytorch_model.bin"):
+            hint = PICKLE
+        raise UserError(f"{self.name}: no model.safetensors {self.place}{hint}")
+
+    @property
+    def place(self) -> str:
+        return "in this directory" if self.kind == "directory" else "on the Hugging Face hub"
 
 
 PICKLE = (
@@ -72,7 +88,7 @@ def is_file(path: Path) -> bool:
 
 
 def parse_name(name) -> Source:
-    """What a model's name means: a directory (it comes first), a name on the hub, or a known shape.
+    """What a model's name means: a directory (it comes first), a model of the hub, a known shape.
 
     name: a string or a path; a Source is what it is. Raises UserError for anything else.
     """
@@ -81,40 +97,73 @@ def parse_name(name) -> Source:
     name = str(name)
     if os.path.isdir(name):
         return Source("directory", name)
-    if name in HUB_NAMES:
-        return Source("hub", name)
+    if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
+        if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a directory misspelled
+            return Source("hub", name)
     shape = name.removeprefix("random:")
     if shape != name and shape in PRESETS:
         return Source("random", shape)
-    allowed = f"{', '.join(HUB_NAMES)} (from the Hugging Face hub), or random: before one of these"
+    allowed = (
+        f"{', '.join(HUB_NAMES)} or ORG/NAME (from the Hugging Face hub),"
+        f" or random: before one of {', '.join(PRESETS)}"
+    )
     raise UserError(
         f"unknown model {name!r}: give a directory with config.json and model.safetensors,"
-        f" one of {allowed}"
+        f" {allowed}"
     )
 
 
-def fetch(name: str) -> Path:
-    """Download a model's two files from the hub, unless they are in its cache; the directory.
+# Of each repository on the hub that this process has read, the commit: all files are of one.
+COMMITS: dict[str, str] = {}
 
-    Raises UserError if that cannot be done.
+
+def fetch(name: str, file: str) -> Path | None:
+    """Download one file of a model from the hub, unless it is in its cache; None if there is none.
+
+    Raises UserError if that cannot be done. A file takes its place when it is complete, so an
+    interrupted download leaves none.
     """
     # Here, because importing it takes longer than loading a small model.
-    from huggingface_hub import hf_hub_download, logging
+    from huggingface_hub import (
+        _CACHED_NO_EXIST,
+        errors,
+        hf_hub_download,
+        logging,
+        try_to_load_from_cache,
+    )
 
     logging.set_verbosity_error()  # one error at the end says what a warning for each retry would
+    repository = f"openai-community/{name}" if name in HUB_NAMES else name
     try:
-        for file in ("config.json", "model.safetensors"):
-            path = hf_hub_download(f"openai-community/{name}", file)
+        path = Path(hf_hub_download(repository, file, revision=COMMITS.get(repository)))
     except Exception as error:  # offline, refused, disk full: the hub's errors share no base class
+        if isinstance(error, errors.EntryNotFoundError):
+            offline = isinstance(error, errors.LocalEntryNotFoundError)
+            if not offline or try_to_load_from_cache(repository, file) is _CACHED_NO_EXIST:
+                return None
+        missing = "" if name in HUB_NAMES else "is no directory here, and "
         raise UserError(
-            f"{name} could not be fetched from the Hugging Face hub: {first_line(error)}"
+            f"{name} {missing}could not be fetched from the Hugging Face hub: {first_line(error)}"
         ) from None
-    return Path(path).parent
+    COMMITS[repository] = path.parent.name
+    return path
 
 
 def first_line(error: Exception) -> str:
     """What an error of another library says, in one line."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def read_index(file: Path) -> list[str]:
+    """The shards that an index names. Raises UserError unless each tensor has one beside it."""
+    shards = read_json(file).get("weight_map")
+    shards = list(shards.values()) if isinstance(shards, dict) else []
+    # Files beside the index only: a path could lead anywhere.
+    if not shards or not all(re.fullmatch(r"[\w.-]+\.safetensors", str(name)) for name in shards):
+        raise UserError(
+            f"{file}: weight_map does not name a .safetensors file beside it for each tensor"
+        )
+    return list(dict.fromkeys(shards))
 
 
 PREFIX = "transformer."  # may stand before the names of tensors in a file
@@ -129,15 +178,15 @@ def load_config(name) -> GPTConfig:
     source = parse_name(name)
     if source.kind == "random":
         return PRESETS[source.name]
-    file = source.directory / "config.json"
+    file = source.file("config.json")
     return read_gpt_config(file, read_json(file))
 
 
 def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> GPT:
     """Load a model for inference, straight to its dtype and device; torch.int8: as int8.py has it.
 
-    name: what `parse_name` understands: a directory in Hugging Face form, `gpt2`, `gpt2-medium`,
-    `gpt2-large` or `gpt2-xl` from the hub, or `random:` before one of these, for its shape with
+    name: what `parse_name` understands: a directory in Hugging Face form, a model of the hub
+    (`gpt2`, its sizes, or `org/name`), or `random:` before a name in PRESETS, for that shape with
     random weights. Raises UserError, in one line that says what is wrong, for anything else, and if
     memory runs out.
     """
@@ -160,8 +209,7 @@ def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> GPT:
         for key, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
             kind = tensor.dtype if tensor.dtype == torch.int8 else floats
             weights[key] = torch.empty(tensor.shape, dtype=kind, device=device)
-        file = source.directory / "model.safetensors"
-        for key, rows, block in read_tensors(file, shapes, PREFIX, SKIPPED, TRANSPOSED):
+        for key, rows, block in read_tensors(source.weights(), shapes, PREFIX, SKIPPED, TRANSPOSED):
             store(weights, key, rows, block)
     model.load_state_dict(weights, assign=True, strict=False)
     return model.tie_weights().eval()

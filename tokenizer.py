@@ -8,7 +8,7 @@ import tiktoken
 
 from checkpoint import check_values, read_json
 from errors import UserError
-from load import parse_name
+from load import HUB_NAMES, parse_name
 
 EOT = "<|endoftext|>"
 # GPT-2 splits text by this pattern before it merges bytes (openai/gpt-2, encoder.py).
@@ -62,10 +62,10 @@ def load_encoding(name, vocab_size: int) -> Encoding:
     source = parse_name(name)
     if source.kind == "random":
         encoding = numbers_encoding(source.label, vocab_size)
-    elif source.kind == "hub":
+    elif source.kind == "hub" and source.name in HUB_NAMES:
         encoding = gpt2_encoding()
     else:
-        encoding = read_tokenizer_json(Path(source.name) / "tokenizer.json")
+        encoding = read_tokenizer_json(source.file("tokenizer.json"))
     if encoding.n_vocab > vocab_size:
         raise UserError(
             f"{source.name}: the tokenizer has {encoding.n_vocab} tokens,"

@@ -28,10 +28,11 @@ def refused(function, *args) -> str:
 
 
 def read(file, transposed=("none",)) -> dict:
-    """All tensors, put together from their blocks."""
+    """All tensors of a file, or of a list of them, put together from their blocks."""
+    files = file if isinstance(file, list) else [file]
     blocks = {}
     skipped = ("lm_head.weight", ".masked_bias")
-    for name, rows, block in read_tensors(file, SHAPES, "transformer.", skipped, transposed):
+    for name, rows, block in read_tensors(files, SHAPES, "transformer.", skipped, transposed):
         assert rows.start == sum(len(part) for part in blocks.setdefault(name, []))
         blocks[name].append(block)
     return {name: torch.cat(parts) for name, parts in blocks.items()}
@@ -161,7 +162,7 @@ def test_large_tensors_come_in_blocks_of_rows_and_the_file_is_closed_between(tmp
 
     monkeypatch.setattr(checkpoint, "safe_open", watched)
     monkeypatch.setattr(checkpoint, "BLOCK", 12)  # bytes: a row of three floats
-    blocks = list(read_tensors(file, SHAPES))
+    blocks = list(read_tensors([file], SHAPES))
     sizes = [(name, len(block)) for name, _, block in blocks]
     assert sizes == [("a", 1), ("a", 1), ("b.c", 3), ("b.c", 1)]
     assert len(opened) == 1 + 4
@@ -176,6 +177,27 @@ def test_a_transposed_matrix_is_turned(tmp_path):
     assert "tensor a is (3, 2), and config.json says (2, 3)" in refused(read, file)
     save_file(WEIGHTS, file)
     assert "tensor a is (2, 3), and config.json says (3, 2)" in refused(read, file, ("a",))
+
+
+def test_tensors_of_several_files_are_one_model(tmp_path):
+    files = [tmp_path / "x.safetensors", tmp_path / "y.safetensors"]
+    for file, name in zip(files, ["b.c", "a"]):
+        save_file({name: WEIGHTS[name]}, file)
+    for name, tensor in read(files).items():
+        assert torch.equal(tensor, WEIGHTS[name])
+
+
+def test_files_that_do_not_fit_each_other_are_named(tmp_path):
+    files = [tmp_path / "x.safetensors", tmp_path / "y.safetensors"]
+    save_file({"a": WEIGHTS["a"]}, files[0])
+    save_file(WEIGHTS, files[1])
+    assert refused(read, files) == f"{files[1]}: tensor a is there twice, also in x.safetensors"
+    save_file({"other": torch.ones(1)}, files[1])
+    assert refused(read, files) == f"{files[1]}: unexpected tensor other"
+    save_file({}, files[1])
+    assert refused(read, files) == f"{tmp_path}: tensor b.c is missing"
+    files[1].write_bytes(b"short")
+    assert f"{files[1]}: not a complete safetensors file" in refused(read, files)
 
 
 # Writing

@@ -9,6 +9,7 @@ import torch
 from conftest import CHECKPOINTS, random_tokens
 from safetensors.torch import load_file, save_file
 
+import load
 from errors import UserError
 from load import (
     HUB_NAMES,
@@ -33,8 +34,16 @@ def refused(function, *args) -> str:
 # Names
 
 
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen2.5-0.5B", "a/b", "meta-llama/Llama-3.2-1B", "o_1/x.y_z"]
+)
+def test_any_model_of_the_hub_has_an_organisation_and_a_name(name):
+    assert parse_name(name) == Source("hub", name)
+    assert parse_name(name).label == name
+
+
 @pytest.mark.parametrize("name", HUB_NAMES)
-def test_names_of_the_hub(name):
+def test_names_of_gpt2(name):
     assert parse_name(name) == Source("hub", name)
     assert parse_name(name).label == name
     assert parse_name(f"random:{name}") == Source("random", name)
@@ -74,6 +83,15 @@ def test_a_source_stays_what_it_is(tmp_path, monkeypatch):
         "x" * 300,
         "a\0b",
         __file__,
+        "random:org/name",
+        "org/",
+        "/name",
+        "./name",
+        "org/../name",
+        "org/na me",
+        "örg/name",
+        "org/name\n",
+        "org\\name",
     ],
 )
 def test_an_unknown_name_lists_the_valid_ones(name):
@@ -81,6 +99,12 @@ def test_an_unknown_name_lists_the_valid_ones(name):
     assert repr(name) in message
     assert "gpt2, gpt2-medium, gpt2-large, gpt2-xl" in message
     assert "random:" in message
+
+
+def test_a_directory_misspelled_is_no_model_of_the_hub(monkeypatch):
+    monkeypatch.chdir(CHECKPOINTS.parent)
+    assert parse_name("checkpoints/stories").kind == "directory"
+    assert "unknown model 'checkpoints/storis'" in refused(parse_name, "checkpoints/storis")
 
 
 def test_a_directory_has_one_label_however_it_is_spelled(tmp_path, monkeypatch):
@@ -100,40 +124,111 @@ def test_a_directory_has_one_label_however_it_is_spelled(tmp_path, monkeypatch):
 # Where files come from
 
 
-def test_the_hub_gives_two_files_and_no_pickle(tmp_path, monkeypatch):
+class Hub:
+    """A hub with these files of a model, in a directory. It notes what is asked of it."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.files = {"config.json", "model.safetensors"}
+        self.commit = "c0ffee"
+        self.asked = []
+
+    def download(self, repository, file, revision):
+        from huggingface_hub.errors import EntryNotFoundError
+
+        self.asked.append((repository, file, revision))
+        if file not in self.files:
+            raise EntryNotFoundError(f"404: no {file}")
+        path = self.directory / self.commit / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        return str(path)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
     import huggingface_hub
 
-    asked = []
+    made = Hub(tmp_path / "hub")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", made.download)
+    monkeypatch.setattr(load, "COMMITS", {})
+    return made
 
-    def download(repository, file):
-        asked.append((repository, file))
-        (tmp_path / file).touch()
-        return str(tmp_path / file)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    source = parse_name("gpt2-large")
-    assert asked == []
-    assert source.directory == source.directory == tmp_path
-    repository = "openai-community/gpt2-large"
-    assert asked == [(repository, "config.json"), (repository, "model.safetensors")]
+@pytest.mark.parametrize(
+    "name, repository", [("gpt2-large", "openai-community/gpt2-large"), ("org/name", "org/name")]
+)
+def test_a_file_of_the_hub_is_fetched_when_it_is_asked_for(hub, name, repository):
+    source = parse_name(name)
+    assert hub.asked == []
+    path = source.file("config.json")
+    assert path.name == "config.json" and path.is_file()
+    assert hub.asked == [(repository, "config.json", None)]
+    assert source.weights() == [path.with_name("model.safetensors")]
+    assert source.find("chat_template.jinja") is None
+    message = refused(source.file, "tokenizer.json")
+    assert message == f"{name}: no tokenizer.json on the Hugging Face hub"
+
+
+def test_all_files_of_a_model_are_of_one_commit(hub):
+    """Its author may replace them while we read."""
+    parse_name("org/name").file("config.json")
+    hub.commit = "badc0de"
+    parse_name("org/name").weights()
+    parse_name("org/other").file("config.json")
+    parse_name("org/other").weights()
+    assert [revision for *_, revision in hub.asked] == [None, "c0ffee", None, "badc0de"]
+
+
+def test_shards_of_the_hub(hub, monkeypatch):
+    hub.files = {"config.json", "model.safetensors.index.json", "a.safetensors"}
+    index = {"weight_map": {"x": "a.safetensors", "y": "a.safetensors"}}
+    monkeypatch.setattr(load, "read_json", lambda file: index)
+    weights = parse_name("org/name").weights
+    assert [file.name for file in weights()] == ["a.safetensors"]
+    hub.files.remove("a.safetensors")
+    assert refused(weights) == "org/name: no a.safetensors on the Hugging Face hub"
+    hub.files = {"config.json", "pytorch_model.bin"}
+    assert refused(weights) == "org/name: no model.safetensors on the Hugging Face hub"
+    assert "pytorch_model.bin" not in [file for _, file, _ in hub.asked]
 
 
 @pytest.mark.parametrize("text, reason", [("offline\nsecond line", "offline"), ("", "OSError")])
-def test_a_hub_that_does_not_answer_is_one_line(monkeypatch, text, reason):
+@pytest.mark.parametrize(
+    "name, words", [("gpt2", "gpt2"), ("org/name", "org/name is no directory here, and")]
+)
+def test_a_hub_that_does_not_answer_is_one_line(monkeypatch, text, reason, name, words):
     import huggingface_hub
 
-    def no_network(*args):
+    def no_network(*args, **options):
         raise OSError(text)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_network)
-    message = refused(load_model, "gpt2")
-    assert message == f"gpt2 could not be fetched from the Hugging Face hub: {reason}"
+    for ask in (parse_name(name).weights, lambda: parse_name(name).find("chat_template.jinja")):
+        assert refused(ask) == f"{words} could not be fetched from the Hugging Face hub: {reason}"
+
+
+def test_without_a_network_a_file_known_to_be_none_is_none(monkeypatch):
+    """A model in the hub's cache is used offline: that it has no template was noted before."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*args, **options):
+        raise LocalEntryNotFoundError("offline")
+
+    known = {"generation_config.json": huggingface_hub._CACHED_NO_EXIST, "tokenizer.json": None}
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda _, file: known[file])
+    source = parse_name("org/name")
+    assert source.find("generation_config.json") is None
+    message = refused(source.find, "tokenizer.json")
+    assert message.endswith("could not be fetched from the Hugging Face hub: offline")
 
 
 def test_ctrl_c_during_a_download_is_no_error_of_the_hub(monkeypatch):
     import huggingface_hub
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", interrupted)
@@ -169,6 +264,76 @@ def test_a_pickle_is_refused_and_the_way_to_convert_it_told(tiny, tmp_path):
     message = refused(load_model, tmp_path)
     assert "no model.safetensors" in message
     assert "pickle" in message and "save_pretrained" in message
+
+
+def sharded(directory, files: dict, index=None) -> Path:
+    """Write shards, file -> names of tensors in it, and their index."""
+    for file, names in files.items():
+        save_file({name: torch.ones(1) for name in names}, directory / file)
+    mapped = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {}, "weight_map": index or mapped}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def test_an_index_names_the_shards(tmp_path):
+    sharded(tmp_path, {"x-2.safetensors": ["a", "d"], "x-1.safetensors": ["b.c"]})
+    weights = parse_name(tmp_path).weights
+    assert weights() == [tmp_path / "x-2.safetensors", tmp_path / "x-1.safetensors"]
+    (tmp_path / "x-1.safetensors").unlink()
+    assert refused(weights) == f"{tmp_path}: no x-1.safetensors in this directory"
+    (tmp_path / "model.safetensors").touch()  # a whole model comes first
+    assert weights() == [tmp_path / "model.safetensors"]
+
+
+@torch.inference_mode()
+def test_a_model_in_shards_is_that_model(tiny, tmp_path):
+    model = tiny(dtype=torch.float32)
+    save_model(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    index = {}
+    for n, name in enumerate(tensors):
+        index[name] = f"model-{n % 3}.safetensors"
+    for shard in set(index.values()):
+        part = {name: tensor for name, tensor in tensors.items() if index[name] == shard}
+        save_file(part, tmp_path / shard)
+    sharded(tmp_path, {}, index)
+    loaded = load_model(tmp_path)
+    for name, weight in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), weight)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        [],
+        1,
+        {"a": 1},
+        {"a": None},
+        {"a": "../x.safetensors"},
+        {"a": "/x.safetensors"},
+        {"a": "x.bin"},
+        {"a": "x.safetensors", "b": "d/y.safetensors"},
+        {"a": ".safetensors\n"},
+        {"a": ["x.safetensors"]},
+        None,
+    ],
+)
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path, index):
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_text(json.dumps({"weight_map": index}))
+    message = refused(parse_name(tmp_path).weights)
+    words = "weight_map does not name a .safetensors file beside it for each tensor"
+    assert message == f"{file}: {words}"
+
+
+def test_a_shard_of_a_long_name_is_one_line(tmp_path):
+    name = "x" * 300 + ".safetensors"
+    sharded(tmp_path, {}, {"a": name})
+    message = refused(parse_name(tmp_path).weights)
+    assert message == f"{tmp_path}/{name}: File name too long"
 
 
 # Models
@@ -374,5 +539,4 @@ def test_several_tokens_may_end_a_text_and_keep_their_order(saved, tmp_path, tin
 
 def test_what_a_config_lacks_is_as_in_gpt2(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    (tmp_path / "model.safetensors").touch()
     assert load_config(tmp_path) == GPTConfig() == PRESETS["gpt2"]
