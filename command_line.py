@@ -13,7 +13,7 @@ import torch
 
 from errors import UserError, memory_for
 from load import load_model
-from model import GPT
+from model import Model
 from native import BuildError, kernel, use_native
 from tokenizer import TextStream
 
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options on what to write, and on where and how to run."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument(
-        "--prompt", action="append", help="text to continue, repeatable; empty: after <|endoftext|>"
+        "--prompt", action="append", help="text to continue, repeatable; empty: a text of its own"
     )
     parser.add_argument(
         "--prompt-file", type=Path, help="UTF-8 file with one more prompt in each line"
@@ -134,7 +134,7 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return dtype
 
 
-def load_models(names: list, args, device: str) -> list[GPT]:
+def load_models(names: list, args, device: str) -> list[Model]:
     """The models of a command line, in its dtype and with its backend.
 
     Raises UserError for a model that cannot be loaded, or a backend, a dtype and a device that do
@@ -151,7 +151,7 @@ def load_models(names: list, args, device: str) -> list[GPT]:
     return models
 
 
-def go_native(models: list[GPT], named: bool) -> None:
+def go_native(models: list[Model], named: bool) -> None:
     """Let C compute what it can. A note says what it lacks if it was asked for by name."""
     try:
         for model in models:

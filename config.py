@@ -99,6 +99,6 @@ def gpt_fields(config: GPTConfig) -> dict:
         **{key: getattr(config, field) for field, (key, _) in GPT_SIZES.items()},
         "layer_norm_epsilon": config.layer_norm_epsilon,
         "activation_function": "gelu_new",
-        "bos_token_id": eos[0],
+        "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos),
     }

@@ -27,7 +27,7 @@ from command_line import (
 )
 from errors import UserError, check_limits
 from load import parse_name
-from model import GPT, causal_attention
+from model import Model, causal_attention
 from native.step import MOST_TOKENS
 from tokenizer import load_encoding
 
@@ -70,7 +70,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
 
 @torch.inference_mode()
 def generate(
-    model: GPT,
+    model: Model,
     prompts: list[list[int]],
     params: SamplingParams,
     generator: torch.Generator | None = None,
@@ -79,7 +79,7 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
-    prompts: token ids, one list a prompt, of any lengths; an empty one is the EOS token.
+    prompts: token ids, one list a prompt, of any lengths; an empty one is the BOS token.
     generator: of the random numbers, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all again.
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
@@ -91,7 +91,7 @@ def generate(
     Raises UserError if there is no prompt, stride is out of range, the cache does not fit in
     memory, or the logits are not finite.
     """
-    sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
+    sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
         raise UserError("at least one prompt is needed")
     prompt_lengths = [len(sequence) for sequence in sequences]
@@ -134,7 +134,7 @@ class Beam(NamedTuple):
 
 @torch.inference_mode()
 def beam_search(
-    model: GPT,
+    model: Model,
     prompt: list[int],
     num_beams: int,
     max_new_tokens: int = 220,
@@ -155,7 +155,7 @@ def beam_search(
     """
     SamplingParams(max_new_tokens, ignore_eos)  # checks them
     check_limits(BEAM_LIMITS, num_beams=num_beams, length_penalty=length_penalty)
-    prompt = list(prompt) or [model.config.eos_token_ids[0]]
+    prompt = list(prompt) or [model.config.bos_token_id]
     eos = () if ignore_eos else model.config.eos_token_ids
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
@@ -200,7 +200,7 @@ def beam_search(
 
 @torch.inference_mode()
 def next_logits(
-    model: GPT, windows: list[list[int]], cache: KVCache | None, keep: int = 1
+    model: Model, windows: list[list[int]], cache: KVCache | None, keep: int = 1
 ) -> torch.Tensor:
     """The logits at the last `keep` positions of each window, (B, keep, vocab_size).
 
@@ -228,7 +228,7 @@ def next_logits(
 
 
 def pass_logits(
-    model: GPT, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int
+    model: Model, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int
 ) -> torch.Tensor:
     """The logits at the last `keep` new tokens of these rows, from one pass: (B, keep, vocab_size).
 
@@ -519,7 +519,7 @@ def check_beam_options(args) -> None:
         raise UserError(f"--num-beams neither draws nor penalises tokens; leave out {names}")
 
 
-def print_beams(args, model: GPT, prompts: list[list[int]], output: Output) -> None:
+def print_beams(args, model: Model, prompts: list[list[int]], output: Output) -> None:
     """Search for each prompt by itself: the best text to stdout, how it scored to stderr."""
     options = {
         "ignore_eos": args.ignore_eos,

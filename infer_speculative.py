@@ -34,7 +34,7 @@ from infer import (
     sampling_probs,
 )
 from load import parse_name
-from model import GPT
+from model import Model
 from tokenizer import load_encoding
 
 # argument of generate_speculative: its type, which values are valid, how to say that
@@ -53,8 +53,8 @@ class Pass(NamedTuple):
 
 @torch.inference_mode()
 def generate_speculative(
-    target: GPT,
-    draft: GPT | Callable[..., tuple[list[int], torch.Tensor | None]],
+    target: Model,
+    draft: Model | Callable[..., tuple[list[int], torch.Tensor | None]],
     prompt: list[int],
     params: SamplingParams,
     gamma: int = 3,
@@ -75,12 +75,12 @@ def generate_speculative(
     check_limits(LIMITS, gamma=gamma)
     config = target.config
     stride = check_stride(stride, config.block_size)
-    sequence = list(prompt) or [config.eos_token_ids[0]]
+    sequence = list(prompt) or [config.bos_token_id]
     prompt_length = len(sequence)
     end = prompt_length + params.max_new_tokens
     cache = KVCache(target, 1, min(end - 1, config.block_size))
     propose = draft
-    if isinstance(draft, GPT):
+    if isinstance(draft, Model):
         check_vocabularies(config, draft.config)
         propose = ModelDrafter(draft, end - 1, params, generator).propose
     while len(sequence) < end:
@@ -114,7 +114,7 @@ class ModelDrafter:
 
     def __init__(
         self,
-        model: GPT,
+        model: Model,
         max_len: int,
         params: SamplingParams,
         generator: torch.Generator | None = None,
@@ -228,7 +228,7 @@ class DraftOutput(Output):
 
 def main(argv=None) -> None:
     parser = Parser(
-        description="Generate text with two GPT-2s, of which one drafts and the other verifies."
+        description="Generate text with two models, of which one drafts and the other verifies."
     )
     target_help = "whose text it is: directory, gpt2[-medium|-large|-xl]"
     parser.add_argument("--target", default=STORIES, help=target_help)

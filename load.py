@@ -1,18 +1,19 @@
-"""A model from its name: what a name means, and how a model is loaded and saved."""
+"""A model from its name: what a name means, which class computes it, how it is loaded and saved."""
 
 import itertools
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from checkpoint import read_json, read_tensors, write_checkpoint
+from checkpoint import check_values, read_json, read_tensors, write_checkpoint
 from config import gpt_fields, read_gpt_config
 from errors import UserError, memory_for
 from int8 import Int8Embedding, store, to_int8, with_int8_layers
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Model
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 PRESETS = {  # shapes that are known without a file: `random:` stands before their names
@@ -166,23 +167,50 @@ def read_index(file: Path) -> list[str]:
     return list(dict.fromkeys(shards))
 
 
-PREFIX = "transformer."  # may stand before the names of tensors in a file
-# Tensors of some files that are not read: the head once more, and old mask buffers.
-SKIPPED = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")
-# GPT-2's linear layers are stored as (in, out).
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+@dataclass(frozen=True)
+class Architecture:
+    """A class that computes models, and how files in Hugging Face's form hold them."""
+
+    model: type[Model]
+    config: type
+    read_config: Callable  # (the path of config.json, the object in it) -> config
+    fields: Callable  # config -> what config.json says, but for the dtype
+    prefix: str  # may stand before the names of tensors in a file
+    skipped: tuple[str, ...]  # endings of names of tensors that some files have and nothing reads
+    transposed: tuple[str, ...] = ()  # endings of names of linear layers stored as (in, out)
 
 
-def load_config(name) -> GPTConfig:
+GPT2 = Architecture(
+    GPT,
+    GPTConfig,
+    read_gpt_config,
+    gpt_fields,
+    prefix="transformer.",
+    skipped=("lm_head.weight", ".attn.bias", ".attn.masked_bias"),  # the head again, old masks
+    transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+)
+# By the model_type of config.json.
+ARCHITECTURES = {"gpt2": GPT2}
+
+
+def architecture_of(config) -> Architecture:
+    """What computes a model of this configuration."""
+    return next(each for each in ARCHITECTURES.values() if isinstance(config, each.config))
+
+
+def load_config(name):
     """The configuration of a model, without its weights. name and errors: as of `load_model`."""
     source = parse_name(name)
     if source.kind == "random":
         return PRESETS[source.name]
     file = source.file("config.json")
-    return read_gpt_config(file, read_json(file))
+    raw = read_json(file)
+    kind = raw.get("model_type")
+    check_values(file, {"model_type": kind}, {"model_type": tuple(ARCHITECTURES)})
+    return ARCHITECTURES[kind].read_config(file, raw)
 
 
-def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> GPT:
+def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
     """Load a model for inference, straight to its dtype and device; torch.int8: as int8.py has it.
 
     name: what `parse_name` understands: a directory in Hugging Face form, a model of the hub
@@ -192,8 +220,9 @@ def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> GPT:
     """
     source = parse_name(name)
     config = load_config(source)
+    architecture = architecture_of(config)
     with torch.device("meta"):
-        model = GPT(config)
+        model = architecture.model(config)
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     floats = torch.float32 if dtype == torch.int8 else dtype  # of all that is not int8
     with memory_for(f"{source.label}: {size:,} bytes of weights"):
@@ -209,24 +238,33 @@ def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> GPT:
         for key, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
             kind = tensor.dtype if tensor.dtype == torch.int8 else floats
             weights[key] = torch.empty(tensor.shape, dtype=kind, device=device)
-        for key, rows, block in read_tensors(source.weights(), shapes, PREFIX, SKIPPED, TRANSPOSED):
+        blocks = read_tensors(
+            source.weights(),
+            shapes,
+            architecture.prefix,
+            architecture.skipped,
+            architecture.transposed,
+        )
+        for key, rows, block in blocks:
             store(weights, key, rows, block)
     model.load_state_dict(weights, assign=True, strict=False)
     return model.tie_weights().eval()
 
 
-def save_model(model: GPT, directory) -> None:
+def save_model(model: Model, directory) -> None:
     """Write `config.json` and `model.safetensors`, in the weights' dtype; transformers reads them.
 
     Raises UserError if they cannot be written; then nothing half-written is left. Raises ValueError
     for weights in int8, which this format does not hold.
     """
-    if isinstance(model.wte, Int8Embedding):
+    if isinstance(getattr(model, model.EMBEDDING), Int8Embedding):
         raise ValueError("a model with int8 weights is not saved; save the one it was made from")
-    fields = gpt_fields(model.config) | {"dtype": str(model.dtype).removeprefix("torch.")}
+    architecture = architecture_of(model.config)
+    fields = architecture.fields(model.config)
+    fields["dtype"] = str(model.dtype).removeprefix("torch.")
     # Not state_dict: there the head is a second name for the embedding, and would be written twice.
     weights = {}
     for key, weight in model.named_parameters():
-        stored = weight.t() if key.endswith(TRANSPOSED) else weight
+        stored = weight.t() if key.endswith(architecture.transposed) else weight
         weights[key] = stored.detach().contiguous()
     write_checkpoint(Path(directory), fields, weights)

@@ -29,9 +29,14 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    # Each of them ends a text; an empty prompt starts from the first.
-    eos_token_ids: tuple[int, ...] = (50256,)
+    eos_token_ids: tuple[int, ...] = (50256,)  # each of them ends a text
     layer_norm_epsilon: float = 1e-5
+    tied_head = True  # the head's weight is the token embedding's
+
+    @property
+    def bos_token_id(self) -> int:
+        """What an empty prompt starts from."""
+        return self.eos_token_ids[0]
 
     @property
     def head_dim(self) -> int:
@@ -77,6 +82,67 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class Model(nn.Module):
+    """What all architectures share: a pass over whole texts, tied weights, their initialisation.
+
+    One of them adds `hidden` and `head`, and an `lm_head`.
+    """
+
+    # Computes passes of few tokens, where there is a cache, if native.use_native sets it.
+    native = None
+    EMBEDDING: str  # the attribute that holds the token embedding
+    RESIDUAL: tuple[str, ...]  # endings of names of weights that end a residual branch
+
+    def tie_weights(self) -> "Model":
+        """Make the head and the token embedding one parameter, if they are one in this model."""
+        if self.config.tied_head:
+            embedding = getattr(self, self.EMBEDDING)
+            self.lm_head.weight = embedding.weight
+            if isinstance(embedding, Int8Embedding):
+                self.lm_head.scale = embedding.scale
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and caches, and of all weights that are not int8."""
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.lm_head.weight.device
+
+    def forward(self, tokens: torch.Tensor, logits_to_keep: int = 0) -> torch.Tensor:
+        """Logits for the token after each position of whole texts.
+
+        tokens: (B, T) ids, T from 1 to block_size. logits_to_keep: only the last so many positions,
+        0 for all; the head is the largest matrix of a small model, and generation needs its product
+        with the last position only. Returns (B, logits_to_keep or T, vocab_size), in the weights'
+        dtype. Raises UserError if tokens do not fit.
+        """
+        T, block_size = tokens.shape[1], self.config.block_size
+        if not 1 <= T <= block_size:
+            raise UserError(
+                f"{T} tokens in one pass; this model takes 1 to block_size = {block_size}"
+            )
+        positions = torch.arange(T, device=tokens.device)
+        x = self.hidden(tokens, positions, causal_attention)  # (B, T, C)
+        return self.head(x[:, -logits_to_keep:])
+
+    @torch.no_grad()
+    def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "Model":
+        """GPT-2's: normal weights, those that end a residual branch smaller by sqrt(2 n_layer)."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                scale = (2 * self.config.n_layer) ** -0.5 if name.endswith(self.RESIDUAL) else 1.0
+                parameter.normal_(std=std * scale, generator=generator)
+        return self
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -113,9 +179,9 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
-    # Computes passes of few tokens, where there is a cache, if native.use_native sets it.
-    native = None
+class GPT(Model):
+    EMBEDDING = "wte"
+    RESIDUAL = ("c_proj.weight",)
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -130,23 +196,6 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
-
-    def tie_weights(self) -> "GPT":
-        """Make the head and the token embedding one parameter, as they are in GPT-2."""
-        self.lm_head.weight = self.wte.weight
-        if isinstance(self.wte, Int8Embedding):
-            self.lm_head.scale = self.wte.scale
-        return self
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of activations and caches, and of all weights that are not int8."""
-        return self.ln_f.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.wte.weight.device
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """What the last block gives at each position, (..., C).
@@ -165,33 +214,3 @@ class GPT(nn.Module):
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits for the token after each position: (..., C) to (..., vocab_size)."""
         return self.lm_head(self.ln_f(hidden))
-
-    def forward(self, tokens: torch.Tensor, logits_to_keep: int = 0) -> torch.Tensor:
-        """Logits for the token after each position of whole texts.
-
-        tokens: (B, T) ids, T from 1 to block_size. logits_to_keep: only the last so many positions,
-        0 for all; the head is the largest matrix of a small model, and generation needs its product
-        with the last position only. Returns (B, logits_to_keep or T, vocab_size), in the weights'
-        dtype. Raises UserError if tokens do not fit.
-        """
-        T, block_size = tokens.shape[1], self.config.block_size
-        if not 1 <= T <= block_size:
-            raise UserError(
-                f"{T} tokens in one pass; this model takes 1 to block_size = {block_size}"
-            )
-        positions = torch.arange(T, device=tokens.device)
-        x = self.hidden(tokens, positions, causal_attention)  # (B, T, C)
-        return self.head(x[:, -logits_to_keep:])
-
-    @torch.no_grad()
-    def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "GPT":
-        """GPT-2's: normal weights, those that end a residual branch smaller by sqrt(2 n_layer)."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                scale = (2 * self.config.n_layer) ** -0.5 if "c_proj" in name else 1.0
-                parameter.normal_(std=std * scale, generator=generator)
-        return self

@@ -1,5 +1,6 @@
 """What the lessons' tests share: tiny models, the embedded one, and the command line."""
 
+import copy
 import gc
 import runpy
 import shutil
@@ -73,6 +74,41 @@ def passed_widths(model, shapes=False) -> tuple[GPT, list]:
 def in_cache(model, cache, new: list[int]) -> torch.Tensor:
     """The logits of new tokens of the only row of a cache, (1, T, vocab_size)."""
     return model.head(model.hidden(torch.tensor([new]), cache.extend([new]), cache.attend))
+
+
+def load(name, dtype=torch.float64):
+    """A model of any architecture."""
+    return load_model(name, dtype)
+
+
+def difference(ours, theirs) -> float:
+    """The largest between our logits and those of transformers, of a batch of whole windows."""
+    tokens = random_tokens(2 * ours.config.block_size, ours.config.vocab_size)
+    windows = torch.tensor(tokens).view(2, -1)
+    with torch.inference_mode():
+        return (ours(windows) - theirs(windows).logits).abs().max().item()
+
+
+def exact_norm(self, x):
+    """For transformers' RMSNorms, which compute in float32 whatever the weights are."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
+def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
+    """A random Llama or Qwen2 (kind) of transformers, in float64, and where it is saved."""
+    import transformers
+
+    small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 24}
+    small |= {"bos_token_id": 0, "eos_token_id": 2}
+    config = getattr(transformers, f"{kind}Config")(**small | shape)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():  # biases too, which a new model has as zeros
+        weight.data.normal_(mean=weight.dim() == 1, std=0.4, generator=generator)
+        weight.data = weight.data.to(saved_as).double()
+    copy.deepcopy(model).to(saved_as).save_pretrained(directory, max_shard_size=shard_size)
+    return model.eval(), directory
 
 
 def pytest_collection_modifyitems(items):

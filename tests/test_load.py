@@ -535,6 +535,7 @@ def test_several_tokens_may_end_a_text_and_keep_their_order(saved, tmp_path, tin
     save_model(tiny(eos_token_ids=(60, 7, 9)), tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (60, [60, 7, 9])
+    assert config.bos_token_id == 60
 
 
 def test_what_a_config_lacks_is_as_in_gpt2(tmp_path):
