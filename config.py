@@ -5,6 +5,7 @@ from pathlib import Path
 
 from checkpoint import check_values
 from errors import UserError
+from llama import LlamaConfig
 from model import GPTConfig
 
 
@@ -101,4 +102,84 @@ def gpt_fields(config: GPTConfig) -> dict:
         "activation_function": "gelu_new",
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos),
+    }
+
+
+LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the largest value read
+    "vocab_size": ("vocab_size", 10**6),
+    "block_size": ("max_position_embeddings", 10**7),
+    "n_layer": ("num_hidden_layers", 1000),
+    "n_head": ("num_attention_heads", 1000),
+    "n_kv_head": ("num_key_value_heads", 1000),
+    "n_embd": ("hidden_size", 10**5),
+    "n_inner": ("intermediate_size", 10**6),
+    "head_dim": ("head_dim", 1000),
+}
+LLAMA_SUPPORTED = {  # what the forward pass computes
+    "model_type": ("llama",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "tie_word_embeddings": (False, True),
+    "is_causal": (True,),
+}
+
+
+def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
+    """The configuration of a Llama. Raises UserError if it describes another architecture.
+
+    file: the config.json, for errors. raw: the object in it.
+    """
+    raw = {key: value for key, value in raw.items() if value is not None}  # as if it were missing
+    check_values(file, raw, LLAMA_SUPPORTED)
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
+    rope = raw.get(key, {})
+    if not isinstance(rope, dict):
+        rope = {"rope_type": rope}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    check_values(f"{file}: {key}", {"rope_type": kind}, {"rope_type": ("default",)})
+    missing = {"n_kv_head": raw.get("num_attention_heads"), "head_dim": 1}
+    fields = read_sizes(file, raw, LLAMA_SIZES, missing)
+    if "head_dim" not in raw:
+        fields["head_dim"] = fields["n_embd"] // fields["n_head"]
+    heads = fields["n_head"]
+    shared = fields["n_kv_head"]
+    size = fields["head_dim"]
+    if heads % shared or size % 2 or not size:
+        allowed = "num_attention_heads must be a multiple of num_key_value_heads, head_dim even"
+        raise UserError(
+            f"{file}: {heads} heads, {shared} of them with keys, of {size} numbers each; {allowed}"
+        )
+    vocabulary = fields["vocab_size"]
+    eos = read_token_ids(file, raw, "eos_token_id", vocabulary, 2)
+    return LlamaConfig(
+        **fields,
+        bos_token_id=read_token_ids(file, raw, "bos_token_id", vocabulary, eos[0])[0],
+        eos_token_ids=eos,
+        norm_epsilon=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
+        rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
+        tied_head=raw.get("tie_word_embeddings", False),
+    )
+
+
+def llama_fields(config: LlamaConfig) -> dict:
+    """What a config.json says of this Llama, but for the dtype of its weights.
+
+    Raises UserError for a shape that transformers refuses.
+    """
+    if config.n_embd % config.n_head:
+        raise UserError(
+            f"n_embd is {config.n_embd}, no multiple of n_head, which is {config.n_head}:"
+            " transformers reads no such model, so it is not written"
+        )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{key: getattr(config, field) for field, (key, _) in LLAMA_SIZES.items()},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied_head,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids),
     }

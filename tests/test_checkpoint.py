@@ -282,6 +282,7 @@ LIBRARIES = {
     "config",
     "errors",
     "int8",
+    "llama",
     "load",
     "model",
     "tokenizer",

@@ -1,0 +1,133 @@
+"""The shape of a Llama, as its config.json says it."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "max_position_embeddings": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "eos_token_id": 60,
+    "bos_token_id": 59,
+}
+
+
+def read(**values):
+    """The configuration in such a file with other values: "missing" for none."""
+    from config import read_llama_config
+
+    fields = {key: value for key, value in (SMALL | values).items() if value != "missing"}
+    return read_llama_config(Path("config.json"), fields)
+
+
+def test_what_is_written_is_read():
+    from config import llama_fields, read_llama_config
+    from llama import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=61,
+        block_size=16,
+        n_layer=3,
+        n_head=4,
+        n_kv_head=2,
+        head_dim=6,
+        n_embd=20,
+        n_inner=24,
+        bos_token_id=5,
+        eos_token_ids=(60, 3, 9),
+        norm_epsilon=1e-3,
+        rope_theta=500.0,
+        tied_head=False,
+    )
+    for each in (LlamaConfig(), config):
+        assert read_llama_config(Path("config.json"), llama_fields(each)) == each
+
+
+@pytest.mark.parametrize("value", ["missing", None])
+def test_what_a_config_lacks_is_as_in_transformers(value):
+    """null is as good as missing."""
+    from transformers import LlamaConfig
+
+    keys = ["model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"]
+    keys += ["tie_word_embeddings", "eos_token_id", "bos_token_id"]
+    ours = read(**dict.fromkeys(keys, value))
+    theirs = LlamaConfig(hidden_size=16, num_attention_heads=4)
+    assert ours.n_kv_head == theirs.num_key_value_heads == 4
+    assert ours.head_dim == theirs.head_dim == 4
+    assert ours.norm_epsilon == theirs.rms_norm_eps
+    assert ours.tied_head == theirs.tie_word_embeddings
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.eos_token_ids == (theirs.eos_token_id,) == (2,)
+    assert ours.bos_token_id == 2  # an empty prompt needs one
+
+
+def test_several_ends_keep_their_order_and_the_first_begins_a_text():
+    config = read(eos_token_id=[60, 3, 60, 9], bos_token_id="missing")
+    assert config.eos_token_ids == (60, 3, 9)
+    assert config.bos_token_id == 60
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 77.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77}},
+        {"rope_theta": 77.0, "rope_scaling": None},
+        {"rope_theta": 77.0, "rope_scaling": "default"},
+        {
+            "rope_theta": 77.0,
+            "rope_scaling": {"rope_type": "default"},
+            "rope_parameters": {"rope_theta": 10.0},
+        },
+        {"rope_theta": 10.0, "rope_parameters": {"rope_theta": 77.0}},
+    ],
+)
+def test_theta_in_older_and_newer_files(rope):
+    assert read(**rope).rope_theta == 77
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True; supported is False"),
+        ({"mlp_bias": True}, "mlp_bias is True; supported is False"),
+        ({"is_causal": False}, "is_causal is False; supported is True"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; supported is False or"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'; supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'; supported"),
+        (
+            {"rope_parameters": {"rope_theta": 10.0}, "rope_scaling": {"rope_type": "yarn"}},
+            "rope_scaling: rope_type",
+        ),
+        ({"rope_scaling": "yarn"}, "rope_scaling: rope_type is 'yarn'; supported is"),
+        ({"rope_parameters": ["default"]}, "rope_type is ['default']; supported is"),
+        ({"rope_theta": 0}, "rope_theta is 0; it must be above 0 and at most"),
+        ({"rope_theta": math.nan}, "rope_theta is nan"),
+        ({"rope_theta": "10000"}, "rope_theta is '10000'"),
+        ({"rms_norm_eps": 2}, "rms_norm_eps is 2; it must be above 0 and at most 1"),
+        ({"vocab_size": "missing"}, "vocab_size is None; it must be an integer from 1 to 1000000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"intermediate_size": 10**9}, "it must be an integer from 1 to 1000000"),
+        ({"head_dim": 5}, "4 heads, 2 of them with keys, of 5 numbers each; num_attention_heads"),
+        ({"num_key_value_heads": 3}, "4 heads, 3 of them with keys, of 6 numbers each"),
+        ({"num_attention_heads": 20, "head_dim": None}, "of 0 numbers each"),
+        ({"eos_token_id": 61}, "eos_token_id is 61; it must be an id below 61, or a list of them"),
+        ({"bos_token_id": -1}, "bos_token_id is -1; it must be an id below 61, or a list of them"),
+    ],
+)
+def test_a_config_that_no_llama_has_is_refused(values, words):
+    with pytest.raises(UserError) as error:
+        read(**values)
+    assert words in str(error.value)
+    assert str(error.value).startswith("config.json: ")
