@@ -123,8 +123,9 @@ class KVCache:
         values = values[self.rows]
         if layer == len(self.storage) - 1:
             self.record()
+        q = q.transpose(1, 2)  # with as many heads as keys, or a multiple of that
         return F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=self.mask
+            q, keys, values, attn_mask=self.mask, enable_gqa=True
         ).transpose(1, 2)
 
 

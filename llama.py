@@ -1,6 +1,18 @@
-"""Llama: the shape of one."""
+"""Llama's forward pass, written out: what changed in the architecture since GPT-2.
 
+Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
+grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
+its files load unchanged.
+"""
+
+import functools
 from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import Attend, Linear, Model
 
 
 @dataclass(frozen=True)
@@ -20,3 +32,139 @@ class LlamaConfig:
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0  # the slowest rotation makes about a radian in so many positions
     tied_head: bool = True
+
+
+class RMSNorm(nn.Module):
+    """Division by the root of the mean square: no mean taken off, no bias added.
+
+    Zhang & Sennrich 2019, 1910.07467.
+    """
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.n_embd))
+        self.epsilon = config.norm_epsilon
+
+    def forward(self, x):
+        # Its squares are float32: 256 ** 2 is no float16.
+        return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.epsilon)
+
+
+PIECE = 64  # positions that a table of rotations grows by
+
+
+class Rotations:
+    """For `rotate`: the cosine and the sine of each position's angles, as far as texts have come.
+
+    A table and not computed in each pass, and in pieces of one size: how a cosine rounds may depend
+    on how many are computed at once. Not a buffer of the model, because loading fills weights only.
+    Not the whole window at once: 131,072 positions of 128 numbers are 134 MB in float32.
+    """
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device):
+        powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.frequencies = 1 / config.rope_theta**powers  # radians a position, of each pair
+        self.cos = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
+        self.sin = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
+
+    def first(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosines and the sines of the first positions, each (length, 1, head_dim)."""
+        if len(self.cos) < length:
+            cosines = [self.cos]
+            sines = [self.sin]
+            for start in range(len(self.cos), max(length, 2 * len(self.cos)), PIECE):
+                positions = torch.arange(start, start + PIECE)
+                angles = positions[:, None, None] * self.frequencies
+                cos = angles.cos()
+                sin = angles.sin()
+                cosines.append(torch.cat([cos, cos], -1).to(self.cos))
+                sines.append(torch.cat([-sin, sin], -1).to(self.sin))
+            self.cos = torch.cat(cosines)
+            self.sin = torch.cat(sines)
+        return self.cos[:length], self.sin[:length]
+
+
+rotations = functools.lru_cache(maxsize=2)(Rotations)  # a target's and its draft's
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions (Su et al. 2021, 2104.09864): turn queries or keys by a position's angles.
+
+    x: (..., heads, head_dim). cos, sin: (..., 1, head_dim). Number i of a head's first half and
+    number i of its second half are the coordinates of one point, as in transformers; Meta's own
+    files have them side by side.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries = config.n_head * config.head_dim
+        keys = config.n_kv_head * config.head_dim
+        self.q_proj = Linear(config.n_embd, queries, bias=False)
+        self.k_proj = Linear(config.n_embd, keys, bias=False)
+        self.v_proj = Linear(config.n_embd, keys, bias=False)
+        self.o_proj = Linear(queries, config.n_embd, bias=False)
+
+    def forward(self, x, cos, sin, attend):
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_head, head_dim)
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_kv_head, head_dim)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        return self.o_proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020, 2002.05202): one product of x gates another."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.n_embd, config.n_inner, bias=False)
+        self.up_proj = Linear(config.n_embd, config.n_inner, bias=False)
+        self.down_proj = Linear(config.n_inner, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin, attend):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(Model):
+    EMBEDDING = "embed_tokens"
+    RESIDUAL = ("o_proj.weight", "down_proj.weight")
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        tokens = torch.empty(config.vocab_size, config.n_embd)
+        self.embed_tokens = nn.Embedding.from_pretrained(tokens, freeze=False)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """What the last block gives at each position, (..., C); arguments as of `GPT.hidden`."""
+        length = int(positions.max()) + 1
+        tables = rotations(self.config, self.dtype, self.device).first(length)
+        cos, sin = (table[positions] for table in tables)
+        x = self.embed_tokens(tokens)
+        for layer, block in enumerate(self.layers):
+            x = block(x, cos, sin, functools.partial(attend, layer))
+        return x
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits for the token after each position: (..., C) to (..., vocab_size)."""
+        return self.lm_head(self.norm(hidden))

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from checkpoint import check_values, read_json, read_tensors, write_checkpoint
-from config import gpt_fields, read_gpt_config
+from config import gpt_fields, llama_fields, read_gpt_config, read_llama_config
 from errors import UserError, memory_for
 from int8 import Int8Embedding, store, to_int8, with_int8_layers
+from llama import Llama, LlamaConfig
 from model import GPT, GPTConfig, Model
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -21,6 +22,21 @@ PRESETS = {  # shapes that are known without a file: `random:` stands before the
     "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
+    # A small Llama that people use. (Its tokenizer is of a form that is not read here.)
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49152,
+        block_size=8192,
+        n_layer=30,
+        n_head=9,
+        n_kv_head=3,
+        head_dim=64,
+        n_embd=576,
+        n_inner=1536,
+        bos_token_id=49151,
+        eos_token_ids=(49151,),
+        norm_epsilon=1e-5,
+        rope_theta=100000.0,
+    ),
 }
 
 
@@ -189,8 +205,17 @@ GPT2 = Architecture(
     skipped=("lm_head.weight", ".attn.bias", ".attn.masked_bias"),  # the head again, old masks
     transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
 )
+LLAMA = Architecture(
+    Llama,
+    LlamaConfig,
+    read_llama_config,
+    llama_fields,
+    prefix="model.",
+    # A tied head again (config.json decides), or old buffers.
+    skipped=("lm_head.weight", "rotary_emb.inv_freq"),
+)
 # By the model_type of config.json.
-ARCHITECTURES = {"gpt2": GPT2}
+ARCHITECTURES = {"gpt2": GPT2, "llama": LLAMA}
 
 
 def architecture_of(config) -> Architecture:

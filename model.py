@@ -50,9 +50,12 @@ class GPTConfig:
 
 
 def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Each position attends to itself and those before it. All: (B, T, heads, head_dim)."""
+    """Each position attends to itself and those before it. All: (B, T, heads, head_dim).
+
+    k and v may have fewer heads: then so many neighbouring query heads share one.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 HAS_MKL = torch.backends.mkl.is_available()

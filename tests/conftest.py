@@ -139,6 +139,22 @@ def tiny():
     return build
 
 
+@pytest.fixture(scope="session")
+def tiny_llama():
+    """As `tiny`, a Llama: two queries share a key, and a head is no fraction of the width."""
+
+    def build(seed: int = 0, dtype: torch.dtype = torch.float64, eos_token_id: int = 60, **shape):
+        from llama import Llama, LlamaConfig
+
+        small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_embd": 16, "n_inner": 24}
+        small |= {"n_head": 4, "n_kv_head": 2, "head_dim": 6, "tied_head": False}
+        small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,)}
+        model = Llama(LlamaConfig(**small | shape)).to(dtype)
+        return model.init_weights(std=0.4, generator=torch.Generator().manual_seed(seed)).eval()
+
+    return build
+
+
 def save_speaking(build, directory, **shape) -> Path:
     """Save a random model, block_size 64, of the embedded model's vocabulary. build: as `tiny`."""
     save_model(build(dtype=torch.float32, vocab_size=4096, block_size=64, **shape), directory)
