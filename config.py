@@ -1,11 +1,12 @@
 """The configuration of a model, as it stands in the `config.json` of Hugging Face's form."""
 
+import dataclasses
 import reprlib
 from pathlib import Path
 
 from checkpoint import check_values
 from errors import UserError
-from llama import LlamaConfig
+from llama import LlamaConfig, RopeScaling
 from model import GPTConfig
 
 
@@ -125,6 +126,19 @@ LLAMA_SUPPORTED = {  # what the forward pass computes
 }
 
 
+def read_scaling(file: Path, rope: dict) -> RopeScaling:
+    """The RopeScaling in a part of a config.json. Raises UserError for what makes no sense."""
+    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    scaling = RopeScaling(*(read_number(file, rope, name, None, 1e9) for name in names))
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    if low >= high:
+        raise UserError(
+            f"{file}: low_freq_factor is {low}; it must be below high_freq_factor, which is {high}"
+        )
+    return scaling
+
+
 def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     """The configuration of a Llama. Raises UserError if it describes another architecture.
 
@@ -137,7 +151,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     if not isinstance(rope, dict):
         rope = {"rope_type": rope}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    check_values(f"{file}: {key}", {"rope_type": kind}, {"rope_type": ("default",)})
+    check_values(f"{file}: {key}", {"rope_type": kind}, {"rope_type": ("default", "llama3")})
     missing = {"n_kv_head": raw.get("num_attention_heads"), "head_dim": 1}
     fields = read_sizes(file, raw, LLAMA_SIZES, missing)
     if "head_dim" not in raw:
@@ -158,6 +172,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         eos_token_ids=eos,
         norm_epsilon=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
         rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
+        rope_scaling=read_scaling(file, rope) if kind == "llama3" else None,
         tied_head=raw.get("tie_word_embeddings", False),
     )
 
@@ -172,6 +187,7 @@ def llama_fields(config: LlamaConfig) -> dict:
             f"n_embd is {config.n_embd}, no multiple of n_head, which is {config.n_head}:"
             " transformers reads no such model, so it is not written"
         )
+    scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -179,6 +195,7 @@ def llama_fields(config: LlamaConfig) -> dict:
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_epsilon,
         "rope_theta": config.rope_theta,
+        "rope_scaling": scaling and {"rope_type": "llama3", **vars(scaling)},
         "tie_word_embeddings": config.tied_head,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),

@@ -6,6 +6,7 @@ its files load unchanged.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from model import Attend, Linear, Model
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 and later slow rotations down, for texts longer than those first trained on."""
+
+    factor: float  # how much slower at most
+    # Turns in the original window: a rotation of fewer is slowed by the whole factor,
+    low_freq_factor: float
+    high_freq_factor: float  # and one of more than this stays as it is.
+    original_max_position_embeddings: float  # the original window
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = (4095,)
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0  # the slowest rotation makes about a radian in so many positions
+    rope_scaling: RopeScaling | None = None
     tied_head: bool = True
 
 
@@ -64,6 +77,8 @@ class Rotations:
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device):
         powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         self.frequencies = 1 / config.rope_theta**powers  # radians a position, of each pair
+        if config.rope_scaling:
+            self.frequencies = slowed(self.frequencies, config.rope_scaling)
         self.cos = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
         self.sin = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
 
@@ -85,6 +100,19 @@ class Rotations:
 
 
 rotations = functools.lru_cache(maxsize=2)(Rotations)  # a target's and its draft's
+
+
+def slowed(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """The frequencies for a longer window, as in Llama 3.1: only the slow ones get slower.
+
+    Between both limits the factor is blended. frequencies: (n), in radians a position.
+    """
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    # In the original window.
+    turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

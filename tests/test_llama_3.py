@@ -1,0 +1,160 @@
+"""Lesson 31: texts longer than those first trained on, by slower rotations."""
+
+import dataclasses
+import functools
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, exact_norm, load, random_peer, random_tokens, run_rows
+
+from errors import UserError
+from load import save_model
+
+SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    """A function that builds a random Llama of transformers with a window of 128, and saves it.
+
+    older: in the form of the files of Llama 3.1. It gives the model and the directory.
+    """
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
+    shape = {"hidden_size": 32, "head_dim": 16, "max_position_embeddings": 128}
+    build_peer = functools.partial(random_peer, "Llama", tmp_path, **shape)
+
+    def build(older=False, **scaling):
+        rope = {"rope_type": "llama3", "rope_theta": 1000.0} | SCALING | scaling
+        theirs, directory = build_peer(rope_parameters=rope)
+        if older:
+            config = json.loads((directory / "config.json").read_text())
+            rope = config.pop("rope_parameters")
+            config["rope_theta"] = rope.pop("rope_theta")
+            config["rope_scaling"] = rope
+            (directory / "config.json").write_text(json.dumps(config))
+        return theirs, directory
+
+    return build
+
+
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {},
+        {"factor": 32.0, "original_max_position_embeddings": 8},
+        {"factor": 1.5, "low_freq_factor": 2.0, "high_freq_factor": 3.0},
+        {"low_freq_factor": 0.1, "high_freq_factor": 0.2},
+        {
+            "rope_theta": 500000.0,
+            "original_max_position_embeddings": 64,
+            "low_freq_factor": 1,
+            "high_freq_factor": 4,
+        },
+    ],
+)
+@torch.inference_mode()
+def test_logits_equal_transformers_beyond_the_original_window(peer, scaling, older):
+    theirs, directory = peer(older, **scaling)
+    ours = load(directory)
+    tokens = torch.tensor([random_tokens(128)])
+    logits = ours(tokens)
+    assert (logits - theirs(tokens).logits).abs().max() < 1e-10
+    unscaled = type(ours)(dataclasses.replace(ours.config, rope_scaling=None)).double()
+    unscaled.load_state_dict(ours.state_dict())
+    difference = (unscaled(tokens) - logits).abs().amax(-1)[0]
+    assert difference[0] < 1e-10  # position 0 is never turned
+    assert difference[64:].mean() > 0.05
+
+
+@torch.inference_mode()
+def test_text_beyond_the_original_window_equals_transformers(peer):
+    theirs, directory = peer(original_max_position_embeddings=4)
+    theirs.generation_config.eos_token_id = None
+    prompt = random_tokens(20)
+    text = theirs.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, 20, dtype=torch.int64),
+        do_sample=False,
+        max_length=128,
+        pad_token_id=0,
+    )
+    expected = text[0, 20:].tolist()
+    assert run_rows(load(directory), [prompt], max_new_tokens=108, ignore_eos=True) == [expected]
+    assert len(set(expected)) > 8
+
+
+def test_the_command_line_takes_a_model_with_scaling(cli, tmp_path):
+    shutil.copytree(CHECKPOINTS / "stories-llama", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["max_position_embeddings"] = 512
+    config["rope_scaling"] = {"rope_type": "llama3"} | SCALING
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = cli("--model", tmp_path, "--prompt", "Once", "--max-new-tokens", 3)
+    assert code == 0
+    assert out.startswith("Once")
+    assert err.startswith("3 tokens")
+
+
+def test_fast_rotations_stay_and_slow_ones_slow_down():
+    from llama import RopeScaling, slowed
+
+    turns = torch.tensor([100.0, 4.0, 2.5, 1.0, 0.01], dtype=torch.float64)  # in a window of 16
+    frequencies = turns * 2 * math.pi / 16
+    ratio = (slowed(frequencies, RopeScaling(**SCALING)) / frequencies).tolist()
+    assert ratio == pytest.approx([1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8])
+
+
+def test_scaling_is_written_and_read(tiny_llama, tmp_path):
+    from llama import RopeScaling
+
+    ours = tiny_llama(rope_scaling=RopeScaling(**SCALING))
+    save_model(ours, tmp_path)
+    again = load(tmp_path)
+    assert again.config == ours.config
+    assert again.config.rope_scaling.factor == 8
+    tokens = torch.tensor([random_tokens(16)])
+    assert torch.equal(ours(tokens), again(tokens))
+
+
+def test_still_a_model_without_scaling_is_as_it_was(tiny_llama, tmp_path):
+    save_model(tiny_llama(), tmp_path)
+    assert load(tmp_path).config == tiny_llama().config
+
+
+@pytest.mark.parametrize(
+    "rope, words",
+    [
+        ("llama3", "factor is None; it must be above 0"),  # in the place of an object
+        ({"factor": None}, "factor is None; it must be above 0"),
+        ({"factor": 0}, "factor is 0; it must be above 0"),
+        ({"low_freq_factor": "1"}, "low_freq_factor is '1'"),
+        (
+            {"high_freq_factor": 1.0},
+            "low_freq_factor is 1.0; it must be below high_freq_factor, which is 1.0",
+        ),
+        ({"original_max_position_embeddings": -1}, "original_max_position_embeddings is -1"),
+        ({"rope_type": "dynamic"}, "rope_type is 'dynamic'; supported is 'default' or 'llama3'"),
+    ],
+)
+def test_scaling_that_makes_no_sense_is_refused(tiny_llama, tmp_path, rope, words):
+    save_model(tiny_llama(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if isinstance(rope, dict):
+        rope = {"rope_type": "llama3"} | SCALING | rope
+    config["rope_scaling"] = rope
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        load(tmp_path)
+    assert words in str(error.value)
+    assert "config.json" in str(error.value)
