@@ -1,6 +1,7 @@
 """Text to token ids and back: one `Encoding`, whichever model it belongs to."""
 
 import codecs
+import reprlib
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -11,31 +12,56 @@ from errors import UserError
 from load import HUB_NAMES, parse_name
 
 EOT = "<|endoftext|>"
-# GPT-2 splits text by this pattern before it merges bytes (openai/gpt-2, encoder.py).
-PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+PATTERNS = {  # what a text is split by before bytes are merged
+    # openai/gpt-2, encoder.py
+    "GPT-2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
+    "Llama 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
 
 SUPPORTED = {  # of a tokenizer.json: what keeps our ids equal to those of the tokenizers library
     "normalizer": (None,),
-    "pre_tokenizer.type": ("ByteLevel",),
+    "pre_tokenizer.type": ("ByteLevel", "Split, ByteLevel"),
+    "pre_tokenizer.behavior": ("Isolated",),
+    "pre_tokenizer.invert": (False,),
     "pre_tokenizer.add_prefix_space": (False,),
-    "pre_tokenizer.use_regex": (True,),
     "model.type": ("BPE",),
     "model.dropout": (None, 0),
     "model.continuing_subword_prefix": (None, ""),
     "model.end_of_word_suffix": (None, ""),
-    "model.ignore_merges": (False,),
-    "post_processor.type": (None, "ByteLevel", "TemplateProcessing"),
-    # A template that adds no token.
-    "post_processor.single": (None, [{"Sequence": {"id": "A", "type_id": 0}}]),
+    "model.ignore_merges": (False, True),
+    "post_processor.type": (
+        None,
+        "ByteLevel",
+        "TemplateProcessing",
+        "ByteLevel, TemplateProcessing",
+    ),
     "decoder.type": ("ByteLevel",),
 }
 
 
 class Encoding(tiktoken.Encoding):
-    """tiktoken's, with one error for what its pattern does not take."""
+    """tiktoken's, whose texts begin with a prefix, such as Llama 3's `<|begin_of_text|>`."""
+
+    def __init__(self, *args, prefix: tuple[int, ...] = (), **arguments):
+        super().__init__(*args, **arguments)
+        self.prefix = prefix
 
     def encode(self, text: str, **special) -> list[int]:
-        """As tiktoken's. Raises UserError for a million blanks in a row, its limit."""
+        """As tiktoken's, after the prefix. A text that begins with it gets no second one.
+
+        Such a text comes from a chat template. Raises UserError as `encode_plain`.
+        """
+        tokens = self.encode_plain(text, **special)
+        prefix = list(self.prefix)
+        return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        # Not tiktoken's own, which panics where its `encode` raises an error.
+        return self.encode_plain(text, disallowed_special=())
+
+    def encode_plain(self, text: str, **special) -> list[int]:
+        """As tiktoken's `encode`. Raises UserError for a million blanks in a row, its limit."""
         try:
             return super().encode(text, **special)
         except ValueError as error:
@@ -43,17 +69,13 @@ class Encoding(tiktoken.Encoding):
                 raise
             raise UserError("the text has a million blanks in a row; fewer are supported") from None
 
-    def encode_ordinary(self, text: str) -> list[int]:
-        # Not tiktoken's own, which panics where its `encode` raises an error.
-        return self.encode(text, disallowed_special=())
-
 
 def load_encoding(name, vocab_size: int) -> Encoding:
     """The encoding of a model's text.
 
     `encode(text, allowed_special="all")` takes `<|endoftext|>` in it as the token it is.
 
-    name: as for `load_model`. A directory needs a `tokenizer.json` (byte-level BPE, as GPT-2's);
+    name: as for `load_model`. A directory needs a `tokenizer.json` (GPT-2's or Llama 3's form);
     `gpt2` and its sizes use tiktoken's own; `random:` models speak no language, so their ids from
     256 on print as numbers. vocab_size: the model's; it may be larger than the tokenizer's, as in
     models whose vocabulary is padded to a round number. Raises UserError if it is smaller, or there
@@ -78,7 +100,7 @@ def numbers_encoding(name: str, vocab_size: int) -> Encoding:
     """Bytes, then numbers, and `<|endoftext|>` last."""
     ranks = {bytes([i]): i for i in range(256)}
     ranks |= {b" %d" % i: i for i in range(256, vocab_size - 1)}
-    pattern = PATTERN
+    pattern = PATTERNS["GPT-2"]
     special = {EOT: vocab_size - 1}
     return Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
@@ -107,12 +129,15 @@ def read_tokenizer_json(file: Path) -> Encoding:
     Raises UserError for other tokenizers.
     """
     raw = read_json(file)
+    raw["pre_tokenizer"] = one_step(raw.get("pre_tokenizer"), "pretokenizers")
+    raw["post_processor"] = one_step(raw.get("post_processor"), "processors")
     check_values(file, raw, SUPPORTED)
+    pattern = read_pattern(file, raw["pre_tokenizer"])
     try:
         vocabulary = raw["model"]["vocab"]
         added = raw.get("added_tokens") or []
         merges = [
-            merge.split(" ") if isinstance(merge, str) else merge
+            tuple(merge.split(" ") if isinstance(merge, str) else merge)
             for merge in raw["model"]["merges"]
         ]
         made = [a + b for a, b in merges]
@@ -133,13 +158,23 @@ def read_tokenizer_json(file: Path) -> Encoding:
     rank = {token: i for i, token in enumerate(tokens)}
     if set(tokens[:256]) != set(to_byte):
         raise UserError(f"{file}: the first tokens of the vocabulary are not the 256 bytes")
-    if made != tokens[256:] or not all(is_last_merge(a, b, rank, merges) for a, b in merges):
+    one_each = made == tokens[256:] and all(is_last_merge(a, b, rank, merges) for a, b in merges)
+    is_ranks = raw["model"].get("ignore_merges") and are_all_merges(merges, tokens, rank)
+    if not one_each and not is_ranks:
         raise UserError(
             f"{file}: the merges do not make the tokens of the vocabulary in the order of their ids"
         )
+    for token in tokens:
+        if not set(token) <= set(to_byte):
+            raise UserError(f"{file}: token {token!r} has characters that stand for no byte")
     ranks = {bytes(to_byte[c] for c in token): vocabulary[token] for token in tokens}
-    name = str(file.parent)
-    return Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return Encoding(
+        str(file.parent),
+        pat_str=pattern,
+        mergeable_ranks=ranks,
+        special_tokens=special,
+        prefix=read_prefix(file, raw["post_processor"], special),
+    )
 
 
 def check_added(file: Path, added: list[dict], vocabulary: dict[str, int]) -> None:
@@ -173,6 +208,73 @@ def check_added(file: Path, added: list[dict], vocabulary: dict[str, int]) -> No
 def is_text(content) -> bool:
     """Whether it is text that UTF-8 can write, which a lone surrogate is not, and not empty."""
     return isinstance(content, str) and content.encode("utf-8", "ignore").decode() == content != ""
+
+
+def one_step(part, key: str):
+    """A part of a `tokenizer.json`, in which a Sequence of steps is one step with all their fields.
+
+    key: where a Sequence has its steps. The type of the one names theirs: "Split, ByteLevel".
+    """
+    steps = part.get(key) if isinstance(part, dict) and part.get("type") == "Sequence" else None
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        return part
+    fields = {name: value for step in steps for name, value in step.items()}
+    return fields | {"type": ", ".join(str(step.get("type")) for step in steps)}
+
+
+def read_pattern(file: Path, step: dict) -> str:
+    """The pattern that a pre_tokenizer splits by: its Split's, or GPT-2's for a ByteLevel alone.
+
+    Raises UserError for one that is not in PATTERNS, and if ByteLevel would split once more.
+    """
+    alone = step.get("type", "ByteLevel") == "ByteLevel"
+    step = {"use_regex": True} | step
+    check_values(file, {"pre_tokenizer": step}, {"pre_tokenizer.use_regex": (alone,)})
+    found = step.get("pattern", {"Regex": PATTERNS["GPT-2"]})
+    for pattern in PATTERNS.values():
+        if found == {"Regex": pattern}:
+            return pattern
+    names = " or ".join(PATTERNS)
+    raise UserError(
+        f"{file}: pre_tokenizer.pattern is {repr(found):.200}; supported is that of {names}"
+    )
+
+
+def read_prefix(file: Path, step, special: dict[str, int]) -> tuple[int, ...]:
+    """The tokens that a post_processor puts before a text.
+
+    Raises UserError for a template that does anything else.
+    """
+    if not isinstance(step, dict) or step.get("type") in (None, "ByteLevel"):
+        return ()
+    single = step.get("single")
+    try:
+        names = [piece["SpecialToken"]["id"] for piece in single[:-1]]
+        known = [step["special_tokens"][name]["ids"] for name in names]
+        prefix = tuple(special[name] for name in names)
+        if single[-1] == {"Sequence": {"id": "A", "type_id": 0}}:
+            if known == [[token] for token in prefix]:
+                return prefix
+    except (LookupError, TypeError):
+        pass
+    raise UserError(
+        f"{file}: post_processor.single is {reprlib.repr(single)};"
+        " supported is added tokens, then A"
+    )
+
+
+def are_all_merges(merges: list, tokens: list[str], rank: dict[str, int]) -> bool:
+    """Whether the merges are all pairs of tokens that make one, in the order of the tokens made.
+
+    So they are for Llama 3. Then Hugging Face, as tiktoken, merges any two parts that make a token,
+    those of the lowest rank first. The order of several pairs that make one token does not matter,
+    because texts only ever have one of them: nothing was merged across the ends of the two parts,
+    so they are what the token's own text, merged by itself, is when two are left. Tokens that no
+    merges reach are found as whole pieces, which is what ignore_merges means.
+    """
+    pairs = ((token[:i], token[i:]) for token in tokens for i in range(1, len(token)))
+    pairs = [(a, b) for a, b in pairs if a in rank and b in rank]
+    return [a + b for a, b in merges] == [a + b for a, b in pairs] and set(merges) == set(pairs)
 
 
 def is_last_merge(a: str, b: str, rank: dict[str, int], merges: list) -> bool:

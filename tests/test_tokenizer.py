@@ -224,6 +224,7 @@ TEMPLATE = {
         with_changes(post_processor=TEMPLATE),  # as transformers writes it
         added(normalized=True),
         first_normalized("b<c", "<a>b"),
+        with_changes(model__ignore_merges=True),
         tokenizer_json(MERGES, (EOT, "<pad>", "the")),
     ],
 )
@@ -282,7 +283,6 @@ def with_a_blank_in_a_token() -> dict:
         (with_changes(model__type="Unigram"), "model.type is 'Unigram'; supported is 'BPE'"),
         (with_changes(model=None), "model.type is None; supported is 'BPE'"),
         (with_changes(model__dropout=0.1), "model.dropout is 0.1"),
-        (with_changes(model__ignore_merges=True), "model.ignore_merges is True"),
         (with_changes(model__end_of_word_suffix="</w>"), "model.end_of_word_suffix is '</w>'"),
         (
             with_changes(model__continuing_subword_prefix="##"),
