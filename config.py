@@ -117,10 +117,11 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "head_dim": ("head_dim", 1000),
 }
 LLAMA_SUPPORTED = {  # what the forward pass computes
-    "model_type": ("llama",),
+    "model_type": ("llama", "qwen2"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
+    "use_sliding_window": (False,),
     "tie_word_embeddings": (False, True),
     "is_causal": (True,),
 }
@@ -165,7 +166,8 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
             f"{file}: {heads} heads, {shared} of them with keys, of {size} numbers each; {allowed}"
         )
     vocabulary = fields["vocab_size"]
-    eos = read_token_ids(file, raw, "eos_token_id", vocabulary, 2)
+    is_qwen = raw.get("model_type") == "qwen2"
+    eos = read_token_ids(file, raw, "eos_token_id", vocabulary, None if is_qwen else 2)
     return LlamaConfig(
         **fields,
         bos_token_id=read_token_ids(file, raw, "bos_token_id", vocabulary, eos[0])[0],
@@ -173,6 +175,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         norm_epsilon=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
         rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
         rope_scaling=read_scaling(file, rope) if kind == "llama3" else None,
+        qkv_bias=is_qwen,
         tied_head=raw.get("tie_word_embeddings", False),
     )
 
@@ -189,8 +192,8 @@ def llama_fields(config: LlamaConfig) -> dict:
         )
     scaling = config.rope_scaling
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen2ForCausalLM" if config.qkv_bias else "LlamaForCausalLM"],
+        "model_type": "qwen2" if config.qkv_bias else "llama",
         **{key: getattr(config, field) for field, (key, _) in LLAMA_SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_epsilon,

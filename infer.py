@@ -461,7 +461,7 @@ def sampling_params(args) -> SamplingParams:
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with a GPT-2 or a Llama.")
+    parser = Parser(description="Generate text with a GPT-2, a Llama or a Qwen2.5.")
     parser.add_argument(
         "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
     )

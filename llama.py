@@ -1,4 +1,4 @@
-"""Llama's forward pass, written out: what changed in the architecture since GPT-2.
+"""Llama's forward pass, and Qwen2's, written out: what changed in the architecture since GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
@@ -44,6 +44,7 @@ class LlamaConfig:
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0  # the slowest rotation makes about a radian in so many positions
     rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False  # queries, keys and values have biases: Qwen2
     tied_head: bool = True
 
 
@@ -131,9 +132,9 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         queries = config.n_head * config.head_dim
         keys = config.n_kv_head * config.head_dim
-        self.q_proj = Linear(config.n_embd, queries, bias=False)
-        self.k_proj = Linear(config.n_embd, keys, bias=False)
-        self.v_proj = Linear(config.n_embd, keys, bias=False)
+        self.q_proj = Linear(config.n_embd, queries, bias=config.qkv_bias)
+        self.k_proj = Linear(config.n_embd, keys, bias=config.qkv_bias)
+        self.v_proj = Linear(config.n_embd, keys, bias=config.qkv_bias)
         self.o_proj = Linear(queries, config.n_embd, bias=False)
 
     def forward(self, x, cos, sin, attend):

@@ -1,5 +1,6 @@
 """A model from its name: what a name means, which class computes it, how it is loaded and saved."""
 
+import dataclasses
 import itertools
 import os
 import re
@@ -10,7 +11,13 @@ from pathlib import Path
 import torch
 
 from checkpoint import check_values, read_json, read_tensors, write_checkpoint
-from config import gpt_fields, llama_fields, read_gpt_config, read_llama_config
+from config import (
+    gpt_fields,
+    llama_fields,
+    read_gpt_config,
+    read_llama_config,
+    read_token_ids,
+)
 from errors import UserError, memory_for
 from int8 import Int8Embedding, store, to_int8, with_int8_layers
 from llama import Llama, LlamaConfig
@@ -215,7 +222,7 @@ LLAMA = Architecture(
     skipped=("lm_head.weight", "rotary_emb.inv_freq"),
 )
 # By the model_type of config.json.
-ARCHITECTURES = {"gpt2": GPT2, "llama": LLAMA}
+ARCHITECTURES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": LLAMA}
 
 
 def architecture_of(config) -> Architecture:
@@ -232,7 +239,19 @@ def load_config(name):
     raw = read_json(file)
     kind = raw.get("model_type")
     check_values(file, {"model_type": kind}, {"model_type": tuple(ARCHITECTURES)})
-    return ARCHITECTURES[kind].read_config(file, raw)
+    # Where chat models add ids that end a text.
+    generation = source.find("generation_config.json")
+    ends = read_json(generation).get("eos_token_id") if generation else None
+    if raw.get("eos_token_id") is None and ends is not None:
+        raw["eos_token_id"] = ends
+    config = ARCHITECTURES[kind].read_config(file, raw)
+    if ends is None:
+        return config
+    more = read_token_ids(
+        generation, {"eos_token_id": ends}, "eos_token_id", config.vocab_size, None
+    )
+    ids = dict.fromkeys([*config.eos_token_ids, *more])
+    return dataclasses.replace(config, eos_token_ids=tuple(ids))
 
 
 def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:

@@ -2,7 +2,8 @@
 
 import codecs
 import reprlib
-from itertools import pairwise, product
+import unicodedata
+from itertools import groupby, pairwise, product
 from pathlib import Path
 
 import tiktoken
@@ -17,10 +18,12 @@ PATTERNS = {  # what a text is split by before bytes are merged
     "GPT-2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
     "Llama 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "Qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
 SUPPORTED = {  # of a tokenizer.json: what keeps our ids equal to those of the tokenizers library
-    "normalizer": (None,),
+    "normalizer": (None, {"type": "NFC"}),
     "pre_tokenizer.type": ("ByteLevel", "Split, ByteLevel"),
     "pre_tokenizer.behavior": ("Isolated",),
     "pre_tokenizer.invert": (False,),
@@ -41,23 +44,33 @@ SUPPORTED = {  # of a tokenizer.json: what keeps our ids equal to those of the t
 
 
 class Encoding(tiktoken.Encoding):
-    """tiktoken's, whose texts begin with a prefix, such as Llama 3's `<|begin_of_text|>`."""
+    """tiktoken's, whose texts begin with a prefix, such as Llama 3's `<|begin_of_text|>`.
 
-    def __init__(self, *args, prefix: tuple[int, ...] = (), **arguments):
+    nfc: texts get normal form C first: e and U+0301 become the one letter é. (The tokenizers
+    library knows the characters of Unicode 9, Python those of its newer `unidata_version`.)
+    """
+
+    def __init__(self, *args, prefix: tuple[int, ...] = (), nfc: bool = False, **arguments):
         super().__init__(*args, **arguments)
         self.prefix = prefix
+        self.nfc = nfc
 
     def encode(self, text: str, **special) -> list[int]:
         """As tiktoken's, after the prefix. A text that begins with it gets no second one.
 
         Such a text comes from a chat template. Raises UserError as `encode_plain`.
         """
-        tokens = self.encode_plain(text, **special)
+        if self.nfc and not unicodedata.is_normalized("NFC", text):
+            tokens = self.encode_normalized(text, **special)
+        else:
+            tokens = self.encode_plain(text, **special)
         prefix = list(self.prefix)
         return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
 
     def encode_ordinary(self, text: str) -> list[int]:
         # Not tiktoken's own, which panics where its `encode` raises an error.
+        if self.nfc:
+            text = unicodedata.normalize("NFC", text)
         return self.encode_plain(text, disallowed_special=())
 
     def encode_plain(self, text: str, **special) -> list[int]:
@@ -69,13 +82,21 @@ class Encoding(tiktoken.Encoding):
                 raise
             raise UserError("the text has a million blanks in a row; fewer are supported") from None
 
+    def encode_normalized(self, text: str, **special) -> list[int]:
+        """Added tokens are found in the text as it is; what is between gets its normal form."""
+        tokens = []
+        for added, group in groupby(self.encode_plain(text, **special), self.is_special_token):
+            piece = list(group)
+            tokens += piece if added else self.encode_ordinary(self.decode(piece))
+        return tokens
+
 
 def load_encoding(name, vocab_size: int) -> Encoding:
     """The encoding of a model's text.
 
     `encode(text, allowed_special="all")` takes `<|endoftext|>` in it as the token it is.
 
-    name: as for `load_model`. A directory needs a `tokenizer.json` (GPT-2's or Llama 3's form);
+    name: as for `load_model`. A directory needs a `tokenizer.json` (as GPT-2, Llama 3 or Qwen2);
     `gpt2` and its sizes use tiktoken's own; `random:` models speak no language, so their ids from
     256 on print as numbers. vocab_size: the model's; it may be larger than the tokenizer's, as in
     models whose vocabulary is padded to a round number. Raises UserError if it is smaller, or there
@@ -152,7 +173,8 @@ def read_tokenizer_json(file: Path) -> Encoding:
             f"{file}: the ids are not 0 to {len(ids) - 1}, once each,"
             " those of the added tokens last"
         )
-    check_added(file, added, vocabulary)
+    nfc = raw.get("normalizer") is not None
+    check_added(file, added, vocabulary, nfc)
     to_byte = byte_of_character()
     tokens = sorted(vocabulary.keys() - special.keys(), key=vocabulary.get)
     rank = {token: i for i, token in enumerate(tokens)}
@@ -174,12 +196,17 @@ def read_tokenizer_json(file: Path) -> Encoding:
         mergeable_ranks=ranks,
         special_tokens=special,
         prefix=read_prefix(file, raw["post_processor"], special),
+        nfc=nfc,
     )
 
 
-def check_added(file: Path, added: list[dict], vocabulary: dict[str, int]) -> None:
-    """Raise UserError if tiktoken would not find the added tokens where the library finds them."""
+def check_added(file: Path, added: list[dict], vocabulary: dict[str, int], nfc: bool) -> None:
+    """Raise UserError if tiktoken would not find the added tokens where the library finds them.
+
+    nfc: whether texts get a normal form, in which the library looks for normalized tokens.
+    """
     plain = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}
+    plain["normalized"] = (False,) if nfc else (False, True)
     for token in added:
         content = token["content"]
         check_values(f"{file}: added token {content!r}", token, plain)
