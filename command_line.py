@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from chat import Chat
 from errors import UserError, memory_for
 from load import load_model
 from model import Model
@@ -102,6 +103,34 @@ def check_text(name: str, text: str) -> None:
     # Python puts one of these characters where a byte of an argument is no UTF-8.
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise UserError(f"{name} {text!a}: not UTF-8 text")
+
+
+def add_chat_options(parser: argparse.ArgumentParser) -> None:
+    """The options for a chat model."""
+    chat_help = "prompts are messages to a chat model, and its replies are shown"
+    parser.add_argument("--chat", action="store_true", help=chat_help)
+    parser.add_argument(
+        "--system", help="for --chat: what the model is told before the first message"
+    )
+
+
+def check_chat_options(args) -> None:
+    """Raise UserError for options that do not go together with or without --chat."""
+    if args.system is not None and not args.chat:
+        raise UserError("--system is for --chat only")
+    check_text("--system", args.system or "")
+
+
+def encode_messages(args, prompts: list[str], encoding, chat: Chat) -> list[list[int]]:
+    """The token ids of prompts as messages to a chat model, each for itself."""
+    system = system_messages(args)
+    asked = [system + [{"role": "user", "content": prompt}] for prompt in prompts]
+    return [chat.encode(messages, encoding) for messages in asked]
+
+
+def system_messages(args) -> list[dict[str, str]]:
+    """What stands before the first message of a user."""
+    return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
 def pick_device(name: str) -> str:

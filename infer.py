@@ -14,11 +14,15 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import torch
 
 from cache import KVCache, check_stride, window_start
+from chat import Chat
 from command_line import (
     STORIES,
     Output,
     Parser,
+    add_chat_options,
     add_options,
+    check_chat_options,
+    encode_messages,
     load_models,
     pick_device,
     pick_seed,
@@ -476,6 +480,7 @@ def main(argv=None) -> None:
     )
     add_options(parser)
     add_sampling_options(parser)
+    add_chat_options(parser)
     run_script(parser, run, argv)
 
 
@@ -485,19 +490,25 @@ def run(args) -> None:
     Raises UserError for bad input.
     """
     check_beam_options(args)
+    check_chat_options(args)
     params = sampling_params(args)
     prompts = read_prompts(args)
     source = parse_name(args.model)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
+    chat = Chat(source) if args.chat else None
     (model,) = load_models([source], args, device)
     generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
+    shown = prompts
+    if chat:  # the reply alone is shown
+        tokens = encode_messages(args, prompts, encoding, chat)
+        shown = [""] * len(prompts)
     skip = () if params.ignore_eos else model.config.eos_token_ids
     if args.num_beams is not None:
-        return print_beams(args, model, tokens, Output(prompts, encoding, skip))
-    with Output(prompts, encoding, skip, seed if params.temperature else None) as output:
+        return print_beams(args, model, tokens, Output(shown, encoding, skip))
+    with Output(shown, encoding, skip, seed if params.temperature else None) as output:
         for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
             for row, token in enumerate(step):
                 if token is not None:

@@ -278,6 +278,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
 
 
 LIBRARIES = {
+    "chat",
     "checkpoint",
     "config",
     "errors",
