@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -107,7 +108,7 @@ def check_text(name: str, text: str) -> None:
 
 def add_chat_options(parser: argparse.ArgumentParser) -> None:
     """The options for a chat model."""
-    chat_help = "prompts are messages to a chat model, and its replies are shown"
+    chat_help = "prompts are messages to a chat model; without any, talk: a message a line"
     parser.add_argument("--chat", action="store_true", help=chat_help)
     parser.add_argument(
         "--system", help="for --chat: what the model is told before the first message"
@@ -119,6 +120,29 @@ def check_chat_options(args) -> None:
     if args.system is not None and not args.chat:
         raise UserError("--system is for --chat only")
     check_text("--system", args.system or "")
+    if is_conversation(args) and args.num_samples > 1:
+        reason = "a conversation goes on from one reply"
+        raise UserError(f"--num-samples is for --prompt and --prompt-file; {reason}")
+
+
+def is_conversation(args) -> bool:
+    """Whether messages come from standard input."""
+    return args.chat and args.prompt is None and args.prompt_file is None
+
+
+def write_texts(args, prompts: list[str], encoding, chat: Chat | None, room: int, write) -> None:
+    """Continue the prompts of a command line, or hold a conversation of `room` tokens at most.
+
+    write: a function of prompts, as token ids, and of what to show before their texts. It prints
+    the texts, and returns what is shown in all.
+    """
+    if is_conversation(args):
+        converse(chat, encoding, system_messages(args), room, write)
+    elif chat:
+        # The reply alone is shown.
+        write(encode_messages(args, prompts, encoding, chat), [""] * len(prompts))
+    else:
+        write([encoding.encode(prompt, allowed_special="all") for prompt in prompts], prompts)
 
 
 def encode_messages(args, prompts: list[str], encoding, chat: Chat) -> list[list[int]]:
@@ -131,6 +155,56 @@ def encode_messages(args, prompts: list[str], encoding, chat: Chat) -> list[list
 def system_messages(args) -> list[dict[str, str]]:
     """What stands before the first message of a user."""
     return [] if args.system is None else [{"role": "system", "content": args.system}]
+
+
+def converse(chat: Chat, encoding, system: list[dict[str, str]], room: int, write) -> None:
+    """Reply to each line of standard input, after the system message and all that was said before.
+
+    Where more than `room` tokens were said, the oldest messages are left out, each with its reply:
+    the window of `generate` would move past the system message first, and begin inside another one.
+    A last message that is longer alone is left to it.
+    """
+    said = []
+    for line in read_lines():
+        said.append({"role": "user", "content": line})
+        tokens = chat.encode(system + said, encoding)
+        left_out = 0
+        while len(tokens) > room and len(said) > 1:
+            del said[:2]
+            left_out += 2
+            tokens = chat.encode(system + said, encoding)
+        if left_out:
+            full = f"the window is full: the {left_out} oldest messages are left out"
+            print(f"note: {full}; a smaller --max-new-tokens leaves more room", file=sys.stderr)
+        (reply,) = write([tokens], [""])
+        said.append({"role": "assistant", "content": reply})
+
+
+def read_lines() -> Iterator[str]:
+    """The lines of standard input, but for empty ones.
+
+    Where somebody types them, each comes after a sign on stderr.
+    """
+    if sys.stdin is None:
+        raise UserError("standard input is closed, and there is no --prompt")
+    typed = sys.stdin.isatty()
+    coding = "utf-8-sig"  # the first line may begin with a mark of byte order
+    while True:
+        if typed:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            if typed:
+                print(file=sys.stderr)
+            return
+        try:
+            text = line.decode(coding)
+        except UnicodeDecodeError:
+            raise UserError("standard input: not UTF-8 text") from None
+        coding = "utf-8"
+        text = text.removesuffix("\n").removesuffix("\r")
+        if text:
+            yield text
 
 
 def pick_device(name: str) -> str:

@@ -22,12 +22,12 @@ from command_line import (
     add_chat_options,
     add_options,
     check_chat_options,
-    encode_messages,
     load_models,
     pick_device,
     pick_seed,
     read_prompts,
     run_script,
+    write_texts,
 )
 from errors import UserError, check_limits
 from load import parse_name
@@ -500,20 +500,23 @@ def run(args) -> None:
     (model,) = load_models([source], args, device)
     generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
-    tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
-    shown = prompts
-    if chat:  # the reply alone is shown
-        tokens = encode_messages(args, prompts, encoding, chat)
-        shown = [""] * len(prompts)
     skip = () if params.ignore_eos else model.config.eos_token_ids
-    if args.num_beams is not None:
-        return print_beams(args, model, tokens, Output(shown, encoding, skip))
-    with Output(shown, encoding, skip, seed if params.temperature else None) as output:
-        for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
-            for row, token in enumerate(step):
-                if token is not None:
-                    output.add(row, token)
-            output.end_step()
+
+    def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
+        output = Output(shown, encoding, skip, seed if params.temperature else None)
+        if args.num_beams is not None:
+            print_beams(args, model, tokens, output)
+            return output.texts
+        with output:
+            for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
+                for row, token in enumerate(step):
+                    if token is not None:
+                        output.add(row, token)
+                output.end_step()
+        return output.texts
+
+    room = model.config.block_size - params.max_new_tokens
+    write_texts(args, prompts, encoding, chat, room, write)
 
 
 def check_beam_options(args) -> None:
