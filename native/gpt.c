@@ -1,11 +1,11 @@
-// GPT-2 for a few tokens on a CPU: products with int8 and float32 weights, and a whole pass made of
-// them.
+// GPT-2 and Llama for a few tokens on a CPU: products with int8 and float32 weights, and a whole
+// pass made of them.
 //
 // A parallel region runs on all threads. Loops with `#pragma omp for` are shared out, and end where
 // all threads have arrived, but for those with `nowait`; everything else each thread does for
 // itself, because to do a little twice takes less time than to wait.
 // In comments T is the number of tokens, C the width (n_embd), H the number of heads, D the width
-// of one.
+// of one, and K the number of heads that have keys and values of their own.
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -25,6 +25,7 @@ typedef struct {       // y = x W^T + bias
   const float *scale;  // (out) or NULL
   const float *bias;   // (out) or NULL
   int64_t out, in;
+  int64_t width;       // of y: more than out where the outputs of several layers stand side by side
 } Linear;
 
 // int8 --------------------------------------------------------------------------------------------
@@ -180,18 +181,18 @@ INLINE void some_outputs(const int T, const int R, const Linear *l, int64_t o, c
     float_outputs(T, R, l, o, x, sums);
   for (int r = 0; r < R; r++)
     for (int t = 0; t < T; t++) {
-      float *to = y + t * l->out + o + r;
+      float *to = y + t * l->width + o + r;
       float sum = l->bias ? sums[r][t] + l->bias[o + r] : sums[r][t];
       *to = add ? *to + sum : sum;
     }
 }
 
-// y: (T, out), takes the outputs, or with `add` their sum with what it holds. x: (T, in); if the
+// y: (T, width), takes the outputs, or with `add` their sum with what it holds. x: (T, in); if the
 // weight is int8, in values and scale. It does not wait for the other threads.
 static void outputs(const Linear *l, int64_t T, const float *x, const int16_t *values,
                     const float *scale, float *y, int add) {
 #define OUTPUTS(T, R, o) \
-  some_outputs(T, R, l, o, x + t * l->in, values + t * l->in, scale + t, y + t * l->out, add)
+  some_outputs(T, R, l, o, x + t * l->in, values + t * l->in, scale + t, y + t * l->width, add)
 // Few tokens wait for memory, which is fastest when it reads one row after the other.
 #define ONE(n) case n: for (int64_t each = o; each < end; each++) OUTPUTS(n, 1, each); break;
 // Many tokens wait for arithmetic, and two outputs share the reading of x.
@@ -225,29 +226,31 @@ void linear(const Linear *l, int64_t T, const float *x, int16_t *values, float *
 // the same on every processor. With int8 weights, whose sums are exact, so are the logits.
 
 typedef struct {
-  const float *weight, *bias;  // (C)
+  const float *weight, *bias;  // (C); an RMSNorm has no bias
 } Norm;
 
 typedef struct {
   Norm attn_norm, mlp_norm;
-  Linear attn_in, attn_out, mlp_in, mlp_out;
+  Linear attn_in[3], attn_out;  // queries, keys, values: one each, or one for all; others: out 0
+  Linear mlp_in[2], mlp_out;    // gate and up in Llama, one in GPT-2
 } Layer;
 
 typedef struct {
-  int64_t n_layer, n_head, head_dim, n_embd;
+  int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
   int64_t widest;  // the most numbers in a row of work
   float epsilon;
   Linear embedding, head;  // (vocab_size, C), which may share their numbers
-  const float *wpe;        // (block_size, C), added to the tokens of these positions
+  const float *wpe;        // (block_size, C), added to the tokens of these positions, or NULL
   Norm norm;
   const Layer *layers;
 } Model;
 
 typedef struct {
-  float *cache;  // (n_layer, 2, batch, H, max_len, D)
+  float *cache;  // (n_layer, 2, batch, K, max_len, D)
   int64_t batch, max_len, T, wanted;
   const int64_t *tokens, *rows, *positions;  // (T): what to pass, and where it belongs in the cache
   const int64_t *wants;                      // (wanted): the tokens whose logits are wanted
+  const float *cos, *sin;                    // (positions, D), for `rotate`, or NULL
 } Pass;
 
 // The sum of a[i] * b[i], or of a[i] where b is NULL: 16 sums side by side, whatever the vectors.
@@ -295,9 +298,40 @@ void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const flo
   }
 }
 
+static void rms_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x,
+                     float *y) {
+  for (int64_t t = 0; t < T; t++, x += C, y += C) {
+    float factor = 1 / sqrtf(dot(C, x, x) / C + epsilon);
+    for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * norm->weight[i];
+  }
+}
+
+static void normalize(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x,
+                      float *y) {
+  (norm->bias ? layer_norm : rms_norm)(norm, epsilon, T, C, x, y);
+}
+
 void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
   for (int64_t i = 0; i < n; i++)
     y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+}
+
+// x: (T, 2, n), gate and up; y: (T, n). SiLU of the gate is x / (1 + exp(-x)).
+static void swiglu(int64_t T, int64_t n, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += 2 * n, y += n)
+    for (int64_t i = 0; i < n; i++) y[i] = x[i] / (1 + exponential(-x[i])) * x[n + i];
+}
+
+// Turn a query or key by the angles of its position. Numbers d and d + D / 2 are the coordinates of
+// a point.
+static void rotate(const Pass *p, int64_t position, int64_t D, float *x) {
+  int64_t half = D / 2;
+  const float *cos = p->cos + position * D, *sin = p->sin + position * D;
+  for (int64_t d = 0; d < half; d++) {
+    float a = x[d], b = x[d + half];
+    x[d] = a * cos[d] + b * sin[d];
+    x[d + half] = b * cos[d + half] + a * sin[d + half];
+  }
 }
 
 // What one query makes of the keys and values (length, D) of its row: y, (D). s: room for scores.
@@ -321,26 +355,33 @@ void attend(int64_t length, int64_t D, const float *q, const float *k, const flo
   }
 }
 
-// Put the keys and values of all tokens into the cache, and let each token attend to its row, up to
-// its own position. qkv: (T, 3, H, D), y: (T, H, D). A thread has its heads of all tokens.
-static void attention(const Model *m, const Pass *p, int64_t layer, const float *qkv, float *s,
+// Put the keys and values of all tokens into the cache; then each token attends to its row up to
+// its own position, and H / K queries in turn to the same keys. qkv: (T, H + 2 K, D), y: (T, H, D).
+static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *s,
                       float *y) {
-  int64_t H = m->n_head, D = m->head_dim, head = p->max_len * D;
-  float *keys = p->cache + 2 * layer * p->batch * H * head, *values = keys + p->batch * H * head;
-#pragma omp for
-  for (int64_t h = 0; h < H; h++) {
+  int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
+  int64_t width = (H + 2 * K) * D, head = p->max_len * D;
+  float *keys = p->cache + 2 * layer * p->batch * K * head, *values = keys + p->batch * K * head;
+#pragma omp for schedule(static) nowait
+  for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++) {
-      int64_t slot = (p->rows[t] * H + h) * head + p->positions[t] * D;
-      const float *key = qkv + ((t * 3 + 1) * H + h) * D;
+      int64_t slot = (p->rows[t] * K + k) * head + p->positions[t] * D;
+      const float *key = qkv + t * width + (H + k) * D;
       memcpy(keys + slot, key, D * sizeof(float));
-      memcpy(values + slot, key + H * D, D * sizeof(float));
+      memcpy(values + slot, key + K * D, D * sizeof(float));
+      if (p->cos) rotate(p, p->positions[t], D, keys + slot);
     }
+  if (K < H) {  // otherwise the next loop gives each thread the heads that it has just stored
+#pragma omp barrier
+  }
+#pragma omp for schedule(static)
+  for (int64_t h = 0; h < H; h++)
     for (int64_t t = 0; t < p->T; t++) {
-      int64_t start = (p->rows[t] * H + h) * head, length = p->positions[t] + 1;
-      const float *q = qkv + (t * 3 * H + h) * D;
+      int64_t start = (p->rows[t] * K + h / (H / K)) * head, length = p->positions[t] + 1;
+      float *q = qkv + t * width + h * D;
+      if (p->cos) rotate(p, p->positions[t], D, q);
       attend(length, D, q, keys + start, values + start, s, y + (t * H + h) * D);
     }
-  }
 }
 
 // a pass ------------------------------------------------------------------------------------------
@@ -352,19 +393,19 @@ static void embed(const Model *m, const Pass *p, float *x) {
     int64_t token = p->tokens[t];
     const float *row = (const float *)m->embedding.weight + token * C, *scale = m->embedding.scale;
     const int8_t *row8 = (const int8_t *)m->embedding.weight + token * C;
-    const float *position = m->wpe + p->positions[t] * C;
-    for (int64_t i = 0; i < C; i++)
-      x[t * C + i] = (scale ? row8[i] * scale[token] : row[i]) + position[i];
+    for (int64_t i = 0; i < C; i++) x[t * C + i] = scale ? row8[i] * scale[token] : row[i];
+    if (m->wpe)
+      for (int64_t i = 0; i < C; i++) x[t * C + i] += m->wpe[p->positions[t] * C + i];
   }
 }
 
-// A layer of the pass. Each thread rounds x for itself if it has to: values and scale are its own
-// room for that.
-static void products(const Linear *l, int64_t T, const float *x, int16_t *values, float *scale,
-                     float *y, int add) {
+// Layers on the same x, their outputs side by side in y. Each thread rounds x for itself if it has
+// to: values and scale are its own room for that.
+static void products(const Linear *l, int count, int64_t T, const float *x, int16_t *values,
+                     float *scale, float *y, int add) {
   if (l->scale)
     for (int64_t t = 0; t < T; t++) quantize(l->in, x + t * l->in, values + t * l->in, scale + t);
-  outputs(l, T, x, values, scale, y, add);
+  for (int i = 0; i < count; y += l[i++].out) outputs(l + i, T, x, values, scale, y, add);
 #pragma omp barrier
 }
 
@@ -389,17 +430,20 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     embed(m, p, x);
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
-      layer_norm(&layer->attn_norm, m->epsilon, T, C, x, in);
-      products(&layer->attn_in, T, in, values, scale, wide, 0);
+      normalize(&layer->attn_norm, m->epsilon, T, C, x, in);
+      products(layer->attn_in, 3, T, in, values, scale, wide, 0);
       attention(m, p, i, wide, scores, y);
-      products(&layer->attn_out, T, y, values, scale, x, 1);
-      layer_norm(&layer->mlp_norm, m->epsilon, T, C, x, in);
-      products(&layer->mlp_in, T, in, values, scale, wide, 0);
-      gelu(T * layer->mlp_out.in, wide, in);
-      products(&layer->mlp_out, T, in, values, scale, x, 1);
+      products(&layer->attn_out, 1, T, y, values, scale, x, 1);
+      normalize(&layer->mlp_norm, m->epsilon, T, C, x, in);
+      products(layer->mlp_in, 2, T, in, values, scale, wide, 0);
+      if (layer->mlp_in[1].out)
+        swiglu(T, layer->mlp_out.in, wide, in);
+      else
+        gelu(T * layer->mlp_out.in, wide, in);
+      products(&layer->mlp_out, 1, T, in, values, scale, x, 1);
     }
     for (int64_t i = 0; i < p->wanted; i++)
-      layer_norm(&m->norm, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
-    products(&m->head, p->wanted, in, values, scale, logits, 0);
+      normalize(&m->norm, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
+    products(&m->head, 1, p->wanted, in, values, scale, logits, 0);
   }
 }

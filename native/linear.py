@@ -12,7 +12,7 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "scale", "bias")),
-        *((name, ctypes.c_int64) for name in ("out_features", "in_features")),
+        *((name, ctypes.c_int64) for name in ("out_features", "in_features", "width")),
     ]
 
 
@@ -31,6 +31,7 @@ def linear_struct(
         address(bias, torch.float32, out),
         out_features=out,
         in_features=size,
+        width=out,
     )
 
 

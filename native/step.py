@@ -1,4 +1,4 @@
-"""A whole pass of GPT-2 for a few tokens, in C."""
+"""A whole pass of GPT-2 or Llama for a few tokens, in C."""
 
 import ctypes
 import itertools
@@ -6,6 +6,7 @@ import itertools
 import torch
 
 from cache import KVCache
+from llama import Llama, rotations
 from native import build
 from native.linear import address
 from native.structs import INT, POINTER, model_struct, struct
@@ -17,6 +18,8 @@ PassStruct = struct(
     cache=POINTER,
     **dict.fromkeys(("batch", "max_len", "T", "wanted"), INT),
     **dict.fromkeys(("tokens", "rows", "positions", "wants"), ctypes.POINTER(INT)),
+    cos=POINTER,
+    sin=POINTER,
 )
 
 
@@ -35,6 +38,9 @@ class NativePass:
         self.library = build.load(target)
         self.library.work_floats.restype = INT
         self.model = model_struct(model)
+        self.rotations = None
+        if isinstance(model, Llama):
+            self.rotations = rotations(model.config, torch.float32, torch.device("cpu"))
         # Kept, so that their memory goes to nothing else.
         self.weights = list(model.state_dict().values())
 
@@ -64,9 +70,11 @@ class NativePass:
         ends = itertools.accumulate(len(part) for part in new)
         wanted = [index for end in ends for index in range(end - keep, end)]
         arrays = ((INT * len(x))(*x) for x in (tokens, row_of_token, positions, wanted))
-        shape = self.model.n_layer, 2, batch, config.n_head, max_len, config.head_dim
+        shape = self.model.n_layer, 2, batch, config.n_kv_head, max_len, config.head_dim
         storage = address(cache.storage, torch.float32, *shape)
-        job = PassStruct(storage, batch, max_len, len(tokens), len(wanted), *arrays)
+        tables = self.rotations.first(last + 1) if self.rotations else ()
+        angles = (address(table, torch.float32, last + 1, 1, config.head_dim) for table in tables)
+        job = PassStruct(storage, batch, max_len, len(tokens), len(wanted), *arrays, *angles)
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Room for each call its own: ctypes lets other threads of Python run meanwhile.

@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from llama import Llama
 from model import GPT
 from native.linear import LinearStruct, address, linear_struct
 
@@ -20,14 +21,14 @@ LayerStruct = struct(
     "LayerStruct",
     attn_norm=NormStruct,
     mlp_norm=NormStruct,
-    attn_in=LinearStruct,
+    attn_in=LinearStruct * 3,
     attn_out=LinearStruct,
-    mlp_in=LinearStruct,
+    mlp_in=LinearStruct * 2,
     mlp_out=LinearStruct,
 )
 ModelStruct = struct(
     "ModelStruct",
-    **dict.fromkeys(("n_layer", "n_head", "head_dim", "n_embd", "widest"), INT),
+    **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "widest"), INT),
     epsilon=ctypes.c_float,
     embedding=LinearStruct,
     head=LinearStruct,
@@ -47,13 +48,16 @@ def model_struct(model) -> ModelStruct:
         allowed = " and ".join(kind.__name__ for kind in PARTS)
         raise ValueError(f"native code computes {allowed}; this is {type(model).__name__}")
     config = model.config
+    if config.n_head % config.n_kv_head:
+        raise ValueError(f"{config.n_head} heads cannot share the keys of {config.n_kv_head}")
     layers, fields = PARTS[type(model)](model)
     return ModelStruct(
         n_layer=len(layers),
         n_head=config.n_head,
+        n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
         n_embd=config.n_embd,
-        widest=4 * config.n_embd,
+        widest=max(config.n_embd, layers[0].attn_in[0].width, layers[0].mlp_in[0].width),
         head=linear(model.lm_head, config.vocab_size, config.n_embd),
         layers=(LayerStruct * len(layers))(*layers),
         **fields,
@@ -67,10 +71,10 @@ def gpt_parts(model: GPT) -> tuple[list[LayerStruct], dict]:
     layers = [
         LayerStruct(
             attn_norm=norm(block.ln_1, C),
-            attn_in=linear(block.attn.c_attn, 3 * C, C),
+            attn_in=side_by_side(C, (block.attn.c_attn, 3 * C)),
             attn_out=linear(block.attn.c_proj, C, C),
             mlp_norm=norm(block.ln_2, C),
-            mlp_in=linear(block.mlp.c_fc, 4 * C, C),
+            mlp_in=side_by_side(C, (block.mlp.c_fc, 4 * C)),
             mlp_out=linear(block.mlp.c_proj, C, 4 * C),
         )
         for block in model.h
@@ -84,14 +88,51 @@ def gpt_parts(model: GPT) -> tuple[list[LayerStruct], dict]:
     return layers, fields
 
 
-PARTS = {GPT: gpt_parts}
+def llama_parts(model: Llama) -> tuple[list[LayerStruct], dict]:
+    """As `gpt_parts`."""
+    config = model.config
+    C = config.n_embd
+    inner = config.n_inner
+    queries = config.n_head * config.head_dim
+    keys = config.n_kv_head * config.head_dim
+    layers = []
+    for block in model.layers:
+        attn = block.self_attn
+        mlp = block.mlp
+        qkv = (attn.q_proj, queries), (attn.k_proj, keys), (attn.v_proj, keys)
+        layer = LayerStruct(
+            attn_norm=norm(block.input_layernorm, C),
+            attn_in=side_by_side(C, *qkv),
+            attn_out=linear(attn.o_proj, C, queries),
+            mlp_norm=norm(block.post_attention_layernorm, C),
+            mlp_in=side_by_side(C, (mlp.gate_proj, inner), (mlp.up_proj, inner)),
+            mlp_out=linear(mlp.down_proj, C, inner),
+        )
+        layers.append(layer)
+    fields = {
+        "epsilon": config.norm_epsilon,
+        "embedding": linear(model.embed_tokens, config.vocab_size, C),
+        "norm": norm(model.norm, C),
+    }
+    return layers, fields
+
+
+PARTS = {GPT: gpt_parts, Llama: llama_parts}
 
 
 def norm(layer, size: int) -> NormStruct:
     weight = address(layer.weight, torch.float32, size)
-    return NormStruct(weight, address(layer.bias, torch.float32, size))
+    return NormStruct(weight, address(getattr(layer, "bias", None), torch.float32, size))
 
 
 def linear(layer, out: int, size: int) -> LinearStruct:
     scale = getattr(layer, "scale", None)
     return linear_struct(layer.weight, scale, getattr(layer, "bias", None), out, size)
+
+
+def side_by_side(size: int, *layers) -> tuple[LinearStruct, ...]:
+    """Layers on the same input, each with its number of outputs, which C writes side by side."""
+    structs = tuple(linear(layer, out, size) for layer, out in layers)
+    for each in structs:
+        each.width = sum(out for _, out in layers)
+    return structs
