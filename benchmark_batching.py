@@ -19,9 +19,10 @@ import benchmark_kv_cache
 from cache import KVCache
 from command_line import MOST_TEXTS, STORIES, Parser, pick_dtype
 from errors import UserError
-from infer import SamplingParams, generate, pass_logits
+from infer import generate, pass_logits
 from load import load_model, save_model
 from native import BuildError, kernel, use_native
+from sampling import SamplingParams
 
 
 class Engine(NamedTuple):

@@ -11,8 +11,9 @@ import torch
 import benchmark_common as common
 from command_line import MOST_TEXTS, STORIES, Parser, pick_dtype
 from errors import UserError
-from infer import SamplingParams, generate
+from infer import generate
 from load import load_model, save_model
+from sampling import SamplingParams
 
 MODES = ("cache", "no cache", "transformers")
 PEER_IMPORTS = ["transformers.models.gpt2.modeling_gpt2", "transformers.generation.utils"]

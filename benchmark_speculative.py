@@ -11,9 +11,10 @@ import torch
 import benchmark_common as common
 from command_line import STORIES, Parser, pick_dtype
 from errors import UserError
-from infer import SamplingParams, generate
+from infer import generate
 from infer_speculative import Pass, generate_speculative
 from load import load_model, parse_name
+from sampling import SamplingParams
 from tokenizer import load_encoding
 
 PROMPTS = (

@@ -1,6 +1,7 @@
 """What scripts share: options, prompts, where and how a model runs, output, and how a run ends."""
 
 import argparse
+import dataclasses
 import io
 import os
 import secrets
@@ -17,6 +18,7 @@ from errors import UserError, memory_for
 from load import load_model
 from model import Model
 from native import BuildError, kernel, use_native
+from sampling import SamplingParams
 from tokenizer import TextStream
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
@@ -68,6 +70,47 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", default="auto", choices=("auto", "torch", "native"), help=backend_help
     )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The options on how to choose tokens, and on how far the window moves."""
+    parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
+    parser.add_argument(
+        "--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising"
+    )
+    parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
+    parser.add_argument(
+        "--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all"
+    )
+    parser.add_argument(
+        "--presence-penalty", type=float, help="against tokens in the output; -2 to 2"
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=float, help="the same for each occurrence; -2 to 2"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off"
+    )
+    parser.add_argument(
+        "--stride", type=int, help="how far a full window moves; half its length if not given"
+    )
+    parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+
+
+def sampling_params(args) -> SamplingParams:
+    """The SamplingParams of a command line.
+
+    A note on stderr names options that do nothing at temperature 0.
+    """
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
+    given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
+    given |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
+    if params.temperature == 0 and any(given.values()):
+        useless = ", ".join(name for name, is_given in given.items() if is_given)
+        print(f"note: temperature 0 is greedy, so this changes nothing: {useless}", file=sys.stderr)
+    return params
 
 
 def read_prompts(args) -> list[str]:

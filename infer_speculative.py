@@ -17,24 +17,20 @@ from command_line import (
     Output,
     Parser,
     add_options,
+    add_sampling_options,
     load_models,
     pick_device,
     pick_seed,
     read_prompts,
     run_script,
+    sampling_params,
 )
 from drafts import check_vocabularies, lookup
 from errors import check_limits
-from infer import (
-    SamplingParams,
-    add_sampling_options,
-    next_logits,
-    penalize,
-    sampling_params,
-    sampling_probs,
-)
+from infer import next_logits
 from load import parse_name
 from model import Model
+from sampling import SamplingParams, penalize, sampling_probs
 from tokenizer import load_encoding
 
 # argument of generate_speculative: its type, which values are valid, how to say that

@@ -39,7 +39,8 @@ def run(model, prompts, *, generator=None, options=None, **params) -> list[list[
 
     options: its other keyword arguments. params: those of SamplingParams.
     """
-    from infer import SamplingParams, generate
+    from infer import generate
+    from sampling import SamplingParams
 
     given = {"generator": generator} if generator else {}
     return list(generate(model, prompts, SamplingParams(**params), **given, **(options or {})))

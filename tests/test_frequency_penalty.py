@@ -17,7 +17,7 @@ def by_hand(model, prompt, max_new_tokens, frequency, presence=0.0):
 
 
 def test_formula():
-    from infer import penalize_frequency
+    from sampling import penalize_frequency
 
     logits = torch.tensor([[1.0, -2.0, 3.0]])
     counts = torch.tensor([[2, 1, 0]])

@@ -31,4 +31,5 @@ def test_libraries_import_no_script():
         wrong[file.relative_to(ROOT).as_posix()] = sorted(imported(file) & scripts)
     assert {"infer", "lessons"} <= scripts
     assert {"command_line.py", "errors.py", "load.py", "model.py"} <= wrong.keys()
+    assert {"sampling.py", "cache.py", "native/step.py"} <= wrong.keys()
     assert {name: found for name, found in wrong.items() if found} == {}

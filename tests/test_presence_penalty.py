@@ -21,7 +21,7 @@ def by_hand(model, prompt, max_new_tokens, penalty):
 
 
 def test_formula():
-    from infer import penalize_presence
+    from sampling import penalize_presence
 
     logits = torch.tensor([[1.0, -2.0, 3.0]])
     seen = torch.tensor([[True, True, False]])
@@ -32,7 +32,7 @@ def test_formula():
 
 @given(texts=st.lists(st.lists(st.integers(0, 9), max_size=30), min_size=1, max_size=4))
 def test_tokens_are_counted_row_by_row(texts):
-    from infer import count_tokens
+    from sampling import count_tokens
 
     counts = count_tokens(texts, torch.empty(len(texts), 10, dtype=torch.bfloat16))
     assert counts.dtype == torch.int64

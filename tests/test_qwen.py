@@ -244,9 +244,10 @@ def tiny_qwen(tiny_llama):
 
 @pytest.mark.parametrize("dtype", ["float64", "int8"])
 def test_modes_of_the_lessons_before(tiny_qwen, dtype):
-    from infer import SamplingParams, beam_search
+    from infer import beam_search
     from infer_speculative import generate_speculative
     from int8 import to_int8
+    from sampling import SamplingParams
 
     model = tiny_qwen() if dtype == "float64" else to_int8(tiny_qwen())
     params = {"max_new_tokens": 40, "ignore_eos": True}

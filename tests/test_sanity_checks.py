@@ -34,7 +34,7 @@ ALLOWED = {
 @pytest.mark.parametrize("name", BAD)
 @given(data=st.data())
 def test_bad_values_are_named_with_their_range(name, data):
-    from infer import SamplingParams
+    from sampling import SamplingParams
 
     value = data.draw(BAD[name])
     with pytest.raises(ValueError) as error:
@@ -50,7 +50,7 @@ def test_bad_values_are_named_with_their_range(name, data):
     ignore_eos=st.booleans(),
 )
 def test_still_accepts_every_good_value(**values):
-    from infer import SamplingParams
+    from sampling import SamplingParams
 
     SamplingParams(**values)
 
@@ -58,7 +58,7 @@ def test_still_accepts_every_good_value(**values):
 @pytest.mark.parametrize("temperature", [1, 2**64, 10**300])
 def test_an_integer_for_a_number_becomes_a_float(tiny, temperature):
     """torch has no integers beyond 2**63."""
-    from infer import SamplingParams
+    from sampling import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=1)
     assert (type(params.temperature), type(params.top_p)) == (float, float)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import KVCache
-from infer import SamplingParams, next_logits, penalize, sampling_probs
+from infer import next_logits
+from sampling import SamplingParams, penalize, sampling_probs
 
 
 @given(data=st.data(), keep=st.integers(1, 4), cached=st.booleans())

@@ -110,7 +110,7 @@ def test_ctrl_c_keeps_the_text(run_main, monkeypatch):
 
 @pytest.mark.parametrize("gamma", [2.5, True, None])
 def test_a_gamma_that_is_no_integer_is_refused(tiny, gamma):
-    from infer import SamplingParams
+    from sampling import SamplingParams
 
     allowed = "it must be an integer from 1 to 16"
     with pytest.raises(ValueError, match=f"^gamma is {gamma}; {allowed}$"):

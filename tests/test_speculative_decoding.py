@@ -19,8 +19,8 @@ def alone(target, prompt, stride=None, **params):
 
 def passes(target, draft, prompt, gamma=3, generator=None, stride=None, **params):
     """All passes of a run. There are drafts, unless a window that moves each time has no room."""
-    from infer import SamplingParams
     from infer_speculative import generate_speculative
+    from sampling import SamplingParams
 
     sampling = SamplingParams(**params)
     steps = list(generate_speculative(target, draft, prompt, sampling, gamma, generator, stride))
@@ -168,7 +168,7 @@ def test_an_eos_among_the_accepted_drafts_ends_the_text(tiny):
 
 def sequence_probs(target, prompt, length, params):
     """Exact probabilities of all sequences of so many tokens, or fewer if they end in EOS."""
-    from infer import SamplingParams, sampling_probs
+    from sampling import SamplingParams, sampling_probs
 
     (eos,) = target.config.eos_token_ids
     probs = {}

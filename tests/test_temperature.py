@@ -10,7 +10,7 @@ LOGITS = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
 
 
 def divided(logits, temperature):
-    from infer import apply_temperature
+    from sampling import apply_temperature
 
     return apply_temperature(logits, temperature)
 
@@ -99,7 +99,7 @@ def test_the_command_line_takes_any_temperature(cli, tiny_checkpoint):
 
 
 def test_still_greedy_at_zero_and_unchanged_at_one():
-    from infer import SamplingParams, sample
+    from sampling import SamplingParams, sample
 
     logits = LOGITS.double()
     assert torch.equal(sample(logits, SamplingParams()), logits.argmax(dim=-1))

@@ -8,7 +8,7 @@ LOGITS = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
 
 
 def filtered(logits, k):
-    from infer import top_k_filter
+    from sampling import top_k_filter
 
     return top_k_filter(logits, k)
 

@@ -9,7 +9,7 @@ PROBS = torch.tensor([0.15, 0.5, 0.05, 0.3])
 
 
 def filtered(logits, p):
-    from infer import top_p_filter
+    from sampling import top_p_filter
 
     return top_p_filter(logits, p)
 
@@ -78,7 +78,7 @@ def test_any_batch_shape():
 
 def test_draws_stay_inside_the_nucleus_after_top_k(tiny):
     """Top-k first, then top-p of what is left, as in transformers: draws are from that set."""
-    from infer import top_k_filter
+    from sampling import top_k_filter
 
     model = tiny(seed=1)
     params = {"max_new_tokens": 1, "temperature": 1.5, "top_k": 10, "top_p": 0.7}

@@ -11,9 +11,9 @@ from conftest import run_rows
 @pytest.fixture
 def module():
     """The file that draws."""
-    import infer
+    import sampling
 
-    return infer
+    return sampling
 
 
 def seeded(seed):

@@ -130,7 +130,7 @@ def test_the_command_line_prints_prompts_in_order(cli):
 
 @torch.inference_mode()
 def test_still_the_same_draws_for_prompts_of_one_length(tiny):
-    from infer import SamplingParams, sample
+    from sampling import SamplingParams, sample
 
     model = tiny()
     params = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}

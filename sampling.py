@@ -1,0 +1,215 @@
+"""From logits to tokens: parameters of a text, penalties, filters and draws."""
+
+import dataclasses
+import sys
+
+import torch
+
+from errors import check_limits
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the next tokens; the defaults are greedy decoding.
+
+    Raises UserError for a value out of range.
+    """
+
+    max_new_tokens: int = 220
+    ignore_eos: bool = False  # go on after an EOS token
+    temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
+    top_k: int = 0  # draw from the k most likely tokens; 0: from all
+    top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
+    presence_penalty: float = 0.0  # taken from the logit of each token in the output
+    frequency_penalty: float = 0.0  # taken from it once for each time it is there
+    repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
+
+    def __post_init__(self):
+        check_limits(LIMITS, **vars(self))
+        for field in dataclasses.fields(self):
+            if field.type is float:  # torch takes no integer beyond 2**63
+                object.__setattr__(self, field.name, float(getattr(self, field.name)))
+
+
+LARGEST = sys.float_info.max
+LIMITS = {  # field of SamplingParams: its type, which values are valid, how to say that
+    "max_new_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
+    "ignore_eos": (bool, lambda v: True, "True or False"),
+    "temperature": (int | float, lambda v: 0 <= v <= LARGEST, "a finite number >= 0"),
+    "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
+    "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+    "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
+    "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
+    "repetition_penalty": (int | float, lambda v: 0 < v <= LARGEST, "a finite number > 0"),
+}
+NOT_FINITE = (
+    "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
+)
+
+
+def penalize(
+    logits: torch.Tensor, params: SamplingParams, texts: list[list[int]], prompt_lengths: list[int]
+) -> torch.Tensor:
+    """Apply the penalties that are on to the logits after each text.
+
+    logits: (B, vocab_size). texts: B lists of token ids, prompt and output; prompt_lengths: how
+    many of each are its prompt. Returns new logits. The order is that of vLLM.
+    """
+    if params.repetition_penalty != 1:
+        in_text = count_tokens(texts, logits) > 0
+        logits = penalize_repetition(logits, in_text, params.repetition_penalty)
+    outputs = [text[length:] for text, length in zip(texts, prompt_lengths)]
+    if params.frequency_penalty:
+        counts = count_tokens(outputs, logits)
+        logits = penalize_frequency(logits, counts, params.frequency_penalty)
+    if params.presence_penalty:
+        in_output = count_tokens(outputs, logits) > 0
+        logits = penalize_presence(logits, in_output, params.presence_penalty)
+    return logits
+
+
+def count_tokens(texts: list[list[int]], logits: torch.Tensor) -> torch.Tensor:
+    """How often each token is in each text: integers as many as logits, (B, vocab_size)."""
+    # Integers, because a count in bfloat16 would stop at 256.
+    ids = [torch.tensor(text, dtype=torch.int64) for text in texts]
+    return torch.stack([row.bincount(minlength=logits.shape[-1]) for row in ids]).to(logits.device)
+
+
+def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Divide the positive and multiply the negative logits of seen tokens, as transformers does.
+
+    logits: (..., vocab_size). seen: bool, the same shape; tokens of prompt and output. Returns new
+    logits. After Keskar et al. 2019, "CTRL".
+    """
+    # Neither penalty nor result may be infinite: the softmax would make NaN of it.
+    limits = torch.finfo(logits.dtype)
+    penalty = min(max(penalty, limits.tiny), limits.max)
+    lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, lowered.clamp(limits.min, limits.max), logits)
+
+
+def penalize_frequency(logits: torch.Tensor, counts: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Take `penalty` times its count from the logit of each token, OpenAI's `frequency_penalty`.
+
+    logits: (..., vocab_size). counts: integers, the same shape; occurrences in the output. Returns
+    new logits.
+    """
+    return logits - penalty * counts
+
+
+def penalize_presence(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Take `penalty` once from the logit of each token seen in the output: `presence_penalty`.
+
+    logits: (..., vocab_size). seen: bool, the same shape. Returns new logits. From OpenAI's API.
+    """
+    return logits - penalty * seen
+
+
+def sample(
+    logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Choose a token from each row of logits.
+
+    logits: (B, vocab_size), float32. Returns (B,) ids: the most likely ones at temperature 0, else
+    one draw a row.
+    """
+    if params.temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = apply_temperature(logits, params.temperature)
+    logits = top_k_filter(logits, params.top_k)
+    # As torch.multinomial does for one draw; but never 0: argmax takes 0 / 0 for the largest.
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)
+    return race(logits, noise, params.top_p)
+
+
+MAX_ROUNDS = 8  # of fastest_inside, before it sorts
+
+
+def race(logits: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
+    """Draw from the softmax of `top_p_filter(logits, p)`: all tokens race, those it keeps can win.
+
+    logits: (B, vocab_size), -inf where a token is out. noise: exponential random numbers above 0,
+    the same shape; the probability of a token divided by its number is its speed. Returns (B,) ids,
+    those that `torch.multinomial` draws after the filter from the same numbers.
+    """
+    probs = torch.softmax(logits, dim=-1)
+    speeds = probs / noise
+    if p == 1:
+        return speeds.argmax(dim=-1)
+    winners = [fastest_inside(*row, p) for row in zip(logits, probs, speeds)]
+    return torch.tensor(winners, device=logits.device)
+
+
+def fastest_inside(
+    logits: torch.Tensor, probs: torch.Tensor, speeds: torch.Tensor, p: float
+) -> int:
+    """The fastest of the tokens that `top_p_filter` keeps, found without sorting, for p below 1.
+
+    logits, probs, speeds: of one row, (vocab_size,). After FlashInfer's rejection sampling, which
+    draws again where this takes the next one of the same race.
+    """
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
+    for _ in range(MAX_ROUNDS):
+        winner = speeds.argmax().item()
+        # Before it in the order of the filter: larger logits, and equal ones with a lower id.
+        # Not probabilities, for several logits may have one.
+        best = logits[winner]
+        before = torch.cat((logits[:winner] >= best, logits[winner:] > best))
+        # Rounded once, at the end, as in the filter's cumsum.
+        mass = torch.where(before, probs, 0).sum(dtype=exact).to(probs.dtype)
+        if mass < p or mass == 0:  # the most likely token stays, even where p rounds to 0
+            return winner
+        speeds = speeds.masked_fill(~before, -1)  # the winner and all behind it are out
+    return speeds.masked_fill(top_p_filter(logits, p) == -torch.inf, -1).argmax().item()
+
+
+def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """What `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
+    if params.temperature == 0:  # all on one token
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    logits = apply_temperature(logits, params.temperature)
+    logits = top_k_filter(logits, params.top_k)
+    logits = top_p_filter(logits, params.top_p)
+    return torch.softmax(logits, dim=-1)
+
+
+def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divide the logits (..., vocab_size) by a temperature > 0.
+
+    Below 1 it sharpens their softmax, above 1 it flattens it.
+    """
+    # The softmax does not see a shift. With the largest logit at 0, the others can overflow to -inf
+    # only: no mass. A divisor that is infinite in this dtype would make all of them equal.
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    limits = torch.finfo(logits.dtype)
+    return logits / min(max(temperature, limits.tiny), limits.max)
+
+
+def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Set all but the k largest logits (..., vocab_size) to -inf; ties with the k-th stay.
+
+    k = 0 keeps all. Fan et al. 2018, "Hierarchical Neural Story Generation".
+    """
+    if k == 0 or k >= logits.shape[-1]:
+        return logits
+    kth = logits.topk(k, dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < kth, -torch.inf)
+
+
+def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Set to -inf all logits (..., vocab_size) but those of the fewest tokens that hold mass p.
+
+    The token that crosses p stays, so at least one does; p = 1 keeps all.
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration" (nucleus sampling).
+    """
+    if p == 1:
+        return logits
+    # Of equal ones, the lower id first.
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    mass = torch.softmax(ordered, dim=-1).cumsum(dim=-1)
+    # The most likely token stays, even where p rounds to 0.
+    remove = torch.zeros_like(logits, dtype=torch.bool)
+    # The mass up to the token before; mass - probs would round differently.
+    remove[..., 1:] = mass[..., :-1] >= p
+    return logits.masked_fill(remove.scatter(-1, order, remove), -torch.inf)
