@@ -103,7 +103,8 @@ def sampling_params(args) -> SamplingParams:
 
     A note on stderr names options that do nothing at temperature 0.
     """
-    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    # Each text gets a seed of its own.
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "seed"]
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
     given |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
@@ -317,6 +318,11 @@ def pick_seed(seed: int | None) -> int:
     if seed is not None and not 0 <= seed < 2**64:
         raise UserError(f"--seed {seed}: it must be an integer from 0 to 2**64 - 1")
     return secrets.randbits(64) if seed is None else seed
+
+
+def with_seeds(params: SamplingParams, first: int, count: int) -> list[SamplingParams]:
+    """These parameters for so many texts, each with a seed of its own: first, first + 1, ..."""
+    return [dataclasses.replace(params, seed=(first + row) % 2**64) for row in range(count)]
 
 
 class Output:

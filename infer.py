@@ -28,13 +28,14 @@ from command_line import (
     read_prompts,
     run_script,
     sampling_params,
+    with_seeds,
     write_texts,
 )
 from errors import UserError, check_limits
 from load import parse_name
 from model import Model, causal_attention
 from native.step import MOST_TOKENS
-from sampling import NOT_FINITE, SamplingParams, penalize, sample
+from sampling import NOT_FINITE, SamplingParams, choose, params_of_each
 from tokenizer import load_encoding
 
 
@@ -42,7 +43,7 @@ from tokenizer import load_encoding
 def generate(
     model: Model,
     prompts: list[list[int]],
-    params: SamplingParams,
+    params: SamplingParams | list[SamplingParams],
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     stride: int | None = None,
@@ -50,43 +51,46 @@ def generate(
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, of any lengths; an empty one is the BOS token.
-    generator: of the random numbers, on the model's device; torch's global one if None.
+    params: for all prompts, or one for each. generator: of the random numbers for rows without a
+    seed, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all again.
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
     half of block_size.
-    Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and
-    None after that.
-    Greedy, a row has the text of its own run, but for rounding; sampled, it depends on its batch,
-    which shares draws.
+    Yields, at most `max_new_tokens` times, the next token of each prompt, EOS included, and None
+    after its last one.
+    Greedy or with a seed, a row has the text of its own run, but for rounding; without a seed it
+    depends on its batch, which shares the generator.
     Raises UserError if there is no prompt, stride is out of range, the cache does not fit in
-    memory, or the logits are not finite.
+    memory, or the logits are not finite; ValueError if params are not as many as prompts.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
         raise UserError("at least one prompt is needed")
     prompt_lengths = [len(sequence) for sequence in sequences]
+    each = params_of_each(params, len(sequences))
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
-    # The last token is not passed to the model.
-    longest = max(prompt_lengths) + params.max_new_tokens - 1
+    lengths = [
+        length + row_params.max_new_tokens for length, row_params in zip(prompt_lengths, each)
+    ]
+    # The last token is not passed, but a prompt is, also for a row that wants no token.
+    longest = max(max(prompt_lengths), max(lengths) - 1)
     cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
-    finished = [False] * len(sequences)
-    for _ in range(params.max_new_tokens):
+    finished = [row_params.max_new_tokens == 0 for row_params in each]
+    while not all(finished):
         starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
         windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
         logits = next_logits(model, windows, cache)[:, 0]
-        logits = penalize(logits, params, sequences, prompt_lengths)
-        next_tokens = sample(logits, params, generator).tolist()
+        next_tokens = choose(logits, each, sequences, prompt_lengths, generator)
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
-        # Only a token that was generated ends a text: a prompt may well end in EOS.
-        ends = [token in model.config.eos_token_ids and not params.ignore_eos for token in step]
-        finished = [done or end for done, end in zip(finished, ends)]
-        if all(finished):
-            return
-        for sequence, token, done in zip(sequences, step, finished):
-            if not done:  # a finished row passes the token before its EOS again
-                sequence.append(token)
+        for row, token in enumerate(step):
+            # Only a token that was generated ends a text: a prompt may well end in EOS.
+            is_eos = token in model.config.eos_token_ids and not each[row].ignore_eos
+            if is_eos or len(sequences[row]) + 1 == lengths[row]:
+                finished[row] = True
+            if not finished[row]:  # a finished row passes the token before its last one again
+                sequences[row].append(token)
 
 
 BEAM_LIMITS = {  # argument of beam_search: its type, which values are valid, how to say that
@@ -254,7 +258,6 @@ def run(args) -> None:
     seed = pick_seed(args.seed)
     chat = Chat(source) if args.chat else None
     (model,) = load_models([source], args, device)
-    generator = torch.Generator(device).manual_seed(seed)
     encoding = load_encoding(source, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
 
@@ -264,7 +267,8 @@ def run(args) -> None:
             print_beams(args, model, tokens, output)
             return output.texts
         with output:
-            for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
+            each = with_seeds(params, seed, len(tokens))
+            for step in generate(model, tokens, each, None, not args.no_cache, args.stride):
                 for row, token in enumerate(step):
                     if token is not None:
                         output.add(row, token)

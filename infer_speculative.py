@@ -62,8 +62,8 @@ def generate_speculative(
     The text is the same if greedy, else of the same distribution, but for rounding.
     The drafter proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
     draft: a model, or a function that proposes, as `ModelDrafter.propose` and `propose_lookup` do.
-    generator, stride: as in `infer.generate`; the draft model's window moves by half of its own
-    block_size.
+    generator, stride: as in `infer.generate`, but params.seed is not used; the draft model's window
+    moves by half of its own block_size.
     Yields passes, of `params.max_new_tokens` tokens in all at most.
     Raises UserError if gamma is out of range, the models differ in vocabulary, or as
     `infer.generate` does.

@@ -28,7 +28,7 @@ def built(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sampling_sees_float32(tiny, monkeypatch, dtype):
-    import infer as chooser
+    import sampling as chooser
 
     seen = []
 

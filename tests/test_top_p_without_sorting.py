@@ -63,7 +63,7 @@ def test_still_the_texts_of_lesson_07(tiny, monkeypatch, module, params):
     arguments = params | {"max_new_tokens": 20, "ignore_eos": True}
     ours = run_rows(tiny(), [[1], [2, 3]], generator=seeded(3), **arguments)
 
-    def sample(logits, params, generator):
+    def sample(logits, params, generator, draws):
         probs = module.sampling_probs(logits, params)
         return torch.multinomial(probs, 1, generator=generator)[:, 0]
 
