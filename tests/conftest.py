@@ -156,6 +156,12 @@ def tiny_llama():
     return build
 
 
+@pytest.fixture(scope="session", params=["tiny", "tiny_llama"])
+def build(request):
+    """A function that builds a GPT-2, or a Llama whose query heads share keys."""
+    return request.getfixturevalue(request.param)
+
+
 def save_speaking(build, directory, **shape) -> Path:
     """Save a random model, block_size 64, of the embedded model's vocabulary. build: as `tiny`."""
     save_model(build(dtype=torch.float32, vocab_size=4096, block_size=64, **shape), directory)
