@@ -1,0 +1,69 @@
+"""A text that the engine writes, and what a step did to it."""
+
+import secrets
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from errors import UserError
+from sampling import SamplingParams
+
+
+@dataclass(eq=False)  # two requests are never the same one
+class Request:
+    """A prompt and what follows it. Read it at any time; only the engine changes it."""
+
+    tokens: list[int]  # the prompt, then what was generated
+    prompt_length: int
+    params: SamplingParams
+    # None until it is over, then "stop" (EOS), "length", "abort" or "error".
+    finish_reason: str | None = None
+    start: int = 0  # the window on its text begins here
+    # So many positions of the window have their keys and values in the cache; vLLM says
+    # num_computed_tokens.
+    computed: int = 0
+    row: int | None = None  # where they are, while it runs
+
+    @property
+    def output(self) -> list[int]:
+        """What was generated, EOS included."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def window(self) -> list[int]:
+        """What the model sees."""
+        return self.tokens[self.start :]
+
+    @property
+    def length(self) -> int:
+        """Tokens in the window."""
+        return len(self.tokens) - self.start
+
+    @property
+    def lacking(self) -> list[int]:
+        """What is not computed of the window."""
+        return self.tokens[self.start + self.computed :]
+
+
+class Event(NamedTuple):
+    """What a step did to a request."""
+
+    request: Request
+    tokens: list[int]  # new ones, EOS included
+    finish_reason: str | None  # of the request, if this is its last event
+    error: str | None = None  # what went wrong, if that is "error"
+
+
+def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
+    """A request to continue a prompt: token ids, of which none means the BOS token.
+
+    Draws without a seed get a random one. Raises UserError for an id that the model does not have.
+    """
+    tokens = list(prompt) or [config.bos_token_id]
+    size = config.vocab_size
+    wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
+    if wrong:
+        allowed = f"ids of this model are integers from 0 to {size - 1}"
+        raise UserError(f"the prompt has the id {wrong[0]!r}; {allowed}")
+    if params.seed is None:
+        params = replace(params, seed=secrets.randbits(64))
+    return Request(tokens, len(tokens), params)
