@@ -1,6 +1,7 @@
 """What the lessons' tests share: tiny models, the embedded one, and the command line."""
 
 import copy
+import functools
 import gc
 import runpy
 import shutil
@@ -110,6 +111,57 @@ def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", 
         weight.data = weight.data.to(saved_as).double()
     copy.deepcopy(model).to(saved_as).save_pretrained(directory, max_shard_size=shard_size)
     return model.eval(), directory
+
+
+def own_run(model, request) -> list[int]:
+    """What `generate` writes for a request of an engine."""
+    return remembered_run(model, tuple(request.tokens[: request.prompt_length]), request.params)
+
+
+@functools.lru_cache(1000)
+def remembered_run(model, prompt: tuple, params) -> list[int]:
+    return run_rows(model, [list(prompt)], **vars(params))[0]
+
+
+def own_texts(model, prompts, params) -> list[list[int]]:
+    """The texts that `generate` writes, one at a time. params: of each prompt."""
+    from infer import generate
+
+    rows = [list(generate(model, [prompt], own)) for prompt, own in zip(prompts, params)]
+    return [[token for (token,) in steps] for steps in rows]
+
+
+def request_params(count: int, **params) -> list:
+    """Parameters for so many requests, each with a seed of its own."""
+    from sampling import SamplingParams
+
+    return [SamplingParams(ignore_eos=True, seed=100 + row, **params) for row in range(count)]
+
+
+def make_engine(model, prompts, params, **options) -> tuple:
+    """An engine, and its requests for these prompts."""
+    from engine.engine import Engine
+
+    engine = Engine(model, **options)
+    return engine, [engine.add(*request) for request in zip(prompts, params)]
+
+
+def outputs_of(engine, prompts, params) -> list[list[int]]:
+    """What an engine writes for these prompts. params: for all of them, or one for each."""
+    from sampling import params_of_each
+
+    each = params_of_each(params, len(prompts))
+    requests = [engine.add(*pair) for pair in zip(prompts, each)]
+    while engine.busy:
+        assert not any(event.error for event in engine.step())
+    return [request.output for request in requests]
+
+
+def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
+    """The same, greedy, for random prompts of these lengths."""
+    prompts = [random_tokens(length, seed=row) for row, length in enumerate(lengths)]
+    params = request_params(len(prompts), max_new_tokens=max_new_tokens)
+    return make_engine(model, prompts, params, **options)
 
 
 def pytest_collection_modifyitems(items):
@@ -285,5 +337,17 @@ def cli(run_main):
         import infer
 
         return run_main(infer.main, *args)
+
+    return run
+
+
+@pytest.fixture
+def engine_cli(run_main):
+    """The same for `infer_engine.py`."""
+
+    def run(*args) -> tuple[int, str, str]:
+        import infer_engine
+
+        return run_main(infer_engine.main, *args)
 
     return run

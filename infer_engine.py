@@ -1,0 +1,104 @@
+"""Generate texts with the engine: python infer_engine.py --prompt "One day" --prompt "Tom"."""
+
+import signal
+import sys
+
+# Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from chat import Chat
+from command_line import (
+    STORIES,
+    Output,
+    Parser,
+    add_chat_options,
+    add_options,
+    add_sampling_options,
+    check_chat_options,
+    load_models,
+    pick_device,
+    pick_seed,
+    read_prompts,
+    run_script,
+    sampling_params,
+    with_seeds,
+    write_texts,
+)
+from engine.engine import Engine
+from errors import UserError
+from load import parse_name
+from sampling import SamplingParams
+from tokenizer import load_encoding
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Generate texts that join a running batch as others leave it.")
+    parser.add_argument(
+        "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
+    )
+    parser.add_argument("--max-rows", type=int, default=32, help="how many texts run at once")
+    add_options(parser)
+    add_sampling_options(parser)
+    add_chat_options(parser)
+    run_script(parser, run, argv)
+
+
+def run(args) -> None:
+    """Do what the command line asks for: text to stdout, statistics to stderr.
+
+    Raises UserError for bad input.
+    """
+    check_chat_options(args)
+    if args.dtype != "int8":
+        if args.backend == "native":
+            raise UserError("--backend native: the engine has C code for --dtype int8 only")
+        args.backend = "torch"  # or C code would be compiled that nothing calls
+    params = sampling_params(args)
+    prompts = read_prompts(args)
+    source = parse_name(args.model)
+    device = pick_device(args.device)
+    seed = pick_seed(args.seed)
+    chat = Chat(source) if args.chat else None
+    (model,) = load_models([source], args, device)
+    encoding = load_encoding(source, model.config.vocab_size)
+    engine = Engine(model, max_rows=args.max_rows, stride=args.stride)
+    skip = () if params.ignore_eos else model.config.eos_token_ids
+
+    def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
+        output = Output(shown, encoding, skip, seed if params.temperature else None)
+        run_engine(engine, tokens, with_seeds(params, seed, len(tokens)), output)
+        return output.texts
+
+    room = model.config.block_size - params.max_new_tokens
+    write_texts(args, prompts, encoding, chat, room, write)
+
+
+def run_engine(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], output: Output
+) -> None:
+    """Write the texts of these prompts.
+
+    Raises UserError for those that failed, after all others are written.
+    """
+    errors = []
+    with output:
+        requests = [engine.add(*request) for request in zip(prompts, params)]
+        rows = {request: row for row, request in enumerate(requests)}
+        while engine.busy:
+            events = engine.step()
+            for event in events:
+                row = rows[event.request]
+                for token in event.tokens:
+                    output.add(row, token)
+                if event.error:
+                    errors.append(f"text {row + 1}: {event.error}")
+            output.end_step()
+    computed = f"{engine.steps} steps, {engine.positions} positions computed"
+    print(computed, file=sys.stderr)
+    if errors:
+        raise UserError("; ".join(errors))
+
+
+if __name__ == "__main__":
+    main()

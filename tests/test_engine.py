@@ -1,0 +1,136 @@
+"""Random histories of an engine: requests are added, steps are taken, requests are aborted.
+
+Each text must be that of `generate` alone. Some dozens of histories run; for more:
+HISTORIES=2000 pytest tests/test_engine.py
+"""
+
+import functools
+import os
+from dataclasses import dataclass, field
+
+import hypothesis
+import torch
+from conftest import run_rows
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+BLOCK_SIZE = 12
+VALUES = {
+    "max_new_tokens": st.integers(0, 24),
+    "ignore_eos": st.booleans(),
+    "temperature": st.sampled_from([0.0, 0.8, 1.5]),
+    "top_k": st.sampled_from([0, 3]),
+    "top_p": st.sampled_from([1.0, 0.8, 0.5]),
+    "presence_penalty": st.sampled_from([0.0, 0.5]),
+    "repetition_penalty": st.sampled_from([1.0, 1.3]),
+    "seed": st.integers(0, 2**64 - 1),
+}
+# Requests differ from each other in a single parameter, so that a step has rows nearly alike.
+BASES = st.fixed_dictionaries(VALUES)
+CHANGES = st.one_of([st.fixed_dictionaries({name: values}) for name, values in VALUES.items()])
+# A small vocabulary, so that texts end, repeat themselves and have prefixes in common.
+TOKENS = st.integers(0, 6)
+PROMPTS = st.lists(TOKENS, max_size=14)
+
+
+@functools.cache
+def model(architecture: str, n_layer: int = 2, block_size: int = BLOCK_SIZE, seed: int = 0):
+    """A random model in float64; token 6 ends a text."""
+    from llama import Llama, LlamaConfig
+    from model import GPT, GPTConfig
+
+    shape = {"vocab_size": 7, "block_size": block_size, "n_layer": n_layer}
+    shape |= {"n_head": 4, "n_embd": 16, "eos_token_ids": (6,)}
+    if architecture == "GPT-2":
+        made = GPT(GPTConfig(**shape))
+    else:
+        heads = {"n_kv_head": 2, "head_dim": 6, "n_inner": 24}
+        made = Llama(LlamaConfig(**shape, **heads, bos_token_id=5, tied_head=False))
+    return made.double().init_weights(std=0.4, generator=torch.Generator().manual_seed(seed)).eval()
+
+
+@dataclass
+class Entry:
+    """A request of a history."""
+
+    request: object
+    prompt: list[int]
+    params: dict
+    tokens: list[int] = field(default_factory=list)  # of its events
+
+
+class Histories(RuleBasedStateMachine):
+    @initialize(architecture=st.sampled_from(["GPT-2", "Llama"]), base=BASES, data=st.data())
+    def begin(self, architecture, base, data):
+        from engine.engine import Engine
+
+        self.model = model(architecture)
+        self.stride = data.draw(st.sampled_from([None, 1, 5, 12]))
+        self.max_rows = data.draw(st.integers(1, 5))
+        options = {"max_rows": self.max_rows}
+        self.engine = Engine(self.model, stride=self.stride, **options)
+        self.base = base
+        self.entries = []
+        arrange = self.engine.cache.arrange
+
+        def checked(spans):
+            result = arrange(spans)
+            storage = self.engine.cache.storage
+            written = list(zip(*(index.tolist() for index in self.engine.cache.written)))
+            assert len(set(written)) == len(written)
+            for index, offset in written:
+                assert 0 <= index < storage.shape[2] and 0 <= offset < storage.shape[4]
+            return result
+
+        self.engine.cache.arrange = checked
+
+    @rule(prompt=PROMPTS, change=CHANGES)
+    def add(self, prompt, change):
+        from sampling import SamplingParams
+
+        params = self.base | change
+        request = self.engine.add(prompt, SamplingParams(**params))
+        self.entries.append(Entry(request, prompt, params))
+
+    @precondition(lambda self: self.engine.busy)
+    @rule()
+    def step(self):
+        entries = {entry.request: entry for entry in self.entries}
+        for event in self.engine.step():
+            assert event.error is None
+            assert event.finish_reason == event.request.finish_reason
+            entries[event.request].tokens.extend(event.tokens)
+        self.check()
+
+    @precondition(lambda self: any(not entry.request.finish_reason for entry in self.entries))
+    @rule(data=st.data())
+    def abort(self, data):
+        requests = [entry.request for entry in self.entries if not entry.request.finish_reason]
+        self.engine.abort(data.draw(st.sampled_from(requests)))
+        self.check()
+
+    def check(self):
+        """What must hold after each step."""
+        scheduler = self.engine.scheduler
+        assert len(scheduler.running) + len(scheduler.free) == self.max_rows
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        while self.engine.busy:
+            self.step()
+        for entry in self.entries:
+            request = entry.request
+            aborted = request.finish_reason == "abort"
+            params = entry.params
+            options = {"stride": self.stride}
+            (expected,) = run_rows(self.model, [entry.prompt], options=options, **params)
+            assert entry.tokens == request.output
+            assert request.output == (expected[: len(request.output)] if aborted else expected)
+        assert len(self.engine.scheduler.free) == self.max_rows
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = hypothesis.settings(
+    max_examples=int(os.environ.get("HISTORIES", 24)), stateful_step_count=30
+)
