@@ -38,6 +38,10 @@ def main(argv=None) -> None:
         "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
     )
     parser.add_argument("--max-rows", type=int, default=32, help="how many texts run at once")
+    parser.add_argument(
+        "--num-pages", type=int, help="pages in the cache; max-rows windows if not given"
+    )
+    parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
     add_options(parser)
     add_sampling_options(parser)
     add_chat_options(parser)
@@ -62,7 +66,13 @@ def run(args) -> None:
     chat = Chat(source) if args.chat else None
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
-    engine = Engine(model, max_rows=args.max_rows, stride=args.stride)
+    engine = Engine(
+        model,
+        max_rows=args.max_rows,
+        num_pages=args.num_pages,
+        page_size=args.page_size,
+        stride=args.stride,
+    )
     skip = () if params.ignore_eos else model.config.eos_token_ids
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Keys and values of many texts, and attention for tokens of all of them side by side."""
+"""Keys and values of many texts in one pool of pages, and attention for tokens of all of them."""
 
 import math
 from typing import NamedTuple
@@ -6,32 +6,35 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from engine.pages import page_count
 from errors import UserError
 
 
 class Span(NamedTuple):
     """The positions of one text that a pass computes."""
 
-    row: int  # of the cache
+    pages: list[int]  # of the text, from position 0 on
     start: int  # the first of them
     tokens: list[int]  # at them
 
 
-class RowCache:
-    """A row for each text, with room for a whole window.
+class PagedCache:
+    """Pages of keys and values. A text's positions lie in pages anywhere; `arrange` is told which.
 
-    storage: (n_layer, 2, max_rows, n_kv_head, block_size, head_dim). Raises UserError if it does
+    storage: (n_layer, 2, num_pages, n_kv_head, page_size, head_dim). Raises UserError if it does
     not fit in memory.
+    After Kwon et al. 2023 (2309.06180), "Efficient memory management for large language model
+    serving with PagedAttention".
     """
 
-    def __init__(self, model, max_rows: int):
+    def __init__(self, model, num_pages: int, page_size: int):
         config = model.config
-        shape = (config.n_layer, 2, max_rows, config.n_kv_head, config.block_size, config.head_dim)
+        shape = (config.n_layer, 2, num_pages, config.n_kv_head, page_size, config.head_dim)
         try:
             self.storage = torch.empty(shape, dtype=model.dtype, device=model.device)
         except (RuntimeError, TypeError):  # TypeError: a size beyond 64 bits
             raise UserError(
-                f"{max_rows} rows of {config.block_size} positions do not fit in memory:"
+                f"{num_pages} pages of {page_size} positions do not fit in memory:"
                 f" {math.prod(shape) * model.dtype.itemsize:,} bytes"
             ) from None
 
@@ -41,30 +44,38 @@ class RowCache:
         Spans of one length lie side by side, so that attention takes them together.
         """
         device = self.storage.device
+        size = self.storage.shape[4]
         groups = {}
+        begun = []  # pages that get their first position
         for index, span in enumerate(spans):
-            groups.setdefault(len(span.tokens), []).append((index, span))
+            used = page_count(span.start + len(span.tokens), size)
+            begun += span.pages[page_count(span.start, size) : used]
+            groups.setdefault(len(span.tokens), []).append((index, span, span.pages[:used]))
         tokens = []
         positions = []
-        rows = []
+        pages = []
         ends = [0] * len(spans)
         self.groups = []
         for count, members in groups.items():
             first = len(tokens)
-            for index, span in members:
+            for index, span, used in members:
+                steps = range(span.start, span.start + count)
                 tokens += span.tokens
-                positions += range(span.start, span.start + count)
-                rows += [span.row] * count
+                positions += steps
+                pages += [used[step // size] for step in steps]
                 ends[index] = len(tokens)
-            own = torch.tensor([span.row for _, span in members], device=device)
-            starts = torch.tensor([span.start for _, span in members], device=device)
+            width = max(len(used) for _, _, used in members)
+            # A shorter table repeats its own last page: another text's could hold NaN.
+            tables = [used + used[-1:] * (width - len(used)) for _, _, used in members]
+            tables = torch.tensor(tables, device=device)  # (G, pages)
+            starts = torch.tensor([span.start for _, span, _ in members], device=device)
             seen = starts.view(-1, 1, 1, 1) + torch.arange(count, device=device)[:, None]
-            mask = torch.arange(starts.max() + count, device=device) <= seen  # (G, 1, T, S)
-            self.groups.append((slice(first, len(tokens)), own, mask))
-        # What the last text left in a row may be NaN, and no mask hides that: 0 * NaN is NaN.
-        self.storage[:, :, [span.row for span in spans if span.start == 0]] = 0
+            mask = torch.arange(width * size, device=device) <= seen  # (G, 1, T, S)
+            self.groups.append((slice(first, len(tokens)), tables, mask))
+        # What the last text left in a page may be NaN, and no mask hides that: 0 * NaN is NaN.
+        self.storage[:, :, begun] = 0
         places = torch.tensor(positions, device=device)
-        self.written = torch.tensor(rows, device=device), places
+        self.written = torch.tensor(pages, device=device), places % size
         return torch.tensor(tokens, device=device), places, ends
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -72,20 +83,23 @@ class RowCache:
 
         All shapes are (N, heads, head_dim).
         """
-        rows, positions = self.written
+        pages, offsets = self.written
         for stored, new in zip(self.storage[layer], (k, v)):
-            stored[rows, :, positions] = new
+            stored[pages, :, offsets] = new
         out = torch.empty_like(q)
-        for part, own, mask in self.groups:
+        for part, tables, mask in self.groups:
             G, _, T, S = mask.shape
-            keys, values = self.storage[layer][:, own, :, :S]  # (G, heads, S, head_dim)
+            # (G, pages, heads, page_size, head_dim) to (G, heads, S, head_dim)
+            keys, values = (
+                stored[tables].transpose(1, 2).flatten(2, 3) for stored in self.storage[layer]
+            )
             queries = q[part].view(G, T, *q.shape[1:]).transpose(1, 2)
             attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
             out[part] = attended.transpose(1, 2).flatten(0, 1)
         return out
 
 
-def last_logits(model, cache: RowCache, spans: list[Span]) -> torch.Tensor:
+def last_logits(model, cache: PagedCache, spans: list[Span]) -> torch.Tensor:
     """The logits after each span, (spans, vocab_size), float32, from one pass over all of them."""
     tokens, positions, ends = cache.arrange(spans)
     x = model.hidden(tokens, positions, cache.attend)  # (N, C)

@@ -3,7 +3,8 @@
 import torch
 
 from cache import check_stride
-from engine.cache import RowCache, Span, last_logits
+from engine.cache import PagedCache, Span, last_logits
+from engine.pages import PagePool, page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import Scheduler, Work
 from errors import UserError, check_limits, memory_for
@@ -12,25 +13,40 @@ from sampling import NOT_FINITE, SamplingParams, choose
 
 LIMITS = {  # argument: its type, which values are valid, how to say that
     "max_rows": (int, lambda value: value >= 1, "an integer >= 1"),
+    "num_pages": (int, lambda value: value >= 1, "an integer >= 1"),
+    "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
 }
 
 
 class Engine:
     """Writes many texts together, each the one that `generate` writes, but for rounding.
 
-    max_rows: how many are computed in one step, at most. stride: as in `generate`.
+    max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
+    page_size positions; None: so many that max_rows whole windows fit. stride: as in `generate`.
     Only one thread at a time may use it. Raises UserError for a value out of range, or if the cache
     does not fit in memory.
     After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative
     models".
     """
 
-    def __init__(self, model: Model, max_rows: int = 32, stride: int | None = None):
-        check_limits(LIMITS, max_rows=max_rows)
+    def __init__(
+        self,
+        model: Model,
+        max_rows: int = 32,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        stride: int | None = None,
+    ):
+        check_limits(LIMITS, max_rows=max_rows, page_size=page_size)
         block_size = model.config.block_size
+        if num_pages is None:
+            num_pages = max_rows * page_count(block_size, page_size)
+        check_limits(LIMITS, num_pages=num_pages)
         self.model = model
-        self.cache = RowCache(model, max_rows)
-        self.scheduler = Scheduler(max_rows, block_size, check_stride(stride, block_size))
+        self.cache = PagedCache(model, num_pages, page_size)
+        pool = PagePool(num_pages, page_size)
+        stride = check_stride(stride, block_size)
+        self.scheduler = Scheduler(pool, max_rows, block_size, stride)
         self.steps = 0  # so far
         self.positions = 0  # computed so far
 
@@ -39,7 +55,7 @@ class Engine:
 
         Draws without a seed get a random one. A request for no new tokens is over at once, without
         an event.
-        Raises UserError for an id out of range.
+        Raises UserError for an id out of range, and if the text can never fit into the cache.
         """
         request = make_request(prompt, params, self.model.config)
         self.scheduler.add(request)
@@ -77,7 +93,7 @@ class Engine:
 
     def compute(self, works: list[Work]) -> list[int | None]:
         """The token that follows each text; None where logits are not finite."""
-        spans = [Span(work.request.row, work.request.computed, work.tokens) for work in works]
+        spans = [Span(work.request.pages, work.request.computed, work.tokens) for work in works]
         logits = last_logits(self.model, self.cache, spans)  # (works, vocab_size)
         self.steps += 1
         self.positions += sum(len(work.tokens) for work in works)

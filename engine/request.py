@@ -1,7 +1,7 @@
 """A text that the engine writes, and what a step did to it."""
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from errors import UserError
@@ -21,7 +21,8 @@ class Request:
     # So many positions of the window have their keys and values in the cache; vLLM says
     # num_computed_tokens.
     computed: int = 0
-    row: int | None = None  # where they are, while it runs
+    # Where they are, page after page; elsewhere called the block table.
+    pages: list[int] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:

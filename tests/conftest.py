@@ -164,6 +164,15 @@ def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
     return make_engine(model, prompts, params, **options)
 
 
+def finish_checked(engine, check) -> None:
+    """Step to the end, with a check after each step; all pages are free then."""
+    for _ in range(500):  # not for ever, if a request waits in vain
+        if engine.busy:
+            engine.step()
+            check()
+    assert not engine.busy and engine.scheduler.pool.available == engine.scheduler.pool.num_pages
+
+
 def pytest_collection_modifyitems(items):
     """What takes long comes last: the tests on the embedded model."""
     items.sort(key=lambda item: "stories" in item.fixturenames)

@@ -68,6 +68,9 @@ class Histories(RuleBasedStateMachine):
         self.stride = data.draw(st.sampled_from([None, 1, 5, 12]))
         self.max_rows = data.draw(st.integers(1, 5))
         options = {"max_rows": self.max_rows}
+        options["page_size"] = data.draw(st.integers(1, 4))
+        smallest = -(-BLOCK_SIZE // options["page_size"])  # pages for a whole window
+        options["num_pages"] = smallest + data.draw(st.integers(0, 2 * smallest))
         self.engine = Engine(self.model, stride=self.stride, **options)
         self.base = base
         self.entries = []
@@ -112,7 +115,13 @@ class Histories(RuleBasedStateMachine):
     def check(self):
         """What must hold after each step."""
         scheduler = self.engine.scheduler
-        assert len(scheduler.running) + len(scheduler.free) == self.max_rows
+        assert len(scheduler.running) <= self.max_rows
+        pool = scheduler.pool
+        held = [page for request in scheduler.running for page in request.pages]
+        # Each page once: free, or of a running request.
+        assert sorted(held + list(pool.returned)) == list(range(pool.begun))
+        assert pool.available + len(held) == pool.num_pages
+        assert not any(request.pages or request.computed for request in scheduler.waiting)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -127,7 +136,7 @@ class Histories(RuleBasedStateMachine):
             (expected,) = run_rows(self.model, [entry.prompt], options=options, **params)
             assert entry.tokens == request.output
             assert request.output == (expected[: len(request.output)] if aborted else expected)
-        assert len(self.engine.scheduler.free) == self.max_rows
+        assert self.engine.scheduler.pool.available == self.engine.scheduler.pool.num_pages
 
 
 TestHistories = Histories.TestCase
