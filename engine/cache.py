@@ -37,26 +37,31 @@ class PagedCache:
                 f"{num_pages} pages of {page_size} positions do not fit in memory:"
                 f" {math.prod(shape) * model.dtype.itemsize:,} bytes"
             ) from None
+        # Of each layer its keys and values, cut into units: what one page holds for one head.
+        # n_layer times (2, num_pages * n_kv_head, page_size * head_dim)
+        self.units = self.storage.flatten(4).flatten(2, 3).unbind()
+        self.room = self.storage.new_empty(2, 0, page_size * config.head_dim)
 
     def arrange(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Plan a pass: its tokens and their positions, both (N,), and where each span ends in them.
 
-        Spans of one length lie side by side, so that attention takes them together.
+        Spans of one length lie side by side, and attention takes those of similar pasts together.
         """
         device = self.storage.device
-        size = self.storage.shape[4]
+        heads, size, _ = self.storage.shape[3:]
         groups = {}
         begun = []  # pages that get their first position
         for index, span in enumerate(spans):
             used = page_count(span.start + len(span.tokens), size)
             begun += span.pages[page_count(span.start, size) : used]
-            groups.setdefault(len(span.tokens), []).append((index, span, span.pages[:used]))
+            alike = len(span.tokens), used.bit_length()
+            groups.setdefault(alike, []).append((index, span, span.pages[:used]))
         tokens = []
         positions = []
         pages = []
         ends = [0] * len(spans)
         self.groups = []
-        for count, members in groups.items():
+        for (count, _), members in groups.items():
             first = len(tokens)
             for index, span, used in members:
                 steps = range(span.start, span.start + count)
@@ -68,10 +73,15 @@ class PagedCache:
             # A shorter table repeats its own last page: another text's could hold NaN.
             tables = [used + used[-1:] * (width - len(used)) for _, _, used in members]
             tables = torch.tensor(tables, device=device)  # (G, pages)
+            own = torch.arange(heads, device=device)[:, None]
+            units = tables[:, None] * heads + own  # (G, heads, pages)
             starts = torch.tensor([span.start for _, span, _ in members], device=device)
             seen = starts.view(-1, 1, 1, 1) + torch.arange(count, device=device)[:, None]
             mask = torch.arange(width * size, device=device) <= seen  # (G, 1, T, S)
-            self.groups.append((slice(first, len(tokens)), tables, mask))
+            self.groups.append((slice(first, len(tokens)), units.flatten(), mask))
+        largest = max(len(units) for _, units, _ in self.groups)
+        if largest > self.room.shape[1]:
+            self.room = self.room.new_empty(2, largest, self.room.shape[2])
         # What the last text left in a page may be NaN, and no mask hides that: 0 * NaN is NaN.
         self.storage[:, :, begun] = 0
         places = torch.tensor(positions, device=device)
@@ -87,12 +97,15 @@ class PagedCache:
         for stored, new in zip(self.storage[layer], (k, v)):
             stored[pages, :, offsets] = new
         out = torch.empty_like(q)
-        for part, tables, mask in self.groups:
+        for part, units, mask in self.groups:
             G, _, T, S = mask.shape
-            # (G, pages, heads, page_size, head_dim) to (G, heads, S, head_dim)
+            # Into room that is there already: to get new memory takes longer than to copy.
             keys, values = (
-                stored[tables].transpose(1, 2).flatten(2, 3) for stored in self.storage[layer]
+                torch.index_select(stored, 0, units, out=room[: len(units)])
+                for stored, room in zip(self.units[layer], self.room)
             )
+            keys = keys.view(G, -1, S, q.shape[-1])  # (G, heads, S, head_dim)
+            values = values.view(keys.shape)
             queries = q[part].view(G, T, *q.shape[1:]).transpose(1, 2)
             attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
             out[part] = attended.transpose(1, 2).flatten(0, 1)

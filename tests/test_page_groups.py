@@ -1,0 +1,99 @@
+"""Texts of similar length attend together, and what they read is copied into room that stays."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import finish_checked, own_run, random_tokens, request_params
+
+LENGTHS = (1, 3, 4, 5, 9, 16, 17, 30, 31, 60, 63, 64)
+PAGE_SIZE = 4
+
+
+def spans_of(lengths) -> list:
+    """The newest token of texts of these lengths, each on pages of its own."""
+    from engine.cache import Span
+
+    first = 0
+    spans = []
+    for length in lengths:
+        count = -(-length // PAGE_SIZE)
+        pages = list(range(first, first + count))
+        spans.append(Span(pages[::-1], length - 1, random_tokens(1, seed=length)))
+        first += count
+    return spans
+
+
+def run_pass(model, cache, spans) -> None:
+    tokens, positions, _ = cache.arrange(spans)
+    model.hidden(tokens, positions, cache.attend)
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list:
+    """The shapes of the keys of each call of attention: (texts, positions)."""
+    shapes = []
+    attention = F.scaled_dot_product_attention
+
+    def spy(q, k, *args, **options):
+        shapes.append((k.shape[0], k.shape[2]))
+        return attention(q, k, *args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    return shapes
+
+
+@torch.inference_mode()
+def test_a_text_reads_less_than_twice_the_pages_it_has(tiny, seen):
+    """However long the longest one beside it is."""
+    from engine.cache import PagedCache
+
+    spans = spans_of(LENGTHS)
+    model = tiny(n_layer=1, block_size=64)
+    cache = PagedCache(model, sum(len(span.pages) for span in spans), PAGE_SIZE)
+    run_pass(model, cache, spans)
+    used = sum(len(span.pages) for span in spans)
+    assert sum(texts for texts, _ in seen) == len(spans)
+    assert used <= sum(texts * positions // PAGE_SIZE for texts, positions in seen) < 2 * used
+
+
+@torch.inference_mode()
+def test_still_texts_of_the_same_number_of_pages_attend_together(tiny, seen):
+    from engine.cache import PagedCache
+
+    model = tiny(n_layer=1, block_size=64)
+    spans = spans_of([33, 36, 34, 35])
+    run_pass(model, PagedCache(model, 36, PAGE_SIZE), spans)
+    assert seen == [(4, 36)]
+
+
+@torch.inference_mode()
+def test_a_step_copies_into_the_room_of_the_last_one(build):
+    """It grows to the largest group, and then it stays where it is."""
+    from engine.cache import PagedCache
+
+    model = build(block_size=64)
+    cache = PagedCache(model, 200, PAGE_SIZE)
+    places = []
+    for lengths in ([3], [40, 41], [9], [40, 38], [64, 1], [64] * 2, [3, 40]):
+        run_pass(model, cache, spans_of(lengths))
+        places.append((cache.room.data_ptr(), cache.room.numel()))
+    assert places[1] == places[2] == places[3]
+    assert places[5] == places[6]
+    assert places[0][1] < places[1][1] < places[5][1]
+    config = model.config
+    assert places[5][1] == 2 * (2 * 64) * config.n_kv_head * config.head_dim
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_still_the_texts_of_generate_for_texts_of_all_lengths(build, page_size):
+    from engine.engine import Engine
+
+    model = build(seed=6, block_size=64)
+    engine = Engine(model, page_size=page_size)
+    params = request_params(len(LENGTHS), max_new_tokens=12, temperature=1.0)
+    prompts = [random_tokens(length, seed=length) for length in LENGTHS]
+    requests = [engine.add(*pair) for pair in zip(prompts, params)]
+    finish_checked(engine, lambda: None)
+    assert [request.output for request in requests] == [
+        own_run(model, request) for request in requests
+    ]
