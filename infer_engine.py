@@ -105,7 +105,8 @@ def run_engine(
                     errors.append(f"text {row + 1}: {event.error}")
             output.end_step()
     computed = f"{engine.steps} steps, {engine.positions} positions computed"
-    print(computed, file=sys.stderr)
+    preemptions = f"{engine.scheduler.preemptions} preemptions"
+    print(f"{computed}, {preemptions}", file=sys.stderr)
     if errors:
         raise UserError("; ".join(errors))
 

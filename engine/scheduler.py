@@ -19,7 +19,9 @@ class Work(NamedTuple):
 class Scheduler:
     """First come, first served.
 
-    A waiting request runs when fewer than max_rows do, and there are pages for all of it.
+    A waiting request runs when fewer than max_rows do, and there are pages for its window.
+    Running requests take pages as they grow. Where none is free, the youngest gives all of its
+    pages back.
     There is no prefill and no decode phase. A request has tokens and a count of those computed,
     and in each step it catches up. A scheduler knows no model: call `schedule`, compute, then
     `advance` or `finish` each request.
@@ -32,6 +34,7 @@ class Scheduler:
         self.stride = stride
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.preemptions = 0
 
     def add(self, request: Request) -> None:
         """Queue a request; one for no new tokens is over at once.
@@ -42,7 +45,7 @@ class Scheduler:
             request.finish_reason = "length"
             return
         pool = self.pool
-        longest = self.longest(request)
+        longest = min(len(request.tokens) + request.params.max_new_tokens - 1, self.block_size)
         needed = pool.count(longest)
         if needed > pool.num_pages:
             allowed = f"there are {pool.num_pages} pages of {pool.page_size}"
@@ -51,17 +54,34 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> list[Work]:
-        """What to compute next: all that running requests lack."""
+        """What to compute next: all that running requests lack, the oldest first."""
+        works = []
+        while len(works) < len(self.running):
+            request = self.running[len(works)]
+            if not self.pool.grow(request.pages, request.length):
+                # Perhaps the request itself, but never the oldest: it fits alone.
+                self.preempt(self.running[-1])
+                continue
+            works.append(Work(request, request.lacking))
         while self.waiting and len(self.running) < self.max_rows:
             request = self.waiting[0]
-            if not self.pool.grow(request.pages, self.longest(request)):
+            if not self.pool.grow(request.pages, request.length):
                 break  # a shorter one behind it waits too: else a long one might wait for ever
             self.running.append(self.waiting.popleft())
-        return [Work(request, request.lacking) for request in self.running]
+            works.append(Work(request, request.lacking))
+        return works
 
-    def longest(self, request: Request) -> int:
-        """The most positions that a request ever has in the cache; its last token is not passed."""
-        return min(request.prompt_length + request.params.max_new_tokens - 1, self.block_size)
+    def preempt(self, request: Request) -> None:
+        """Take all pages of a running request; it is the first to run again, and computed anew."""
+        self.preemptions += 1
+        self.forget(request)
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+
+    def forget(self, request: Request) -> None:
+        """Give back the pages of a request, with all that was computed."""
+        self.pool.shrink(request.pages, 0)
+        request.computed = 0
 
     def advance(self, work: Work, token: int) -> None:
         """Its tokens are computed, and this one follows."""
@@ -75,7 +95,7 @@ class Scheduler:
         start = window_start(len(request.tokens), self.block_size, self.stride)
         if start != request.start:
             request.start = start
-            request.computed = 0
+            self.forget(request)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request. Raises ValueError if it is over, or not one of this scheduler's."""
@@ -88,5 +108,5 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             raise ValueError("this request was added to another engine")
-        self.pool.shrink(request.pages, 0)
+        self.forget(request)
         request.finish_reason = reason

@@ -121,6 +121,9 @@ class Histories(RuleBasedStateMachine):
         # Each page once: free, or of a running request.
         assert sorted(held + list(pool.returned)) == list(range(pool.begun))
         assert pool.available + len(held) == pool.num_pages
+        for request in scheduler.running:  # a page too many at most, and never one too few
+            assert request.computed <= len(request.pages) * pool.page_size
+            assert len(request.pages) <= pool.count(len(request.window))
         assert not any(request.pages or request.computed for request in scheduler.waiting)
 
     def teardown(self):
