@@ -104,7 +104,8 @@ def run_engine(
                 if event.error:
                     errors.append(f"text {row + 1}: {event.error}")
             output.end_step()
-    computed = f"{engine.steps} steps, {engine.positions} positions computed"
+    shared = engine.scheduler.shared
+    computed = f"{engine.steps} steps, {engine.positions} positions computed, {shared} shared"
     preemptions = f"{engine.scheduler.preemptions} preemptions"
     print(f"{computed}, {preemptions}", file=sys.stderr)
     if errors:

@@ -50,14 +50,20 @@ class Engine:
         self.steps = 0  # so far
         self.positions = 0  # computed so far
 
-    def add(self, prompt: list[int], params: SamplingParams) -> Request:
+    def add(self, prompt: list[int], params: SamplingParams, salt: str = "") -> Request:
         """Queue a text: token ids, of which none means the BOS token.
 
+        salt: computed prefixes are shared among requests of one salt only; the time to the first
+        token tells whether somebody else had the same.
         Draws without a seed get a random one. A request for no new tokens is over at once, without
         an event.
-        Raises UserError for an id out of range, and if the text can never fit into the cache.
+        Raises UserError for an id out of range, a salt that is no string, and if the text can never
+        fit into the cache.
         """
+        if not isinstance(salt, str):
+            raise UserError(f"salt is {salt!r}; it must be a string")
         request = make_request(prompt, params, self.model.config)
+        request.salt = salt
         self.scheduler.add(request)
         return request
 

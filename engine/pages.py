@@ -1,8 +1,15 @@
-"""Which pages of the cache are free."""
+"""Which pages of the cache are free, and what those hold that have been used."""
+
+import array
+import hashlib
+from collections import OrderedDict
 
 
 class PagePool:
-    """Pages by number, each free or in the table of a request.
+    """Pages by number, each free or in the tables of one or more requests.
+
+    A free page that was published can be found until it is taken. Pages that nobody can find are
+    taken first, then those that were given back first.
 
     Nothing is kept of a page that was never taken: a pool takes as much memory as it is used.
     """
@@ -11,7 +18,11 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.begun = 0  # pages from this number on were never taken
-        self.returned: list[int] = []  # of the others, those that are free
+        # Of the others, those that are free: a dict, because any of them can leave it at once.
+        self.returned: OrderedDict[int, None] = OrderedDict()
+        self.holders: dict[int, int] = {}  # page -> how many tables it is in
+        self.published: dict[bytes, int] = {}  # digest -> page
+        self.digest_of: dict[int, bytes] = {}  # page -> digest
 
     @property
     def available(self) -> int:
@@ -31,22 +42,90 @@ class PagePool:
         if needed > self.available:
             return False
         for _ in range(needed):
-            pages.append(self.take())
+            page = self.take()
+            self.hold([page])
+            pages.append(page)
         return True
 
     def take(self) -> int:
-        """A page that is free; there must be one."""
-        if self.returned:
-            return self.returned.pop()
-        self.begun += 1
-        return self.begun - 1
+        """A page that is free; there must be one. If it can be found, nobody finds it any more."""
+        first = next(iter(self.returned), None)
+        if self.begun < self.num_pages and (first is None or first in self.digest_of):
+            self.begun += 1
+            return self.begun - 1
+        if first in self.digest_of:
+            del self.published[self.digest_of.pop(first)]
+        return first
+
+    def hold(self, pages: list[int]) -> None:
+        """Count one more table for each page."""
+        for page in pages:
+            self.returned.pop(page, None)
+            self.holders[page] = self.holders.get(page, 0) + 1
 
     def shrink(self, pages: list[int], length: int) -> None:
-        """Give back the pages of a table behind `length` positions."""
+        """Give back the pages of a table behind `length` positions.
+
+        The last one first, so that it is taken first: what comes before it is found without it.
+        """
         while len(pages) > self.count(length):
-            self.returned.append(pages.pop())
+            self.release(pages.pop())
+
+    def release(self, page: int) -> None:
+        """Count one table less for a page."""
+        self.holders[page] -= 1
+        if self.holders[page]:
+            return
+        del self.holders[page]
+        self.returned[page] = None
+        if page not in self.digest_of:
+            self.returned.move_to_end(page, last=False)
+
+    def publish(self, pages: list[int], digests: list[bytes], tokens: list[int], salt: str) -> None:
+        """Let others find the pages that these computed tokens fill.
+
+        digests: of those that were published before, and afterwards of all.
+        """
+        for index in range(len(digests), len(tokens) // self.page_size):
+            parent = digests[-1] if digests else root(salt)
+            name = digest(parent, self.part(tokens, index))
+            page = self.published.setdefault(name, pages[index])
+            self.digest_of[page] = name
+            if page != pages[index]:  # somebody was faster: one copy is enough
+                self.hold([page])
+                self.release(pages[index])
+                pages[index] = page
+            digests.append(name)
+
+    def find(self, tokens: list[int], salt: str) -> list[int]:
+        """The published pages that hold the longest prefix of these tokens."""
+        found = []
+        name = root(salt)
+        for index in range(len(tokens) // self.page_size):
+            name = digest(name, self.part(tokens, index))
+            if name not in self.published:
+                break
+            found.append(self.published[name])
+        return found
+
+    def part(self, tokens: list[int], index: int) -> list[int]:
+        """The tokens of a page."""
+        return tokens[index * self.page_size : (index + 1) * self.page_size]
 
 
 def page_count(length: int, page_size: int) -> int:
     """How many pages so many positions need."""
     return -(-length // page_size)
+
+
+def root(salt: str) -> bytes:
+    """The parent of a text's first page."""
+    return hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
+
+
+def digest(parent: bytes, tokens: list[int]) -> bytes:
+    """The name of a full page: of its tokens, and by its parent's name of all before them.
+
+    SHA-256, so that two pages of one name hold the same: nobody has found two inputs of one digest.
+    """
+    return hashlib.sha256(parent + array.array("q", tokens).tobytes()).digest()

@@ -15,6 +15,7 @@ class Request:
     tokens: list[int]  # the prompt, then what was generated
     prompt_length: int
     params: SamplingParams
+    salt: str = ""  # it shares pages with requests of the same salt only
     # None until it is over, then "stop" (EOS), "length", "abort" or "error".
     finish_reason: str | None = None
     start: int = 0  # the window on its text begins here
@@ -23,6 +24,7 @@ class Request:
     computed: int = 0
     # Where they are, page after page; elsewhere called the block table.
     pages: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of its published pages
 
     @property
     def output(self) -> list[int]:

@@ -35,6 +35,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
+        self.shared = 0  # positions found instead of computed
 
     def add(self, request: Request) -> None:
         """Queue a request; one for no new tokens is over at once.
@@ -65,11 +66,28 @@ class Scheduler:
             works.append(Work(request, request.lacking))
         while self.waiting and len(self.running) < self.max_rows:
             request = self.waiting[0]
-            if not self.pool.grow(request.pages, request.length):
+            if not self.admit(request):
                 break  # a shorter one behind it waits too: else a long one might wait for ever
             self.running.append(self.waiting.popleft())
             works.append(Work(request, request.lacking))
         return works
+
+    def admit(self, request: Request) -> bool:
+        """Give a waiting request pages for its window; False if too few are free.
+
+        Those of its longest computed prefix are found, and the others taken.
+        """
+        pool = self.pool
+        shared = pool.find(request.window[:-1], request.salt)  # not the last: its logits are wanted
+        # Those found that are free are not there to be taken.
+        free = pool.available - sum(page in pool.returned for page in shared)
+        if pool.count(request.length) - len(shared) > free:
+            return False
+        pool.hold(shared)
+        request.pages = shared
+        request.computed = len(shared) * pool.page_size
+        self.shared += request.computed
+        return pool.grow(request.pages, request.length)
 
     def preempt(self, request: Request) -> None:
         """Take all pages of a running request; it is the first to run again, and computed anew."""
@@ -82,11 +100,15 @@ class Scheduler:
         """Give back the pages of a request, with all that was computed."""
         self.pool.shrink(request.pages, 0)
         request.computed = 0
+        request.digests = []
 
     def advance(self, work: Work, token: int) -> None:
         """Its tokens are computed, and this one follows."""
         request = work.request
         request.computed += len(work.tokens)
+        if request.computed // self.pool.page_size > len(request.digests):  # a page has been filled
+            computed = request.window[: request.computed]
+            self.pool.publish(request.pages, request.digests, computed, request.salt)
         request.tokens.append(token)
         self.move_window(request)
 

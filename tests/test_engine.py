@@ -73,6 +73,7 @@ class Histories(RuleBasedStateMachine):
         options["num_pages"] = smallest + data.draw(st.integers(0, 2 * smallest))
         self.engine = Engine(self.model, stride=self.stride, **options)
         self.base = base
+        self.prefix = data.draw(st.lists(TOKENS, max_size=10))
         self.entries = []
         arrange = self.engine.cache.arrange
 
@@ -87,12 +88,13 @@ class Histories(RuleBasedStateMachine):
 
         self.engine.cache.arrange = checked
 
-    @rule(prompt=PROMPTS, change=CHANGES)
-    def add(self, prompt, change):
+    @rule(prompt=PROMPTS, shared=st.integers(0, 10), change=CHANGES, salt=st.sampled_from("aab"))
+    def add(self, prompt, shared, change, salt):
         from sampling import SamplingParams
 
         params = self.base | change
-        request = self.engine.add(prompt, SamplingParams(**params))
+        prompt = self.prefix[:shared] + prompt
+        request = self.engine.add(prompt, SamplingParams(**params), salt)
         self.entries.append(Entry(request, prompt, params))
 
     @precondition(lambda self: self.engine.busy)
@@ -119,8 +121,13 @@ class Histories(RuleBasedStateMachine):
         pool = scheduler.pool
         held = [page for request in scheduler.running for page in request.pages]
         # Each page once: free, or of a running request.
-        assert sorted(held + list(pool.returned)) == list(range(pool.begun))
-        assert pool.available + len(held) == pool.num_pages
+        assert sorted([*set(held), *pool.returned]) == list(range(pool.begun))
+        assert pool.available + len(set(held)) == pool.num_pages
+        assert pool.holders == {page: held.count(page) for page in held}
+        assert pool.digest_of == {page: digest for digest, page in pool.published.items()}
+        assert len(pool.digest_of) == len(pool.published)
+        for request in scheduler.running:
+            assert len(set(request.pages)) == len(request.pages)
         for request in scheduler.running:  # a page too many at most, and never one too few
             assert request.computed <= len(request.pages) * pool.page_size
             assert len(request.pages) <= pool.count(len(request.window))

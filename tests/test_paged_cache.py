@@ -63,7 +63,7 @@ def longest(request):
 def check_pages(engine, requests):
     """Each page is free or in one table, and no table is longer than its text can get."""
     pool = engine.scheduler.pool
-    held = [page for request in requests for page in request.pages]
+    held = {page for request in requests for page in request.pages}
     assert sorted([*pool.returned, *held]) == [*range(pool.begun)]
     assert pool.available + len(held) == pool.num_pages
     for request in requests:
