@@ -42,6 +42,7 @@ def main(argv=None) -> None:
         "--num-pages", type=int, help="pages in the cache; max-rows windows if not given"
     )
     parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
+    parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
     add_options(parser)
     add_sampling_options(parser)
     add_chat_options(parser)
@@ -71,6 +72,7 @@ def run(args) -> None:
         max_rows=args.max_rows,
         num_pages=args.num_pages,
         page_size=args.page_size,
+        budget=args.budget,
         stride=args.stride,
     )
     skip = () if params.ignore_eos else model.config.eos_token_ids
@@ -103,7 +105,9 @@ def run_engine(
                     output.add(row, token)
                 if event.error:
                     errors.append(f"text {row + 1}: {event.error}")
-            output.end_step()
+            # Not after a chunk: it would count as the first token.
+            if any(event.tokens for event in events):
+                output.end_step()
     shared = engine.scheduler.shared
     computed = f"{engine.steps} steps, {engine.positions} positions computed, {shared} shared"
     preemptions = f"{engine.scheduler.preemptions} preemptions"

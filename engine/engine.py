@@ -15,6 +15,7 @@ LIMITS = {  # argument: its type, which values are valid, how to say that
     "max_rows": (int, lambda value: value >= 1, "an integer >= 1"),
     "num_pages": (int, lambda value: value >= 1, "an integer >= 1"),
     "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
+    "budget": (int, lambda value: value >= 1, "an integer >= 1"),
 }
 
 
@@ -22,7 +23,8 @@ class Engine:
     """Writes many texts together, each the one that `generate` writes, but for rounding.
 
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
-    page_size positions; None: so many that max_rows whole windows fit. stride: as in `generate`.
+    page_size positions; None: so many that max_rows whole windows fit. budget: tokens in one step,
+    at most. stride: as in `generate`.
     Only one thread at a time may use it. Raises UserError for a value out of range, or if the cache
     does not fit in memory.
     After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative
@@ -35,9 +37,10 @@ class Engine:
         max_rows: int = 32,
         num_pages: int | None = None,
         page_size: int = 16,
+        budget: int = 512,
         stride: int | None = None,
     ):
-        check_limits(LIMITS, max_rows=max_rows, page_size=page_size)
+        check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget)
         block_size = model.config.block_size
         if num_pages is None:
             num_pages = max_rows * page_count(block_size, page_size)
@@ -46,7 +49,7 @@ class Engine:
         self.cache = PagedCache(model, num_pages, page_size)
         pool = PagePool(num_pages, page_size)
         stride = check_stride(stride, block_size)
-        self.scheduler = Scheduler(pool, max_rows, block_size, stride)
+        self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride)
         self.steps = 0  # so far
         self.positions = 0  # computed so far
 
@@ -95,7 +98,8 @@ class Engine:
                 tokens = self.compute(works)
         except UserError as error:
             return [self.fail(work.request, str(error)) for work in works]
-        return [self.update(work, token) for work, token in zip(works, tokens)]
+        events = [self.update(work, token) for work, token in zip(works, tokens)]
+        return [event for event in events if event]  # a chunk has none
 
     def compute(self, works: list[Work]) -> list[int | None]:
         """The token that follows each text; None where logits are not finite."""
@@ -111,11 +115,14 @@ class Engine:
         tokens = choose(logits, params, texts, [request.prompt_length for request in requests])
         return [token if good else None for token, good in zip(tokens, finite.tolist())]
 
-    def update(self, work: Work, token: int | None) -> Event:
-        """Add a token to a text, or end it: None is an error."""
+    def update(self, work: Work, token: int | None) -> Event | None:
+        """Add a token to a text, or end it: None is an error. A chunk of a prompt has no event."""
         request = work.request
-        if token is None:
+        if token is None:  # also of a chunk: what it wrote would be shared
             return self.fail(request, NOT_FINITE)
+        if not work.complete:
+            self.scheduler.advance(work, None)
+            return None
         self.scheduler.advance(work, token)
         reason = None
         if token in self.model.config.eos_token_ids and not request.params.ignore_eos:

@@ -15,6 +15,11 @@ class Work(NamedTuple):
     request: Request
     tokens: list[int]
 
+    @property
+    def complete(self) -> bool:
+        """Whether they reach the newest token, so that another one follows."""
+        return self.request.computed + len(self.tokens) == self.request.length
+
 
 class Scheduler:
     """First come, first served.
@@ -23,13 +28,14 @@ class Scheduler:
     Running requests take pages as they grow. Where none is free, the youngest gives all of its
     pages back.
     There is no prefill and no decode phase. A request has tokens and a count of those computed,
-    and in each step it catches up. A scheduler knows no model: call `schedule`, compute, then
-    `advance` or `finish` each request.
+    and in each step some catch up, under one budget of tokens. A scheduler knows no model: call
+    `schedule`, compute, then `advance` or `finish` each request.
     """
 
-    def __init__(self, pool: PagePool, max_rows: int, block_size: int, stride: int):
+    def __init__(self, pool: PagePool, max_rows: int, budget: int, block_size: int, stride: int):
         self.pool = pool
         self.max_rows = max_rows
+        self.budget = budget
         self.block_size = block_size
         self.stride = stride
         self.waiting: deque[Request] = deque()
@@ -55,21 +61,27 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> list[Work]:
-        """What to compute next: all that running requests lack, the oldest first."""
+        """What to compute next: what running requests lack, the oldest first, then waiting ones."""
         works = []
+        budget = self.budget
         while len(works) < len(self.running):
             request = self.running[len(works)]
             if not self.pool.grow(request.pages, request.length):
                 # Perhaps the request itself, but never the oldest: it fits alone.
                 self.preempt(self.running[-1])
                 continue
-            works.append(Work(request, request.lacking))
-        while self.waiting and len(self.running) < self.max_rows:
+            younger = len(self.running) - len(works) - 1
+            tokens = request.lacking[: budget - younger]  # a token is left for each of them
+            works.append(Work(request, tokens))
+            budget -= len(tokens)
+        while self.waiting and budget and len(self.running) < self.max_rows:
             request = self.waiting[0]
             if not self.admit(request):
                 break  # a shorter one behind it waits too: else a long one might wait for ever
             self.running.append(self.waiting.popleft())
-            works.append(Work(request, request.lacking))
+            tokens = request.lacking[:budget]
+            works.append(Work(request, tokens))
+            budget -= len(tokens)
         return works
 
     def admit(self, request: Request) -> bool:
@@ -102,14 +114,15 @@ class Scheduler:
         request.computed = 0
         request.digests = []
 
-    def advance(self, work: Work, token: int) -> None:
-        """Its tokens are computed, and this one follows."""
+    def advance(self, work: Work, token: int | None) -> None:
+        """Its tokens are computed, and this one follows; None if the work was not complete."""
         request = work.request
         request.computed += len(work.tokens)
         if request.computed // self.pool.page_size > len(request.digests):  # a page has been filled
             computed = request.window[: request.computed]
             self.pool.publish(request.pages, request.digests, computed, request.salt)
-        request.tokens.append(token)
+        if token is not None:
+            request.tokens.append(token)
         self.move_window(request)
 
     def move_window(self, request: Request) -> None:
