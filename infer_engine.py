@@ -25,6 +25,7 @@ from command_line import (
     with_seeds,
     write_texts,
 )
+from engine.drafter import LookupDrafter
 from engine.engine import Engine
 from errors import UserError
 from load import parse_name
@@ -43,6 +44,12 @@ def main(argv=None) -> None:
     )
     parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
     parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
+    parser.add_argument(
+        "--draft", choices=("lookup",), help="lookup: drafts are copied from the text before"
+    )
+    parser.add_argument(
+        "--gamma", type=int, help="for --draft: how many tokens to draft for a step; 3 if not given"
+    )
     add_options(parser)
     add_sampling_options(parser)
     add_chat_options(parser)
@@ -59,6 +66,8 @@ def run(args) -> None:
         if args.backend == "native":
             raise UserError("--backend native: the engine has C code for --dtype int8 only")
         args.backend = "torch"  # or C code would be compiled that nothing calls
+    if args.gamma is not None and args.draft is None:
+        raise UserError("--gamma is for --draft only")
     params = sampling_params(args)
     prompts = read_prompts(args)
     source = parse_name(args.model)
@@ -74,6 +83,8 @@ def run(args) -> None:
         page_size=args.page_size,
         budget=args.budget,
         stride=args.stride,
+        drafter=LookupDrafter() if args.draft else None,
+        gamma=3 if args.gamma is None else args.gamma,
     )
     skip = () if params.ignore_eos else model.config.eos_token_ids
 
@@ -111,7 +122,8 @@ def run_engine(
     shared = engine.scheduler.shared
     computed = f"{engine.steps} steps, {engine.positions} positions computed, {shared} shared"
     preemptions = f"{engine.scheduler.preemptions} preemptions"
-    print(f"{computed}, {preemptions}", file=sys.stderr)
+    drafts = f", {engine.accepted} of {engine.drafted} drafts accepted" if engine.drafter else ""
+    print(f"{computed}, {preemptions}{drafts}", file=sys.stderr)
     if errors:
         raise UserError("; ".join(errors))
 

@@ -112,8 +112,12 @@ class PagedCache:
         return out
 
 
-def last_logits(model, cache: PagedCache, spans: list[Span]) -> torch.Tensor:
-    """The logits after each span, (spans, vocab_size), float32, from one pass over all of them."""
+def last_logits(model, cache: PagedCache, spans: list[Span], keep: list[int]) -> torch.Tensor:
+    """The logits at the last keep[i] positions of span i, from one pass over all of them.
+
+    Their shape is (sum of keep, vocab_size), and they are float32.
+    """
     tokens, positions, ends = cache.arrange(spans)
     x = model.hidden(tokens, positions, cache.attend)  # (N, C)
-    return model.head(x[[end - 1 for end in ends]]).float()
+    rows = [row for end, count in zip(ends, keep) for row in range(end - count, end)]
+    return model.head(x[rows]).float()

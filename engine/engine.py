@@ -1,8 +1,11 @@
 """The engine: requests in, events out."""
 
+import itertools
+from typing import Protocol
+
 import torch
 
-from cache import check_stride
+from cache import check_stride, shared_length
 from engine.cache import PagedCache, Span, last_logits
 from engine.pages import PagePool, page_count
 from engine.request import Event, Request, make_request
@@ -16,7 +19,22 @@ LIMITS = {  # argument: its type, which values are valid, how to say that
     "num_pages": (int, lambda value: value >= 1, "an integer >= 1"),
     "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
     "budget": (int, lambda value: value >= 1, "an integer >= 1"),
+    "gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16"),
 }
+
+
+class Drafter(Protocol):
+    """What an engine asks for drafts. They change no text, whoever guesses, but for two things.
+
+    A pass with drafts has another shape, so it may round in another way. And a text ends with an
+    error if the logits behind a draft are not finite, which without drafts nobody would see.
+    """
+
+    def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
+        """Up to counts[i] tokens to follow the text of request i: ids of the target's vocabulary.
+
+        If it has no memory there are no drafts in this step; other errors leave `Engine.step`.
+        """
 
 
 class Engine:
@@ -25,6 +43,7 @@ class Engine:
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
     page_size positions; None: so many that max_rows whole windows fit. budget: tokens in one step,
     at most. stride: as in `generate`.
+    drafter: proposes up to gamma tokens, 1 to 16, to follow each text.
     Only one thread at a time may use it. Raises UserError for a value out of range, or if the cache
     does not fit in memory.
     After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative
@@ -39,8 +58,10 @@ class Engine:
         page_size: int = 16,
         budget: int = 512,
         stride: int | None = None,
+        drafter: Drafter | None = None,
+        gamma: int = 3,
     ):
-        check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget)
+        check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget, gamma=gamma)
         block_size = model.config.block_size
         if num_pages is None:
             num_pages = max_rows * page_count(block_size, page_size)
@@ -50,8 +71,12 @@ class Engine:
         pool = PagePool(num_pages, page_size)
         stride = check_stride(stride, block_size)
         self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride)
+        self.drafter = drafter
+        self.gamma = gamma
         self.steps = 0  # so far
         self.positions = 0  # computed so far
+        self.drafted = 0
+        self.accepted = 0  # of these
 
     def add(self, prompt: list[int], params: SamplingParams, salt: str = "") -> Request:
         """Queue a text: token ids, of which none means the BOS token.
@@ -84,54 +109,101 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """One pass: an event for each request that got a token, or that failed.
+        """One pass: an event for each request that got tokens, or that failed.
 
         A pass without memory ends its requests; logits that are not finite end theirs alone.
         Waiting ones go on. Any other exception, such as KeyboardInterrupt, leaves `step`: its
         events are lost, but no text is wrong, and the next step goes on from there.
         """
+        self.draft()
         works = self.scheduler.schedule()
         if not works:
             return []
         try:
             with memory_for("the texts of this step"):
-                tokens = self.compute(works)
+                results = self.compute(works)
         except UserError as error:
             return [self.fail(work.request, str(error)) for work in works]
-        events = [self.update(work, token) for work, token in zip(works, tokens)]
+        events = [self.update(work, result) for work, result in zip(works, results)]
         return [event for event in events if event]  # a chunk has none
 
-    def compute(self, works: list[Work]) -> list[int | None]:
-        """The token that follows each text; None where logits are not finite."""
+    def draft(self) -> None:
+        """Ask for drafts for requests that lack nothing but their newest token, and have none."""
+        if self.drafter is None:
+            return
+        running = self.scheduler.running
+        asking = [
+            request for request in running if len(request.lacking) == 1 and not request.drafts
+        ]
+        counts = [
+            min(
+                self.gamma,
+                # Each running request gets a token.
+                self.scheduler.budget - len(running),
+                # No pass crosses a hop: all of its positions see one window.
+                self.scheduler.block_size - request.length,
+                # The last token comes without a draft.
+                request.params.max_new_tokens - len(request.output) - 1,
+            )
+            for request in asking
+        ]
+        try:
+            with memory_for("drafts"):
+                proposed = self.drafter.propose(asking, counts)
+        except UserError:
+            return
+        for request, count, tokens in zip(asking, counts, proposed):
+            request.drafts = tokens[:count]
+
+    def compute(self, works: list[Work]) -> list[list[int] | None]:
+        """What follows each text and each of its drafts; None where logits are not finite."""
         spans = [Span(work.request.pages, work.request.computed, work.tokens) for work in works]
-        logits = last_logits(self.model, self.cache, spans)  # (works, vocab_size)
+        keep = [len(work.drafts) + 1 for work in works]
+        logits = last_logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
         self.steps += 1
         self.positions += sum(len(work.tokens) for work in works)
         finite = logits.isfinite().all(dim=-1)
         logits[~finite] = 0  # whatever is chosen there is not used
-        requests = [work.request for work in works]
-        texts = [request.tokens for request in requests]
+        requests = [work.request for work in works for _ in range(len(work.drafts) + 1)]
+        texts = [
+            work.request.tokens + work.drafts[:index]
+            for work in works
+            for index in range(len(work.drafts) + 1)
+        ]
         params = [request.params for request in requests]
         tokens = choose(logits, params, texts, [request.prompt_length for request in requests])
-        return [token if good else None for token, good in zip(tokens, finite.tolist())]
+        parts = [slice(end - count, end) for end, count in zip(itertools.accumulate(keep), keep)]
+        good = finite.tolist()
+        return [tokens[part] if all(good[part]) else None for part in parts]
 
-    def update(self, work: Work, token: int | None) -> Event | None:
-        """Add a token to a text, or end it: None is an error. A chunk of a prompt has no event."""
+    def update(self, work: Work, result: list[int] | None) -> Event | None:
+        """Add to a text what follows it, and while that was drafted what follows the draft.
+
+        None is an error, also of a chunk: what it wrote would be shared. A chunk has no event.
+        """
         request = work.request
-        if token is None:  # also of a chunk: what it wrote would be shared
+        if result is None:
             return self.fail(request, NOT_FINITE)
         if not work.complete:
-            self.scheduler.advance(work, None)
+            self.scheduler.advance(work, [])
             return None
-        self.scheduler.advance(work, token)
+        accepted = shared_length(result, work.drafts)
+        self.drafted += len(work.drafts)
+        self.accepted += accepted  # also where the text ends before the last of these
+        tokens = []
         reason = None
-        if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
-            reason = "stop"
-        elif len(request.output) == request.params.max_new_tokens:
-            reason = "length"
+        for token in result[: accepted + 1]:
+            tokens.append(token)
+            if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+                reason = "stop"
+            elif len(request.output) + len(tokens) == request.params.max_new_tokens:
+                reason = "length"
+            if reason:
+                break
+        self.scheduler.advance(work, tokens)
         if reason:
             self.scheduler.finish(request, reason)
-        return Event(request, [token], reason)
+        return Event(request, tokens, reason)
 
     def fail(self, request: Request, error: str) -> Event:
         """End a request that could not be computed."""

@@ -25,6 +25,7 @@ class Request:
     # Where they are, page after page; elsewhere called the block table.
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its published pages
+    drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
 
     @property
     def output(self) -> list[int]:

@@ -14,11 +14,12 @@ class Work(NamedTuple):
 
     request: Request
     tokens: list[int]
+    drafts: list[int]  # the last of them
 
     @property
     def complete(self) -> bool:
         """Whether they reach the newest token, so that another one follows."""
-        return self.request.computed + len(self.tokens) == self.request.length
+        return self.request.computed + len(self.tokens) - len(self.drafts) == self.request.length
 
 
 class Scheduler:
@@ -72,7 +73,7 @@ class Scheduler:
                 continue
             younger = len(self.running) - len(works) - 1
             tokens = request.lacking[: budget - younger]  # a token is left for each of them
-            works.append(Work(request, tokens))
+            works.append(Work(request, tokens, []))
             budget -= len(tokens)
         while self.waiting and budget and len(self.running) < self.max_rows:
             request = self.waiting[0]
@@ -80,9 +81,20 @@ class Scheduler:
                 break  # a shorter one behind it waits too: else a long one might wait for ever
             self.running.append(self.waiting.popleft())
             tokens = request.lacking[:budget]
-            works.append(Work(request, tokens))
+            works.append(Work(request, tokens, []))
             budget -= len(tokens)
-        return works
+        return self.with_drafts(works, budget)
+
+    def with_drafts(self, works: list[Work], budget: int) -> list[Work]:
+        """The same, with the drafts that fit into what they leave of the budget and the pages."""
+        result = []
+        for request, tokens, _ in works:
+            drafts = request.drafts[:budget]
+            while drafts and not self.pool.grow(request.pages, request.length + len(drafts)):
+                drafts.pop()
+            budget -= len(drafts)
+            result.append(Work(request, tokens + drafts, drafts))
+        return result
 
     def admit(self, request: Request) -> bool:
         """Give a waiting request pages for its window; False if too few are free.
@@ -113,16 +125,22 @@ class Scheduler:
         self.pool.shrink(request.pages, 0)
         request.computed = 0
         request.digests = []
+        request.drafts = []
 
-    def advance(self, work: Work, token: int | None) -> None:
-        """Its tokens are computed, and this one follows; None if the work was not complete."""
+    def advance(self, work: Work, tokens: list[int]) -> None:
+        """A work is computed.
+
+        tokens: those that follow, accepted drafts first; none if it was not complete.
+        """
         request = work.request
-        request.computed += len(work.tokens)
+        accepted = max(len(tokens) - 1, 0)
+        request.computed += len(work.tokens) - len(work.drafts) + accepted
+        request.tokens += tokens
+        request.drafts = []
         if request.computed // self.pool.page_size > len(request.digests):  # a page has been filled
             computed = request.window[: request.computed]
             self.pool.publish(request.pages, request.digests, computed, request.salt)
-        if token is not None:
-            request.tokens.append(token)
+        self.pool.shrink(request.pages, request.length)  # refused drafts may have taken more
         self.move_window(request)
 
     def move_window(self, request: Request) -> None:

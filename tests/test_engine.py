@@ -62,6 +62,7 @@ class Entry:
 class Histories(RuleBasedStateMachine):
     @initialize(architecture=st.sampled_from(["GPT-2", "Llama"]), base=BASES, data=st.data())
     def begin(self, architecture, base, data):
+        from engine.drafter import LookupDrafter
         from engine.engine import Engine
 
         self.model = model(architecture)
@@ -72,6 +73,9 @@ class Histories(RuleBasedStateMachine):
         smallest = -(-BLOCK_SIZE // options["page_size"])  # pages for a whole window
         options["num_pages"] = smallest + data.draw(st.integers(0, 2 * smallest))
         options["budget"] = data.draw(st.integers(1, 20))
+        options["gamma"] = data.draw(st.integers(1, 5))
+        if data.draw(st.booleans()):
+            options["drafter"] = LookupDrafter()
         self.engine = Engine(self.model, stride=self.stride, **options)
         self.base = base
         self.prefix = data.draw(st.lists(TOKENS, max_size=10))

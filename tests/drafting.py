@@ -1,0 +1,154 @@
+"""Drafters for tests, and what must hold in an engine that has one."""
+
+import dataclasses
+import functools
+
+import torch
+from conftest import random_tokens
+
+from infer import generate
+from sampling import SamplingParams
+
+LENGTHS = (3, 9, 1, 14, 5)
+PROMPTS = [random_tokens(length, seed=seed) for seed, length in enumerate(LENGTHS)]
+FILTERED = {"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.3, "seed": 2}
+NUCLEUS = {"temperature": 1.2, "top_p": 0.7, "presence_penalty": 1.0, "seed": 2**64 - 1}
+MIXED = [
+    SamplingParams(24, ignore_eos=True),  # longer than a window of 16: texts hop
+    SamplingParams(24, temperature=1.0, seed=1),
+    SamplingParams(20, ignore_eos=True, **FILTERED),
+    SamplingParams(24, ignore_eos=True, **NUCLEUS),
+    SamplingParams(17, ignore_eos=True, frequency_penalty=1.5),
+]
+GREEDY = MIXED[0]
+ALWAYS = range(10**9)
+
+
+def own_run(model, prompt, params, stride=None) -> list[int]:
+    """What `generate` writes."""
+    return list(remembered_run(model, tuple(prompt), params, stride))
+
+
+@functools.cache
+def remembered_run(model, prompt, params, stride):
+    return tuple(step[0] for step in generate(model, [prompt], params, stride=stride))
+
+
+def own_runs(model, prompts, params, stride=None) -> list[list[int]]:
+    """The same for each prompt. params: for all of them, or one for each."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    return [own_run(model, *pair, stride) for pair in zip(prompts, each, strict=True)]
+
+
+class Scripted:
+    """A drafter that calls a function: (request, count) to drafts.
+
+    counts: how many it was asked for, a list a step.
+    """
+
+    def __init__(self, function):
+        self.function = function
+        self.counts = []
+
+    def propose(self, requests, counts):
+        self.counts.append(counts)
+        return [self.function(request, count) for request, count in zip(requests, counts)]
+
+
+def knowing(model, wrong=(), more=0) -> Scripted:
+    """Drafts what `generate` writes next, also after an EOS: `more` tokens than asked for.
+
+    wrong: indices of the output at which it drafts another token.
+    """
+
+    def propose(request, count):
+        length = request.params.max_new_tokens + more
+        params = dataclasses.replace(request.params, ignore_eos=True, max_new_tokens=length)
+        text = own_run(model, request.tokens[: request.prompt_length], params)
+        indices = range(len(request.output), min(len(request.output) + count + more, length))
+        return [(text[index] + (index in wrong)) % model.config.vocab_size for index in indices]
+
+    return Scripted(propose)
+
+
+def check_passes(cache, block_size: int = 16) -> list[list[int]]:
+    """From now on, check what each pass touches.
+
+    Returns a list to which each pass adds one: how many tokens each of its spans has.
+    """
+    arrange = cache.arrange
+    num_pages, _, page_size = cache.storage.shape[2:5]
+    passes = []
+
+    def checked(spans):
+        slots = []
+        for span in spans:
+            end = span.start + len(span.tokens)
+            assert 0 <= span.start < end <= min(block_size, len(span.pages) * page_size)
+            assert all(0 <= page < num_pages for page in span.pages)
+            for position in range(span.start, end):
+                slots.append((span.pages[position // page_size], position % page_size))
+        assert len(set(slots)) == len(slots)
+        passes.append([len(span.tokens) for span in spans])
+        return arrange(spans)
+
+    cache.arrange = checked
+    return passes
+
+
+def check_pages(engine) -> None:
+    """Each page is free or held, and a running text holds no more than its tokens need."""
+    scheduler = engine.scheduler
+    pool = engine.scheduler.pool
+    held = [page for request in scheduler.running for page in request.pages]
+    assert sorted([*set(held), *pool.returned]) == list(range(pool.begun))
+    assert pool.holders == {page: held.count(page) for page in held}
+    for request in scheduler.running:
+        assert len(request.pages) <= pool.count(len(request.window))
+
+
+def finish(engine) -> list:
+    """The events of each step; between steps, all pages are where they belong."""
+    steps = []
+    while engine.busy:
+        steps.append(engine.step())
+        check_pages(engine)
+    assert engine.scheduler.pool.available == engine.scheduler.pool.num_pages
+    return steps
+
+
+def spoil(cache, texts) -> None:
+    """Fill all slots but the first `length` of these (pages, length) with other numbers."""
+    size = cache.storage.shape[4]
+    unused = torch.ones(cache.storage.shape[2], size, dtype=torch.bool)
+    for pages, length in texts:
+        for index, page in enumerate(pages):
+            unused[page, : max(length - index * size, 0)] = False
+    cache.storage.masked_fill_(unused[:, None, :, None], 1e3)
+
+
+def check_distribution(model, drafter) -> None:
+    """Chi-square: three tokens that are drawn with drafts have the probabilities of the target."""
+    from conftest import outputs_of
+
+    from engine.engine import Engine
+
+    prompt = [1, 2, 1]
+    size = model.config.vocab_size
+    number = 1500
+    sequences = torch.cartesian_prod(*[torch.arange(size)] * 3)
+    texts = torch.cat([torch.tensor([prompt]).expand(size**3, -1), sequences], dim=1)
+    log_probs = (model(texts) / 1.5).log_softmax(dim=-1)[:, len(prompt) - 1 : -1]
+    expected = log_probs.gather(-1, sequences[..., None]).sum(dim=1).exp()[:, 0] * number
+    engine = Engine(model, max_rows=500, budget=4000, page_size=4, drafter=drafter)
+    params = [SamplingParams(3, True, 1.5, seed=seed) for seed in range(number)]
+    counts = torch.zeros(len(sequences), dtype=torch.float64)
+    for a, b, c in outputs_of(engine, [prompt] * number, params):
+        counts[(a * size + b) * size + c] += 1
+    rare = expected < 5  # together
+    seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    wanted = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    freedom = len(seen) - 1
+    statistic = ((seen - wanted) ** 2 / wanted).sum()
+    assert freedom > 20 and statistic < freedom + 4 * (2 * freedom) ** 0.5
+    assert 0 < engine.accepted < engine.drafted
