@@ -25,10 +25,11 @@ from command_line import (
     with_seeds,
     write_texts,
 )
-from engine.drafter import LookupDrafter
+from engine.drafter import LookupDrafter, PagedDrafter
 from engine.engine import Engine
 from errors import UserError
 from load import parse_name
+from model import Model
 from sampling import SamplingParams
 from tokenizer import load_encoding
 
@@ -44,9 +45,8 @@ def main(argv=None) -> None:
     )
     parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
     parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
-    parser.add_argument(
-        "--draft", choices=("lookup",), help="lookup: drafts are copied from the text before"
-    )
+    draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
+    parser.add_argument("--draft", help=draft_help)
     parser.add_argument(
         "--gamma", type=int, help="for --draft: how many tokens to draft for a step; 3 if not given"
     )
@@ -74,7 +74,8 @@ def run(args) -> None:
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     chat = Chat(source) if args.chat else None
-    (model,) = load_models([source], args, device)
+    names = [source] if args.draft in (None, "lookup") else [source, args.draft]
+    model, *drafts = load_models(names, args, device)
     encoding = load_encoding(source, model.config.vocab_size)
     engine = Engine(
         model,
@@ -83,7 +84,7 @@ def run(args) -> None:
         page_size=args.page_size,
         budget=args.budget,
         stride=args.stride,
-        drafter=LookupDrafter() if args.draft else None,
+        drafter=make_drafter(args, model, drafts),
         gamma=3 if args.gamma is None else args.gamma,
     )
     skip = () if params.ignore_eos else model.config.eos_token_ids
@@ -95,6 +96,13 @@ def run(args) -> None:
 
     room = model.config.block_size - params.max_new_tokens
     write_texts(args, prompts, encoding, chat, room, write)
+
+
+def make_drafter(args, model: Model, drafts: list[Model]) -> LookupDrafter | PagedDrafter | None:
+    """What a command line asks for. drafts: the draft model, if there is one."""
+    if drafts:
+        return PagedDrafter(drafts[0], model, args.max_rows, args.page_size)
+    return LookupDrafter() if args.draft else None
 
 
 def run_engine(

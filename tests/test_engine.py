@@ -62,7 +62,7 @@ class Entry:
 class Histories(RuleBasedStateMachine):
     @initialize(architecture=st.sampled_from(["GPT-2", "Llama"]), base=BASES, data=st.data())
     def begin(self, architecture, base, data):
-        from engine.drafter import LookupDrafter
+        from engine.drafter import LookupDrafter, PagedDrafter
         from engine.engine import Engine
 
         self.model = model(architecture)
@@ -74,8 +74,13 @@ class Histories(RuleBasedStateMachine):
         options["num_pages"] = smallest + data.draw(st.integers(0, 2 * smallest))
         options["budget"] = data.draw(st.integers(1, 20))
         options["gamma"] = data.draw(st.integers(1, 5))
-        if data.draw(st.booleans()):
+        draft = data.draw(st.sampled_from([None, "lookup", "GPT-2", "Llama"]))
+        if draft == "lookup":
             options["drafter"] = LookupDrafter()
+        elif draft:  # a smaller one, or the target itself
+            n_layer = data.draw(st.integers(1, 2))
+            made = model(draft, n_layer, data.draw(st.sampled_from([5, BLOCK_SIZE])))
+            options["drafter"] = PagedDrafter(made, self.model, self.max_rows, options["page_size"])
         self.engine = Engine(self.model, stride=self.stride, **options)
         self.base = base
         self.prefix = data.draw(st.lists(TOKENS, max_size=10))

@@ -1,0 +1,374 @@
+"""Drafts by a smaller model for all texts at once; it draws with the target's random numbers."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, outputs_of, random_tokens
+from drafting import (
+    GREEDY,
+    MIXED,
+    PROMPTS,
+    Scripted,
+    check_distribution,
+    check_passes,
+    finish,
+    own_run,
+    own_runs,
+    spoil,
+)
+
+from engine.engine import Engine
+from errors import UserError
+from sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    """One for many tests, so that `own_run` remembers its texts."""
+    return tiny()
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 16])
+@pytest.mark.parametrize("kind", ["small", "llama", "short window", "long window"])
+def test_each_text_is_that_of_its_own_run(model, tiny, tiny_llama, kind, gamma):
+    from engine.drafter import PagedDrafter
+
+    small = {"small": tiny(1, n_layer=1, n_head=1, n_embd=8), "llama": tiny_llama(2)}
+    small["short window"] = tiny(1, n_layer=1, block_size=7)
+    small["long window"] = tiny(1, n_layer=1, block_size=64)
+    drafter = PagedDrafter(small[kind], model, page_size=3)
+    engine = Engine(model, page_size=4, drafter=drafter, gamma=gamma)
+    assert outputs_of(engine, PROMPTS, MIXED) == own_runs(model, PROMPTS, MIXED)
+    assert engine.drafted > 0
+
+
+def test_each_text_of_a_llama_is_that_of_its_own_run(tiny, tiny_llama):
+    from engine.drafter import PagedDrafter
+
+    model = tiny_llama()
+    drafter = PagedDrafter(tiny(block_size=9), model)
+    engine = Engine(model, page_size=2, num_pages=20, drafter=drafter, gamma=4)
+    assert outputs_of(engine, PROMPTS, MIXED) == own_runs(model, PROMPTS, MIXED)
+    assert engine.drafted > 0
+
+
+@pytest.mark.parametrize(("page_size", "stride"), [(1, 3), (3, 16)])
+def test_in_tiny_pools_under_small_budgets(model, page_size, stride):
+    from engine.drafter import PagedDrafter
+
+    for budget in (2, 5, 64):
+        pool = {"num_pages": -(-16 // page_size) + 2, "page_size": page_size, "budget": budget}
+        drafter = PagedDrafter(model, model, page_size=2)
+        engine = Engine(model, max_rows=3, **pool, stride=stride, drafter=drafter, gamma=5)
+        passes = check_passes(engine.cache)
+        requests = [engine.add(*pair) for pair in zip(PROMPTS, MIXED)]
+        finish(engine)
+        assert [request.output for request in requests] == own_runs(model, PROMPTS, MIXED, stride)
+        assert max(sum(tokens) for tokens in passes) <= budget
+
+
+def test_all_drafts_of_the_target_itself_are_accepted(model):
+    from engine.drafter import PagedDrafter
+
+    each = [dataclasses.replace(params, ignore_eos=True) for params in MIXED]
+    engine = Engine(model, drafter=PagedDrafter(model, model), gamma=4)
+    assert outputs_of(engine, PROMPTS, each) == own_runs(model, PROMPTS, each)
+    assert engine.accepted == engine.drafted > 50
+
+
+def test_sequences_have_the_probabilities_of_the_target(tiny):
+    from engine.drafter import PagedDrafter
+
+    model = tiny(vocab_size=5, eos_token_id=4, block_size=8)
+    draft = tiny(1, vocab_size=5, eos_token_id=4, block_size=4)
+    check_distribution(model, PagedDrafter(draft, model, 500))
+
+
+def test_similar_models_draw_the_same_tokens(tiny):
+    """They race with the same noise. With other noise, a draft would seldom be the target's."""
+    from engine.drafter import PagedDrafter
+
+    model = tiny(block_size=64)
+    draft = tiny(block_size=64)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.mul_(1.01)
+    params = [SamplingParams(40, True, temperature=1.5, seed=seed) for seed in range(8)]
+    engine = Engine(model, drafter=PagedDrafter(draft, model), gamma=1)
+    outputs_of(engine, [[1]] * 8, params)
+    assert engine.drafted > 100 and engine.accepted > 0.8 * engine.drafted
+    shifted = PagedDrafter(draft, model)
+    propose = shifted.propose
+
+    def with_other_seeds(requests, counts):
+        own = [request.params for request in requests]
+        for request in requests:
+            request.params = dataclasses.replace(request.params, seed=request.params.seed + 100)
+        drafts = propose(requests, counts)
+        for request, params in zip(requests, own):
+            request.params = params
+        return drafts
+
+    shifted.propose = with_other_seeds
+    other = Engine(model, drafter=shifted, gamma=1)
+    outputs_of(other, [[1]] * 8, params)
+    assert other.accepted < 0.4 * other.drafted
+
+
+def test_a_draft_model_computes_the_drafts_of_all_texts_side_by_side(tiny):
+    from engine.drafter import PagedDrafter
+
+    model = tiny(block_size=64)
+    drafter = PagedDrafter(model, model)
+    engine = Engine(model, drafter=drafter, gamma=3)
+    passes = check_passes(drafter.cache, 64)
+    outputs_of(engine, [[5, 6], [7, 8, 9]], SamplingParams(9, True))
+    # After a step of which all was accepted, two tokens lack: the last draft, and what followed it.
+    assert passes == [[3, 4], [1, 1], [1, 1], [2, 2], [1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("block_size", [7, 16, 64])
+def test_a_draft_model_writes_what_it_would_write_alone(model, tiny, block_size):
+    """After refusals, and hops of both, whatever lies in the slots that it does not hold."""
+    from engine.drafter import PagedDrafter
+
+    draft = tiny(1, block_size=block_size)
+    params = SamplingParams(24, True, temperature=1.0, seed=3)
+    drafter = PagedDrafter(draft, model, page_size=4)
+    drafted = []
+    passes = check_passes(drafter.cache, block_size)
+
+    def propose(requests, counts):
+        spoil(drafter.cache, [(held.pages, len(held.tokens)) for held in drafter.held.values()])
+        drafts = drafter.propose(requests, counts)
+        drafted.extend((list(request.tokens), tokens) for request, tokens in zip(requests, drafts))
+        return drafts
+
+    engine = Engine(model, drafter=Scripted(None), gamma=3)
+    engine.drafter.propose = propose
+    assert outputs_of(engine, PROMPTS, params) == own_runs(model, PROMPTS, params)
+    for text, tokens in drafted:
+        assert tokens == own_run(
+            draft, text, dataclasses.replace(params, max_new_tokens=len(tokens))
+        )
+    assert max(len(text) for text, _ in drafted) > 20 and 0 < engine.accepted < engine.drafted
+    # It keeps what it computed.
+    assert sum(sum(tokens) for tokens in passes) < sum(len(text) for text, _ in drafted)
+
+
+def test_a_draft_model_computes_what_was_refused_anew_and_nothing_else(tiny):
+    from engine.drafter import PagedDrafter
+
+    model = tiny(block_size=64)
+    params = SamplingParams(30, True, temperature=1.0, seed=3)
+    drafter = PagedDrafter(tiny(1, block_size=64), model, page_size=4)
+    engine = Engine(model, drafter=drafter, gamma=3)
+    passes = check_passes(drafter.cache, 64)
+    outputs_of(engine, [[5, 6]], params)
+    assert passes[0] == [3] and max(tokens for (tokens,) in passes[1:]) <= 2
+    assert 0 < engine.accepted < engine.drafted
+
+
+def test_a_draft_model_goes_on_where_its_drafts_did_not_fit_the_budget(model):
+    from engine.drafter import PagedDrafter
+
+    engine = Engine(model, budget=4, drafter=PagedDrafter(model, model), gamma=3)
+    for prompt in ([5, 6], [7, 8]):
+        engine.add(prompt, SamplingParams(8, True))
+    steps = finish(engine)
+    counts = [[len(event.tokens) for event in events] for events in steps]
+    assert counts == [[1, 1], [3, 1], [3, 1], [1, 3], [2]]
+    assert engine.accepted == engine.drafted == 2 + 2 + 2 + 1
+
+
+def test_a_draft_model_of_fewer_rows_than_the_engine(model):
+    from engine.drafter import PagedDrafter
+
+    drafter = PagedDrafter(model, model, max_rows=2, page_size=4)
+    engine = Engine(model, drafter=drafter, gamma=3)
+    passes = check_passes(drafter.cache)
+    assert drafter.pool.num_pages == 2 * 4
+    assert outputs_of(engine, PROMPTS, GREEDY) == own_runs(model, PROMPTS, GREEDY)
+    assert engine.accepted == engine.drafted > 0 and max(len(tokens) for tokens in passes) == 2
+
+
+def test_a_draft_model_gives_the_pages_of_finished_texts_back(model, tiny):
+    from engine.drafter import PagedDrafter
+
+    drafter = PagedDrafter(tiny(1), model, max_rows=3)
+    engine = Engine(model, max_rows=3, drafter=drafter)
+    for seed in range(12):  # many more texts than rows
+        engine.add(random_tokens(5, seed=seed), SamplingParams(4 + seed % 3, True))
+    while engine.busy:
+        engine.step()
+        assert len(drafter.held) <= 3
+        held = [page for kept in drafter.held.values() for page in kept.pages]
+        assert sorted([*held, *drafter.pool.returned]) == list(range(drafter.pool.begun))
+    assert drafter.propose([], []) == []
+    assert drafter.pool.available == drafter.pool.num_pages == 3 and not drafter.held
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], ids=repr
+)
+def test_a_draft_pass_without_memory_leaves_the_texts_as_they_are(model, tiny, monkeypatch, error):
+    from engine.drafter import PagedDrafter
+
+    draft = tiny()
+    calls = itertools.count()
+    params = SamplingParams(24, True, temperature=1.0, seed=7)
+    hidden = draft.hidden
+
+    def sometimes(*args):
+        if next(calls) % 7 in (0, 3):  # the first pass of three, and the last
+            raise error
+        return hidden(*args)
+
+    monkeypatch.setattr(draft, "hidden", sometimes)
+    engine = Engine(model, page_size=4, drafter=PagedDrafter(draft, model, page_size=4), gamma=3)
+    assert outputs_of(engine, PROMPTS, params) == own_runs(model, PROMPTS, params)
+    assert engine.accepted == engine.drafted > 0 and next(calls) > 10  # it goes on where it was
+
+
+def test_a_draft_model_without_a_number_leaves_the_texts_as_they_are(model, tiny):
+    from engine.drafter import PagedDrafter
+
+    draft = tiny(1)
+    draft.ln_f.weight.data[3] = torch.nan
+    engine = Engine(model, drafter=PagedDrafter(draft, model), gamma=3)
+    requests = [engine.add(*each) for each in zip(PROMPTS, MIXED)]
+    finish(engine)
+    assert [request.output for request in requests] == own_runs(model, PROMPTS, MIXED)
+
+
+def test_a_draft_that_was_no_number_spoils_no_later_drafts(tiny_llama):
+    from engine.drafter import PagedDrafter
+
+    model = tiny_llama()
+    draft = tiny_llama()
+    draft.embed_tokens.weight.data[5] = torch.nan
+    engine = Engine(model, max_rows=1, drafter=PagedDrafter(draft, model, max_rows=1), gamma=3)
+    prompt = [1, 2, 3]
+    params = SamplingParams(8, True)
+    assert 5 not in own_run(model, prompt, params)
+    outputs_of(engine, [[5, 5, 5]], params)
+    drafted = engine.drafted
+    accepted = engine.accepted
+    assert outputs_of(engine, [prompt], params) == [own_run(model, prompt, params)]
+    assert engine.accepted - accepted == engine.drafted - drafted > 0
+
+
+def test_nan_of_one_text_costs_no_other_its_drafts(tiny):
+    """What the draft model wrote for the first text is gone when its pages are used again."""
+    from engine.drafter import PagedDrafter
+    from engine.request import Request
+    from sampling import SamplingParams
+
+    model = tiny()
+    draft = tiny(seed=1)
+    draft.wpe.weight.data[9] = torch.nan
+    long, short = (
+        Request(random_tokens(length), length, SamplingParams(seed=0)) for length in (12, 4)
+    )
+    drafter = PagedDrafter(draft, model, 1, 16)
+    assert drafter.propose([long], [3]) == [[]]
+    drafts = drafter.propose([short], [3])
+    assert drafts == PagedDrafter(draft, model, 1, 16).propose([short], [3]) and len(drafts[0]) == 3
+
+
+# Bad values
+
+
+@pytest.mark.parametrize("shape", [{"vocab_size": 62}, {"eos_token_id": 59}])
+def test_another_vocabulary_is_refused(tiny, shape):
+    from engine.drafter import PagedDrafter
+
+    with pytest.raises(
+        UserError,
+        match="^target and draft need the same vocabulary: the target has 61 tokens, EOS ",
+    ):
+        PagedDrafter(tiny(**shape), tiny())
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_rows": 0}, {"max_rows": -1}, {"page_size": 0}, {"page_size": -2}]
+)
+def test_a_draft_model_needs_rows_and_pages(model, options):
+    from engine.drafter import PagedDrafter
+
+    with pytest.raises(
+        UserError, match="^(max_rows|page_size) is -?[0-2]; it must be an integer >= 1$"
+    ):
+        PagedDrafter(model, model, **options)
+
+
+# The command line
+
+WRITE = ["--prompt", "Lily and Tom and Lily and", "--prompt", " the" * 50, "--max-new-tokens", 24]
+DRAWN = ["--ignore-eos", "--temperature", 1, "--top-k", 50, "--seed", 3]
+SMALL = ["--num-pages", 24, "--page-size", 4, "--budget", 9]
+
+
+@pytest.mark.parametrize(
+    "draft", ["itself", CHECKPOINTS / "stories-draft"], ids=["itself", "another"]
+)
+def test_the_text_is_that_without_drafts(engine_cli, tiny_checkpoint, draft):
+    args = ["--model", tiny_checkpoint, *WRITE, *DRAWN, *SMALL]
+    name = tiny_checkpoint if draft == "itself" else draft
+    code, out, err = engine_cli(*args, "--draft", name, "--gamma", 5)
+    assert (code, out) == (0, engine_cli(*args)[1])
+    found = re.search(r" preemptions, (\d+) of (\d+) drafts accepted\n$", err)
+    accepted, drafted = map(int, found.groups())
+    assert drafted > 20 and accepted <= drafted
+    assert accepted == drafted or draft != "itself"
+
+
+def test_the_statistics_count_drafts(engine_cli, tiny_checkpoint):
+    args = ["--model", tiny_checkpoint, "--prompt", "Once", "--max-new-tokens", 9, "--ignore-eos"]
+    code, out, err = engine_cli(*args, "--draft", tiny_checkpoint)
+    assert (code, out) == (0, engine_cli(*args)[1])
+    # 1 token, then 4 and 4: --gamma is 3 if it is not given.
+    assert err.splitlines()[-1].startswith("3 steps, ")
+    assert err.endswith(" preemptions, 6 of 6 drafts accepted\n")
+
+
+def test_the_draft_model_has_rows_and_pages_like_those_of_the_engine(
+    engine_cli, tiny_checkpoint, monkeypatch
+):
+    from engine import drafter
+
+    made = []
+
+    class Watched(drafter.PagedDrafter):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr("infer_engine.PagedDrafter", Watched)
+    args = ["--model", tiny_checkpoint, "--draft", tiny_checkpoint, "--max-new-tokens", 2]
+    assert engine_cli(*args, "--max-rows", 5, "--page-size", 7)[0] == 0
+    (drafter,) = made
+    assert (drafter.max_rows, drafter.pool.page_size, drafter.pool.num_pages) == (5, 7, 5 * 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft", "missing"], "unknown model 'missing': "),
+        (["--draft", "itself", "--max-rows", 0], "max_rows is 0; it must be an integer >= 1"),
+        (["--draft", "itself", "--page-size", 0], "page_size is 0; it must be an integer >= 1"),
+    ],
+)
+def test_bad_options_are_one_line(engine_cli, tiny_checkpoint, options, message):
+    options = [tiny_checkpoint if option == "itself" else option for option in options]
+    code, out, err = engine_cli("--model", tiny_checkpoint, "--prompt", "Once", *options)
+    assert (code, out) == (2, "") and f": error: {message}" in err and err.count("\n") == 1
+
+
+def test_a_draft_of_another_vocabulary_is_one_line(engine_cli, tiny_checkpoint, checkpoint):
+    args = ["--model", tiny_checkpoint, "--prompt", "Once", "--draft", checkpoint]
+    code, out, err = engine_cli(*args)
+    assert (code, out) == (2, "") and "need the same vocabulary" in err and err.count("\n") == 1
