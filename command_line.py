@@ -349,6 +349,11 @@ class Output:
         self.texts[row] += self.streams[row].add(token)
         self.count += 1
 
+    def replace(self, row: int, text: str, count: int) -> None:
+        """A row has this text now, by so many tokens more."""
+        self.texts[row] = text
+        self.count += count
+
     def end_step(self) -> None:
         """Take the time, and print what is new if there is one text only."""
         self.times.append(time.perf_counter())

@@ -35,7 +35,7 @@ from errors import UserError, check_limits
 from load import parse_name
 from model import Model, causal_attention
 from native.step import MOST_TOKENS
-from sampling import NOT_FINITE, SamplingParams, choose, params_of_each
+from sampling import NOT_FINITE, SamplingParams, check_tokens_only, choose, params_of_each
 from tokenizer import load_encoding
 
 
@@ -68,6 +68,7 @@ def generate(
         raise UserError("at least one prompt is needed")
     prompt_lengths = [len(sequence) for sequence in sequences]
     each = params_of_each(params, len(sequences))
+    check_tokens_only(each)
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
     lengths = [

@@ -16,6 +16,7 @@ from command_line import (
     add_options,
     add_sampling_options,
     check_chat_options,
+    check_text,
     load_models,
     pick_device,
     pick_seed,
@@ -52,6 +53,8 @@ def main(argv=None) -> None:
     )
     add_options(parser)
     add_sampling_options(parser)
+    stop_help = "the text ends before this one; repeatable"
+    parser.add_argument("--stop", action="append", default=None, help=stop_help)
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -68,6 +71,9 @@ def run(args) -> None:
         args.backend = "torch"  # or C code would be compiled that nothing calls
     if args.gamma is not None and args.draft is None:
         raise UserError("--gamma is for --draft only")
+    for text in args.stop or []:
+        check_text("--stop", text)
+    args.stop = tuple(args.stop or [])
     params = sampling_params(args)
     prompts = read_prompts(args)
     source = parse_name(args.model)
@@ -86,6 +92,7 @@ def run(args) -> None:
         stride=args.stride,
         drafter=make_drafter(args, model, drafts),
         gamma=3 if args.gamma is None else args.gamma,
+        encoding=encoding,
     )
     skip = () if params.ignore_eos else model.config.eos_token_ids
 
@@ -113,20 +120,24 @@ def run_engine(
     Raises UserError for those that failed, after all others are written.
     """
     errors = []
+    shown = list(output.texts)
     with output:
         requests = [engine.add(*request) for request in zip(prompts, params)]
         rows = {request: row for row, request in enumerate(requests)}
-        while engine.busy:
-            events = engine.step()
-            for event in events:
-                row = rows[event.request]
-                for token in event.tokens:
-                    output.add(row, token)
-                if event.error:
-                    errors.append(f"text {row + 1}: {event.error}")
-            # Not after a chunk: it would count as the first token.
-            if any(event.tokens for event in events):
-                output.end_step()
+        try:
+            while engine.busy:
+                events = engine.step()
+                for event in events:
+                    row = rows[event.request]
+                    output.replace(row, shown[row] + event.request.text, len(event.tokens))
+                    if event.error:
+                        errors.append(f"text {row + 1}: {event.error}")
+                # Not after a chunk: it would count as the first token.
+                if any(event.tokens for event in events):
+                    output.end_step()
+        finally:  # after Ctrl-C there is text that no event brought, and text that is held back
+            for row, request in enumerate(requests):
+                output.texts[row] = shown[row] + request.text + request.stream.end()
     shared = engine.scheduler.shared
     computed = f"{engine.steps} steps, {engine.positions} positions computed, {shared} shared"
     preemptions = f"{engine.scheduler.preemptions} preemptions"

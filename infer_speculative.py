@@ -30,7 +30,7 @@ from errors import check_limits
 from infer import next_logits
 from load import parse_name
 from model import Model
-from sampling import SamplingParams, penalize, sampling_probs
+from sampling import SamplingParams, check_tokens_only, penalize, sampling_probs
 from tokenizer import load_encoding
 
 # argument of generate_speculative: its type, which values are valid, how to say that
@@ -69,6 +69,7 @@ def generate_speculative(
     `infer.generate` does.
     """
     check_limits(LIMITS, gamma=gamma)
+    check_tokens_only([params])
     config = target.config
     stride = check_stride(stride, config.block_size)
     sequence = list(prompt) or [config.bos_token_id]

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from errors import check_limits
+from errors import UserError, check_limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # taken from it once for each time it is there
     repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
     seed: int | None = None  # of the draws; None: they come from a generator
+    stop: tuple[str, ...] = ()  # the text ends before the first of these strings
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -48,6 +49,11 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
         lambda v: v is None or 0 <= v < 2**64,
         "None or an integer from 0 to 2**64 - 1",
     ),
+    "stop": (
+        tuple,
+        lambda v: all(isinstance(text, str) and text for text in v),
+        "a tuple of strings that are not empty",
+    ),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
@@ -62,6 +68,12 @@ def params_of_each(
     if len(each) != count:
         raise ValueError(f"{len(each)} params for {count} prompts")
     return each
+
+
+def check_tokens_only(each: list[SamplingParams]) -> None:
+    """Raise UserError for parameters that ask for more than tokens, which only an engine gives."""
+    if any(params.stop for params in each):
+        raise UserError("stop is for the engine alone")
 
 
 # What rows must have in common to be penalised and filtered together.

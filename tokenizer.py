@@ -367,3 +367,48 @@ class TextStream:
     def end(self) -> str:
         """What is left at the end: U+FFFD for an incomplete character."""
         return self.decoder.decode(b"", final=True)
+
+
+class StopStream(TextStream):
+    """A TextStream that ends before the first stop string.
+
+    That is the one that is complete first, the longest of several. Text is held back only while it
+    may be the beginning of one. It is compared as characters, so it does not matter how tokens cut
+    it. stopped: whether one was found; all after it prints nothing.
+    """
+
+    def __init__(
+        self, encoding: tiktoken.Encoding, skip: tuple[int, ...] = (), stop: tuple[str, ...] = ()
+    ):
+        super().__init__(encoding, skip)
+        self.stop = stop
+        self.held = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        return self.release(super().add(token))
+
+    def end(self) -> str:
+        text = self.release(super().end()) + self.held
+        self.held = ""
+        return text
+
+    def release(self, text: str) -> str:
+        """What is certain to be printed, of the text that is held and this."""
+        for character in "" if self.stopped else text:
+            self.held += character
+            found = max((len(stop) for stop in self.stop if self.held.endswith(stop)), default=0)
+            if found:
+                certain = self.held[:-found]
+                self.held = ""
+                self.stopped = True
+                return certain
+        waiting = 0  # characters at the end that may begin a stop string
+        for stop in self.stop:
+            for size in range(1, min(len(stop), len(self.held) + 1)):
+                if self.held.endswith(stop[:size]):
+                    waiting = max(waiting, size)
+        certain = len(self.held) - waiting
+        text = self.held[:certain]
+        self.held = self.held[certain:]
+        return text

@@ -3,6 +3,7 @@
 import itertools
 from typing import Protocol
 
+import tiktoken
 import torch
 
 from cache import check_stride, shared_length
@@ -13,6 +14,7 @@ from engine.scheduler import Scheduler, Work
 from errors import UserError, check_limits, memory_for
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, choose
+from tokenizer import StopStream
 
 LIMITS = {  # argument: its type, which values are valid, how to say that
     "max_rows": (int, lambda value: value >= 1, "an integer >= 1"),
@@ -44,6 +46,7 @@ class Engine:
     page_size positions; None: so many that max_rows whole windows fit. budget: tokens in one step,
     at most. stride: as in `generate`.
     drafter: proposes up to gamma tokens, 1 to 16, to follow each text.
+    encoding: makes text of tokens; None if only tokens are wanted.
     Only one thread at a time may use it. Raises UserError for a value out of range, or if the cache
     does not fit in memory.
     After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative
@@ -60,6 +63,7 @@ class Engine:
         stride: int | None = None,
         drafter: Drafter | None = None,
         gamma: int = 3,
+        encoding: tiktoken.Encoding | None = None,
     ):
         check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget, gamma=gamma)
         block_size = model.config.block_size
@@ -73,6 +77,7 @@ class Engine:
         self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride)
         self.drafter = drafter
         self.gamma = gamma
+        self.encoding = encoding
         self.steps = 0  # so far
         self.positions = 0  # computed so far
         self.drafted = 0
@@ -85,13 +90,18 @@ class Engine:
         token tells whether somebody else had the same.
         Draws without a seed get a random one. A request for no new tokens is over at once, without
         an event.
-        Raises UserError for an id out of range, a salt that is no string, and if the text can never
-        fit into the cache.
+        Raises UserError for an id out of range, a salt that is no string, stop strings without an
+        encoding, and if the text can never fit into the cache.
         """
         if not isinstance(salt, str):
             raise UserError(f"salt is {salt!r}; it must be a string")
+        if params.stop and self.encoding is None:
+            raise UserError("an engine without an encoding does not know stop strings")
         request = make_request(prompt, params, self.model.config)
         request.salt = salt
+        if self.encoding is not None:
+            silent = () if params.ignore_eos else self.model.config.eos_token_ids
+            request.stream = StopStream(self.encoding, silent, params.stop)
         self.scheduler.add(request)
         return request
 
@@ -101,7 +111,7 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def abort(self, request: Request) -> None:
-        """End a request now; it has no further event.
+        """End a request now; it has no further event, and text that is held back is lost.
 
         Raises ValueError if it is over, or of another engine.
         """
@@ -111,9 +121,10 @@ class Engine:
     def step(self) -> list[Event]:
         """One pass: an event for each request that got tokens, or that failed.
 
-        A pass without memory ends its requests; logits that are not finite end theirs alone.
-        Waiting ones go on. Any other exception, such as KeyboardInterrupt, leaves `step`: its
-        events are lost, but no text is wrong, and the next step goes on from there.
+        A pass without memory ends its requests. Logits that are not finite, and any error in the
+        work for one request alone, end that one. Waiting ones go on. Any other exception, such as
+        KeyboardInterrupt, leaves `step`: its events are lost, but no text is wrong, and the next
+        step goes on from there.
         """
         self.draft()
         works = self.scheduler.schedule()
@@ -124,7 +135,12 @@ class Engine:
                 results = self.compute(works)
         except UserError as error:
             return [self.fail(work.request, str(error)) for work in works]
-        events = [self.update(work, result) for work, result in zip(works, results)]
+        events = []
+        for work, result in zip(works, results):
+            try:
+                events.append(self.update(work, result))
+            except Exception as error:  # of this text alone: an encoding that lacks a token, say
+                events.append(self.fail(work.request, f"{type(error).__name__}: {error}"))
         return [event for event in events if event]  # a chunk has none
 
     def draft(self) -> None:
@@ -194,7 +210,10 @@ class Engine:
         reason = None
         for token in result[: accepted + 1]:
             tokens.append(token)
-            if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+            if request.stream:
+                request.text += request.stream.add(token)
+            ends = token in self.model.config.eos_token_ids and not request.params.ignore_eos
+            if ends or (request.stream and request.stream.stopped):
                 reason = "stop"
             elif len(request.output) + len(tokens) == request.params.max_new_tokens:
                 reason = "length"
@@ -202,10 +221,16 @@ class Engine:
                 break
         self.scheduler.advance(work, tokens)
         if reason:
-            self.scheduler.finish(request, reason)
+            self.end(request, reason)
         return Event(request, tokens, reason)
 
     def fail(self, request: Request, error: str) -> Event:
         """End a request that could not be computed."""
-        self.scheduler.finish(request, "error")
+        self.end(request, "error")
         return Event(request, [], "error", error)
+
+    def end(self, request: Request, reason: str) -> None:
+        """A request is over, and text that was held back is certain."""
+        self.scheduler.finish(request, reason)
+        if request.stream:
+            request.text += request.stream.end()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from errors import UserError
 from sampling import SamplingParams
+from tokenizer import StopStream
 
 
 @dataclass(eq=False)  # two requests are never the same one
@@ -16,7 +17,7 @@ class Request:
     prompt_length: int
     params: SamplingParams
     salt: str = ""  # it shares pages with requests of the same salt only
-    # None until it is over, then "stop" (EOS), "length", "abort" or "error".
+    # None until it is over, then "stop" (EOS or a stop string), "length", "abort" or "error".
     finish_reason: str | None = None
     start: int = 0  # the window on its text begins here
     # So many positions of the window have their keys and values in the cache; vLLM says
@@ -26,6 +27,10 @@ class Request:
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its published pages
     drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
+    # The output as text, up to what may yet become a stop string; and what makes it of tokens,
+    # None for an engine without an encoding: then there is no text.
+    text: str = ""
+    stream: StopStream | None = None
 
     @property
     def output(self) -> list[int]:

@@ -31,6 +31,30 @@ CHANGES = st.one_of([st.fixed_dictionaries({name: values}) for name, values in V
 # A small vocabulary, so that texts end, repeat themselves and have prefixes in common.
 TOKENS = st.integers(0, 6)
 PROMPTS = st.lists(TOKENS, max_size=14)
+STOPS = st.lists(st.text("abc\u00e9", min_size=1, max_size=3), max_size=2).map(tuple)
+
+
+class Letters:
+    """What tokens print: five letters, and the two bytes of a sixth one."""
+
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        return [b"a", b"b", b"c", b"ab", b"cc", b"\xc3", b"\xa9"][token]
+
+
+def printed(token: int, ends: bool) -> bytes:
+    """What a token prints. ends: token 6 prints nothing."""
+    return b"" if token == 6 and ends else Letters().decode_single_token_bytes(token)
+
+
+def cut(tokens: list[int], stop: tuple[str, ...], ends: bool) -> tuple[list[int], str]:
+    """The tokens up to the one that completes a stop string, and their text before it."""
+    for count in range(len(tokens) + 1):
+        text = b"".join(printed(token, ends) for token in tokens[:count]).decode(errors="replace")
+        for end in range(len(text) + 1):
+            found = [string for string in stop if text[:end].endswith(string)]
+            if found:
+                return tokens[:count], text[: end - max(map(len, found))]
+    return tokens, text
 
 
 @functools.cache
@@ -81,6 +105,7 @@ class Histories(RuleBasedStateMachine):
             n_layer = data.draw(st.integers(1, 2))
             made = model(draft, n_layer, data.draw(st.sampled_from([5, BLOCK_SIZE])))
             options["drafter"] = PagedDrafter(made, self.model, self.max_rows, options["page_size"])
+        options["encoding"] = Letters()
         self.engine = Engine(self.model, stride=self.stride, **options)
         self.base = base
         self.prefix = data.draw(st.lists(TOKENS, max_size=10))
@@ -98,11 +123,17 @@ class Histories(RuleBasedStateMachine):
 
         self.engine.cache.arrange = checked
 
-    @rule(prompt=PROMPTS, shared=st.integers(0, 10), change=CHANGES, salt=st.sampled_from("aab"))
-    def add(self, prompt, shared, change, salt):
+    @rule(
+        prompt=PROMPTS,
+        shared=st.integers(0, 10),
+        change=CHANGES,
+        salt=st.sampled_from("aab"),
+        stop=STOPS,
+    )
+    def add(self, prompt, shared, change, salt, stop):
         from sampling import SamplingParams
 
-        params = self.base | change
+        params = self.base | change | {"stop": stop}
         prompt = self.prefix[:shared] + prompt
         request = self.engine.add(prompt, SamplingParams(**params), salt)
         self.entries.append(Entry(request, prompt, params))
@@ -111,10 +142,13 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def step(self):
         entries = {entry.request: entry for entry in self.entries}
+        before = {request: request.text for request in entries}
         for event in self.engine.step():
             assert event.error is None
             assert event.finish_reason == event.request.finish_reason
             entries[event.request].tokens.extend(event.tokens)
+        for request, text in before.items():
+            assert request.text.startswith(text)
         self.check()
 
     @precondition(lambda self: any(not entry.request.finish_reason for entry in self.entries))
@@ -151,11 +185,13 @@ class Histories(RuleBasedStateMachine):
         for entry in self.entries:
             request = entry.request
             aborted = request.finish_reason == "abort"
-            params = entry.params
+            params = {name: entry.params[name] for name in VALUES}
             options = {"stride": self.stride}
             (expected,) = run_rows(self.model, [entry.prompt], options=options, **params)
+            expected, text = cut(expected, entry.params["stop"], not params["ignore_eos"])
             assert entry.tokens == request.output
             assert request.output == (expected[: len(request.output)] if aborted else expected)
+            assert text.startswith(request.text) if aborted else text == request.text
         assert self.engine.scheduler.pool.available == self.engine.scheduler.pool.num_pages
 
 
