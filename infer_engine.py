@@ -28,6 +28,7 @@ from command_line import (
 )
 from engine.drafter import LookupDrafter, PagedDrafter
 from engine.engine import Engine
+from engine.request import Request
 from errors import UserError
 from load import parse_name
 from model import Model
@@ -55,6 +56,9 @@ def main(argv=None) -> None:
     add_sampling_options(parser)
     stop_help = "the text ends before this one; repeatable"
     parser.add_argument("--stop", action="append", default=None, help=stop_help)
+    parser.add_argument(
+        "--logprobs", type=int, help="show log-probabilities, with so many of the best; 0 to 20"
+    )
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -143,8 +147,33 @@ def run_engine(
     preemptions = f"{engine.scheduler.preemptions} preemptions"
     drafts = f", {engine.accepted} of {engine.drafted} drafts accepted" if engine.drafter else ""
     print(f"{computed}, {preemptions}{drafts}", file=sys.stderr)
+    if params and params[0].logprobs is not None:
+        print_logprobs(engine.encoding, requests)
     if errors:
         raise UserError("; ".join(errors))
+
+
+def print_logprobs(encoding, requests: list[Request]) -> None:
+    """Write each token of these texts to stderr, with its log-probability.
+
+    Then come those of the most likely tokens in its place.
+    """
+
+    def quoted(token: int) -> str:
+        try:
+            data = encoding.decode_single_token_bytes(token)
+            return repr(data.decode())
+        except KeyError:
+            return f"id {token}"  # a padded vocabulary has ids without text
+        except UnicodeDecodeError:
+            return repr(data)  # a part of a character
+
+    for number, request in enumerate(requests, 1):
+        if len(requests) > 1:
+            print(f"text {number}", file=sys.stderr)
+        for token, (logprob, top) in zip(request.output, request.logprobs):
+            others = "".join(f"  {quoted(other)} {value:.3f}" for other, value in top)
+            print(f"{logprob:8.3f}  {quoted(token):12}{others}".rstrip(), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 import sys
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
     seed: int | None = None  # of the draws; None: they come from a generator
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
+    logprobs: int | None = None  # report so many likely tokens at each place; None: nothing
 
     def __post_init__(self):
         check_limits(LIMITS, **vars(self))
@@ -54,6 +56,11 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
         lambda v: all(isinstance(text, str) and text for text in v),
         "a tuple of strings that are not empty",
     ),
+    "logprobs": (
+        int | None,
+        lambda v: v is None or 0 <= v <= 20,
+        "None or an integer from 0 to 20",
+    ),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
@@ -72,8 +79,8 @@ def params_of_each(
 
 def check_tokens_only(each: list[SamplingParams]) -> None:
     """Raise UserError for parameters that ask for more than tokens, which only an engine gives."""
-    if any(params.stop for params in each):
-        raise UserError("stop is for the engine alone")
+    if any(params.stop or params.logprobs is not None for params in each):
+        raise UserError("stop and logprobs are for the engine alone")
 
 
 # What rows must have in common to be penalised and filtered together.
@@ -110,6 +117,30 @@ def choose(
             draws = [(params[row].seed, len(texts[row])) for row in rows]
         chosen[rows] = sample(penalized, common, generator, draws)
     return chosen.tolist()
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of a token, and of the most likely ones in its place.
+
+    It is the model's own: of the softmax of its logits, before penalties, temperature and filters.
+    """
+
+    logprob: float  # a natural logarithm
+    top: list[tuple[int, float]]  # ids and their log-probabilities, best first, then by id
+
+
+def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
+    """The log-probability of this token, and the `count` most likely ones or all.
+
+    logits: (vocab_size), finite.
+    """
+    logits = logits.cpu()  # because MPS has no float64
+    logprobs = logits.double().log_softmax(dim=-1)
+    least = logits.topk(min(max(count, 1), len(logits))).values[-1]
+    # With all that equal the last one: topk takes any of these.
+    ids = (logits >= least).nonzero()[:, 0]
+    ids = ids[logits[ids].argsort(descending=True, stable=True)][:count]
+    return TokenLogprob(logprobs[token].item(), list(zip(ids.tolist(), logprobs[ids].tolist())))
 
 
 def penalize(

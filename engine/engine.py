@@ -13,7 +13,7 @@ from engine.request import Event, Request, make_request
 from engine.scheduler import Scheduler, Work
 from errors import UserError, check_limits, memory_for
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, choose
+from sampling import NOT_FINITE, SamplingParams, choose, token_logprob
 from tokenizer import StopStream
 
 LIMITS = {  # argument: its type, which values are valid, how to say that
@@ -171,8 +171,11 @@ class Engine:
         for request, count, tokens in zip(asking, counts, proposed):
             request.drafts = tokens[:count]
 
-    def compute(self, works: list[Work]) -> list[list[int] | None]:
-        """What follows each text and each of its drafts; None where logits are not finite."""
+    def compute(self, works: list[Work]) -> list[tuple[list[int], torch.Tensor] | None]:
+        """What follows each text and each of its drafts, and the logits that it was chosen from.
+
+        None where these are not finite.
+        """
         spans = [Span(work.request.pages, work.request.computed, work.tokens) for work in works]
         keep = [len(work.drafts) + 1 for work in works]
         logits = last_logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
@@ -190,9 +193,9 @@ class Engine:
         tokens = choose(logits, params, texts, [request.prompt_length for request in requests])
         parts = [slice(end - count, end) for end, count in zip(itertools.accumulate(keep), keep)]
         good = finite.tolist()
-        return [tokens[part] if all(good[part]) else None for part in parts]
+        return [(tokens[part], logits[part]) if all(good[part]) else None for part in parts]
 
-    def update(self, work: Work, result: list[int] | None) -> Event | None:
+    def update(self, work: Work, result: tuple[list[int], torch.Tensor] | None) -> Event | None:
         """Add to a text what follows it, and while that was drafted what follows the draft.
 
         None is an error, also of a chunk: what it wrote would be shared. A chunk has no event.
@@ -203,12 +206,18 @@ class Engine:
         if not work.complete:
             self.scheduler.advance(work, [])
             return None
-        accepted = shared_length(result, work.drafts)
+        following, logits = result
+        accepted = shared_length(following, work.drafts)
         self.drafted += len(work.drafts)
         self.accepted += accepted  # also where the text ends before the last of these
+        chosen = following[: accepted + 1]
+        logprobs = []
+        if request.params.logprobs is not None:
+            count = request.params.logprobs
+            logprobs = [token_logprob(row, token, count) for row, token in zip(logits, chosen)]
         tokens = []
         reason = None
-        for token in result[: accepted + 1]:
+        for token in chosen:
             tokens.append(token)
             if request.stream:
                 request.text += request.stream.add(token)
@@ -220,6 +229,7 @@ class Engine:
             if reason:
                 break
         self.scheduler.advance(work, tokens)
+        request.logprobs += logprobs[: len(tokens)]
         if reason:
             self.end(request, reason)
         return Event(request, tokens, reason)

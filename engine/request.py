@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from errors import UserError
-from sampling import SamplingParams
+from sampling import SamplingParams, TokenLogprob
 from tokenizer import StopStream
 
 
@@ -31,6 +31,8 @@ class Request:
     # None for an engine without an encoding: then there is no text.
     text: str = ""
     stream: StopStream | None = None
+    # Of each token of the output, if params ask for them.
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:

@@ -129,11 +129,12 @@ class Histories(RuleBasedStateMachine):
         change=CHANGES,
         salt=st.sampled_from("aab"),
         stop=STOPS,
+        logprobs=st.sampled_from([None, 0, 2]),
     )
-    def add(self, prompt, shared, change, salt, stop):
+    def add(self, prompt, shared, change, salt, stop, logprobs):
         from sampling import SamplingParams
 
-        params = self.base | change | {"stop": stop}
+        params = self.base | change | {"stop": stop, "logprobs": logprobs}
         prompt = self.prefix[:shared] + prompt
         request = self.engine.add(prompt, SamplingParams(**params), salt)
         self.entries.append(Entry(request, prompt, params))
@@ -177,6 +178,23 @@ class Histories(RuleBasedStateMachine):
             assert len(request.pages) <= pool.count(len(request.window))
         assert not any(request.pages or request.computed for request in scheduler.waiting)
 
+    def check_logprobs(self, request):
+        """Those of a request are those of whole passes over its windows."""
+        from cache import check_stride, window_start
+        from infer import next_logits
+
+        count = request.params.logprobs
+        assert len(request.logprobs) == (0 if count is None else len(request.output))
+        for length, (logprob, top) in enumerate(request.logprobs, request.prompt_length):
+            start = window_start(length, BLOCK_SIZE, check_stride(self.stride, BLOCK_SIZE))
+            logits = next_logits(self.model, [request.tokens[start:length]], None)[0, 0]
+            wanted = logits.double().log_softmax(dim=-1)
+            assert abs(logprob - wanted[request.tokens[length]]) < 1e-5
+            best = wanted.topk(count).values.tolist()
+            assert len(top) == len(dict(top)) == len(best)
+            for (token, value), largest in zip(top, best):
+                assert abs(value - largest) < 1e-5 and abs(value - wanted[token]) < 1e-5
+
     def teardown(self):
         if not hasattr(self, "engine"):
             return
@@ -192,6 +210,7 @@ class Histories(RuleBasedStateMachine):
             assert entry.tokens == request.output
             assert request.output == (expected[: len(request.output)] if aborted else expected)
             assert text.startswith(request.text) if aborted else text == request.text
+            self.check_logprobs(request)
         assert self.engine.scheduler.pool.available == self.engine.scheduler.pool.num_pages
 
 

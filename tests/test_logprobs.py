@@ -1,0 +1,491 @@
+"""The log-probability of each token, and the most likely tokens in its place."""
+
+import dataclasses
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, make_engine, own_texts, random_tokens, request_params
+
+from errors import UserError
+
+DRAFT = CHECKPOINTS / "stories-draft"
+STORY = ["--model", DRAFT, "--prompt", "Once upon a time"]
+PARAMS = [
+    {},
+    {"temperature": 1.3},
+    {"temperature": 0.7, "top_k": 3, "repetition_penalty": 1.5, "presence_penalty": 1.0},
+]
+
+
+def by_hand(model, tokens, prompt_length) -> list[torch.Tensor]:
+    """The log-probabilities of all tokens at each place of the output, each by a pass."""
+    from cache import window_start
+    from infer import next_logits
+
+    size = model.config.block_size
+    found = []
+    for length in range(prompt_length, len(tokens)):
+        window = tokens[window_start(length, size, size // 2) : length]
+        found.append(next_logits(model, [window], None)[0, 0].double().log_softmax(dim=-1))
+    return found
+
+
+def check(model, request, count):
+    """The log-probabilities of a request are those by hand; no two of a random model are equal."""
+    wanted = by_hand(model, request.tokens, request.prompt_length)
+    assert len(request.logprobs) == len(request.output) == len(wanted)
+    for token, (logprob, top), row in zip(request.output, request.logprobs, wanted):
+        assert logprob == pytest.approx(row[token].item(), abs=2e-6)
+        best = row.topk(count)
+        assert [other for other, _ in top] == best.indices.tolist()
+        assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=2e-6)
+
+
+def add(engine, prompt, params, count):
+    return engine.add(prompt, dataclasses.replace(params, logprobs=count))
+
+
+def finish(engine) -> list:
+    events = []
+    while engine.busy:
+        events += engine.step()
+    return events
+
+
+# Of a text
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "penalties"])
+def test_they_are_the_models_own(build, params):
+    """Whatever the temperature, the filters and the penalties are. The window moves."""
+    from engine.engine import Engine
+
+    model = build(seed=3)
+    engine = Engine(model)
+    prompts = [random_tokens(length, seed=length) for length in (1, 14, 30)]
+    each = request_params(3, max_new_tokens=20, **params)
+    requests = [add(engine, *pair, 4) for pair in zip(prompts, each)]
+    finish(engine)
+    assert [request.output for request in requests] == own_texts(model, prompts, each)
+    for request in requests:
+        check(model, request, 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_pages": 6},
+        {"budget": 3},
+        {"max_rows": 1},
+        {"drafter": "lookup"},
+        {"drafter": "model", "gamma": 5},
+    ],
+    ids=str,
+)
+def test_pages_chunks_and_drafts_change_nothing(tiny, options):
+    """One for each token, also of a text that was preempted; none for a draft that was refused."""
+    from engine.drafter import LookupDrafter, PagedDrafter
+    from engine.engine import Engine
+
+    model = tiny(seed=8)
+    same = random_tokens(3, seed=1) * 3
+    drafters = {"lookup": LookupDrafter()}
+    drafters["model"] = PagedDrafter(tiny(seed=8, n_layer=1), model, 3, 3)
+    if "drafter" in options:
+        options = options | {"drafter": drafters[options["drafter"]]}
+    engine = Engine(model, **{"max_rows": 3, "page_size": 3} | options)
+    each = request_params(3, max_new_tokens=40, temperature=0.3)
+    prompts = [same, same + [5], [7]]
+    requests = [add(engine, *pair, 2) for pair in zip(prompts, each)]
+    finish(engine)
+    if "num_pages" in options:
+        assert engine.scheduler.preemptions
+    if "drafter" in options:
+        assert engine.accepted and engine.drafted > engine.accepted
+    assert [request.output for request in requests] == own_texts(model, prompts, each)
+    for request in requests:
+        check(model, request, 2)
+
+
+def test_each_request_has_as_many_as_it_asked_for(tiny):
+    from engine.engine import Engine
+
+    model = tiny(seed=5)
+    engine = Engine(model)
+    each = request_params(4, max_new_tokens=6)
+    requests = [add(engine, [9], *pair) for pair in zip(each, (None, 0, 1, 20))]
+    finish(engine)
+    for request, count in zip(requests, (0, 0, 1, 20)):
+        assert all(len(top) == count for _, top in request.logprobs)
+    assert [len(request.logprobs) for request in requests] == [0, 6, 6, 6]
+    check(model, requests[3], 20)
+    for token, (logprob, top) in zip(requests[2].output, requests[2].logprobs):
+        assert top == [(token, logprob)]
+
+
+def test_after_each_step_there_is_one_for_each_token(tiny):
+    """So those of an event are the last ones, as many as it has tokens."""
+    from engine.drafter import PagedDrafter
+    from engine.engine import Engine
+
+    model = tiny(seed=2)
+    engine = Engine(model, drafter=PagedDrafter(model, model))
+    each = request_params(2, max_new_tokens=9)
+    asked = add(engine, [4], each[0], 1)
+    other = add(engine, [4], each[1], None)
+    widths = set()
+    while engine.busy:
+        widths |= {len(event.tokens) for event in engine.step()}
+        assert len(asked.logprobs) == len(asked.output) and other.logprobs == []
+    assert max(widths) > 1
+    check(model, asked, 1)
+
+
+def test_a_text_that_ends_in_mid_draft_has_none_for_the_rest(tiny):
+    """At EOS, and that has one too."""
+    from engine.drafter import PagedDrafter
+    from engine.engine import Engine
+    from sampling import SamplingParams
+
+    model = tiny(seed=2)
+    text = own_texts(model, [[4]], [SamplingParams(12, True)])[0]
+    model = tiny(seed=2, eos_token_id=text[6])
+    engine = Engine(model, drafter=PagedDrafter(model, model), gamma=16)
+    request = add(engine, [4], SamplingParams(12), 1)
+    finish(engine)
+    assert request.finish_reason == "stop" and len(request.output) == text.index(text[6]) + 1
+    check(model, request, 1)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_tokens_of_a_stop_string_have_theirs(cli, drafts):
+    """Also where it is found in mid-draft, and the text ends there."""
+    from engine.drafter import PagedDrafter
+    from engine.engine import Engine
+    from load import load_model
+    from sampling import SamplingParams
+    from tokenizer import load_encoding
+
+    model = load_model(DRAFT, torch.float64, "cpu")
+    encoding = load_encoding(DRAFT, 4096)
+    drafter = PagedDrafter(model, model) if drafts else None
+    engine = Engine(model, drafter=drafter, gamma=7, encoding=encoding)
+    prompt = encoding.encode("Once upon a time")
+    request = add(engine, prompt, SamplingParams(40, stop=(" girl named",)), 2)
+    finish(engine)
+    assert request.finish_reason == "stop" and request.text.endswith(" little")
+    assert encoding.decode(request.output).endswith(" girl named")
+    check(model, request, 2)
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), IndexError("x"), KeyboardInterrupt()])
+def test_an_error_in_those_of_one_text_ends_that_one_alone(tiny, monkeypatch, error):
+    """After Ctrl-C both go on, with one for each token."""
+    from engine import engine as module
+
+    model = tiny()
+    calls = []
+    real = module.token_logprob
+    engine = module.Engine(model)
+    params = request_params(2, max_new_tokens=6)
+    requests = [add(engine, [row], own, 1) for row, own in enumerate(params)]
+    engine.step()
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise error
+        return real(*args)
+
+    monkeypatch.setattr(module, "token_logprob", failing)
+    texts = own_texts(model, [[0], [1]], params)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    else:
+        errors = [event.error for event in engine.step()]
+        assert errors == [None, f"{type(error).__name__}: {error}"]
+        assert requests[1].finish_reason == "error"
+        texts[1] = texts[1][:1]
+    finish(engine)
+    assert [request.output for request in requests] == texts
+    for request in requests:
+        check(model, request, 1)
+
+
+def test_nan_in_a_text_that_asked_ends_that_one_alone(tiny):
+    """Sampled, at one position: there is nothing to draw from, and no most likely token."""
+    from engine.engine import Engine
+
+    model = tiny()
+    with torch.no_grad():
+        model.wpe.weight[6] = math.nan
+    engine = Engine(model)
+    params = request_params(3, max_new_tokens=9, temperature=1.0)
+    prompts = [[1, 2, 3, 4], [5], [6, 7]]
+    broken = add(engine, prompts[0], params[0], 2)
+    short = dataclasses.replace(params[1], max_new_tokens=5)
+    other = add(engine, prompts[1], short, 2)
+    late = add(engine, prompts[2], params[2], None)
+    events = [event for event in finish(engine) if event.error]
+    assert [event.request for event in events] == [broken, late]
+    assert all("NaN or infinite" in event.error for event in events)
+    assert other.output == own_texts(model, [prompts[1]], [short])[0]
+    assert len(broken.logprobs) == len(broken.output) == 3
+    check(model, other, 2)
+
+
+def test_a_request_that_fails_keeps_those_it_has(tiny, monkeypatch):
+    from engine import engine as module
+
+    model = tiny()
+    engine = module.Engine(model)
+    real = module.last_logits
+    request = add(engine, [1], request_params(1, max_new_tokens=9)[0], 1)
+    engine.step()
+    monkeypatch.setattr(module, "last_logits", lambda *args: real(*args) * math.nan)
+    (event,) = engine.step()
+    assert event.finish_reason == "error"
+    check(model, request, 1)
+
+
+def test_nothing_is_computed_where_nobody_asked(tiny, monkeypatch):
+    from engine import engine as module
+
+    calls = []
+    real = module.token_logprob
+    monkeypatch.setattr(module, "token_logprob", lambda *args: calls.append(args) or real(*args))
+    engine, requests = make_engine(tiny(), [[1], [2]], request_params(2, max_new_tokens=4))
+    finish(engine)
+    assert calls == [] and all(request.logprobs == [] for request in requests)
+    add(engine, [1], request_params(1, max_new_tokens=4)[0], 0)
+    finish(engine)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("count", [-1, 21, 1.0, True, "3"])
+def test_a_number_out_of_range_is_refused(tiny, count):
+    from engine.engine import Engine
+
+    engine = Engine(tiny())
+    with pytest.raises(UserError) as raised:
+        add(engine, [1], request_params(1, max_new_tokens=3)[0], count)
+    assert str(raised.value) == f"logprobs is {count!r}; it must be None or an integer from 0 to 20"
+    assert not engine.busy
+
+
+def test_generate_keeps_none(tiny):
+    from infer import generate
+    from infer_speculative import generate_speculative
+    from sampling import SamplingParams
+
+    params = SamplingParams(3, logprobs=0)
+    for run in (generate(tiny(), [[1]], params), generate_speculative(tiny(), tiny(), [1], params)):
+        with pytest.raises(UserError, match="^stop and logprobs are for the engine alone$"):
+            next(run)
+
+
+# Other ways to the same numbers
+
+
+def test_equals_transformers():
+    from transformers import AutoModelForCausalLM
+
+    from engine.engine import Engine
+    from load import load_model
+    from sampling import SamplingParams
+    from tokenizer import load_encoding
+
+    model = load_model(DRAFT, torch.float64, "cpu")
+    prompt = load_encoding(DRAFT, 4096).encode("One day, a cat")
+    peer = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float64)
+    options = {"do_sample": False, "max_new_tokens": 40, "output_logits": True}
+    options |= {"attention_mask": torch.ones(1, len(prompt)), "return_dict_in_generate": True}
+    theirs = peer.generate(torch.tensor([prompt]), **options)
+    engine = Engine(model)
+    request = add(engine, prompt, SamplingParams(40), 5)
+    finish(engine)
+    assert request.tokens == theirs.sequences[0].tolist()
+    for token, (logprob, top), logits in zip(request.output, request.logprobs, theirs.logits):
+        # Their compute_transition_scores takes it in float32.
+        row = logits[0].double().log_softmax(dim=-1)
+        best = row.topk(5)
+        assert logprob == pytest.approx(row[token].item(), abs=2e-6)
+        assert [other for other, _ in top] == best.indices.tolist()
+        assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=2e-6)
+
+
+def test_their_sum_is_the_score_of_beam_search(tiny):
+    """With one beam and no penalty for its length."""
+    from engine.engine import Engine
+    from infer import beam_search
+    from sampling import SamplingParams
+
+    model = tiny(seed=6)
+    (beam,) = beam_search(model, [3, 4], 1, 18, length_penalty=0.0)
+    engine = Engine(model)
+    request = add(engine, [3, 4], SamplingParams(18), 0)
+    finish(engine)
+    assert request.output == beam.tokens
+    assert sum(logprob for logprob, _ in request.logprobs) == pytest.approx(beam.score, abs=1e-5)
+
+
+# Of logits
+
+
+def test_by_hand():
+    from sampling import token_logprob
+
+    logits = torch.tensor([1.0, 6.0, 3.0, 2.0]).log()  # of 12
+    logprob, top = token_logprob(logits, 3, 3)
+    assert math.exp(logprob) == pytest.approx(2 / 12, rel=1e-6)
+    assert [token for token, _ in top] == [1, 2, 3]
+    assert [math.exp(value) for _, value in top] == pytest.approx(
+        [6 / 12, 3 / 12, 2 / 12], rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_of_equal_ones_the_lower_id_comes_first(count):
+    """Also where only some of them have room; more than there are tokens is all."""
+    from sampling import token_logprob
+
+    for logits in itertools.permutations([5.0, 2.0, 2.0, 2.0, 0.0]):
+        _, top = token_logprob(torch.tensor(logits), 0, count)
+        order = sorted(range(5), key=lambda token: (-logits[token], token))
+        assert [token for token, _ in top] == order[:count]
+
+
+def test_the_first_is_the_greedy_token_where_all_are_equal():
+    from sampling import token_logprob
+
+    logprob, top = token_logprob(torch.zeros(50_257), 9, 5)
+    assert [token for token, _ in top] == [0, 1, 2, 3, 4]
+    assert logprob == pytest.approx(-math.log(50_257), rel=1e-12) and {
+        value for _, value in top
+    } == {logprob}
+
+
+def test_the_first_is_the_greedy_token_where_logarithms_round_to_one():
+    from sampling import token_logprob
+
+    logits = torch.tensor([1e-20, 2e-20], dtype=torch.float64)
+    assert [token for token, _ in token_logprob(logits, 0, 2).top] == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_logits(dtype):
+    """What rounds to 0 still has a logarithm, and logits of 16 bits are not rounded again."""
+    from sampling import token_logprob
+
+    logits = torch.tensor([60_000, -60_000, 59_000], dtype=dtype)
+    gap = (logits[0].double() - logits[1].double()).item()
+    logprob, top = token_logprob(logits, 1, 3)
+    assert logprob == -gap and top[0] == (0, 0.0) and top[2] == (1, -gap)
+
+
+# The command line
+
+
+def test_the_command_line_shows_each_token_with_the_best(engine_cli):
+    """After the line of steps. The end of the text is a token too."""
+    from load import load_model
+    from tokenizer import load_encoding
+
+    model = load_model(DRAFT, torch.float32, "cpu")
+    encoding = load_encoding(DRAFT, 4096)
+    args = [*STORY, "--max-new-tokens", 300, "--temperature", 1, "--seed", 3]
+    code, out, err = engine_cli(*args, "--logprobs", 2)
+    assert code == 0 and out == engine_cli(*args)[1]
+    prompt = encoding.encode("Once upon a time")
+    ends = list(model.config.eos_token_ids)
+    tokens = encoding.encode(out[:-1]) + ends
+    lines = err.splitlines()[2:]
+    assert tokens[: len(prompt)] == prompt and len(lines) == len(tokens) - len(prompt) > 20
+    rows = by_hand(model, tokens, len(prompt))
+    for token, row, line in zip(tokens[len(prompt) :], rows, lines):
+        best = [repr(encoding.decode([other])) for other in row.topk(2).indices.tolist()]
+        cells = [cell.strip() for cell in re.split(r"  +(?=['\"])", line)]
+        texts = [cells[1]]
+        values = [cells[0]]
+        for cell in cells[2:]:
+            texts = [*texts, cell.rpartition(" ")[0]]
+            values = [*values, cell.rpartition(" ")[2]]
+        assert texts == [repr(encoding.decode([token])), *best]
+        assert all(re.fullmatch(r"-\d+\.\d{3}", value) for value in values)
+        wanted = [row[token].item(), *row.topk(2).values.tolist()]
+        assert [float(value) for value in values] == pytest.approx(wanted, abs=1e-3)
+    assert "'<|endoftext|>'" in lines[-1]
+
+
+def test_several_texts_are_told_apart(engine_cli):
+    args = [*STORY, "--prompt", "One", "--max-new-tokens", 3, "--logprobs", 0]
+    lines = engine_cli(*args)[2].splitlines()[2:]
+    assert [lines[0], lines[4]] == ["text 1", "text 2"] and len(lines) == 8
+    assert all(re.fullmatch(r" +-\d+\.\d{3}  '.+'", line) for line in lines[1:4] + lines[5:])
+
+
+def test_those_of_the_others_are_shown_where_a_text_failed(engine_cli, monkeypatch):
+    """Then the error. The one that failed is the first, and has none."""
+    from engine import engine as module
+
+    real = module.last_logits
+
+    def first_fails(model, cache, spans, keep):
+        logits = real(model, cache, spans, keep)
+        if len(spans) == 2:
+            logits[0] = math.nan
+        return logits
+
+    monkeypatch.setattr(module, "last_logits", first_fails)
+    code, _, err = engine_cli(*STORY, "--prompt", "One", "--max-new-tokens", 2, "--logprobs", 0)
+    lines = err.splitlines()[2:]
+    assert code == 2 and lines[:2] == ["text 1", "text 2"] and len(lines) == 5
+    assert " error: text 1: the model returned logits that are NaN" in lines[4]
+
+
+def test_a_token_is_one_line_whatever_it_prints(capsys):
+    """A line break, an escape of a terminal, a quotation mark, half a character, no text at all."""
+    from types import SimpleNamespace
+
+    from engine.request import Request
+    from infer_engine import print_logprobs
+    from sampling import SamplingParams, TokenLogprob
+
+    pieces = [text.encode() for text in ("\n", "\u2028", "\x85", "\x9b", "\x7f", "'", "é")]
+    pieces.append(pieces[-1][:1])
+    encoding = SimpleNamespace(decode_single_token_bytes=dict(enumerate(pieces)).__getitem__)
+    logprobs = [TokenLogprob(-1.5, [(6, -0.25)])] * 9
+    request = Request(list(range(9)), 0, SamplingParams(), logprobs=logprobs)
+    print_logprobs(encoding, [request])
+    shown = [line.split("  ") for line in capsys.readouterr().err.splitlines()]
+    texts = [
+        r"'\n'",
+        r"'\u2028'",
+        r"'\x85'",
+        r"'\x9b'",
+        r"'\x7f'",
+        '"\'"',
+        "'é'",
+        r"b'\xc3'",
+        "id 8",
+    ]
+    assert [[cell.strip() for cell in line if cell] for line in shown] == [
+        ["-1.500", text, "'é' -0.250"] for text in texts
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--logprobs", 21], "logprobs is 21; it must be None or an integer from 0 to 20\n"),
+        (["--logprobs", -1], "logprobs is -1; it must be None or an integer from 0 to 20\n"),
+        (["--logprobs", "x"], "argument --logprobs: invalid int value: 'x'\n"),
+    ],
+)
+def test_bad_input_is_one_line(engine_cli, arguments, words):
+    code, out, err = engine_cli("--model", DRAFT, *arguments)
+    assert (code, out) == (2, "") and err.endswith(words) and err.count("\n") == 1
