@@ -1,0 +1,379 @@
+"""What the engine's benchmark measures, on a clock that counts positions; no peer is needed."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pandas
+import pytest
+from conftest import save_speaking
+from matplotlib.figure import Figure
+
+from model import GPT
+
+PARTS = ["throughput", "overhead", "prefix", "chunks", "queue", "waste", "speculation"]
+EVERY_ID = tuple(range(4096))
+
+
+def test_help_names_the_parts(run_file):
+    code, out = run_file("benchmark_engine.py", "--help")
+    assert code == 0
+    assert "engine_cpu.csv" in out and "temperature" in out
+    joined = out.replace("\n", " ")
+    assert [part for part in PARTS if f"{part}:" not in joined] == []
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, tmp_path_factory):
+    """A model in which each token is an EOS, so a run that does not ignore EOS ends after one."""
+    return save_speaking(tiny, tmp_path_factory.mktemp("models"), eos_token_ids=EVERY_ID)
+
+
+@pytest.fixture
+def bench(checkpoint, tmp_path, run_main, monkeypatch):
+    """A function that runs the benchmark on that model as its own draft.
+
+    It returns the exit code, the rows and stderr.
+    """
+    import benchmark_engine as script
+
+    have = importlib.util.find_spec
+
+    def find_spec(name):
+        return name != "transformers" and have(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(script, "STEPS", 6)
+    small = ["--requests", 5, "--rows", 2, 3, "--prompt-tokens", 2, 6, "--new-tokens", 3, 8]
+    small += ["--long-prompt", 20, "--decoding", 2, "--waiting", 7, "--draft-rows", 1, 2]
+    small += ["--repeats", 2]
+
+    def run(*args):
+        output = tmp_path / "run.csv"
+        pair = ("--model", checkpoint, "--draft", checkpoint, "--output", output)
+        code, _, err = run_main(script.main, *pair, *small, *args)
+        return code, pandas.read_csv(output) if output.exists() else None, err
+
+    run.plot = script.plot
+    run.have = have
+    monkeypatch.setattr(script, "plot", lambda summary: Figure())  # the real one takes a while
+    return run
+
+
+def values(rows, mode, repeat=0, size=None, temperature=0.0):
+    """measure -> value of one run. size: its rows; None: the most that the mode has."""
+    found = rows[(rows["mode"] == mode) & (rows["repeat"] == repeat)]
+    found = found[found["temperature"] == temperature]
+    found = found[found["rows"] == (size or found["rows"].max())]
+    return dict(zip(found["measure"], found["value"]))
+
+
+def near(value):
+    return pytest.approx(value, rel=1e-3)  # four digits
+
+
+def queue(count=5, new_tokens=(3, 8)):
+    """The prompts of the queue, and how many tokens follow each."""
+    import benchmark_engine as script
+
+    args = SimpleNamespace(prompt_tokens=[2, 6], new_tokens=new_tokens)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=4096))
+    prompts, params = script.requests(script.Bench(args, model, None), count)
+    return prompts, [each.max_new_tokens for each in params]
+
+
+def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path, monkeypatch):
+    import benchmark_engine as script
+
+    figures = []
+
+    def plot(summary):
+        figures.append(bench.plot(summary))
+        return figures[0]
+
+    monkeypatch.setattr(script, "plot", plot)
+    code, rows, err = bench()
+    assert code == 0
+    assert list(dict.fromkeys(rows["part"])) == PARTS
+    assert list(rows) == list(script.COLUMNS)
+    assert set(rows["parameters"]) == {4096 * 16 + 64 * 16 + 6592}
+    assert rows["draft"].equals(rows["model"])
+    assert "without transformers: pip install transformers" in err
+
+    def runs(part, *columns):
+        found = rows[(rows["part"] == part) & (rows["mode"] != "passes")]
+        return found[list(columns)].drop_duplicates().values.tolist()
+
+    modes = [["one at a time", 1], ["static batches", 2], ["static batches", 3]]
+    modes += [["engine", 2], ["engine", 3]]
+    expected = [[repeat, *mode] for repeat in (0, 1) for mode in modes]
+    assert runs("throughput", "repeat", "mode", "rows") == expected
+    expected = []
+    for repeat in (0, 1):
+        for size in (1, 2):
+            for temperature in (0, 0.8):
+                for mode in ("engine", "look-up", "draft model"):
+                    expected.append([repeat, size, temperature, mode])
+    assert runs("speculation", "repeat", "rows", "temperature", "mode") == expected
+    for part, count in {"overhead": 1, "prefix": 2, "chunks": 2, "queue": 2}.items():
+        found = runs(part, "repeat", "mode")
+        assert [repeat for repeat, _ in found] == [0] * count + [1] * count
+        assert len({mode for _, mode in found}) == count
+    summary = pandas.read_csv(tmp_path / "run_summary.csv")
+    assert (summary["min"] <= summary["median"]).all()
+    assert (summary["median"] <= summary["max"]).all()
+    assert set(summary[summary["part"] != "waste"]["runs"]) == {2}
+    assert (tmp_path / "run.png").stat().st_size > 5000
+    drawn = []
+    for axes in figures[0].axes:
+        drawn.append([label.get_text() for label in axes.get_yticklabels()][::-1])
+    assert drawn[0][:2] == ["one at a time, 1 row", "static batches, 2 rows"]
+    assert drawn[1] == ["budget 4, in chunks, 2 rows", "budget 22, whole prompt, 2 rows"]
+    assert drawn[2][:2] == ["look-up, 1 row", "draft model, 1 row"]
+    assert drawn[2][-1] == "draft model, 2 rows, temperature 0.8"
+    assert len(drawn[2]) == 2 * 2 * 2  # the engine alone is 1 by itself
+    labels = figures[0].axes[2].get_legend_handles_labels()[1]
+    assert labels == ["x engine", "x engine, predicted"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_runs_alone(bench, part, monkeypatch):
+    import benchmark_engine
+
+    monkeypatch.setattr(benchmark_engine, "plot", bench.plot)
+    code, rows, _ = bench("--only", part, "--repeats", 1)
+    assert code == 0
+    assert set(rows["part"]) == {part}
+    assert set(rows["draft"].notna()) == {part == "speculation"}
+
+
+def test_throughput_is_of_all_tokens_and_padding_costs(bench, clock):
+    code, rows, _ = bench("--only", "throughput")
+    assert code == 0
+    prompts, news = queue()
+    lengths = [len(prompt) for prompt in prompts]
+    assert len(set(news)) > 1 and len(set(lengths)) > 1
+    alone = sum(news) / sum(length + new - 1 for length, new in zip(lengths, news))
+    assert values(rows, "one at a time") == {"tokens/s": near(alone), "x one at a time": 1}
+    spent = 0
+    for first in range(0, 5, 2):  # a shorter prompt is padded, and all rows run to the longest text
+        batch = slice(first, first + 2)
+        spent += len(lengths[batch]) * (max(lengths[batch]) + max(news[batch]) - 1)
+    batches = values(rows, "static batches", size=2)
+    assert batches["tokens/s"] == near(sum(news) / spent)
+    assert batches["x one at a time"] < 1
+    assert batches["x static batches"] == 1
+    for size in (2, 3):  # the engine computes nothing but what each text needs
+        engine = values(rows, "engine", 1, size)
+        assert engine["tokens/s"] == near(alone)
+        assert engine["x one at a time"] == 1
+        batches = values(rows, "static batches", 1, size)
+        assert engine["x static batches"] == near(alone / batches["tokens/s"])
+
+
+@pytest.mark.parametrize(
+    "function, mode", [("in_engine", "engine"), ("in_batches", "static batches")]
+)
+def test_different_tokens_are_not_timed(bench, monkeypatch, function, mode):
+    import benchmark_engine as script
+
+    right = getattr(script, function)
+
+    def wrong(model, rows, prompts, params):
+        texts = right(model, rows, prompts, params)
+        if rows == 3:
+            texts[-1] = texts[-1][:-1] + [4095 - texts[-1][-1]]
+        return texts
+
+    monkeypatch.setattr(script, function, wrong)
+    code, rows, _ = bench("--only", "throughput")
+    assert f"{mode}, 3 rows: 1 of 5 texts have other tokens: no timing of wrong results" == code
+    assert 3 not in set(rows[rows["mode"] == mode]["rows"])
+
+
+def test_transformers_writes_the_same_texts(bench, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", bench.have)
+    code, rows, err = bench("--only", "throughput", "--repeats", 1)
+    assert code == 0
+    assert "without" not in err
+    measures = {"tokens/s", "x one at a time", "x static batches"}
+    assert set(values(rows, "transformers", size=3)) == measures
+
+
+def test_transformers_that_cannot_run_is_named_and_left_out(bench, monkeypatch):
+    import benchmark_engine as script
+
+    def broken(*_):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(importlib.util, "find_spec", bench.have)
+    monkeypatch.setattr(script, "peer", broken)
+    code, rows, err = bench("--only", "throughput", "--repeats", 1)
+    assert code == 0
+    assert "without transformers: RuntimeError: no such device\n" in err
+    assert set(rows["mode"]) == {"one at a time", "static batches", "engine"}
+
+
+def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
+    from engine.cache import PagedCache
+    from engine.engine import Engine
+    from engine.scheduler import Scheduler
+
+    def slow(owner, name, seconds):
+        method = getattr(owner, name)
+
+        def call(*args):
+            clock[0] += seconds
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    slow(Scheduler, "schedule", 2)
+    slow(PagedCache, "arrange", 3)
+    slow(Engine, "compute", 10)
+    slow(GPT, "head", 7)
+    code, rows, _ = bench("--only", "overhead")
+    assert code == 0
+    assert values(rows, "engine", 1) == {
+        "step, ms": 25_000,  # three rows, and what is above
+        "share of the engine": 0.6,
+        "share of scheduling": 0.08,
+        "share of plans": 0.12,
+        "share of choosing": 0.4,
+    }
+
+
+def test_shared_prefixes_are_computed_once(bench, clock):
+    code, rows, _ = bench("--only", "prefix", "--rows", 16, "--long-prompt", 40)
+    assert code == 0
+    apart = values(rows, "not shared", 1)
+    shared = values(rows, "shared", 1)
+    # Each has 40 + 8 tokens, then 7 more. A step of 512 holds the first eleven; the others find
+    # two pages of 16.
+    assert apart["positions computed"] == 16 * 55
+    assert apart["s to all first tokens"] == 768 + 10
+    assert apart["x fewer positions"] == 1 == apart["x as fast"]
+    assert shared["positions computed"] == 16 * 55 - 5 * 32
+    assert shared["s to all first tokens"] == 768 + 10 - 5 * 32
+    assert shared["x fewer positions"] == near(880 / 720)
+    assert shared["x as fast"] == near(778 / 618)
+
+
+def test_chunks_bound_the_gap(bench, clock):
+    code, rows, _ = bench("--only", "chunks")
+    assert code == 0
+    small = values(rows, "budget 4, in chunks")
+    assert small["plain step, ms"] == 2000
+    assert small["longest gap, ms"] == 4000
+    assert small["x plain step"] == 2
+    assert small["first token of the prompt, ms"] == 10 * 4000  # two of its 20 tokens a step
+    whole = values(rows, "budget 22, whole prompt")
+    assert whole["plain step, ms"] == 2000
+    assert whole["longest gap, ms"] == 22_000 == whole["first token of the prompt, ms"]
+    assert whole["x plain step"] == 11
+
+
+def test_the_queue_is_there_while_steps_are_timed(bench, clock, monkeypatch):
+    from engine.engine import Engine
+
+    step = Engine.step
+
+    def slower_for_waiting(self):
+        clock[0] += len(self.scheduler.waiting)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", slower_for_waiting)
+    code, rows, _ = bench("--only", "queue")
+    assert code == 0
+    assert values(rows, "0 waiting", 1) == {"step, ms": 2000, "x nobody waiting": 1}
+    assert values(rows, "7 waiting", 1) == {"step, ms": 9000, "x nobody waiting": 4.5}
+
+
+def test_waste_is_of_the_last_page_alone(bench):
+    code, rows, _ = bench("--only", "waste", "--rows", 1, "--requests", 2, "--new-tokens", 20, 20)
+    assert code == 0
+    prompts, _ = queue(2, (20, 20))
+    used = [len(prompt) + step for prompt in prompts for step in range(19)]  # the last one ends it
+    assert values(rows, "pages of 16") == {
+        "unused positions a request, mean": near(sum(-length % 16 for length in used) / len(used)),
+        "unused, most": 15,
+    }
+    assert values(rows, "a whole window each") == {
+        "unused positions a request, mean": near(64 - sum(used) / len(used)),
+        "unused, most": 64 - min(used),
+    }
+
+
+def test_a_prompt_on_its_way_into_its_pages_is_no_waste(bench):
+    # A step takes 512 tokens, so not all prompts are computed in the first one.
+    texts = ("--rows", 20, "--requests", 20, "--prompt-tokens", 40, 40, "--new-tokens", 3, 3)
+    code, rows, _ = bench("--only", "waste", *texts)
+    assert code == 0
+    assert values(rows, "pages of 16")["unused, most"] == 48 - 40
+
+
+def test_a_draft_that_is_the_model_is_always_right_and_the_cost_model_knows_it(bench, clock):
+    code, rows, _ = bench("--only", "speculation", "--new-tokens", 10, 24, "--gamma", 3)
+    assert code == 0
+    assert values(rows, "passes", size=2) == {"pass, ms": 2000, "x with 4 tokens a row": 4}
+    alone = {"tokens/s": 1, "x engine": 1, "tokens a pass": 1}
+    for temperature in (0.0, 0.8):
+        assert values(rows, "engine", 1, 2, temperature) == alone
+        drafted = values(rows, "draft model", 1, 2, temperature)
+        assert drafted["acceptance"] == 1 == drafted["share of equal texts"]
+        assert drafted["tokens a pass"] == 4 == drafted["tokens a row"]
+        assert drafted["drafting, ms a step"] > 2 * 3 * 1000
+        assert drafted["x engine, predicted"] == near(drafted["x engine"])
+    assert values(rows, "look-up")["drafting, ms a step"] == 0
+
+
+def test_a_draft_that_is_another_model_is_not(bench, clock, tiny, tmp_path):
+    other = save_speaking(tiny, tmp_path / "other", seed=1, eos_token_ids=EVERY_ID)
+    code, rows, _ = bench("--only", "speculation", "--draft", other, "--new-tokens", 10, 24)
+    assert code == 0
+    drafted = values(rows, "draft model", 1, 2)
+    assert drafted["acceptance"] < 1
+    assert drafted["share of equal texts"] == 1
+    # Texts end before a whole pass of drafts, so a row has fewer than 1 + gamma on average.
+    assert 3 < drafted["tokens a row"] < 4
+    assert drafted["x engine, predicted"] == near(drafted["x engine"])
+
+
+def test_greedy_texts_with_drafts_are_those_without(bench, monkeypatch):
+    import benchmark_engine as script
+
+    right = script.decode
+
+    def wrong(engine, *args):
+        run = right(engine, *args)
+        if engine.drafter:
+            run.texts[0][0] += 1
+        return run
+
+    monkeypatch.setattr(script, "decode", wrong)
+    code, rows, _ = bench("--only", "speculation")
+    assert "look-up: 1 of 1 texts have other tokens" in str(code)
+    assert set(rows["mode"]) == {"passes", "engine"}
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("--only", "nothing"), "--only"),
+        (("--prompt-tokens", 6, 5), "--prompt-tokens: the first number"),
+        (("--new-tokens", 6, 5), "--new-tokens: the first number"),
+        (("--new-tokens", 3, 59), "65 tokens do not fit the window"),
+        (("--prompt-tokens", 3, 43), "65 tokens do not fit the window"),
+        (("--long-prompt", 49), "65 tokens do not fit the window"),
+        (("--rows", 0), "--rows"),
+        (("--gamma", 17), "from 1 to 16"),
+        (("--draft", "random:gpt2"), "random:gpt2: a random model"),
+        (("--temperature", -1), "temperature is -1"),
+        (("--model", "nowhere"), "nowhere"),
+        (("--draft", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(bench, tmp_path, args, said):
+    code, rows, err = bench("--only", "speculation", *args)
+    assert code == 2
+    assert said in err
+    assert list(tmp_path.iterdir()) == []
