@@ -1,0 +1,834 @@
+"""The book, of a small course with all that is awkward.
+
+Each line of a diff once, each command, valid and linked pages. The functions in ORACLES hold for
+the pages of any course; the gate runs them on the real book too.
+"""
+
+import collections
+import functools
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import html5lib
+import pytest
+from conftest import ROOT
+from test_lessons import commit, git
+
+import lessons as course
+
+sys.path.insert(0, str(ROOT / "tools"))
+HOSTS = (
+    "arxiv.org",
+    "cdn.openai.com",
+    "doi.org",
+    "www.usenix.org",
+    "huggingface.co",
+    "github.com",
+    "pytorch.org",
+)
+
+
+@functools.cache
+def parse(page: str):
+    """The tree of a page; strict, so that it fails for one that is not valid."""
+    return html5lib.HTMLParser(strict=True, namespaceHTMLElements=False).parse(page)
+
+
+def text_of(element) -> str:
+    return "".join(element.itertext())
+
+
+def texts_of(element, tag: str) -> list[str]:
+    """The text of each element of that name."""
+    return [text_of(found) for found in element.iter(tag)]
+
+
+def of_class(element, tag: str, name: str) -> list:
+    return [found for found in element.iter(tag) if found.get("class") == name]
+
+
+def shown_lines(item) -> list[str]:
+    """The text of an element, cut where it says so."""
+    text = item.text or ""
+    for child in item:
+        text += ("\n" if child.tag == "br" else text_of(child)) + (child.tail or "")
+    return text.split("\n")
+
+
+def lines_of_code(element) -> list:
+    """The spans that are a line each: those of colours and pairs have a class."""
+    return [span for span in element.iter("span") if not span.get("class")]
+
+
+def first(element, tag: str) -> str:
+    found = element.find(tag)
+    return "" if found is None else text_of(found)
+
+
+def section(page: str, heading: str):
+    """The section of a page with that heading."""
+    (found,) = [part for part in parse(page).iter("section") if first(part, "h2") == heading]
+    return found
+
+
+def files_of(pages, name) -> list:
+    """(path, section) of each file whose diff a page shows, preparing commits left out."""
+    tree = parse(pages[name])
+    inside = {
+        id(element)
+        for part in tree.iter("section")
+        if first(part, "h2") == "Before it"
+        for element in part.iter()
+    }
+    found = [part for part in of_class(tree, "section", "file") if id(part) not in inside]
+    return [(text_of(part.find(".//h3/code")), part) for part in found]
+
+
+def lesson_files(pages, lesson) -> list:
+    names = [name for name in (f"{lesson.id}.html", f"{lesson.id}.tests.html") if name in pages]
+    return [found for name in names for found in files_of(pages, name)]
+
+
+def lines_of(element, tag: str) -> list[str]:
+    """The lines within each element of that name."""
+    return [
+        text_of(line).removesuffix("\n")
+        for run in element.iter(tag)
+        for line in run.findall("span")
+    ]
+
+
+def bare(line: str) -> str:
+    """An empty line is shown with a space, so that it has a height."""
+    return "" if line == " " else line
+
+
+def marked(lesson, sign) -> list[tuple[str, str]]:
+    """(path, line) of all that a lesson adds or removes, as git tells it."""
+    options = ("--format=", "--unified=3", "--no-renames", "--no-color", "--no-ext-diff", "--root")
+    patch = course.git("-c", "core.quotePath=false", "show", *options, lesson.commit)
+    found = []
+    path = None
+    for line in patch.split("\n"):
+        if line.startswith("diff --git "):
+            path = line.rpartition(" b/")[2]
+            body = False
+        elif line.startswith("@@ "):
+            body = True
+        elif body and line.startswith(sign):
+            found.append((path, line[1:]))
+    return found
+
+
+def each_line_of_a_lesson_is_there_once(lessons, pages):
+    for lesson in lessons:
+        files = lesson_files(pages, lesson)
+        for tag, sign in (("ins", "+"), ("del", "-")):
+            shown = [(path, bare(line)) for path, part in files for line in lines_of(part, tag)]
+            wanted = [(path, bare(line)) for path, line in marked(lesson, sign)]
+            missing = collections.Counter(wanted) - collections.Counter(shown)
+            assert sorted(shown) == sorted(wanted), (lesson.id, list(missing)[:3])
+
+
+def code_is_shown_whole_and_in_order(lessons, pages):
+    """What a lesson leaves and adds is the new file, folded lines too; marks count them rightly."""
+    for lesson in lessons:
+        for path, part in lesson_files(pages, lesson):
+            if path.startswith("tests/") or not path.endswith((".py", ".c", ".h")):
+                continue
+            blob = course.run_git("show", f"{lesson.commit}:{path}").stdout
+            removed = {id(line) for run in part.iter("del") for line in run.iter()}
+            lines = [line for line in lines_of_code(part) if id(line) not in removed]
+            shown = "\n".join(bare(text_of(line)) for line in lines)
+            assert shown == blob.removesuffix("\n"), (lesson.id, path)
+        name = f"{lesson.id}.infer.html"
+        if name in pages:
+            blob = course.run_git("show", f"{lesson.commit}:infer.py").stdout
+            tree = parse(pages[name])
+            lines = lines_of_code(tree.find(".//pre"))
+            shown = "\n".join(bare(text_of(line)) for line in lines)
+            assert shown == blob.removesuffix("\n"), lesson.id
+            added = [line for path, line in marked(lesson, "+") if path == "infer.py"]
+            assert [bare(line) for line in lines_of(tree, "ins")] == added, lesson.id
+
+
+def each_command_and_its_output_is_there(lessons, pages):
+    for lesson in lessons:
+        tree = parse(pages[f"{lesson.id}.html"])
+        copied = [text_of(code) for code in tree.iter("code") if code.get("data-copy") is not None]
+        blocks = texts_of(tree, "pre")
+        for kind, words in course.read_try(course.message(lesson)):
+            assert kind != "command" or words in copied, (lesson.id, words)
+            assert kind != "output" or words in blocks, (lesson.id, words)
+
+
+def each_word_of_a_message_is_there(lessons, pages):
+    for lesson in lessons:
+        whole = text_of(parse(pages[f"{lesson.id}.html"]).find(".//main"))
+        shown = re.sub(r"\s+|[`()]|arxiv:", "", whole.lower())
+        for paragraph in re.split(r"\n\s*\n", course.message(lesson).partition("\n")[2]):
+            paragraph = re.sub(r"^(Try|Read|Tests|Implement|Exercise):", "", paragraph.strip("\n"))
+            for line in paragraph.split("\n"):
+                words = re.sub(r"^\$ |^- |\s+|[`()]", "", line.strip()).lower()
+                assert words in shown, (lesson.id, line)
+
+
+def pages_are_valid_and_not_too_large(lessons, pages):
+    """Strict HTML; headings in order below one h1; a text for each picture; each id once."""
+    for name, page in pages.items():
+        if not name.endswith(".html"):
+            continue
+        assert len(page.encode()) < 400_000, name
+        tree = parse(page)
+        tags = [str(element.tag) for element in tree.iter()]
+        levels = [int(tag[1]) for tag in tags if re.fullmatch(r"h[1-6]", tag)]
+        assert levels[0] == 1 and levels.count(1) == 1, name
+        assert all(after <= before + 1 for before, after in zip(levels, levels[1:])), (name, levels)
+        assert all(image.get("alt") for image in tree.iter("img"))
+        assert tree.get("lang") == "en"
+        ids = [element.get("id") for element in tree.iter() if element.get("id")]
+        assert len(set(ids)) == len(ids), name
+
+
+def all_links_lead_somewhere_and_few_of_them_out(lessons, pages):
+    """Into the book, or to papers and projects."""
+    names = [name for name in pages if name.endswith(".html")]
+    ids = {name: set(re.findall(r'id="([^"]+)"', pages[name])) for name in names}
+    linked = r'<a [^>]*href="https://[^"]*"'
+    texts = r"<(pre|code|ins|del|table|q|p|li)\b.*?</\1>"
+    for name in names:
+        for element in parse(pages[name]).iter():
+            for address in map(element.get, ("href", "src", "action")):
+                if not address or address == "data:,":
+                    continue
+                if address.startswith("https://"):
+                    assert element.tag == "a" and address.split("/")[2] in HOSTS, (name, address)
+                    continue
+                page, _, place = address.partition("#")
+                assert (page or name) in pages, (name, address)
+                assert not place or place in ids[page or name], (name, address)
+        assert "://" not in re.sub(f"{linked}|{texts}", "", pages[name], flags=re.S), name
+    styles = pages["style.css"] + pages["book.js"]
+    assert "://" not in styles and "@import" not in styles and "url(" not in styles
+
+
+def neighbours_and_lists_have_all_lessons(lessons, pages):
+    names = [f"{lesson.id}.html" for lesson in lessons]
+    for place, name in enumerate(names):
+        links = {link.get("rel"): link.get("href") for link in parse(pages[name]).iter("a")}
+        assert links.get("prev") == (names[place - 1] if place else "index.html")
+        assert links.get("next") == (names[place + 1] if place + 1 < len(names) else None)
+    for page in pages:
+        if page.endswith(".html"):
+            (side,) = [nav for nav in parse(pages[page]).iter("nav") if nav.get("id") == "lessons"]
+            links = [link.get("href") for link in side.iter("a")]
+            assert links == [*names, "exercises.html", "search.html"]
+    assert [entry["page"] for entry in search_entries(pages)] == names
+    exercises = parse(pages["exercises.html"]).find(".//main")
+    assert [part.find("h2/a").get("href") for part in exercises.iter("section")] == names
+
+
+def search_entries(pages) -> list[dict]:
+    script = pages["search-index.js"]
+    return json.loads(script.removeprefix("window.SEARCH_INDEX = ").removesuffix(";\n"))
+
+
+ORACLES = (
+    each_line_of_a_lesson_is_there_once,
+    code_is_shown_whole_and_in_order,
+    each_command_and_its_output_is_there,
+    each_word_of_a_message_is_there,
+    pages_are_valid_and_not_too_large,
+    all_links_lead_somewhere_and_few_of_them_out,
+    neighbours_and_lists_have_all_lessons,
+)
+
+
+# A small course.
+
+README = "# Learn <little>\n\nHow?\n\n- by `git`;\n- slowly.\n\nOne command sets it up:\n"
+README += "\n## Start\n\n    make it\n\n## More\n"
+CLASS = """
+
+class Thing:
+    def method(self):
+        a = 1
+        b = 2
+        c = 3
+        return 4
+
+    def after(self):
+        pass
+
+
+MOST = 3
+"""
+MANY = ["".join(f"\n\nx{n} = {n}" for n in part) for part in (range(10), range(10, 20))]
+INFER = "\n\nimport sys  # <b>&amp;\n\n\ndef first():\n    return 1\n" + MANY[0] + CLASS
+INFER += MANY[1] + "\n\n\ndef last():\n    return 7\n\n\nend = 1\n"
+CHANGED = INFER.replace("return 1", 'text = """\n    two <i>\n    lines"""\n\n    return text')
+CHANGED = CHANGED.replace("\nx7 = 7\n", "\n")
+CHANGED = CHANGED.replace("return 4", "return 5")
+CHANGED = CHANGED.replace("return 7", "return 8")
+BODY = """Why "it" is <so> & not else, with read_it(a, b) and Engine.step in a/b.py; --option
+too (Kwon et al. 2023; RoFormer, 2104.09864). See infer.py.
+
+    p(v) ~ exp(x / T)   <- a formula
+
+- one item
+  on two lines;
+- two.
+
+In a list, endian-
+ness (vllm#5):
+    indented at once
+
+- an item
+      with a formula
+  and more
+
+Try: (a remark)
+
+    $ python - <<'EOF'
+    import sys
+    print("<b>", f"{1 + 1}")
+    EOF
+    <b> 2
+
+    after an empty line
+    $ echo a \\
+      b
+    a b
+Prose between <them>.
+    $ echo c
+
+Read: Thing, then first in infer.py, not the last or after that; MOST.
+
+Tests: all of it.
+
+Implement: (in infer.py, which the
+next line goes on with)
+    infer.py: read_it(a, b) -> c; UserError "no <such>" of so many words that they
+        take a line more;
+        its member, alone
+    --option
+
+Exercise: why?"""
+TICKED = """What is `a < b`, `<|end|>` or a call, `f(x,
+y)`, is marked (Kwon et al. 2023); p(x), x_y and --none of these are.
+
+- and no_code in a list
+
+Try: (as `it`
+says)
+
+    $ true
+
+Read: `Thing`, then first and the step in `infer.py`.
+
+Tests: it.
+
+Implement: in `engine.py`
+    `y(a, b) -> c`: of so many words that they take a line
+        `more`
+    `Thing`
+        `one() -> 1`
+        `two() -> 2`; a_word
+
+Exercise: what is `y`?"""
+PNG_PARTS = (
+    (b"IHDR", struct.pack(">IIBBBBB", 3, 2, 8, 0, 0, 0, 0)),
+    (b"IDAT", zlib.compress(b"\0" * 8)),
+    (b"IEND", b""),
+)
+PNG = b"\x89PNG\r\n\x1a\n" + b"".join(
+    struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    for kind, data in PNG_PARTS
+)
+STORY = {"prompt": "Once <", "tokens": []}
+ANSWER = """# 01 add: because
+
+> Exercise: why?
+> So.
+
+Because <b>, [says one](https://github.com/a/b), [another](http://evil.org),
+[a third](javascript:alert) and [a fourth](../infer.py).
+
+## A part
+
+```sh
+echo $((1 < 2))
+```
+
+```text
+1
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory):
+    path = tmp_path_factory.mktemp("course")
+    git(path, "init", "-q", "-b", "main")
+    git(path, "commit", "-q", "--allow-empty", "-m", "before all lessons")
+    git(path, "tag", "none")
+    body = "All.\n\nTry:\n\n    $ true\n\nRead: it.\n\nTests: it.\n\nExercise: what?"
+    files = {
+        "infer.py": INFER,
+        "Readme.md": README,
+        "gone.c": "int a;\n",
+        "tests/test_init.py": "def test_a():\n    pass\n",
+        "dir/ä b.md": "# Titel\n",
+    }
+    (path / "data.bin").write_bytes(bytes(range(256)))
+    commit(path, "00 init: a place", body, files, "00-init")
+    files = {"infer.py": INFER + "door = 1\n"}
+    commit(path, "infer: a door, because <two> follow", "It & nothing.", files, None)
+    git(path, "rm", "-q", "gone.c")
+    files = {
+        "infer.py": CHANGED.removesuffix("\n"),
+        "native.c": '#include "a.h"\nint b = 1; /* <c> */\n',
+        "empty.py": "",
+        "tests/test_add.py": "assert 1 < 2\n\n",
+    }
+    commit(path, "01 add: sums & <more>", BODY, files, "01-add")
+    large = "".join(
+        f"def test_{n}():\n    assert first({n}) == 'two' and {n} < {n + 1}\n\n\n"
+        for n in range(90)
+    )
+    files = {"engine.py": "y = 2\n", "tests/test_mul.py": large}
+    commit(path, "02 mul: products", TICKED, files, "02-mul")
+    (path / "benchmark_results").mkdir()
+    (path / "benchmark_results" / "engine_cpu.png").write_bytes(PNG)
+    commit(path, "answers: worked out", "So.", {"answers/01-add.md": ANSWER}, None)
+    return path
+
+
+@pytest.fixture
+def here(repo, monkeypatch):
+    """The small course, as that of `lessons`."""
+    import make_book
+
+    monkeypatch.setattr(course, "ROOT", repo)
+    monkeypatch.setattr(make_book, "write_story", lambda: STORY)
+    make_book.blob.cache_clear()
+    return repo
+
+
+@pytest.fixture(scope="module")
+def pages(repo):
+    import make_book
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(course, "ROOT", repo)
+        patch.setattr(make_book, "LIMIT", 20_000)
+        return make_book.make_pages(*course.read_main(), STORY)
+
+
+@pytest.mark.parametrize("oracle", ORACLES, ids=lambda oracle: oracle.__name__)
+def test_of_a_small_course(here, pages, oracle):
+    oracle(course.read_main()[1], pages)
+
+
+def test_tests_that_are_too_long_have_a_page_of_their_own(pages):
+    page = pages["02-mul.html"]
+    assert '<a href="02-mul.tests.html">Tests: test_mul.py, 360 new lines</a>' in page
+    assert len(page) < 20_000 < len(pages["02-mul.tests.html"])
+    assert "01-add.tests.html" not in pages
+
+
+@pytest.mark.parametrize("limit, apart", [(70, ""), (69, "c"), (39, "bc"), (19, "abc")])
+def test_the_largest_part_of_a_page_goes_first(monkeypatch, limit, apart):
+    from make_book import Section, fit
+
+    monkeypatch.setattr("make_book.LIMIT", limit)
+    sizes = {"b": 20, "c": 30, "a": 10}
+    sections = [Section(name, name, "x" * size) for name, size in sizes.items()]
+
+    def render() -> str:
+        return "x" * 10 + "".join(part.body for part in sections if not part.apart)
+
+    assert len(fit(render, sections, "07-top-p")) <= limit
+    assert sorted(part.name for part in sections if part.apart) == list(apart)
+
+
+def test_a_page_that_is_too_large_without_its_parts_is_no_book(monkeypatch):
+    from make_book import Section, fit
+
+    monkeypatch.setattr("make_book.LIMIT", 9)
+    sections = [Section("a", "a", "x")]
+    with pytest.raises(course.LessonError, match="the page of 07-top-p has more than 9 bytes"):
+        fit(lambda: "x" * 10, sections, "07-top-p")
+
+
+def test_a_commit_that_prepares_a_lesson_is_folded_behind_its_subject(pages):
+    summary = "infer: a door, because <two> follow"
+    folds = parse(pages["01-add.html"]).iter("details")
+    (fold,) = [found for found in folds if text_of(found.find("summary")) == summary]
+    assert "It & nothing." in text_of(fold) and lines_of(fold, "ins") == ["door = 1"]
+    assert "a door" not in pages["02-mul.html"] and "Before it" not in pages["02-mul.html"]
+
+
+def test_a_diff_names_functions_and_folds_the_rest(pages):
+    """The one that changes, not the one above it; none where its first line is shown."""
+    part = dict(files_of(pages, "01-add.html"))["infer.py"]
+    assert texts_of(part, "h4") == ["Thing.method"]
+    assert "def first():" in texts_of(part, "span")
+    folds = [text_of(fold.find("summary")) for fold in part.iter("details")]
+    assert folds and all(re.fullmatch(r"\d+ unchanged lines", fold) for fold in folds)
+    pairs = of_class(part, "span", "pair")
+    assert [side.tag for side in pairs[0]] == ["del", "ins"]
+    assert lines_of(pairs[0], "del") == ["    return 1"]
+    assert "Data: left out here." in text_of(dict(files_of(pages, "00-init.html"))["data.bin"])
+
+
+@pytest.mark.parametrize(
+    "number, shown, expected",
+    [
+        (1, [], ""),
+        (2, [], "outer.inner"),
+        (3, [], "outer.inner"),
+        (4, [], "outer"),
+        (4, [0], ""),
+        (4, [1], "outer"),
+        (5, [], ""),
+    ],
+)
+@pytest.mark.parametrize("kind", ["+", "-"])
+def test_a_line_is_in_a_function_up_to_its_last_one(monkeypatch, kind, number, shown, expected):
+    import make_book
+
+    text = "def outer():\n    def inner():\n        a = 1\n        return a\n    return 5\nb = 6\n"
+    monkeypatch.setattr(make_book, "blob", {"new": text, "old": text}.get)
+    make_book.definitions.cache_clear()
+    lines = [make_book.Line(" ", place, place) for place in shown]
+    lines.append(make_book.Line(kind, number, number))
+    change = make_book.Change("a.py", "old", "new")
+    assert make_book.heading(change, make_book.Hunk("", 0, lines)) == expected
+    make_book.definitions.cache_clear()
+
+
+def test_colours_are_of_the_whole_file(pages):
+    """The lines of a string are one, though only the first has its quotation marks."""
+    part = dict(files_of(pages, "01-add.html"))["infer.py"]
+    (line,) = [line for line in lines_of_code(part) if text_of(line) == "    two <i>"]
+    assert [(piece.get("class"), text_of(piece)) for piece in line] == [("s", "    two <i>")]
+
+
+def test_prose(pages):
+    """Of a message without backticks, where what looks like code is."""
+    page = pages["01-add.html"]
+    main = parse(page).find(".//main")
+    links = {text_of(link): link.get("href") for link in main.iter("a")}
+    assert links["Kwon et al. 2023"] == "https://arxiv.org/abs/2309.06180"
+    assert links["arXiv:2104.09864"] == "https://arxiv.org/abs/2104.09864"
+    why = main.find("div")
+    codes = ["read_it(a, b)", "Engine.step", "a/b.py", "--option", "infer.py"]
+    assert texts_of(why, "code") == codes
+    formulas = [text_of(found) for found in of_class(main, "pre", "formula")]
+    assert formulas == ["p(v) ~ exp(x / T)   <- a formula", "indented at once", "with a formula"]
+    items = ["one item on two lines;", "two.", "an itemwith a formulaand more"]
+    assert texts_of(why, "li") == items
+    assert "endian-ness" in page and "https://github.com/vllm-project/vllm/issues/5" in page
+    assert "A remark" in page and "Prose between &lt;them&gt;." in page
+    assert "python lessons.py start 01" in page
+    assert "lessons.py start" not in pages["00-init.html"]
+
+
+def test_what_to_implement_is_a_list(pages):
+    (asked,) = of_class(parse(pages["01-add.html"]), "details", "fold asked")
+    assert text_of(asked.find("p")) == "In infer.py, which the next line goes on with"
+    words = 'UserError "no <such>" of so many words that they take a line more;'
+    assert [shown_lines(item) for item in asked.iter("li")] == [
+        [f"infer.py: read_it(a, b) -> c; {words}", "its member, alone"],
+        ["--option"],
+    ]
+
+
+def test_where_code_is_in_backticks_nothing_else_is(pages):
+    page = pages["02-mul.html"]
+    why = parse(page).find(".//main").find("div")
+    assert texts_of(why, "code") == ["a < b", "<|end|>", "f(x, y)"]
+    assert "is marked (Kwon et al. 2023); p(x), x_y and --none of these are." in text_of(why)
+    assert texts_of(why, "a") == ["Kwon et al. 2023"]
+    assert texts_of(why, "li") == ["and no_code in a list"]
+    assert first(section(page, "Try it"), "p") == "As it says"
+    assert texts_of(section(page, "Read").find("p"), "code") == ["Thing", "infer.py"]
+    (asked,) = of_class(parse(page), "details", "fold asked")
+    assert text_of(asked.find("p")) == "In engine.py"
+    assert [shown_lines(item) for item in asked.iter("li")] == [
+        ["y(a, b) -> c: of so many words that they take a line more"],
+        ["Thing", "one() -> 1", "two() -> 2; a_word"],
+    ]
+    codes = ["y(a, b) -> c", "more", "Thing", "one() -> 1", "two() -> 2"]
+    assert [text for item in asked.iter("li") for text in texts_of(item, "code")] == codes
+    assert text_of(section(page, "Exercise").find("p")) == "What is y?"
+
+
+def test_code_in_backticks_is_no_html():
+    from make_book import prose, specification
+
+    assert prose("so `<b>&amp;</b>` is") == "<p>so <code>&lt;b&gt;&amp;amp;&lt;/b&gt;</code> is</p>"
+    assert "<code>&lt;b&gt;</code>" in specification("\n    `<b>`, a tag")
+
+
+def test_what_to_read_is_code(pages):
+    """The functions, classes and constants that are there by then; but "the last" is a word."""
+    part = section(pages["01-add.html"], "Read").find("p")
+    assert texts_of(part, "code") == ["Thing", "first", "infer.py", "after", "MOST"]
+    assert text_of(part) == "Thing, then first in infer.py, not the last or after that; MOST."
+
+
+MEMBERS = {  # an item, | before each further line -> its members; a full line has 48 columns
+    "a.py: f(x),|more": ["a.py: f(x), more"],  # it goes on in mid-sentence
+    "a.py: f(x).|more of a long line": ["a.py: f(x).", "more of a long line"],
+    "a.py: a line that is so long that it is.|full": [
+        "a.py: a line that is so long that it is. full"
+    ],
+    "class A|f(x): so and|    so|g(x)|h(x): even|    more": [
+        "class A",
+        "f(x): so and so",
+        "g(x)",
+        "h(x): even more",
+    ],
+    "`A`:|`f(x)`, so and|so|`g(x)`|`h(x)`": ["`A`:", "`f(x)`, so and so", "`g(x)`", "`h(x)`"],
+    "`f(x)`, `g(x)`.|More of a line": ["`f(x)`, `g(x)`.", "More of a line"],
+    "`f(x)`, `g(x)`|more of a line": ["`f(x)`, `g(x)`", "more of a line"],
+    "a line before code that does|`f(not, fit, there, any, more)`": [
+        "a line before code that does `f(not, fit, there, any, more)`"
+    ],
+}
+
+
+@pytest.mark.parametrize("item", MEMBERS)
+def test_members_of_an_item(item):
+    from make_book import members, unwrap
+
+    lines = ("    " + item.replace("|", "\n        ")).split("\n")
+    assert [unwrap(member) for member in members(lines, 48)] == MEMBERS[item]
+
+
+def test_the_answer_is_folded_behind_the_exercise(here, pages):
+    tree = parse(pages["01-add.html"])
+    (fold,) = [part for part in tree.iter() if part.get("id") == "answer"]
+    folded = [part.get("id") for found in tree.iter("details") for part in found.iter()]
+    assert "answer" in folded  # a link opens it
+    assert text_of(fold.find("p/strong")) == "Because." and "So." not in text_of(fold)
+    assert text_of(fold.find("h3")) == "A part" and "Because <b>," in text_of(fold)
+    copied = [text_of(code) for code in fold.iter("code") if code.get("data-copy") is not None]
+    assert copied == ["echo $((1 < 2))"]
+    assert texts_of(fold, "pre")[1] == "1"
+    assert "01-add.html#answer" in pages["exercises.html"]
+    assert "02-mul.html#answer" not in pages["exercises.html"]
+    hash = git(here, "rev-parse", "--short", "main")
+    exercise = text_of(section(pages["01-add.html"], "Exercise"))
+    assert f"Its commands run at commit {hash}." in exercise
+    assert "Its commands" not in pages["02-mul.html"]
+
+
+def test_links_of_an_answer_lead_to_other_sites_only_and_only_by_https(pages):
+    (fold,) = [part for part in parse(pages["01-add.html"]).iter() if part.get("id") == "answer"]
+    assert [(link.get("href"), text_of(link)) for link in fold.iter("a")] == [
+        ("https://github.com/a/b", "says one")
+    ]
+    assert "[a third](javascript:alert) and [a fourth](../infer.py)" in text_of(fold)
+
+
+def test_the_first_page(pages):
+    tree = parse(pages["index.html"])
+    rows = [[text_of(cell) for cell in row.iter("td")] for row in tree.iter("tr")]
+    rows = [row for row in rows if row]
+    assert [row[1:] for row in rows] == [  # lines of code and of tests
+        [str(len(INFER.splitlines()) + 1), "2"],
+        ["10", "2"],
+        ["1", "360"],
+    ]
+    assert [row[0] for row in rows] == ["a place", "sums & <more>", "products"]
+    (image,) = tree.iter("img")
+    assert [image.get(name) for name in ("src", "width", "height")] == ["engine_cpu.png", "3", "2"]
+    assert pages["engine_cpu.png"] == PNG
+    assert text_of(tree.find(".//h1")) == "Learn <little>" and "slowly." in pages["index.html"]
+
+
+def test_the_parts_have_names():
+    """Each part of the course does, but for the second half of the engine."""
+    import make_book
+
+    assert set(make_book.TITLES) == set(course.PARTS[:-1])
+    lesson = course.Lesson(f"{course.PARTS[-1]}-any", "", "")
+    assert make_book.part_of(lesson) == "Part II-C: the engine"
+    assert make_book.part_of(course.Lesson("19-any", "", "")).startswith("Part I: ")
+
+
+def test_a_plot_without_a_text_is_no_book(here, monkeypatch, tmp_path, capsys):
+    import make_book
+
+    monkeypatch.delitem(make_book.PLOTS, "engine_cpu.png")
+    assert make(tmp_path / "book") == 2
+    words = "benchmark_results/engine_cpu.png has no text for those who cannot see it"
+    assert words in capsys.readouterr().err
+
+
+def test_the_index_of_the_search_has_no_output(pages):
+    entries = search_entries(pages)
+    text = entries[1]["text"]
+    assert "a formula" in text and "echo c" in text and "after an empty line" not in text
+    assert entries[0]["text"].endswith(". Defines MOST, Thing, after, first, last, method")
+    assert "Papers: Kwon et al. 2023; Su et al. 2021" in text
+    assert "Thing, then first and the step in infer.py." in entries[2]["text"]
+
+
+def test_the_story_is_that_of_make_demo(cli):
+    """With the probability of each token, and the most likely ones; it is the first of them."""
+    import make_book
+
+    story = make_book.write_story(top=3)
+    text = cli("--prompt", "Once upon a time")[1]
+    written = "".join("\n".join(token["lines"]) for token in story["tokens"])
+    assert story["prompt"] + written == text.removesuffix("\n")
+    bounds = [100 * least for least in make_book.SHADES]
+    shades = set()
+    for token in story["tokens"]:
+        assert len(token["top"]) == 3 and token["top"][0]["text"] == token["text"]
+        assert token["top"][0]["percent"] == token["percent"]
+        chances = [float(other["percent"].strip("< %")) for other in token["top"]]
+        assert chances == sorted(chances, reverse=True) and sum(chances) < 101
+        shade = token["shade"]
+        most = bounds[shade - 1] + 0.5 if shade else 100
+        assert bounds[shade] - 0.5 <= chances[0] <= most
+        shades.add(shade)
+    assert len(shades) >= 4
+
+
+# The command
+
+
+def make(output, *args) -> int:
+    import make_book
+
+    return make_book.main(["--output", str(output), *args])
+
+
+def refused(capsys) -> str:
+    """The one line on stderr, with nothing on stdout."""
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("lessons.py: error: "), (out, err)
+    return err
+
+
+def test_a_new_folder_an_empty_one_and_an_older_book(here, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "new", tmp_path / "empty"):
+        assert make(folder) == 0 and (folder / "index.html").exists()
+        line = rf"{re.escape(str(folder))}/index.html: \d+ files, \d\.\d MB\n"
+        assert re.fullmatch(line, capsys.readouterr().out)
+    (tmp_path / "new" / "of-a-lesson-that-is-gone.html").write_text("old")
+    assert make(tmp_path / "new") == 0
+    assert sorted(os.listdir(tmp_path / "new")) == sorted(os.listdir(tmp_path / "empty"))
+    assert sorted(os.listdir(tmp_path)) == ["empty", "new"]
+
+
+@pytest.mark.parametrize("name", ["mine", "mine/index.html"])
+def test_what_is_no_book_is_not_overwritten(here, tmp_path, capsys, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    assert make(tmp_path / "mine") == 2
+    assert "something that is not this book" in refused(capsys)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_to_an_older_book_stays_one(here, tmp_path):
+    assert make(tmp_path / "real") == 0
+    (tmp_path / "real" / "old.html").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    assert make(tmp_path / "link") == 0
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "real" / "old.html").exists()
+
+
+@pytest.mark.parametrize("target", ["nowhere", "link"])
+def test_no_book_is_written_through_a_link_that_leads_nowhere(here, tmp_path, capsys, target):
+    (tmp_path / "link").symlink_to(target)
+    assert make(tmp_path / "link") == 2
+    assert "/link is a link that leads nowhere; name another" in refused(capsys)
+    assert os.listdir(tmp_path) == ["link"]
+
+
+def test_a_folder_in_none(here, tmp_path, capsys):
+    assert make(tmp_path / "a\x1b[1m" / "b") == 2
+    words = "/a\\x1b[1m is no folder; --output names a new folder in one that is there\n"
+    assert words in refused(capsys)
+
+
+DAMAGES = {
+    "neither main nor origin/main is here": lambda repo: git(repo, "branch", "-m", "main", "other"),
+    "this folder is no git clone": lambda repo: (repo / ".git").rename(repo / "git"),
+    "main has no lessons": lambda repo: git(repo, "reset", "-q", "--hard", "none"),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_a_folder_without_lessons_writes_nothing(repo, tmp_path, monkeypatch, capsys, words):
+    shutil.copytree(repo, tmp_path / "repo")
+    DAMAGES[words](tmp_path / "repo")
+    monkeypatch.setattr(course, "ROOT", tmp_path / "repo")
+    assert make(tmp_path / "book") == 2
+    assert words in refused(capsys)
+    assert not (tmp_path / "book").exists()
+
+
+def test_a_shallow_clone_writes_nothing(repo, tmp_path, monkeypatch, capsys):
+    git(tmp_path, "clone", "-q", "--depth", "1", repo.as_uri(), "repo")
+    monkeypatch.setattr(course, "ROOT", tmp_path / "repo")
+    assert make(tmp_path / "book") == 2
+    assert "this clone is shallow" in refused(capsys)
+    assert not (tmp_path / "book").exists()
+
+
+def test_a_book_that_cannot_be_finished_leaves_the_older_one(here, tmp_path, monkeypatch, capsys):
+    import make_book
+
+    assert make(tmp_path / "book") == 0
+    capsys.readouterr()
+    before = {file.name: file.read_bytes() for file in (tmp_path / "book").iterdir()}
+    real = Path.write_bytes
+
+    def full(self, data):
+        if self.name == "style.css":
+            raise OSError(28, "No space left on device")
+        return real(self, data)
+
+    monkeypatch.setattr(make_book.Path, "write_bytes", full)
+    assert make(tmp_path / "book") == 2
+    assert "No space left on device" in refused(capsys)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "book").iterdir()} == before
+    assert os.listdir(tmp_path) == ["book"]
+
+
+def test_the_command_of_the_course(monkeypatch, tmp_path, capfd):
+    """It runs the script with the packages of `make`, and says where main is if it is not there."""
+    calls = []
+
+    def run(args, **_):
+        calls.append(args)
+        return subprocess.CompletedProcess(args, 7)
+
+    monkeypatch.setattr(course.subprocess, "run", run)
+    monkeypatch.setattr(course, "read_main", lambda: (course.REFS[0], []))
+    monkeypatch.chdir(tmp_path)
+    script = str(ROOT / "tools" / "make_book.py")
+    assert course.main(["book", "--output", "here"]) == 7
+    assert calls[0][1:] == [script, "--output", str(tmp_path / "here")]
+    assert course.main(["book"]) == 7
+    assert calls[1][1:] == [script]
+    monkeypatch.setattr(course, "ROOT", tmp_path)
+    assert course.main(["book"]) == 2
+    line = "lessons.py: error: what makes the book is on main only; go there with: git switch main"
+    assert capfd.readouterr().err == line + "\n"
