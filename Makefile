@@ -1,0 +1,18 @@
+PYTHON ?= python3
+
+test: .venv/installed tags  ## run the tests of this commit
+	.venv/bin/python -m pytest
+
+tags: .venv/installed  ## make the lessons' tags if this clone lacks them
+	@.venv/bin/python lessons.py tag --quiet
+
+.venv/installed: requirements.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	@[ "$$(uname)" != Linux ] || .venv/bin/python -c "import torch" 2>/dev/null || command -v nvidia-smi >/dev/null || \
+	printf '%s\n' "This machine seems to have no GPU, and pip's torch for Linux is the CUDA build, several GB." \
+	"For the small CPU build stop here (Ctrl-C), install torch 2.13.0 into .venv as pytorch.org says, then make again."
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.PHONY: test tags

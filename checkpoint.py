@@ -1,0 +1,174 @@
+"""What a model's name means, and how its files are read and written. Nothing here knows an architecture."""
+
+import contextlib
+import json
+import os
+import reprlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+
+
+class UserError(ValueError):
+    """Something the user can put right: one line that says what is wrong and what is allowed."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.splitlines()))  # names of files and other libraries' texts may have more
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from. kind: "directory", "hub" or "random". name: a path, or the model's name on the hub."""
+
+    kind: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        """A name for tables; of a directory, however spelled, its path: relative if it is in this repository."""
+        if self.kind == "directory":
+            path, root = Path(self.name).resolve(), Path(__file__).resolve().parent
+            return str(path.relative_to(root) if path.is_relative_to(root) else path)
+        return self.name if self.kind == "hub" else f"random:{self.name}"
+
+    def directory(self) -> Path:
+        """The directory with the model's two files, fetched from the hub if need be. Raises UserError without both."""
+        directory = fetch(self.name) if self.kind == "hub" else Path(self.name)
+        for file in ("config.json", "model.safetensors"):
+            if not (directory / file).is_file():
+                hint = ""
+                if file == "model.safetensors" and (directory / "pytorch_model.bin").is_file():
+                    hint = (
+                        "; pytorch_model.bin is a pickle, which can run any code, and is not read: convert it with"
+                        " transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
+                    )
+                raise UserError(f"{directory}: no {file} in this directory{hint}")
+        return directory
+
+
+def parse_name(name) -> Source:
+    """What a model's name means: a directory (it comes first), a name on the hub, or `random:` and one of these.
+
+    Raises UserError for anything else.
+    """
+    name = str(name)
+    if os.path.isdir(name):
+        return Source("directory", name)
+    if name in HUB_NAMES:
+        return Source("hub", name)
+    if name.removeprefix("random:") in HUB_NAMES:
+        return Source("random", name.removeprefix("random:"))
+    raise UserError(
+        f"unknown model {name!r}: give a directory with config.json and model.safetensors, one of"
+        f" {', '.join(HUB_NAMES)} (from the Hugging Face hub), or random: before one of these"
+    )
+
+
+def fetch(name: str) -> Path:
+    """Download a model's two files from the hub, unless they are in its cache; the directory. Raises UserError."""
+    from huggingface_hub import hf_hub_download, logging  # here: importing it takes longer than loading a small model
+
+    logging.set_verbosity_error()  # one error at the end says what a warning for each retry would
+    try:
+        for file in ("config.json", "model.safetensors"):
+            path = hf_hub_download(f"openai-community/{name}", file)
+    except Exception as error:  # offline, refused, disk full: the hub's own errors share no base class
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{name} could not be fetched from the Hugging Face hub: {reason}") from None
+    return Path(path).parent
+
+
+def read_json(file: Path) -> dict:
+    """The object in a JSON file. Raises UserError if it cannot be read or holds anything else."""
+    try:
+        raw = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, a number of 5,000 digits; nested too deeply
+        raw = None
+    if not isinstance(raw, dict):
+        raise UserError(f"{file}: not a JSON object")
+    return raw
+
+
+def check_values(where, raw: dict, supported: dict[str, tuple]) -> None:
+    """Raise UserError unless each key of a JSON object has one of these values; the first is what a missing key means.
+
+    where: what the error begins with. A key `a.b` is that of b in the object a; its value is None if a is no object.
+    """
+    for key, values in supported.items():
+        outer, _, inner = key.rpartition(".")
+        owner = raw.get(outer) if outer else raw
+        value = owner.get(inner, values[0]) if isinstance(owner, dict) else None
+        if value not in values:
+            raise UserError(f"{where}: {key} is {reprlib.repr(value)}; supported is {' or '.join(map(repr, values))}")
+
+
+@contextlib.contextmanager
+def memory_for(what: str):
+    """Raise a UserError that names `what` if memory runs out inside the block."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # on a CPU torch raises a plain RuntimeError, as for much else
+        if isinstance(error, MemoryError) or "alloc" in str(error) or "out of memory" in str(error):
+            raise UserError(f"{what} do not fit in memory") from None
+        raise
+
+
+def read_tensors(
+    file: Path, shapes: dict, dtype: torch.dtype, device, prefix: str = "", skip: tuple[str, ...] = ()
+) -> dict:
+    """The tensors of a safetensors file, converted one by one, so that no second copy of the model exists.
+
+    shapes: name -> shape, what the file must hold. prefix: may stand before each name in the file. skip: endings of
+    names that may be in the file and are not read. Raises UserError if the file is cut short, or a tensor is missing,
+    unexpected, there twice, of another shape or not of floating-point numbers.
+    """
+    weights = {}
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            stored = {}
+            for key in tensors.keys():
+                name = key.removeprefix(prefix)
+                if name in stored:
+                    raise UserError(f"{file}: tensor {name} is there twice, with and without {prefix!r}")
+                if name not in shapes and not name.endswith(skip):
+                    raise UserError(f"{file}: unexpected tensor {name}")
+                stored[name] = key
+            for name, shape in shapes.items():
+                if name not in stored:
+                    raise UserError(f"{file}: tensor {name} is missing")
+                tensor = tensors.get_tensor(stored[name])
+                if tensor.shape != shape:
+                    shapes_differ = f"is {tuple(tensor.shape)}, and config.json says {tuple(shape)}"
+                    raise UserError(f"{file}: tensor {name} {shapes_differ}")
+                if not tensor.is_floating_point():
+                    raise UserError(f"{file}: tensor {name} is {tensor.dtype}; it must be floating-point")
+                weights[name] = tensor.to(device=device, dtype=dtype)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: not a complete safetensors file ({error})") from None
+    return weights
+
+
+def write_checkpoint(directory: Path, config: dict, tensors: dict) -> None:
+    """Write `config.json` and `model.safetensors`. Raises UserError if that fails; nothing half-written is left then.
+
+    Both are written in a temporary directory first. An old configuration is removed before its weights are replaced,
+    and the new one is moved last: at any time a directory with a configuration holds the weights that belong to it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as temporary:
+            save_file(tensors, Path(temporary) / "model.safetensors", metadata={"format": "pt"})
+            (Path(temporary) / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+            (directory / "config.json").unlink(missing_ok=True)
+            for file in ("model.safetensors", "config.json"):
+                (Path(temporary) / file).replace(directory / file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{directory}: the model could not be written: {error}") from None

@@ -1,0 +1,264 @@
+"""GPT-2's forward pass, written out.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Parameters are named as in transformers'
+GPT-2, so its files load unchanged. In the shape comments B is the batch, T the positions, C the width (`n_embd`).
+"""
+
+import functools
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from checkpoint import (
+    UserError,
+    check_values,
+    memory_for,
+    parse_name,
+    read_json,
+    read_tensors,
+    write_checkpoint,
+)
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # layer, q, k, v -> attended values
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT-2; the defaults are those of the 124 M parameter model."""
+
+    vocab_size: int = 50257
+    block_size: int = 1024  # the context window, in tokens
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    eos_token_ids: tuple[int, ...] = (50256,)  # each of them ends a text; an empty prompt starts from the first
+    layer_norm_epsilon: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers in a query, key or value of one head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def n_kv_head(self) -> int:
+        """Heads with keys and values of their own: in GPT-2 all of them."""
+        return self.n_head
+
+
+PRESETS = {
+    "gpt2": GPTConfig(),
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
+}
+
+
+def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Each position attends to itself and those before it. q, k, v and the result: (B, T, heads, head_dim)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.heads = (3, config.n_head, config.head_dim)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, attend):
+        q, k, v = self.c_attn(x).view(*x.shape[:-1], *self.heads).unbind(-3)  # each (..., n_head, head_dim)
+        return self.c_proj(attend(q, k, v).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x, attend):
+        x = x + self.attn(self.ln_1(x), attend)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        # Not nn.Embedding(...): that draws random weights, and on the meta device the first draw imports for a second.
+        self.wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
+        self.wpe = nn.Embedding.from_pretrained(torch.empty(config.block_size, config.n_embd), freeze=False)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> "GPT":
+        """Make the head and the token embedding one parameter, as they are in GPT-2."""
+        self.lm_head.weight = self.wte.weight
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return self.wte.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.wte.weight.device
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """What the last block gives at each position, (..., C).
+
+        tokens: ids, of any shape that `attend` understands. positions: where each stands in its text, 0 to
+        block_size - 1, of a shape that broadcasts to that of tokens. attend(layer, q, k, v): queries, keys and values
+        of these positions, (..., heads, head_dim), to what attention gives, of the shape of q. It alone knows which
+        positions see each other, and what came before.
+        """
+        x = self.wte(tokens) + self.wpe(positions)  # (..., C)
+        for layer, block in enumerate(self.h):
+            x = block(x, functools.partial(attend, layer))
+        return x
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits for the token after each position: (..., C) to (..., vocab_size), in the weights' dtype."""
+        return self.lm_head(self.ln_f(hidden))
+
+    def forward(self, tokens: torch.Tensor, logits_to_keep: int = 0) -> torch.Tensor:
+        """Logits for the token after each position of whole texts.
+
+        tokens: (B, T) ids, T from 1 to block_size. logits_to_keep: only the last so many positions, 0 for all; the
+        head is the largest matrix of a small model, and generation needs its product with the last position only.
+        Returns (B, logits_to_keep or T, vocab_size), in the weights' dtype. Raises UserError if tokens do not fit.
+        """
+        T, block_size = tokens.shape[1], self.config.block_size
+        if not 1 <= T <= block_size:
+            raise UserError(f"{T} tokens in one pass; this model takes 1 to block_size = {block_size}")
+        x = self.hidden(tokens, torch.arange(T, device=tokens.device), causal_attention)  # (B, T, C)
+        return self.head(x[:, -logits_to_keep:])
+
+    @torch.no_grad()
+    def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "GPT":
+        """GPT-2's initialisation: normal weights, those that end a residual branch smaller by sqrt(2 n_layer)."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                scale = (2 * self.config.n_layer) ** -0.5 if "c_proj" in name else 1.0
+                parameter.normal_(std=std * scale, generator=generator)
+        return self
+
+    @classmethod
+    def from_pretrained(cls, name, dtype: torch.dtype = torch.float32, device="cpu") -> "GPT":
+        """Load a model for inference, straight to its dtype and device.
+
+        name: what `checkpoint.parse_name` understands: a directory in Hugging Face form, `gpt2`, `gpt2-medium`,
+        `gpt2-large` or `gpt2-xl` from the hub, or `random:` before one of these, for its shape with random weights.
+        Raises UserError, in one line that says what is wrong, for anything else, and if memory runs out.
+        """
+        source = parse_name(name)
+        directory = None if source.kind == "random" else source.directory()
+        with torch.device("meta"):
+            model = cls(PRESETS[source.name] if directory is None else read_config(directory))
+        size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+        with memory_for(f"{source.label}: {size:,} bytes of weights"):
+            if directory is None:
+                seeded = torch.Generator(device).manual_seed(0)  # the same weights in each process
+                return model.to(dtype).to_empty(device=device).tie_weights().init_weights(generator=seeded).eval()
+            shapes = {key: file_form(key, weight).shape for key, weight in model.named_parameters()}
+            weights = read_tensors(directory / "model.safetensors", shapes, dtype, device, "transformer.", SKIPPED)
+            for key in weights:  # one by one, in place: no second copy of the model
+                weights[key] = file_form(key, weights[key]).contiguous()
+        model.load_state_dict(weights, assign=True, strict=False)
+        return model.tie_weights().eval()
+
+    def save_pretrained(self, directory) -> None:
+        """Write `config.json` and `model.safetensors`, in the weights' dtype; transformers reads them too.
+
+        Raises UserError if they cannot be written; then nothing half-written is left.
+        """
+        config, eos = self.config, self.config.eos_token_ids
+        fields = {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "vocab_size": config.vocab_size,
+            "n_positions": config.block_size,
+            "n_layer": config.n_layer,
+            "n_head": config.n_head,
+            "n_embd": config.n_embd,
+            "layer_norm_epsilon": config.layer_norm_epsilon,
+            "activation_function": "gelu_new",
+            "bos_token_id": eos[0],
+            "eos_token_id": eos[0] if len(eos) == 1 else list(eos),
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+        # Not state_dict: there the head is a second name for the embedding, and it would be written twice.
+        weights = {key: file_form(key, weight).detach().contiguous() for key, weight in self.named_parameters()}
+        write_checkpoint(Path(directory), fields, weights)
+
+
+SKIPPED = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")  # some files hold the head again, or old mask buffers
+SIZES = {  # field of GPTConfig -> its key in config.json, and the largest value read: 10**9 layers would take hours
+    "vocab_size": ("vocab_size", 10**6),
+    "block_size": ("n_positions", 10**6),
+    "n_layer": ("n_layer", 1000),
+    "n_head": ("n_head", 1000),
+    "n_embd": ("n_embd", 10**5),
+}
+
+
+def file_form(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A model's weight as files hold it, and the other way round: GPT-2's linear layers are stored as (in, out)."""
+    return weight.t() if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else weight
+
+
+def read_config(directory: Path) -> GPTConfig:
+    """The GPTConfig in a Hugging Face `config.json`. Raises UserError if it describes another architecture."""
+    file = directory / "config.json"
+    raw, fields = read_json(file), {}
+    for field, (key, limit) in SIZES.items():
+        fields[field] = value = raw.get(key, getattr(GPTConfig, field))
+        if type(value) is not int or not 1 <= value <= limit:
+            raise UserError(f"{file}: {key} is {reprlib.repr(value)}; it must be an integer from 1 to {limit}")
+    supported = {  # what this forward pass computes
+        "model_type": ("gpt2",),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "n_inner": (None, 4 * fields["n_embd"]),
+        "tie_word_embeddings": (True,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    }
+    check_values(file, raw, supported)
+    if fields["n_embd"] % fields["n_head"]:
+        raise UserError(f"{file}: n_embd {fields['n_embd']} is not a multiple of n_head {fields['n_head']}")
+    eos = raw.get("eos_token_id", GPTConfig.eos_token_ids[0])
+    ids = eos if isinstance(eos, list) else [eos]
+    if not ids or not all(type(token) is int and 0 <= token < fields["vocab_size"] for token in ids):
+        allowed = f"an id below {fields['vocab_size']}, or a list of them"
+        raise UserError(f"{file}: eos_token_id is {reprlib.repr(eos)}; it must be {allowed}")
+    epsilon = raw.get("layer_norm_epsilon", GPTConfig.layer_norm_epsilon)
+    if type(epsilon) not in (int, float) or not 0 < epsilon <= 1:
+        raise UserError(f"{file}: layer_norm_epsilon is {reprlib.repr(epsilon)}; it must be above 0 and at most 1")
+    return GPTConfig(**fields, eos_token_ids=tuple(dict.fromkeys(ids)), layer_norm_epsilon=epsilon)

@@ -1,0 +1,664 @@
+"""lessons.py on a small repository: three lessons, a commit that prepares one, an older edition merged in."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lessons
+
+SCRIPT = Path(lessons.__file__)
+
+for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # set where git runs the tests; they name its repository
+    os.environ.pop(name, None)
+
+# Whatever the reader has configured, hooks and signatures among them, stays out of it.
+PLAIN = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+TEST_ADD = "def test_add():\n    from calc import add\n    assert add(2, 3) == 5\n"
+TEST_MUL = """def test_mul():
+    from calc import apply
+    assert apply("*", 2, 3) == 6
+
+
+def test_still_adds():
+    from calc import apply
+    assert apply("+", 2, 3) == 5
+"""
+STUB = "def add(a, b):\n    return 0\n"
+ADD = "def add(a, b):\n    return a + b\n"
+DOOR = ADD + "\n\ndef apply(op, a, b):\n    return add(a, b)\n"
+MUL = DOOR.replace("return add(a, b)", "return a * b if op == '*' else add(a, b)")
+BODY = """Products, naïvely.
+
+Try: (paste nothing, `lessons.py try` runs it)
+
+    $ python - <<'EOF'
+    from calc import apply
+    for a in (2, 3):
+        print("product", apply("*", a, 7))
+    EOF
+    product 14
+    product 21
+    $ echo a long \\
+      line | tr a-z A-Z
+    A LONG LINE
+    $ ls -d .venv
+    .venv
+    $ python -c 'import sys; sys.exit("no such thing")'
+    no such thing
+
+Read: apply.
+
+    $ echo never"""
+COMMITS = [  # subject, body, files, lesson
+    (
+        "00 init: a place",
+        "A.",
+        {"calc.py": STUB, "tests/test_init.py": "def test_import():\n    import calc\n"},
+        "00-init",
+    ),
+    ("01 add: sums", "B.", {"calc.py": ADD, "tests/test_add.py": TEST_ADD}, "01-add"),
+    ("calc: one door for all operations", "C.", {"calc.py": DOOR, "Readme.md": "a door\n"}, None),
+    ("02 mul: products", BODY, {"calc.py": MUL, "tests/test_mul.py": TEST_MUL, "Readme.md": "products\n"}, "02-mul"),
+]
+
+
+def git(repo, *args):
+    command = ["git", "-c", "user.name=T", "-c", "user.email=t@localhost", *args]
+    result = subprocess.run(command, cwd=repo, env=os.environ | PLAIN, check=True, capture_output=True, text=True)
+    return result.stdout.strip()
+
+
+def commit(repo, subject, body, files, lesson):
+    for name, text in files.items():
+        (repo / name).parent.mkdir(exist_ok=True)
+        (repo / name).write_text(text)
+    git(repo, "add", ".")
+    git(repo, "commit", "-q", "-m", f"{subject}\n\n{body}" + (f"\n\nLesson: {lesson}" if lesson else ""))
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """The repository. Its main ends in the merge that joins an older edition of the lessons."""
+    path = tmp_path_factory.mktemp("built")
+    git(path, "init", "-q", "-b", "old")
+    shutil.copy(SCRIPT, path)
+    (path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "-q"\n')
+    (path / ".gitignore").write_text(".venv\n__pycache__/\n.pytest_cache/\n")
+    git(path, "add", ".")
+    git(path, "commit", "-q", "-m", "files")
+    git(path, "branch", "main")
+    commit(path, "01 add: old sums", "An edition before.", {"calc.py": "old = 1\n"}, "01-add")
+    commit(path, "02 old: old products", "An edition before.", {"calc.py": "old = 2\n"}, "02-old")
+    git(path, "switch", "-q", "main")
+    for entry in COMMITS:
+        commit(path, *entry)
+    git(path, "merge", "-q", "-s", "ours", "-m", "edition 2: calc", "old")
+    git(path, "branch", "-D", "old")
+    return path
+
+
+@pytest.fixture
+def repo(built, tmp_path, monkeypatch):
+    """A copy of the repository, which `lessons` takes for its own."""
+    path = tmp_path / "repo"
+    shutil.copytree(built, path)
+    for name, value in (PLAIN | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(tmp_path)}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(lessons.tempfile, "tempdir", None)  # reads TMPDIR anew
+    monkeypatch.setattr(lessons, "ROOT", path)
+    yield path
+    lessons.tempfile.tempdir = None
+    assert git(path, "worktree", "list").count("\n") == 0 and not list(tmp_path.glob("lessons-*"))
+
+
+@pytest.fixture
+def run(capfd):
+    """A function that runs a command of lessons.py in this process: exit code, stdout, stderr."""
+
+    def run(*args):
+        try:
+            code = lessons.main(list(args))
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def error(run):
+    """A function that runs a command which must fail in one line on stderr, and returns that line."""
+
+    def error(*args):
+        code, out, err = run(*args)
+        assert code == 2 and out == "" and err.count("\n") == 1 and err.startswith("lessons.py: error: "), (out, err)
+        return err
+
+    return error
+
+
+def script(repo, *args, **options):
+    """Run the file that lies in the repository, as a reader does."""
+    command = [sys.executable, str(repo / "lessons.py"), *args]
+    result = subprocess.run(command, **{"cwd": repo, "capture_output": True, "text": True} | options)
+    return result.returncode, result.stdout, result.stderr
+
+
+def listed(out):
+    return [line[2:].split() for line in out.splitlines()]
+
+
+ALL = [["00-init", "a", "place"], ["01-add", "sums"], ["02-mul", "products"]]
+
+
+# Which lessons there are.
+
+
+def test_older_editions_on_second_parents_do_not_count(repo, run):
+    code, out, err = run("list")
+    assert code == 0 and listed(out) == ALL and out.splitlines()[2].startswith("* 02-mul")
+
+
+def test_tags_come_from_the_trailers(repo, run):
+    assert "3 of 3 tags are missing" in run("list")[2]
+    assert run("tag")[1].split() == ["made", "00-init", "made", "01-add", "made", "02-mul"]
+    assert git(repo, "tag").split() == ["00-init", "01-add", "02-mul"] and run("list")[2] == ""
+    git(repo, "tag", "--force", "02-mul", "00-init")
+    git(repo, "tag", "--force", "-a", "-m", "a message", "01-add", "01-add")
+    assert "1 of 3 tags" in run("list")[2]
+    assert run("tag")[1].split() == ["kept", "00-init", "kept", "01-add", "moved", "02-mul"]
+    assert git(repo, "rev-parse", "02-mul") == git(repo, "rev-parse", "main^")
+
+
+def test_a_reader_on_an_early_lesson_sees_the_later_ones(repo, run):
+    run("tag")
+    git(repo, "checkout", "-q", "01-add")
+    code, out, err = run("list")
+    assert code == 0 and err == "" and listed(out) == ALL
+    assert [line[0] for line in out.splitlines()] == [" ", "*", " "]
+
+
+def test_main_comes_before_the_origins(repo, run, tmp_path, monkeypatch):
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(repo), str(clone))
+    monkeypatch.setattr(lessons, "ROOT", clone)
+    commit(clone, "03 sub: differences", "D.", {"sub.py": ""}, "03-sub")
+    assert "03-sub" in run("list")[1]
+    git(clone, "checkout", "-q", "--detach")
+    git(clone, "branch", "-q", "-D", "main")
+    assert listed(run("list")[1]) == ALL
+
+
+def test_a_fork_that_merged_the_course(repo, run, error):
+    git(repo, "update-ref", "refs/remotes/upstream/main", "main")
+    git(repo, "switch", "-q", "--orphan", "mine")
+    commit(repo, "my own", "E.", {"notes.txt": "mine\n"}, None)
+    git(repo, "merge", "-q", "--allow-unrelated-histories", "-m", "merge the course", "main")
+    git(repo, "branch", "-M", "main")
+    code, out, err = run("list")
+    assert code == 0 and listed(out) == ALL
+    assert "main has no lessons on its first-parent line; reading refs/remotes/upstream/main" in err
+    git(repo, "update-ref", "-d", "refs/remotes/upstream/main")
+    assert "first-parent line" in (line := error("list")) and "git fetch upstream" in line
+
+
+def test_without_the_history_it_says_what_to_do(repo, run, error, tmp_path, monkeypatch):
+    git(repo, "branch", "-m", "main", "trunk")
+    assert "neither main nor origin/main" in error("list")
+    git(repo, "branch", "-m", "trunk", "main")
+    shallow, unzipped = tmp_path / "shallow", repo / "unzipped"
+    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repo}", str(shallow))
+    unzipped.mkdir()
+    (tmp_path / "empty").mkdir()
+    for folder, words in (
+        (shallow, "git fetch --unshallow"),
+        (tmp_path / "empty", "git clone"),
+        (unzipped, "git clone"),
+    ):
+        monkeypatch.setattr(lessons, "ROOT", folder)
+        assert words in error("list")
+        assert run("tag", "--quiet") == (0, "", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(lessons, "ROOT", repo)
+        patch.setenv("PATH", str(tmp_path / "empty"))
+        assert "git is not installed" in error("list")
+        assert run("tag", "--quiet") == (0, "", "")
+        code, out, err = script(repo, "list")
+        assert (code, out) == (2, "") and "git is not installed" in err and err.count("\n") == 1
+
+
+def test_quiet_tags(repo, run):
+    assert run("tag", "--quiet") == (0, "", "")
+    assert git(repo, "tag").split() == ["00-init", "01-add", "02-mul"]
+
+
+def test_ids():
+    ids = ["00-init", "04-multinomial", "06-top-k", "07-top-p", "16-variable-batching", "17-top"]
+    all_lessons = [lessons.Lesson(id, "", "") for id in ids]
+    for wanted, id in {
+        "06-top-k": 2, "7": 3, "07": 3, "0": 0, "top-k": 2, "multi": 1, "04": 1, "04-m": 1, "16": 4, "var": 4, "top": 5,
+    }.items():  # fmt: skip
+        assert lessons.find(all_lessons, wanted).id == ids[id]
+    for wanted, words in {
+        "top-": "'top-' may be 06-top-k, 07-top-p",
+        "1": "may be 16-variable-batching, 17-top",
+        "": "may be 00-init, 04-",
+        "8": "names no lesson; see: python lessons.py list",
+        "op-k": "names no lesson",
+    }.items():
+        with pytest.raises(lessons.LessonError, match=words):
+            lessons.find(all_lessons, wanted)
+
+
+def test_what_the_reader_has_configured_changes_nothing(repo, run):
+    before = run("list")[1]
+    for setting in (
+        "i18n.logOutputEncoding=latin1", "color.ui=always", "color.diff=always", "column.ui=always", "core.pager=false",
+        "log.showSignature=true", "diff.renames=copies", "diff.noprefix=true", "status.showUntrackedFiles=no",
+    ):  # fmt: skip
+        git(repo, "config", *setting.split("="))
+    assert run("list")[1] == before
+    assert run("tag")[1].split()[::2] == ["made"] * 3
+    code, out, err = run("start", "2")
+    assert code == 0 and "Products, naïvely." in out
+    assert lessons.standing(lessons.read_main()[1]).id == "02-mul"
+
+
+def test_show_and_diff(repo, run, error):
+    out = run("show", "02")[1]
+    assert "Products" in out and "test_mul.py" in out and "+++ b/calc.py" in out
+    out = run("diff", "02-mul")[1]
+    assert out.index("one door for all operations") < out.index("02 mul: products")
+    assert "01 add: sums" not in out
+    assert "first lesson" in error("diff", "00-init")
+
+
+def test_errors_are_one_line(repo, error):
+    assert "names no lesson" in error("show", "09-nothing")
+    assert "invalid choice" in error("lits")
+    assert "required" in error("start")
+    assert "required" in error()
+
+
+# main's newest lessons.py runs, at every tag.
+
+
+def test_an_old_version_runs_the_newest(repo):
+    old = git(repo, "rev-parse", "main^")
+    newest = SCRIPT.read_text().replace(
+        "    args = parse(argv)\n", "    args = parse(argv)\n    print('newest:', ROOT)\n"
+    )
+    commit(repo, "lessons.py: newer", "F.", {"lessons.py": newest}, None)
+    git(repo, "checkout", "-q", old)
+    assert "newest:" not in (repo / "lessons.py").read_text()
+    code, out, err = script(repo, "list")
+    assert code == 0 and out.splitlines()[0] == f"newest: {repo}" and listed(out)[1:] == ALL
+    code, out, err = script(repo, "show", "9", cwd=repo.parent)
+    assert code == 2 and err.startswith("lessons.py: error: '9' names no lesson")
+    # A developer's own edit runs as it is, committed or not.
+    (repo / "lessons.py").write_text((repo / "lessons.py").read_text() + "# edited\n")
+    assert listed(script(repo, "list")[1]) == ALL
+    git(repo, "commit", "-qam", "my edit")
+    assert listed(script(repo, "list")[1]) == ALL
+    # On main itself the file is the newest, or edited.
+    git(repo, "checkout", "-q", "main")
+    assert script(repo, "list")[1].count("newest:") == 1
+
+
+def test_a_closed_pipe_is_quiet(repo):
+    reader, writer = os.pipe()
+    os.close(reader)
+    code, _, err = script(repo, "list", capture_output=False, stdout=writer, stderr=subprocess.PIPE)
+    assert code == 141 and "Error" not in err and err.count("\n") <= 1
+
+
+# Practice.
+
+
+def test_start(repo, run):
+    hook = repo / ".git" / "hooks" / "post-checkout"
+    hook.write_text("#!/bin/sh\nexit 1\n")
+    hook.chmod(0o755)
+    (repo / "notes.txt").write_text("untracked")
+    git(repo, "config", "user.useConfigOnly", "true")
+    code, out, err = run("start", "02-mul")
+    assert (code, err) == (0, "")
+    assert git(repo, "branch", "--show-current") == "my-02-mul" and git(repo, "status", "--porcelain") == "?? notes.txt"
+    assert (repo / "calc.py").read_text() == DOOR and (repo / "tests" / "test_mul.py").read_text() == TEST_MUL
+    assert git(repo, "rev-parse", "HEAD^") == git(repo, "rev-parse", "main~2")
+    assert "Products" in out and "Lesson:" not in out
+    assert "python lessons.py check" in out and "git switch main" in out and "git branch -D my-02-mul" in out
+
+
+def test_start_refuses(repo, error):
+    assert "the first lesson to write is 01-add" in error("start", "0")
+    (repo / "calc.py").write_text("my work")
+    assert "tracked files have changes" in error("start", "01-add")
+    git(repo, "checkout", "-q", "calc.py")
+    git(repo, "branch", "my-01-add")
+    assert "git switch my-01-add" in (line := error("start", "1")) and "restart 01-add" in line
+    git(repo, "checkout", "-q", "--detach", "main~3")
+    (repo / "tests" / "test_mul.py").write_text("my own")
+    assert "are in the way; git add and commit, or move: tests/test_mul.py\n" in error("start", "02-mul")
+    assert (repo / "tests" / "test_mul.py").read_text() == "my own"
+    assert git(repo, "branch", "--list", "my-02-mul") == ""
+
+
+@pytest.fixture
+def broken_checkout(repo):
+    """A filter that fails in the middle of a checkout: on the calc.py from which lesson 02 starts."""
+    git(repo, "config", "filter.bad.clean", "cat")
+    git(repo, "config", "filter.bad.smudge", "awk '{print} /apply/ {bad = 1} /a \\* b/ {bad = 0} END {exit bad}'")
+    git(repo, "config", "filter.bad.required", "true")
+    (repo / ".git" / "info" / "attributes").write_text("calc.py filter=bad\n")
+
+
+@pytest.mark.parametrize("place", ["main", "main~3"])
+def test_a_start_that_fails_leaves_nothing_half_made(repo, error, broken_checkout, place):
+    git(repo, "checkout", "-q", place)
+    before = git(repo, "rev-parse", "HEAD", "main")
+    assert "smudge filter bad failed" in error("start", "2")
+    assert git(repo, "branch", "--show-current") == ("main" if place == "main" else "")
+    assert git(repo, "rev-parse", "HEAD", "main") == before and git(repo, "branch", "--list", "my-*") == ""
+    assert git(repo, "status", "--porcelain") == ""
+
+
+def test_a_start_stopped_right_after_the_switch(repo, monkeypatch):
+    real = lessons.git
+
+    def stopping(*args, **options):
+        output = real(*args, **options)
+        if args[0] == "switch":
+            raise KeyboardInterrupt
+        return output
+
+    monkeypatch.setattr(lessons, "git", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        lessons.main(["start", "2"])
+    assert git(repo, "branch", "--format=%(refname:short)") == "main" and git(repo, "status", "--porcelain") == ""
+    assert git(repo, "branch", "--show-current") == "main"
+
+
+def test_restart_keeps_what_was_written(repo, run, error):
+    assert "python lessons.py start 02-mul" in error("restart")
+    run("start", "02-mul")
+    for n in (1, 2):
+        commit(repo, f"attempt {n}", "G.", {"calc.py": f"attempt = {n}\n"}, None)
+        assert f"is on branch my-02-mul-{n}." in run("restart")[1]
+        assert git(repo, "show", f"my-02-mul-{n}:calc.py") == f"attempt = {n}"
+        assert git(repo, "branch", "--show-current") == "my-02-mul" and (repo / "calc.py").read_text() == DOOR
+    git(repo, "switch", "-q", "my-02-mul-1")
+    (repo / "calc.py").write_text("not committed")
+    assert "tracked files have changes" in error("restart")
+    assert git(repo, "branch", "--list", "my-*-3") == ""
+    assert (repo / "calc.py").read_text() == "not committed"
+    git(repo, "commit", "-qam", "on an older attempt")
+    assert run("restart")[0] == 0 and git(repo, "branch", "--show-current") == "my-02-mul"
+
+
+def test_a_restart_that_fails_leaves_the_branch(repo, run, error, broken_checkout):
+    git(repo, "branch", "my-02-mul")
+    git(repo, "switch", "-q", "my-02-mul")
+    before = git(repo, "rev-parse", "main", "my-02-mul")
+    assert "smudge filter bad failed" in error("restart", "2")
+    assert git(repo, "branch", "--show-current") == "my-02-mul" and git(repo, "branch", "--list", "my-*-1") == ""
+    assert git(repo, "rev-parse", "main", "my-02-mul") == before and git(repo, "status", "--porcelain") == ""
+
+
+def test_check(repo, run, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    (repo / "tests" / "test_threads.py").write_text(
+        "import os\n\n\ndef test_threads():\n"
+        "    assert os.environ['OMP_NUM_THREADS'] == os.environ['MKL_NUM_THREADS'] == '1'\n"
+    )
+    run("start", "02-mul")
+    code, out, _ = run("check")
+    assert code == 1 and out.startswith("02-mul: its own tests") and "1 failed, 1 passed" in out
+    assert "All others" not in out and "not yet" in out and "python lessons.py compare 02-mul" in out
+    (repo / "calc.py").write_text(MUL)
+    code, out, _ = run("check")
+    assert code == 0 and out.index("2 passed") < out.index("3 passed")  # its own, then all others
+    assert "all tests pass" in out and "compare 02-mul" in out and "git switch main" in out and "last lesson" in out
+
+
+def test_check_fails_where_an_earlier_lesson_breaks(repo, run):
+    many = "import pytest\n\n\n@pytest.mark.parametrize('n', range(9))\ndef test_many(n):\n    assert not n + 1\n"
+    (repo / "tests" / "test_add.py").write_text(many)
+    code, out, _ = run("check", "mul")
+    assert code == 1 and out.index("2 passed") < out.index("3 failed") and "not yet" in out  # 3 of 9: it stops there
+
+
+def test_who_writes_a_lesson_is_not_shown_it(repo, run):
+    run("start", "02-mul")
+    code, out, _ = run("diff", "02-mul")
+    assert code == 0 and "one door for all operations" in out and "return a * b" not in out
+    git(repo, "switch", "-q", "main")
+    assert "return a * b" in run("diff", "02-mul")[1]
+    assert "You do not stand on 01-add" in run("compare", "01-add")[2]
+    run("start", "01-add")
+    assert run("compare")[2] == ""
+    assert "get them with: git switch my-02-mul" in run("check", "02-mul")[2]
+
+
+def test_check_takes_the_lesson_where_the_reader_stands(repo, run, error):
+    git(repo, "switch", "-q", "--create", "my-mul", "main~4")  # no branch of `start`, though a slug begins so
+    code, out, _ = run("check")
+    assert (
+        code == 0 and out.startswith("00-init:") and "The next lesson: python lessons.py start 01-add" in out
+    )  # and no other tests are there
+    assert "the tests of 02-mul are not here" in error("check", "2")
+    git(repo, "switch", "-q", "--create", "mine", "main~4^")
+    assert "contains no lesson" in error("check")
+    for branch, id in {
+        "my-01-add": "01-add",
+        "my-01-add-2": "01-add",
+        "my-01-add-b": "02-mul",
+        "my-0": "02-mul",
+    }.items():
+        git(repo, "switch", "-q", "--create", branch, "main")
+        assert lessons.standing(lessons.read_main()[1]).id == id
+
+
+def test_compare(repo, run):
+    run("start", "02-mul")
+    (repo / "tests" / "test_mul.py").write_text("mine = 1\n")
+    code, out, err = run("compare")
+    assert code == 0 and "\n-    return add(a, b)\n+    return a * b if" in out
+    assert out.count("diff --git") == 1  # neither tests nor Readme
+    (repo / "calc.py").write_text(MUL)
+    (repo / "notes.txt").write_text("untracked")
+    assert run("compare")[1] == "Your code is that of 02-mul.\n"
+    assert (
+        "\n-    return 0\n+    return a + b\n" not in run("compare", "0")[1]
+        and "+    return 0" in run("compare", "0")[1]
+    )
+    git(repo, "checkout", "-q", "--force", "--detach", "main~4^")  # before calc.py
+    (repo / "calc.py").write_text(MUL.replace("a * b", "a ** b"))
+    assert "\n-    return a ** b if" in run("compare", "2")[1]
+    assert git(repo, "status", "--porcelain", "--", "calc.py") == "?? calc.py"
+
+
+def test_try_elsewhere_is_a_temporary_copy(repo, run, error):
+    git(repo, "checkout", "-q", "main~3")
+    (repo / "calc.py").write_text("my work")
+    (repo / ".venv").mkdir()
+    code, out, err = run("try", "2")
+    assert (
+        code == 0
+        and "product 14\nproduct 21\n$ echo a long \\\n  line | tr a-z A-Z\nA LONG LINE\n$ ls -d .venv\n.venv\n$ python"
+        in out
+    )
+    assert out.startswith("$ python - <<'EOF'\nfrom calc import apply\nfor a") and "never" not in out
+    assert err.startswith("You do not stand on 02-mul") and err.endswith("\nno such thing\n") and err.count("\n") == 2
+    assert (repo / "calc.py").read_text() == "my work"
+    assert "no command to try" in error("try", "1")
+
+
+def test_try_where_you_stand_is_your_code(repo, run):
+    run("start", "02-mul")
+    (repo / "calc.py").write_text(MUL.replace("a * b", "1000 * a"))
+    venv = repo / ".venv" / "bin"
+    venv.mkdir(parents=True)
+    (venv / "python").write_text(f'#!/bin/sh\necho from .venv\nexec {sys.executable} "$@"\n')
+    (venv / "python").chmod(0o755)
+    code, out, err = run("try")
+    assert code == 0 and "EOF\nfrom .venv\nproduct 2000\nproduct 3000\n" in out and "temporary" not in err
+
+
+def test_answer(repo, run, error):
+    (repo / "answers").mkdir()
+    commit(repo, "answers: part one", "H.", {"answers/01-add.md": "Forty-two.\n"}, None)
+    git(repo, "checkout", "-q", "main~4")
+    assert run("answer", "add") == run("answer") == (0, "Forty-two.\n", "")
+    assert "the exercise of 02-mul has no written answer" in error("answer", "2")
+
+
+# verify.
+
+
+def test_verify_passes_good_lessons(repo, run, monkeypatch):
+    monkeypatch.setattr(lessons, "PARTS", ("00", "01", "02", "09"))
+    monkeypatch.setenv("GIT_DIR", str(repo / "nowhere"))  # as where git runs it
+    code, out, err = run("verify")
+    assert code == 0, out + err
+    notes = {line.split()[1]: line.partition(" s  ")[2] for line in out.splitlines() if line.startswith("ok")}
+    assert notes == {
+        "00-init": "1 passed",
+        "01-add": "1 passed; before it 1 of its 1 fail, 1 by assertion",  # a finished part: only its own
+        "02-mul": "4 passed; before it 1 of its 2 fail, 1 by assertion",  # the newest part: the whole suite
+    }
+    assert out.splitlines()[-1] == "3 passed, 0 failed"
+
+
+def test_verify_runs_whole_suites_where_asked(repo, run, monkeypatch):
+    for id in ("19-nineteen", "20-twenty", "26-more"):
+        commit(repo, f"{id[:2]} x: y", "I.", {f"tests/test_{id[:2]}.py": ""}, id)
+    seen = {}
+
+    def fake(lesson, first, whole, tree):
+        seen[lesson.id] = whole
+        return ("wrong" if lesson.id == "01-add" else ""), "note"
+
+    monkeypatch.setattr(lessons, "verify", fake)
+    code, out, _ = run("verify")
+    assert code == 1 and out.splitlines()[-1] == "5 passed, 1 failed" and "\nwrong\n" in out
+    assert [id for id, whole in seen.items() if whole] == ["20-twenty", "26-more"]
+    seen.clear()
+    assert run("verify", "--all")[0] == 1 and len(seen) == 6 and all(seen.values())
+    seen.clear()
+    code, out, _ = run("verify", "0", "19", "0")
+    assert code == 0 and out.splitlines()[-1] == "2 passed, 0 failed" and seen == {"00-init": True, "19-nineteen": True}
+
+
+@pytest.mark.parametrize(
+    "at, before, complaint",
+    [
+        ("passed skipped", "assertion", "the suite is not green at 02-mul:\nwords"),
+        ("passed assertion", "assertion", "the suite is not green"),
+        ("error passed", "assertion", "the suite is not green"),
+        ("", "assertion", "the suite is not green"),
+        ("passed", "passed assertion", "these tests pass on the code before the lesson:\n  test_0"),
+        ("passed", "error error", "no test fails by an assertion on the code before the lesson:\nwords"),
+        ("passed", "error assertion still", ""),
+    ],
+)
+def test_verify_names_what_makes_a_lesson_bad(repo, run, monkeypatch, at, before, complaint):
+    def fake(tree, files):
+        assert (tree / "calc.py").read_text() == (DOOR if files else MUL) and (tree / "tests/test_mul.py").exists()
+        outcomes = (before if files else at).split()
+        names = ["test_still_0" if outcome == "still" else f"test_{n}" for n, outcome in enumerate(outcomes)]
+        return dict(zip(names, (outcome.replace("still", "passed") for outcome in outcomes))), "words"
+
+    monkeypatch.setattr(lessons, "run_tests", fake)
+    code, out, _ = run("verify", "2")
+    assert code == (1 if complaint else 0) and complaint in out
+    assert out.startswith("FAILED 02-mul" if complaint else "ok     02-mul")
+    assert out.splitlines()[-1] == ("0 passed, 1 failed" if complaint else "1 passed, 0 failed")
+
+
+def test_verify_wants_a_test_file(repo, run, monkeypatch):
+    commit(repo, "03 bare: no new file", "J.", {"tests/test_add.py": TEST_ADD + "\n"}, "03-bare")
+    monkeypatch.setattr(lessons, "run_tests", lambda tree, files: ({"test": "passed"}, ""))
+    assert "the lesson adds no test file" in run("verify", "3")[1]
+    assert lessons.test_files(lessons.read_main()[1][-1]) == ["tests/test_add.py"]  # `check` runs what it modifies
+
+
+def test_outcomes(repo):
+    (repo / "tests" / "test_all.py").write_text(
+        "import pytest\n\n\n"
+        "def test_passed():\n    pass\n\n\n"
+        "def test_skipped():\n    pytest.skip('no')\n\n\n"
+        "def test_assertion():\n    assert 1 == 2\n\n\n"
+        "def test_assertion_raises():\n    with pytest.raises(ValueError):\n        pass\n\n\n"
+        "def test_error():\n    import nowhere\n\n\n"
+        "@pytest.fixture\ndef bad():\n    raise ValueError\n\n\n"
+        "def test_error_before(bad):\n    pass\n"
+    )
+    results, output = lessons.run_tests(repo, ["tests/test_all.py"])
+    assert (
+        len(results) == 6
+        and all(outcome in name for name, outcome in results.items())
+        and "no module" in output.lower()
+    )
+    (repo / "tests" / "test_all.py").write_text("import nowhere\n")
+    assert set(lessons.run_tests(repo, ["tests/test_all.py"])[0].values()) == {"error"}
+
+
+def test_a_worktree_holds_one_commit_and_nothing_else(repo):
+    with lessons.worktree("main") as tree:
+        (tree / "left.pyc").touch()
+        (tree / ".venv").mkdir()
+        (tree / "calc.py").write_text("changed")
+        lessons.check_out(tree, "main~3")
+        assert git(tree, "status", "--porcelain", "--ignored") == "" and (tree / "calc.py").read_text() == ADD
+
+
+def stopped(repo, tmp_path, marks, stop, *args):
+    """Run lessons.py, stop it once there are that many files named mark*: exit code, stdout, stderr."""
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # where it is ignored, the child would inherit that
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        command, env = [sys.executable, "lessons.py", *args], os.environ | {"MARK": str(tmp_path / "mark-")}
+        process = subprocess.Popen(command, cwd=repo, env=env, stdout=out, stderr=err, start_new_session=True)
+        signal.signal(signal.SIGINT, before)
+        while len(list(tmp_path.glob("mark-*"))) < marks:
+            assert process.poll() is None
+            time.sleep(0.02)
+        stop(process)
+        code = process.wait(timeout=30)
+    return code, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
+
+
+def ctrl_c(process):
+    os.killpg(process.pid, signal.SIGINT)
+
+
+@pytest.mark.parametrize("stop", [ctrl_c, subprocess.Popen.terminate])
+def test_a_stopped_verify_leaves_nothing(repo, tmp_path, stop):
+    slow = (
+        "import os, pathlib, time\n\n\ndef test_slow():\n"
+        "    pathlib.Path(os.environ['MARK'] + str(os.getpid())).touch()\n    time.sleep(60)\n"
+    )
+    for n in (3, 4, 5):
+        commit(repo, f"0{n} slow: sleep", "K.", {f"tests/test_{n}.py": slow}, f"0{n}-slow{n}")
+    assert stopped(repo, tmp_path, 2, stop, "verify", "3", "4", "5") == (130, "", "")
+    marks = list(tmp_path.glob("mark-*"))
+    assert len(marks) == 2  # the third one did not begin
+    for mark in marks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(mark.name.removeprefix("mark-")), 0)
+
+
+def test_ctrl_c_while_trying(repo, tmp_path):
+    commit(repo, "03 nap: sleep", "Try:\n\n    $ touch $MARK; exec sleep 60", {"nap.txt": ""}, "03-nap")
+    git(repo, "checkout", "-q", "main^")
+    code, out, err = stopped(repo, tmp_path, 1, ctrl_c, "try", "3")
+    assert code == 130 and out.startswith("$ touch") and err.count("\n") == 1

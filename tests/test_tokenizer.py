@@ -1,0 +1,367 @@
+"""Encodings against the tokenizers library, every way in which loading one can fail, and tokens to text in a stream."""
+
+import copy
+import json
+from itertools import pairwise
+
+import pytest
+import tiktoken
+from conftest import CHECKPOINTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint import UserError
+from tokenizer import EOT, TextStream, byte_of_character, load_encoding, read_tokenizer_json
+
+TEXTS = [
+    "Once upon a time, there was a little girl named Lily.",
+    "  two spaces,\n\na blank line,\ttabs and trailing space ",
+    "don't I'll we've they're it's I'm he'd 1234 3.14 ... !?\"quoted\"",
+    "Grüße, 你好, 🙂 and \x00 \x7f \xa0",
+    "<|endoftext|>One day<|endoftext|>",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Our encoding of the embedded vocabulary, and the same file in the library it comes from."""
+    from tokenizers import Tokenizer
+
+    file = CHECKPOINTS / "stories" / "tokenizer.json"
+    return load_encoding(CHECKPOINTS / "stories", 4096), Tokenizer.from_file(str(file))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_equal_those_of_tokenizers(pair, text):
+    ours, theirs = pair
+    ids = ours.encode(text, allowed_special="all")
+    assert ids == theirs.encode(text).ids
+    assert ours.decode(ids) == text
+
+
+@settings(max_examples=50)
+@given(text=st.text(max_size=60))
+def test_ids_equal_those_of_tokenizers_on_any_text(pair, text):
+    ours, theirs = pair
+    assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
+    assert ours.decode(ours.encode(text, allowed_special="all")) == text
+
+
+def test_special_text_is_one_token(pair):
+    assert pair[0].encode("a<|endoftext|>b", allowed_special="all")[1] == 4095
+    with pytest.raises(ValueError, match="disallowed special token"):  # not silently taken as plain text
+        pair[0].encode("a<|endoftext|>b")
+
+
+def test_both_checkpoints_share_one_vocabulary_with_eos_last():
+    ours, draft = load_encoding(CHECKPOINTS / "stories", 4096), load_encoding(CHECKPOINTS / "stories-draft", 4096)
+    assert ours.n_vocab == 4096 and ours.encode(EOT, allowed_special="all") == [4095]
+    assert ours._mergeable_ranks == draft._mergeable_ranks
+
+
+def test_every_byte_has_its_character():
+    assert sorted(byte_of_character().values()) == list(range(256))
+    assert byte_of_character()["Ġ"] == ord(" ") and byte_of_character()["Ċ"] == ord("\n")
+
+
+# Names
+
+
+def test_random_models_read_bytes_and_print_numbers():
+    encoding = load_encoding("random:gpt2", 50257)
+    assert encoding.encode("Hi") == [72, 105]
+    assert encoding.decode([300, 50000, 50256]) == " 300 50000<|endoftext|>"
+
+
+def test_models_of_the_hub_share_the_encoding_that_tiktoken_has(monkeypatch):
+    encoding = load_encoding("random:gpt2", 50257)
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
+    assert load_encoding("gpt2-xl", 50257) is encoding
+
+
+def test_a_vocabulary_that_cannot_be_fetched_is_one_line(monkeypatch):
+    def no_network(name):
+        raise ConnectionError("of several\nlines")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    with pytest.raises(UserError, match="^GPT-2's vocabulary could not be fetched: ConnectionError$"):
+        load_encoding("gpt2", 50257)
+
+
+def test_an_unknown_name_is_refused_as_for_models():
+    with pytest.raises(UserError, match="unknown model 'gpt3'"):
+        load_encoding("gpt3", 50257)
+
+
+def test_the_vocabulary_of_a_model_may_be_padded_but_not_cut():
+    assert load_encoding(CHECKPOINTS / "stories", 4224).n_vocab == 4096
+    with pytest.raises(UserError, match="the tokenizer has 4096 tokens, the model's vocab_size is 4095"):
+        load_encoding(CHECKPOINTS / "stories", 4095)
+
+
+# tokenizer.json
+
+
+def tokenizer_json(merges: list, special: tuple[str, ...] = (EOT,)) -> dict:
+    """A small byte-level BPE in the form of the tokenizers library."""
+    tokens = [*byte_of_character(), *(a + b for a, b in merges), *special]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": vocabulary[token], "content": token} | flags for token in special],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {token: i for token, i in vocabulary.items() if token not in special},
+            "merges": [list(merge) for merge in merges],
+        },
+    }
+
+
+MERGES = [("h", "e"), ("Ġ", "t"), ("l", "l"), ("he", "ll"), ("Ġt", "he"), ("hell", "o")]
+SMALL = tokenizer_json(MERGES)
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(raw) -> tiktoken.Encoding:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
+        return load_encoding(tmp_path, 5000)
+
+    return load
+
+
+def same_ids(encoding, raw, texts) -> None:
+    from tokenizers import Tokenizer
+
+    theirs = Tokenizer.from_str(json.dumps(raw))
+    for text in texts:
+        assert encoding.encode(text, allowed_special="all") == theirs.encode(text).ids
+
+
+def with_changes(**changes) -> dict:
+    """SMALL with other values; `model__type` is that of `type` in `model`."""
+    raw = copy.deepcopy(SMALL)
+    for key, value in changes.items():
+        owner, _, inner = key.rpartition("__")
+        (raw[owner] if owner else raw)[inner] = value
+    return raw
+
+
+def added(**changes) -> dict:
+    return with_changes(added_tokens=[SMALL["added_tokens"][0] | changes])
+
+
+TEMPLATE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}], "pair": []}
+TEMPLATE |= {"pair": [*TEMPLATE["single"], {"Sequence": {"id": "B", "type_id": 0}}], "special_tokens": {}}
+ADDS_EOT = {"SpecialToken": {"id": EOT, "type_id": 0}}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        SMALL,
+        with_changes(model__merges=[f"{a} {b}" for a, b in MERGES]),  # files before 2024
+        with_changes(model__vocab=SMALL["model"]["vocab"] | {EOT: 262}),  # the special token in both places
+        with_changes(post_processor={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}),
+        with_changes(post_processor=TEMPLATE),  # as transformers writes it
+        added(normalized=True),
+        tokenizer_json(MERGES, (EOT, "<pad>", "the")),
+    ],
+)
+def test_forms_that_real_files_have_give_the_ids_of_tokenizers(load, raw):
+    same_ids(load(raw), raw, [*TEXTS, "hello the hell<pad>", " the the"])
+
+
+def test_special_tokens_may_come_first(load):
+    """As in tokenizers trained with them: the ids of bytes and merges begin after theirs."""
+    raw = copy.deepcopy(SMALL)
+    raw["model"]["vocab"] = {EOT: 0} | {token: i + 1 for token, i in raw["model"]["vocab"].items()}
+    raw["added_tokens"][0]["id"] = 0
+    same_ids(load(raw), raw, [*TEXTS, "hello the hell"])
+
+
+@pytest.mark.parametrize("none", [[], None])
+def test_a_file_without_added_tokens_has_none(load, none):
+    encoding = load(with_changes(added_tokens=none))
+    assert encoding.n_vocab == 262 and len(encoding.encode(EOT, allowed_special="all")) == len(EOT)
+
+
+def renumbered(number, token="hello") -> dict:
+    return with_changes(model__vocab=SMALL["model"]["vocab"] | {token: number})
+
+
+IDS = "the ids are not 0 to 262, once each, those of the added tokens last"
+ORDER = "the merges do not make the tokens of the vocabulary in the order of their ids"
+LATE = [("l", "o"), ("h", "e"), ("he", "l"), ("hel", "o")]  # of "helo" the library makes "he", "lo", tiktoken "helo"
+
+
+@pytest.mark.parametrize(
+    "raw, words",
+    [
+        (with_changes(normalizer={"type": "Lowercase"}), "normalizer is {'type': 'Lowercase'}; supported is None"),
+        (with_changes(model__type="Unigram"), "model.type is 'Unigram'; supported is 'BPE'"),
+        (with_changes(model=None), "model.type is None; supported is 'BPE'"),
+        (with_changes(model__dropout=0.1), "model.dropout is 0.1"),
+        (with_changes(model__ignore_merges=True), "model.ignore_merges is True"),
+        (with_changes(model__end_of_word_suffix="</w>"), "model.end_of_word_suffix is '</w>'"),
+        (with_changes(model__continuing_subword_prefix="##"), "model.continuing_subword_prefix is '##'"),
+        (with_changes(pre_tokenizer__type="Whitespace"), "pre_tokenizer.type is 'Whitespace'"),
+        (with_changes(pre_tokenizer__add_prefix_space=True), "pre_tokenizer.add_prefix_space is True"),
+        (with_changes(pre_tokenizer__use_regex=False), "pre_tokenizer.use_regex is False"),
+        (with_changes(pre_tokenizer=None), "pre_tokenizer.type is None"),
+        (with_changes(decoder={"type": "WordPiece"}), "decoder.type is 'WordPiece'"),
+        (with_changes(post_processor={"type": "BertProcessing"}), "post_processor.type is 'BertProcessing'"),
+        (with_changes(post_processor=TEMPLATE | {"single": [ADDS_EOT, *TEMPLATE["single"]]}), "post_processor.single"),
+        (with_changes(post_processor=TEMPLATE | {"single": [*TEMPLATE["single"], ADDS_EOT]}), "post_processor.single"),
+        # added tokens
+        (added(lstrip=True), "added token '<|endoftext|>': lstrip is True; supported is False"),
+        (added(rstrip=True), "added token '<|endoftext|>': rstrip is True; supported is False"),
+        (added(single_word=True), "added token '<|endoftext|>': single_word is True; supported is False"),
+        (added(content=""), "added token '' is empty"),
+        (added(content=7), "added token 7 is empty, no text"),
+        (tokenizer_json(MERGES, ("<a>", "<a>b")), "added token '<a>b' begins with another one, '<a>'"),
+        (
+            with_changes(
+                added_tokens=[
+                    token | {"id": 263 - i}
+                    for i, token in enumerate(tokenizer_json(MERGES, ("<a>", "<b>"))["added_tokens"])
+                ],
+                model__vocab=SMALL["model"]["vocab"] | {"<a>": 262, "<b>": 263},
+            ),
+            "added token '<a>' is empty, no text, or has another id in the vocabulary",
+        ),
+        (with_changes(added_tokens=[EOT]), "not a Hugging Face tokenizer"),
+        (with_changes(added_tokens=7), "not a Hugging Face tokenizer"),
+        (added(content=[1]), "not a Hugging Face tokenizer"),
+        # ids
+        *[(renumbered(number), IDS) for number in ("261", None, -1, 260, 262, 263, 10**30, 261.0, True, [261])],
+        *[(added(id=number), IDS) for number in ("262", None, -1, 261, 263, 10**30, 262.0, [262])],
+        # the vocabulary and its merges
+        (with_changes(model__vocab=None), "not a Hugging Face tokenizer"),
+        (with_changes(model__vocab=["a"]), "not a Hugging Face tokenizer"),
+        (with_changes(model__merges=None), "not a Hugging Face tokenizer"),
+        (with_changes(model__merges=[["h", "e", "l"]]), "not a Hugging Face tokenizer"),
+        (with_changes(model__merges=["h e l"]), "not a Hugging Face tokenizer"),
+        (with_changes(model__merges=[["h", 1]]), "not a Hugging Face tokenizer"),
+        (with_changes(model__merges=MERGES[:-1]), ORDER),
+        (with_changes(model__merges=[]), ORDER),
+        (with_changes(model__merges=MERGES[1:]), ORDER),
+        (with_changes(model__merges=[MERGES[1], MERGES[0], *MERGES[2:]]), ORDER),
+        (with_changes(model__merges=[*MERGES, ("h", "i")]), ORDER),
+        (with_changes(model__merges=[*MERGES[:-1], ("he", "llo")]), ORDER),  # a part that is no token
+        (with_changes(model__merges=[[["h"], ["e"]], *MERGES[1:]]), ORDER),
+        (tokenizer_json([("he", "ll"), ("h", "e"), ("l", "l")]), ORDER),  # parts that come later
+        (tokenizer_json([("", ""), *MERGES]), ORDER),
+        (tokenizer_json([("", "")]), ORDER),
+        (tokenizer_json([("h", ""), *MERGES]), "the ids are not"),
+        (with_changes(added_tokens=tokenizer_json(MERGES, ("<a>", "<b>"))["added_tokens"][::-1]), "the ids are not"),
+        (tokenizer_json(LATE), ORDER),
+        (tokenizer_json([("a", "a"), ("a", "aa")]), ORDER),  # the library makes "aa", "a" of three
+        (
+            with_changes(
+                model__vocab={("a b" if token == "h" else token): i for token, i in SMALL["model"]["vocab"].items()}
+            ),
+            "the first tokens of the vocabulary are not the 256 bytes",
+        ),
+    ],
+)
+def test_what_would_give_other_ids_is_refused_by_name(load, raw, words):
+    with pytest.raises(UserError) as error:
+        load(raw)
+    message = str(error.value)
+    assert words in message and "tokenizer.json" in message and "\n" not in message and len(message) < 400
+
+
+def test_what_is_no_tokenizer_is_named(load, tmp_path):
+    with pytest.raises(UserError, match="tokenizer.json: No such file or directory"):
+        load_encoding(tmp_path, 4096)
+    with pytest.raises(UserError, match="tokenizer.json: not a JSON object"):
+        load([])
+    with pytest.raises(UserError, match="tokenizer.json: pre_tokenizer.type is None"):
+        load({})
+
+
+@given(data=st.data())
+def test_any_merges_are_refused_or_give_the_ids_of_tokenizers(data, tmp_path_factory):
+    """Merges that nobody would learn from text, over two letters, so that they meet in every way."""
+    from tokenizers import Tokenizer
+
+    tokens, merges = ["a", "b"], []
+    for _ in range(data.draw(st.integers(1, 8))):
+        a, b = data.draw(st.sampled_from(tokens)), data.draw(st.sampled_from(tokens))
+        if a + b not in tokens:
+            tokens.append(a + b)
+            merges.append((a, b))
+    raw = tokenizer_json(merges)
+    file = tmp_path_factory.getbasetemp() / "tokenizer.json"
+    file.write_text(json.dumps(raw), "utf-8")
+    text = data.draw(st.text("ab", min_size=10, max_size=40))
+    try:
+        ours = read_tokenizer_json(file)
+    except UserError as error:
+        assert ORDER in str(error)
+        theirs = Tokenizer.from_str(json.dumps(raw))  # for tiktoken each token's own text is one token
+        assert any(len(theirs.encode(token).ids) > 1 for token in tokens)
+    else:
+        assert ours.encode(text) == Tokenizer.from_str(json.dumps(raw)).encode(text).ids
+
+
+# A stream of tokens
+
+
+def streamed(encoding, tokens, skip=()) -> list[str]:
+    stream = TextStream(encoding, skip)
+    return [*(stream.add(token) for token in tokens), stream.end()]
+
+
+@given(data=st.binary(max_size=30), cuts=st.lists(st.integers(0, 30)))
+def test_a_stream_is_the_text_of_all_bytes(data, cuts):
+    """Whatever the bytes, and wherever tokens cut them."""
+    pieces = [data[a:b] for a, b in pairwise([0, *sorted(cuts), len(data)])]
+
+    class Pieces:
+        decode_single_token_bytes = staticmethod(pieces.__getitem__)
+
+    assert "".join(streamed(Pieces, range(len(pieces)))) == data.decode("utf-8", "replace")
+
+
+def test_bytes_are_held_back_until_a_character_is_whole():
+    encoding = load_encoding("random:gpt2", 50257)
+    assert streamed(encoding, "aé🙂".encode()) == ["a", "", "é", "", "", "", "🙂", ""]
+    assert streamed(encoding, "a🙂".encode()[:-1]) == ["a", "", "", "", "\ufffd"]
+    assert streamed(encoding, [0xFF, 65]) == ["\ufffd", "A", ""]
+    assert streamed(encoding, []) == [""]
+
+
+def test_each_row_of_a_batch_has_its_own_stream():
+    encoding = load_encoding("random:gpt2", 50257)
+    first, second = TextStream(encoding), TextStream(encoding)
+    texts = ["", ""]
+    for a, b in zip("é…".encode(), "ü🙂".encode()):
+        texts[0] += first.add(a)
+        texts[1] += second.add(b)
+    assert texts == ["é…", "ü"] and (first.end(), second.end()) == ("", "\ufffd")
+
+
+def test_skipped_tokens_print_nothing():
+    encoding = load_encoding(CHECKPOINTS / "stories", 4096)
+    tokens = encoding.encode("One<|endoftext|> day", allowed_special="all")
+    assert "".join(streamed(encoding, tokens)) == "One<|endoftext|> day"
+    assert "".join(streamed(encoding, tokens, (4095,))) == "One day"
+    half, other = (encoding.encode_single_token(byte) for byte in (b"\xc3", b"\xa9"))
+    assert "".join(streamed(encoding, [half, 4095, other], (4095,))) == "é"
+    assert streamed(encoding, tokens, tuple(set(tokens))) == [""] * (len(tokens) + 1)
+
+
+@pytest.mark.parametrize("token", [4096, 4223])
+def test_an_id_without_text_prints_as_the_replacement_character(token):
+    encoding = load_encoding(CHECKPOINTS / "stories", 4224)
+    a, half = encoding.encode("a")[0], encoding.encode_single_token(b"\xc3")
+    assert streamed(encoding, [a, token, a]) == ["a", "\ufffd", "a", ""]
+    assert "".join(streamed(encoding, [half, token])) == "\ufffd\ufffd"
