@@ -24,6 +24,25 @@ def random_tokens(length: int, vocab_size: int = 61, seed: int = 0) -> list[int]
     return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def run(model, prompts, *, generator=None, options=None, **params) -> list[list[int | None]]:
+    """All steps of `generate`. options: its other keyword arguments. params: those of SamplingParams."""
+    from infer import SamplingParams, generate
+
+    given = {"generator": generator} if generator else {}
+    return list(generate(model, prompts, SamplingParams(**params), **given, **(options or {})))
+
+
+def run_rows(model, prompts, **arguments) -> list[list[int]]:
+    """The tokens of each row, up to the end of its text. arguments: as of `run`."""
+    steps = run(model, prompts, **arguments)
+    return [[step[row] for step in steps if step[row] is not None] for row in range(len(prompts))]
+
+
+def slide(model, prompts, **params) -> list[list[int]]:
+    """The tokens of each row where the window moves by one token a step."""
+    return run_rows(model, prompts, **params)
+
+
 @pytest.fixture(scope="session")
 def stories() -> GPT:
     """The embedded model, in float32."""
@@ -61,5 +80,17 @@ def run_main(capsys):
         except SystemExit as exit:
             code = exit.code
         return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def cli(run_main):
+    """A function that runs `infer.py` with these arguments, in this process: exit code, stdout, stderr."""
+
+    def run(*args) -> tuple[int, str, str]:
+        import infer
+
+        return run_main(infer.main, *args)
 
     return run

@@ -1,0 +1,133 @@
+"""Generate text with GPT-2: python infer.py --prompt "Once upon a time"."""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from checkpoint import UserError, memory_for
+from model import GPT
+from tokenizer import TextStream, load_encoding
+
+STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
+
+
+def pick_device(name: str) -> str:
+    """The device to run on; `auto` is the first of cuda, mps, cpu that this machine has, any other name is kept.
+
+    Raises UserError for a device that this machine lacks.
+    """
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available.insert(0, "mps")
+    if torch.cuda.is_available():
+        available.insert(0, "cuda")
+    if name == "auto":
+        return available[0]
+    if name not in available:
+        raise UserError(f"--device {name}: not on this machine, which has {', '.join(available)}")
+    return name
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options on what to write, and on where and how to run."""
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.add_argument("--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>")
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
+
+
+def read_prompts(args) -> list[str]:
+    """The prompts of a command line. Raises UserError if one is not UTF-8."""
+    prompts = [args.prompt]
+    for prompt in prompts:
+        if any("\ud800" <= character <= "\udfff" for character in prompt):  # Python's stand-in for a stray byte
+            raise UserError(f"--prompt {prompt!a}: not UTF-8 text")
+    return prompts
+
+
+class Output:
+    """Prompts and their texts on stdout: a single one as it comes, several whole and in order at the end.
+
+    Use it as a context manager. However the block ends, what was generated is printed, then statistics on stderr.
+    """
+
+    def __init__(self, prompts: list[str], encoding):
+        self.texts, self.shown = list(prompts), 0
+        self.streams = [TextStream(encoding) for _ in prompts]
+        self.count, self.times = 0, [time.perf_counter()]
+
+    def add(self, row: int, token: int) -> None:
+        """Put a token at the end of a row's text."""
+        self.texts[row] += self.streams[row].add(token)
+        self.count += 1
+
+    def end_step(self) -> None:
+        """Take the time, and print what is new if there is one text only."""
+        self.times.append(time.perf_counter())
+        if len(self.texts) == 1:
+            print(self.texts[0][self.shown :], end="", flush=True)
+            self.shown = len(self.texts[0])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, error_type, *_):
+        if error_type is not None and not self.times[1:]:
+            return  # an error before the first token
+        texts = [text + stream.end() for text, stream in zip(self.texts, self.streams)]
+        print(("\n" + "-" * 40 + "\n").join(texts)[self.shown :], flush=True)  # before anything goes to stderr
+        if self.times[1:]:
+            print(self.statistics(), file=sys.stderr)
+
+    def statistics(self) -> str:
+        """The speed of the run."""
+        first, total = self.times[1] - self.times[0], self.times[-1] - self.times[0]
+        return f"{self.count} tokens, {self.count / total:.1f} tokens/s, the first after {first:.3f} s"
+
+
+def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
+    """Parse a command line and call action(args). What a user can put right is one line on stderr and exit code 2.
+
+    After Ctrl-C the exit code is 130. When nobody reads the output any more, it ends quietly.
+    """
+    args = parser.parse_args(argv)
+    try:
+        with memory_for("the model and its texts"):
+            action(args)
+    except UserError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
+        sys.exit(141)  # as a program that SIGPIPE ended
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Generate text with GPT-2.")
+    parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
+    add_options(parser)
+    run_script(parser, run, argv)
+
+
+def run(args) -> None:
+    """Do what the command line asks for: text to stdout, statistics to stderr. Raises UserError for bad input."""
+    prompts = read_prompts(args)
+    model = GPT.from_pretrained(args.model, device=pick_device(args.device))
+    encoding = load_encoding(args.model, model.config.vocab_size)
+    with Output(prompts, encoding):
+        pass
+
+
+if __name__ == "__main__":
+    main()
