@@ -1,5 +1,8 @@
 PYTHON ?= python3
 
+demo: .venv/installed tags  ## write a story with the embedded model, on the CPU
+	.venv/bin/python infer.py --prompt "Once upon a time" --device cpu
+
 test: .venv/installed tags  ## run the tests of this commit
 	.venv/bin/python -m pytest
 
@@ -15,4 +18,4 @@ tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: test tags
+.PHONY: demo test tags

@@ -1,9 +1,11 @@
 """Generate text with GPT-2: python infer.py --prompt "Once upon a time"."""
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +15,32 @@ from model import GPT
 from tokenizer import TextStream, load_encoding
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the next tokens; the defaults are greedy decoding."""
+
+    max_new_tokens: int = 220
+
+
+@torch.inference_mode()
+def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> Iterator[list[int]]:
+    """Continue all prompts together, one token each a step.
+
+    prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
+    Yields, `params.max_new_tokens` times, the next token of each prompt.
+    Raises UserError if there is no prompt, or their lengths differ.
+    """
+    sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
+    if len({len(sequence) for sequence in sequences}) != 1:
+        raise UserError(f"prompts of one length are needed, not of {[len(sequence) for sequence in sequences]} tokens")
+    for _ in range(params.max_new_tokens):
+        logits = model(torch.tensor(sequences, device=model.device), logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        next_tokens = logits.argmax(dim=-1).tolist()
+        yield next_tokens
+        for sequence, token in zip(sequences, next_tokens):
+            sequence.append(token)
 
 
 def pick_device(name: str) -> str:
@@ -43,7 +71,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options on what to write, and on where and how to run."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>")
+    parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
+    parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+
+
+def sampling_params(args) -> SamplingParams:
+    """The SamplingParams of a command line."""
+    return SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
 
 
 def read_prompts(args) -> list[str]:
@@ -122,11 +157,15 @@ def main(argv=None) -> None:
 
 def run(args) -> None:
     """Do what the command line asks for: text to stdout, statistics to stderr. Raises UserError for bad input."""
-    prompts = read_prompts(args)
+    params, prompts = sampling_params(args), read_prompts(args)
     model = GPT.from_pretrained(args.model, device=pick_device(args.device))
     encoding = load_encoding(args.model, model.config.vocab_size)
-    with Output(prompts, encoding):
-        pass
+    tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
+    with Output(prompts, encoding) as output:
+        for step in generate(model, tokens, params):
+            for row, token in enumerate(step):
+                output.add(row, token)
+            output.end_step()
 
 
 if __name__ == "__main__":
