@@ -22,23 +22,31 @@ class SamplingParams:
     """How to choose the next tokens; the defaults are greedy decoding."""
 
     max_new_tokens: int = 220
+    ignore_eos: bool = False  # go on after an EOS token
 
 
 @torch.inference_mode()
-def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> Iterator[list[int]]:
+def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
-    Yields, `params.max_new_tokens` times, the next token of each prompt.
+    Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
     Raises UserError if there is no prompt, or their lengths differ.
     """
     sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
     if len({len(sequence) for sequence in sequences}) != 1:
         raise UserError(f"prompts of one length are needed, not of {[len(sequence) for sequence in sequences]} tokens")
+    finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
         logits = model(torch.tensor(sequences, device=model.device), logits_to_keep=1)[:, -1]  # (B, vocab_size)
         next_tokens = logits.argmax(dim=-1).tolist()
-        yield next_tokens
+        step = [None if done else token for done, token in zip(finished, next_tokens)]
+        yield step
+        # Only a token that was generated ends a text: a prompt may well end in EOS.
+        ends = [token in model.config.eos_token_ids and not params.ignore_eos for token in step]
+        finished = [done or end for done, end in zip(finished, ends)]
+        if all(finished):
+            return
         for sequence, token in zip(sequences, next_tokens):
             sequence.append(token)
 
@@ -72,6 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>")
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
@@ -93,12 +102,13 @@ def read_prompts(args) -> list[str]:
 class Output:
     """Prompts and their texts on stdout: a single one as it comes, several whole and in order at the end.
 
+    skip: tokens that print nothing, those that end a text.
     Use it as a context manager. However the block ends, what was generated is printed, then statistics on stderr.
     """
 
-    def __init__(self, prompts: list[str], encoding):
+    def __init__(self, prompts: list[str], encoding, skip: tuple[int, ...] = ()):
         self.texts, self.shown = list(prompts), 0
-        self.streams = [TextStream(encoding) for _ in prompts]
+        self.streams = [TextStream(encoding, skip) for _ in prompts]
         self.count, self.times = 0, [time.perf_counter()]
 
     def add(self, row: int, token: int) -> None:
@@ -161,10 +171,12 @@ def run(args) -> None:
     model = GPT.from_pretrained(args.model, device=pick_device(args.device))
     encoding = load_encoding(args.model, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
-    with Output(prompts, encoding) as output:
+    skip = () if params.ignore_eos else model.config.eos_token_ids
+    with Output(prompts, encoding, skip) as output:
         for step in generate(model, tokens, params):
             for row, token in enumerate(step):
-                output.add(row, token)
+                if token is not None:
+                    output.add(row, token)
             output.end_step()
 
 
