@@ -38,7 +38,8 @@ def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> It
         raise UserError(f"prompts of one length are needed, not of {[len(sequence) for sequence in sequences]} tokens")
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
-        logits = model(torch.tensor(sequences, device=model.device), logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        windows = [sequence[-model.config.block_size :] for sequence in sequences]
+        logits = model(torch.tensor(windows, device=model.device), logits_to_keep=1)[:, -1]  # (B, vocab_size)
         next_tokens = logits.argmax(dim=-1).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
