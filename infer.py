@@ -23,13 +23,20 @@ class SamplingParams:
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after an EOS token
+    temperature: float = 0.0  # 0: the most likely token; 1: a draw from the softmax; no other value yet
 
 
 @torch.inference_mode()
-def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> Iterator[list[int | None]]:
+def generate(
+    model: GPT,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    generator: torch.Generator | None = None,
+) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
+    generator: where the random numbers come from, on the model's device; torch's global one if None.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
     Raises UserError if there is no prompt, or their lengths differ.
     """
@@ -40,7 +47,7 @@ def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> It
     for _ in range(params.max_new_tokens):
         windows = [sequence[-model.config.block_size :] for sequence in sequences]
         logits = model(torch.tensor(windows, device=model.device), logits_to_keep=1)[:, -1]  # (B, vocab_size)
-        next_tokens = logits.argmax(dim=-1).tolist()
+        next_tokens = sample(logits, params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         # Only a token that was generated ends a text: a prompt may well end in EOS.
@@ -50,6 +57,21 @@ def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> It
             return
         for sequence, token in zip(sequences, next_tokens):
             sequence.append(token)
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Choose a token from each row of logits.
+
+    logits: (B, vocab_size), float32. Returns (B,) ids: the most likely ones at temperature 0, else one draw a row.
+    """
+    if params.temperature == 0:
+        return logits.argmax(dim=-1)
+    return torch.multinomial(sampling_probs(logits, params), 1, generator=generator)[:, 0]
+
+
+def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The distribution that `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
+    return torch.softmax(logits, dim=-1)
 
 
 def pick_device(name: str) -> str:
@@ -82,33 +104,48 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>")
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
+    parser.add_argument("--temperature", type=float, choices=(0.0, 1.0), help="0: greedy; 1: draw at random")
+    parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
+    parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
 def sampling_params(args) -> SamplingParams:
-    """The SamplingParams of a command line."""
-    return SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
+    """The SamplingParams of a command line. A note on stderr names options that do nothing at temperature 0."""
+    params = SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
+    given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
+    if params.temperature == 0 and any(given.values()):
+        names = ", ".join(name for name, is_given in given.items() if is_given)
+        print(f"note: temperature 0 is greedy, so this changes nothing: {names}", file=sys.stderr)
+    return params
+
+
+def seeded_generator(seed: int | None, device: str) -> torch.Generator:
+    """A generator with that seed, or with a new one for None."""
+    generator = torch.Generator(device)
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    return generator
 
 
 def read_prompts(args) -> list[str]:
-    """The prompts of a command line. Raises UserError if one is not UTF-8."""
+    """The prompts of a command line, --num-samples times each. Raises UserError if one is not UTF-8."""
     prompts = [args.prompt]
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for character in prompt):  # Python's stand-in for a stray byte
             raise UserError(f"--prompt {prompt!a}: not UTF-8 text")
-    return prompts
+    return [prompt for prompt in prompts for _ in range(args.num_samples)]
 
 
 class Output:
     """Prompts and their texts on stdout: a single one as it comes, several whole and in order at the end.
 
-    skip: tokens that print nothing, those that end a text.
+    skip: tokens that print nothing, those that end a text. seed: of the draws, None if there are none.
     Use it as a context manager. However the block ends, what was generated is printed, then statistics on stderr.
     """
 
-    def __init__(self, prompts: list[str], encoding, skip: tuple[int, ...] = ()):
-        self.texts, self.shown = list(prompts), 0
+    def __init__(self, prompts: list[str], encoding, skip: tuple[int, ...] = (), seed: int | None = None):
+        self.texts, self.shown, self.seed = list(prompts), 0, seed
         self.streams = [TextStream(encoding, skip) for _ in prompts]
         self.count, self.times = 0, [time.perf_counter()]
 
@@ -136,9 +173,10 @@ class Output:
             print(self.statistics(), file=sys.stderr)
 
     def statistics(self) -> str:
-        """The speed of the run."""
+        """The speed of the run, and the seed of its draws."""
         first, total = self.times[1] - self.times[0], self.times[-1] - self.times[0]
-        return f"{self.count} tokens, {self.count / total:.1f} tokens/s, the first after {first:.3f} s"
+        seed = "" if self.seed is None else f", seed {self.seed}"
+        return f"{self.count} tokens, {self.count / total:.1f} tokens/s, the first after {first:.3f} s{seed}"
 
 
 def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
@@ -169,12 +207,15 @@ def main(argv=None) -> None:
 def run(args) -> None:
     """Do what the command line asks for: text to stdout, statistics to stderr. Raises UserError for bad input."""
     params, prompts = sampling_params(args), read_prompts(args)
-    model = GPT.from_pretrained(args.model, device=pick_device(args.device))
+    device = pick_device(args.device)
+    generator = seeded_generator(args.seed, device)
+    model = GPT.from_pretrained(args.model, device=device)
     encoding = load_encoding(args.model, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
-    with Output(prompts, encoding, skip) as output:
-        for step in generate(model, tokens, params):
+    seed = generator.initial_seed() if params.temperature else None
+    with Output(prompts, encoding, skip, seed) as output:
+        for step in generate(model, tokens, params, generator):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)

@@ -1,0 +1,104 @@
+"""Lesson 04: drawing from the softmax, checked by counting, and repeatable by its seed."""
+
+import pytest
+import torch
+from conftest import run, run_rows
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def chi_square(counts, probs):
+    expected = counts.sum() * probs
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+@torch.inference_mode()
+def test_draws_follow_the_softmax(tiny):
+    model = tiny(seed=1, vocab_size=8, eos_token_id=7)
+    (step,) = run(model, [[1, 2]] * 20000, generator=seeded(0), max_new_tokens=1, temperature=1.0)
+    counts = torch.bincount(torch.tensor(step), minlength=8).double()
+    probs = model(torch.tensor([[1, 2]]))[0, -1].softmax(dim=-1)
+    assert counts.min() > 5 and probs.max() < 0.9
+    assert chi_square(counts, probs) < 24.32  # 7 degrees of freedom, p = 0.001
+    assert chi_square(counts, probs.roll(1)) > 24.32  # the check can fail
+
+
+def test_the_second_token_follows_the_first(tiny):
+    """Frequencies of the pair against the product of its two conditional probabilities."""
+    model = tiny(seed=2, vocab_size=4, eos_token_id=3)
+    params = {"max_new_tokens": 2, "temperature": 1.0, "ignore_eos": True}
+    first, second = run(model, [[0]] * 20000, generator=seeded(0), **params)
+    counts = torch.bincount(torch.tensor(first) * 4 + torch.tensor(second), minlength=16).double()
+    with torch.inference_mode():
+        one = model(torch.tensor([[0]]))[0, -1].softmax(dim=-1)
+        two = model(torch.tensor([[0, token] for token in range(4)]))[:, -1].softmax(dim=-1)
+    assert chi_square(counts, (one[:, None] * two).flatten()) < 37.70  # 15 degrees of freedom, p = 0.001
+
+
+def test_the_same_seed_gives_the_same_text(tiny):
+    def text(seed):
+        return run_rows(tiny(), [[1]], generator=seeded(seed), max_new_tokens=20, temperature=1.0, ignore_eos=True)
+
+    assert text(7) == text(7) != text(8)
+
+
+def test_only_the_generator_it_is_given_is_used(tiny):
+    model, state = tiny(), torch.get_rng_state()
+    run(model, [[1]], generator=seeded(0), max_new_tokens=5, temperature=1.0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture
+def text(cli, tiny_checkpoint):
+    """A function that runs `infer.py` on "One day" with these arguments: its text, and what it wrote to stderr."""
+
+    def run(*args):
+        code, out, err = cli("--model", tiny_checkpoint, "--prompt", "One day", "--max-new-tokens", 9, *args)
+        assert code == 0
+        return out, err
+
+    return run
+
+
+def test_the_command_line_draws_by_seed(text):
+    drawn, err = text("--temperature", 1, "--seed", 5)
+    assert err.endswith(", seed 5\n") and err.count("\n") == 1
+    assert drawn == text("--temperature", 1, "--seed", 5)[0]
+    assert drawn != text("--temperature", 1, "--seed", 6)[0]
+    assert drawn != text()[0]
+
+
+def test_a_run_without_seed_can_be_repeated_from_its_report(text):
+    first, err = text("--temperature", 1)
+    assert first == text("--temperature", 1, "--seed", err.split()[-1])[0] != text("--temperature", 1)[0]
+
+
+def test_several_samples_are_printed_apart_in_order(text, monkeypatch):
+    import infer
+
+    out, err = text("--temperature", 1, "--seed", 1, "--num-samples", 3)
+    texts = out.removesuffix("\n").split("\n" + "-" * 40 + "\n")
+    assert err.startswith("27 tokens") and len(set(texts)) == 3
+    assert all(text.startswith("One day") for text in texts)
+    monkeypatch.setattr(infer, "generate", lambda model, prompts, *args: iter([[65, 66, 67][: len(prompts)]]))
+    out, _ = text("--temperature", 1, "--num-samples", 3)
+    assert [part[-1] for part in out.removesuffix("\n").split("\n" + "-" * 40 + "\n")] == ["b", "c", "d"]
+
+
+def test_greedy_reports_no_seed_and_says_what_changes_nothing(text):
+    out, err = text()
+    assert "seed" not in err and err.count("\n") == 1
+    again, err = text("--seed", 6)
+    assert again == out and err.splitlines()[0] == "note: temperature 0 is greedy, so this changes nothing: --seed"
+    _, err = text("--seed", 6, "--num-samples", 2)
+    assert err.splitlines()[0].endswith("this changes nothing: --seed, --num-samples") and err.count("\n") == 2
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_still_greedy_by_default(tiny, seed):
+    model = tiny(seed=seed)
+    with torch.inference_mode():
+        best = model(torch.tensor([[1, 2]]))[0, -1].argmax().item()
+    assert run(model, [[1, 2]], max_new_tokens=1) == [[best]]
