@@ -1,0 +1,68 @@
+"""Lesson 06: top-k, against transformers' TopKLogitsWarper."""
+
+import pytest
+import torch
+from conftest import run
+
+LOGITS = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 39, 40])
+def test_equals_transformers(k):
+    from transformers import TopKLogitsWarper
+
+    from infer import top_k_filter
+
+    assert torch.equal(top_k_filter(LOGITS, k), TopKLogitsWarper(k)(None, LOGITS))
+
+
+def test_the_case_in_transformers_own_tests():
+    """Of ten rising logits, and of a row with them in another order, three stay."""
+    from infer import top_k_filter
+
+    ramp = torch.arange(10.0).repeat(2, 1)
+    ramp[1, :5] = ramp[1, :5] + 10
+    kept = top_k_filter(ramp, 3).isfinite().tolist()
+    assert kept == [7 * [False] + 3 * [True], 2 * [False] + 3 * [True] + 5 * [False]]
+
+
+def test_ties_with_the_kth_all_stay():
+    from transformers import TopKLogitsWarper
+
+    from infer import top_k_filter
+
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
+    kept = top_k_filter(logits, 2)
+    assert kept.isfinite().tolist() == [[True, False, True, True, True, False]]
+    assert torch.equal(kept, TopKLogitsWarper(2)(None, logits))
+
+
+@pytest.mark.parametrize("k", [0, 40, 41, 10**9])
+def test_off_and_more_than_there_are_keep_all(k):
+    from infer import top_k_filter
+
+    assert torch.equal(top_k_filter(LOGITS, k), LOGITS)
+
+
+def test_any_batch_shape():
+    from infer import top_k_filter
+
+    assert torch.equal(top_k_filter(LOGITS.view(5, 1, 40), 3)[:, 0], top_k_filter(LOGITS, 3))
+    assert torch.equal(top_k_filter(LOGITS[0], 3), top_k_filter(LOGITS, 3)[0])
+
+
+def test_draws_are_among_the_k_most_likely_and_reach_all_of_them(tiny):
+    model, params = tiny(seed=1), {"max_new_tokens": 1, "temperature": 1.0, "top_k": 4}
+    (step,) = run(model, [[1, 2]] * 2000, generator=torch.Generator().manual_seed(0), **params)
+    with torch.inference_mode():
+        best = model(torch.tensor([[1, 2]]))[0, -1].topk(4).indices.tolist()
+    assert set(step) == set(best)
+
+
+def test_the_command_line_with_k_1_is_greedy(cli, tiny_checkpoint):
+    arguments = ("--model", tiny_checkpoint, "--prompt", "One day", "--max-new-tokens", 9)
+    greedy = cli(*arguments)
+    assert cli(*arguments, "--temperature", 1, "--top-k", 1)[:2] == greedy[:2]
+    code, out, err = cli(*arguments, "--top-k", 5)
+    assert (code, out) == greedy[:2] and err.startswith("note: ") and "changes nothing: --top-k\n" in err
+    assert "note" not in cli(*arguments, "--temperature", 1, "--top-k", 5)[2]
