@@ -25,6 +25,7 @@ class SamplingParams:
     ignore_eos: bool = False  # go on after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
+    top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
 
 
 @torch.inference_mode()
@@ -74,6 +75,7 @@ def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
     """The distribution that `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
+    logits = top_p_filter(logits, params.top_p)
     return torch.softmax(logits, dim=-1)
 
 
@@ -93,6 +95,21 @@ def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
         return logits
     kth = logits.topk(k, dim=-1).values[..., -1:]
     return logits.masked_fill(logits < kth, -torch.inf)
+
+
+def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Set to -inf all logits (..., vocab_size) but those of the fewest tokens whose probabilities reach mass p.
+
+    The token that crosses p stays, so at least one does; p = 1 keeps all.
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration" (nucleus sampling).
+    """
+    if p == 1:
+        return logits
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)  # of equal ones, the lower id first
+    mass = torch.softmax(ordered, dim=-1).cumsum(dim=-1)
+    remove = torch.zeros_like(logits, dtype=torch.bool)  # the most likely token stays, even where p rounds to 0
+    remove[..., 1:] = mass[..., :-1] >= p  # the mass up to the token before; mass - probs would round differently
+    return logits.masked_fill(remove.scatter(-1, order, remove), -torch.inf)
 
 
 def pick_device(name: str) -> str:
@@ -127,6 +144,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument("--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising")
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
+    parser.add_argument("--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
@@ -137,7 +155,7 @@ def sampling_params(args) -> SamplingParams:
     """The SamplingParams of a command line. A note on stderr names options that do nothing at temperature 0."""
     params = SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
     given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
-    given |= {"--top-k": params.top_k > 0}
+    given |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
     if params.temperature == 0 and any(given.values()):
         names = ", ".join(name for name, is_given in given.items() if is_given)
         print(f"note: temperature 0 is greedy, so this changes nothing: {names}", file=sys.stderr)
