@@ -19,13 +19,29 @@ STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the next tokens; the defaults are greedy decoding."""
+    """How to choose the next tokens; the defaults are greedy decoding. Raises UserError for a value out of range."""
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after an EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
+
+    def __post_init__(self):
+        for name, (kind, valid, allowed) in LIMITS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not valid(value):
+                raise UserError(f"{name} is {value!r}; it must be {allowed}")
+
+
+LARGEST = sys.float_info.max
+LIMITS = {  # field of SamplingParams: its type, which values are valid, how to say that
+    "max_new_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
+    "ignore_eos": (bool, lambda v: True, "True or False"),
+    "temperature": (int | float, lambda v: 0 <= v <= LARGEST, "a finite number >= 0"),
+    "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
+    "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+}
 
 
 @torch.inference_mode()
@@ -40,7 +56,7 @@ def generate(
     prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
     generator: where the random numbers come from, on the model's device; torch's global one if None.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
-    Raises UserError if there is no prompt, or their lengths differ.
+    Raises UserError if there is no prompt, their lengths differ, or the logits are not finite.
     """
     sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
     if len({len(sequence) for sequence in sequences}) != 1:
@@ -48,8 +64,7 @@ def generate(
     finished = [False] * len(sequences)
     for _ in range(params.max_new_tokens):
         windows = [sequence[-model.config.block_size :] for sequence in sequences]
-        logits = model(torch.tensor(windows, device=model.device), logits_to_keep=1)[:, -1]  # (B, vocab_size)
-        next_tokens = sample(logits, params, generator).tolist()
+        next_tokens = sample(next_logits(model, windows), params, generator).tolist()
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         # Only a token that was generated ends a text: a prompt may well end in EOS.
@@ -59,6 +74,15 @@ def generate(
             return
         for sequence, token in zip(sequences, next_tokens):
             sequence.append(token)
+
+
+@torch.inference_mode()
+def next_logits(model: GPT, windows: list[list[int]]) -> torch.Tensor:
+    """The logits for the token after each window, (B, vocab_size). Raises UserError if they are not finite."""
+    logits = model(torch.tensor(windows, device=model.device), logits_to_keep=1)[:, -1]
+    if not logits.isfinite().all():
+        raise UserError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
+    return logits
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -163,18 +187,29 @@ def sampling_params(args) -> SamplingParams:
 
 
 def seeded_generator(seed: int | None, device: str) -> torch.Generator:
-    """A generator with that seed, or with a new one for None."""
+    """A generator with that seed, or with a new one for None. Raises UserError for a seed out of range."""
+    if seed is not None and not 0 <= seed < 2**64:
+        raise UserError(f"--seed {seed}: it must be an integer from 0 to 2**64 - 1")
     generator = torch.Generator(device)
     generator.seed() if seed is None else generator.manual_seed(seed)
     return generator
 
 
+MOST_TEXTS = 2**16  # a limit, because lists for 10**9 of them fill the memory before any tensor is made
+
+
 def read_prompts(args) -> list[str]:
-    """The prompts of a command line, --num-samples times each. Raises UserError if one is not UTF-8."""
+    """The prompts of a command line, --num-samples times each. Raises UserError for too many, or one not UTF-8."""
     prompts = [args.prompt]
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for character in prompt):  # Python's stand-in for a stray byte
             raise UserError(f"--prompt {prompt!a}: not UTF-8 text")
+    if args.num_samples < 1:
+        raise UserError(f"--num-samples {args.num_samples}: it must be an integer >= 1")
+    if len(prompts) * args.num_samples > MOST_TEXTS:
+        raise UserError(
+            f"{len(prompts)} prompts x --num-samples {args.num_samples}: at most {MOST_TEXTS} texts at once"
+        )
     return [prompt for prompt in prompts for _ in range(args.num_samples)]
 
 

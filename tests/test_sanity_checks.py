@@ -1,0 +1,116 @@
+"""Lesson 08: values out of range and broken models are refused, in one line that says what is allowed."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from conftest import run
+from hypothesis import given
+from hypothesis import strategies as st
+
+odd_values = st.sampled_from([None, True, False, "", "2", [1], math.nan, math.inf, -math.inf, Fraction(1, 2), 1j])
+no_integers = odd_values | st.floats()
+too_large = st.just(10**400)
+BAD = {
+    "max_new_tokens": no_integers | st.integers(max_value=-1),
+    "temperature": odd_values | st.floats(max_value=0, exclude_max=True) | too_large,
+    "top_k": no_integers | st.integers(max_value=-1),
+    "top_p": odd_values | st.floats(max_value=0) | st.floats(min_value=1, exclude_min=True) | too_large,
+    "ignore_eos": st.sampled_from([None, "no", 0, 1, 0.0]),
+}
+ALLOWED = {
+    "max_new_tokens": "an integer >= 0",
+    "temperature": "a finite number >= 0",
+    "top_k": "an integer >= 0",
+    "top_p": "a number in (0, 1]",
+    "ignore_eos": "True or False",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@given(data=st.data())
+def test_bad_values_are_named_with_their_range(name, data):
+    from infer import SamplingParams
+
+    value = data.draw(BAD[name])
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**{name: value})
+    assert str(error.value) == f"{name} is {value!r}; it must be {ALLOWED[name]}"
+
+
+@given(
+    max_new_tokens=st.integers(0, 10**9),
+    temperature=st.floats(0, 1e308) | st.integers(0, 9),
+    top_k=st.integers(0, 10**9),
+    top_p=st.floats(0, 1, exclude_min=True) | st.just(1),
+    ignore_eos=st.booleans(),
+)
+def test_still_accepts_every_good_value(**values):
+    from infer import SamplingParams
+
+    SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--max-new-tokens", "-1"], "max_new_tokens is -1; it must be an integer >= 0"),
+        (["--temperature", "-0.5"], "temperature is -0.5; it must be a finite number >= 0"),
+        (["--temperature", "nan"], "temperature is nan; it must be a finite number >= 0"),
+        (["--top-k", "-3"], "top_k is -3; it must be an integer >= 0"),
+        (["--top-p", "0"], "top_p is 0.0; it must be a number in (0, 1]"),
+        (["--top-p", "1.5"], "top_p is 1.5; it must be a number in (0, 1]"),
+        (["--num-samples", "0"], "--num-samples 0: it must be an integer >= 1"),
+        (["--num-samples", "65537"], "1 prompts x --num-samples 65537: at most 65536 texts at once"),
+        (["--seed", "-1"], "--seed -1: it must be an integer from 0 to 2**64 - 1"),
+        (["--seed", str(2**64)], "2**64 - 1"),
+    ],
+)
+def test_the_command_line_exits_with_one_line(cli, tiny_checkpoint, monkeypatch, arguments, words):
+    import infer
+
+    monkeypatch.setattr(infer, "generate", lambda *args: iter(()))  # a bad value that is let through costs no time
+    code, out, err = cli("--model", tiny_checkpoint, "--temperature", 1, *arguments)
+    assert code == 2 and out == "" and words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "option", ["--max-new-tokens", "--temperature", "--top-k", "--top-p", "--num-samples", "--seed"]
+)
+def test_still_one_line_for_what_is_no_number(cli, option):
+    code, out, err = cli(option, "much")
+    assert code == 2 and out == "" and f"{option}: invalid" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_an_error(tiny, broken, temperature):
+    model = tiny()
+    with torch.no_grad():
+        model.ln_f.bias[0] = broken
+    with pytest.raises(ValueError, match="logits that are NaN or infinite"):
+        run(model, [[1]], max_new_tokens=1, temperature=temperature)
+
+
+def test_a_broken_checkpoint_exits_with_one_line_and_no_text(cli, tiny, tiny_checkpoint):
+    model = tiny(dtype=torch.float32, vocab_size=4096, eos_token_id=4095)
+    with torch.no_grad():
+        model.h[0].mlp.c_fc.weight[3, 3] = math.nan
+    model.save_pretrained(tiny_checkpoint)
+    code, out, err = cli("--model", tiny_checkpoint, "--prompt", "One day")
+    assert code == 2 and out == "" and "NaN" in err and err.count("\n") == 1
+
+
+def test_an_error_in_mid_text_starts_a_line_of_its_own(cli, tiny_checkpoint, monkeypatch):
+    import infer
+    from checkpoint import UserError
+
+    def broken(*args):
+        yield [65]
+        raise UserError("broken now")
+
+    monkeypatch.setattr(infer, "generate", broken)
+    code, out, err = cli("--model", tiny_checkpoint, "--prompt", "One day", "--temperature", 1, "--seed", 2**64 - 1)
+    assert code == 2 and out == "One dayb\n" and err.splitlines()[-1].endswith("error: broken now")
+    assert cli("--num-samples", "0")[0] == 2  # what the lesson before lets through
