@@ -26,6 +26,7 @@ class SamplingParams:
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
+    presence_penalty: float = 0.0  # taken from the logit of each token in the output
 
     def __post_init__(self):
         for name, (kind, valid, allowed) in LIMITS.items():
@@ -41,6 +42,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "temperature": (int | float, lambda v: 0 <= v <= LARGEST, "a finite number >= 0"),
     "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+    "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
 }
 
 
@@ -62,17 +64,22 @@ def generate(
     if len({len(sequence) for sequence in sequences}) != 1:
         raise UserError(f"prompts of one length are needed, not of {[len(sequence) for sequence in sequences]} tokens")
     finished = [False] * len(sequences)
+    seen = torch.zeros(len(sequences), model.config.vocab_size, dtype=torch.bool, device=model.device)  # in the output
     for _ in range(params.max_new_tokens):
         windows = [sequence[-model.config.block_size :] for sequence in sequences]
-        next_tokens = sample(next_logits(model, windows), params, generator).tolist()
-        step = [None if done else token for done, token in zip(finished, next_tokens)]
+        logits = next_logits(model, windows)
+        if params.presence_penalty:
+            logits = penalize_presence(logits, seen, params.presence_penalty)
+        next_tokens = sample(logits, params, generator)  # (B,)
+        seen.scatter_(1, next_tokens[:, None], True)
+        step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
         yield step
         # Only a token that was generated ends a text: a prompt may well end in EOS.
         ends = [token in model.config.eos_token_ids and not params.ignore_eos for token in step]
         finished = [done or end for done, end in zip(finished, ends)]
         if all(finished):
             return
-        for sequence, token in zip(sequences, next_tokens):
+        for sequence, token in zip(sequences, next_tokens.tolist()):
             sequence.append(token)
 
 
@@ -83,6 +90,14 @@ def next_logits(model: GPT, windows: list[list[int]]) -> torch.Tensor:
     if not logits.isfinite().all():
         raise UserError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
     return logits
+
+
+def penalize_presence(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Take `penalty` once from the logit of each token seen in the output (OpenAI's `presence_penalty`).
+
+    logits: (..., vocab_size). seen: bool, the same shape. Returns new logits.
+    """
+    return logits - penalty * seen
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -169,6 +184,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising")
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
     parser.add_argument("--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all")
+    parser.add_argument("--presence-penalty", type=float, help="against tokens in the output; -2 to 2")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
