@@ -27,6 +27,7 @@ class SamplingParams:
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
     presence_penalty: float = 0.0  # taken from the logit of each token in the output
+    frequency_penalty: float = 0.0  # taken from it once for each time it is there
 
     def __post_init__(self):
         for name, (kind, valid, allowed) in LIMITS.items():
@@ -43,6 +44,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
+    "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
 }
 
 
@@ -64,14 +66,17 @@ def generate(
     if len({len(sequence) for sequence in sequences}) != 1:
         raise UserError(f"prompts of one length are needed, not of {[len(sequence) for sequence in sequences]} tokens")
     finished = [False] * len(sequences)
-    seen = torch.zeros(len(sequences), model.config.vocab_size, dtype=torch.bool, device=model.device)  # in the output
+    # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
+    counts = torch.zeros(len(sequences), model.config.vocab_size, dtype=torch.int64, device=model.device)
     for _ in range(params.max_new_tokens):
         windows = [sequence[-model.config.block_size :] for sequence in sequences]
         logits = next_logits(model, windows)
+        if params.frequency_penalty:
+            logits = penalize_frequency(logits, counts, params.frequency_penalty)
         if params.presence_penalty:
-            logits = penalize_presence(logits, seen, params.presence_penalty)
+            logits = penalize_presence(logits, counts > 0, params.presence_penalty)
         next_tokens = sample(logits, params, generator)  # (B,)
-        seen.scatter_(1, next_tokens[:, None], True)
+        counts.scatter_add_(1, next_tokens[:, None], torch.ones_like(next_tokens[:, None]))
         step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
         yield step
         # Only a token that was generated ends a text: a prompt may well end in EOS.
@@ -90,6 +95,14 @@ def next_logits(model: GPT, windows: list[list[int]]) -> torch.Tensor:
     if not logits.isfinite().all():
         raise UserError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
     return logits
+
+
+def penalize_frequency(logits: torch.Tensor, counts: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Take `penalty` times its count from the logit of each token (OpenAI's `frequency_penalty`).
+
+    logits: (..., vocab_size). counts: integers, the same shape; occurrences in the output. Returns new logits.
+    """
+    return logits - penalty * counts
 
 
 def penalize_presence(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -185,6 +198,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
     parser.add_argument("--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all")
     parser.add_argument("--presence-penalty", type=float, help="against tokens in the output; -2 to 2")
+    parser.add_argument("--frequency-penalty", type=float, help="the same for each occurrence; -2 to 2")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
