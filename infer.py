@@ -97,8 +97,11 @@ def generate(
 
 @torch.inference_mode()
 def next_logits(model: GPT, windows: list[list[int]]) -> torch.Tensor:
-    """The logits for the token after each window, (B, vocab_size). Raises UserError if they are not finite."""
-    logits = model(torch.tensor(windows, device=model.device), logits_to_keep=1)[:, -1]
+    """The logits for the token after each window, (B, vocab_size), float32 whatever the weights are.
+
+    Raises UserError if they are not finite.
+    """
+    logits = model(torch.tensor(windows, device=model.device), logits_to_keep=1)[:, -1].float()
     if not logits.isfinite().all():
         raise UserError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
     return logits
@@ -200,6 +203,19 @@ def pick_device(name: str) -> str:
     return name
 
 
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """The torch dtype of that name. Raises UserError if the device cannot multiply matrices of it."""
+    dtype = DTYPES[name]
+    try:
+        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
+    except (RuntimeError, TypeError):
+        raise UserError(f"--dtype {name}: {device} does not compute in it; float32 works everywhere") from None
+    return dtype
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line."""
 
@@ -222,6 +238,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights and activations")
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
@@ -335,7 +352,7 @@ def run(args) -> None:
     params, prompts = sampling_params(args), read_prompts(args)
     device = pick_device(args.device)
     generator = seeded_generator(args.seed, device)
-    model = GPT.from_pretrained(args.model, device=device)
+    model = GPT.from_pretrained(args.model, pick_dtype(args.dtype, device), device)
     encoding = load_encoding(args.model, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
