@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from cache import KVCache
 from checkpoint import UserError, memory_for
 from model import GPT
 from tokenizer import TextStream, load_encoding
@@ -56,17 +57,20 @@ def generate(
     prompts: list[list[int]],
     params: SamplingParams,
     generator: torch.Generator | None = None,
+    use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
     generator: where the random numbers come from, on the model's device; torch's global one if None.
+    use_cache: keep the keys and values of past positions; without, each step computes all of them again.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
     Raises UserError if there is no prompt, their lengths differ, or the logits are not finite.
     """
     sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
     if len({len(sequence) for sequence in sequences}) != 1:
         raise UserError(f"prompts of one length are needed, not of {[len(sequence) for sequence in sequences]} tokens")
+    cache = KVCache(model, len(sequences)) if use_cache else None
     finished = [False] * len(sequences)
     # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
     counts = torch.zeros(len(sequences), model.config.vocab_size, dtype=torch.int64, device=model.device)
@@ -75,7 +79,7 @@ def generate(
         in_prompt[row, sequence] = True
     for _ in range(params.max_new_tokens):
         windows = [sequence[-model.config.block_size :] for sequence in sequences]
-        logits = next_logits(model, windows)
+        logits = next_logits(model, windows, cache)
         if params.repetition_penalty != 1:
             logits = penalize_repetition(logits, in_prompt | (counts > 0), params.repetition_penalty)
         if params.frequency_penalty:
@@ -96,12 +100,20 @@ def generate(
 
 
 @torch.inference_mode()
-def next_logits(model: GPT, windows: list[list[int]]) -> torch.Tensor:
+def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None) -> torch.Tensor:
     """The logits for the token after each window, (B, vocab_size), float32 whatever the weights are.
 
-    Raises UserError if they are not finite.
+    The cache, None for none, saves computing what its rows share with the windows.
+    Raises UserError if the logits are not finite.
     """
-    logits = model(torch.tensor(windows, device=model.device), logits_to_keep=1)[:, -1].float()
+    if cache is None:
+        logits = model(torch.tensor(windows, device=model.device), logits_to_keep=1)[:, -1]
+    else:
+        known = cache.match(windows)
+        new = [window[known:] for window in windows]
+        x = model.hidden(torch.tensor(new, device=model.device), cache.extend(new), cache.attend)
+        logits = model.head(x[:, -1])
+    logits = logits.float()
     if not logits.isfinite().all():
         raise UserError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
     return logits
@@ -343,6 +355,7 @@ def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with GPT-2.")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
+    parser.add_argument("--no-cache", action="store_true", help="compute all positions again in each step")
     add_options(parser)
     run_script(parser, run, argv)
 
@@ -358,7 +371,7 @@ def run(args) -> None:
     skip = () if params.ignore_eos else model.config.eos_token_ids
     seed = generator.initial_seed() if params.temperature else None
     with Output(prompts, encoding, skip, seed) as output:
-        for step in generate(model, tokens, params, generator):
+        for step in generate(model, tokens, params, generator, not args.no_cache):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)

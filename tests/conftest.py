@@ -43,6 +43,20 @@ def slide(model, prompts, **params) -> list[list[int]]:
     return run_rows(model, prompts, **params)
 
 
+def passed_widths(model, shapes=False) -> tuple[GPT, list]:
+    """The model, and a list to which each of its passes adds its number of positions, or the shape of its tokens."""
+    seen = []
+    model.wte.register_forward_pre_hook(
+        lambda module, args: seen.append(tuple(args[0].shape) if shapes else args[0].shape[1])
+    )
+    return model, seen
+
+
+def in_cache(model, cache, new: list[int]) -> torch.Tensor:
+    """The logits of new tokens of the only row of a cache, (1, T, vocab_size)."""
+    return model.head(model.hidden(torch.tensor([new]), cache.extend([new]), cache.attend))
+
+
 @pytest.fixture(scope="session")
 def stories() -> GPT:
     """The embedded model, in float32."""

@@ -1,0 +1,105 @@
+"""Lesson 13: with the cache each step computes its new tokens only, and the logits are those of computing all."""
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, passed_widths, random_tokens, run, run_rows
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model import GPT
+
+
+@torch.inference_mode()
+def in_pieces(model, tokens, sizes):
+    """The logits of all positions, from passes of these sizes on one cache."""
+    from cache import KVCache
+
+    cache, logits = KVCache(model), []
+    for piece in torch.tensor(tokens).split(sizes):
+        positions = cache.extend([piece.tolist()])
+        logits.append(model.head(model.hidden(piece[None], positions, cache.attend)))
+    assert cache.tokens == [tokens]
+    return torch.cat(logits, dim=1)
+
+
+def test_a_decode_step_computes_one_position(tiny):
+    model, widths = passed_widths(tiny())
+    run(model, [[1, 2, 3, 4, 5]], max_new_tokens=10, ignore_eos=True)
+    assert widths == [5] + [1] * 9
+
+
+def test_without_the_cache_all_positions_are_computed(tiny):
+    model, widths = passed_widths(tiny())
+    run(model, [[1, 2, 3, 4, 5]], max_new_tokens=4, ignore_eos=True, options={"use_cache": False})
+    assert widths == [5, 6, 7, 8]
+
+
+@given(st.lists(st.integers(1, 16), min_size=1).filter(lambda sizes: sum(sizes) <= 16), st.integers(0, 99))
+def test_logits_equal_full_recomputation_however_they_are_cut(tiny, sizes, seed):
+    model, tokens = tiny(), random_tokens(sum(sizes), seed=seed)
+    torch.testing.assert_close(in_pieces(model, tokens, sizes), model(torch.tensor([tokens])), rtol=0, atol=1e-12)
+
+
+@torch.inference_mode()
+def test_each_step_on_an_embedded_model():
+    model, tokens = GPT.from_pretrained(CHECKPOINTS / "stories-draft"), random_tokens(256, vocab_size=4096)
+    full = model(torch.tensor([tokens]))
+    for sizes in ([100] + [1] * 156, [1, 100, 5, 3, 147]):
+        torch.testing.assert_close(in_pieces(model, tokens, sizes), full, rtol=0, atol=1e-4)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=5))
+@torch.inference_mode()
+def test_any_window_may_follow_any_other(tiny, windows):
+    """What is kept is what both have in common, so a text that has changed is never answered from stale keys."""
+    from cache import KVCache
+    from infer import next_logits
+
+    model = tiny()
+    cache = KVCache(model)
+    for window in windows:
+        expected = model(torch.tensor([window]))[:, -1].float()
+        torch.testing.assert_close(next_logits(model, [window], cache).view(1, -1), expected)
+        assert cache.tokens == [window]
+
+
+def test_it_keeps_what_a_window_shares():
+    from cache import shared_length
+
+    assert shared_length([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert shared_length([1, 2], [1, 2, 4]) == shared_length([1, 2, 4], [1, 2]) == 2
+    assert shared_length([], [1]) == shared_length([3, 1], [1, 1]) == 0
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 40])
+def test_the_text_is_that_of_recomputation_past_the_window_too(tiny, length):
+    model, params = tiny(seed=6), {"max_new_tokens": 50, "ignore_eos": True}
+    prompts = [random_tokens(length, seed=seed) for seed in (0, 1)]
+    cached = run(model, prompts, **params)
+    assert cached == run(model, prompts, options={"use_cache": False}, **params)
+    assert cached == run(model, prompts, options={"use_cache": True}, **params)
+
+
+def test_half_precision_keys_give_half_precision_logits(tiny):
+    model = tiny(dtype=torch.bfloat16)
+    assert in_pieces(model, [1, 2, 3], [2, 1]).dtype == torch.bfloat16
+
+
+def test_the_command_line_with_and_without(cli, monkeypatch):
+    import infer
+
+    given = []
+    original = infer.generate
+    monkeypatch.setattr(infer, "generate", lambda *args: given.append(args[4]) or original(*args))
+    draft = ("--model", CHECKPOINTS / "stories-draft", "--prompt", "Once upon a time", "--max-new-tokens", 20)
+    cached, uncached = cli(*draft), cli(*draft, "--no-cache")
+    assert cached[0] == 0 and cached[:2] == uncached[:2] and given == [True, False]
+
+
+def test_still_one_text_for_each_seed(tiny):
+    def text(use_cache):
+        params = {"max_new_tokens": 30, "temperature": 1.0, "ignore_eos": True}
+        options = {"use_cache": use_cache} if use_cache is False else {}
+        return run_rows(tiny(), [[1, 2]], generator=torch.Generator().manual_seed(4), options=options, **params)
+
+    assert text(None) == text(None)
