@@ -1,38 +1,72 @@
 """Keys and values of past positions, so that a pass computes new tokens only."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
+from checkpoint import UserError
+
 
 class KVCache:
-    """The keys and values of a batch of rows, all of one length. tokens: what each row holds, position 0 first."""
+    """The keys and values of a batch of rows, all of one length, in one tensor that is allocated once.
 
-    def __init__(self, model, batch_size: int = 1):
+    storage: (n_layer, 2, batch_size, n_kv_head, max_len, head_dim), in the model's dtype; max_len None: block_size.
+    tokens: what each row holds, position 0 first. Anything after them in the storage is stale. Raises UserError if it
+    does not fit in memory.
+    """
+
+    def __init__(self, model, batch_size: int = 1, max_len: int | None = None):
         config = model.config
-        shape = (2, batch_size, config.n_kv_head, 0, config.head_dim)  # keys and values, length 0
-        self.layers = [torch.empty(shape, dtype=model.dtype, device=model.device)] * config.n_layer
+        max_len = config.block_size if max_len is None else max_len
+        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_len, config.head_dim)
+        try:
+            # Zeros: a masked position has weight 0, but 0 times a NaN in uninitialised memory would be NaN.
+            self.storage = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        except RuntimeError:
+            raise UserError(
+                f"a cache of {math.prod(shape) * model.dtype.itemsize:,} bytes does not fit in memory: {batch_size}"
+                f" rows x {config.n_layer} layers x keys and values x {config.n_kv_head} heads x {max_len} positions"
+                f" x {config.head_dim} numbers x {model.dtype.itemsize} bytes"
+            ) from None
         self.tokens = [[] for _ in range(batch_size)]
+
+    def truncate(self, length: int) -> None:
+        """Forget the positions of all rows from `length` on. Raises ValueError if it is negative."""
+        if length < 0:
+            raise ValueError(f"a cache is cut to {length} positions; it must be 0 or more")
+        for held in self.tokens:
+            del held[length:]
+
+    def reset(self) -> None:
+        """Forget all positions."""
+        self.truncate(0)
 
     def match(self, windows: list[list[int]]) -> int:
         """Keep what each row shares with its window, but for the window's last token; returns how many are left."""
         length = min(shared_length(held, window[:-1]) for held, window in zip(self.tokens, windows, strict=True))
-        self.tokens = [held[:length] for held in self.tokens]
-        self.layers = [past[..., :length, :] for past in self.layers]
+        self.truncate(length)
         return length
 
     def extend(self, new: list[list[int]]) -> torch.Tensor:
-        """Plan a pass that appends new tokens, equally many to each row; returns their positions, (T,)."""
-        start, end, device = len(self.tokens[0]), len(self.tokens[0]) + len(new[0]), self.layers[0].device
+        """Plan a pass that appends new tokens, equally many to each row; returns their positions, (T,).
+
+        Raises ValueError, before anything changes, if they do not fit.
+        """
+        start, end, device = len(self.tokens[0]), len(self.tokens[0]) + len(new[0]), self.storage.device
+        if end > self.storage.shape[4]:
+            raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
         self.new, positions = new, torch.arange(start, end, device=device)
         # Not is_causal: it would line up the first new query with the first key of all.
         self.mask = torch.arange(end, device=device) <= positions[:, None]  # (T, end)
+        self.visible = self.storage[..., :end, :].flatten(0, 1).unbind()  # of each layer its keys, then its values
         return positions
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Append keys and values, and attend to all up to each position. All shapes are (B, T, heads, head_dim)."""
-        new = torch.stack([k, v]).transpose(2, 3)  # (2, B, n_kv_head, T, head_dim)
-        self.layers[layer] = keys, values = torch.cat([self.layers[layer], new], dim=3)
-        if layer == len(self.layers) - 1:  # the pass is complete
+        keys, values = self.visible[2 * layer : 2 * layer + 2]
+        keys[:, :, -k.shape[1] :], values[:, :, -k.shape[1] :] = k.transpose(1, 2), v.transpose(1, 2)
+        if layer == len(self.storage) - 1:  # the pass is complete
             self.tokens = [held + tokens for held, tokens in zip(self.tokens, self.new, strict=True)]
         return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=self.mask).transpose(1, 2)
 

@@ -65,12 +65,14 @@ def generate(
     generator: where the random numbers come from, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all of them again.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
-    Raises UserError if there is no prompt, their lengths differ, or the logits are not finite.
+    Raises UserError if there is no prompt, their lengths differ, the cache does not fit in memory, or the logits are
+    not finite.
     """
     sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
     if len({len(sequence) for sequence in sequences}) != 1:
         raise UserError(f"prompts of one length are needed, not of {[len(sequence) for sequence in sequences]} tokens")
-    cache = KVCache(model, len(sequences)) if use_cache else None
+    longest = len(sequences[0]) + params.max_new_tokens - 1  # the last token is not passed to the model
+    cache = KVCache(model, len(sequences), min(longest, model.config.block_size)) if use_cache else None
     finished = [False] * len(sequences)
     # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
     counts = torch.zeros(len(sequences), model.config.vocab_size, dtype=torch.int64, device=model.device)
