@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 import time
@@ -58,21 +59,27 @@ def generate(
     params: SamplingParams,
     generator: torch.Generator | None = None,
     use_cache: bool = True,
+    stride: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
     generator: where the random numbers come from, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all of them again.
+    stride: how far the window moves when the text has outgrown it, from 1 to block_size; None for half of that.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
-    Raises UserError if there is no prompt, their lengths differ, the cache does not fit in memory, or the logits are
-    not finite.
+    Raises UserError if there is no prompt, their lengths differ, stride is out of range, the cache does not fit in
+    memory, or the logits are not finite.
     """
     sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
     if len({len(sequence) for sequence in sequences}) != 1:
         raise UserError(f"prompts of one length are needed, not of {[len(sequence) for sequence in sequences]} tokens")
+    block_size = model.config.block_size
+    stride = max(1, block_size // 2) if stride is None else stride
+    if not 1 <= stride <= block_size:
+        raise UserError(f"stride is {stride}; it must be from 1 to block_size = {block_size}")
     longest = len(sequences[0]) + params.max_new_tokens - 1  # the last token is not passed to the model
-    cache = KVCache(model, len(sequences), min(longest, model.config.block_size)) if use_cache else None
+    cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
     finished = [False] * len(sequences)
     # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
     counts = torch.zeros(len(sequences), model.config.vocab_size, dtype=torch.int64, device=model.device)
@@ -80,7 +87,7 @@ def generate(
     for row, sequence in enumerate(sequences):
         in_prompt[row, sequence] = True
     for _ in range(params.max_new_tokens):
-        windows = [sequence[-model.config.block_size :] for sequence in sequences]
+        windows = [sequence[window_start(len(sequence), block_size, stride) :] for sequence in sequences]
         logits = next_logits(model, windows, cache)
         if params.repetition_penalty != 1:
             logits = penalize_repetition(logits, in_prompt | (counts > 0), params.repetition_penalty)
@@ -99,6 +106,11 @@ def generate(
             return
         for sequence, token in zip(sequences, next_tokens.tolist()):
             sequence.append(token)
+
+
+def window_start(length: int, block_size: int, stride: int) -> int:
+    """Where the window on a text of `length` tokens begins: it moves by whole strides, and only when it must."""
+    return max(0, math.ceil((length - block_size) / stride)) * stride
 
 
 @torch.inference_mode()
@@ -249,6 +261,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--presence-penalty", type=float, help="against tokens in the output; -2 to 2")
     parser.add_argument("--frequency-penalty", type=float, help="the same for each occurrence; -2 to 2")
     parser.add_argument("--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off")
+    parser.add_argument("--stride", type=int, help="how far a full window moves; half its length if not given")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
@@ -373,7 +386,7 @@ def run(args) -> None:
     skip = () if params.ignore_eos else model.config.eos_token_ids
     seed = generator.initial_seed() if params.temperature else None
     with Output(prompts, encoding, skip, seed) as output:
-        for step in generate(model, tokens, params, generator, not args.no_cache):
+        for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
             for row, token in enumerate(step):
                 if token is not None:
                     output.add(row, token)

@@ -40,7 +40,7 @@ def run_rows(model, prompts, **arguments) -> list[list[int]]:
 
 def slide(model, prompts, **params) -> list[list[int]]:
     """The tokens of each row where the window moves by one token a step."""
-    return run_rows(model, prompts, **params)
+    return run_rows(model, prompts, options={"stride": 1}, **params)
 
 
 def passed_widths(model, shapes=False) -> tuple[GPT, list]:
