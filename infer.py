@@ -252,7 +252,8 @@ class Parser(argparse.ArgumentParser):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options on what to write, and on where and how to run."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>")
+    parser.add_argument("--prompt", action="append", help="text to continue, repeatable; empty: after <|endoftext|>")
+    parser.add_argument("--prompt-file", type=Path, help="UTF-8 file with one more prompt in each line")
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument("--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising")
@@ -263,7 +264,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off")
     parser.add_argument("--stride", type=int, help="how far a full window moves; half its length if not given")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
-    parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
+    parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate for each prompt")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights and activations")
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
@@ -293,8 +294,22 @@ MOST_TEXTS = 2**16  # a limit, because lists for 10**9 of them fill the memory b
 
 
 def read_prompts(args) -> list[str]:
-    """The prompts of a command line, --num-samples times each. Raises UserError for too many, or one not UTF-8."""
-    prompts = [args.prompt]
+    """The prompts of a command line, then the lines of its file that are not empty, --num-samples times each.
+
+    Without any, an empty one. Raises UserError for too many, one not UTF-8, or a file that is missing or empty.
+    """
+    prompts = list(args.prompt or [])
+    if args.prompt_file is not None:
+        try:
+            lines = args.prompt_file.read_text("utf-8-sig").split("\n")
+        except OSError as error:
+            raise UserError(f"--prompt-file {args.prompt_file}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UserError(f"--prompt-file {args.prompt_file}: not UTF-8 text") from None
+        if not any(lines):
+            raise UserError(f"--prompt-file {args.prompt_file}: empty; one prompt in each line is needed")
+        prompts += [line for line in lines if line]
+    prompts = prompts or [""]
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for character in prompt):  # Python's stand-in for a stray byte
             raise UserError(f"--prompt {prompt!a}: not UTF-8 text")
