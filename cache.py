@@ -9,7 +9,7 @@ from checkpoint import UserError
 
 
 class KVCache:
-    """The keys and values of a batch of rows, all of one length, in one tensor that is allocated once.
+    """The keys and values of a batch of rows, of any lengths, in one tensor that is allocated once.
 
     storage: (n_layer, 2, batch_size, n_kv_head, max_len, head_dim), in the model's dtype; max_len None: block_size.
     tokens: what each row holds, position 0 first. Anything after them in the storage is stale. Raises UserError if it
@@ -42,32 +42,45 @@ class KVCache:
         """Forget all positions."""
         self.truncate(0)
 
-    def match(self, windows: list[list[int]]) -> int:
+    def match(self, windows: list[list[int]]) -> list[int]:
         """Keep what each row shares with its window, but for the window's last token; returns how many are left."""
-        length = min(shared_length(held, window[:-1]) for held, window in zip(self.tokens, windows, strict=True))
-        self.truncate(length)
-        return length
+        for held, window in zip(self.tokens, windows, strict=True):
+            del held[shared_length(held, window[:-1]) :]
+        return [len(held) for held in self.tokens]
 
-    def extend(self, new: list[list[int]]) -> torch.Tensor:
-        """Plan a pass that appends new tokens, equally many to each row; returns their positions, (T,).
+    def extend(self, new: list[list[int]], rows: list[int] | None = None) -> torch.Tensor:
+        """Plan a pass that appends new tokens to these rows, None for all; returns their positions, (B, T).
 
-        Raises ValueError, before anything changes, if they do not fit.
+        T is the length of the longest list. A shorter one is padded with its last token, at that token's position: it
+        computes and writes the same again. Raises ValueError, before anything changes, if they do not fit.
         """
-        start, end, device = len(self.tokens[0]), len(self.tokens[0]) + len(new[0]), self.storage.device
+        everything = list(range(len(self.tokens)))
+        rows = everything if rows is None else rows
+        starts, device = [len(self.tokens[row]) for row in rows], self.storage.device
+        ends = [start + len(tokens) for start, tokens in zip(starts, new, strict=True)]
+        end, T = max(ends), max(len(tokens) for tokens in new)
         if end > self.storage.shape[4]:
             raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
-        self.new, positions = new, torch.arange(start, end, device=device)
+        if len(set(rows)) < len(rows) or not all(new):
+            raise ValueError(f"rows are {rows}, new tokens {new}; each row may be there once, with at least one token")
+        self.planned = list(zip(rows, new))
+        steps, last = torch.arange(T), torch.tensor(ends)[:, None] - 1
+        positions = (torch.tensor(starts)[:, None] + steps).minimum(last).to(device)  # (B, T)
         # Not is_causal: it would line up the first new query with the first key of all.
-        self.mask = torch.arange(end, device=device) <= positions[:, None]  # (T, end)
+        self.mask = torch.arange(end, device=device) <= positions[:, None, :, None]  # (B, 1, T, end)
         self.visible = self.storage[..., :end, :].flatten(0, 1).unbind()  # of each layer its keys, then its values
+        self.rows = slice(None) if rows == everything else torch.tensor(rows, device=device)
+        self.slots = torch.tensor(rows, device=device)[:, None], positions
         return positions
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Append keys and values, and attend to all up to each position. All shapes are (B, T, heads, head_dim)."""
         keys, values = self.visible[2 * layer : 2 * layer + 2]
-        keys[:, :, -k.shape[1] :], values[:, :, -k.shape[1] :] = k.transpose(1, 2), v.transpose(1, 2)
+        keys.transpose(1, 2)[self.slots], values.transpose(1, 2)[self.slots] = k, v
+        keys, values = keys[self.rows], values[self.rows]
         if layer == len(self.storage) - 1:  # the pass is complete
-            self.tokens = [held + tokens for held, tokens in zip(self.tokens, self.new, strict=True)]
+            for row, tokens in self.planned:
+                self.tokens[row] = self.tokens[row] + tokens
         return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=self.mask).transpose(1, 2)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from cache import KVCache
 from checkpoint import UserError, memory_for
-from model import GPT
+from model import GPT, causal_attention
 from tokenizer import TextStream, load_encoding
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
@@ -63,22 +63,23 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
-    prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
+    prompts: token ids, one list a prompt, of any lengths; an empty prompt starts from the EOS token.
     generator: where the random numbers come from, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all of them again.
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None for half of that.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
-    Raises UserError if there is no prompt, their lengths differ, stride is out of range, the cache does not fit in
-    memory, or the logits are not finite.
+    Greedy, a row has the text of its own run, but for rounding; sampled, it depends on its batch, which shares draws.
+    Raises UserError if there is no prompt, stride is out of range, the cache does not fit in memory, or the logits are
+    not finite.
     """
     sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
-    if len({len(sequence) for sequence in sequences}) != 1:
-        raise UserError(f"prompts of one length are needed, not of {[len(sequence) for sequence in sequences]} tokens")
+    if not sequences:
+        raise UserError("at least one prompt is needed")
     block_size = model.config.block_size
     stride = max(1, block_size // 2) if stride is None else stride
     if not 1 <= stride <= block_size:
         raise UserError(f"stride is {stride}; it must be from 1 to block_size = {block_size}")
-    longest = len(sequences[0]) + params.max_new_tokens - 1  # the last token is not passed to the model
+    longest = max(len(sequence) for sequence in sequences) + params.max_new_tokens - 1  # the last token is not passed
     cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
     finished = [False] * len(sequences)
     # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
@@ -104,8 +105,9 @@ def generate(
         finished = [done or end for done, end in zip(finished, ends)]
         if all(finished):
             return
-        for sequence, token in zip(sequences, next_tokens.tolist()):
-            sequence.append(token)
+        for sequence, token, done in zip(sequences, step, finished):
+            if not done:  # a finished row passes the token before its EOS again
+                sequence.append(token)
 
 
 def window_start(length: int, block_size: int, stride: int) -> int:
@@ -120,17 +122,28 @@ def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None) -> 
     The cache, None for none, saves computing what its rows share with the windows.
     Raises UserError if the logits are not finite.
     """
-    if cache is None:
-        logits = model(torch.tensor(windows, device=model.device), logits_to_keep=1)[:, -1]
-    else:
-        known = cache.match(windows)
-        new = [window[known:] for window in windows]
-        x = model.hidden(torch.tensor(new, device=model.device), cache.extend(new), cache.attend)
-        logits = model.head(x[:, -1])
-    logits = logits.float()
+    known = [0] * len(windows) if cache is None else cache.match(windows)
+    new = [window[length:] for window, length in zip(windows, known)]
+    # A row with many new tokens, a prompt or a window that hopped, does not make the others as long as itself.
+    decode = [row for row, tokens in enumerate(new) if len(tokens) == 1]
+    prefill = [row for row, tokens in enumerate(new) if len(tokens) > 1]
+    parts = [pass_logits(model, [new[row] for row in rows], rows, cache) for rows in (decode, prefill) if rows]
+    logits = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.tensor(decode + prefill).argsort()]
     if not logits.isfinite().all():
         raise UserError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
     return logits
+
+
+def pass_logits(model: GPT, new: list[list[int]], rows: list[int], cache: KVCache | None) -> torch.Tensor:
+    """The logits after the last new token of these rows, from one pass, padded on the right: (B, vocab_size)."""
+    lengths = torch.tensor([len(tokens) for tokens in new], device=model.device)
+    T = max(len(tokens) for tokens in new)
+    tokens = torch.tensor([tokens + tokens[-1:] * (T - len(tokens)) for tokens in new], device=model.device)  # (B, T)
+    if cache is None:
+        x = model.hidden(tokens, torch.arange(T, device=model.device), causal_attention)
+    else:
+        x = model.hidden(tokens, cache.extend(new, rows), cache.attend)
+    return model.head(x[torch.arange(len(new), device=model.device), lengths - 1]).float()
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:

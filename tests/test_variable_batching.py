@@ -1,0 +1,127 @@
+"""Lesson 16: prompts of different lengths in one batch, with the cache: each row's text is that of its own run."""
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, passed_widths, random_tokens, run, run_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import GPT
+
+
+def alone(model, prompts, **arguments):
+    return [run_rows(model, [prompt], **arguments)[0] for prompt in prompts]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=2, max_size=5),
+    stride=st.integers(1, 16),
+    eos=st.integers(0, 60),
+    use_cache=st.booleans(),
+)
+@settings(max_examples=25)
+def test_each_row_equals_its_own_run(tiny, lengths, stride, eos, use_cache):
+    model, prompts = tiny(seed=12, eos_token_id=eos), [random_tokens(n, seed=row) for row, n in enumerate(lengths)]
+    expected = alone(model, prompts, options={"stride": stride, "use_cache": False}, max_new_tokens=25)
+    options = {"stride": stride, "use_cache": use_cache}
+    assert run_rows(model, prompts, options=options, max_new_tokens=25) == expected
+
+
+def test_rows_end_at_different_steps_and_the_others_go_on(tiny):
+    model = tiny(seed=6)
+    prompts = [random_tokens(length, seed=length) for length in (1, 20, 9, 14)]
+    texts = alone(model, prompts, max_new_tokens=50, ignore_eos=True)
+    model = tiny(seed=6, eos_token_id=texts[0][3])  # the first row ends at its fourth token at the latest
+    rows = run_rows(model, prompts, max_new_tokens=50)
+    assert rows == alone(model, prompts, max_new_tokens=50)
+    assert len(rows[0]) <= 4 and len({len(row) for row in rows}) > 1
+
+
+def test_the_embedded_model_on_prompts_within_and_beyond_the_window():
+    model = GPT.from_pretrained(CHECKPOINTS / "stories-draft", torch.float64)
+    prompts = [random_tokens(length, 4096, seed=length) for length in (1, 300, 250, 40)]
+    assert run_rows(model, prompts, max_new_tokens=20, ignore_eos=True) == alone(
+        model, prompts, options={"use_cache": False}, max_new_tokens=20, ignore_eos=True
+    )
+
+
+def test_a_hop_prefills_its_row_only(tiny):
+    model, passes = passed_widths(tiny(), shapes=True)
+    run(model, [random_tokens(15), random_tokens(5), random_tokens(3)], max_new_tokens=4, ignore_eos=True)
+    # Lengths 15, 5, 3; 16, 6, 4; then the first row has 17 tokens, and 9 of them stay in its window.
+    assert passes == [(3, 15), (3, 1), (2, 1), (1, 9), (3, 1)]
+
+
+@torch.inference_mode()
+def test_a_pass_mixes_rows_of_any_past_and_any_number_of_new_tokens(tiny):
+    """Logits against full recomputation; the longest past and the most new tokens are not in one row."""
+    from cache import KVCache
+
+    model, tokens = tiny(), [random_tokens(16, seed=row) for row in range(4)]
+    cache, pasts, new = KVCache(model, 4), [12, 1, 7, 3], [1, 6, 9, 2]
+    for rows in ([0, 1, 2, 3], [2, 0], [1], [3, 2]):
+        cache.reset()
+        for row, past in enumerate(pasts):
+            model.hidden(torch.tensor([tokens[row][:past]]), cache.extend([tokens[row][:past]], [row]), cache.attend)
+        lists = [tokens[row][pasts[row] : pasts[row] + new[row]] for row in rows]
+        T = max(len(part) for part in lists)
+        padded = torch.tensor([part + part[-1:] * (T - len(part)) for part in lists])
+        logits = model.head(model.hidden(padded, cache.extend(lists, rows), cache.attend))
+        for row, part, ours in zip(rows, lists, logits):
+            end = pasts[row] + len(part)
+            full = model(torch.tensor([tokens[row][:end]]))[0, pasts[row] :]
+            torch.testing.assert_close(ours[: len(part)], full, rtol=0, atol=1e-12)
+            assert cache.tokens[row] == tokens[row][:end]
+
+
+def test_rows_that_do_not_fit_change_nothing(tiny):
+    from cache import KVCache
+
+    cache = KVCache(tiny(), 2, max_len=4)
+    cache.tokens = [[1, 2], [3]]
+    with pytest.raises(ValueError, match="5 positions do not fit into a cache of 4"):
+        cache.extend([[1, 2, 3], [3]], [0, 1])
+    with pytest.raises(
+        ValueError, match=r"rows are \[1, 1\], new tokens .* each row may be there once, with at least one token"
+    ):
+        cache.extend([[4], [5]], [1, 1])
+    with pytest.raises(ValueError, match="at least one token"):
+        cache.extend([[4], []], [0, 1])
+    assert cache.tokens == [[1, 2], [3]]
+
+
+@torch.inference_mode()
+def test_finished_rows_cost_nothing_but_their_last_position(tiny):
+    prompt, other = random_tokens(16), [1, 2]
+    (eos,) = alone(tiny(), [prompt], max_new_tokens=1)[0]  # the 17th token, which would not fit into the window
+    model, passes = passed_widths(tiny(eos_token_id=eos), shapes=True)
+    rows = run_rows(model, [prompt, other], max_new_tokens=4)
+    assert rows[0] == [eos] and len(rows[1]) == 4
+    assert passes == [(2, 16), (2, 1), (2, 1), (2, 1)]
+
+
+def test_penalties_count_the_row_only(tiny):
+    model, prompts = tiny(seed=31), [[1], [2, 3, 4, 5, 5, 5], random_tokens(30)]
+    params = {"max_new_tokens": 30, "repetition_penalty": 1.3, "frequency_penalty": 0.3, "presence_penalty": 0.2}
+    assert run_rows(model, prompts, **params) == alone(model, prompts, **params)
+
+
+def test_the_command_line_prints_prompts_in_order(cli):
+    args = ("--model", CHECKPOINTS / "stories-draft", "--max-new-tokens", 6, "--ignore-eos")
+    prompts = ("Once", "One day, a big dog", "Tom and Lily")
+    texts = [cli("--prompt", prompt, *args)[1].removesuffix("\n") for prompt in prompts]
+    code, out, err = cli("--prompt", prompts[0], "--prompt", prompts[1], "--prompt", prompts[2], *args)
+    assert code == 0 and out == ("\n" + "-" * 40 + "\n").join(texts) + "\n" and err.startswith("18 tokens")
+
+
+@torch.inference_mode()
+def test_still_the_same_draws_for_prompts_of_one_length(tiny):
+    from infer import SamplingParams, sample
+
+    model, params = tiny(), {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    steps = run(model, [[1, 2], [3, 4]], generator=torch.Generator().manual_seed(3), **params)
+    generator, tokens = torch.Generator().manual_seed(3), torch.tensor([[1, 2], [3, 4]])
+    for step in steps:
+        drawn = sample(model(tokens)[:, -1].float(), SamplingParams(**params), generator)
+        assert step == drawn.tolist()
+        tokens = torch.cat([tokens, drawn[:, None]], dim=1)
