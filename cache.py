@@ -42,10 +42,10 @@ class KVCache:
         """Forget all positions."""
         self.truncate(0)
 
-    def match(self, windows: list[list[int]]) -> list[int]:
-        """Keep what each row shares with its window, but for the window's last token; returns how many are left."""
+    def match(self, windows: list[list[int]], keep: int = 1) -> list[int]:
+        """Keep what each row shares with its window, but for its last `keep` tokens; returns how many are left."""
         for held, window in zip(self.tokens, windows, strict=True):
-            del held[shared_length(held, window[:-1]) :]
+            del held[shared_length(held, window[:-keep]) :]
         return [len(held) for held in self.tokens]
 
     def extend(self, new: list[list[int]], rows: list[int] | None = None) -> torch.Tensor:

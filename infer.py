@@ -76,9 +76,7 @@ def generate(
     if not sequences:
         raise UserError("at least one prompt is needed")
     block_size = model.config.block_size
-    stride = max(1, block_size // 2) if stride is None else stride
-    if not 1 <= stride <= block_size:
-        raise UserError(f"stride is {stride}; it must be from 1 to block_size = {block_size}")
+    stride = check_stride(stride, block_size)
     longest = max(len(sequence) for sequence in sequences) + params.max_new_tokens - 1  # the last token is not passed
     cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
     finished = [False] * len(sequences)
@@ -89,13 +87,7 @@ def generate(
         in_prompt[row, sequence] = True
     for _ in range(params.max_new_tokens):
         windows = [sequence[window_start(len(sequence), block_size, stride) :] for sequence in sequences]
-        logits = next_logits(model, windows, cache)
-        if params.repetition_penalty != 1:
-            logits = penalize_repetition(logits, in_prompt | (counts > 0), params.repetition_penalty)
-        if params.frequency_penalty:
-            logits = penalize_frequency(logits, counts, params.frequency_penalty)
-        if params.presence_penalty:
-            logits = penalize_presence(logits, counts > 0, params.presence_penalty)
+        logits = penalize(next_logits(model, windows, cache)[:, 0], params, counts, in_prompt)
         next_tokens = sample(logits, params, generator)  # (B,)
         counts.scatter_add_(1, next_tokens[:, None], torch.ones_like(next_tokens[:, None]))
         step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
@@ -110,32 +102,42 @@ def generate(
                 sequence.append(token)
 
 
+def check_stride(stride: int | None, block_size: int) -> int:
+    """The stride of a window, half of block_size for None. Raises UserError if it is out of range."""
+    stride = max(1, block_size // 2) if stride is None else stride
+    if not 1 <= stride <= block_size:
+        raise UserError(f"stride is {stride}; it must be from 1 to block_size = {block_size}")
+    return stride
+
+
 def window_start(length: int, block_size: int, stride: int) -> int:
     """Where the window on a text of `length` tokens begins: it moves by whole strides, and only when it must."""
     return max(0, math.ceil((length - block_size) / stride)) * stride
 
 
 @torch.inference_mode()
-def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None) -> torch.Tensor:
-    """The logits for the token after each window, (B, vocab_size), float32 whatever the weights are.
+def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None, keep: int = 1) -> torch.Tensor:
+    """The logits at the last `keep` positions of each window, (B, keep, vocab_size), float32 whatever the weights are.
 
     The cache, None for none, saves computing what its rows share with the windows.
-    Raises UserError if the logits are not finite.
+    Raises UserError if the logits are not finite, ValueError if a window is shorter than keep.
     """
-    known = [0] * len(windows) if cache is None else cache.match(windows)
+    if min(len(window) for window in windows) < keep:
+        raise ValueError(f"a window is shorter than the {keep} positions to keep")
+    known = [0] * len(windows) if cache is None else cache.match(windows, keep)
     new = [window[length:] for window, length in zip(windows, known)]
     # A row with many new tokens, a prompt or a window that hopped, does not make the others as long as itself.
-    decode = [row for row, tokens in enumerate(new) if len(tokens) == 1]
-    prefill = [row for row, tokens in enumerate(new) if len(tokens) > 1]
-    parts = [pass_logits(model, [new[row] for row in rows], rows, cache) for rows in (decode, prefill) if rows]
+    decode = [row for row, tokens in enumerate(new) if len(tokens) == keep]
+    prefill = [row for row, tokens in enumerate(new) if len(tokens) > keep]
+    parts = [pass_logits(model, [new[row] for row in rows], rows, cache, keep) for rows in (decode, prefill) if rows]
     logits = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.tensor(decode + prefill).argsort()]
     if not logits.isfinite().all():
         raise UserError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
     return logits
 
 
-def pass_logits(model: GPT, new: list[list[int]], rows: list[int], cache: KVCache | None) -> torch.Tensor:
-    """The logits after the last new token of these rows, from one pass, padded on the right: (B, vocab_size)."""
+def pass_logits(model: GPT, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int) -> torch.Tensor:
+    """The logits at the last `keep` new tokens of these rows, from one pass, padded right: (B, keep, vocab_size)."""
     lengths = torch.tensor([len(tokens) for tokens in new], device=model.device)
     T = max(len(tokens) for tokens in new)
     tokens = torch.tensor([tokens + tokens[-1:] * (T - len(tokens)) for tokens in new], device=model.device)  # (B, T)
@@ -143,7 +145,25 @@ def pass_logits(model: GPT, new: list[list[int]], rows: list[int], cache: KVCach
         x = model.hidden(tokens, torch.arange(T, device=model.device), causal_attention)
     else:
         x = model.hidden(tokens, cache.extend(new, rows), cache.attend)
-    return model.head(x[torch.arange(len(new), device=model.device), lengths - 1]).float()
+    last = lengths[:, None] + torch.arange(-keep, 0, device=model.device)  # (B, keep)
+    return model.head(x[torch.arange(len(new), device=model.device)[:, None], last]).float()
+
+
+def penalize(
+    logits: torch.Tensor, params: SamplingParams, counts: torch.Tensor, in_prompt: torch.Tensor
+) -> torch.Tensor:
+    """Apply the penalties that are on, in the order of vLLM.
+
+    logits: (..., vocab_size). counts: integers, occurrences in the output. in_prompt: bool. The shapes of both
+    broadcast to that of logits.
+    """
+    if params.repetition_penalty != 1:
+        logits = penalize_repetition(logits, in_prompt | (counts > 0), params.repetition_penalty)
+    if params.frequency_penalty:
+        logits = penalize_frequency(logits, counts, params.frequency_penalty)
+    if params.presence_penalty:
+        logits = penalize_presence(logits, counts > 0, params.presence_penalty)
+    return logits
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -186,6 +206,8 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The distribution that `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
+    if params.temperature == 0:  # all on one token
+        return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).to(logits.dtype)
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     logits = top_p_filter(logits, params.top_p)
