@@ -52,7 +52,8 @@ class KVCache:
         """Plan a pass that appends new tokens to these rows, None for all; returns their positions, (B, T).
 
         T is the length of the longest list. A shorter one is padded with its last token, at that token's position: it
-        computes and writes the same again. Raises ValueError, before anything changes, if they do not fit.
+        computes and writes the same again. Rows in step have one row of positions, (1, T).
+        Raises ValueError, before anything changes, if they do not fit.
         """
         everything = list(range(len(self.tokens)))
         rows = everything if rows is None else rows
@@ -64,20 +65,34 @@ class KVCache:
         if len(set(rows)) < len(rows) or not all(new):
             raise ValueError(f"rows are {rows}, new tokens {new}; each row may be there once, with at least one token")
         self.planned = list(zip(rows, new))
-        steps, last = torch.arange(T), torch.tensor(ends)[:, None] - 1
-        positions = (torch.tensor(starts)[:, None] + steps).minimum(last).to(device)  # (B, T)
-        # Not is_causal: it would line up the first new query with the first key of all.
-        self.mask = torch.arange(end, device=device) <= positions[:, None, :, None]  # (B, 1, T, end)
-        self.visible = self.storage[..., :end, :].flatten(0, 1).unbind()  # of each layer its keys, then its values
-        self.rows = slice(None) if rows == everything else torch.tensor(rows, device=device)
-        self.slots = torch.tensor(rows, device=device)[:, None], positions
+        # Rows in step, such as a single one, are written without an index, and one new token needs no mask.
+        in_step = rows == everything and len(set(starts)) == len(set(ends)) == 1
+        if in_step:
+            positions = torch.arange(end - T, end, device=device)[None]  # (1, T)
+        else:
+            steps, last = torch.arange(T), torch.tensor(ends)[:, None] - 1
+            positions = (torch.tensor(starts)[:, None] + steps).minimum(last).to(device)  # (B, T)
+            self.slots = torch.tensor(rows, device=device)[:, None], positions
+        self.mask = None
+        if T > 1 or not in_step:
+            # Not is_causal: it would line up the first new query with the first key of all.
+            self.mask = torch.arange(end, device=device) <= positions[:, None, :, None]  # (B or 1, 1, T, end)
+        self.rows = None if rows == everything else torch.tensor(rows, device=device)
+        # Of each layer its keys, then its values: all that the pass may see, and the part that it fills in.
+        self.visible = self.storage[..., :end, :].flatten(0, 1).unbind()
+        self.filled = self.storage[..., end - T : end, :].transpose(3, 4).flatten(0, 1).unbind() if in_step else None
         return positions
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Append keys and values, and attend to all up to each position. All shapes are (B, T, heads, head_dim)."""
         keys, values = self.visible[2 * layer : 2 * layer + 2]
-        keys.transpose(1, 2)[self.slots], values.transpose(1, 2)[self.slots] = k, v
-        keys, values = keys[self.rows], values[self.rows]
+        if self.filled:
+            self.filled[2 * layer].copy_(k)
+            self.filled[2 * layer + 1].copy_(v)
+        else:
+            keys.transpose(1, 2)[self.slots], values.transpose(1, 2)[self.slots] = k, v
+        if self.rows is not None:
+            keys, values = keys[self.rows], values[self.rows]
         if layer == len(self.storage) - 1:  # the pass is complete
             for row, tokens in self.planned:
                 self.tokens[row] = self.tokens[row] + tokens

@@ -138,15 +138,17 @@ def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None, kee
 
 def pass_logits(model: GPT, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int) -> torch.Tensor:
     """The logits at the last `keep` new tokens of these rows, from one pass, padded right: (B, keep, vocab_size)."""
-    lengths = torch.tensor([len(tokens) for tokens in new], device=model.device)
-    T = max(len(tokens) for tokens in new)
+    lengths = [len(tokens) for tokens in new]
+    T = max(lengths)
     tokens = torch.tensor([tokens + tokens[-1:] * (T - len(tokens)) for tokens in new], device=model.device)  # (B, T)
     if cache is None:
         x = model.hidden(tokens, torch.arange(T, device=model.device), causal_attention)
     else:
         x = model.hidden(tokens, cache.extend(new, rows), cache.attend)
-    last = lengths[:, None] + torch.arange(-keep, 0, device=model.device)  # (B, keep)
-    return model.head(x[torch.arange(len(new), device=model.device)[:, None], last]).float()
+    if min(lengths) == T:
+        return model.head(x[:, -keep:]).float()
+    rows, last = torch.arange(len(new))[:, None], torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
+    return model.head(x[rows, last]).float()
 
 
 def penalize(
