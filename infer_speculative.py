@@ -1,6 +1,70 @@
 """Speculative decoding, one model drafts and another verifies: python infer_speculative.py --prompt "One day"."""
 
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
+
+from checkpoint import UserError
+from infer import (
+    STORIES,
+    Output,
+    Parser,
+    SamplingParams,
+    add_options,
+    generate,
+    pick_device,
+    pick_dtype,
+    read_prompts,
+    run_script,
+    sampling_params,
+    seeded_generator,
+)
+from model import GPT, GPTConfig
+from tokenizer import load_encoding
+
+
+class Pass(NamedTuple):
+    """What one pass of the target gave."""
+
+    tokens: list[int]  # added to the text: accepted drafts, then one token of the target's; nothing after an EOS
+    drafts: list[int]  # proposed by the draft model
+    accepted: int  # how many of them the target accepted, also where the text ends before the last of these
+
+
+@torch.inference_mode()
+def generate_speculative(
+    target: GPT,
+    draft: GPT,
+    prompt: list[int],
+    params: SamplingParams,
+    gamma: int = 3,
+    generator: torch.Generator | None = None,
+    stride: int | None = None,
+) -> Iterator[Pass]:
+    """Continue a prompt as `infer.generate` does with the target alone. So far the draft model is not used.
+
+    generator, stride: as in `infer.generate`. Yields passes, of `params.max_new_tokens` tokens in all at most.
+    Raises UserError if gamma is not in 1..16, the models differ in vocabulary, or as `infer.generate` does.
+    """
+    if not 1 <= gamma <= 16:
+        raise UserError(f"gamma is {gamma}; it must be an integer from 1 to 16")
+    check_vocabularies(target.config, draft.config)
+    for (token,) in generate(target, [prompt], params, generator, stride=stride):
+        yield Pass([token], [], 0)
+
+
+def check_vocabularies(target: GPTConfig, draft: GPTConfig) -> None:
+    """Raises UserError if two models differ in the number of their tokens, or in those that end a text."""
+    (size, eos), (draft_size, draft_eos) = (
+        (config.vocab_size, set(config.eos_token_ids)) for config in (target, draft)
+    )
+    if (size, eos) != (draft_size, draft_eos):
+        raise UserError(
+            f"target and draft need the same vocabulary: the target has {size} tokens, EOS {sorted(eos)};"
+            f" the draft {draft_size}, EOS {sorted(draft_eos)}"
+        )
 
 
 def verify(
@@ -38,3 +102,61 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def first_false(flags: list[bool]) -> int:
     """The index of the first False, or the length."""
     return flags.index(False) if False in flags else len(flags)
+
+
+class DraftOutput(Output):
+    """The output of passes. colours: accepted drafts in green, the target's own tokens in magenta."""
+
+    def __init__(self, *args, colours: bool):
+        super().__init__(*args)
+        self.passes, self.colours = [], colours
+
+    def add_pass(self, row: int, step: Pass) -> None:
+        """Put the tokens of a pass at the end of a row's text, and end the step."""
+        self.passes.append(step)
+        for index, token in enumerate(step.tokens):
+            text = self.texts[row]
+            self.add(row, token)
+            if self.colours and (new := self.texts[row].removeprefix(text)):
+                self.texts[row] = text + ("\033[32m" if index < step.accepted else "\033[35m") + new + "\033[0m"
+        self.end_step()
+
+    def statistics(self) -> str:
+        """Acceptance, then the speed of the run."""
+        drafts, accepted = sum(len(step.drafts) for step in self.passes), [step.accepted for step in self.passes]
+        histogram = ", ".join(f"{count}: {accepted.count(count)}" for count in range(max(accepted) + 1))
+        return (
+            f"{sum(accepted)} of {drafts} drafts accepted ({sum(accepted) / max(drafts, 1):.0%}),"
+            f" {self.count / len(self.passes):.2f} tokens a target pass\n"
+            f"passes by accepted drafts: {histogram}\n{super().statistics()}"
+        )
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Generate text with two GPT-2s, of which one drafts and the other verifies.")
+    parser.add_argument("--target", default=STORIES, help="whose text it is: directory, gpt2[-medium|-large|-xl]")
+    parser.add_argument("--draft", default=STORIES.with_name("stories-draft"), help="a smaller one, same vocabulary")
+    parser.add_argument("--gamma", type=int, default=3, help="how many tokens to draft for a pass; 1 to 16")
+    parser.add_argument("--show", action="store_true", help="accepted drafts in green, the target's tokens in magenta")
+    add_options(parser)
+    run_script(parser, run, argv)
+
+
+def run(args) -> None:
+    """Do what the command line asks for: text to stdout, statistics to stderr. Raises UserError for bad input."""
+    params, prompts = sampling_params(args), read_prompts(args)
+    device = pick_device(args.device)
+    generator, dtype = seeded_generator(args.seed, device), pick_dtype(args.dtype, device)
+    target, draft = (GPT.from_pretrained(name, dtype, device) for name in (args.target, args.draft))
+    encoding = load_encoding(args.target, target.config.vocab_size)
+    skip = () if params.ignore_eos else target.config.eos_token_ids
+    seed = generator.initial_seed() if params.temperature else None
+    with DraftOutput(prompts, encoding, skip, seed, colours=args.show and sys.stdout.isatty()) as output:
+        for row, prompt in enumerate(prompts):
+            tokens = encoding.encode(prompt, allowed_special="all")
+            for step in generate_speculative(target, draft, tokens, params, args.gamma, generator, args.stride):
+                output.add_pass(row, step)
+
+
+if __name__ == "__main__":
+    main()
