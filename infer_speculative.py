@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from cache import KVCache
 from checkpoint import UserError
 from infer import (
     STORIES,
@@ -13,13 +14,17 @@ from infer import (
     Parser,
     SamplingParams,
     add_options,
-    generate,
+    check_stride,
+    next_logits,
+    penalize,
     pick_device,
     pick_dtype,
     read_prompts,
     run_script,
     sampling_params,
+    sampling_probs,
     seeded_generator,
+    window_start,
 )
 from model import GPT, GPTConfig
 from tokenizer import load_encoding
@@ -43,16 +48,58 @@ def generate_speculative(
     generator: torch.Generator | None = None,
     stride: int | None = None,
 ) -> Iterator[Pass]:
-    """Continue a prompt as `infer.generate` does with the target alone. So far the draft model is not used.
+    """Continue a prompt as `infer.generate` does with the target alone: the same text if greedy, else the same
+    distribution, but for rounding. The draft model proposes up to gamma tokens, the target judges them in one pass.
 
-    generator, stride: as in `infer.generate`. Yields passes, of `params.max_new_tokens` tokens in all at most.
+    generator, stride: as in `infer.generate`; the draft model's window moves by half of its own block_size.
+    Yields passes, of `params.max_new_tokens` tokens in all at most.
     Raises UserError if gamma is not in 1..16, the models differ in vocabulary, or as `infer.generate` does.
     """
     if not 1 <= gamma <= 16:
         raise UserError(f"gamma is {gamma}; it must be an integer from 1 to 16")
     check_vocabularies(target.config, draft.config)
-    for (token,) in generate(target, [prompt], params, generator, stride=stride):
-        yield Pass([token], [], 0)
+    config, draft_block_size = target.config, draft.config.block_size
+    stride, draft_stride = check_stride(stride, config.block_size), check_stride(None, draft_block_size)
+    sequence = list(prompt) or [config.eos_token_ids[0]]
+    end = len(sequence) + params.max_new_tokens
+    cache, draft_cache = (KVCache(model, 1, min(end - 1, model.config.block_size)) for model in (target, draft))
+    counts = torch.zeros(config.vocab_size, dtype=torch.int64, device=target.device)
+    in_prompt = counts > 0
+    in_prompt[sequence] = True
+    while len(sequence) < end:
+        start = window_start(len(sequence), config.block_size, stride)
+        room = start + config.block_size - len(sequence)  # all positions of a pass see this window: none crosses a hop
+        drafts, draft_probs = [], []
+        for _ in range(min(gamma, room, end - len(sequence) - 1)):
+            text = sequence + drafts
+            window = text[window_start(len(text), draft_block_size, draft_stride) :]
+            logits = penalize_drafted(next_logits(draft, [window], draft_cache)[0], params, counts, in_prompt, drafts)
+            draft_probs.append(sampling_probs(logits, params))
+            drafts.append(torch.multinomial(draft_probs[-1], 1, generator=generator).item())
+        # No cache is rolled back here: `match` forgets refused drafts when it meets the next window.
+        logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
+        logits = penalize_drafted(logits, params, counts, in_prompt, drafts)  # (len(drafts) + 1, vocab_size)
+        q = torch.cat([logits[:0], *draft_probs])
+        accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
+        tokens = drafts[:accepted] + [token]
+        stays = [token not in config.eos_token_ids or params.ignore_eos for token in tokens]
+        tokens = tokens[: first_false(stays) + 1]
+        sequence += tokens
+        counts += torch.bincount(torch.tensor(tokens, device=counts.device), minlength=config.vocab_size)
+        yield Pass(tokens, drafts, accepted)
+        if not all(stays):
+            return
+
+
+def penalize_drafted(logits, params: SamplingParams, counts, in_prompt, drafts: list[int]) -> torch.Tensor:
+    """Penalties for the last len(logits) positions of a text with drafts, each of which counts the drafts before it.
+
+    logits: (n, vocab_size), n <= len(drafts) + 1. counts, in_prompt: (vocab_size,), without the drafts.
+    """
+    if drafts and (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0):
+        drafted = torch.nn.functional.one_hot(torch.tensor(drafts, device=counts.device), len(counts)).cumsum(0)
+        counts = torch.cat([counts[None], counts + drafted])[-len(logits) :]  # (n, vocab_size)
+    return penalize(logits, params, counts, in_prompt)
 
 
 def check_vocabularies(target: GPTConfig, draft: GPTConfig) -> None:
