@@ -1,0 +1,369 @@
+"""What the benchmarks share: options, timing, the memory roofline, peak memory, the results file and its summary."""
+
+import argparse
+import csv
+import importlib
+import io
+import os
+import pickle
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from cache import KVCache
+from checkpoint import UserError, parse_name
+from infer import DTYPES, pick_device, run_script
+from model import GPT
+
+ROOT = Path(__file__).resolve().parent
+SETTING = {  # what a summary keeps apart
+    "model": "what --model or --target names",
+    "draft": "what --draft names",
+    "dtype": "of weights, activations and cache",
+    "batch_size": "texts at once",
+    "new_tokens": "tokens generated after each prompt; EOS is ignored",
+    "temperature": "0: greedy",
+    "mode": "how the tokens were generated",
+}
+CONDITIONS = {
+    "prompt_tokens": "tokens of each prompt",
+    "prompt": "which of the prompts",
+    "repeat": "each repeat runs all modes once; ratios are taken within it",
+    "parameters": "of the model",
+    "device": "what computed",
+    "threads": "of torch",
+    "torch": "its version",
+    "commit": "of this repository; -dirty: files differ from it",
+}
+MEASURED = {
+    "first_token_s": "seconds to the first token (prefill); with drafts: to the end of the first pass",
+    "decode_tokens_per_s": "tokens after the first one (the first pass) in all texts, over the seconds after it",
+    "roofline_share": "the seconds that reading the weights once a step and the cache must take, over the seconds that"
+    " decoding took; above 1 if it reads faster than the matrix-vector product that the bandwidth was measured with",
+    "peak_memory_mb": "10**6 bytes that one greedy run takes at most in a process of its own, imports not counted",
+    "acceptance": "share of the drafts that were accepted",
+    "tokens_per_pass": "tokens for each pass of the target",
+}
+COLUMNS = SETTING | CONDITIONS | MEASURED
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and keeps the line breaks of the list of columns."""
+
+
+class Unique(argparse.Action):
+    """Drops values that were given before: the runs of both could not be told apart."""
+
+    def __call__(self, parser, args, values, option=None):
+        setattr(args, self.dest, list(dict.fromkeys(values)))
+
+
+LIST = {"nargs": "+", "action": Unique}  # keywords of an option with several values
+
+
+def whole_number(least: int, most: int | None = None):
+    """An argparse type: an integer from `least` to `most`, None for no limit."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= (most or int(text)):
+            limits = f">= {least}" if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r}: it must be an integer {limits}")
+        return int(text)
+
+    return convert
+
+
+def add_options(parser: argparse.ArgumentParser, output: str, lengths: list[int], repeats: int) -> None:
+    """The options of both benchmarks."""
+    parser.formatter_class = Formatter
+    parser.epilog = "columns of the CSV file:\n" + "\n".join(f"  {name:20} {text}" for name, text in COLUMNS.items())
+    number, cores = whole_number(1), os.cpu_count() or 1
+    parser.add_argument("--max-new-tokens", type=whole_number(2), **LIST, default=lengths, help="lengths to time")
+    parser.add_argument("--dtype", **LIST, default=["float32"], choices=DTYPES, help="of the weights")
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
+    parser.add_argument("--threads", type=whole_number(1, cores), help=f"of torch on the CPU, 1 to {cores}")
+    parser.add_argument("--repeats", type=number, default=repeats, help="how often each mode runs")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "benchmark_results" / output,
+        help="CSV file, replaced at the end of the run together with its summary and plot; until then the rows are in"
+        " a file of that name with .part behind it, and no other run may use it",
+    )
+
+
+def run_benchmark(parser: argparse.ArgumentParser, measure, baseline: str, plot, argv=None) -> None:
+    """Parse a command line and call measure(args, device, results); then summarise and plot whatever rows are there.
+
+    baseline: the mode that speed-ups refer to. plot: a function of the summary that returns a figure.
+    """
+
+    def run(args) -> None:
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        device = pick_device(args.device)
+        try:
+            results = ResultsFile(args.output)
+            try:
+                measure(args, device, results)
+            finally:
+                report(results, baseline, plot)
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # of the results, or no space for a temporary file
+            raise UserError(f"{error.filename or args.output}: {error.strerror or error}") from None
+
+    run_script(parser, run, argv)
+
+
+def report(results: "ResultsFile", baseline: str, plot) -> None:
+    """Close the results, and if there are any, write and print the summary, and draw the plot."""
+    if results.close():
+        summary, picture = summarise(results.rows, baseline), io.BytesIO()
+        plot(summary).savefig(picture, dpi=120, format="png")
+        write_whole(results.summary, summary.to_csv(index=False).encode())
+        write_whole(results.plot, picture.getvalue())
+        print(summary.to_string(index=False))
+
+
+class ResultsFile:
+    """A CSV file that has each row as soon as it is measured, and the names of the summary and the plot beside it.
+
+    Rows are written to PATH.part. It must not exist, so two runs never share a file, and the rows of a run that was
+    killed stay there. `close` renames it. Raises UserError for a path that cannot be used, OSError for a full disk.
+    """
+
+    def __init__(self, path: Path):
+        if path.suffix != ".csv":
+            raise UserError(f"--output {path}: the name must end in .csv")
+        self.path, self.part, self.rows = path, path.with_name(path.name + ".part"), []
+        self.summary, self.plot = path.with_name(path.stem + "_summary.csv"), path.with_suffix(".png")
+        if taken := [file for file in (path, self.summary, self.plot) if file.is_dir()]:
+            raise UserError(f"--output {path}: {taken[0]} is a directory")
+        try:
+            self.file = self.part.open("xb", buffering=0)  # x: fails if it is there
+        except FileExistsError:
+            why = "another run writes to it, or was killed and left its rows there"
+            raise UserError(f"{self.part} exists: {why}; wait, or move that file") from None
+        try:
+            self.append(dict(zip(COLUMNS, COLUMNS)))
+        except OSError:
+            self.close()
+            raise
+
+    def append(self, row: dict) -> None:
+        """Write a line, or nothing: no part of a line that does not fit on the disk is left."""
+        line = io.StringIO()
+        csv.DictWriter(line, COLUMNS, lineterminator="\n").writerow(row)
+        data, end = line.getvalue().encode(), self.file.tell()
+        try:
+            while data:  # a nearly full disk takes the beginning first
+                data = data[self.file.write(data) :]
+        except OSError:
+            self.file.truncate(end)
+            raise
+
+    def write(self, **row) -> None:
+        """Add a row, and show it on stderr. Measured numbers get four digits. Raises ValueError for unknown columns."""
+        self.append({name: four_digits(value) if name in MEASURED else value for name, value in row.items()})
+        self.rows.append(row)
+        shown = "{model}  {dtype}  batch {batch_size}  {new_tokens} tokens  temperature {temperature}  prompt {prompt}"
+        print(f"{shown}  repeat {{repeat}}  {{mode}}: {{decode_tokens_per_s:.1f}}/s".format(**row), file=sys.stderr)
+
+    def close(self) -> bool:
+        """Put the rows where an older file may be, and remove that one's summary and plot; False without any rows."""
+        self.file.close()
+        if not self.rows:
+            self.part.unlink()
+            return False
+        for old in (self.summary, self.plot):
+            old.unlink(missing_ok=True)
+        self.part.replace(self.path)
+        return True
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file completely or not at all."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def four_digits(value: float | None) -> float | None:
+    """A measured number, rounded to what is worth reading."""
+    return None if value is None else float(f"{value:.4g}")
+
+
+def summarise(rows: list[dict], baseline: str):
+    """A table with a line for each setting: median, min and max of the decode rate over its repeats and prompts, and of
+    the speed-up, which is the ratio to the mode `baseline` in the same repeat and prompt; medians of the rest."""
+    import pandas
+
+    table, rate = pandas.DataFrame(rows, columns=list(COLUMNS)), "decode_tokens_per_s"
+    pair = [name for name in SETTING if name != "mode"] + ["prompt", "repeat"]
+    of_baseline = table.assign(rate=table[rate].where(table["mode"] == baseline)).groupby(pair)["rate"]
+    table["speedup"] = table[rate] / of_baseline.transform("first")
+    groups = table.groupby(list(SETTING), sort=False)
+    columns = {
+        f"{name}_{statistic}": groups[name].agg(statistic)
+        for name in (rate, "speedup")
+        for statistic in ("median", "min", "max")
+    }
+    columns |= {name: groups[name].median() for name in MEASURED if name != rate}
+    return pandas.DataFrame(columns).map(four_digits).assign(runs=groups.size()).reset_index()
+
+
+def describe(name, model: GPT, device: str, draft: str = "") -> dict:
+    """The columns that say what ran on what."""
+    return {
+        "model": parse_name(name).label,
+        "draft": draft and parse_name(draft).label,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{device} {cpu_name()}",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit of this repository, with -dirty if its files differ; `unknown` without git or outside a repository."""
+    # --git-dir: not the commit of some other repository that this directory lies in. --exclude: no names of tags.
+    command = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}", "describe", "--always", "--dirty"]
+    try:
+        result = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return result.stdout.strip() or "unknown"
+
+
+def cpu_name() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def now(device: str) -> float:
+    """The time in seconds, after the device has finished all that it was asked for."""
+    if device != "cpu":
+        getattr(torch, device).synchronize()
+    return time.perf_counter()
+
+
+def timed(steps, device: str) -> tuple[list, float, float]:
+    """Run an iterator: its items, the seconds to the first of them, and from there to the end."""
+    began, items = now(device), []
+    for item in steps:
+        items.append(item)
+        if len(items) == 1:
+            first = now(device)
+    return items, first - began, now(device) - first
+
+
+def bandwidth(device: str, dtype: torch.dtype) -> float:
+    """Bytes a second that the product of a 256 MB matrix with a vector reads: the median of nine, after one more."""
+    side = int((2**28 / dtype.itemsize) ** 0.5)
+    matrix, vector = torch.ones(side, side, dtype=dtype, device=device), torch.ones(side, dtype=dtype, device=device)
+    seconds = [timed((matrix @ vector for _ in range(1)), device)[1] for _ in range(10)]
+    return matrix.nbytes / statistics.median(seconds[1:])
+
+
+def speeds(model, prompts: list[list[int]], length: int, first: float, rest: float, bandwidth: float, skip: int = 1):
+    """The columns about `length` new tokens after each prompt, of which `skip` took the `first` seconds."""
+    batch_size, prompt_tokens = len(prompts), len(prompts[0])
+    return {
+        "batch_size": batch_size,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": length,
+        "first_token_s": first,
+        "decode_tokens_per_s": batch_size * (length - skip) / rest,
+        "roofline_share": roofline_share(model, batch_size, prompt_tokens, length, rest, bandwidth),
+    }
+
+
+def roofline_share(
+    model: GPT, batch_size: int, prompt_tokens: int, new_tokens: int, seconds: float, bandwidth: float
+) -> float:
+    """The share of the seconds after the first token that reading weights and cache takes at that bandwidth (bytes/s).
+
+    Each step reads all weights once, the position embedding aside, and the keys and values of all positions so far.
+    """
+    config = model.config
+    weights = sum(weight.nbytes for weight in model.parameters()) - model.wpe.weight.nbytes  # the tied head once
+    positions = prompt_tokens + new_tokens / 2  # on average
+    cache = 2 * config.n_layer * config.n_kv_head * config.head_dim * positions * batch_size * model.dtype.itemsize
+    return (new_tokens - 1) * (weights + cache) / bandwidth / seconds
+
+
+@torch.inference_mode()
+def check_half_precision(model: GPT, tokens: torch.Tensor, piece: int = 1, peer=None) -> None:
+    """Compare log-probabilities with the cache, and those of a peer, with those of one pass without a cache.
+
+    For half precision, where rounding may change greedy tokens. tokens: (B, T). piece: how many tokens a pass with the
+    cache takes. peer: a function of (1, T) tokens that returns (1, T, vocab_size) logits.
+    Raises SystemExit if the largest difference is above 0.5, or the mean above 0.05.
+    """
+    cache, rows = KVCache(model, *tokens.shape), list(range(len(tokens)))
+    pieces = [model.hidden(new, cache.extend(new.tolist(), rows), cache.attend) for new in tokens.split(piece, dim=1)]
+    cached = torch.cat(pieces, dim=1)
+    for row, text in enumerate(tokens.split(1)):  # one at a time: the logits of a batch may be gigabytes
+        expected = model(text)[0].float().log_softmax(dim=-1)
+        for logits in [model.head(cached[row])] + ([] if peer is None else [peer(text)[0]]):
+            error = (logits.float().log_softmax(dim=-1) - expected).abs()
+            if not (error.max() <= 0.5 and error.mean() <= 0.05):  # NaN is an error too
+                sys.exit(f"log-probabilities are off by up to {error.max():.3f}: no timing of wrong results")
+
+
+def memory_in_use(device: str) -> float:
+    """The most memory that this process has had, in bytes: of the GPU, or of the machine."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    try:  # not ru_maxrss here: on Linux a child inherits its parent's
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    except (OSError, IndexError):
+        import resource  # here: Windows has none
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+CHILD = "import sys; sys.path.insert(0, sys.argv[1]); import benchmark_common; benchmark_common.print_memory()"
+
+
+def in_own_process(device: str, imports: list[str], function, *arguments) -> float:
+    """The bytes that function(*arguments) takes at most in a process of its own, above those after its imports.
+
+    imports: modules that it imports when it runs. Raises UserError if the process fails, for want of memory say.
+    """
+    module = Path(sys.argv[0]).stem if function.__module__ == "__main__" else function.__module__
+    job = pickle.dumps((device, [module, *imports], function.__name__, arguments))
+    # In a session of its own the child does not get Ctrl-C: it has nothing to say then, and is killed.
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(ROOT)], input=job, capture_output=True, start_new_session=True
+    )
+    if child.returncode:
+        lines = child.stderr.decode(errors="replace").splitlines()
+        reason = "it was killed; is there too little memory?" if child.returncode < 0 else lines[-1]
+        raise UserError(f"the process that measures memory failed: {reason}")
+    return float(child.stdout.split()[-1])
+
+
+def print_memory() -> None:
+    """What the child of `in_own_process` does."""
+    device, modules, function, arguments = pickle.load(sys.stdin.buffer)
+    modules = [importlib.import_module(module) for module in modules]
+    before = memory_in_use(device)
+    getattr(modules[0], function)(*arguments)
+    print(memory_in_use(device) - before)
