@@ -1,0 +1,242 @@
+"""Lesson 19: three ways to the same tokens, timed apart; the peer may be missing."""
+
+import importlib.util
+import subprocess
+import sys
+import time
+
+import pandas
+import pytest
+import torch
+from conftest import ROOT
+from matplotlib.figure import Figure
+
+
+def test_help_names_the_modes():
+    command = [sys.executable, "benchmark_kv_cache.py", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (
+        result.returncode == 0
+        and "{cache,no cache,transformers}" in result.stdout
+        and "kv_cache_cpu.csv" in result.stdout
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, tmp_path_factory):
+    """A model in which each token is an EOS, so a run that does not ignore EOS ends after one."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tiny(dtype=torch.float32, block_size=64, eos_token_ids=tuple(range(61))).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def bench(checkpoint, tmp_path, run_main, monkeypatch):
+    """A function that runs the benchmark on that model: exit code, the rows, stderr."""
+    import benchmark_kv_cache as script
+
+    alone = []  # what would have run in a process of its own, which takes seconds
+    monkeypatch.setattr(script.common, "in_own_process", lambda *job: alone.append(job) or 1e6 * len(alone))
+    monkeypatch.setattr(script.common, "bandwidth", lambda *_: 1e9)
+
+    def run(*args):
+        output = tmp_path / "run.csv"
+        small = ("--model", checkpoint, "--repeats", 2, "--max-new-tokens", 6, 9, "--prompt-tokens", 5)
+        code, _, err = run_main(script.main, "--output", output, *small, *args)
+        return code, pandas.read_csv(output) if output.exists() else None, err
+
+    run.alone, run.plot = alone, script.plot
+    monkeypatch.setattr(script, "plot", lambda summary: Figure())  # the real one takes a while
+    return run
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock on which only forward passes take time: a second for each position that a model computes."""
+    from transformers import GPT2Model
+
+    from model import GPT
+
+    seconds, hidden, forward = [0.0], GPT.hidden, GPT2Model.forward
+
+    def ours(self, tokens, *args):
+        seconds[0] += tokens.numel()
+        return hidden(self, tokens, *args)
+
+    def peers(self, input_ids, **options):
+        seconds[0] += input_ids.numel()
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(GPT, "hidden", ours)
+    monkeypatch.setattr(GPT2Model, "forward", peers)
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
+    return seconds
+
+
+def test_a_row_for_each_run_of_each_mode(bench, tmp_path, monkeypatch):
+    import benchmark_kv_cache
+
+    figures = []
+    monkeypatch.setattr(benchmark_kv_cache, "plot", lambda table: figures.append(bench.plot(table)) or figures[0])
+    code, rows, _ = bench("--batch-size", 1, 3, 1, "--max-new-tokens", 6, 9, 6)
+    assert code == 0 and len(rows) == 2 * 2 * 2 * 3  # batch sizes, lengths, repeats, modes: each value once
+    assert list(rows["mode"][:6]) == ["cache", "no cache", "transformers"] * 2  # in turns
+    assert list(rows["repeat"][:6]) == [0, 0, 0, 1, 1, 1] and list(rows["new_tokens"][:12]) == 6 * [6] + 6 * [9]
+    assert list(rows["batch_size"]) == 12 * [1] + 12 * [3] and set(rows["prompt_tokens"]) == {5}
+    assert set(rows["temperature"]) == {0} and rows["draft"].isna().all()
+    assert rows["roofline_share"].notna().equals(rows["mode"] != "no cache")
+    assert list(rows["peak_memory_mb"][:3]) == [1, 2, 3]  # millions of bytes, of each mode
+    summary = pandas.read_csv(tmp_path / "run_summary.csv")
+    assert (summary[summary["mode"] == "no cache"]["speedup_median"] == 1).all() and len(summary) == 12
+    panels = figures[0].axes
+    assert [panel.get_title().splitlines()[-1] for panel in panels] == [
+        "float32, batch size 1",
+        "float32, batch size 3",
+    ]
+    assert [panel.get_legend_handles_labels()[1] for panel in panels] == 2 * [list(benchmark_kv_cache.MODES)]
+    assert (tmp_path / "run.png").stat().st_size > 5000
+
+
+def test_time_is_that_of_the_passes_each_mode_needs(bench, clock):
+    code, rows, _ = bench("--batch-size", 3, "--max-new-tokens", 5, "--repeats", 1)
+    by_mode = rows.set_index("mode")
+    assert code == 0 and set(by_mode["first_token_s"]) == {3 * 5}  # each prefills three prompts of 5
+    assert by_mode.loc["cache", "decode_tokens_per_s"] == 1 == by_mode.loc["transformers", "decode_tokens_per_s"]
+    assert by_mode.loc["no cache", "decode_tokens_per_s"] == pytest.approx(4 / (6 + 7 + 8 + 9), rel=1e-3)
+
+
+def test_half_precision_holds_the_peer_to_our_logits_in_each_row(bench, monkeypatch):
+    import benchmark_kv_cache
+
+    checked, check = [], benchmark_kv_cache.common.check_half_precision
+
+    def recorded(model, tokens, peer):
+        checked.append((model.dtype, tokens.shape, peer))
+        check(model, tokens, peer=peer)
+
+    monkeypatch.setattr(benchmark_kv_cache.common, "check_half_precision", recorded)
+    code, rows, _ = bench("--dtype", "bfloat16", "--batch-size", 2, "--max-new-tokens", 6)
+    assert code == 0 and set(rows["dtype"]) == {"bfloat16"} and len(rows) == 6
+    ((dtype, shape, peer),) = checked
+    assert dtype == torch.bfloat16 and shape == (2, 5 + 5) and peer(torch.zeros(1, 4, dtype=int)).shape == (1, 4, 61)
+    assert bench("--dtype", "bfloat16", "--modes", "cache")[0] == 0 and checked[-1][2] is None
+    load = benchmark_kv_cache.load
+
+    def wrong(mode, *args):
+        model = load(mode, *args)
+        return model if mode != "transformers" else spoiled(model)
+
+    monkeypatch.setattr(benchmark_kv_cache, "load", wrong)
+    code, *_ = bench("--dtype", "bfloat16")
+    assert "log-probabilities are off" in code
+
+
+def spoiled(peer):
+    with torch.no_grad():
+        peer.transformer.wpe.weight.zero_()
+    return peer
+
+
+def test_different_tokens_are_not_timed(bench, monkeypatch):
+    import benchmark_kv_cache
+
+    load = benchmark_kv_cache.load
+    monkeypatch.setattr(
+        benchmark_kv_cache,
+        "load",
+        lambda mode, *args: (spoiled if mode == "transformers" else lambda x: x)(load(mode, *args)),
+    )
+    code, rows, _ = bench()
+    assert "do not make the same tokens" in code and rows is None
+
+
+@pytest.mark.parametrize(
+    "dtype, spoil",
+    [
+        ("float32", lambda steps: steps[1:]),
+        ("bfloat16", lambda steps: steps[1:]),
+        ("float32", lambda steps: steps[:-1] + [[60 - token for token in steps[-1]]]),
+    ],
+    ids=["shorter", "shorter in half precision", "another last token"],
+)
+def test_texts_that_differ_at_the_end_are_not_timed(bench, monkeypatch, dtype, spoil):
+    import benchmark_kv_cache
+
+    def wrong(*args, use_cache):
+        steps = list(generate(*args, use_cache=use_cache))
+        return steps if use_cache else spoil(steps)
+
+    generate = benchmark_kv_cache.generate
+    monkeypatch.setattr(benchmark_kv_cache, "generate", wrong)
+    code, rows, _ = bench("--modes", "cache", "no cache", "--dtype", dtype)
+    assert "do not make the same tokens" in code and rows is None
+
+
+def test_each_run_has_the_same_prompts(bench):
+    first, second = (
+        bench("--modes", "cache", "--batch-size", 2, "--max-new-tokens", 2) and bench.alone[-1] for _ in "ab"
+    )
+    assert first[-2] == second[-2] and first[-2][0] != first[-2][1] and [len(prompt) for prompt in first[-2]] == [5, 5]
+
+
+def test_memory_is_of_one_run_of_one_mode(bench, checkpoint, tmp_path, monkeypatch):
+    import benchmark_kv_cache
+
+    monkeypatch.setattr(benchmark_kv_cache.GPT, "save_pretrained", lambda self, directory: None)
+    monkeypatch.setattr(benchmark_kv_cache, "load", lambda *_: benchmark_kv_cache.GPT.from_pretrained(checkpoint))
+    runs = []
+    fake = lambda mode, model, prompts, length, _: runs.append((mode, len(prompts), length)) or ([[1]] * length, 1, 1)  # noqa: E731
+    monkeypatch.setattr(benchmark_kv_cache, "run", fake)
+    bench("--max-new-tokens", 6, "--batch-size", 2)
+    assert [job[1] for job in bench.alone] == [[], [], benchmark_kv_cache.PEER_IMPORTS]
+    runs.clear()
+    for _, _, function, *arguments in bench.alone:
+        function(*arguments)
+    assert runs == [(mode, 2, 6) for mode in benchmark_kv_cache.MODES]
+
+
+def test_without_the_peer_its_rows_are_missing_and_it_says_so(bench, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
+    code, rows, err = bench()
+    assert code == 0 and set(rows["mode"]) == {"cache", "no cache"} and "transformers is not installed" in err
+    code, rows, err = bench("--modes", "cache")
+    assert code == 0 and set(rows["mode"]) == {"cache"} and "not installed" not in err
+    code, _, err = bench("--modes", "transformers")
+    assert code == 2 and "nothing else to run" in err
+
+
+def test_a_model_named_twice_is_timed_once_and_random_ones_need_no_files(bench, checkpoint, monkeypatch, tiny):
+    import benchmark_kv_cache
+
+    monkeypatch.chdir(checkpoint)
+    small = tiny(dtype=torch.float32, block_size=64)
+    load = benchmark_kv_cache.GPT.from_pretrained
+    monkeypatch.setattr(
+        benchmark_kv_cache.GPT,
+        "from_pretrained",
+        lambda name, *args: small if name == "random:gpt2" else load(name, *args),
+    )
+    code, rows, _ = bench("--model", ".", checkpoint, "random:gpt2", "--modes", "cache", "--max-new-tokens", 2)
+    assert code == 0 and list(rows["model"]) == 2 * [str(checkpoint.resolve())] + 2 * ["random:gpt2"]
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("--max-new-tokens", 6, 60), "65 tokens do not fit the window"),
+        (("--max-new-tokens", 1), "--max-new-tokens"),
+        (("--batch-size", 0), "--batch-size"),
+        (("--batch-size", 1_000_000), "--batch-size"),
+        (("--prompt-tokens", 0), "--prompt-tokens"),
+        (("--model", "nowhere"), "nowhere"),
+        (("--model", "random:gpt2", "--prompt-tokens", 1020), "1029 tokens"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(bench, tmp_path, args, said):
+    code, rows, err = bench(*args)
+    assert code == 2 and said in err and err.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_the_longest_text_that_fits_runs(bench):
+    assert bench("--max-new-tokens", 59, "--modes", "cache")[0] == 0
