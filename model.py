@@ -36,12 +36,32 @@ PRESETS = {
 }
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T + bias, as `F.linear`. x: (..., in_features). weight: (out_features, in_features)."""
+    rows = x.numel() // x.shape[-1]
+    if rows > 8 or x.dtype != torch.float32 or x.device.type != "cpu" or not torch.backends.mkl.is_available():
+        return F.linear(x, weight, bias)
+    # Few rows cost the time it takes to read the weight, and MKL reads it faster as the left factor; not for a single
+    # column, which takes its slower matrix-vector routine, so that one is given twice.
+    x2d = x.reshape(rows, x.shape[-1])
+    columns = (torch.cat([x2d, x2d]) if rows == 1 else x2d).t()  # (in_features, rows)
+    y = (weight @ columns)[:, :rows].t()
+    if bias is not None:
+        y = y + bias
+    return y.contiguous().view(*x.shape[:-1], len(weight))
+
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        return linear(x, self.weight, self.bias)
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x):
         B, T, C = x.shape
@@ -54,8 +74,8 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
@@ -97,7 +117,7 @@ class GPT(nn.Module):
         x = self.wte(tokens) + self.wpe.weight[:T]  # (B, T, C)
         for block in self.h:
             x = block(x)
-        return F.linear(self.ln_f(x[:, -logits_to_keep:]), self.wte.weight)  # the head is the embedding, transposed
+        return linear(self.ln_f(x[:, -logits_to_keep:]), self.wte.weight)  # the head is the embedding, transposed
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "GPT":

@@ -9,7 +9,7 @@ from conftest import CHECKPOINTS
 from safetensors.torch import load_file, save_file
 
 import model as model_module
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, linear
 
 
 def peer(directory):
@@ -220,3 +220,13 @@ def test_a_config_that_is_not_json_is_named(tiny, tmp_path, text):
 def test_the_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         GPTConfig().n_layer = 1
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 1), (2, 4), (1, 8), (3, 3), (0, 1)])
+def test_linear_equals_torch(shape):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*size, generator=generator) for size in ((*shape, 6), (5, 6), (5,)))
+    for b in (None, bias):
+        result = linear(x, weight, b)
+        assert result.shape == (*shape, 5) and result.is_contiguous()
+        torch.testing.assert_close(result, torch.nn.functional.linear(x, weight, b))
