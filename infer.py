@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from model import GPT
+from model import GPT, KVCache
 from tokenizer import load_encoding
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
@@ -51,12 +51,17 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
 
 @torch.inference_mode()
 def generate(
-    model: GPT, prompts: list[list[int]], params: SamplingParams, generator: torch.Generator | None = None
+    model: GPT,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    generator: torch.Generator | None = None,
+    use_cache: bool = True,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
     generator: where the random numbers come from, on the model's device; torch's global one if None.
+    use_cache: keep the keys and values of past positions; without, each step computes all of them again.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
     Raises ValueError if the prompts differ in length, or the model's logits are not finite.
     """
@@ -69,9 +74,15 @@ def generate(
     # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
     counts = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.int64, device=tokens.device)
     in_prompt = (counts > 0).scatter(1, tokens, True)
+    cache = KVCache(model) if use_cache else None
     for _ in range(params.max_new_tokens):
         window = tokens[:, -model.config.block_size :]
-        logits = model(window, logits_to_keep=1)[:, -1].float()  # (B, vocab_size), float32 whatever the weights are
+        if cache is not None:
+            if window.shape[1] < tokens.shape[1]:
+                # The window has moved, and each token in it now has another position: what the cache holds is wrong.
+                cache.reset()
+            window = window[:, cache.length :]  # the first time the prompt (prefill), then the last token (decode)
+        logits = model(window, logits_to_keep=1, cache=cache)[:, -1].float()  # (B, vocab_size), always float32
         if not logits.isfinite().all():
             raise ValueError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
         if params.repetition_penalty != 1:
@@ -218,6 +229,7 @@ def main(argv=None) -> None:
     parser.add_argument("--presence-penalty", type=float, help="against tokens in the output; -2 to 2")
     parser.add_argument("--frequency-penalty", type=float, help="the same for each occurrence; -2 to 2")
     parser.add_argument("--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off")
+    parser.add_argument("--no-cache", action="store_true", help="compute all positions again in each step")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
@@ -247,7 +259,7 @@ def run(args) -> None:
     # A decoder holds a character back until its last byte is there.
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(args.num_samples)]
     texts, shown, count, times = [args.prompt] * args.num_samples, 0, 0, [time.perf_counter()]
-    for step in generate(model, [prompt] * args.num_samples, params, generator):
+    for step in generate(model, [prompt] * args.num_samples, params, generator, not args.no_cache):
         times.append(time.perf_counter())
         for row, token in enumerate(step):
             count += token is not None

@@ -56,18 +56,41 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class KVCache:
+    """The keys and values of past positions, so that a pass computes those of its new tokens only."""
+
+    def __init__(self, model: "GPT"):
+        self.layers = [None] * model.config.n_layer
+        self.length = 0  # positions in it
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the keys and values (B, n_head, T, head_dim) of T new positions; returns those of all positions."""
+        if self.layers[layer] is not None:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self.layers[layer], (k, v)))
+        self.layers[layer] = k, v
+        return k, v
+
+    def reset(self) -> None:
+        """Forget all positions."""
+        self.layers, self.length = [None] * len(self.layers), 0
+
+
 class CausalSelfAttention(nn.Module):
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
+        self.layer = layer
         self.n_head = config.n_head
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x):
+    def forward(self, x, mask=None, cache=None):
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, n_head, T, head_dim)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)  # each (B, n_head, past + T, head_dim)
+        # is_causal lines up the first query with the first key: it is right only where nothing came before.
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=k.shape[2] == T)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -82,15 +105,15 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.attn = CausalSelfAttention(config)
+        self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x, mask=None, cache=None):
+        x = x + self.attn(self.ln_1(x), mask, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -101,22 +124,31 @@ class GPT(nn.Module):
         # Not nn.Embedding(...): that draws random weights, and on the meta device the first draw imports for a second.
         self.wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         self.wpe = nn.Embedding.from_pretrained(torch.empty(config.block_size, config.n_embd), freeze=False)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
-    def forward(self, tokens: torch.Tensor, logits_to_keep: int = 0) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, logits_to_keep: int = 0, cache: KVCache | None = None) -> torch.Tensor:
         """Logits for the token after each position.
 
         tokens: (B, T) ids, T from 1 to block_size. logits_to_keep: only the last so many positions, 0 for all; the
         head is the largest matrix of a small model, and generation needs its product with the last position only.
+        cache: what came before `tokens`, which are appended to it; together they are at most block_size.
         Returns (B, logits_to_keep or T, vocab_size), in the weights' dtype. Raises ValueError if T is out of range.
         """
-        T = tokens.shape[1]
-        if not 1 <= T <= self.config.block_size:
-            raise ValueError(f"{T} tokens in one pass; this model takes 1 to block_size = {self.config.block_size}")
-        x = self.wte(tokens) + self.wpe.weight[:T]  # (B, T, C)
+        T, past = tokens.shape[1], cache.length if cache is not None else 0
+        if not 1 <= T <= self.config.block_size - past:
+            after = f" after {past} in the cache" if past else ""
+            raise ValueError(
+                f"{T} tokens in one pass{after}; this model takes 1 to block_size = {self.config.block_size}"
+            )
+        mask = None
+        if past and T > 1:  # a new token sees the past and the new ones up to itself; a single one sees all
+            mask = torch.ones(T, past + T, dtype=torch.bool, device=tokens.device).tril(past)
+        x = self.wte(tokens) + self.wpe.weight[past : past + T]  # (B, T, C)
         for block in self.h:
-            x = block(x)
+            x = block(x, mask, cache)
+        if cache is not None:
+            cache.length += T
         return linear(self.ln_f(x[:, -logits_to_keep:]), self.wte.weight)  # the head is the embedding, transposed
 
     @torch.no_grad()
