@@ -63,18 +63,19 @@ def generate(
     generator: where the random numbers come from, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all of them again.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
-    Raises ValueError if the prompts differ in length, or the model's logits are not finite.
+    Raises ValueError if the prompts differ in length, the cache does not fit in memory, or the logits are not finite.
     """
     eos = model.config.eos_token_id
     prompts = [prompt or [eos] for prompt in prompts]
     if len({len(prompt) for prompt in prompts}) != 1:
         raise ValueError(f"prompts of one length are needed, not of {[len(prompt) for prompt in prompts]} tokens")
     tokens = torch.tensor(prompts, device=model.wte.weight.device)  # (B, T)
+    longest = tokens.shape[1] + params.max_new_tokens - 1  # the last token is not passed to the model
+    cache = KVCache(model, len(prompts), min(longest, model.config.block_size)) if use_cache else None
     finished = [False] * len(prompts)
     # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
     counts = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.int64, device=tokens.device)
     in_prompt = (counts > 0).scatter(1, tokens, True)
-    cache = KVCache(model) if use_cache else None
     for _ in range(params.max_new_tokens):
         window = tokens[:, -model.config.block_size :]
         if cache is not None:

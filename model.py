@@ -5,6 +5,7 @@ GPT-2, so its files load unchanged. In the shape comments B is the batch, T the 
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,22 +58,48 @@ class Linear(nn.Linear):
 
 
 class KVCache:
-    """The keys and values of past positions, so that a pass computes those of its new tokens only."""
+    """The keys and values of past positions, so that a pass computes those of its new tokens only.
 
-    def __init__(self, model: "GPT"):
-        self.layers = [None] * model.config.n_layer
+    One tensor in the model's dtype, allocated once: (n_layer, 2, batch, n_head, max_len, head_dim). Its first `length`
+    positions are valid. What lies behind them is not read, so to forget is to set a smaller length.
+    max_len: None for block_size. Raises ValueError if the tensor does not fit in memory.
+    """
+
+    def __init__(self, model: "GPT", batch_size: int = 1, max_len: int | None = None):
+        config, weight = model.config, model.wte.weight
+        max_len = config.block_size if max_len is None else max_len
+        shape = (config.n_layer, 2, batch_size, config.n_head, max_len, config.n_embd // config.n_head)
+        try:
+            self.storage = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        except RuntimeError:
+            raise ValueError(
+                f"a cache of {math.prod(shape) * weight.itemsize:,} bytes does not fit in memory: {batch_size} rows x"
+                f" {config.n_layer} layers x keys and values x {config.n_head} heads x {max_len} positions x"
+                f" {shape[-1]} numbers x {weight.itemsize} bytes"
+            ) from None
         self.length = 0  # positions in it
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the keys and values (B, n_head, T, head_dim) of T new positions; returns those of all positions."""
-        if self.layers[layer] is not None:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(self.layers[layer], (k, v)))
-        self.layers[layer] = k, v
-        return k, v
+        """Add the keys and values (B, n_head, T, head_dim) of T new positions; returns those of all positions.
+
+        Raises ValueError, before anything changes, if they do not fit. `length` moves when all layers have appended.
+        """
+        end, max_len = self.length + k.shape[2], self.storage.shape[4]
+        if end > max_len:
+            raise ValueError(f"{end} positions do not fit into a cache of {max_len}")
+        self.storage[layer, 0, :, :, self.length : end] = k
+        self.storage[layer, 1, :, :, self.length : end] = v
+        return self.storage[layer, 0, :, :, :end], self.storage[layer, 1, :, :, :end]
+
+    def truncate(self, length: int) -> None:
+        """Forget all positions from `length` on. Raises ValueError if it is negative."""
+        if length < 0:
+            raise ValueError(f"a cache is cut to {length} positions; it must be 0 or more")
+        self.length = min(self.length, length)
 
     def reset(self) -> None:
         """Forget all positions."""
-        self.layers, self.length = [None] * len(self.layers), 0
+        self.truncate(0)
 
 
 class CausalSelfAttention(nn.Module):
