@@ -56,30 +56,38 @@ def generate(
     params: SamplingParams,
     generator: torch.Generator | None = None,
     use_cache: bool = True,
+    stride: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
     generator: where the random numbers come from, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all of them again.
+    stride: how far the window moves when the text has outgrown it, from 1 to block_size; None for half of that.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
-    Raises ValueError if the prompts differ in length, the cache does not fit in memory, or the logits are not finite.
+    Raises ValueError if the prompts differ in length, stride is out of range, the cache does not fit in memory, or the
+    logits are not finite.
     """
-    eos = model.config.eos_token_id
+    eos, block_size = model.config.eos_token_id, model.config.block_size
+    stride = max(1, block_size // 2) if stride is None else stride
+    if not 1 <= stride <= block_size:
+        raise ValueError(f"stride is {stride}; it must be from 1 to block_size = {block_size}")
     prompts = [prompt or [eos] for prompt in prompts]
     if len({len(prompt) for prompt in prompts}) != 1:
         raise ValueError(f"prompts of one length are needed, not of {[len(prompt) for prompt in prompts]} tokens")
     tokens = torch.tensor(prompts, device=model.wte.weight.device)  # (B, T)
     longest = tokens.shape[1] + params.max_new_tokens - 1  # the last token is not passed to the model
-    cache = KVCache(model, len(prompts), min(longest, model.config.block_size)) if use_cache else None
+    cache = KVCache(model, len(prompts), min(longest, block_size)) if use_cache else None
+    start = 0
     finished = [False] * len(prompts)
     # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
     counts = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.int64, device=tokens.device)
     in_prompt = (counts > 0).scatter(1, tokens, True)
     for _ in range(params.max_new_tokens):
-        window = tokens[:, -model.config.block_size :]
+        previous, start = start, window_start(tokens.shape[1], block_size, stride)
+        window = tokens[:, start:]
         if cache is not None:
-            if window.shape[1] < tokens.shape[1]:
+            if start != previous:
                 # The window has moved, and each token in it now has another position: what the cache holds is wrong.
                 cache.reset()
             window = window[:, cache.length :]  # the first time the prompt (prefill), then the last token (decode)
@@ -101,6 +109,11 @@ def generate(
         finished = [done or (token == eos and not params.ignore_eos) for done, token in zip(finished, step)]
         if all(finished):
             return
+
+
+def window_start(length: int, block_size: int, stride: int) -> int:
+    """Where the window on a text of `length` tokens begins: it moves by whole strides, and only when it must."""
+    return max(0, math.ceil((length - block_size) / stride)) * stride
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -231,6 +244,7 @@ def main(argv=None) -> None:
     parser.add_argument("--frequency-penalty", type=float, help="the same for each occurrence; -2 to 2")
     parser.add_argument("--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off")
     parser.add_argument("--no-cache", action="store_true", help="compute all positions again in each step")
+    parser.add_argument("--stride", type=int, help="how far a full window moves; half its length if not given")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
@@ -260,7 +274,7 @@ def run(args) -> None:
     # A decoder holds a character back until its last byte is there.
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(args.num_samples)]
     texts, shown, count, times = [args.prompt] * args.num_samples, 0, 0, [time.perf_counter()]
-    for step in generate(model, [prompt] * args.num_samples, params, generator, not args.no_cache):
+    for step in generate(model, [prompt] * args.num_samples, params, generator, not args.no_cache, args.stride):
         times.append(time.perf_counter())
         for row, token in enumerate(step):
             count += token is not None

@@ -7,7 +7,8 @@ import torch
 def run(model, prompts, max_new_tokens):
     from infer import SamplingParams, generate
 
-    return list(generate(model, prompts, SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)))
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    return list(generate(model, prompts, params, stride=1))
 
 
 @torch.inference_mode()

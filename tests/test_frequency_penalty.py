@@ -7,7 +7,7 @@ import torch
 def run(model, prompts, **params):
     from infer import SamplingParams, generate
 
-    return list(generate(model, prompts, SamplingParams(**params)))
+    return list(generate(model, prompts, SamplingParams(**params), stride=1))
 
 
 @torch.inference_mode()

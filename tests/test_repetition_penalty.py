@@ -8,7 +8,7 @@ from conftest import CHECKPOINTS
 def run(model, prompts, **params):
     from infer import SamplingParams, generate
 
-    return list(generate(model, prompts, SamplingParams(**params)))
+    return list(generate(model, prompts, SamplingParams(**params), stride=1))
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 5.0])

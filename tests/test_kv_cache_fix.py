@@ -1,0 +1,111 @@
+"""Lesson 15: past the window the cache stays exact, because the window moves in hops and is then computed anew."""
+
+import math
+
+import pytest
+import torch
+from conftest import CHECKPOINTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import GPT
+
+
+def run(model, prompts, max_new_tokens, **options):
+    from infer import SamplingParams, generate
+
+    return list(generate(model, prompts, SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True), **options))
+
+
+def start_by_hand(length, block_size, stride):
+    return 0 if length <= block_size else math.ceil((length - block_size) / stride) * stride
+
+
+@torch.inference_mode()
+def by_hand(model, prompt, max_new_tokens, stride):
+    """Each token from a pass of its own over its window."""
+    tokens = list(prompt)
+    for _ in range(max_new_tokens):
+        start = start_by_hand(len(tokens), model.config.block_size, stride)
+        tokens.append(model(torch.tensor([tokens[start:]]))[0, -1].argmax().item())
+    return tokens[len(prompt) :]
+
+
+def random_prompt(length, seed=0):
+    return torch.randint(61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_a_token_past_the_window_costs_two_positions_on_average(tiny):
+    model, computed = tiny(), []
+    model.wte.register_forward_pre_hook(lambda module, args: computed.append(args[0].numel()))
+    run(model, [random_prompt(16)], 1 + 10 * 8)
+    assert sum(computed[1:]) == 2 * 10 * 8  # a hop of 8 tokens: 9 positions, then one for each of 7
+    assert max(computed[1:]) == 9
+
+
+def test_the_default_is_half_the_window(tiny):
+    model, prompt = tiny(seed=6), random_prompt(5)
+    assert run(model, [prompt], 64) == [[token] for token in by_hand(model, prompt, 64, stride=8)]
+    assert run(model, [prompt], 64) != [[token] for token in by_hand(model, prompt, 64, stride=1)]
+
+
+@pytest.mark.parametrize("seed", [6, 12, 31])
+@pytest.mark.parametrize("stride", [1, 4, 8, 16])
+def test_cached_is_recomputed_is_by_hand_at_four_windows(tiny, stride, seed):
+    model, prompt = tiny(seed=seed), random_prompt(5, seed)
+    expected = [[token] for token in by_hand(model, prompt, 64, stride)]
+    assert run(model, [prompt], 64, stride=stride) == expected
+    assert run(model, [prompt], 64, stride=stride, use_cache=False) == expected
+
+
+@given(length=st.integers(1, 50), stride=st.integers(1, 16), batch_size=st.integers(1, 3))
+@settings(max_examples=40)
+def test_every_length_and_stride(tiny, length, stride, batch_size):
+    model, prompts = tiny(seed=12), [random_prompt(length, seed) for seed in range(batch_size)]
+    expected = [list(step) for step in zip(*(by_hand(model, prompt, 25, stride) for prompt in prompts))]
+    assert run(model, prompts, 25, stride=stride) == expected
+
+
+@pytest.mark.parametrize("name, length, max_new_tokens", [("stories-draft", 1, 4 * 256), ("stories", 250, 140)])
+@torch.inference_mode()
+def test_each_token_is_the_best_of_its_window(name, length, max_new_tokens):
+    """On the embedded models, in float64; one pass without a cache checks all tokens that share a window."""
+    model = GPT.from_pretrained(CHECKPOINTS / name, torch.float64)
+    tokens = random_prompt(length)
+    tokens += [token for (token,) in run(model, [tokens], max_new_tokens)]
+    while length < len(tokens):
+        start = start_by_hand(length, 256, 128)
+        end = min(start + 256, len(tokens) - 1)  # the last token with this window
+        logits = model(torch.tensor([tokens[start:end]]))[0, length - 1 - start :]
+        assert logits.argmax(dim=1).tolist() == tokens[length : end + 1]
+        length = end + 1
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.data())
+def test_window_start(length, block_size, data):
+    from infer import window_start
+
+    stride = data.draw(st.integers(1, block_size))
+    start = window_start(length, block_size, stride)
+    assert start == start_by_hand(length, block_size, stride)
+    assert start % stride == 0 and 1 <= length - start <= block_size
+    assert start == 0 or length - (start - stride) > block_size  # it moves only when it must
+
+
+@pytest.mark.parametrize("stride", [0, -1, 17])
+def test_a_stride_out_of_range_is_refused(tiny, stride):
+    with pytest.raises(ValueError, match=f"stride is {stride}; it must be from 1 to block_size = 16"):
+        run(tiny(), [[1]], 1, stride=stride)
+
+
+def test_the_command_line_takes_a_stride(cli, tiny_checkpoint):
+    args = ("--model", tiny_checkpoint, "--prompt", "Tom " * 50, "--max-new-tokens", 60, "--ignore-eos", "--stride")
+    code, text, _ = cli(*args, 5)
+    assert code == 0 and text == cli(*args, 5, "--no-cache")[1] != cli(*args, 64)[1]
+    code, out, err = cli(*args, 65)
+    assert code == 2 and out == "" and "block_size = 64" in err and err.count("\n") == 1
+
+
+def test_still_the_same_within_the_window(tiny):
+    model = tiny()
+    assert run(model, [[1, 2]], 14) == [[token] for token in by_hand(model, [1, 2], 14, stride=1)]
