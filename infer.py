@@ -90,7 +90,7 @@ def generate(
             if start != previous:
                 # The window has moved, and each token in it now has another position: what the cache holds is wrong.
                 cache.reset()
-            window = window[:, cache.length :]  # the first time the prompt (prefill), then the last token (decode)
+            window = window[:, cache.lengths[0] :]  # the first time the prompt (prefill), then the last token (decode)
         logits = model(window, logits_to_keep=1, cache=cache)[:, -1].float()  # (B, vocab_size), always float32
         if not logits.isfinite().all():
             raise ValueError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")

@@ -4,6 +4,7 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Para
 GPT-2, so its files load unchanged. In the shape comments B is the batch, T the positions, C the width (`n_embd`).
 """
 
+import copy
 import json
 import math
 from dataclasses import dataclass
@@ -60,9 +61,9 @@ class Linear(nn.Linear):
 class KVCache:
     """The keys and values of past positions, so that a pass computes those of its new tokens only.
 
-    One tensor in the model's dtype, allocated once: (n_layer, 2, batch, n_head, max_len, head_dim). Its first `length`
-    positions are valid. What lies behind them is not read, so to forget is to set a smaller length.
-    max_len: None for block_size. Raises ValueError if the tensor does not fit in memory.
+    One tensor in the model's dtype, allocated once: (n_layer, 2, batch, n_head, max_len, head_dim). Of each row the
+    first `lengths[row]` positions are valid. What lies behind them does not count, so to forget is to set a smaller
+    length. max_len: None for block_size. Raises ValueError if the tensor does not fit in memory.
     """
 
     def __init__(self, model: "GPT", batch_size: int = 1, max_len: int | None = None):
@@ -70,32 +71,63 @@ class KVCache:
         max_len = config.block_size if max_len is None else max_len
         shape = (config.n_layer, 2, batch_size, config.n_head, max_len, config.n_embd // config.n_head)
         try:
-            self.storage = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+            # Zeros: a masked position has weight 0, and 0 times a NaN that lay in uninitialised memory is NaN.
+            self.storage = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         except RuntimeError:
             raise ValueError(
                 f"a cache of {math.prod(shape) * weight.itemsize:,} bytes does not fit in memory: {batch_size} rows x"
                 f" {config.n_layer} layers x keys and values x {config.n_head} heads x {max_len} positions x"
                 f" {shape[-1]} numbers x {weight.itemsize} bytes"
             ) from None
-        self.length = 0  # positions in it
+        self.rows = list(range(batch_size))  # those of the storage that this cache is about
+        self.index = torch.arange(batch_size, device=weight.device)  # the same
+        self.all_lengths = [0] * batch_size
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the keys and values (B, n_head, T, head_dim) of T new positions; returns those of all positions.
+    @property
+    def lengths(self) -> list[int]:
+        """How many positions each row holds."""
+        return [self.all_lengths[row] for row in self.rows]
 
-        Raises ValueError, before anything changes, if they do not fit. `length` moves when all layers have appended.
+    def select(self, rows: list[int]) -> "KVCache":
+        """Some rows as a cache of their own, on the same storage: what is done to it is done to this one."""
+        selected = copy.copy(self)
+        selected.rows, selected.index = [self.rows[row] for row in rows], self.index[rows]
+        return selected
+
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the keys and values (B, n_head, T, head_dim) of T new positions in each row: `positions`, (B, T).
+
+        Returns those of all positions, up to the last in any row. Raises ValueError, before anything changes, if they
+        do not fit. The lengths move by `advance`, when all layers have appended.
         """
-        end, max_len = self.length + k.shape[2], self.storage.shape[4]
+        lengths, keys, values = self.lengths, self.storage[layer, 0], self.storage[layer, 1]
+        start, end, max_len = min(lengths), max(lengths) + k.shape[2], self.storage.shape[4]
         if end > max_len:
             raise ValueError(f"{end} positions do not fit into a cache of {max_len}")
-        self.storage[layer, 0, :, :, self.length : end] = k
-        self.storage[layer, 1, :, :, self.length : end] = v
-        return self.storage[layer, 0, :, :, :end], self.storage[layer, 1, :, :, :end]
+        every = self.rows == list(range(len(keys)))
+        if every and end - start == k.shape[2]:  # all rows at one place: slices are faster
+            keys[:, :, start:end] = k
+            values[:, :, start:end] = v
+            return keys[:, :, :end], values[:, :, :end]
+        keys[self.index[:, None], :, positions] = k.transpose(1, 2)
+        values[self.index[:, None], :, positions] = v.transpose(1, 2)
+        keys, values = keys[:, :, :end], values[:, :, :end]
+        return (keys, values) if every else (keys[self.index], values[self.index])
 
-    def truncate(self, length: int) -> None:
-        """Forget all positions from `length` on. Raises ValueError if it is negative."""
-        if length < 0:
-            raise ValueError(f"a cache is cut to {length} positions; it must be 0 or more")
-        self.length = min(self.length, length)
+    def advance(self, counts: list[int]) -> None:
+        """Take the first `counts[row]` positions appended to each row as valid; the others were padding."""
+        for row, count in zip(self.rows, counts):
+            self.all_lengths[row] += count
+
+    def truncate(self, length: int | list[int]) -> None:
+        """Forget all positions from `length` on; one for all rows, or one for each. Raises ValueError if negative."""
+        lengths = [length] * len(self.rows) if isinstance(length, int) else length
+        if min(lengths) < 0:
+            raise ValueError(f"a cache is cut to {min(lengths)} positions; it must be 0 or more")
+        for row, kept in zip(self.rows, lengths):
+            self.all_lengths[row] = min(self.all_lengths[row], kept)
 
     def reset(self) -> None:
         """Forget all positions."""
@@ -110,12 +142,12 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, mask=None, cache=None):
+    def forward(self, x, positions, mask=None, cache=None):
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, n_head, T, head_dim)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # each (B, n_head, past + T, head_dim)
+            k, v = cache.append(self.layer, k, v, positions)  # each (B, n_head, longest past + T, head_dim)
         # is_causal lines up the first query with the first key: it is right only where nothing came before.
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=k.shape[2] == T)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
@@ -139,8 +171,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x, mask=None, cache=None):
-        x = x + self.attn(self.ln_1(x), mask, cache)
+    def forward(self, x, positions, mask=None, cache=None):
+        x = x + self.attn(self.ln_1(x), positions, mask, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -154,29 +186,45 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
-    def forward(self, tokens: torch.Tensor, logits_to_keep: int = 0, cache: KVCache | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        logits_to_keep: int = 0,
+        cache: KVCache | None = None,
+        lengths: list[int] | None = None,
+    ) -> torch.Tensor:
         """Logits for the token after each position.
 
         tokens: (B, T) ids, T from 1 to block_size. logits_to_keep: only the last so many positions, 0 for all; the
         head is the largest matrix of a small model, and generation needs its product with the last position only.
-        cache: what came before `tokens`, which are appended to it; together they are at most block_size.
-        Returns (B, logits_to_keep or T, vocab_size), in the weights' dtype. Raises ValueError if T is out of range.
+        cache: what came before `tokens` in each row, which are appended to it. The longest row's past and T together
+        are at most block_size, and the cache's max_len.
+        lengths: how many tokens of each row are real, at least logits_to_keep; None for all T. The rest is padding on
+        the right, which no real token sees, and the positions to keep are the last real ones.
+        Returns (B, logits_to_keep or T, vocab_size), in the weights' dtype. Raises ValueError if tokens do not fit.
         """
-        T, past = tokens.shape[1], cache.length if cache is not None else 0
-        if not 1 <= T <= self.config.block_size - past:
-            after = f" after {past} in the cache" if past else ""
+        (B, T), past = tokens.shape, [0] * len(tokens) if cache is None else cache.lengths
+        longest = max(past)
+        if not 1 <= T <= self.config.block_size - longest:
+            after = f" after {longest} in the cache" if longest else ""
             raise ValueError(
                 f"{T} tokens in one pass{after}; this model takes 1 to block_size = {self.config.block_size}"
             )
+        positions = torch.tensor(past, device=tokens.device)[:, None] + torch.arange(T, device=tokens.device)  # (B, T)
         mask = None
-        if past and T > 1:  # a new token sees the past and the new ones up to itself; a single one sees all
-            mask = torch.ones(T, past + T, dtype=torch.bool, device=tokens.device).tril(past)
-        x = self.wte(tokens) + self.wpe.weight[past : past + T]  # (B, T, C)
+        if longest and (T > 1 or min(past) < longest):  # a token sees its own row up to itself; a lone newest one, all
+            mask = torch.arange(longest + T, device=tokens.device) <= positions[:, None, :, None]
+        x = self.wte(tokens) + self.wpe(positions)  # (B, T, C)
         for block in self.h:
-            x = block(x, mask, cache)
+            x = block(x, positions, mask, cache)  # mask: (B, 1, T, longest + T)
         if cache is not None:
-            cache.length += T
-        return linear(self.ln_f(x[:, -logits_to_keep:]), self.wte.weight)  # the head is the embedding, transposed
+            cache.advance(lengths or [T] * B)
+        if lengths is None or min(lengths) == T:
+            x = x[:, -logits_to_keep:]
+        elif logits_to_keep:
+            kept = torch.tensor(lengths, device=x.device)[:, None] + torch.arange(-logits_to_keep, 0, device=x.device)
+            x = x.gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))
+        return linear(self.ln_f(x), self.wte.weight)  # the head is the embedding, transposed
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "GPT":

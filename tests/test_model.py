@@ -9,7 +9,7 @@ from conftest import CHECKPOINTS
 from safetensors.torch import load_file, save_file
 
 import model as model_module
-from model import GPT, GPTConfig, linear
+from model import GPT, GPTConfig, KVCache, linear
 
 
 def peer(directory):
@@ -230,3 +230,20 @@ def test_linear_equals_torch(shape):
         result = linear(x, weight, b)
         assert result.shape == (*shape, 5) and result.is_contiguous()
         torch.testing.assert_close(result, torch.nn.functional.linear(x, weight, b))
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0]])
+@torch.inference_mode()
+def test_several_new_tokens_behind_rows_of_unequal_lengths(tiny, rows):
+    model = tiny()
+    tokens = torch.randint(61, (3, 16), generator=torch.Generator().manual_seed(0))
+    cache, full, before, new = KVCache(model, 3), model(tokens), [8, 1, 5], [2, 4, 3]
+    model(tokens[:, :8], cache=cache, lengths=before)
+    assert cache.lengths == before
+    selected = cache.select(rows)
+    passed = torch.stack([tokens[row, before[row] : before[row] + 4] for row in rows])
+    logits = model(passed, logits_to_keep=2, cache=selected, lengths=[new[row] for row in rows])
+    for row, ours in zip(rows, logits):
+        end = before[row] + new[row]
+        torch.testing.assert_close(ours, full[row, end - 2 : end], rtol=0, atol=1e-12)
+        assert cache.lengths[row] == end
