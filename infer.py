@@ -68,30 +68,20 @@ def generate(
     Raises ValueError if the prompts differ in length, stride is out of range, the cache does not fit in memory, or the
     logits are not finite.
     """
-    eos, block_size = model.config.eos_token_id, model.config.block_size
-    stride = max(1, block_size // 2) if stride is None else stride
-    if not 1 <= stride <= block_size:
-        raise ValueError(f"stride is {stride}; it must be from 1 to block_size = {block_size}")
-    prompts = [prompt or [eos] for prompt in prompts]
-    if len({len(prompt) for prompt in prompts}) != 1:
-        raise ValueError(f"prompts of one length are needed, not of {[len(prompt) for prompt in prompts]} tokens")
-    tokens = torch.tensor(prompts, device=model.wte.weight.device)  # (B, T)
-    longest = tokens.shape[1] + params.max_new_tokens - 1  # the last token is not passed to the model
-    cache = KVCache(model, len(prompts), min(longest, block_size)) if use_cache else None
-    start = 0
-    finished = [False] * len(prompts)
+    eos = model.config.eos_token_id
+    texts = [list(prompt) or [eos] for prompt in prompts]
+    if len({len(text) for text in texts}) != 1:
+        raise ValueError(f"prompts of one length are needed, not of {[len(text) for text in texts]} tokens")
+    longest = max(len(text) for text in texts) + params.max_new_tokens - 1  # the last token is not passed to the model
+    decoder = Decoder(model, len(texts), longest, use_cache, stride)
+    finished = [False] * len(texts)
     # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
-    counts = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.int64, device=tokens.device)
-    in_prompt = (counts > 0).scatter(1, tokens, True)
+    counts = torch.zeros(len(texts), model.config.vocab_size, dtype=torch.int64, device=model.wte.weight.device)
+    in_prompt = counts > 0
+    for row, text in enumerate(texts):
+        in_prompt[row, text] = True
     for _ in range(params.max_new_tokens):
-        previous, start = start, window_start(tokens.shape[1], block_size, stride)
-        window = tokens[:, start:]
-        if cache is not None:
-            if start != previous:
-                # The window has moved, and each token in it now has another position: what the cache holds is wrong.
-                cache.reset()
-            window = window[:, cache.lengths[0] :]  # the first time the prompt (prefill), then the last token (decode)
-        logits = model(window, logits_to_keep=1, cache=cache)[:, -1].float()  # (B, vocab_size), always float32
+        logits = decoder.logits(texts)
         if not logits.isfinite().all():
             raise ValueError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
         if params.repetition_penalty != 1:
@@ -101,14 +91,45 @@ def generate(
         if params.presence_penalty:
             logits = penalize_presence(logits, counts > 0, params.presence_penalty)
         next_tokens = sample(logits, params, generator)  # (B,)
-        tokens = torch.cat([tokens, next_tokens[:, None]], dim=1)  # (B, T + 1)
         counts.scatter_add_(1, next_tokens[:, None], torch.ones_like(next_tokens[:, None]))
-        step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
+        for text, token in zip(texts, next_tokens.tolist()):
+            text.append(token)
+        step = [None if done else text[-1] for done, text in zip(finished, texts)]
         yield step
         # Only a token that was generated ends a text: a prompt may well end in EOS.
         finished = [done or (token == eos and not params.ignore_eos) for done, token in zip(finished, step)]
         if all(finished):
             return
+
+
+class Decoder:
+    """A model with a window on each text of a batch, and the cache of what it has computed there.
+
+    longest: how many tokens of a text will be passed at most. use_cache, stride: as in `generate`.
+    Raises ValueError if stride is out of range, or the cache does not fit in memory.
+    """
+
+    def __init__(self, model: GPT, batch_size: int, longest: int, use_cache: bool = True, stride: int | None = None):
+        block_size = model.config.block_size
+        self.model = model
+        self.stride = max(1, block_size // 2) if stride is None else stride
+        if not 1 <= self.stride <= block_size:
+            raise ValueError(f"stride is {stride}; it must be from 1 to block_size = {block_size}")
+        self.cache = KVCache(model, batch_size, min(longest, block_size)) if use_cache else None
+        self.start = 0
+
+    @torch.inference_mode()
+    def logits(self, texts: list[list[int]]) -> torch.Tensor:
+        """The logits for the token after each text, (B, vocab_size), float32 whatever the weights are."""
+        previous, self.start = self.start, window_start(len(texts[0]), self.model.config.block_size, self.stride)
+        known = self.start
+        if self.cache is not None:
+            if self.start != previous:
+                # The window has moved, and each token in it now has another position: what the cache holds is wrong.
+                self.cache.reset()
+            known += self.cache.lengths[0]  # at first the whole prompt is new (prefill), then one token (decode)
+        tokens = torch.tensor([text[known:] for text in texts], device=self.model.wte.weight.device)
+        return self.model(tokens, logits_to_keep=1, cache=self.cache)[:, -1].float()
 
 
 def window_start(length: int, block_size: int, stride: int) -> int:
