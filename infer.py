@@ -60,18 +60,19 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
-    prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
+    prompts: token ids, one list a prompt, of any lengths; an empty prompt starts from the EOS token.
     generator: where the random numbers come from, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all of them again.
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None for half of that.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
-    Raises ValueError if the prompts differ in length, stride is out of range, the cache does not fit in memory, or the
-    logits are not finite.
+    Greedy, each row has the text of its own run, but for float rounding; draws share one generator, so a sampled text
+    depends on its batch. Raises ValueError if there is no prompt, stride is out of range, the cache does not fit in
+    memory, or the logits are not finite.
     """
     eos = model.config.eos_token_id
     texts = [list(prompt) or [eos] for prompt in prompts]
-    if len({len(text) for text in texts}) != 1:
-        raise ValueError(f"prompts of one length are needed, not of {[len(text) for text in texts]} tokens")
+    if not texts:
+        raise ValueError("at least one prompt is needed")
     longest = max(len(text) for text in texts) + params.max_new_tokens - 1  # the last token is not passed to the model
     decoder = Decoder(model, len(texts), longest, use_cache, stride)
     finished = [False] * len(texts)
@@ -92,14 +93,15 @@ def generate(
             logits = penalize_presence(logits, counts > 0, params.presence_penalty)
         next_tokens = sample(logits, params, generator)  # (B,)
         counts.scatter_add_(1, next_tokens[:, None], torch.ones_like(next_tokens[:, None]))
-        for text, token in zip(texts, next_tokens.tolist()):
-            text.append(token)
-        step = [None if done else text[-1] for done, text in zip(finished, texts)]
+        step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
         yield step
         # Only a token that was generated ends a text: a prompt may well end in EOS.
         finished = [done or (token == eos and not params.ignore_eos) for done, token in zip(finished, step)]
         if all(finished):
             return
+        for text, token, done in zip(texts, step, finished):
+            if not done:
+                text.append(token)
 
 
 class Decoder:
@@ -116,20 +118,37 @@ class Decoder:
         if not 1 <= self.stride <= block_size:
             raise ValueError(f"stride is {stride}; it must be from 1 to block_size = {block_size}")
         self.cache = KVCache(model, batch_size, min(longest, block_size)) if use_cache else None
-        self.start = 0
+        self.starts = [0] * batch_size
 
     @torch.inference_mode()
     def logits(self, texts: list[list[int]]) -> torch.Tensor:
         """The logits for the token after each text, (B, vocab_size), float32 whatever the weights are."""
-        previous, self.start = self.start, window_start(len(texts[0]), self.model.config.block_size, self.stride)
-        known = self.start
-        if self.cache is not None:
-            if self.start != previous:
-                # The window has moved, and each token in it now has another position: what the cache holds is wrong.
-                self.cache.reset()
-            known += self.cache.lengths[0]  # at first the whole prompt is new (prefill), then one token (decode)
-        tokens = torch.tensor([text[known:] for text in texts], device=self.model.wte.weight.device)
-        return self.model(tokens, logits_to_keep=1, cache=self.cache)[:, -1].float()
+        previous, block_size = self.starts, self.model.config.block_size
+        self.starts = [window_start(len(text), block_size, self.stride) for text in texts]
+        if self.cache is None:
+            return self.forward([text[start:] for text, start in zip(texts, self.starts)])
+        # Where the window has moved, each token has another position: what the cache holds is wrong. A text that is
+        # finished does not grow, and passes its last token again, at the same place.
+        windows = list(zip(texts, self.starts, previous))
+        self.cache.truncate([len(text) - start - 1 if start == before else 0 for text, start, before in windows])
+        new = [text[start + known :] for (text, start, _), known in zip(windows, self.cache.lengths)]  # never nothing
+        decode = [row for row, tokens in enumerate(new) if len(tokens) == 1]
+        prefill = [row for row, tokens in enumerate(new) if len(tokens) > 1]  # at the beginning, and after a hop
+        if not decode or not prefill:
+            return self.forward(new, self.cache)
+        device, vocab_size = self.model.wte.weight.device, self.model.config.vocab_size
+        logits = torch.empty(len(texts), vocab_size, dtype=torch.float32, device=device)
+        for rows in (decode, prefill):
+            logits[rows] = self.forward([new[row] for row in rows], self.cache.select(rows))
+        return logits
+
+    def forward(self, rows: list[list[int]], cache: KVCache | None = None) -> torch.Tensor:
+        """The logits for the token after each row, (B, vocab_size), of one pass, padded on the right."""
+        lengths = [len(row) for row in rows]
+        longest = max(lengths)
+        padded = [row + [0] * (longest - len(row)) for row in rows]
+        tokens = torch.tensor(padded, device=self.model.wte.weight.device)  # (B, T)
+        return self.model(tokens, logits_to_keep=1, cache=cache, lengths=lengths)[:, -1].float()
 
 
 def window_start(length: int, block_size: int, stride: int) -> int:
@@ -255,7 +274,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with GPT-2.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>")
+    parser.add_argument("--prompt", action="append", help="text to continue, repeatable; empty: after <|endoftext|>")
+    parser.add_argument("--prompt-file", type=Path, help="UTF-8 file with one more prompt in each line")
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument("--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising")
@@ -266,7 +286,7 @@ def main(argv=None) -> None:
     parser.add_argument("--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off")
     parser.add_argument("--no-cache", action="store_true", help="compute all positions again in each step")
     parser.add_argument("--stride", type=int, help="how far a full window moves; half its length if not given")
-    parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
+    parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate for each prompt")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
@@ -279,6 +299,24 @@ def main(argv=None) -> None:
         parser.error(str(error))
 
 
+def read_prompts(args) -> list[str]:
+    """The prompts of the command line, then the file's lines that are not empty; without a file at least an empty one.
+
+    Raises ValueError for a file that is missing, empty or not UTF-8.
+    """
+    if args.prompt_file is None:
+        return args.prompt or [""]
+    try:
+        lines = args.prompt_file.read_text("utf-8-sig").split("\n")
+    except OSError as error:
+        raise ValueError(f"--prompt-file {args.prompt_file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--prompt-file {args.prompt_file}: not UTF-8 text") from None
+    if not any(lines):
+        raise ValueError(f"--prompt-file {args.prompt_file}: empty; one prompt in each line is needed")
+    return (args.prompt or []) + [line for line in lines if line]
+
+
 def run(args) -> None:
     """Do what the command line asks for: text to stdout, statistics to stderr. Raises ValueError for bad input."""
     params = SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
@@ -286,22 +324,23 @@ def run(args) -> None:
         raise ValueError(f"--seed {args.seed}: it must be an integer from 0 to 2**64 - 1")
     if args.num_samples < 1:
         raise ValueError(f"--num-samples {args.num_samples}: it must be an integer >= 1")
+    prompts = [prompt for prompt in read_prompts(args) for _ in range(args.num_samples)]
     device = pick_device(args.device)
     model = GPT.from_pretrained(args.model, pick_dtype(args.dtype, device), device)
     encoding = load_encoding(args.model, model.config.vocab_size)
-    prompt = encoding.encode(args.prompt, allowed_special="all")
+    tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     generator = torch.Generator(device)
     seed = generator.seed() if args.seed is None else generator.manual_seed(args.seed).initial_seed()
     # A decoder holds a character back until its last byte is there.
-    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(args.num_samples)]
-    texts, shown, count, times = [args.prompt] * args.num_samples, 0, 0, [time.perf_counter()]
-    for step in generate(model, [prompt] * args.num_samples, params, generator, not args.no_cache, args.stride):
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
+    texts, shown, count, times = list(prompts), 0, 0, [time.perf_counter()]
+    for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
         times.append(time.perf_counter())
         for row, token in enumerate(step):
             count += token is not None
             if token is not None and (token != model.config.eos_token_id or params.ignore_eos):
                 texts[row] += decoders[row].decode(encoding.decode_single_token_bytes(token))
-        if args.num_samples == 1:
+        if len(texts) == 1:
             print(texts[0][shown:], end="", flush=True)
             shown = len(texts[0])
     texts = [text + decoder.decode(b"", final=True) for text, decoder in zip(texts, decoders)]
