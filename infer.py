@@ -83,15 +83,7 @@ def generate(
         in_prompt[row, text] = True
     for _ in range(params.max_new_tokens):
         logits = decoder.logits(texts)
-        if not logits.isfinite().all():
-            raise ValueError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
-        if params.repetition_penalty != 1:
-            logits = penalize_repetition(logits, in_prompt | (counts > 0), params.repetition_penalty)
-        if params.frequency_penalty:
-            logits = penalize_frequency(logits, counts, params.frequency_penalty)
-        if params.presence_penalty:
-            logits = penalize_presence(logits, counts > 0, params.presence_penalty)
-        next_tokens = sample(logits, params, generator)  # (B,)
+        next_tokens = sample(penalize(logits, params, counts, in_prompt), params, generator)  # (B,)
         counts.scatter_add_(1, next_tokens[:, None], torch.ones_like(next_tokens[:, None]))
         step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
         yield step
@@ -108,7 +100,7 @@ class Decoder:
     """A model with a window on each text of a batch, and the cache of what it has computed there.
 
     longest: how many tokens of a text will be passed at most. use_cache, stride: as in `generate`.
-    Raises ValueError if stride is out of range, or the cache does not fit in memory.
+    Raises ValueError if stride is out of range, the cache does not fit in memory, or the logits are not finite.
     """
 
     def __init__(self, model: GPT, batch_size: int, longest: int, use_cache: bool = True, stride: int | None = None):
@@ -121,39 +113,62 @@ class Decoder:
         self.starts = [0] * batch_size
 
     @torch.inference_mode()
-    def logits(self, texts: list[list[int]]) -> torch.Tensor:
-        """The logits for the token after each text, (B, vocab_size), float32 whatever the weights are."""
+    def logits(self, texts: list[list[int]], keep: int = 1) -> torch.Tensor:
+        """The logits of the last `keep` positions of each text, (B * keep, vocab_size), float32 for all weights.
+
+        The cache forgets these positions and all behind them first: a text may have changed there since the last call.
+        """
         previous, block_size = self.starts, self.model.config.block_size
         self.starts = [window_start(len(text), block_size, self.stride) for text in texts]
         if self.cache is None:
-            return self.forward([text[start:] for text, start in zip(texts, self.starts)])
+            return self.forward([text[start:] for text, start in zip(texts, self.starts)], keep)
         # Where the window has moved, each token has another position: what the cache holds is wrong. A text that is
         # finished does not grow, and passes its last token again, at the same place.
         windows = list(zip(texts, self.starts, previous))
-        self.cache.truncate([len(text) - start - 1 if start == before else 0 for text, start, before in windows])
+        self.cache.truncate([len(text) - start - keep if start == before else 0 for text, start, before in windows])
         new = [text[start + known :] for (text, start, _), known in zip(windows, self.cache.lengths)]  # never nothing
         decode = [row for row, tokens in enumerate(new) if len(tokens) == 1]
         prefill = [row for row, tokens in enumerate(new) if len(tokens) > 1]  # at the beginning, and after a hop
         if not decode or not prefill:
-            return self.forward(new, self.cache)
+            return self.forward(new, keep, self.cache)
         device, vocab_size = self.model.wte.weight.device, self.model.config.vocab_size
-        logits = torch.empty(len(texts), vocab_size, dtype=torch.float32, device=device)
+        logits = torch.empty(len(texts), keep, vocab_size, dtype=torch.float32, device=device)
         for rows in (decode, prefill):
-            logits[rows] = self.forward([new[row] for row in rows], self.cache.select(rows))
-        return logits
+            passed = self.forward([new[row] for row in rows], keep, self.cache.select(rows))
+            logits[rows] = passed.view(len(rows), keep, -1)
+        return logits.flatten(0, 1)
 
-    def forward(self, rows: list[list[int]], cache: KVCache | None = None) -> torch.Tensor:
-        """The logits for the token after each row, (B, vocab_size), of one pass, padded on the right."""
+    def forward(self, rows: list[list[int]], keep: int, cache: KVCache | None = None) -> torch.Tensor:
+        """The logits of the last `keep` positions of each row, (B * keep, vocab_size), of one pass, padded right."""
         lengths = [len(row) for row in rows]
         longest = max(lengths)
         padded = [row + [0] * (longest - len(row)) for row in rows]
         tokens = torch.tensor(padded, device=self.model.wte.weight.device)  # (B, T)
-        return self.model(tokens, logits_to_keep=1, cache=cache, lengths=lengths)[:, -1].float()
+        logits = self.model(tokens, logits_to_keep=keep, cache=cache, lengths=lengths).flatten(0, 1).float()
+        if not logits.isfinite().all():
+            raise ValueError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
+        return logits
 
 
 def window_start(length: int, block_size: int, stride: int) -> int:
     """Where the window on a text of `length` tokens begins: it moves by whole strides, and only when it must."""
     return max(0, math.ceil((length - block_size) / stride)) * stride
+
+
+def penalize(
+    logits: torch.Tensor, params: SamplingParams, counts: torch.Tensor, in_prompt: torch.Tensor
+) -> torch.Tensor:
+    """Apply the penalties that are on, in the order of vLLM and transformers.
+
+    logits: (..., vocab_size). counts: integers, in_prompt: bool, both of a shape that broadcasts to it.
+    """
+    if params.repetition_penalty != 1:
+        logits = penalize_repetition(logits, in_prompt | (counts > 0), params.repetition_penalty)
+    if params.frequency_penalty:
+        logits = penalize_frequency(logits, counts, params.frequency_penalty)
+    if params.presence_penalty:
+        logits = penalize_presence(logits, counts > 0, params.presence_penalty)
+    return logits
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -272,10 +287,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def main(argv=None) -> None:
-    parser = Parser(description="Generate text with GPT-2.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--prompt", action="append", help="text to continue, repeatable; empty: after <|endoftext|>")
-    parser.add_argument("--prompt-file", type=Path, help="UTF-8 file with one more prompt in each line")
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The options of SamplingParams, and those on where and how to run."""
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument("--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising")
@@ -284,14 +297,34 @@ def main(argv=None) -> None:
     parser.add_argument("--presence-penalty", type=float, help="against tokens in the output; -2 to 2")
     parser.add_argument("--frequency-penalty", type=float, help="the same for each occurrence; -2 to 2")
     parser.add_argument("--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off")
-    parser.add_argument("--no-cache", action="store_true", help="compute all positions again in each step")
     parser.add_argument("--stride", type=int, help="how far a full window moves; half its length if not given")
-    parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate for each prompt")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
-    parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights and activations")
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+
+
+def sampling_params(args) -> SamplingParams:
+    """The SamplingParams of a command line. Raises ValueError for a value out of range."""
+    return SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
+
+
+def seeded_generator(seed: int | None, device: str) -> tuple[torch.Generator, int]:
+    """A generator, and the seed it has: the given one, or a new one. Raises ValueError for a seed out of range."""
+    if seed is not None and not 0 <= seed < 2**64:
+        raise ValueError(f"--seed {seed}: it must be an integer from 0 to 2**64 - 1")
+    generator = torch.Generator(device)
+    return generator, generator.seed() if seed is None else generator.manual_seed(seed).initial_seed()
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Generate text with GPT-2.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--prompt", action="append", help="text to continue, repeatable; empty: after <|endoftext|>")
+    parser.add_argument("--prompt-file", type=Path, help="UTF-8 file with one more prompt in each line")
+    add_sampling_options(parser)
+    parser.add_argument("--no-cache", action="store_true", help="compute all positions again in each step")
+    parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate for each prompt")
+    parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
     args = parser.parse_args(argv)
     try:
         run(args)
@@ -319,18 +352,15 @@ def read_prompts(args) -> list[str]:
 
 def run(args) -> None:
     """Do what the command line asks for: text to stdout, statistics to stderr. Raises ValueError for bad input."""
-    params = SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
-    if args.seed is not None and not 0 <= args.seed < 2**64:
-        raise ValueError(f"--seed {args.seed}: it must be an integer from 0 to 2**64 - 1")
+    params = sampling_params(args)
     if args.num_samples < 1:
         raise ValueError(f"--num-samples {args.num_samples}: it must be an integer >= 1")
     prompts = [prompt for prompt in read_prompts(args) for _ in range(args.num_samples)]
     device = pick_device(args.device)
+    generator, seed = seeded_generator(args.seed, device)
     model = GPT.from_pretrained(args.model, pick_dtype(args.dtype, device), device)
     encoding = load_encoding(args.model, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
-    generator = torch.Generator(device)
-    seed = generator.seed() if args.seed is None else generator.manual_seed(args.seed).initial_seed()
     # A decoder holds a character back until its last byte is there.
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
     texts, shown, count, times = list(prompts), 0, 0, [time.perf_counter()]
