@@ -1,0 +1,331 @@
+"""Train checkpoints/stories (the target) and checkpoints/stories-draft (its draft) on children's stories.
+
+Five stages; each leaves a file in --work and is skipped when it finds it there, so an interrupted run goes on:
+
+1. tokenizer.json: a byte-level BPE of 4,096 tokens, the last of them `<|endoftext|>`, as in GPT-2;
+2. target.pt: a deep and thin GPT-2, trained on the stories;
+3. written.json: stories that the target writes itself, at three temperatures;
+4. teacher.pt: the target's most likely next tokens, with their probabilities, all along both kinds of stories;
+5. draft.pt: a shallow GPT-2 that learns these distributions (distillation), because a speculated token is accepted
+   with probability sum(min(p, q)): one minus the distance between target and draft.
+
+The text is TinyStories (Eldan & Li 2023, arXiv 2305.07759; huggingface.co/datasets/roneneldan/TinyStories), as one
+file (or .xz of it) in which a line `<|endoftext|>` follows each story.
+
+    python tools/train_stories.py --train stories.txt.xz --heldout heldout.txt --work /tmp/stories --out checkpoints
+"""
+
+import argparse
+import json
+import lzma
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from model import GPT, GPTConfig  # noqa: E402
+
+VOCAB_SIZE, BLOCK_SIZE = 4096, 256
+EOS, EOS_ID = "<|endoftext|>", VOCAB_SIZE - 1
+TARGET = GPTConfig(VOCAB_SIZE, BLOCK_SIZE, n_layer=16, n_head=4, n_embd=256, eos_token_id=EOS_ID)
+DRAFT = GPTConfig(VOCAB_SIZE, BLOCK_SIZE, n_layer=2, n_head=2, n_embd=128, eos_token_id=EOS_ID)
+BATCH_SIZE = 16  # windows of BLOCK_SIZE tokens
+TOP = 128  # of the target's distribution, what the draft learns from
+TO_ASCII = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "…": "..."})
+
+
+# Text and tokens
+
+
+def read_stories(path: Path) -> list[str]:
+    """The stories of a file, with typographic quotes and dashes as ASCII."""
+    text = lzma.open(path, "rt", encoding="utf-8").read() if path.suffix == ".xz" else path.read_text("utf-8")
+    return [story.strip() for story in text.translate(TO_ASCII).split(EOS) if story.strip()]
+
+
+def train_tokenizer(stories: list[str], path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(stories, trainer)
+    tokenizer.add_special_tokens([EOS])
+    tokenizer.save(str(path))
+
+
+def to_stream(stories: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`EOS story EOS story ... EOS` in one tensor, and where in it each story's EOS is."""
+    stream, starts = [], []
+    for story in stories:
+        starts.append(len(stream))
+        stream += [EOS_ID, *story]
+    return torch.tensor(stream + [EOS_ID]), torch.tensor(starts)
+
+
+def windows(stream, starts, generator):
+    """Endless batches of training windows: half begin with a story, half lie anywhere, as a sliding window does.
+
+    A window that begins with a story has its EOS first or lacks it, as prompts do. Yields (BATCH_SIZE, BLOCK_SIZE + 1).
+    """
+    last, half, order = len(stream) - BLOCK_SIZE - 1, BATCH_SIZE // 2, torch.empty(0, dtype=torch.long)
+    starts = starts[starts < last]
+    while True:
+        if len(order) < half:
+            order = torch.cat([order, torch.randperm(len(starts), generator=generator)])
+        begin = starts[order[:half]] + torch.randint(2, (half,), generator=generator)
+        order = order[half:]
+        anywhere = torch.randint(last, (BATCH_SIZE - half,), generator=generator)
+        yield slices(stream, torch.cat([begin, anywhere]))
+
+
+def slices(stream: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
+    return stream[begin[:, None] + torch.arange(BLOCK_SIZE + 1)]
+
+
+# Training
+
+
+class Optimizer:
+    """Muon on the blocks' matrices, AdamW on the rest; 100 steps of warm-up, then a cosine down to 0.1 %."""
+
+    def __init__(self, model: GPT, lr: float, steps: int):
+        def is_matrix(name, parameter):
+            return parameter.dim() == 2 and name.startswith("h.")
+
+        matrices = [p for name, p in model.named_parameters() if is_matrix(name, p)]
+        rest = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
+        self.parts = [
+            torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95)),
+        ]
+
+        def schedule(step):
+            done = max(0.0, (step - 100) / max(1, steps - 100))
+            return min(1.0, (step + 1) / 100) * (0.001 + 0.999 * 0.5 * (1 + math.cos(math.pi * done)))
+
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(part, schedule) for part in self.parts]
+
+    def step(self):
+        for part, schedule in zip(self.parts, self.schedules):
+            part.step()
+            schedule.step()
+            part.zero_grad()
+
+
+def train(model: GPT, loss_at, steps: int, lr: float, report) -> None:
+    """Minimise loss_at(step); every 200 steps print report()."""
+    optimizer, began, mean = Optimizer(model, lr, steps), time.perf_counter(), None
+    for step in range(steps):
+        loss = loss_at(step)
+        loss.backward()
+        optimizer.step()
+        mean = loss.item() if mean is None else 0.98 * mean + 0.02 * loss.item()
+        if (step + 1) % 20 == 0:
+            seconds = time.perf_counter() - began
+            left = seconds / (step + 1) * (steps - step - 1)
+            print(f"step {step + 1}/{steps}  loss {mean:.3f}  {seconds:.0f} s, {left:.0f} s left", flush=True)
+        if (step + 1) % 200 == 0 or step + 1 == steps:
+            print(report(), flush=True)
+
+
+@torch.no_grad()
+def heldout_loss(model: GPT, stream: torch.Tensor) -> float:
+    """Mean loss a token, in nats, over windows that do not overlap."""
+    total = 0.0
+    for begin in range(0, len(stream) - 1, BLOCK_SIZE):
+        piece = stream[begin : begin + BLOCK_SIZE + 1].to(model.wte.weight.device)
+        total += F.cross_entropy(model(piece[None, :-1])[0].float(), piece[1:], reduction="sum").item()
+    return total / (len(stream) - 1)
+
+
+def train_target(stream, starts, heldout, args) -> GPT:
+    generator = torch.Generator().manual_seed(args.seed)
+    model = GPT(TARGET).init_weights(generator=generator).to(args.device)
+    forward, cross_entropy = compiled(model, args), F.cross_entropy
+    if args.compile:
+        cross_entropy = torch.compile(cross_entropy)
+    batches = windows(stream, starts, generator)
+
+    def loss_at(step):
+        batch = next(batches).to(args.device)
+        return cross_entropy(forward(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+
+    train(model, loss_at, args.target_steps, 2e-3, lambda: f"held-out loss {heldout_loss(model, heldout):.4f}")
+    return model
+
+
+def compiled(model: GPT, args):
+    """The forward pass in bfloat16 autocast, its blocks compiled if asked for."""
+    if args.compile:
+        for block in model.h:
+            block.compile()
+
+    def forward(tokens):
+        with torch.autocast(args.device, torch.bfloat16):
+            return model(tokens)
+
+    return forward
+
+
+# Distillation
+
+
+def write_stories(target: GPT, args) -> list[list[int]]:
+    """Stories by the target itself, token ids without EOS, some at each of three temperatures.
+
+    transformers' `generate` does the work: this repository teaches how, in the lessons that come after this file.
+    """
+    from transformers import AutoModelForCausalLM
+
+    directory = args.work / "target"
+    target.save_pretrained(directory)
+    dtype = torch.bfloat16
+    writer = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(args.device).eval()
+    torch.manual_seed(args.seed)
+    stories, batch = [], torch.full((128, 1), EOS_ID, device=args.device)
+    for number in range(args.written // len(batch)):
+        began = time.perf_counter()
+        output = writer.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            do_sample=True,
+            temperature=(0.5, 0.8, 1.0)[number % 3],
+            top_k=0,
+            max_length=BLOCK_SIZE,
+            pad_token_id=EOS_ID,
+        )
+        for row in output[:, 1:].tolist():
+            stories.append(row[: row.index(EOS_ID)] if EOS_ID in row else row)
+        print(
+            f"{len(stories)} stories written, {time.perf_counter() - began:.0f} s for the last {len(batch)}", flush=True
+        )
+    return stories
+
+
+@torch.no_grad()
+def ask_teacher(target: GPT, batch: torch.Tensor, args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows (N, BLOCK_SIZE + 1) to the TOP most likely tokens at each position: ids (int16) and log p (float16)."""
+    forward, ids, logps = compiled(target, args), [], []
+    for number, part in enumerate(batch.split(BATCH_SIZE)):
+        top = forward(part[:, :-1].to(args.device)).float().log_softmax(dim=-1).topk(TOP, dim=-1)
+        ids.append(top.indices.to("cpu", torch.int16))
+        logps.append(top.values.to("cpu", torch.float16))
+        if number % 100 == 0:
+            print(f"teacher: window {number * BATCH_SIZE} of {len(batch)}", flush=True)
+    return torch.cat(ids), torch.cat(logps)
+
+
+def distillation_loss(logits: torch.Tensor, ids: torch.Tensor, logps: torch.Tensor, share: float) -> torch.Tensor:
+    """(1 - share) KL(target || draft) + share (1 - sum(min(p, q))), both over the target's TOP tokens."""
+    p = logps.float().exp()
+    logq = logits.float().log_softmax(dim=-1).gather(-1, ids.long())
+    kl = (p * (logps.float() - logq)).sum(dim=-1).mean()
+    accepted = torch.minimum(p, logq.exp()).sum(dim=-1).mean()
+    return (1 - share) * kl + share * (1 - accepted)
+
+
+def train_draft(batch, ids, logps, heldout, args) -> GPT:
+    generator = torch.Generator().manual_seed(args.seed + 1)
+    model = GPT(DRAFT).init_weights(generator=generator).to(args.device)
+    forward, loss_function = compiled(model, args), distillation_loss
+    if args.compile:
+        loss_function = torch.compile(loss_function)
+    order = torch.empty(0, dtype=torch.long)
+
+    def loss_at(step):
+        nonlocal order
+        if len(order) < BATCH_SIZE:
+            order = torch.randperm(len(batch), generator=generator)
+        chosen, order = order[:BATCH_SIZE], order[BATCH_SIZE:]
+        tokens, top_ids, top_logps = (x[chosen].to(args.device) for x in (batch, ids, logps))
+        share = torch.tensor(step / args.draft_steps)  # first all the distribution, at last what is accepted
+        return loss_function(forward(tokens[:, :-1]), top_ids, top_logps, share.to(args.device))
+
+    train(model, loss_at, args.draft_steps, 3e-3, lambda: f"held-out loss {heldout_loss(model, heldout):.4f}")
+    return model
+
+
+# The stages
+
+
+def stage(path: Path, make, load=torch.load, save=torch.save):
+    """What the file holds; made, and saved, if there is no file yet."""
+    if not path.exists():
+        print(f"-- {path.name}", flush=True)
+        result = make()
+        save(result, path)
+        return result
+    return load(path)
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", type=Path, required=True, help="stories to train on")
+    parser.add_argument("--heldout", type=Path, required=True, help="stories for the held-out loss")
+    parser.add_argument("--work", type=Path, required=True, help="directory for what the stages leave")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the two checkpoints")
+    parser.add_argument("--target-steps", type=int, default=1500)
+    parser.add_argument("--written", type=int, default=1024, help="stories that the target writes, in batches of 128")
+    parser.add_argument("--windows", type=int, default=6000, help="stories from the text that the draft learns from")
+    parser.add_argument("--draft-steps", type=int, default=2400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compile", action="store_true", help="torch.compile; needs a C++ compiler on a CPU")
+    args = parser.parse_args(argv)
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.work.mkdir(parents=True, exist_ok=True)
+
+    train_stories, heldout_stories = read_stories(args.train), read_stories(args.heldout)
+    tokenizer_file = args.work / "tokenizer.json"
+    if not tokenizer_file.exists():
+        train_tokenizer(train_stories, tokenizer_file)
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    order = torch.randperm(len(train_stories), generator=torch.Generator().manual_seed(args.seed)).tolist()
+    encodings = tokenizer.encode_batch([train_stories[i] for i in order])
+    stream, starts = to_stream([encoding.ids for encoding in encodings])
+    heldout, _ = to_stream([encoding.ids for encoding in tokenizer.encode_batch(heldout_stories)])
+    print(f"{len(stream)} tokens to train on, {len(heldout)} held out", flush=True)
+
+    target = GPT(TARGET)
+    weights = stage(args.work / "target.pt", lambda: train_target(stream, starts, heldout, args).state_dict())
+    target.load_state_dict(weights)
+    target.to(args.device)
+
+    def load_json(path):
+        return json.loads(path.read_text())
+
+    def save_json(result, path):
+        path.write_text(json.dumps(result))
+
+    written = stage(args.work / "written.json", lambda: write_stories(target, args), load_json, save_json)
+    written_stream, written_starts = to_stream(written)
+    generator = torch.Generator().manual_seed(args.seed)
+    anywhere = torch.randint(len(stream) - BLOCK_SIZE - 1, (args.windows // 8,), generator=generator)
+    batch = torch.cat(
+        [
+            slices(stream, starts[: args.windows]),
+            slices(stream, anywhere),
+            slices(written_stream, written_starts[written_starts < len(written_stream) - BLOCK_SIZE - 1]),
+        ]
+    )
+    ids, logps = stage(args.work / "teacher.pt", lambda: ask_teacher(target, batch, args))
+    weights = stage(args.work / "draft.pt", lambda: train_draft(batch, ids, logps, heldout, args).state_dict())
+    draft = GPT(DRAFT)
+    draft.load_state_dict(weights)
+
+    heldout_bytes = sum(len(story.encode()) for story in heldout_stories)
+    for name, model in {"stories": target.to("cpu"), "stories-draft": draft}.items():
+        model.half().save_pretrained(args.out / name)
+        (args.out / name / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+        loss = heldout_loss(GPT.from_pretrained(args.out / name), heldout)  # of the float16 weights, in float32
+        bits = loss * (len(heldout) - 1) / math.log(2) / heldout_bytes
+        print(f"{name}: held-out loss {loss:.4f} nats a token, {bits:.4f} bits a byte")
+
+
+if __name__ == "__main__":
+    main()
