@@ -1,5 +1,8 @@
 PYTHON ?= python3
 
+demo: .venv/installed  ## write a story with the embedded model, on the CPU
+	.venv/bin/python infer.py --prompt "Once upon a time" --device cpu
+
 test: .venv/installed  ## run the tests of this commit
 	.venv/bin/python -m pytest
 
@@ -9,4 +12,4 @@ test: .venv/installed  ## run the tests of this commit
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: test
+.PHONY: demo test

@@ -1,0 +1,105 @@
+"""Generate text with GPT-2: python infer.py --prompt "Once upon a time"."""
+
+import argparse
+import codecs
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from model import GPT
+from tokenizer import load_encoding
+
+STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the next tokens; the defaults are greedy decoding."""
+
+    max_new_tokens: int = 220
+
+
+@torch.inference_mode()
+def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> Iterator[list[int | None]]:
+    """Continue all prompts together, one token each a step.
+
+    prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
+    Yields, `params.max_new_tokens` times, the next token of each prompt.
+    Raises ValueError if the prompts differ in length.
+    """
+    prompts = [prompt or [model.config.eos_token_id] for prompt in prompts]
+    if len({len(prompt) for prompt in prompts}) != 1:
+        raise ValueError(f"prompts of one length are needed, not of {[len(prompt) for prompt in prompts]} tokens")
+    tokens = torch.tensor(prompts, device=model.wte.weight.device)  # (B, T)
+    for _ in range(params.max_new_tokens):
+        logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        next_tokens = logits.argmax(dim=-1)  # (B,)
+        tokens = torch.cat([tokens, next_tokens[:, None]], dim=1)  # (B, T + 1)
+        yield next_tokens.tolist()
+
+
+def pick_device(name: str) -> str:
+    """The device to run on; `auto` is the first of cuda, mps, cpu that this machine has, any other name is kept.
+
+    Raises ValueError for a device that this machine lacks.
+    """
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available.insert(0, "mps")
+    if torch.cuda.is_available():
+        available.insert(0, "cuda")
+    if name == "auto":
+        return available[0]
+    if name not in available:
+        raise ValueError(f"--device {name}: not on this machine, which has {', '.join(available)}")
+    return name
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Generate text with GPT-2.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>")
+    parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
+    parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
+    parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+    args = parser.parse_args(argv)
+    try:
+        run(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def run(args) -> None:
+    """Do what the command line asks for: text to stdout, statistics to stderr. Raises ValueError for bad input."""
+    params = SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
+    device = pick_device(args.device)
+    model = GPT.from_pretrained(args.model, device=device)
+    encoding = load_encoding(args.model, model.config.vocab_size)
+    prompt = encoding.encode(args.prompt, allowed_special="all")
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds a character back until its last byte is there
+    text, shown, times = args.prompt, 0, [time.perf_counter()]
+    for (token,) in generate(model, [prompt], params):
+        times.append(time.perf_counter())
+        text += decoder.decode(encoding.decode_single_token_bytes(token))
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    text += decoder.decode(b"", final=True)
+    print(text[shown:])
+    if count := len(times) - 1:
+        first, total = times[1] - times[0], times[-1] - times[0]
+        print(f"{count} tokens, {count / total:.1f} tokens/s, the first after {first:.3f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
