@@ -21,6 +21,7 @@ class SamplingParams:
     """How to choose the next tokens; the defaults are greedy decoding."""
 
     max_new_tokens: int = 220
+    ignore_eos: bool = False  # go on after the EOS token
 
 
 @torch.inference_mode()
@@ -28,18 +29,25 @@ def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> It
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
-    Yields, `params.max_new_tokens` times, the next token of each prompt.
+    Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
     Raises ValueError if the prompts differ in length.
     """
-    prompts = [prompt or [model.config.eos_token_id] for prompt in prompts]
+    eos = model.config.eos_token_id
+    prompts = [prompt or [eos] for prompt in prompts]
     if len({len(prompt) for prompt in prompts}) != 1:
         raise ValueError(f"prompts of one length are needed, not of {[len(prompt) for prompt in prompts]} tokens")
     tokens = torch.tensor(prompts, device=model.wte.weight.device)  # (B, T)
+    finished = [False] * len(prompts)
     for _ in range(params.max_new_tokens):
         logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
         next_tokens = logits.argmax(dim=-1)  # (B,)
         tokens = torch.cat([tokens, next_tokens[:, None]], dim=1)  # (B, T + 1)
-        yield next_tokens.tolist()
+        step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
+        yield step
+        # Only a token that was generated ends a text: a prompt may well end in EOS.
+        finished = [done or (token == eos and not params.ignore_eos) for done, token in zip(finished, step)]
+        if all(finished):
+            return
 
 
 def pick_device(name: str) -> str:
@@ -70,6 +78,7 @@ def main(argv=None) -> None:
     parser = Parser(description="Generate text with GPT-2.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>")
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
@@ -91,6 +100,8 @@ def run(args) -> None:
     text, shown, times = args.prompt, 0, [time.perf_counter()]
     for (token,) in generate(model, [prompt], params):
         times.append(time.perf_counter())
+        if token == model.config.eos_token_id and not params.ignore_eos:
+            break
         text += decoder.decode(encoding.decode_single_token_bytes(token))
         print(text[shown:], end="", flush=True)
         shown = len(text)
