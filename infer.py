@@ -39,7 +39,7 @@ def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> It
     tokens = torch.tensor(prompts, device=model.wte.weight.device)  # (B, T)
     finished = [False] * len(prompts)
     for _ in range(params.max_new_tokens):
-        logits = model(tokens, logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        logits = model(tokens[:, -model.config.block_size :], logits_to_keep=1)[:, -1]  # (B, vocab_size)
         next_tokens = logits.argmax(dim=-1)  # (B,)
         tokens = torch.cat([tokens, next_tokens[:, None]], dim=1)  # (B, T + 1)
         step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
