@@ -22,13 +22,17 @@ class SamplingParams:
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after the EOS token
+    temperature: float = 0.0  # 0: the most likely token; 1: a draw from their softmax; no other value yet
 
 
 @torch.inference_mode()
-def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> Iterator[list[int | None]]:
+def generate(
+    model: GPT, prompts: list[list[int]], params: SamplingParams, generator: torch.Generator | None = None
+) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
+    generator: where the random numbers come from, on the model's device; torch's global one if None.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
     Raises ValueError if the prompts differ in length.
     """
@@ -40,7 +44,7 @@ def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> It
     finished = [False] * len(prompts)
     for _ in range(params.max_new_tokens):
         logits = model(tokens[:, -model.config.block_size :], logits_to_keep=1)[:, -1]  # (B, vocab_size)
-        next_tokens = logits.argmax(dim=-1)  # (B,)
+        next_tokens = sample(logits, params, generator)  # (B,)
         tokens = torch.cat([tokens, next_tokens[:, None]], dim=1)  # (B, T + 1)
         step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
         yield step
@@ -48,6 +52,21 @@ def generate(model: GPT, prompts: list[list[int]], params: SamplingParams) -> It
         finished = [done or (token == eos and not params.ignore_eos) for done, token in zip(finished, step)]
         if all(finished):
             return
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Choose a token from each row of logits.
+
+    logits: (B, vocab_size), float32. Returns (B,) ids: the most likely ones at temperature 0, else one draw a row.
+    """
+    if params.temperature == 0:
+        return logits.argmax(dim=-1)
+    return torch.multinomial(sampling_probs(logits, params), 1, generator=generator)[:, 0]
+
+
+def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The distribution that `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
+    return torch.softmax(logits, dim=-1)
 
 
 def pick_device(name: str) -> str:
@@ -79,6 +98,9 @@ def main(argv=None) -> None:
     parser.add_argument("--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>")
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
+    parser.add_argument("--temperature", type=float, choices=(0.0, 1.0), help="0: greedy; 1: draw at random")
+    parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
+    parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
@@ -96,20 +118,26 @@ def run(args) -> None:
     model = GPT.from_pretrained(args.model, device=device)
     encoding = load_encoding(args.model, model.config.vocab_size)
     prompt = encoding.encode(args.prompt, allowed_special="all")
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds a character back until its last byte is there
-    text, shown, times = args.prompt, 0, [time.perf_counter()]
-    for (token,) in generate(model, [prompt], params):
+    generator = torch.Generator(device)
+    seed = generator.seed() if args.seed is None else generator.manual_seed(args.seed).initial_seed()
+    # A decoder holds a character back until its last byte is there.
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(args.num_samples)]
+    texts, shown, count, times = [args.prompt] * args.num_samples, 0, 0, [time.perf_counter()]
+    for step in generate(model, [prompt] * args.num_samples, params, generator):
         times.append(time.perf_counter())
-        if token == model.config.eos_token_id and not params.ignore_eos:
-            break
-        text += decoder.decode(encoding.decode_single_token_bytes(token))
-        print(text[shown:], end="", flush=True)
-        shown = len(text)
-    text += decoder.decode(b"", final=True)
-    print(text[shown:])
-    if count := len(times) - 1:
+        for row, token in enumerate(step):
+            count += token is not None
+            if token is not None and (token != model.config.eos_token_id or params.ignore_eos):
+                texts[row] += decoders[row].decode(encoding.decode_single_token_bytes(token))
+        if args.num_samples == 1:
+            print(texts[0][shown:], end="", flush=True)
+            shown = len(texts[0])
+    texts = [text + decoder.decode(b"", final=True) for text, decoder in zip(texts, decoders)]
+    print(("\n" + "-" * 40 + "\n").join(texts)[shown:])
+    if count:
         first, total = times[1] - times[0], times[-1] - times[0]
-        print(f"{count} tokens, {count / total:.1f} tokens/s, the first after {first:.3f} s", file=sys.stderr)
+        rate = f"{count} tokens, {count / total:.1f} tokens/s, the first after {first:.3f} s"
+        print(f"{rate}, seed {seed}", file=sys.stderr)
 
 
 if __name__ == "__main__":
