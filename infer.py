@@ -22,7 +22,7 @@ class SamplingParams:
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after the EOS token
-    temperature: float = 0.0  # 0: the most likely token; 1: a draw from their softmax; no other value yet
+    temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
 
 
 @torch.inference_mode()
@@ -66,7 +66,15 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The distribution that `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
+    logits = apply_temperature(logits, params.temperature)
     return torch.softmax(logits, dim=-1)
+
+
+def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divide the logits (..., vocab_size) by a temperature > 0: below 1 sharpens their softmax, above 1 flattens it."""
+    # The softmax does not see a shift. With the largest logit at 0, no temperature is so small that it overflows.
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    return logits / max(temperature, torch.finfo(logits.dtype).tiny)
 
 
 def pick_device(name: str) -> str:
@@ -98,7 +106,7 @@ def main(argv=None) -> None:
     parser.add_argument("--prompt", default="", help="text to continue; an empty one starts from <|endoftext|>")
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
-    parser.add_argument("--temperature", type=float, choices=(0.0, 1.0), help="0: greedy; 1: draw at random")
+    parser.add_argument("--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
