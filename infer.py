@@ -23,6 +23,7 @@ class SamplingParams:
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after the EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
+    top_k: int = 0  # draw from the k most likely tokens; 0: from all
 
 
 @torch.inference_mode()
@@ -67,6 +68,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The distribution that `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
     logits = apply_temperature(logits, params.temperature)
+    logits = top_k_filter(logits, params.top_k)
     return torch.softmax(logits, dim=-1)
 
 
@@ -75,6 +77,17 @@ def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     # The softmax does not see a shift. With the largest logit at 0, no temperature is so small that it overflows.
     logits = logits - logits.amax(dim=-1, keepdim=True)
     return logits / max(temperature, torch.finfo(logits.dtype).tiny)
+
+
+def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Set all but the k largest logits (..., vocab_size) to -inf; ties with the k-th stay, k = 0 keeps all.
+
+    Fan et al. 2018, "Hierarchical Neural Story Generation".
+    """
+    if k == 0 or k >= logits.shape[-1]:
+        return logits
+    kth = logits.topk(k, dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < kth, -torch.inf)
 
 
 def pick_device(name: str) -> str:
@@ -107,6 +120,7 @@ def main(argv=None) -> None:
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument("--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising")
+    parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")

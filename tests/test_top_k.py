@@ -1,0 +1,56 @@
+"""Lesson 06: top-k, against transformers' TopKLogitsWarper."""
+
+import pytest
+import torch
+
+LOGITS = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 39, 40])
+def test_equals_transformers(k):
+    from transformers import TopKLogitsWarper
+
+    from infer import top_k_filter
+
+    assert torch.equal(top_k_filter(LOGITS, k), TopKLogitsWarper(k)(None, LOGITS))
+
+
+def test_ties_with_the_kth_all_stay():
+    from transformers import TopKLogitsWarper
+
+    from infer import top_k_filter
+
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
+    kept = top_k_filter(logits, 2)
+    assert kept.isfinite().tolist() == [[True, False, True, True, True, False]]
+    assert torch.equal(kept, TopKLogitsWarper(2)(None, logits))
+
+
+@pytest.mark.parametrize("k", [0, 40, 41, 10**9])
+def test_off_and_more_than_there_are_keep_all(k):
+    from infer import top_k_filter
+
+    assert torch.equal(top_k_filter(LOGITS, k), LOGITS)
+
+
+def test_any_batch_shape():
+    from infer import top_k_filter
+
+    assert torch.equal(top_k_filter(LOGITS.view(5, 1, 40), 3)[:, 0], top_k_filter(LOGITS, 3))
+    assert torch.equal(top_k_filter(LOGITS[0], 3), top_k_filter(LOGITS, 3)[0])
+
+
+def test_draws_are_among_the_k_most_likely_and_reach_all_of_them(tiny):
+    from infer import SamplingParams, generate
+
+    model = tiny(seed=1)
+    params = SamplingParams(max_new_tokens=1, temperature=1.0, top_k=4)
+    (step,) = generate(model, [[1, 2]] * 2000, params, torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        best = model(torch.tensor([[1, 2]]))[0, -1].topk(4).indices.tolist()
+    assert set(step) == set(best)
+
+
+def test_the_command_line_with_k_1_is_greedy(cli, tiny_checkpoint):
+    arguments = ("--model", tiny_checkpoint, "--prompt", "One day", "--max-new-tokens", 9)
+    assert cli(*arguments, "--temperature", 1, "--top-k", 1)[:2] == cli(*arguments)[:2]
