@@ -24,6 +24,7 @@ class SamplingParams:
     ignore_eos: bool = False  # go on after the EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
+    top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
 
 
 @torch.inference_mode()
@@ -69,6 +70,7 @@ def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
     """The distribution that `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
+    logits = top_p_filter(logits, params.top_p)
     return torch.softmax(logits, dim=-1)
 
 
@@ -88,6 +90,22 @@ def top_k_filter(logits: torch.Tensor, k: int) -> torch.Tensor:
         return logits
     kth = logits.topk(k, dim=-1).values[..., -1:]
     return logits.masked_fill(logits < kth, -torch.inf)
+
+
+def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Set to -inf all logits (..., vocab_size) but those of the fewest tokens whose probabilities reach mass p.
+
+    The token that crosses p stays, so at least one does; p = 1 keeps all.
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration" (nucleus sampling).
+    """
+    if p == 1:
+        return logits
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)  # of equal ones, the lower id first
+    probs = torch.softmax(ordered, dim=-1)
+    mass_before = probs.cumsum(dim=-1) - probs  # of the tokens that are more likely
+    remove = mass_before >= p
+    remove[..., 0] = False  # the most likely token stays, even where p rounds to 0
+    return logits.masked_fill(remove.scatter(-1, order, remove), -torch.inf)
 
 
 def pick_device(name: str) -> str:
@@ -121,6 +139,7 @@ def main(argv=None) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
     parser.add_argument("--temperature", type=float, help="0: greedy; below 1: safer; above 1: more surprising")
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
+    parser.add_argument("--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")

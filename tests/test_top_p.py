@@ -1,0 +1,78 @@
+"""Lesson 07: top-p, against transformers' TopPLogitsWarper for p < 1; at 1 ours does nothing at all."""
+
+import pytest
+import torch
+
+LOGITS = 3 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
+PROBS = torch.tensor([0.15, 0.5, 0.05, 0.3])
+
+
+def kept(p, probs=PROBS):
+    from infer import top_p_filter
+
+    return top_p_filter(probs.log(), p).isfinite().nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.9, 0.95, 0.999])
+def test_equals_transformers(p):
+    from transformers import TopPLogitsWarper
+
+    from infer import top_p_filter
+
+    assert torch.equal(top_p_filter(LOGITS, p), TopPLogitsWarper(p)(None, LOGITS))
+
+
+@pytest.mark.parametrize(
+    "p, expected", [(0.49, [1]), (0.51, [1, 3]), (0.79, [1, 3]), (0.81, [0, 1, 3]), (0.96, [0, 1, 2, 3])]
+)
+def test_the_token_that_crosses_p_stays(p, expected):
+    assert kept(p) == expected
+
+
+@pytest.mark.parametrize("p", [1e-12, 1e-300])
+def test_a_tiny_p_is_the_most_likely_token(p):
+    from infer import top_p_filter
+
+    assert torch.equal(top_p_filter(LOGITS, p).isfinite().nonzero()[:, 1], LOGITS.argmax(dim=-1))
+
+
+def test_one_keeps_all():
+    from infer import top_p_filter
+
+    assert torch.equal(top_p_filter(LOGITS, 1.0), LOGITS)
+
+
+def test_it_is_the_smallest_such_set():
+    from infer import top_p_filter
+
+    for p in (0.2, 0.6, 0.9):
+        inside = top_p_filter(LOGITS.double(), p).isfinite()
+        probs = LOGITS.double().softmax(dim=-1)
+        mass = (probs * inside).sum(dim=-1)
+        least = probs.masked_fill(~inside, 2).amin(dim=-1)
+        assert (mass >= p).all() and (mass - least < p).all()
+
+
+def test_any_batch_shape():
+    from infer import top_p_filter
+
+    assert torch.equal(top_p_filter(LOGITS.view(5, 10, 40), 0.8).view(50, 40), top_p_filter(LOGITS, 0.8))
+    assert torch.equal(top_p_filter(LOGITS[0], 0.8), top_p_filter(LOGITS, 0.8)[0])
+
+
+def test_draws_stay_inside_the_nucleus_after_top_k(tiny):
+    """Top-k first, then top-p of what is left, as in transformers: the set they keep together is the set drawn from."""
+    from infer import SamplingParams, generate, top_k_filter, top_p_filter
+
+    model = tiny(seed=1)
+    params = SamplingParams(max_new_tokens=1, temperature=1.5, top_k=10, top_p=0.7)
+    (step,) = generate(model, [[1, 2]] * 4000, params, torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = model(torch.tensor([[1, 2]]))[0, -1] / 1.5
+    inside = top_p_filter(top_k_filter(logits, 10), 0.7).isfinite().nonzero().flatten().tolist()
+    assert 1 < len(inside) < 10 and set(step) == set(inside)
+
+
+def test_the_command_line_with_a_tiny_p_is_greedy(cli, tiny_checkpoint):
+    arguments = ("--model", tiny_checkpoint, "--prompt", "One day", "--max-new-tokens", 9)
+    assert cli(*arguments, "--temperature", 1, "--top-p", 1e-9)[:2] == cli(*arguments)[:2]
