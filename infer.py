@@ -3,6 +3,8 @@
 import argparse
 import codecs
 import dataclasses
+import math
+import numbers
 import sys
 import time
 from collections.abc import Iterator
@@ -18,13 +20,27 @@ STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the next tokens; the defaults are greedy decoding."""
+    """How to choose the next tokens; the defaults are greedy decoding. Raises ValueError for a value out of range."""
 
     max_new_tokens: int = 220
     ignore_eos: bool = False  # go on after the EOS token
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
+
+    def __post_init__(self):
+        for name, (kind, valid, allowed) in LIMITS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind) or not valid(value):
+                raise ValueError(f"{name} is {value!r}; it must be {allowed}")
+
+
+LIMITS = {  # field of SamplingParams: its type, which values are valid, how to say that
+    "max_new_tokens": (numbers.Integral, lambda v: v >= 0, "an integer >= 0"),
+    "temperature": (numbers.Real, lambda v: 0 <= v < math.inf, "a finite number >= 0"),
+    "top_k": (numbers.Integral, lambda v: v >= 0, "an integer >= 0"),
+    "top_p": (numbers.Real, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+}
 
 
 @torch.inference_mode()
@@ -36,7 +52,7 @@ def generate(
     prompts: token ids, one list a prompt, all of one length; an empty prompt starts from the EOS token.
     generator: where the random numbers come from, on the model's device; torch's global one if None.
     Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
-    Raises ValueError if the prompts differ in length.
+    Raises ValueError if the prompts differ in length, or the model's logits are not finite.
     """
     eos = model.config.eos_token_id
     prompts = [prompt or [eos] for prompt in prompts]
@@ -46,6 +62,8 @@ def generate(
     finished = [False] * len(prompts)
     for _ in range(params.max_new_tokens):
         logits = model(tokens[:, -model.config.block_size :], logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        if not logits.isfinite().all():
+            raise ValueError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
         next_tokens = sample(logits, params, generator)  # (B,)
         tokens = torch.cat([tokens, next_tokens[:, None]], dim=1)  # (B, T + 1)
         step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
@@ -155,6 +173,10 @@ def main(argv=None) -> None:
 def run(args) -> None:
     """Do what the command line asks for: text to stdout, statistics to stderr. Raises ValueError for bad input."""
     params = SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
+    if args.seed is not None and not 0 <= args.seed < 2**64:
+        raise ValueError(f"--seed {args.seed}: it must be an integer from 0 to 2**64 - 1")
+    if args.num_samples < 1:
+        raise ValueError(f"--num-samples {args.num_samples}: it must be an integer >= 1")
     device = pick_device(args.device)
     model = GPT.from_pretrained(args.model, device=device)
     encoding = load_encoding(args.model, model.config.vocab_size)
