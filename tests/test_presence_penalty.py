@@ -1,0 +1,69 @@
+"""Lesson 09: the presence penalty, by its formula: once for each token in the output, never for the prompt."""
+
+import pytest
+import torch
+
+
+def run(model, prompts, **params):
+    from infer import SamplingParams, generate
+
+    return list(generate(model, prompts, SamplingParams(**params)))
+
+
+@torch.inference_mode()
+def by_hand(model, prompt, max_new_tokens, penalty):
+    output = []
+    for _ in range(max_new_tokens):
+        logits = model(torch.tensor([(prompt + output)[-model.config.block_size :]]))[0, -1]
+        for token in set(output):
+            logits[token] -= penalty
+        output.append(logits.argmax().item())
+    return output
+
+
+def test_formula():
+    from infer import penalize_presence
+
+    logits, seen = torch.tensor([[1.0, -2.0, 3.0]]), torch.tensor([[True, True, False]])
+    assert penalize_presence(logits, seen, 0.5).tolist() == [[0.5, -2.5, 3.0]]
+    assert penalize_presence(logits, seen, -0.5).tolist() == [[1.5, -1.5, 3.0]]
+    assert logits.tolist() == [[1.0, -2.0, 3.0]]
+
+
+@pytest.mark.parametrize("penalty", [2.0, 0.3, -1.0])
+def test_greedy_text_equals_the_formula_far_past_the_window(tiny, penalty):
+    """60 tokens through a window of 16: what has left the window is still penalised."""
+    model, prompt = tiny(seed=6), [1, 2, 3]
+    steps = run(model, [prompt], max_new_tokens=60, ignore_eos=True, presence_penalty=penalty)
+    assert [token for (token,) in steps] == by_hand(model, prompt, 60, penalty)
+    assert [token for (token,) in steps] != by_hand(model, prompt, 60, 0.0)
+
+
+@torch.inference_mode()
+def test_the_prompt_is_not_penalised(tiny):
+    """Prompts that hold their own best next token: a penalty on the prompt would choose another one, ours does not."""
+    model, found = tiny(seed=6), 0
+    for token in range(61):
+        logits = model(torch.tensor([[token, 1, 2, 3]]))[0, -1]
+        best = logits.argmax().item()
+        logits[[token, 1, 2, 3]] -= 2
+        if best in (token, 1, 2, 3) and logits.argmax().item() != best:
+            found += 1
+            assert run(model, [[token, 1, 2, 3]], max_new_tokens=1, presence_penalty=2.0) == [[best]]
+    assert found > 0
+
+
+def test_rows_do_not_share_it(tiny):
+    model, params = tiny(seed=6), {"max_new_tokens": 20, "ignore_eos": True, "presence_penalty": 1.5}
+    prompts = [[1, 2, 3], [50, 40, 30], [7, 7, 7]]
+    assert run(model, prompts, **params) == [
+        sum(step, []) for step in zip(*(run(model, [p], **params) for p in prompts))
+    ]
+
+
+def test_the_command_line_takes_it(cli, tiny_checkpoint):
+    arguments = ("--model", tiny_checkpoint, "--prompt", "One day", "--max-new-tokens", 20)
+    code, out, _ = cli(*arguments, "--presence-penalty", 2)
+    assert code == 0 and out != cli(*arguments)[1]
+    code, _, err = cli(*arguments, "--presence-penalty", 2.5)
+    assert code == 2 and "presence_penalty is 2.5; it must be a number in [-2, 2]" in err
