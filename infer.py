@@ -28,6 +28,7 @@ class SamplingParams:
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
     presence_penalty: float = 0.0  # taken from the logit of each token in the output
+    frequency_penalty: float = 0.0  # taken from it once for each time it is there
 
     def __post_init__(self):
         for name, (kind, valid, allowed) in LIMITS.items():
@@ -42,6 +43,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "top_k": (numbers.Integral, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (numbers.Real, lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "presence_penalty": (numbers.Real, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
+    "frequency_penalty": (numbers.Real, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
 }
 
 
@@ -62,22 +64,33 @@ def generate(
         raise ValueError(f"prompts of one length are needed, not of {[len(prompt) for prompt in prompts]} tokens")
     tokens = torch.tensor(prompts, device=model.wte.weight.device)  # (B, T)
     finished = [False] * len(prompts)
-    seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool, device=tokens.device)  # in the output
+    # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
+    counts = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.int64, device=tokens.device)
     for _ in range(params.max_new_tokens):
         logits = model(tokens[:, -model.config.block_size :], logits_to_keep=1)[:, -1]  # (B, vocab_size)
         if not logits.isfinite().all():
             raise ValueError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
+        if params.frequency_penalty:
+            logits = penalize_frequency(logits, counts, params.frequency_penalty)
         if params.presence_penalty:
-            logits = penalize_presence(logits, seen, params.presence_penalty)
+            logits = penalize_presence(logits, counts > 0, params.presence_penalty)
         next_tokens = sample(logits, params, generator)  # (B,)
         tokens = torch.cat([tokens, next_tokens[:, None]], dim=1)  # (B, T + 1)
-        seen.scatter_(1, next_tokens[:, None], True)
+        counts.scatter_add_(1, next_tokens[:, None], torch.ones_like(next_tokens[:, None]))
         step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
         yield step
         # Only a token that was generated ends a text: a prompt may well end in EOS.
         finished = [done or (token == eos and not params.ignore_eos) for done, token in zip(finished, step)]
         if all(finished):
             return
+
+
+def penalize_frequency(logits: torch.Tensor, counts: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Take `penalty` times its count from the logit of each token (OpenAI's `frequency_penalty`).
+
+    logits: (..., vocab_size). counts: integers, the same shape; occurrences in the output. Returns new logits.
+    """
+    return logits - penalty * counts
 
 
 def penalize_presence(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -173,6 +186,7 @@ def main(argv=None) -> None:
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens; 0: from all")
     parser.add_argument("--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all")
     parser.add_argument("--presence-penalty", type=float, help="against tokens in the output; -2 to 2")
+    parser.add_argument("--frequency-penalty", type=float, help="the same for each occurrence; -2 to 2")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
