@@ -29,6 +29,7 @@ class SamplingParams:
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
     presence_penalty: float = 0.0  # taken from the logit of each token in the output
     frequency_penalty: float = 0.0  # taken from it once for each time it is there
+    repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
 
     def __post_init__(self):
         for name, (kind, valid, allowed) in LIMITS.items():
@@ -44,6 +45,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "top_p": (numbers.Real, lambda v: 0 < v <= 1, "a number in (0, 1]"),
     "presence_penalty": (numbers.Real, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (numbers.Real, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
+    "repetition_penalty": (numbers.Real, lambda v: 0 < v < math.inf, "a finite number > 0"),
 }
 
 
@@ -66,10 +68,13 @@ def generate(
     finished = [False] * len(prompts)
     # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
     counts = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.int64, device=tokens.device)
+    in_prompt = (counts > 0).scatter(1, tokens, True)
     for _ in range(params.max_new_tokens):
         logits = model(tokens[:, -model.config.block_size :], logits_to_keep=1)[:, -1]  # (B, vocab_size)
         if not logits.isfinite().all():
             raise ValueError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
+        if params.repetition_penalty != 1:
+            logits = penalize_repetition(logits, in_prompt | (counts > 0), params.repetition_penalty)
         if params.frequency_penalty:
             logits = penalize_frequency(logits, counts, params.frequency_penalty)
         if params.presence_penalty:
@@ -83,6 +88,17 @@ def generate(
         finished = [done or (token == eos and not params.ignore_eos) for done, token in zip(finished, step)]
         if all(finished):
             return
+
+
+def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Divide the positive and multiply the negative logits of seen tokens by `penalty`, as transformers does.
+
+    logits: (..., vocab_size). seen: bool, the same shape; tokens of prompt and output. Returns new logits.
+    After Keskar et al. 2019, "CTRL".
+    """
+    largest = torch.finfo(logits.dtype).max  # a penalty near 0 must not make an infinity, which softmax makes NaN
+    lowered = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(-largest, largest)
+    return torch.where(seen, lowered, logits)
 
 
 def penalize_frequency(logits: torch.Tensor, counts: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -187,6 +203,7 @@ def main(argv=None) -> None:
     parser.add_argument("--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all")
     parser.add_argument("--presence-penalty", type=float, help="against tokens in the output; -2 to 2")
     parser.add_argument("--frequency-penalty", type=float, help="the same for each occurrence; -2 to 2")
+    parser.add_argument("--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate")
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")

@@ -1,0 +1,82 @@
+"""Lesson 11: the repetition penalty, against transformers' RepetitionPenaltyLogitsProcessor and whole runs of it."""
+
+import pytest
+import torch
+from conftest import CHECKPOINTS
+
+
+def run(model, prompts, **params):
+    from infer import SamplingParams, generate
+
+    return list(generate(model, prompts, SamplingParams(**params)))
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 5.0])
+def test_equals_transformers(penalty):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    from infer import penalize_repetition
+
+    generator = torch.Generator().manual_seed(0)
+    logits, tokens = torch.randn(6, 30, generator=generator), torch.randint(30, (6, 12), generator=generator)
+    seen = torch.zeros(6, 30, dtype=torch.bool).scatter(1, tokens, True)
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(tokens, logits.clone())
+    assert torch.equal(penalize_repetition(logits, seen, penalty), theirs)
+
+
+def whole_run_of_transformers(directory, dtype, prompts, **arguments):
+    from transformers import AutoModelForCausalLM
+
+    peer, inputs = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype), torch.tensor(prompts)
+    peer.generation_config.eos_token_id = None
+    arguments |= {"attention_mask": torch.ones_like(inputs), "do_sample": False}
+    return peer.generate(inputs, **arguments)[:, inputs.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("penalty", [1.2, 2.0, 0.8])
+def test_whole_run_equals_transformers_on_a_random_model(tiny, tmp_path, penalty):
+    model, prompts = tiny(seed=6, block_size=64), [[1, 2, 3], [50, 40, 50]]
+    model.save_pretrained(tmp_path)
+    arguments = {"max_new_tokens": 50, "repetition_penalty": penalty}
+    theirs = whole_run_of_transformers(tmp_path, torch.float64, prompts, **arguments)
+    steps = run(model, prompts, max_new_tokens=50, ignore_eos=True, repetition_penalty=penalty)
+    assert [list(row) for row in zip(*steps)] == theirs
+
+
+def test_whole_run_equals_transformers_on_the_embedded_model(stories):
+    from tokenizer import load_encoding
+
+    prompt = load_encoding(CHECKPOINTS / "stories", 4096).encode("Once upon a time")
+    arguments = {"max_new_tokens": 40, "repetition_penalty": 1.3}
+    (theirs,) = whole_run_of_transformers(CHECKPOINTS / "stories", torch.float32, [prompt], **arguments)
+    steps = run(stories, [prompt], max_new_tokens=40, ignore_eos=True, repetition_penalty=1.3)
+    assert [token for (token,) in steps] == theirs
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-39, 1e39, 1e300])
+def test_an_extreme_penalty_makes_no_nan(tiny, penalty):
+    steps = run(tiny(), [[1, 2]], max_new_tokens=5, temperature=1.0, repetition_penalty=penalty)
+    assert len(steps) > 0
+
+
+@torch.inference_mode()
+def test_order_is_repetition_then_the_other_two(tiny):
+    """Dividing and subtracting do not commute; the sum of both is checked by hand, prompt and window included."""
+    model, prompt, output = tiny(seed=6), [1, 2, 3], []
+    for _ in range(40):
+        logits = model(torch.tensor([(prompt + output)[-16:]]))[0, -1]
+        for token in set(prompt + output):
+            logits[token] = logits[token] / 1.5 if logits[token] > 0 else logits[token] * 1.5
+        for token in set(output):
+            logits[token] -= 0.4 + 0.3 * output.count(token)
+        output.append(logits.argmax().item())
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+    assert [token for (token,) in run(model, [prompt], max_new_tokens=40, ignore_eos=True, **penalties)] == output
+
+
+def test_the_command_line_takes_it(cli, tiny_checkpoint):
+    arguments = ("--model", tiny_checkpoint, "--prompt", "One day", "--max-new-tokens", 20)
+    code, out, _ = cli(*arguments, "--repetition-penalty", 3)
+    assert code == 0 and out != cli(*arguments)[1]
+    code, _, err = cli(*arguments, "--repetition-penalty", 0)
+    assert code == 2 and "repetition_penalty is 0.0; it must be a finite number > 0" in err
