@@ -70,7 +70,8 @@ def generate(
     counts = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.int64, device=tokens.device)
     in_prompt = (counts > 0).scatter(1, tokens, True)
     for _ in range(params.max_new_tokens):
-        logits = model(tokens[:, -model.config.block_size :], logits_to_keep=1)[:, -1]  # (B, vocab_size)
+        window = tokens[:, -model.config.block_size :]
+        logits = model(window, logits_to_keep=1)[:, -1].float()  # (B, vocab_size), float32 whatever the weights are
         if not logits.isfinite().all():
             raise ValueError("the model returned logits that are NaN or infinite: broken weights, or a dtype too small")
         if params.repetition_penalty != 1:
@@ -186,6 +187,19 @@ def pick_device(name: str) -> str:
     return name
 
 
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def pick_dtype(name: str, device: str) -> torch.dtype:
+    """The torch dtype of that name. Raises ValueError if the device cannot multiply matrices of it."""
+    dtype = DTYPES[name]
+    try:
+        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"--dtype {name}: {device} does not compute in it; float32 works everywhere") from None
+    return dtype
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line."""
 
@@ -208,6 +222,7 @@ def main(argv=None) -> None:
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights and activations")
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
     args = parser.parse_args(argv)
     try:
@@ -224,7 +239,7 @@ def run(args) -> None:
     if args.num_samples < 1:
         raise ValueError(f"--num-samples {args.num_samples}: it must be an integer >= 1")
     device = pick_device(args.device)
-    model = GPT.from_pretrained(args.model, device=device)
+    model = GPT.from_pretrained(args.model, pick_dtype(args.dtype, device), device)
     encoding = load_encoding(args.model, model.config.vocab_size)
     prompt = encoding.encode(args.prompt, allowed_special="all")
     generator = torch.Generator(device)
