@@ -239,7 +239,10 @@ def run_and_report(parser, argv, measure, baseline: str, plot) -> None:
             interrupted = True
         if rows.file is not None:
             summary = summarise(args.output, baseline)
-            plot(summary, args.output.with_suffix(".png"))
+            import matplotlib
+
+            matplotlib.use("Agg")  # a file, no window
+            plot(summary).savefig(args.output.with_suffix(".png"), dpi=120)
             print(summary.to_string(index=False))
     except (ValueError, OSError) as error:
         parser.error(str(error))

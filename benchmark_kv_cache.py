@@ -140,11 +140,8 @@ def check(ours: GPT, models: dict, prompts: list[list[int]], length: int, device
         check_half_precision(ours, tokens, peer and (lambda tokens: peer(tokens).logits))
 
 
-def plot(summary, path) -> None:
+def plot(summary):
     """Decode tokens/s by length for each mode; a panel for each model, dtype and batch size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     settings = list(summary.groupby(["model", "dtype", "batch_size"], sort=False))
@@ -162,7 +159,7 @@ def plot(summary, path) -> None:
         axes.set_xticks(sorted(set(group["new_tokens"])))
     panels[0][0].set_ylabel("tokens/s after the first: median, min to max")
     panels[0][0].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def main(argv=None) -> None:

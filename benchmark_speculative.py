@@ -55,11 +55,8 @@ def measure(args, device: str, rows: Rows) -> None:
         raise ValueError(f"--gamma {bad[0]}: it must be an integer from 1 to 16")
     if min(args.max_new_tokens) < 2 * (max(args.gamma) + 1):
         raise ValueError(f"--max-new-tokens {min(args.max_new_tokens)}: too few to time, two passes may make as many")
-    samplings = [
-        SamplingParams(max_new_tokens=length, ignore_eos=True, temperature=temperature)
-        for length in args.max_new_tokens
-        for temperature in args.temperature
-    ]
+    greedy = [SamplingParams(max_new_tokens=length, ignore_eos=True) for length in args.max_new_tokens]
+    samplings = [[dataclasses.replace(params, temperature=value) for value in args.temperature] for params in greedy]
     modes = {"target": 0} | {f"gamma {gamma}": gamma for gamma in args.gamma}
     for dtype in [pick_dtype(name, device) for name in args.dtype]:
         target, draft = (GPT.from_pretrained(name, dtype, device) for name in (args.target, args.draft))
@@ -70,13 +67,15 @@ def measure(args, device: str, rows: Rows) -> None:
             raise ValueError(f"{longest} tokens do not fit the target's window, {target.config.block_size}")
         about = describe(args.target, target, device) | {"draft": Path(args.draft).name}
         peak = bandwidth(device, dtype)
-        for params in samplings:
-            length, greedy = params.max_new_tokens, dataclasses.replace(params, temperature=0.0)
-            check(target, draft, prompts, greedy, modes)
-            memory = {}
+        memory = {}
+        for params in greedy:
+            check(target, draft, prompts, params, modes)
             for mode, gamma in modes.items():
-                run = (run_once, (args.target, args.draft), dtype, device, prompts[0], greedy, gamma)
-                memory[mode] = in_own_process(device, [], *run) / 1e6
+                run = (run_once, (args.target, args.draft), dtype, device, prompts[0], params, gamma)
+                memory[params.max_new_tokens, mode] = in_own_process(device, [], *run) / 1e6
+        for params in itertools.chain(*samplings):
+            length = params.max_new_tokens
+            for gamma in modes.values():
                 list(steps(target, draft, prompts[0], params, gamma, None))  # to warm up
             for repeat, (number, prompt) in itertools.product(range(args.repeats), enumerate(prompts)):
                 for mode, gamma in modes.items():
@@ -95,7 +94,7 @@ def measure(args, device: str, rows: Rows) -> None:
                         repeat=repeat,
                         first_token_s=first,
                         decode_tokens_per_s=(length - at_first) / rest,
-                        peak_memory_mb=memory[mode],
+                        peak_memory_mb=memory[length, mode],
                     )
 
 
@@ -124,11 +123,8 @@ def check(target: GPT, draft: GPT, prompts: list[list[int]], params: SamplingPar
             check_half_precision(target, torch.tensor([text], device=target.wte.weight.device))
 
 
-def plot(summary, path) -> None:
+def plot(summary):
     """Speed-up over the cached target by gamma, a line for each setting, from the smallest ratio to the largest."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -144,7 +140,7 @@ def plot(summary, path) -> None:
     axes.set(xlabel="gamma, drafts a pass", ylabel="tokens/s, times those of the target alone", ylim=(0, None))
     axes.set_title("Speculative decoding: median of paired ratios, min to max")
     axes.legend(fontsize="small", loc="lower left")
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def main(argv=None) -> None:

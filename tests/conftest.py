@@ -43,17 +43,27 @@ def tiny_checkpoint(tiny, tmp_path):
 
 
 @pytest.fixture
-def cli(capsys):
+def run_main(capsys):
+    """A function that runs a script's `main` with these arguments, in this process: exit code, stdout, stderr."""
+
+    def run(main, *args) -> tuple[int, str, str]:
+        try:
+            main(["--device", "cpu", *(str(arg) for arg in args)])
+            code = 0
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def cli(run_main):
     """A function that runs `infer.py` with these arguments, in this process: exit code, stdout, stderr."""
 
     def run(*args) -> tuple[int, str, str]:
         import infer
 
-        try:
-            infer.main(["--device", "cpu", *(str(arg) for arg in args)])
-            code = 0
-        except SystemExit as exit:
-            code = exit.code
-        return code, *capsys.readouterr()
+        return run_main(infer.main, *args)
 
     return run

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def bench(tiny_checkpoint, tmp_path, capsys, monkeypatch):
+def bench(tiny_checkpoint, tmp_path, run_main, monkeypatch):
     """A function that runs the benchmark on a tiny model: exit code, the rows, stderr."""
     import benchmark_kv_cache
 
@@ -20,13 +20,9 @@ def bench(tiny_checkpoint, tmp_path, capsys, monkeypatch):
 
     def run(*args):
         output = tmp_path / "results" / "run.csv"
-        small = ("--model", tiny_checkpoint, "--repeats", 2, "--max-new-tokens", 6, 9, "--device", "cpu")
-        try:
-            benchmark_kv_cache.main([str(arg) for arg in ("--output", output, *small, *args)])
-            code = 0
-        except SystemExit as exit:
-            code = exit.code
-        return code, pandas.read_csv(output) if output.exists() else None, capsys.readouterr().err
+        small = ("--model", tiny_checkpoint, "--repeats", 2, "--max-new-tokens", 6, 9)
+        code, _, err = run_main(benchmark_kv_cache.main, "--output", output, *small, *args)
+        return code, pandas.read_csv(output) if output.exists() else None, err
 
     return run
 

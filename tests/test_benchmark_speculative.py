@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def bench(tiny_checkpoint, tmp_path, capsys, monkeypatch):
+def bench(tiny_checkpoint, tmp_path, run_main, monkeypatch):
     """A function that runs the benchmark on a tiny pair: exit code, the rows, stderr."""
     import benchmark_speculative
 
@@ -20,14 +20,10 @@ def bench(tiny_checkpoint, tmp_path, capsys, monkeypatch):
 
     def run(*args):
         output = tmp_path / "results" / "run.csv"
-        pair = ("--target", tiny_checkpoint, "--draft", tiny_checkpoint, "--output", output, "--device", "cpu")
+        pair = ("--target", tiny_checkpoint, "--draft", tiny_checkpoint, "--output", output)
         small = ("--prompts", 2, "--repeats", 2, "--max-new-tokens", 12)
-        try:
-            benchmark_speculative.main([str(arg) for arg in (*pair, *small, *args)])
-            code = 0
-        except SystemExit as exit:
-            code = exit.code
-        return code, pandas.read_csv(output) if output.exists() else None, capsys.readouterr().err
+        code, _, err = run_main(benchmark_speculative.main, *pair, *small, *args)
+        return code, pandas.read_csv(output) if output.exists() else None, err
 
     return run
 

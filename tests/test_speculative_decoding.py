@@ -282,20 +282,13 @@ def test_gamma_out_of_range_is_refused(tiny, gamma):
         passes(tiny(), tiny(), [1], gamma, max_new_tokens=1)
 
 
-def run_main(capsys, *args):
-    import infer_speculative
+def test_bad_input_is_one_line(run_main, tiny, tmp_path):
+    from infer_speculative import main
 
-    with pytest.raises(SystemExit) as exit:
-        infer_speculative.main(["--device", "cpu", *(str(arg) for arg in args)])
-    out, err = capsys.readouterr()
-    return exit.value.code, out, err
-
-
-def test_bad_input_is_one_line(capsys, tiny, tmp_path):
-    code, out, err = run_main(capsys, "--gamma", 0, "--prompt", "Once")
+    code, out, err = run_main(main, "--gamma", 0, "--prompt", "Once")
     assert code == 2 and out == "" and err.count("\n") == 1
     tiny(dtype=torch.float32).save_pretrained(tmp_path)
-    code, out, err = run_main(capsys, "--draft", tmp_path)
+    code, out, err = run_main(main, "--draft", tmp_path)
     assert code == 2 and out == "" and err.count("\n") == 1 and "4096" in err and "61" in err
 
 
