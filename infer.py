@@ -209,7 +209,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The distribution that `sample` draws from: (..., vocab_size) logits to probabilities of the same shape."""
     if params.temperature == 0:  # all on one token
-        return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).to(logits.dtype)
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     logits = top_p_filter(logits, params.top_p)

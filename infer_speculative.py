@@ -75,7 +75,9 @@ def generate_speculative(
             window = text[window_start(len(text), draft_block_size, draft_stride) :]
             logits = penalize_drafted(next_logits(draft, [window], draft_cache)[0], params, counts, in_prompt, drafts)
             draft_probs.append(sampling_probs(logits, params))
-            drafts.append(torch.multinomial(draft_probs[-1], 1, generator=generator).item())
+            greedy = params.temperature == 0  # then the draw is known, and looking it up is faster
+            drawn = logits.argmax(dim=-1) if greedy else torch.multinomial(draft_probs[-1], 1, generator=generator)
+            drafts.append(drawn.item())
         # No cache is rolled back here: `match` forgets refused drafts when it meets the next window.
         logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
         logits = penalize_drafted(logits, params, counts, in_prompt, drafts)  # (len(drafts) + 1, vocab_size)
