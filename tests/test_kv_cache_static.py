@@ -47,6 +47,7 @@ def test_bytes_are_the_formula(tiny, caches, dtype, size):
 def test_it_never_is_longer_than_the_window(tiny, caches):
     run(tiny(), [[1] * 20], max_new_tokens=6)
     assert [cache.storage.shape for cache in caches] == [(2, 2, 1, 2, 16, 8)]
+    assert KVCache(tiny()).storage.shape[4] == 16  # as if there were no limit
 
 
 @given(st.lists(st.tuples(st.integers(0, 16), st.integers(1, 16)), min_size=1, max_size=6), st.integers(0, 99))

@@ -59,7 +59,7 @@ def test_a_pass_mixes_rows_of_any_past_and_any_number_of_new_tokens(tiny):
 
     model, tokens = tiny(), [random_tokens(16, seed=row) for row in range(4)]
     cache, pasts, new = KVCache(model, 4), [12, 1, 7, 3], [1, 6, 9, 2]
-    for rows in ([0, 1, 2, 3], [2, 0], [1], [3, 2]):
+    for rows in ([0, 1, 2, 3], [2, 3, 1, 0], [2, 0], [1], [3, 2]):
         cache.reset()
         for row, past in enumerate(pasts):
             model.hidden(torch.tensor([tokens[row][:past]]), cache.extend([tokens[row][:past]], [row]), cache.attend)
