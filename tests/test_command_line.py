@@ -125,6 +125,30 @@ def test_one_text_is_shown_as_it_comes_and_several_at_the_end(capsys, encoding):
     assert capsys.readouterr().out == "One a\n" + "-" * 40 + "\nTwo a a\n"
 
 
+def test_the_text_is_out_before_the_statistics(monkeypatch, encoding):
+    """Also where both go to one file: stdout holds back what is not flushed, stderr does not."""
+    both = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Log(both)))
+    monkeypatch.setattr(sys, "stderr", both)
+    with infer.Output(["One", "Two"], encoding) as output:
+        output.add(0, *encoding.encode(" a"))
+        output.end_step()
+    assert both.getvalue().startswith("One a\n" + "-" * 40 + "\nTwo\n1 tokens")
+
+
+class Log(io.RawIOBase):
+    """A file that writes into another one's text."""
+
+    def __init__(self, text: io.StringIO):
+        self.text = text
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        return self.text.write(bytes(data).decode())
+
+
 def test_each_text_completes_its_own_characters(capsys, encoding):
     first, second = byte_tokens(encoding, "é")
     with infer.Output(["", ""], encoding) as output:

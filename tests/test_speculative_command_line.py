@@ -59,6 +59,15 @@ def test_the_report_of_one_token_without_a_draft(run_main, passes):
     assert err.startswith("0 of 0 drafts accepted (0%), 1.00 tokens a target pass\n")
 
 
+def test_options_reach_the_loop(run_main, monkeypatch):
+    seen = []
+    monkeypatch.setattr(infer_speculative, "generate_speculative", lambda *args: seen.append(args) or iter([]))
+    options = ("--gamma", 5, "--stride", 7, "--temperature", 1, "--seed", 3, "--prompt", "Once")
+    assert run_main(main, "--target", DRAFT, "--draft", DRAFT, *options)[0] == 0
+    ((_, _, _, params, gamma, generator, stride),) = seen
+    assert (params.temperature, gamma, generator.initial_seed(), stride) == (1, 5, 3, 7)
+
+
 def test_no_tokens_are_no_report(run_main):
     assert run_main(main, "--target", DRAFT, "--prompt", "Once", "--max-new-tokens", 0) == (0, "Once\n", "")
 
@@ -90,7 +99,14 @@ def test_gamma_out_of_range_is_refused(run_main, gamma):
     assert f"gamma is {gamma}; it must be an integer from 1 to 16" in err
 
 
-@pytest.mark.parametrize("shape, word", [({}, "61"), ({"vocab_size": 4096, "eos_token_id": 7}, "EOS [7]")])
+@pytest.mark.parametrize(
+    "shape, word",
+    [
+        ({}, "61"),
+        ({"vocab_size": 4097, "eos_token_id": 4095}, "the draft 4097"),
+        ({"vocab_size": 4096, "eos_token_id": 7}, "EOS [7]"),
+    ],
+)
 def test_a_draft_with_another_vocabulary_is_refused(run_main, tiny, tmp_path, shape, word):
     tiny(**shape).save_pretrained(tmp_path)
     code, out, err = run_main(main, "--target", DRAFT, "--draft", tmp_path)

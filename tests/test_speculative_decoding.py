@@ -78,6 +78,15 @@ def test_greedy_at_four_windows_with_a_draft_model_that_is_often_right(tiny, gam
     assert 0 < sum(step.accepted for step in steps) < sum(len(step.drafts) for step in steps)
 
 
+@pytest.mark.parametrize(
+    "penalties", [{"presence_penalty": 2.0}, {"frequency_penalty": 1.0}, {"repetition_penalty": 3.0}]
+)
+def test_a_draft_model_that_is_the_target_is_always_right(tiny, penalties):
+    """Its drafts carry the same penalties, those for earlier drafts of the pass included."""
+    steps = passes(tiny(), tiny(), random_tokens(4), gamma=4, max_new_tokens=40, ignore_eos=True, **penalties)
+    assert all(step.accepted == len(step.drafts) for step in steps)
+
+
 @pytest.mark.parametrize("gamma", [1, 3, 8, 16])
 def test_greedy_on_the_embedded_pair(stories, gamma):
     draft = GPT.from_pretrained(CHECKPOINTS / "stories-draft")
