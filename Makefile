@@ -4,7 +4,7 @@ demo: .venv/installed tags  ## write a story with the embedded model, on the CPU
 	.venv/bin/python infer.py --prompt "Once upon a time" --device cpu
 
 test: .venv/installed tags  ## run the tests of this commit
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n auto --dist worksteal
 
 tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python lessons.py tag --quiet
