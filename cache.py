@@ -42,6 +42,16 @@ class KVCache:
         """Forget all positions."""
         self.truncate(0)
 
+    def select(self, rows: list[int]) -> None:
+        """Row i becomes a copy of what row rows[i] held; a row may be taken often or never, and their number change."""
+        moved = [row for row, source in enumerate(rows) if row != source]
+        if len(rows) != len(self.tokens):
+            self.storage = self.storage[:, :, rows]
+        elif moved:  # in place, and only what is in use: a decode step takes less time than a copy of all positions
+            used = self.storage[..., : max(len(held) for held in self.tokens), :]
+            used[:, :, moved] = used[:, :, [rows[row] for row in moved]]
+        self.tokens = [list(self.tokens[row]) for row in rows]  # each row its own list: `match` cuts them
+
     def match(self, windows: list[list[int]], keep: int = 1) -> list[int]:
         """Keep what each row shares with its window, but for its last `keep` tokens; returns how many are left."""
         for held, window in zip(self.tokens, windows, strict=True):

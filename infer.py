@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -33,14 +34,19 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
 
     def __post_init__(self):
-        for name, (kind, valid, allowed) in LIMITS.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not valid(value):
-                raise UserError(f"{name} is {value!r}; it must be {allowed}")
+        check_limits(**vars(self))
+
+
+def check_limits(**values) -> None:
+    """Raise UserError for the first value that is of a wrong type or out of range."""
+    for name, value in values.items():
+        kind, valid, allowed = LIMITS[name]
+        if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind) or not valid(value):
+            raise UserError(f"{name} is {value!r}; it must be {allowed}")
 
 
 LARGEST = sys.float_info.max
-LIMITS = {  # field of SamplingParams: its type, which values are valid, how to say that
+LIMITS = {  # field of SamplingParams, or argument of beam_search: its type, which values are valid, how to say that
     "max_new_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
     "ignore_eos": (bool, lambda v: True, "True or False"),
     "temperature": (int | float, lambda v: 0 <= v <= LARGEST, "a finite number >= 0"),
@@ -49,6 +55,8 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "repetition_penalty": (int | float, lambda v: 0 < v <= LARGEST, "a finite number > 0"),
+    "num_beams": (int, lambda v: 1 <= v <= 2**16, "an integer from 1 to 65536"),
+    "length_penalty": (int | float, lambda v: -10 <= v <= 10, "a number in [-10, 10]"),
 }
 
 
@@ -100,6 +108,67 @@ def generate(
         for sequence, token, done in zip(sequences, step, finished):
             if not done:  # a finished row passes the token before its EOS again
                 sequence.append(token)
+
+
+class Beam(NamedTuple):
+    """A text that beam search has found."""
+
+    tokens: list[int]  # generated ones, EOS included
+    score: float  # the sum of their log-probabilities / len(tokens) ** length_penalty
+
+
+@torch.inference_mode()
+def beam_search(
+    model: GPT,
+    prompt: list[int],
+    num_beams: int,
+    max_new_tokens: int = 220,
+    length_penalty: float = 1.0,
+    ignore_eos: bool = False,
+    use_cache: bool = True,
+    stride: int | None = None,
+) -> list[Beam]:
+    """Search for probable continuations of a prompt: in each step, of all texts longer by one token, keep the best.
+
+    num_beams: how many to keep, 1 to 65536. length_penalty: -10 to 10; above 0 favours long texts, below 0 short ones.
+    The other arguments are those of `generate`.
+    Returns at most num_beams finished texts, best first: they end in EOS or have max_new_tokens, of which 0 finds none.
+    Ends when no running text can get among them any more, as transformers does with early_stopping="never".
+    Raises UserError for a value out of range, and where `generate` does.
+    """
+    SamplingParams(max_new_tokens, ignore_eos)  # checks them
+    check_limits(num_beams=num_beams, length_penalty=length_penalty)
+    prompt, block_size = list(prompt) or [model.config.eos_token_ids[0]], model.config.block_size
+    stride, ends = check_stride(stride, block_size), () if ignore_eos else model.config.eos_token_ids
+    cache = KVCache(model, 1, min(len(prompt) + max_new_tokens - 1, block_size)) if use_cache else None
+    running, finished = [Beam([], 0.0)], []  # the score of a running text is its sum of log-probabilities
+    for length in range(1, max_new_tokens + 1):
+        start = window_start(len(prompt) + length - 1, block_size, stride)
+        logits = next_logits(model, [(prompt + tokens)[start:] for tokens, _ in running], cache)[:, 0]
+        # float64, because many terms are added; on the CPU, because MPS has no float64.
+        sums = torch.tensor([score for _, score in running], dtype=torch.float64)[:, None]
+        sums = (sums + logits.cpu().double().log_softmax(dim=-1)).flatten()  # (running * vocab_size)
+        # So many that num_beams can go on even if each row has all its EOS tokens among them.
+        best = sums.topk(min(num_beams * (1 + len(ends)), len(sums)))
+        parents, candidates = [], []
+        for rank, (total, index) in enumerate(zip(best.values.tolist(), best.indices.tolist())):
+            row, token = divmod(index, logits.shape[-1])
+            tokens = running[row].tokens + [token]
+            if token not in ends and length < max_new_tokens:
+                parents.append(row)
+                candidates.append(Beam(tokens, total))
+            elif rank < num_beams:  # the candidates after these are there to go on, not to end
+                finished.append(Beam(tokens, total / length**length_penalty))
+        running, parents = candidates[:num_beams], parents[:num_beams]
+        finished = sorted(finished, key=lambda beam: beam.score, reverse=True)[:num_beams]
+        # A sum can only fall. Its best divisor is that of the longest text, or with a penalty below 0 of the next one.
+        best_length = max_new_tokens if length_penalty > 0 else length + 1
+        full = len(finished) == num_beams
+        if not running or (full and running[0].score / best_length**length_penalty <= finished[-1].score):
+            break
+        if cache:
+            cache.select(parents)
+    return finished
 
 
 def check_stride(stride: int | None, block_size: int) -> int:
@@ -423,12 +492,15 @@ def main(argv=None) -> None:
     parser = Parser(description="Generate text with GPT-2.")
     parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
     parser.add_argument("--no-cache", action="store_true", help="compute all positions again in each step")
+    parser.add_argument("--num-beams", type=int, help="search for a probable text, keeping that many in each step")
+    parser.add_argument("--length-penalty", type=float, help="for --num-beams; below 0: shorter; 1 if not given")
     add_options(parser)
     run_script(parser, run, argv)
 
 
 def run(args) -> None:
     """Do what the command line asks for: text to stdout, statistics to stderr. Raises UserError for bad input."""
+    check_beam_options(args)
     params, prompts = sampling_params(args), read_prompts(args)
     device = pick_device(args.device)
     generator = seeded_generator(args.seed, device)
@@ -436,6 +508,8 @@ def run(args) -> None:
     encoding = load_encoding(args.model, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
+    if args.num_beams is not None:
+        return print_beams(args, model, tokens, Output(prompts, encoding, skip))
     seed = generator.initial_seed() if params.temperature else None
     with Output(prompts, encoding, skip, seed) as output:
         for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
@@ -443,6 +517,35 @@ def run(args) -> None:
                 if token is not None:
                     output.add(row, token)
             output.end_step()
+
+
+def check_beam_options(args) -> None:
+    """Raise UserError for options that do not go together with or without --num-beams."""
+    if args.num_beams is None:
+        if args.length_penalty is not None:
+            raise UserError("--length-penalty is for --num-beams only")
+        return
+    off = dataclasses.asdict(SamplingParams(args.max_new_tokens, args.ignore_eos)) | {"num_samples": 1, "seed": None}
+    refused = ["--" + name.replace("_", "-") for name, value in off.items() if getattr(args, name) != value]
+    if refused:
+        raise UserError(f"--num-beams neither draws nor penalises tokens; leave out {', '.join(refused)}")
+
+
+def print_beams(args, model: GPT, prompts: list[list[int]], output: Output) -> None:
+    """Search for each prompt by itself: the best text to stdout, how it scored to stderr."""
+    penalty, found = 1.0 if args.length_penalty is None else args.length_penalty, []
+    options = args.num_beams, args.max_new_tokens, penalty, args.ignore_eos, not args.no_cache, args.stride
+    with output:
+        for row, prompt in enumerate(prompts):
+            beams = beam_search(model, prompt, *options)
+            for tokens, score in beams[:1]:
+                for token in tokens:
+                    output.add(row, token)
+                output.end_step()
+                total = f"sum of log-probabilities {score * len(tokens) ** penalty:.6g}, {len(tokens)} tokens"
+                found.append(f"score {score:.6g}, {total}, the best of {len(beams)} texts")
+    for line in found:
+        print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,298 @@
+"""Lesson 20: beam search, against all texts, transformers' generate, and chains whose best texts are known."""
+
+import math
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, passed_widths, random_tokens, run_rows
+
+from checkpoint import UserError
+from model import GPT, GPTConfig
+
+PENALTIES = (-1, 0, 0.6, 1, 2)
+
+
+def search(model, prompt, num_beams, *args, **options):
+    """The tokens of the texts that beam search finds, and their scores."""
+    from infer import beam_search
+
+    beams = beam_search(model, prompt, num_beams, *args, **options)
+    return [beam.tokens for beam in beams], pytest.approx([beam.score for beam in beams], rel=1e-6, abs=1e-6)
+
+
+@torch.inference_mode()
+def log_probability(model, prompt, tokens):
+    """That of a text, from one pass over it."""
+    logits = model(torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1 :]
+    return logits.double().log_softmax(dim=-1).gather(1, torch.tensor(tokens)[:, None]).sum().item()
+
+
+@torch.inference_mode()
+def all_texts(model, prompt, longest, ends):
+    """Each text that can be finished, with its sum of log-probabilities."""
+    texts, running = [], [([], 0.0)]
+    for length in range(1, longest + 1):
+        logits = model(torch.tensor([prompt + tokens for tokens, _ in running]))[:, -1]
+        grown = [
+            (tokens + [token], total + added)
+            for (tokens, total), row in zip(running, logits.log_softmax(dim=-1).tolist())
+            for token, added in enumerate(row)
+        ]
+        texts += [text for text in grown if length == longest or text[0][-1] in ends]
+        running = [text for text in grown if text[0][-1] not in ends]
+        if not running:
+            break
+    return texts
+
+
+class Chain:
+    """A model whose next token depends on the last one only. rows: the probabilities after each token; 0 is EOS."""
+
+    device = "cpu"
+
+    def __init__(self, *rows):
+        self.config, self.passes = GPTConfig(vocab_size=len(rows), eos_token_ids=(0,)), 0
+        self.logits = torch.tensor(rows, dtype=torch.float64).clamp(min=1e-9).log()
+
+    def hidden(self, tokens, positions, attend):
+        self.passes += 1
+        return tokens
+
+    def head(self, tokens):
+        return self.logits[tokens]
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("ends", [(), (3,), (0, 2), (0, 1, 2, 3)])
+def test_with_room_for_all_texts_it_ranks_them_all(tiny, ends, penalty):
+    model, prompt = tiny(seed=1, vocab_size=4, eos_token_ids=ends or (3,)), [2, 1]
+    scored = [(tokens, total / len(tokens) ** penalty) for tokens, total in all_texts(model, prompt, 4, ends)]
+    scored.sort(key=lambda text: -text[1])
+    tokens, scores = search(model, prompt, 256, 4, penalty, ignore_eos=not ends)
+    assert tokens == [tokens for tokens, _ in scored] and [score for _, score in scored] == scores
+    # No more than 36 texts that may go on, or end early, stand in a step: 40 beams lose none of the best 40.
+    if ends:
+        assert search(model, prompt, 40, 4, penalty)[0] == tokens[:40]
+
+
+def test_equals_transformers(tiny, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, prompt = tiny(seed=5), [3, 1, 4]
+    model.save_pretrained(tmp_path)
+    peer, inputs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64), torch.tensor([prompt])
+    greedy, lengths = run_rows(model, [prompt], max_new_tokens=6)[0], set()
+    for ends in ((60,), greedy[1:2], greedy[:6]):
+        model = tiny(seed=5, eos_token_ids=tuple(ends))
+        for penalty in PENALTIES:
+            theirs = peer.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                num_beams=4,
+                num_return_sequences=4,
+                early_stopping="never",
+                length_penalty=float(penalty),
+                do_sample=False,
+                max_new_tokens=9,
+                eos_token_id=list(ends),
+                pad_token_id=ends[0],
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+            tokens, scores = search(model, prompt, 4, 9, penalty)
+            padded = [row + [ends[0]] * (theirs.sequences.shape[1] - 3 - len(row)) for row in tokens]
+            assert padded == theirs.sequences[:, 3:].tolist()
+            assert theirs.sequences_scores.tolist() == scores
+            lengths |= {len(row) for row in tokens}
+    assert len(lengths) > 4
+
+
+@pytest.mark.parametrize("stride", [None, 1, 5, 16])
+def test_one_beam_is_greedy(tiny, stride):
+    """Without a length penalty: with one, a text that goes on after greedy's EOS can score better."""
+    prompt = random_tokens(7)
+    for eos in (60, run_rows(tiny(seed=6), [prompt], max_new_tokens=50)[0][30]):
+        model = tiny(seed=6, eos_token_id=eos)
+        for use_cache in (True, False):
+            options = {"use_cache": use_cache, "stride": stride}
+            greedy = run_rows(model, [prompt], max_new_tokens=50, options=options)
+            assert search(model, prompt, 1, 50, 0, **options)[0] == greedy
+
+
+@pytest.mark.parametrize("length, stride", [(3, None), (16, 1), (30, 5), (1, 16)])
+def test_the_cache_changes_nothing(tiny, length, stride):
+    model, prompt = tiny(seed=6), random_tokens(length)
+    tokens, scores = search(model, prompt, 4, 40, stride=stride)
+    assert len({tuple(row) for row in tokens}) == 4
+    again, same = search(model, prompt, 4, 40, stride=stride, use_cache=False)
+    assert again == tokens and same.expected == scores
+    assert scores.expected[0] != pytest.approx(search(model, prompt, 1, 40, stride=stride)[1].expected[0], abs=1e-5)
+
+
+def test_the_prompt_is_computed_once(tiny):
+    model, passes = passed_widths(tiny(), shapes=True)
+    search(model, random_tokens(9), 4, 4, ignore_eos=True)
+    assert passes == [(1, 9), (4, 1), (4, 1), (4, 1)]
+    model, passes = passed_widths(tiny(vocab_size=4, eos_token_id=3), shapes=True)
+    search(model, [1], 20, 4, ignore_eos=True)  # as many beams as there are texts
+    assert passes == [(1, 1), (4, 1), (16, 1), (20, 1)]
+
+
+def test_a_penalty_above_0_looks_ahead_to_the_longest_text():
+    """The end has 0.6 now; the other text starts with 0.3, loses little from there on, and wins by its length."""
+    model = Chain([1, 0, 0], [0.01, 0.99, 0], [0.6, 0.3, 0.1])
+    tokens, scores = search(model, [2], 1, 5, 1, use_cache=False)
+    assert tokens == [[1] * 5] and [(math.log(0.3) + 4 * math.log(0.99)) / 5] == scores
+
+
+def test_a_penalty_below_0_looks_ahead_to_the_next_length():
+    """When two texts are finished, a third is on its way that beats one of them, if it ends soon."""
+    model = Chain([1, 0, 0, 0, 0], [0.03, 0, 0, 0.97, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0.3, 0.6, 0.1, 0, 0])
+    tokens, scores = search(model, [4], 2, 10, -1, use_cache=False)
+    assert tokens == [[0], [1, 3, 0]] and [math.log(0.3), 3 * math.log(0.6 * 0.97)] == scores
+
+
+@pytest.mark.parametrize("penalty, passes", [(-1, 1), (0, 1), (0.2, 1), (1, 16), (2, 50)])
+def test_it_stops_when_no_text_can_get_better(penalty, passes):
+    """The end has 0.8. A text that goes on loses half in each step; how long it may hope depends on the penalty."""
+    model = Chain([1, 0, 0], [0.49, 0.51, 0], [0.8, 0.2, 0])
+    search(model, [2], 1, 50, penalty, use_cache=False)
+    assert model.passes == passes
+
+
+def test_the_eos_counts_in_the_length():
+    tokens, scores = search(Chain([1, 0, 0], [1, 0, 0], [0.4, 0.6, 0]), [2], 2, 9, 2, use_cache=False)
+    assert tokens == [[1, 0], [0]] and [math.log(0.6) / 4, math.log(0.4)] == scores
+
+
+def test_a_text_ends_among_the_best_or_not_at_all():
+    """The end is always second, so a single beam never takes it, though it would have scored better."""
+    model = Chain([1, 0], [0.4, 0.6])
+    assert search(model, [1], 1, 3, 0, use_cache=False)[0] == [[1, 1, 1]]
+    assert search(model, [1], 2, 3, 0, use_cache=False)[0] == [[0], [1, 0]]
+
+
+def test_the_embedded_model_has_texts_more_probable_than_greedy_ones(stories):
+    from tokenizer import load_encoding
+
+    prompt = load_encoding(CHECKPOINTS / "stories", 4096).encode("The girl was")
+    (greedy,) = run_rows(stories, [prompt], max_new_tokens=10)
+    tokens, scores = search(stories, prompt, 4, 10, 0)
+    assert len(tokens) == 4 and [log_probability(stories, prompt, row) for row in tokens] == scores
+    assert scores.expected[0] > log_probability(stories, prompt, greedy) + 0.1
+
+
+@torch.inference_mode()
+def test_selected_rows_are_copies(tiny):
+    from cache import KVCache
+    from infer import next_logits
+
+    model, cache = tiny(), KVCache(tiny(), 1, max_len=12)
+    passes = passed_widths(model, shapes=True)[1]
+    next_logits(model, [[1, 2, 3]], cache)
+    windows = [[1, 2, 3]]
+    for rows in ([0, 0], [0, 1], [1, 0, 1], [2, 2, 0], [0, 2, 1], [1]):
+        cache.select(rows)
+        windows = [windows[row] + [10 * len(rows) + index] for index, row in enumerate(rows)]
+        logits = next_logits(model, windows, cache)
+        torch.testing.assert_close(logits, next_logits(model, windows, None), rtol=0, atol=1e-6)
+        assert passes[-2] == (len(rows), 1) and cache.tokens == windows  # nothing was computed again
+    cache.select([0, 0])
+    assert cache.match([[1, 2, 5], [1, 3]]) == [2, 1]
+
+
+def test_an_empty_prompt_starts_from_eos_and_no_prompt_changes(tiny):
+    model, prompt = tiny(), []
+    assert search(model, prompt, 3, 5)[0] == search(model, [60], 3, 5)[0] and prompt == []
+    assert search(model, [1, 60], 3, 5)[0] != search(model, [1], 3, 5)[0]  # the EOS of a prompt ends nothing
+
+
+def test_no_new_tokens_is_no_text(tiny):
+    assert search(tiny(), [1], 3, 0)[0] == [] and len(search(tiny(), [1], 3, 1)[0]) == 3
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"num_beams": 0}, "num_beams is 0; it must be an integer from 1 to 65536"),
+        ({"num_beams": 65537}, "num_beams is 65537; it must be an integer from 1 to 65536"),
+        ({"num_beams": True}, "num_beams is True; it must be an integer from 1 to 65536"),
+        ({"num_beams": 2.0}, "num_beams is 2.0; it must be an integer from 1 to 65536"),
+        ({"length_penalty": math.nan}, r"length_penalty is nan; it must be a number in \[-10, 10\]"),
+        ({"length_penalty": -11}, r"length_penalty is -11; it must be a number in \[-10, 10\]"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1; it must be an integer >= 0"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; it must be True or False"),
+        ({"stride": 17}, "stride is 17; it must be from 1 to block_size = 16"),
+    ],
+)
+def test_bad_values_are_named_with_their_range(tiny, values, words):
+    with pytest.raises(UserError, match=words):
+        search(tiny(), [1], **{"num_beams": 2, "max_new_tokens": 2} | values)
+
+
+def test_the_command_line_searches(cli, tiny_checkpoint):
+    from tokenizer import load_encoding
+
+    text, encoding = "Tom " * 20, load_encoding(tiny_checkpoint, 4096)
+    args = ("--model", tiny_checkpoint, "--prompt", text, "--max-new-tokens", 50, "--stride", 7)
+    code, out, err = cli(*args, "--num-beams", 4, "--length-penalty", 0.5)
+    assert code == 0
+    model = GPT.from_pretrained(tiny_checkpoint)
+    tokens, scores = search(model, encoding.encode(text), 4, 50, 0.5, stride=7)
+    assert out == text + encoding.decode(tokens[0]) + "\n"
+    score, (statistics, found) = scores.expected[0], err.splitlines()
+    assert statistics.startswith("50 tokens, ")
+    assert found == f"score {score:.6g}, sum of log-probabilities {score * 50**0.5:.6g}, 50 tokens, the best of 4 texts"
+    assert cli(*args, "--num-beams", 4, "--length-penalty", 0.5, "--no-cache")[1] == out
+
+
+def test_the_best_text_of_each_prompt_is_printed(cli, monkeypatch, tiny_checkpoint):
+    import infer
+    from tokenizer import load_encoding
+
+    encoding = load_encoding(tiny_checkpoint, 4096)
+    e, acute = (encoding.encode_single_token(bytes([byte])) for byte in "é".encode())
+    found = [[infer.Beam([e, acute, 4095], -0.5)], [infer.Beam([e], -2.0), infer.Beam([acute], -3.0)], []]
+    calls = iter(found * 2)
+    monkeypatch.setattr(infer, "beam_search", lambda *args, **options: next(calls))
+    line = "\n" + "-" * 40 + "\n"
+    args = ("--model", tiny_checkpoint, "--prompt", "One", "--prompt", "Two", "--prompt", "Six", "--num-beams", 4)
+    code, out, err = cli(*args)
+    assert (code, out) == (0, f"Oneé{line}Two\ufffd{line}Six\n") and err.startswith("4 tokens, ")
+    assert err.splitlines()[1:] == [
+        "score -0.5, sum of log-probabilities -1.5, 3 tokens, the best of 1 texts",
+        "score -2, sum of log-probabilities -2, 1 tokens, the best of 2 texts",
+    ]
+    assert cli(*args, "--ignore-eos")[1].startswith("Oneé<|endoftext|>")
+    calls = (found[0] if first else (_ for _ in ()).throw(KeyboardInterrupt) for first in (True, False))
+    code, out, err = cli(*args)
+    assert (code, out) == (130, f"Oneé{line}Two{line}Six\n") and err.startswith("3 tokens, ")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--num-beams", 0], "num_beams is 0; it must be an integer from 1 to 65536"),
+        (["--num-beams", 2, "--length-penalty", "nan"], "length_penalty is nan; it must be a number in [-10, 10]"),
+        (["--length-penalty", 1], "--length-penalty is for --num-beams only"),
+        (["--num-beams", 2, "--temperature", 1], "neither draws nor penalises tokens; leave out --temperature"),
+        (["--num-beams", 2, "--num-samples", 3, "--top-k", 5], "leave out --top-k, --num-samples"),
+        (
+            ["--num-beams", 2, "--presence-penalty", 1, "--frequency-penalty", 1, "--repetition-penalty", 2],
+            "leave out --presence-penalty, --frequency-penalty, --repetition-penalty",
+        ),
+        (["--num-beams", 2, "--top-p", 0.5, "--seed", 1], "leave out --top-p, --seed"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_line(cli, tiny_checkpoint, arguments, words):
+    code, out, err = cli("--model", tiny_checkpoint, "--max-new-tokens", 2, *arguments)
+    assert code == 2 and out == "" and err.endswith(words + "\n") and err.count("\n") == 1
+
+
+def test_still_greedy_without_num_beams(cli, tiny_checkpoint):
+    from tokenizer import load_encoding
+
+    encoding = load_encoding(tiny_checkpoint, 4096)
+    (tokens,) = run_rows(GPT.from_pretrained(tiny_checkpoint), [encoding.encode("One day")], max_new_tokens=9)
+    code, out, err = cli("--model", tiny_checkpoint, "--prompt", "One day", "--max-new-tokens", 9)
+    assert (code, out) == (0, "One day" + encoding.decode(tokens) + "\n") and err.count("\n") == 1
