@@ -272,7 +272,46 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
     """
     if params.temperature == 0:
         return logits.argmax(dim=-1)
+    if params.top_p < 1:
+        logits = top_k_filter(apply_temperature(logits, params.temperature), params.top_k)
+        return sample_top_p(logits, params.top_p, generator)
     return torch.multinomial(sampling_probs(logits, params), 1, generator=generator)[:, 0]
+
+
+MAX_ROUNDS = 8  # of sample_top_p, before it sorts
+
+
+def sample_top_p(logits: torch.Tensor, p: float, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Draw from the softmax of `top_p_filter(logits, p)` without sorting: all tokens race, only those it keeps can win.
+
+    logits: (B, vocab_size), -inf where a token is out. p: below 1. Returns (B,) ids, those that `torch.multinomial`
+    draws after the filter with the same generator.
+    After FlashInfer's rejection sampling, which draws again where this takes the next one of the same race.
+    """
+    probs = torch.softmax(logits, dim=-1)
+    race = torch.empty_like(probs).exponential_(generator=generator)  # as multinomial does for one draw
+    torch.div(probs, race, out=race)  # (B, vocab_size)
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
+    rows = torch.arange(len(logits), device=logits.device)  # those without a token yet
+    drawn = torch.empty_like(rows)
+    for _ in range(MAX_ROUNDS):
+        winner = race.argmax(dim=-1)  # (rows,)
+        # Before it: larger logits, and equal ones with a lower id. Not probabilities: several logits may share one.
+        pairs = zip(logits, winner.tolist())
+        before = torch.stack([torch.cat((row[:token] >= row[token], row[token:] > row[token])) for row, token in pairs])
+        # Row by row, as a float64 copy of all rows is slow. Rounded once at the end, as in cumsum.
+        mass = torch.stack([torch.where(ahead, row, 0).sum(dtype=exact) for ahead, row in zip(before, probs)])
+        mass = mass.to(probs.dtype)
+        # The most likely token stays, even where p rounds to 0. Without mass a token can win only as 0 / 0, a NaN.
+        refused = (mass >= p) & (mass > 0) | (probs.gather(-1, winner[:, None])[:, 0] == 0)
+        drawn[rows] = winner
+        if not refused.any():
+            return drawn
+        rows, logits, probs = rows[refused], logits[refused], probs[refused]
+        race = race[refused].masked_fill_(~before[refused], -1)  # the winner and all behind it are out
+    outside = (top_p_filter(logits, p) == -torch.inf) | (probs == 0)
+    drawn[rows] = race.masked_fill_(outside, -1).argmax(dim=-1)
+    return drawn
 
 
 def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
