@@ -1,7 +1,7 @@
 """Speculative decoding, one model drafts and another verifies: python infer_speculative.py --prompt "One day"."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -34,14 +34,14 @@ class Pass(NamedTuple):
     """What one pass of the target gave."""
 
     tokens: list[int]  # added to the text: accepted drafts, then one token of the target's; nothing after an EOS
-    drafts: list[int]  # proposed by the draft model
+    drafts: list[int]  # proposed by the drafter
     accepted: int  # how many of them the target accepted, also where the text ends before the last of these
 
 
 @torch.inference_mode()
 def generate_speculative(
     target: GPT,
-    draft: GPT,
+    draft: GPT | Callable[..., tuple[list[int], torch.Tensor]],
     prompt: list[int],
     params: SamplingParams,
     gamma: int = 3,
@@ -49,39 +49,33 @@ def generate_speculative(
     stride: int | None = None,
 ) -> Iterator[Pass]:
     """Continue a prompt as `infer.generate` does with the target alone: the same text if greedy, else the same
-    distribution, but for rounding. The draft model proposes up to gamma tokens, the target judges them in one pass.
+    distribution, but for rounding. The drafter proposes up to gamma tokens, the target judges them in one pass.
 
+    draft: a model, or a function that proposes, with the arguments and results of `ModelDrafter.propose`.
     generator, stride: as in `infer.generate`; the draft model's window moves by half of its own block_size.
     Yields passes, of `params.max_new_tokens` tokens in all at most.
     Raises UserError if gamma is not in 1..16, the models differ in vocabulary, or as `infer.generate` does.
     """
     if not 1 <= gamma <= 16:
         raise UserError(f"gamma is {gamma}; it must be an integer from 1 to 16")
-    check_vocabularies(target.config, draft.config)
-    config, draft_block_size = target.config, draft.config.block_size
-    stride, draft_stride = check_stride(stride, config.block_size), check_stride(None, draft_block_size)
+    if isinstance(draft, GPT):
+        check_vocabularies(target.config, draft.config)
+    config = target.config
+    stride = check_stride(stride, config.block_size)
     sequence = list(prompt) or [config.eos_token_ids[0]]
     end = len(sequence) + params.max_new_tokens
-    cache, draft_cache = (KVCache(model, 1, min(end - 1, model.config.block_size)) for model in (target, draft))
+    cache = KVCache(target, 1, min(end - 1, config.block_size))
+    propose = ModelDrafter(draft, end - 1, params, generator).propose if isinstance(draft, GPT) else draft
     counts = torch.zeros(config.vocab_size, dtype=torch.int64, device=target.device)
     in_prompt = counts > 0
     in_prompt[sequence] = True
     while len(sequence) < end:
         start = window_start(len(sequence), config.block_size, stride)
         room = start + config.block_size - len(sequence)  # all positions of a pass see this window: none crosses a hop
-        drafts, draft_probs = [], []
-        for _ in range(min(gamma, room, end - len(sequence) - 1)):
-            text = sequence + drafts
-            window = text[window_start(len(text), draft_block_size, draft_stride) :]
-            logits = penalize_drafted(next_logits(draft, [window], draft_cache)[0], params, counts, in_prompt, drafts)
-            draft_probs.append(sampling_probs(logits, params))
-            greedy = params.temperature == 0  # then the draw is known, and looking it up is faster
-            drawn = logits.argmax(dim=-1) if greedy else torch.multinomial(draft_probs[-1], 1, generator=generator)
-            drafts.append(drawn.item())
+        drafts, q = propose(sequence, min(gamma, room, end - len(sequence) - 1), counts, in_prompt)
         # No cache is rolled back here: `match` forgets refused drafts when it meets the next window.
         logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
         logits = penalize_drafted(logits, params, counts, in_prompt, drafts)  # (len(drafts) + 1, vocab_size)
-        q = torch.cat([logits[:0], *draft_probs])
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
         tokens = drafts[:accepted] + [token]
         stays = [token not in config.eos_token_ids or params.ignore_eos for token in tokens]
@@ -91,6 +85,35 @@ def generate_speculative(
         yield Pass(tokens, drafts, accepted)
         if not all(stays):
             return
+
+
+class ModelDrafter:
+    """A model that drafts for one text, of at most max_len tokens when it drafts, with a cache of its own."""
+
+    def __init__(self, model: GPT, max_len: int, params: SamplingParams, generator: torch.Generator | None = None):
+        self.model, self.params, self.generator = model, params, generator
+        self.block_size = model.config.block_size
+        self.stride = check_stride(None, self.block_size)
+        self.cache = KVCache(model, 1, min(max_len, self.block_size))
+
+    def propose(
+        self, sequence: list[int], count: int, counts: torch.Tensor, in_prompt: torch.Tensor
+    ) -> tuple[list[int], torch.Tensor]:
+        """Up to count drafts to follow the text, and q, (drafts, vocab_size): what each of them was drawn from.
+
+        counts, in_prompt: (vocab_size,), of the text, for penalties.
+        """
+        drafts, q = [], torch.empty(count, len(counts), device=counts.device)
+        for index in range(count):
+            text = sequence + drafts
+            window = text[window_start(len(text), self.block_size, self.stride) :]
+            logits = next_logits(self.model, [window], self.cache)[0]
+            logits = penalize_drafted(logits, self.params, counts, in_prompt, drafts)[0]  # (vocab_size,)
+            q[index] = sampling_probs(logits, self.params)
+            greedy = self.params.temperature == 0  # then the draw is known, and looking it up is faster
+            drawn = logits.argmax() if greedy else torch.multinomial(q[index], 1, generator=self.generator)
+            drafts.append(drawn.item())
+        return drafts, q
 
 
 def penalize_drafted(logits, params: SamplingParams, counts, in_prompt, drafts: list[int]) -> torch.Tensor:
