@@ -51,7 +51,8 @@ def generate_speculative(
     """Continue a prompt as `infer.generate` does with the target alone: the same text if greedy, else the same
     distribution, but for rounding. The drafter proposes up to gamma tokens, the target judges them in one pass.
 
-    draft: a model, or a function that proposes, with the arguments and results of `ModelDrafter.propose`.
+    draft: a model, or a function that proposes, such as `propose_lookup`, with the arguments and results of
+    `ModelDrafter.propose`.
     generator, stride: as in `infer.generate`; the draft model's window moves by half of its own block_size.
     Yields passes, of `params.max_new_tokens` tokens in all at most.
     Raises UserError if gamma is not in 1..16, the models differ in vocabulary, or as `infer.generate` does.
@@ -114,6 +115,29 @@ class ModelDrafter:
             drawn = logits.argmax() if greedy else torch.multinomial(q[index], 1, generator=self.generator)
             drafts.append(drawn.item())
         return drafts, q
+
+
+def propose_lookup(sequence: list[int], count: int, counts: torch.Tensor, in_prompt) -> tuple[list[int], torch.Tensor]:
+    """Drafts from the text itself, by `lookup`; arguments and results are those of `ModelDrafter.propose`.
+
+    Nothing is drawn: all of q is on the draft. Saxena 2023, "Prompt Lookup Decoding".
+    """
+    drafts = lookup(sequence, count)
+    chosen = torch.tensor(drafts, dtype=torch.int64, device=counts.device)
+    return drafts, torch.nn.functional.one_hot(chosen, len(counts)).float()
+
+
+def lookup(tokens: list[int], count: int, longest: int = 3, shortest: int = 2) -> list[int]:
+    """Up to count tokens that followed the newest earlier occurrence of the last `longest` tokens, [] without one.
+
+    If they are new, one token less is tried, down to `shortest`. An occurrence may overlap the end of the text.
+    """
+    for size in range(longest, shortest - 1, -1):
+        newest = tokens[-size:]
+        for start in range(len(tokens) - size - 1, -1, -1):  # not the end of the text itself: nothing follows it
+            if tokens[start : start + size] == newest:
+                return tokens[start + size : start + size + count]
+    return []
 
 
 def penalize_drafted(logits, params: SamplingParams, counts, in_prompt, drafts: list[int]) -> torch.Tensor:
@@ -207,7 +231,8 @@ class DraftOutput(Output):
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with two GPT-2s, of which one drafts and the other verifies.")
     parser.add_argument("--target", default=STORIES, help="whose text it is: directory, gpt2[-medium|-large|-xl]")
-    parser.add_argument("--draft", default=STORIES.with_name("stories-draft"), help="a smaller one, same vocabulary")
+    draft_help = "a smaller one, same vocabulary; lookup: none, drafts are copied from the text before"
+    parser.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
     parser.add_argument("--gamma", type=int, default=3, help="how many tokens to draft for a pass; 1 to 16")
     parser.add_argument("--show", action="store_true", help="accepted drafts in green, the target's tokens in magenta")
     add_options(parser)
@@ -219,7 +244,8 @@ def run(args) -> None:
     params, prompts = sampling_params(args), read_prompts(args)
     device = pick_device(args.device)
     generator, dtype = seeded_generator(args.seed, device), pick_dtype(args.dtype, device)
-    target, draft = (GPT.from_pretrained(name, dtype, device) for name in (args.target, args.draft))
+    target = GPT.from_pretrained(args.target, dtype, device)
+    draft = propose_lookup if args.draft == "lookup" else GPT.from_pretrained(args.draft, dtype, device)
     encoding = load_encoding(args.target, target.config.vocab_size)
     skip = () if params.ignore_eos else target.config.eos_token_ids
     seed = generator.initial_seed() if params.temperature else None
