@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import math
 import os
 import reprlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,19 +123,23 @@ def memory_for(what: str):
         raise
 
 
-def read_tensors(
-    file: Path, shapes: dict, dtype: torch.dtype, device, prefix: str = "", skip: tuple[str, ...] = ()
-) -> dict:
-    """The tensors of a safetensors file, converted one by one, so that no second copy of the model exists.
+BLOCK = 2**22  # bytes of float32 in a block of `read_tensors`
 
+
+def read_tensors(
+    file: Path, shapes: dict, prefix: str = "", skip: tuple[str, ...] = (), transposed: tuple[str, ...] = ()
+) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    """The tensors of a safetensors file in blocks of rows: (name, which rows, these rows in the dtype of the file).
+
+    With blocks of a few megabytes, loading takes hardly more memory than what becomes of them.
     shapes: name -> shape, what the file must hold. prefix: may stand before each name in the file. skip: endings of
-    names that may be in the file and are not read. Raises UserError if the file is cut short, or a tensor is missing,
-    unexpected, there twice, of another shape or not of floating-point numbers.
+    names that may be in the file and are not read. transposed: endings of names that are stored as (columns, rows);
+    these come whole. Raises UserError if the file is cut short, or a tensor is missing, unexpected, there twice, of
+    another shape or not of floating-point numbers.
     """
-    weights = {}
     try:
+        stored = {}
         with safe_open(file, framework="pt") as tensors:
-            stored = {}
             for key in tensors.keys():
                 name = key.removeprefix(prefix)
                 if name in stored:
@@ -141,19 +147,26 @@ def read_tensors(
                 if name not in shapes and not name.endswith(skip):
                     raise UserError(f"{file}: unexpected tensor {name}")
                 stored[name] = key
-            for name, shape in shapes.items():
-                if name not in stored:
-                    raise UserError(f"{file}: tensor {name} is missing")
-                tensor = tensors.get_tensor(stored[name])
-                if tensor.shape != shape:
-                    shapes_differ = f"is {tuple(tensor.shape)}, and config.json says {tuple(shape)}"
-                    raise UserError(f"{file}: tensor {name} {shapes_differ}")
-                if not tensor.is_floating_point():
-                    raise UserError(f"{file}: tensor {name} is {tensor.dtype}; it must be floating-point")
-                weights[name] = tensor.to(device=device, dtype=dtype)
+        read = BLOCK
+        for name, shape in shapes.items():
+            if name not in stored:
+                raise UserError(f"{file}: tensor {name} is missing")
+            turned = name.endswith(transposed)
+            expected = tuple(reversed(shape) if turned else shape)
+            height = shape[0] if turned else max(1, BLOCK // (4 * math.prod(shape[1:])))
+            for start in range(0, shape[0], height):
+                if read >= BLOCK:  # what was read of the file counts as memory until it is closed
+                    tensors, read = safe_open(file, framework="pt"), 0
+                tensor, rows = tensors.get_slice(stored[name]), slice(start, start + height)
+                if (found := tuple(tensor.get_shape())) != expected:
+                    raise UserError(f"{file}: tensor {name} is {found}, and config.json says {expected}")
+                block = tensor[:].t() if turned else tensor[rows]
+                if not block.is_floating_point():
+                    raise UserError(f"{file}: tensor {name} is {block.dtype}; it must be floating-point")
+                read += block.nbytes
+                yield name, rows, block
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: not a complete safetensors file ({error})") from None
-    return weights
 
 
 def write_checkpoint(directory: Path, config: dict, tensors: dict) -> None:

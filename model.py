@@ -209,10 +209,11 @@ class GPT(nn.Module):
             if directory is None:
                 seeded = torch.Generator(device).manual_seed(0)  # the same weights in each process
                 return model.to(dtype).to_empty(device=device).tie_weights().init_weights(generator=seeded).eval()
-            shapes = {key: file_form(key, weight).shape for key, weight in model.named_parameters()}
-            weights = read_tensors(directory / "model.safetensors", shapes, dtype, device, "transformer.", SKIPPED)
-            for key in weights:  # one by one, in place: no second copy of the model
-                weights[key] = file_form(key, weights[key]).contiguous()
+            shapes = {name: weight.shape for name, weight in model.named_parameters()}
+            weights = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+            file = directory / "model.safetensors"
+            for name, rows, block in read_tensors(file, shapes, "transformer.", SKIPPED, TRANSPOSED):
+                weights[name][rows] = block
         model.load_state_dict(weights, assign=True, strict=False)
         return model.tie_weights().eval()
 
@@ -251,9 +252,12 @@ SIZES = {  # field of GPTConfig -> its key in config.json, and the largest value
 }
 
 
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's linear layers are stored as (in, out)
+
+
 def file_form(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """A model's weight as files hold it, and the other way round: GPT-2's linear layers are stored as (in, out)."""
-    return weight.t() if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else weight
+    """A model's weight as files hold it."""
+    return weight.t() if name.endswith(TRANSPOSED) else weight
 
 
 def read_config(directory: Path) -> GPTConfig:

@@ -36,8 +36,13 @@ def refused(function, *args) -> str:
     return message
 
 
-def read(file, dtype=torch.float64):
-    return read_tensors(file, SHAPES, dtype, "cpu", "transformer.", ("lm_head.weight", ".masked_bias"))
+def read(file, transposed=("none",)) -> dict:
+    """All tensors, put together from their blocks."""
+    blocks = {}
+    for name, rows, block in read_tensors(file, SHAPES, "transformer.", ("lm_head.weight", ".masked_bias"), transposed):
+        assert rows.start == sum(len(part) for part in blocks.setdefault(name, []))
+        blocks[name].append(block)
+    return {name: torch.cat(parts) for name, parts in blocks.items()}
 
 
 # Names
@@ -198,14 +203,14 @@ def test_values_are_checked_by_name():
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_tensors_are_converted(tmp_path, prefix, dtype):
+def test_tensors_are_read_as_they_are(tmp_path, prefix, dtype):
     file = tmp_path / "x.safetensors"
     stored = {prefix + name: tensor.to(dtype) for name, tensor in WEIGHTS.items()}
     save_file(stored | {"lm_head.weight": torch.ones(1), prefix + "h.0.masked_bias": torch.tensor(True)}, file)
     weights = read(file)
     assert list(weights) == list(SHAPES)
     for name, tensor in WEIGHTS.items():
-        assert weights[name].dtype == torch.float64 and torch.equal(weights[name], tensor.double())
+        assert torch.equal(weights[name], tensor.to(dtype)) and weights[name].dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -244,38 +249,28 @@ def test_a_missing_file_is_named(tmp_path):
     assert str(tmp_path / "none") in refused(read, tmp_path / "none")
 
 
-def test_tensors_are_converted_one_by_one(tmp_path, monkeypatch):
-    """Not all of them read first and then converted: that would be a second copy of the model."""
-    events = []
+def test_large_tensors_come_in_blocks_of_rows_and_the_file_is_closed_between(tmp_path, monkeypatch):
+    """What was read of an open file counts as memory: loading must not need the model twice."""
+    file, opened, open_file = tmp_path / "model.safetensors", [], checkpoint.safe_open
+    save_file(WEIGHTS, file)
+    monkeypatch.setattr(
+        checkpoint, "safe_open", lambda *args, **options: opened.append(1) or open_file(*args, **options)
+    )
+    monkeypatch.setattr(checkpoint, "BLOCK", 12)  # bytes: a row of three floats
+    blocks = list(read_tensors(file, SHAPES))
+    assert [(name, len(block)) for name, _, block in blocks] == [("a", 1), ("a", 1), ("b.c", 3), ("b.c", 1)]
+    assert len(opened) == 1 + 4
+    for name, tensor in read(file).items():
+        assert torch.equal(tensor, WEIGHTS[name])
 
-    class Watched:
-        def __init__(self, name, tensor):
-            self.name, self.tensor, self.shape = name, tensor, tensor.shape
 
-        def is_floating_point(self):
-            return True
-
-        def to(self, device, dtype):
-            events.append(("to", self.name, device, dtype))
-            return self.tensor
-
-    class File:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-        def keys(self):
-            return list(WEIGHTS)
-
-        def get_tensor(self, name):
-            events.append(("get", name))
-            return Watched(name, WEIGHTS[name])
-
-    monkeypatch.setattr(checkpoint, "safe_open", lambda file, framework: File())
-    read(tmp_path, torch.float16)
-    assert events == [event for name in WEIGHTS for event in (("get", name), ("to", name, "cpu", torch.float16))]
+def test_a_transposed_matrix_is_turned(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file(WEIGHTS | {"a": WEIGHTS["a"].t().contiguous()}, file)
+    assert torch.equal(read(file, transposed=("a",))["a"], WEIGHTS["a"])
+    assert "tensor a is (3, 2), and config.json says (2, 3)" in refused(read, file)
+    save_file(WEIGHTS, file)
+    assert "tensor a is (2, 3), and config.json says (3, 2)" in refused(read, file, ("a",))
 
 
 # Memory
