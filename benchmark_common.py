@@ -52,6 +52,9 @@ MEASURED = {
 COLUMNS = SETTING | CONDITIONS | MEASURED
 
 
+FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
+
+
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows defaults, and keeps the line breaks of the list of columns."""
 
@@ -84,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser, output: str, lengths: list[int]
     parser.epilog = "columns of the CSV file:\n" + "\n".join(f"  {name:20} {text}" for name, text in COLUMNS.items())
     number, cores = whole_number(1), os.cpu_count() or 1
     parser.add_argument("--max-new-tokens", type=whole_number(2), **LIST, default=lengths, help="lengths to time")
-    parser.add_argument("--dtype", **LIST, default=["float32"], choices=DTYPES, help="of the weights")
+    parser.add_argument("--dtype", **LIST, default=["float32"], choices=FLOATS, help="of the weights")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
     parser.add_argument("--threads", type=whole_number(1, cores), help=f"of torch on the CPU, 1 to {cores}")
     parser.add_argument("--repeats", type=number, default=repeats, help="how often each mode runs")

@@ -374,12 +374,14 @@ def pick_device(name: str) -> str:
     return name
 
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 def pick_dtype(name: str, device: str) -> torch.dtype:
     """The torch dtype of that name. Raises UserError if the device cannot multiply matrices of it."""
     dtype = DTYPES[name]
+    if dtype == torch.int8:
+        return dtype  # of the weights only: products are computed in float32
     try:
         torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
     except (RuntimeError, TypeError):
@@ -411,7 +413,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="the same seed, the same text; a new one if not given")
     parser.add_argument("--num-samples", type=int, default=1, help="how many texts to generate for each prompt")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights and activations")
+    parser.add_argument(
+        "--dtype", default="float32", choices=DTYPES, help="of weights and activations; int8: weights only"
+    )
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 

@@ -5,6 +5,7 @@ GPT-2, so its files load unchanged. In the shape comments B is the batch, T the 
 """
 
 import functools
+import itertools
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from checkpoint import (
     read_tensors,
     write_checkpoint,
 )
+from int8 import Int8Embedding, store, to_int8, with_int8_layers
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # layer, q, k, v -> attended values
 
@@ -137,12 +139,14 @@ class GPT(nn.Module):
     def tie_weights(self) -> "GPT":
         """Make the head and the token embedding one parameter, as they are in GPT-2."""
         self.lm_head.weight = self.wte.weight
+        if isinstance(self.wte, Int8Embedding):
+            self.lm_head.scale = self.wte.scale
         return self
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
-        return self.wte.weight.dtype
+        """Of activations and caches, and of all weights that are not int8."""
+        return self.ln_f.weight.dtype
 
     @property
     def device(self) -> torch.device:
@@ -194,7 +198,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name, dtype: torch.dtype = torch.float32, device="cpu") -> "GPT":
-        """Load a model for inference, straight to its dtype and device.
+        """Load a model for inference, straight to its dtype and device; torch.int8 is that of lesson 23, in int8.py.
 
         name: what `checkpoint.parse_name` understands: a directory in Hugging Face form, `gpt2`, `gpt2-medium`,
         `gpt2-large` or `gpt2-xl` from the hub, or `random:` before one of these, for its shape with random weights.
@@ -205,23 +209,33 @@ class GPT(nn.Module):
         with torch.device("meta"):
             model = cls(PRESETS[source.name] if directory is None else read_config(directory))
         size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+        floats = torch.float32 if dtype == torch.int8 else dtype  # of all that is not int8
         with memory_for(f"{source.label}: {size:,} bytes of weights"):
             if directory is None:
                 seeded = torch.Generator(device).manual_seed(0)  # the same weights in each process
-                return model.to(dtype).to_empty(device=device).tie_weights().init_weights(generator=seeded).eval()
+                model = model.to(floats).to_empty(device=device).tie_weights().init_weights(generator=seeded).eval()
+                return to_int8(model) if dtype == torch.int8 else model
             shapes = {name: weight.shape for name, weight in model.named_parameters()}
-            weights = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+            if dtype == torch.int8:
+                with_int8_layers(model)
+            weights = {}
+            for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+                kind = tensor.dtype if tensor.dtype == torch.int8 else floats
+                weights[name] = torch.empty(tensor.shape, dtype=kind, device=device)
             file = directory / "model.safetensors"
             for name, rows, block in read_tensors(file, shapes, "transformer.", SKIPPED, TRANSPOSED):
-                weights[name][rows] = block
+                store(weights, name, rows, block)
         model.load_state_dict(weights, assign=True, strict=False)
         return model.tie_weights().eval()
 
     def save_pretrained(self, directory) -> None:
         """Write `config.json` and `model.safetensors`, in the weights' dtype; transformers reads them too.
 
-        Raises UserError if they cannot be written; then nothing half-written is left.
+        Raises UserError if they cannot be written; then nothing half-written is left. Raises ValueError for weights in
+        int8, which this format does not hold.
         """
+        if isinstance(self.wte, Int8Embedding):
+            raise ValueError("a model with int8 weights is not saved; save the one that it was made from")
         config, eos = self.config, self.config.eos_token_ids
         fields = {
             "architectures": ["GPT2LMHeadModel"],

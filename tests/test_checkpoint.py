@@ -379,11 +379,11 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     assert str(tmp_path / "file") in refused(write_checkpoint, tmp_path / "file", {}, WEIGHTS)
 
 
-@pytest.mark.parametrize("file", ["checkpoint.py", "model.py", "tokenizer.py"])
+@pytest.mark.parametrize("file", ["checkpoint.py", "int8.py", "model.py", "tokenizer.py"])
 def test_imports_are_light(file):
     """Others, as transformers and huggingface_hub, take longer to import than the embedded model to load."""
     statements = ast.parse((CHECKPOINTS.parent / file).read_text("utf-8")).body
     names = {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in statements if isinstance(node, ast.ImportFrom)}
-    allowed = sys.stdlib_module_names | {"torch", "safetensors", "tiktoken", "checkpoint"}
+    allowed = sys.stdlib_module_names | {"torch", "safetensors", "tiktoken", "checkpoint", "int8"}
     assert {name.partition(".")[0] for name in names} <= allowed

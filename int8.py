@@ -1,0 +1,89 @@
+"""Weights as int8, a quarter of float32's bytes: symmetric, one scale for each row, and sums that are exact.
+
+After Dettmers et al. 2022 (2208.07339), vector-wise quantisation, without its outliers in half precision.
+"""
+
+import torch
+import torch.nn as nn
+
+from checkpoint import UserError
+
+EXACT = 1024  # products of two int8 numbers, 127 * 127 at most, whose sum float32 holds exactly: below 2**24
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each row to whole numbers of steps: x is close to values * scale[..., None].
+
+    x: (..., n), floating-point. Returns values, int8 (..., n), from -127 to 127, and scale, (...), in the dtype of x.
+    A row with a NaN or infinity has a scale that is not finite either.
+    """
+    scale = (x.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=torch.finfo(x.dtype).tiny)  # a row of zeros is fine
+    return (x / scale).round().to(torch.int8), scale.squeeze(-1)
+
+
+def int8_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ (weight * scale[:, None]).T + bias, with x rounded to int8 too, each row by itself, and exact int32 sums.
+
+    x: (..., in_features). weight: int8 (out_features, in_features). scale, bias: (out_features,).
+    """
+    values, x_scale = quantize(x)
+    # torch has no int8 product that is right on every CPU; float32 is exact for short sums of small whole numbers.
+    parts = zip(values.split(EXACT, dim=-1), weight.split(EXACT, dim=-1))
+    sums = sum((a.float() @ b.float().t()).to(torch.int32) for a, b in parts)  # (..., out_features)
+    y = sums.to(x.dtype) * (x_scale[..., None] * scale)
+    return y if bias is None else y + bias
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with an int8 weight (out_features, in_features) and its scale (out_features,), empty at first."""
+
+    def __init__(self, layer: nn.Linear | nn.Embedding):
+        super().__init__()
+        shape, device = layer.weight.shape, layer.weight.device
+        if shape[1] > 2**17:
+            raise UserError(f"int8 rows of {shape[1]} weights: above 2**17 a sum of products may not fit int32")
+        self.register_buffer("weight", torch.empty(shape, dtype=torch.int8, device=device))
+        self.register_buffer("scale", torch.empty(shape[0], dtype=layer.weight.dtype, device=device))
+        self.bias = getattr(layer, "bias", None)
+
+    def forward(self, x):
+        return int8_linear(x, self.weight, self.scale, self.bias)
+
+
+class Int8Embedding(Int8Linear):
+    """A token embedding with int8 rows. It has the tensors of a linear layer, because the head shares them."""
+
+    def forward(self, tokens):
+        return self.weight[tokens] * self.scale[tokens][..., None]
+
+
+def with_int8_layers(model: nn.Module) -> nn.Module:
+    """Put empty int8 layers in the places of the linear layers and the token embedding."""
+    for module in list(model.modules()):
+        for name, layer in module.named_children():
+            if isinstance(layer, nn.Linear):
+                setattr(module, name, Int8Linear(layer))
+    model.wte = Int8Embedding(model.wte)
+    return model.tie_weights()
+
+
+def to_int8(model: nn.Module) -> nn.Module:
+    """Round a model's weights, in place: int8 layers take the place of its own. Returns the model."""
+    weights = dict(model.named_parameters())
+    tensors = with_int8_layers(model).state_dict()
+    for name, weight in weights.items():
+        store(tensors, name, slice(None), weight.detach())
+    return model
+
+
+def store(tensors: dict[str, torch.Tensor], name: str, rows: slice, block: torch.Tensor) -> None:
+    """Write rows of numbers into a tensor of a model; if that is int8, round them, and write their scales too."""
+    if tensors[name].dtype == torch.int8:
+        values, scale = tensors[name][rows], tensors[name.removesuffix("weight") + "scale"][rows]
+        pieces = (tensor.split(64) for tensor in (values, scale, block))  # few rows: rounding takes room for them all
+        for piece, piece_scale, floats in zip(*pieces):
+            piece[:], piece_scale[:] = quantize(floats.to(scale))
+    else:
+        tensors[name][rows] = block

@@ -1,0 +1,196 @@
+"""Lesson 23: int8 weights, with exact sums, in a quarter of the bytes."""
+
+import math
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, random_tokens, run_rows
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model import GPT
+
+
+def int8_tiny(tiny, **shape) -> GPT:
+    """A tiny model with int8 weights, and everything else in float64."""
+    from int8 import to_int8
+
+    return to_int8(tiny(**shape))
+
+
+@pytest.fixture(scope="session")
+def stories_int8():
+    return GPT.from_pretrained(CHECKPOINTS / "stories", torch.int8)
+
+
+def test_the_command_line_takes_int8(cli):
+    code, out, err = cli("--prompt", "Once upon a time", "--max-new-tokens", 12, "--dtype", "int8")
+    assert (code, out) == (0, "Once upon a time, there was a little girl named Lily. She loved to\n")
+    assert err.startswith("12 tokens, ")
+
+
+def test_still_benchmarks_take_floats_only(run_main):
+    import benchmark_kv_cache
+
+    code, _, err = run_main(benchmark_kv_cache.main, "--dtype", "int8")
+    assert code == 2 and "--dtype: invalid choice: 'int8'" in err
+
+
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=20))
+def test_a_row_is_rounded_to_the_nearest_step(row):
+    from int8 import quantize
+
+    x = torch.tensor([row])
+    values, scale = quantize(x)
+    assert values.dtype == torch.int8 and values.abs().max() <= 127 and values.min() >= -127  # never -128
+    assert scale.shape == (1,) and scale.dtype == torch.float32
+    error = (values.double() * scale.double() - x.double()).abs()
+    assert (error <= scale.double() * (0.5 + 1e-5)).all()
+    if x.abs().max() > 1e-30:
+        assert values.abs().max() == 127
+
+
+def test_rounding_at_the_edges():
+    from int8 import quantize
+
+    values, scale = quantize(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -126.6], [0.0] * 6, [1e-45] * 6]))
+    assert values[0].tolist() == [127, 0, 2, 2, 0, -127] and scale[0] == 1  # a half goes to the even neighbour
+    assert values[1:].tolist() == [[0] * 6] * 2 and scale.isfinite().all() and (scale > 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 7, 1024, 1025, 4096, 6400])
+@pytest.mark.parametrize("extreme", [True, False])
+def test_sums_are_exact(size, extreme):
+    from int8 import int8_linear, quantize
+
+    generator = torch.Generator().manual_seed(size)
+    weight = torch.randint(-127, 128, (5, size), generator=generator).to(torch.int8)
+    x = torch.randn(2, 3, size, generator=generator)
+    if extreme:
+        weight, x = torch.full_like(weight, 127), torch.ones_like(x)
+    scale, bias = torch.rand(5, generator=generator), torch.rand(5, generator=generator)
+    values, x_scale = quantize(x)
+    sums = values.long() @ weight.long().t()  # integers
+    assert sums.abs().max() < 2**31 and (sums.abs().max() == 127 * 127 * size) == extreme
+    assert torch.equal(int8_linear(x, weight, scale), sums.float() * (x_scale[..., None] * scale))
+    assert torch.equal(int8_linear(x, weight, scale, bias), sums.float() * (x_scale[..., None] * scale) + bias)
+
+
+@pytest.mark.parametrize("size", [1025, 2048, 6400])
+def test_sums_that_float32_cannot_hold(size):
+    from int8 import int8_linear
+
+    weight, x = torch.full((1, size), 127, dtype=torch.int8), torch.full((1, size), 127.0, dtype=torch.float64)
+    x[0, 0] = 126  # an odd sum, above 2**24 from 1041 terms on
+    expected = 127 * 127 * size - 127
+    assert int8_linear(x, weight, torch.ones(1, dtype=torch.float64)).item() == expected
+
+
+def test_sums_always_fit_int32():
+    from checkpoint import UserError
+    from int8 import Int8Linear
+
+    assert 127 * 127 * 2**17 < 2**31
+    with torch.device("meta"):
+        assert Int8Linear(torch.nn.Linear(2**17, 1)).weight.shape == (1, 2**17)
+        with pytest.raises(UserError, match="int8 rows of 131073 weights"):
+            Int8Linear(torch.nn.Linear(2**17 + 1, 1))
+
+
+def test_each_row_is_computed_as_if_it_were_alone():
+    from int8 import int8_linear, quantize
+
+    generator = torch.Generator().manual_seed(0)
+    weight, scale = quantize(torch.randn(40, 100, generator=generator))
+    x = torch.randn(9, 100, generator=generator) * torch.logspace(-3, 3, 9)[:, None]
+    whole = int8_linear(x, weight, scale)
+    assert all(torch.equal(int8_linear(x[row : row + 1], weight, scale)[0], whole[row]) for row in range(9))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so(bad):
+    from int8 import int8_linear, quantize
+
+    x = torch.ones(2, 8)
+    x[1, 3] = bad
+    y = int8_linear(x, *quantize(torch.ones(4, 8)))
+    assert y[0].isfinite().all() and not y[1].isfinite().any()
+
+
+def test_it_is_the_model_with_rounded_weights(tiny):
+    """With activations that are not rounded, logits are those of a float model with the rounded weights."""
+    import int8
+
+    model, rounded = int8_tiny(tiny), tiny()
+    with torch.no_grad():
+        for name, weight in rounded.named_parameters():
+            if weight.dim() == 2 and name != "wpe.weight":
+                values, scale = int8.quantize(weight)
+                weight.copy_(values * scale[:, None])
+    tokens = torch.tensor([random_tokens(16)])
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(int8, "int8_linear", lambda x, weight, scale, bias: linear(x, weight * scale[:, None], bias))
+        torch.testing.assert_close(model(tokens), rounded(tokens), rtol=0, atol=1e-12)
+
+
+linear = torch.nn.functional.linear
+
+
+@pytest.mark.parametrize("name", ["stories", "stories-draft"])
+def test_a_file_is_rounded_while_it_is_read(name):
+    from int8 import to_int8
+
+    read, whole = GPT.from_pretrained(CHECKPOINTS / name, torch.int8), GPT.from_pretrained(CHECKPOINTS / name)
+    floats = sum(weight.nbytes for weight in whole.parameters())
+    expected, tensors = to_int8(whole).state_dict(), read.state_dict()
+    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[key], expected[key]) for key in tensors)
+    assert read.dtype == torch.float32 and all(t.dtype in (torch.int8, torch.float32) for t in tensors.values())
+    assert read.lm_head.weight is read.wte.weight and read.lm_head.scale is read.wte.scale
+    if name == "stories":
+        assert sum({t.data_ptr(): t.nbytes for t in tensors.values()}.values()) <= 0.27 * floats
+
+
+def test_random_weights_are_rounded(tiny, monkeypatch):
+    import model
+
+    monkeypatch.setitem(model.PRESETS, "gpt2", tiny().config)
+    whole, rounded = GPT.from_pretrained("random:gpt2"), GPT.from_pretrained("random:gpt2", torch.int8)
+    assert rounded.wte.weight.dtype == torch.int8 and rounded.dtype == torch.float32
+    close = rounded.wte.weight * rounded.wte.scale[:, None]
+    assert (close - whole.wte.weight).abs().max() <= rounded.wte.scale.max() / 2 * 1.001
+
+
+@torch.inference_mode()
+def test_probabilities_change_little(stories, stories_int8):
+    """On a text of the model's own: 0.003 nats a token on average between the distributions."""
+    text = run_rows(stories, [[4095]], max_new_tokens=64, ignore_eos=True)[0]
+    p, q = (model(torch.tensor([text]))[0].log_softmax(dim=-1) for model in (stories, stories_int8))
+    divergence = (p.exp() * (p - q)).sum(dim=-1)
+    assert 0 < divergence.mean() < 0.01
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 1}, {"stride": 16}])
+def test_text_is_the_same_with_and_without_the_cache(tiny, options):
+    model = int8_tiny(tiny)
+    prompts = [random_tokens(5), random_tokens(14, seed=1), []]
+    cached, whole = (
+        run_rows(model, prompts, options=options | {"use_cache": use_cache}, max_new_tokens=40, ignore_eos=True)
+        for use_cache in (True, False)
+    )
+    assert cached == whole and len(set(cached[0])) > 3
+
+
+def test_drafts_of_an_int8_model(tiny):
+    from infer import SamplingParams
+    from infer_speculative import generate_speculative
+
+    target, draft = tiny(), int8_tiny(tiny)
+    passes = list(generate_speculative(target, draft, random_tokens(4), SamplingParams(max_new_tokens=30)))
+    assert [t for step in passes for t in step.tokens] == run_rows(target, [random_tokens(4)], max_new_tokens=30)[0]
+    assert sum(step.accepted for step in passes) > len(passes)  # it is nearly the target
+
+
+def test_it_is_not_saved(tiny, tmp_path):
+    with pytest.raises(ValueError, match="a model with int8 weights is not saved"):
+        int8_tiny(tiny).save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
