@@ -83,6 +83,31 @@ def tiny_checkpoint(tiny, tmp_path):
     return tmp_path
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Native code is compiled into a directory of this session, not into the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("CC", raising=False)
+        yield
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """native.build, as in a process that has compiled nothing yet, an empty cache, and code that compiles quickly."""
+    from native import build
+
+    build.load.cache_clear()
+    for name in ("CC", "CFLAGS", "LDFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "small.c"
+    source.write_text('const char kernel[64] = "small"; int int8_linear(void) { return 1; }\n')
+    monkeypatch.setattr(build, "SOURCE", source)
+    yield build
+    build.load.cache_clear()
+
+
 @pytest.fixture
 def run_main(capsys):
     """A function that runs a script's `main` with these arguments, in this process: exit code, stdout, stderr."""

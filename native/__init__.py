@@ -1,0 +1,1 @@
+"""Native code for the CPU: gpt.c, and what compiles it."""
