@@ -15,6 +15,7 @@ import torch
 from cache import KVCache
 from checkpoint import UserError, memory_for
 from model import GPT, causal_attention
+from native import BuildError, kernel, use_native
 from tokenizer import TextStream, load_encoding
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
@@ -416,7 +417,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="float32", choices=DTYPES, help="of weights and activations; int8: weights only"
     )
+    parser.add_argument("--backend", default="torch", choices=("torch", "native"), help="native: C code for this CPU")
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+
+
+def load_models(names: list, args, device: str) -> list[GPT]:
+    """The models of a command line, in its dtype and with its backend. A note says if there is no native code.
+
+    Raises UserError for a model that cannot be loaded, or a dtype and a device that do not go together.
+    """
+    dtype = pick_dtype(args.dtype, device)
+    if args.backend == "native" and (device, args.dtype) != ("cpu", "int8"):
+        raise UserError(f"--backend native is for --device cpu and --dtype int8; not {device} and {args.dtype}")
+    models = [GPT.from_pretrained(name, dtype, device) for name in names]
+    if args.backend == "native":
+        try:
+            for model in models:
+                use_native(model)
+            if "plain C" in kernel() or "one thread" in kernel():
+                print(f"note: --backend native: without what makes it fast: {kernel()}", file=sys.stderr)
+        except BuildError as error:
+            print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
+    return models
 
 
 def sampling_params(args) -> SamplingParams:
@@ -547,7 +569,7 @@ def run(args) -> None:
     params, prompts = sampling_params(args), read_prompts(args)
     device = pick_device(args.device)
     generator = seeded_generator(args.seed, device)
-    model = GPT.from_pretrained(args.model, pick_dtype(args.dtype, device), device)
+    (model,) = load_models([args.model], args, device)
     encoding = load_encoding(args.model, model.config.vocab_size)
     tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids

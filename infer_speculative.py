@@ -15,10 +15,10 @@ from infer import (
     SamplingParams,
     add_options,
     check_stride,
+    load_models,
     next_logits,
     penalize,
     pick_device,
-    pick_dtype,
     read_prompts,
     run_script,
     sampling_params,
@@ -243,9 +243,9 @@ def run(args) -> None:
     """Do what the command line asks for: text to stdout, statistics to stderr. Raises UserError for bad input."""
     params, prompts = sampling_params(args), read_prompts(args)
     device = pick_device(args.device)
-    generator, dtype = seeded_generator(args.seed, device), pick_dtype(args.dtype, device)
-    target = GPT.from_pretrained(args.target, dtype, device)
-    draft = propose_lookup if args.draft == "lookup" else GPT.from_pretrained(args.draft, dtype, device)
+    generator = seeded_generator(args.seed, device)
+    target, *drafts = load_models([args.target] + [args.draft] * (args.draft != "lookup"), args, device)
+    draft = drafts[0] if drafts else propose_lookup
     encoding = load_encoding(args.target, target.config.vocab_size)
     skip = () if params.ignore_eos else target.config.eos_token_ids
     seed = generator.initial_seed() if params.temperature else None
