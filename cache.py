@@ -67,14 +67,9 @@ class KVCache:
         """
         everything = list(range(len(self.tokens)))
         rows = everything if rows is None else rows
-        starts, device = [len(self.tokens[row]) for row in rows], self.storage.device
-        ends = [start + len(tokens) for start, tokens in zip(starts, new, strict=True)]
+        starts, device = self.plan(new, rows), self.storage.device
+        ends = [start + len(tokens) for start, tokens in zip(starts, new)]
         end, T = max(ends), max(len(tokens) for tokens in new)
-        if end > self.storage.shape[4]:
-            raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
-        if len(set(rows)) < len(rows) or not all(new):
-            raise ValueError(f"rows are {rows}, new tokens {new}; each row may be there once, with at least one token")
-        self.planned = list(zip(rows, new))
         # Rows in step, such as a single one, are written without an index, and one new token needs no mask.
         in_step = rows == everything and len(set(starts)) == len(set(ends)) == 1
         if in_step:
@@ -93,6 +88,25 @@ class KVCache:
         self.filled = self.storage[..., end - T : end, :].transpose(3, 4).flatten(0, 1).unbind() if in_step else None
         return positions
 
+    def plan(self, new: list[list[int]], rows: list[int]) -> list[int]:
+        """Note that a pass appends new tokens to these rows; returns where each begins.
+
+        Raises ValueError, before anything changes, if they do not fit.
+        """
+        starts = [len(self.tokens[row]) for row in rows]
+        end = max(start + len(tokens) for start, tokens in zip(starts, new, strict=True))
+        if end > self.storage.shape[4]:
+            raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
+        if len(set(rows)) < len(rows) or not all(new):
+            raise ValueError(f"rows are {rows}, new tokens {new}; each row may be there once, with at least one token")
+        self.planned = list(zip(rows, new))
+        return starts
+
+    def record(self) -> None:
+        """The planned pass is complete: its keys and values are in the storage."""
+        for row, tokens in self.planned:
+            self.tokens[row] = self.tokens[row] + tokens
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Append keys and values, and attend to all up to each position. All shapes are (B, T, heads, head_dim)."""
         keys, values = self.visible[2 * layer : 2 * layer + 2]
@@ -103,9 +117,8 @@ class KVCache:
             keys.transpose(1, 2)[self.slots], values.transpose(1, 2)[self.slots] = k, v
         if self.rows is not None:
             keys, values = keys[self.rows], values[self.rows]
-        if layer == len(self.storage) - 1:  # the pass is complete
-            for row, tokens in self.planned:
-                self.tokens[row] = self.tokens[row] + tokens
+        if layer == len(self.storage) - 1:
+            self.record()
         return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=self.mask).transpose(1, 2)
 
 
