@@ -16,6 +16,7 @@ from cache import KVCache
 from checkpoint import UserError, memory_for
 from model import GPT, causal_attention
 from native import BuildError, kernel, use_native
+from native.step import MOST_TOKENS
 from tokenizer import TextStream, load_encoding
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
@@ -209,6 +210,8 @@ def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None, kee
 def pass_logits(model: GPT, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int) -> torch.Tensor:
     """The logits at the last `keep` new tokens of these rows, from one pass, padded right: (B, keep, vocab_size)."""
     lengths = [len(tokens) for tokens in new]
+    if cache is not None and model.native and sum(lengths) <= MOST_TOKENS:
+        return model.native.logits(new, rows, cache, keep)
     T = max(lengths)
     tokens = torch.tensor([tokens + tokens[-1:] * (T - len(tokens)) for tokens in new], device=model.device)  # (B, T)
     if cache is None:
@@ -427,8 +430,9 @@ def load_models(names: list, args, device: str) -> list[GPT]:
     Raises UserError for a model that cannot be loaded, or a dtype and a device that do not go together.
     """
     dtype = pick_dtype(args.dtype, device)
-    if args.backend == "native" and (device, args.dtype) != ("cpu", "int8"):
-        raise UserError(f"--backend native is for --device cpu and --dtype int8; not {device} and {args.dtype}")
+    if args.backend == "native" and (device != "cpu" or args.dtype not in ("float32", "int8")):
+        allowed = "--device cpu and --dtype float32 or int8"
+        raise UserError(f"--backend native is for {allowed}; not {device} and {args.dtype}")
     models = [GPT.from_pretrained(name, dtype, device) for name in names]
     if args.backend == "native":
         try:

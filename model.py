@@ -125,6 +125,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    native = None  # computes passes of few tokens, where there is a cache, if native.use_native sets it
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config

@@ -1,11 +1,15 @@
-// Products with int8 weights on a CPU.
+// GPT-2 for a few tokens on a CPU: products with int8 and float32 weights, and a whole pass made of them.
 //
 // A parallel region runs on all threads. Loops with `#pragma omp for` are shared out, and end where all threads have
-// arrived. In comments T is the number of tokens.
+// arrived; everything else each thread does for itself, because to do a little twice takes less time than to wait.
+// In comments T is the number of tokens, C the width (n_embd), H the number of heads, D the width of one.
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -14,8 +18,8 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct {       // y = x W^T + bias
-  const void *weight;  // (out, in), int8
-  const float *scale;  // (out)
+  const void *weight;  // (out, in), int8 if there is a scale, float if not
+  const float *scale;  // (out) or NULL
   const float *bias;   // (out) or NULL
   int64_t out, in;
 } Linear;
@@ -26,6 +30,7 @@ typedef struct {       // y = x W^T + bias
 #define THREADS ""
 #else
 #define THREADS ", one thread"
+static int omp_get_thread_num(void) { return 0; }
 #endif
 
 // Each instruction set has its product of STEP int16 and int8 numbers, added to int32 sums that never overflow.
@@ -101,23 +106,236 @@ static void quantize(int64_t n, const float *x, int16_t *values, float *scale) {
     memset(values, 0, n * sizeof *values);  // 0 times infinity or NaN is NaN, so the outputs show it
 }
 
-INLINE void output(const int T, const Linear *l, int64_t o, const int16_t *values, const float *scale, float *y) {
-  float sums[T];
-  int8_output(T, l, o, values, scale, sums);
-  for (int t = 0; t < T; t++) y[t * l->out + o] = l->bias ? sums[t] + l->bias[o] : sums[t];
+// float32 -------------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+enum { WIDTH = 16 };  // floats in a vector
+#define MULTIPLY_ADD(a, b, c) (Vector) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
+#elif defined(__AVX2__) && defined(__FMA__)
+enum { WIDTH = 8 };
+#define MULTIPLY_ADD(a, b, c) (Vector) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+#else
+enum { WIDTH = 4 };
+#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
+#endif
+typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+INLINE float total(Vector v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#endif
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int lane = 0; lane < half; lane++) v[lane] += v[lane + half];
+  return v[0];
 }
 
-// y: (T, out), the outputs for x: (T, in), which is rounded into values and scale.
+// Output o of T tokens, from x: (T, in). A row of the weight is read from its start to its end, one row after
+// the other, which is the order that memory is fastest in; few tokens get several sums, as each waits for its last.
+INLINE void float_output(const int T, const Linear *l, int64_t o, const float *x, float y[T]) {
+  enum { MOST = 4 };
+  const int sums_each = T == 1 ? MOST : T < 4 ? 2 : 1;
+  const float *w = (const float *)l->weight + o * l->in;
+  int64_t n = l->in, whole = n - n % (sums_each * WIDTH);
+  Vector sums[T][MOST];
+  memset(sums, 0, sizeof sums);
+  for (int64_t i = 0; i < whole; i += sums_each * WIDTH)
+    for (int s = 0; s < sums_each; s++)
+      for (int t = 0; t < T; t++) {
+        const float *a = x + t * n + i + s * WIDTH, *b = w + i + s * WIDTH;
+        sums[t][s] = MULTIPLY_ADD(*(const Vector *)a, *(const Vector *)b, sums[t][s]);
+      }
+  for (int t = 0; t < T; t++) {
+    float sum = total((sums[t][0] + sums[t][1]) + (sums[t][2] + sums[t][3]));
+    for (int64_t i = whole; i < n; i++) sum += x[t * n + i] * w[i];
+    y[t] = sum;
+  }
+}
+
+// both ----------------------------------------------------------------------------------------------------------------
+
+INLINE void output(const int T, const Linear *l, int64_t o, const float *x, const int16_t *values, const float *scale,
+                   float *y, int add) {
+  float sums[T];
+  if (l->scale)
+    int8_output(T, l, o, values, scale, sums);
+  else
+    float_output(T, l, o, x, sums);
+  for (int t = 0; t < T; t++) {
+    float *to = y + t * l->out + o, sum = l->bias ? sums[t] + l->bias[o] : sums[t];
+    *to = add ? *to + sum : sum;
+  }
+}
+
+// y: (T, out), takes the outputs, or with `add` their sum with what it holds. x: (T, in); if the weight is int8, in
+// values and scale.
+static void outputs(const Linear *l, int64_t T, const float *x, const int16_t *values, const float *scale, float *y,
+                    int add) {
+#pragma omp for schedule(static)
+  for (int64_t o = 0; o < l->out; o++)
+    for (int64_t t = 0; t < T; t += 8) {
+#define CASE(n) case n: output(n, l, o, x + t * l->in, values + t * l->in, scale + t, y + t * l->out, add); break;
+      switch (T - t < 8 ? T - t : 8) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+    }
+}
+
 void int8_linear(const Linear *l, int64_t T, const float *x, int16_t *values, float *scale, float *y, int threads) {
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for
     for (int64_t t = 0; t < T; t++) quantize(l->in, x + t * l->in, values + t * l->in, scale + t);
+    outputs(l, T, x, values, scale, y, 0);
+  }
+}
+
+// a pass --------------------------------------------------------------------------------------------------------------
+
+typedef struct {
+  const float *weight, *bias;  // (C)
+} Norm;
+
+typedef struct {
+  Norm ln_1, ln_2;
+  Linear c_attn, attn_proj, c_fc, mlp_proj;
+} Layer;
+
+typedef struct {
+  int64_t n_layer, n_head, n_embd;
+  float epsilon;
+  Linear wte;        // (vocab_size, C), the token embedding and the head
+  const float *wpe;  // (block_size, C)
+  Norm ln_f;
+  const Layer *layers;
+} Model;
+
+typedef struct {
+  float *cache;  // (n_layer, 2, batch, n_head, max_len, D)
+  int64_t batch, max_len, T, wanted;
+  const int64_t *tokens, *rows, *positions;  // (T): what to pass, and where it belongs in the cache
+  const int64_t *wants;                      // (wanted): the tokens whose logits are wanted
+} Pass;
+
+// e to the x: 2 to the n, the nearest whole number to x / ln 2, times a polynomial in the rest. Without a branch the
+// compiler makes vectors of it. NaN stays NaN. After Cephes' expf.
+INLINE float exponential(float x) {
+  x = x < -87 ? -87 : x > 88 ? 88 : x;
+  float rounded = x * 1.44269504f + 12582912;  // 1.5 * 2**23: its last bits are those of n
+  float n = rounded - 12582912, r = (x - n * 0.693359375f) + n * 2.12194440e-4f, power;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1;
+  uint32_t bits;
+  memcpy(&bits, &rounded, 4);
+  bits = (bits + 127) << 23;  // the exponent of a float
+  memcpy(&power, &bits, 4);
+  return p * power;
+}
+
+static void embed(const Model *m, const Pass *p, float *x) {
+  int64_t C = m->n_embd;
+#pragma omp for
+  for (int64_t t = 0; t < p->T; t++) {
+    int64_t token = p->tokens[t];
+    const float *row = (const float *)m->wte.weight + token * C, *position = m->wpe + p->positions[t] * C;
+    const int8_t *row8 = (const int8_t *)m->wte.weight + token * C;
+    for (int64_t i = 0; i < C; i++)
+      x[t * C + i] = (m->wte.scale ? row8[i] * m->wte.scale[token] : row[i]) + position[i];
+  }
+}
+
+static void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += C, y += C) {
+    float mean = 0, variance = 0;
+#pragma omp simd reduction(+ : mean)
+    for (int64_t i = 0; i < C; i++) mean += x[i];
+    mean /= C;
+#pragma omp simd reduction(+ : variance)
+    for (int64_t i = 0; i < C; i++) variance += (x[i] - mean) * (x[i] - mean);
+    float factor = 1 / sqrtf(variance / C + epsilon);
+    for (int64_t i = 0; i < C; i++) y[i] = (x[i] - mean) * factor * norm->weight[i] + norm->bias[i];
+  }
+}
+
+static void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
+  for (int64_t i = 0; i < n; i++)
+    y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
+}
+
+// Put the keys and values of all tokens into the cache; then each token attends to its row up to its own position.
+// qkv: (T, 3, H, D), y: (T, H, D).
+static void attention(const Model *m, const Pass *p, int64_t layer, const float *qkv, float *s, float *y) {
+  int64_t H = m->n_head, C = m->n_embd, D = C / H, head = p->max_len * D;
+  float *keys = p->cache + 2 * layer * p->batch * H * head, *values = keys + p->batch * H * head;
 #pragma omp for schedule(static)
-    for (int64_t o = 0; o < l->out; o++)
-      for (int64_t t = 0; t < T; t += 8) {
-#define CASE(n) case n: output(n, l, o, values + t * l->in, scale + t, y + t * l->out); break;
-        switch (T - t < 8 ? T - t : 8) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+  for (int64_t h = 0; h < H; h++) {
+    for (int64_t t = 0; t < p->T; t++) {
+      int64_t slot = (p->rows[t] * H + h) * head + p->positions[t] * D;
+      memcpy(keys + slot, qkv + t * 3 * C + C + h * D, D * sizeof(float));
+      memcpy(values + slot, qkv + t * 3 * C + 2 * C + h * D, D * sizeof(float));
+    }
+    for (int64_t t = 0; t < p->T; t++) {
+      int64_t start = (p->rows[t] * H + h) * head, length = p->positions[t] + 1;
+      const float *q = qkv + t * 3 * C + h * D, *v = values + start;
+      float *out = y + t * C + h * D, largest = -INFINITY, sum = 0, factor = 1 / sqrtf(D);
+      Linear all_keys = {.weight = keys + start, .out = length, .in = D};
+      for (int64_t i = 0; i < length; i++) float_output(1, &all_keys, i, q, s + i);
+      for (int64_t i = 0; i < length; i++) largest = s[i] > largest ? s[i] : largest;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < length; i++) sum += s[i] = exponential((s[i] - largest) * factor);
+      int64_t d = 0;
+      for (; d + WIDTH <= D; d += WIDTH) {
+        Vector total = {0};
+        for (int64_t i = 0; i < length; i++)
+          total = MULTIPLY_ADD(s[i] - (Vector){0}, *(const Vector *)(v + i * D + d), total);
+        *(Vector *)(out + d) = total / sum;
       }
+      for (; d < D; d++) {
+        float total = 0;
+        for (int64_t i = 0; i < length; i++) total += s[i] * v[i * D + d];
+        out[d] = total / sum;
+      }
+    }
+  }
+}
+
+// A layer on x, which each thread rounds for itself if it has to: values and scale are its own room for that.
+static void linear(const Linear *l, int64_t T, const float *x, int16_t *values, float *scale, float *y, int add) {
+  if (l->scale)
+    for (int64_t t = 0; t < T; t++) quantize(l->in, x + t * l->in, values + t * l->in, scale + t);
+  outputs(l, T, x, values, scale, y, add);
+}
+
+static int64_t own_floats(const Model *m, int64_t T, int64_t max_len) { return T * (6 * m->n_embd + 1) + max_len; }
+
+int64_t work_floats(const Model *m, int64_t T, int64_t max_len, int threads) {
+  return T * 6 * m->n_embd + threads * own_floats(m, T, max_len);
+}
+
+// logits: (wanted, vocab_size). work: room for work_floats(...) floats.
+void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int threads) {
+  int64_t C = m->n_embd, T = p->T;
+  float *x = work, *y = x + T * C, *wide = y + T * C, *own = wide + T * 4 * C;
+#pragma omp parallel num_threads(threads)
+  {
+    float *in = own + omp_get_thread_num() * own_floats(m, T, p->max_len);  // (T, 4 C), what goes into a layer
+    float *scale = in + T * 4 * C, *scores = scale + T;
+    int16_t *values = (int16_t *)(scores + p->max_len);
+    embed(m, p, x);
+    for (int64_t i = 0; i < m->n_layer; i++) {
+      const Layer *layer = m->layers + i;
+      layer_norm(&layer->ln_1, m->epsilon, T, C, x, in);
+      linear(&layer->c_attn, T, in, values, scale, wide, 0);
+      attention(m, p, i, wide, scores, y);
+      linear(&layer->attn_proj, T, y, values, scale, x, 1);
+      layer_norm(&layer->ln_2, m->epsilon, T, C, x, in);
+      linear(&layer->c_fc, T, in, values, scale, wide, 0);
+      gelu(T * 4 * C, wide, in);
+      linear(&layer->mlp_proj, T, in, values, scale, x, 1);
+    }
+    for (int64_t i = 0; i < p->wanted; i++) layer_norm(&m->ln_f, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
+    linear(&m->wte, p->wanted, in, values, scale, logits, 0);
   }
 }

@@ -1,0 +1,107 @@
+"""A whole pass of GPT-2 for a few tokens, in C."""
+
+import ctypes
+import itertools
+
+import torch
+
+from cache import KVCache
+from native import build
+from native.linear import Linear, address
+
+MOST_TOKENS = 16  # in a pass; from 32 on the products of torch are as fast
+
+
+def struct(name: str, **fields):
+    """A ctypes structure with these fields, in order."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+POINTER, INT = ctypes.c_void_p, ctypes.c_int64
+Norm = struct("Norm", weight=POINTER, bias=POINTER)
+Layer = struct("Layer", ln_1=Norm, ln_2=Norm, c_attn=Linear, attn_proj=Linear, c_fc=Linear, mlp_proj=Linear)
+Model = struct(
+    "Model",
+    **dict.fromkeys(("n_layer", "n_head", "n_embd"), INT),
+    epsilon=ctypes.c_float,
+    wte=Linear,
+    wpe=POINTER,
+    ln_f=Norm,
+    layers=ctypes.POINTER(Layer),
+)
+Pass = struct(
+    "Pass",
+    cache=POINTER,
+    **dict.fromkeys(("batch", "max_len", "T", "wanted"), INT),
+    **dict.fromkeys(("tokens", "rows", "positions", "wants"), ctypes.POINTER(INT)),
+)
+
+
+class NativePass:
+    """The passes of one model, in C. Its weights may change in place, but must stay where they are: what is loaded with
+    assign=True, or moved, is not seen. It cannot be copied or pickled.
+
+    target: as in `build.load`. Raises BuildError without compiled code, ValueError for weights that are neither float32
+    nor int8 or not on the CPU.
+    """
+
+    def __init__(self, model, target: tuple[str, ...] | None = None):
+        self.config, self.library = model.config, build.load(target)
+        self.library.work_floats.restype = INT
+        self.weights = list(model.state_dict().values())  # kept, so that their memory goes to nothing else
+        shape = model.config.n_layer, model.config.n_head, model.config.n_embd
+        wpe = address(model.wpe.weight, torch.float32, model.config.block_size, model.config.n_embd)
+        layers = (Layer * len(model.h))(*map(block, model.h))
+        epsilon = model.config.layer_norm_epsilon
+        self.model = Model(*shape, epsilon, linear(model.lm_head), wpe, norm(model.ln_f), layers)
+
+    def logits(self, new: list[list[int]], rows: list[int], cache: KVCache, keep: int) -> torch.Tensor:
+        """As `infer.pass_logits`, for MOST_TOKENS new tokens in all: (B, keep, vocab_size), float32.
+
+        Raises ValueError, before anything changes, for tokens, positions or a cache that C must not touch.
+        """
+        vocab_size, block_size = self.config.vocab_size, self.config.block_size
+        starts, tokens = cache.plan(new, rows), [token for part in new for token in part]
+        if len(tokens) > MOST_TOKENS or min(tokens) < 0 or max(tokens) >= vocab_size:
+            raise ValueError(f"tokens are {tokens}; it takes {MOST_TOKENS} at most, from 0 to {vocab_size - 1}")
+        if not all(1 <= keep <= len(part) for part in new) or min(rows) < 0:
+            raise ValueError(f"rows {rows} with {[len(part) for part in new]} new tokens, of which {keep} are to keep")
+        row_of_token = [row for row, part in zip(rows, new) for _ in part]
+        positions = [start + index for start, part in zip(starts, new) for index in range(len(part))]
+        if max(positions) >= block_size:
+            raise ValueError(f"position {max(positions)} is outside the window of {block_size}")
+        ends = itertools.accumulate(len(part) for part in new)
+        wanted = [index for end in ends for index in range(end - keep, end)]
+        n_layer, n_head, (batch, max_len) = self.config.n_layer, self.config.n_head, cache.storage.shape[2:5:2]
+        lists = ((INT * len(numbers))(*numbers) for numbers in (tokens, row_of_token, positions, wanted))
+        shape = n_layer, 2, batch, n_head, max_len, self.config.head_dim
+        storage = address(cache.storage, torch.float32, *shape)
+        job, threads = Pass(storage, batch, max_len, len(tokens), len(wanted), *lists), torch.get_num_threads()
+        # Room for each call its own: ctypes lets other threads of Python run meanwhile.
+        work = torch.empty(self.library.work_floats(ctypes.byref(self.model), INT(len(tokens)), INT(max_len), threads))
+        logits = torch.empty(len(new), keep, vocab_size)
+        buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
+        self.library.gpt_pass(ctypes.byref(self.model), ctypes.byref(job), *buffers, threads)
+        cache.record()
+        return logits
+
+
+def block(layer) -> Layer:
+    linears = layer.attn.c_attn, layer.attn.c_proj, layer.mlp.c_fc, layer.mlp.c_proj
+    return Layer(norm(layer.ln_1), norm(layer.ln_2), *map(linear, linears))
+
+
+def norm(layer) -> Norm:
+    shape = layer.weight.shape
+    return Norm(address(layer.weight, torch.float32, *shape), address(layer.bias, torch.float32, *shape))
+
+
+def linear(layer) -> Linear:
+    (out, size), scale = layer.weight.shape, getattr(layer, "scale", None)
+    kind = torch.float32 if scale is None else torch.int8
+    pointers = (
+        address(layer.weight, kind, out, size),
+        address(scale, torch.float32, out),
+        address(layer.bias, torch.float32, out),
+    )
+    return Linear(*pointers, out, size)
