@@ -81,13 +81,16 @@ def whole_number(least: int, most: int | None = None):
     return convert
 
 
-def add_options(parser: argparse.ArgumentParser, output: str, lengths: list[int], repeats: int) -> None:
-    """The options of both benchmarks."""
+def add_options(
+    parser: argparse.ArgumentParser, output: str, lengths: list[int], repeats: int, dtypes: bool = True
+) -> None:
+    """The options that benchmarks share. dtypes: --dtype is one of them."""
     parser.formatter_class = Formatter
     parser.epilog = "columns of the CSV file:\n" + "\n".join(f"  {name:20} {text}" for name, text in COLUMNS.items())
     number, cores = whole_number(1), os.cpu_count() or 1
     parser.add_argument("--max-new-tokens", type=whole_number(2), **LIST, default=lengths, help="lengths to time")
-    parser.add_argument("--dtype", **LIST, default=["float32"], choices=FLOATS, help="of the weights")
+    if dtypes:
+        parser.add_argument("--dtype", **LIST, default=["float32"], choices=FLOATS, help="of the weights")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
     parser.add_argument("--threads", type=whole_number(1, cores), help=f"of torch on the CPU, 1 to {cores}")
     parser.add_argument("--repeats", type=number, default=repeats, help="how often each mode runs")
@@ -100,10 +103,10 @@ def add_options(parser: argparse.ArgumentParser, output: str, lengths: list[int]
     )
 
 
-def run_benchmark(parser: argparse.ArgumentParser, measure, baseline: str, plot, argv=None) -> None:
+def run_benchmark(parser: argparse.ArgumentParser, measure, baseline: str | dict, plot, argv=None) -> None:
     """Parse a command line and call measure(args, device, results); then summarise and plot whatever rows are there.
 
-    baseline: the mode that speed-ups refer to. plot: a function of the summary that returns a figure.
+    baseline: as in `summarise`. plot: a function of the summary that returns a figure.
     """
 
     def run(args) -> None:
@@ -124,7 +127,7 @@ def run_benchmark(parser: argparse.ArgumentParser, measure, baseline: str, plot,
     run_script(parser, run, argv)
 
 
-def report(results: "ResultsFile", baseline: str, plot) -> None:
+def report(results: "ResultsFile", baseline: str | dict, plot) -> None:
     """Close the results, and if there are any, write and print the summary, and draw the plot."""
     if results.close():
         summary, picture = summarise(results.rows, baseline), io.BytesIO()
@@ -205,14 +208,19 @@ def four_digits(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def summarise(rows: list[dict], baseline: str):
+def summarise(rows: list[dict], baseline: str | dict):
     """A table with a line for each setting: median, min and max of the decode rate over its repeats and prompts, and of
-    the speed-up, which is the ratio to the mode `baseline` in the same repeat and prompt; medians of the rest."""
+    the speed-up, which is the ratio to the baseline in the same repeat and prompt; medians of the rest.
+
+    baseline: values of columns, or a mode alone. The rows compared with it are equal to it in all other settings.
+    """
     import pandas
 
+    baseline = {"mode": baseline} if isinstance(baseline, str) else baseline
     table, rate = pandas.DataFrame(rows, columns=list(COLUMNS)), "decode_tokens_per_s"
-    pair = [name for name in SETTING if name != "mode"] + ["prompt", "repeat"]
-    of_baseline = table.assign(rate=table[rate].where(table["mode"] == baseline)).groupby(pair)["rate"]
+    pair = [name for name in SETTING if name not in baseline] + ["prompt", "repeat"]
+    is_baseline = (table[list(baseline)] == pandas.Series(baseline)).all(axis=1)
+    of_baseline = table.assign(rate=table[rate].where(is_baseline)).groupby(pair)["rate"]
     table["speedup"] = table[rate] / of_baseline.transform("first")
     groups = table.groupby(list(SETTING), sort=False)
     columns = {
@@ -304,7 +312,8 @@ def roofline_share(
     Each step reads all weights once, the position embedding aside, and the keys and values of all positions so far.
     """
     config = model.config
-    weights = sum(weight.nbytes for weight in model.parameters()) - model.wpe.weight.nbytes  # the tied head once
+    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}  # the tied head once
+    weights = sum(tensor.nbytes for tensor in tensors.values()) - model.wpe.weight.nbytes
     positions = prompt_tokens + new_tokens / 2  # on average
     cache = 2 * config.n_layer * config.n_kv_head * config.head_dim * positions * batch_size * model.dtype.itemsize
     return (new_tokens - 1) * (weights + cache) / bandwidth / seconds

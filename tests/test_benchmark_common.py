@@ -321,6 +321,13 @@ def test_settings_are_not_pooled(column, values):
     assert list(summary[column]) == list(values) and list(summary["speedup_median"]) == [1, 1]
 
 
+def test_a_baseline_of_one_dtype_serves_all():
+    rows = [ROW | {"mode": mode, "dtype": dtype, "decode_tokens_per_s": rate} for mode, dtype, rate in
+            (("a", "int8", 30), ("a", "float32", 10), ("b", "int8", 40))]  # fmt: skip
+    summary = common.summarise(rows, {"mode": "a", "dtype": "float32"})
+    assert list(summary["speedup_median"]) == [3, 1, 4]
+
+
 def test_the_commit_needs_no_hand(tmp_path, monkeypatch):
     def git(*args):
         settings = ("-c", "user.name=x", "-c", "user.email=x@example.com", "-c", "commit.gpgsign=false")
