@@ -67,25 +67,27 @@ INLINE Sums add_products(Sums sums, const int16_t *x, const int8_t *w) {
 }
 #endif
 
-// Output o of T tokens, from their int8 values (T, in) and scales (T).
-INLINE void int8_output(const int T, const Linear *l, int64_t o, const int16_t *x, const float *x_scale, float y[T]) {
-  enum { MOST = 4, LANES = MOST * sizeof(Sums) / 4 };
-  const int sums_each = T == 1 ? MOST : T < 4 ? 2 : 1;
+// Outputs o to o + R - 1 of T tokens, from their int8 values (T, in) and scales (T).
+INLINE void int8_outputs(const int T, const int R, const Linear *l, int64_t o, const int16_t *x, const float *x_scale,
+                         float y[R][T]) {
+  const int sums_each = T == 1 ? 4 : T < 4 ? 2 : 1, all_lanes = sums_each * sizeof(Sums) / 4;
   const int8_t *w = (const int8_t *)l->weight + o * l->in;
   int64_t n = l->in, whole = n - n % (sums_each * STEP);
-  Sums sums[T][MOST];
+  Sums sums[R][T][sums_each];
   memset(sums, 0, sizeof sums);
   for (int64_t i = 0; i < whole; i += sums_each * STEP)
     for (int s = 0; s < sums_each; s++)
-      for (int t = 0; t < T; t++)
-        sums[t][s] = add_products(sums[t][s], x + t * n + i + s * STEP, w + i + s * STEP);
-  for (int t = 0; t < T; t++) {
-    int32_t lanes[LANES], sum = 0;
-    memcpy(lanes, sums[t], sizeof lanes);
-    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
-    for (int64_t i = whole; i < n; i++) sum += x[t * n + i] * w[i];
-    y[t] = (float)sum * (x_scale[t] * l->scale[o]);
-  }
+      for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++)
+          sums[r][t][s] = add_products(sums[r][t][s], x + t * n + i + s * STEP, w + r * n + i + s * STEP);
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++) {
+      int32_t lanes[all_lanes], sum = 0;
+      memcpy(lanes, sums[r][t], sizeof lanes);
+      for (int lane = 0; lane < all_lanes; lane++) sum += lanes[lane];
+      for (int64_t i = whole; i < n; i++) sum += x[t * n + i] * w[r * n + i];
+      y[r][t] = (float)sum * (x_scale[t] * l->scale[o + r]);
+    }
 }
 
 // A row of n floats to whole numbers from -127 to 127 and a scale, with the roundings of int8.py's quantize.
@@ -129,52 +131,62 @@ INLINE float total(Vector v) {
   return v[0];
 }
 
-// Output o of T tokens, from x: (T, in). A row of the weight is read from its start to its end, one row after
-// the other, which is the order that memory is fastest in; few tokens get several sums, as each waits for its last.
-INLINE void float_output(const int T, const Linear *l, int64_t o, const float *x, float y[T]) {
-  enum { MOST = 4 };
-  const int sums_each = T == 1 ? MOST : T < 4 ? 2 : 1;
+// Outputs o to o + R - 1 of T tokens, from x: (T, in). A row of the weight is read from its start to its end, which is
+// the order that memory is fastest in. Few tokens get several sums each, because a sum waits for its last product.
+INLINE void float_outputs(const int T, const int R, const Linear *l, int64_t o, const float *x, float y[R][T]) {
+  const int sums_each = T == 1 ? 4 : T < 4 ? 2 : 1;
   const float *w = (const float *)l->weight + o * l->in;
   int64_t n = l->in, whole = n - n % (sums_each * WIDTH);
-  Vector sums[T][MOST];
+  Vector sums[R][T][sums_each];
   memset(sums, 0, sizeof sums);
   for (int64_t i = 0; i < whole; i += sums_each * WIDTH)
     for (int s = 0; s < sums_each; s++)
-      for (int t = 0; t < T; t++) {
-        const float *a = x + t * n + i + s * WIDTH, *b = w + i + s * WIDTH;
-        sums[t][s] = MULTIPLY_ADD(*(const Vector *)a, *(const Vector *)b, sums[t][s]);
-      }
-  for (int t = 0; t < T; t++) {
-    float sum = total((sums[t][0] + sums[t][1]) + (sums[t][2] + sums[t][3]));
-    for (int64_t i = whole; i < n; i++) sum += x[t * n + i] * w[i];
-    y[t] = sum;
-  }
+      for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) {
+          const float *a = x + t * n + i + s * WIDTH, *b = w + r * n + i + s * WIDTH;
+          if (R > 1 && t == 0) __builtin_prefetch(b + R * n);  // two rows at once are no order that memory foresees
+          sums[r][t][s] = MULTIPLY_ADD(*(const Vector *)a, *(const Vector *)b, sums[r][t][s]);
+        }
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++) {
+      for (int s = 1; s < sums_each; s++) sums[r][t][0] += sums[r][t][s];
+      float sum = total(sums[r][t][0]);
+      for (int64_t i = whole; i < n; i++) sum += x[t * n + i] * w[r * n + i];
+      y[r][t] = sum;
+    }
 }
 
 // both ----------------------------------------------------------------------------------------------------------------
 
-INLINE void output(const int T, const Linear *l, int64_t o, const float *x, const int16_t *values, const float *scale,
-                   float *y, int add) {
-  float sums[T];
+INLINE void some_outputs(const int T, const int R, const Linear *l, int64_t o, const float *x, const int16_t *values,
+                         const float *scale, float *y, int add) {
+  float sums[R][T];
   if (l->scale)
-    int8_output(T, l, o, values, scale, sums);
+    int8_outputs(T, R, l, o, values, scale, sums);
   else
-    float_output(T, l, o, x, sums);
-  for (int t = 0; t < T; t++) {
-    float *to = y + t * l->out + o, sum = l->bias ? sums[t] + l->bias[o] : sums[t];
-    *to = add ? *to + sum : sum;
-  }
+    float_outputs(T, R, l, o, x, sums);
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++) {
+      float *to = y + t * l->out + o + r, sum = l->bias ? sums[r][t] + l->bias[o + r] : sums[r][t];
+      *to = add ? *to + sum : sum;
+    }
 }
 
 // y: (T, out), takes the outputs, or with `add` their sum with what it holds. x: (T, in); if the weight is int8, in
 // values and scale.
 static void outputs(const Linear *l, int64_t T, const float *x, const int16_t *values, const float *scale, float *y,
                     int add) {
+#define OUTPUTS(T, R, o) some_outputs(T, R, l, o, x + t * l->in, values + t * l->in, scale + t, y + t * l->out, add)
 #pragma omp for schedule(static)
-  for (int64_t o = 0; o < l->out; o++)
-    for (int64_t t = 0; t < T; t += 8) {
-#define CASE(n) case n: output(n, l, o, x + t * l->in, values + t * l->in, scale + t, y + t * l->out, add); break;
-      switch (T - t < 8 ? T - t : 8) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+  for (int64_t o = 0; o < l->out; o += 2)
+    for (int64_t t = 0, n; t < T; t += n) {
+      int last = o + 1 == l->out;
+      n = T - t < 5 ? T - t : last ? 1 : T - t < 8 ? T - t : 8;
+      switch (n) {
+#define ONE(n) case n: OUTPUTS(n, 1, o); if (!last) OUTPUTS(n, 1, o + 1); break;  // one after the other, for memory
+#define TWO(n) case n: OUTPUTS(n, 2, o); break;  // many tokens wait for arithmetic, and two outputs share x
+        ONE(1) ONE(2) ONE(3) ONE(4) TWO(5) TWO(6) TWO(7) TWO(8)
+      }
     }
 }
 
@@ -281,7 +293,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, const float 
       const float *q = qkv + t * 3 * C + h * D, *v = values + start;
       float *out = y + t * C + h * D, largest = -INFINITY, sum = 0, factor = 1 / sqrtf(D);
       Linear all_keys = {.weight = keys + start, .out = length, .in = D};
-      for (int64_t i = 0; i < length; i++) float_output(1, &all_keys, i, q, s + i);
+      for (int64_t i = 0; i < length; i++) float_outputs(1, 1, &all_keys, i, q, (float(*)[1])(s + i));
       for (int64_t i = 0; i < length; i++) largest = s[i] > largest ? s[i] : largest;
 #pragma omp simd reduction(+ : sum)
       for (int64_t i = 0; i < length; i++) sum += s[i] = exponential((s[i] - largest) * factor);
