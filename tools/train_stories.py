@@ -322,9 +322,10 @@ def main(argv=None) -> None:
     for name, model in {"stories": target.to("cpu"), "stories-draft": draft}.items():
         model.half().save_pretrained(args.out / name)
         (args.out / name / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
-        loss = heldout_loss(GPT.from_pretrained(args.out / name), heldout)  # of the float16 weights, in float32
-        bits = loss * (len(heldout) - 1) / math.log(2) / heldout_bytes
-        print(f"{name}: held-out loss {loss:.4f} nats a token, {bits:.4f} bits a byte")
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):  # what the float16 weights are loaded as
+            loss = heldout_loss(GPT.from_pretrained(args.out / name, dtype), heldout)
+            bits = loss * (len(heldout) - 1) / math.log(2) / heldout_bytes
+            print(f"{name}, {dtype}: held-out loss {loss:.4f} nats a token, {bits:.4f} bits a byte")
 
 
 if __name__ == "__main__":
