@@ -7,7 +7,7 @@ import types
 import pandas
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, passed_widths
 from matplotlib.figure import Figure
 
 from model import GPT
@@ -138,6 +138,15 @@ def test_a_row_for_each_run_of_each_engine(bench, tmp_path, monkeypatch):
         line = axes.containers[1].lines[0]
         rate = summary[(summary["mode"] == "cache") & (summary["batch_size"] == 3)]["decode_tokens_per_s_median"]
         assert line.get_ydata()[1] == pytest.approx(rate.item() / texts)
+
+
+def test_only_no_cache_computes_all_positions_again(tiny):
+    import benchmark_batching
+
+    for engine, expected in (("no cache", [3, 4, 5]), ("cache", [3, 1, 1])):
+        model, widths = passed_widths(tiny(dtype=torch.float32))
+        steps, *_ = benchmark_batching.run(engine, model, [[1, 2, 3]], 3, "cpu")
+        assert widths == expected and len(steps) == 3
 
 
 def test_bytes_are_those_that_the_engine_reads(bench):

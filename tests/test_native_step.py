@@ -16,7 +16,13 @@ from model import GPT
 pytestmark = pytest.mark.usefixtures("compiled")
 AVX2 = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
 TARGETS = [None, (), *([("-mavx2", "-mfma")] if AVX2 else [])]  # None: this processor
-FORMS = [{}, {"n_head": 1, "n_embd": 20}, {"n_head": 3, "n_embd": 51}, {"n_layer": 1, "n_head": 2, "n_embd": 64}]
+FORMS = [
+    {},
+    {"n_head": 1, "n_embd": 20},
+    {"n_head": 3, "n_embd": 51},
+    {"n_layer": 1, "n_head": 2, "n_embd": 64},
+    {"layer_norm_epsilon": 0.1},
+]
 
 
 def native(model: GPT, target=None) -> GPT:
@@ -193,6 +199,14 @@ def test_speculation_on_the_command_line(run_main):
     args = ("--prompt", "One day", "--max-new-tokens", 20)
     code, out, err = run_main(main, *args, "--backend", "native")
     assert (code, out) == run_main(main, *args)[:2] and code == 0 and "note" not in err
+
+
+def test_it_is_compiled_for_its_target(tiny):
+    from native import build
+
+    for target in TARGETS:
+        assert native(tiny(dtype=torch.float32), target).native.library is build.load(target)
+    assert build.load(None) is not build.load(())
 
 
 def test_which_passes_are_native(tiny):
