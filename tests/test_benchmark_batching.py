@@ -199,6 +199,24 @@ def test_other_probabilities_are_not_timed(bench, monkeypatch, engine):
     assert f"{engine}: log-probabilities are off" in code and rows is None
 
 
+@pytest.mark.parametrize("one, all_others", [(2.0, 0.0), (0.3, 0.3)])
+def test_neither_one_large_error_nor_many_small_ones_are_timed(bench, monkeypatch, one, all_others):
+    import benchmark_batching as script
+
+    log_probs = script.log_probs
+
+    def wrong(engine, *args):
+        right = log_probs(engine, *args).clone()
+        if engine == "int8":
+            right += all_others
+            right[0, 0] += one - all_others
+        return right
+
+    monkeypatch.setattr(script, "log_probs", wrong)
+    code, rows, _ = bench("--engines", "int8")
+    assert "int8: log-probabilities are off" in code and rows is None
+
+
 def test_an_engine_that_cannot_run_is_left_out(bench, monkeypatch):
     import benchmark_batching as script
 
@@ -209,7 +227,8 @@ def test_an_engine_that_cannot_run_is_left_out(bench, monkeypatch):
     code, rows, err = bench("--engines", "native", "native int8", "int8")
     assert code == 0 and "without native, native int8: no compiler here\n" in err
     assert list(rows["mode"][:2]) == ["cache", "int8"]
-    assert script.usable(["native", "int8"], "cuda") == ["cache", "int8"]
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: name)
+    assert script.usable(["native", "int8", "CTranslate2"], "cuda") == ["cache", "int8"]
 
 
 def test_a_worker_is_a_process_of_its_own(checkpoint):
