@@ -16,9 +16,9 @@ import torch
 import benchmark_common as common
 import benchmark_kv_cache
 from cache import KVCache
-from checkpoint import UserError, parse_name
+from checkpoint import UserError
 from infer import MOST_TEXTS, STORIES, Parser, SamplingParams, generate, pass_logits, pick_dtype
-from model import GPT, PRESETS, read_config
+from model import GPT
 from native import BuildError, kernel, use_native
 
 ENGINES = {  # name: the package it needs or "", its dtype, what it is
@@ -95,9 +95,7 @@ def speeds(engine: str, model, prompts: list[list[int]], length: int, device: st
     """The columns of one run. Shares of the roofline are for engines whose bytes are known: ours, with their cache."""
     _, first, rest = run(engine, model, prompts, length, device)
     known = ENGINES[engine][0] in ("", "native") and engine != "no cache"
-    size = {"batch_size": len(prompts), "prompt_tokens": len(prompts[0]), "new_tokens": length}
-    rate = {"first_token_s": first, "decode_tokens_per_s": len(prompts) * (length - 1) / rest}
-    return common.speeds(model, prompts, length, first, rest, bandwidth) if known else size | rate
+    return common.speeds(model if known else None, prompts, length, first, rest, bandwidth)
 
 
 def run_once(engine: str, directory: Path, device: str, prompts: list[list[int]], length: int) -> None:
@@ -177,7 +175,7 @@ def check(workers: dict, prompts: list[list[int]], length: int, device: str) -> 
 
 
 def usable(names: list[str], device: str) -> list[str]:
-    """The engines that can run here, `cache` first among them; a line on stderr says which cannot, and why."""
+    """The engines that can run here, `cache` always among them; a line on stderr says which cannot, and why."""
     engines, missing = [], {}
     for engine in [name for name in ENGINES if name in ("cache", *names)]:
         package = ENGINES[engine][0]
@@ -200,13 +198,10 @@ def usable(names: list[str], device: str) -> list[str]:
 
 def measure(args, device: str, results: common.ResultsFile) -> None:
     """Time all engines for each model, batch size, length and repeat. Raises UserError for bad options."""
-    engines, names = usable(args.engines, device), {parse_name(name).label: name for name in args.model}
-    for name, source in [(name, parse_name(name)) for name in names.values()]:  # before anything is timed
-        config = PRESETS[source.name] if source.kind == "random" else read_config(source.directory())
-        if (longest := max(args.max_new_tokens) + args.prompt_tokens) > config.block_size:
-            raise UserError(f"{longest} tokens do not fit the window of {name}, which is {config.block_size}")
+    engines = usable(args.engines, device)
+    names = common.models_that_fit(args.model, max(args.max_new_tokens) + args.prompt_tokens)
     peaks = {dtype: common.bandwidth(device, getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
-    for name in names.values():
+    for name in names:
         model = GPT.from_pretrained(name, torch.float32, device)
         about = common.describe(name, model, device)
         with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
@@ -216,8 +211,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
             for worker in workers.values():
                 stack.callback(worker.close)
             for batch_size, length in itertools.product(args.batch_size, args.max_new_tokens):
-                shape, seeded = (batch_size, args.prompt_tokens), torch.Generator().manual_seed(0)
-                prompts = torch.randint(model.config.vocab_size, shape, generator=seeded).tolist()
+                prompts = common.random_prompts(model.config.vocab_size, batch_size, args.prompt_tokens)
                 check(workers, prompts, length, device)
                 memory = {}
                 for engine in engines:

@@ -18,7 +18,7 @@ import torch
 from cache import KVCache
 from checkpoint import UserError, parse_name
 from infer import DTYPES, pick_device, run_script
-from model import GPT
+from model import GPT, PRESETS, read_config
 
 ROOT = Path(__file__).resolve().parent
 SETTING = {  # what a summary keeps apart
@@ -291,8 +291,34 @@ def bandwidth(device: str, dtype: torch.dtype) -> float:
     return matrix.nbytes / statistics.median(seconds[1:])
 
 
-def speeds(model, prompts: list[list[int]], length: int, first: float, rest: float, bandwidth: float, skip: int = 1):
-    """The columns about `length` new tokens after each prompt, of which `skip` took the `first` seconds."""
+def models_that_fit(names: list[str], tokens: int) -> list[str]:
+    """Each of the models once, however it was spelled. Raises UserError if its window holds fewer tokens."""
+    names = list({parse_name(name).label: name for name in names}.values())
+    for name, source in [(name, parse_name(name)) for name in names]:
+        config = PRESETS[source.name] if source.kind == "random" else read_config(source.directory())
+        if tokens > config.block_size:
+            raise UserError(f"{tokens} tokens do not fit the window of {name}, which is {config.block_size}")
+    return names
+
+
+def random_prompts(vocab_size: int, batch_size: int, tokens: int) -> list[list[int]]:
+    """So many prompts of random ids, the same ones each time."""
+    return torch.randint(vocab_size, (batch_size, tokens), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def speeds(
+    model: GPT | None,
+    prompts: list[list[int]],
+    length: int,
+    first: float,
+    rest: float,
+    bandwidth: float,
+    skip: int = 1,
+) -> dict:
+    """The columns about `length` new tokens after each prompt, of which `skip` took the `first` seconds.
+
+    model: what each step read, with its cache; None if that is not known, and then neither is the roofline.
+    """
     batch_size, prompt_tokens = len(prompts), len(prompts[0])
     return {
         "batch_size": batch_size,
@@ -300,7 +326,7 @@ def speeds(model, prompts: list[list[int]], length: int, first: float, rest: flo
         "new_tokens": length,
         "first_token_s": first,
         "decode_tokens_per_s": batch_size * (length - skip) / rest,
-        "roofline_share": roofline_share(model, batch_size, prompt_tokens, length, rest, bandwidth),
+        "roofline_share": model and roofline_share(model, batch_size, prompt_tokens, length, rest, bandwidth),
     }
 
 

@@ -9,9 +9,9 @@ import textwrap
 import torch
 
 import benchmark_common as common
-from checkpoint import UserError, parse_name
+from checkpoint import UserError
 from infer import MOST_TEXTS, STORIES, Parser, SamplingParams, generate, pick_dtype
-from model import GPT, PRESETS, read_config
+from model import GPT
 
 MODES = ("cache", "no cache", "transformers")
 PEER_IMPORTS = ["transformers.models.gpt2.modeling_gpt2", "transformers.generation.utils"]
@@ -81,20 +81,15 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
         print("transformers is not installed: its rows are missing; pip install transformers", file=sys.stderr)
         if not modes:
             raise UserError("--modes transformers: nothing else to run")
-    names = {parse_name(name).label: name for name in args.model}  # one of each, however it was spelled
-    for name, source in [(name, parse_name(name)) for name in names.values()]:  # before anything is timed
-        config = PRESETS[source.name] if source.kind == "random" else read_config(source.directory())
-        if (longest := max(args.max_new_tokens) + args.prompt_tokens) > config.block_size:
-            raise UserError(f"{longest} tokens do not fit the window of {name}, which is {config.block_size}")
-    for name, dtype in itertools.product(names.values(), dtypes):
+    names = common.models_that_fit(args.model, max(args.max_new_tokens) + args.prompt_tokens)
+    for name, dtype in itertools.product(names, dtypes):
         model = GPT.from_pretrained(name, dtype, device)
         about, peak = common.describe(name, model, device), common.bandwidth(device, dtype)
         with tempfile.TemporaryDirectory() as directory:  # all modes load the same file
             model.save_pretrained(directory)
             models = {mode: load(mode, directory, dtype, device) if mode == "transformers" else model for mode in modes}
             for batch_size, length in itertools.product(args.batch_size, args.max_new_tokens):
-                shape, seeded = (batch_size, args.prompt_tokens), torch.Generator().manual_seed(0)
-                prompts = torch.randint(model.config.vocab_size, shape, generator=seeded).tolist()
+                prompts = common.random_prompts(model.config.vocab_size, batch_size, args.prompt_tokens)
                 check(model, models, prompts, length, device)  # this also warms up
                 memory = {}
                 for mode in modes:
@@ -103,9 +98,8 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
                     memory[mode] = common.in_own_process(device, imports, *alone) / 1e6
                 for repeat, mode in itertools.product(range(args.repeats), modes):
                     _, first, rest = run(mode, models[mode], prompts, length, device)
-                    speeds = common.speeds(model, prompts, length, first, rest, peak)
-                    if mode == "no cache":
-                        speeds["roofline_share"] = None  # it reads no cache, and computes far more than one position
+                    read = None if mode == "no cache" else model  # that reads no cache, and computes all positions
+                    speeds = common.speeds(read, prompts, length, first, rest, peak)
                     results.write(
                         **about | speeds,
                         mode=mode,

@@ -84,6 +84,14 @@ def tiny_checkpoint(tiny, tmp_path):
 
 
 @pytest.fixture(scope="session")
+def checkpoint(tiny, tmp_path_factory):
+    """A model in which each token is an EOS, so a run that does not ignore EOS ends after one."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tiny(dtype=torch.float32, block_size=64, eos_token_ids=tuple(range(61))).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
     """Native code is compiled into a directory of this session, not into the user's."""
     with pytest.MonkeyPatch.context() as patch:

@@ -24,14 +24,6 @@ def test_help_names_the_engines():
     assert result.returncode == 0 and "native int8" in result.stdout and "batching_cpu.csv" in result.stdout
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tiny, tmp_path_factory):
-    """A model in which each token is an EOS, so a run that does not ignore EOS ends after one."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tiny(dtype=torch.float32, block_size=64, eos_token_ids=tuple(range(61))).save_pretrained(directory)
-    return directory
-
-
 class Here:
     """A Worker without a process, which would take seconds to start."""
 

@@ -86,6 +86,7 @@ def test_speeds_leave_the_prefill_out_and_count_all_texts(tiny):
     assert (row["batch_size"], row["prompt_tokens"], row["new_tokens"]) == (3, 2, 9)
     assert row["roofline_share"] == common.roofline_share(model, 3, 2, 9, 4.0, 50.0)
     assert common.speeds(model, [[1]], 9, 100.0, 4.0, 50.0, skip=3)["decode_tokens_per_s"] == 6 / 4
+    assert common.speeds(None, [[1, 2]] * 3, 9, 100.0, 4.0, 50.0) == row | {"roofline_share": None}
 
 
 @pytest.mark.parametrize("piece", [1, 3])

@@ -22,14 +22,6 @@ def test_help_names_the_modes():
     )
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tiny, tmp_path_factory):
-    """A model in which each token is an EOS, so a run that does not ignore EOS ends after one."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tiny(dtype=torch.float32, block_size=64, eos_token_ids=tuple(range(61))).save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture
 def bench(checkpoint, tmp_path, run_main, monkeypatch):
     """A function that runs the benchmark on that model: exit code, the rows, stderr."""
