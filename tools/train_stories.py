@@ -1,26 +1,33 @@
-"""Train checkpoints/stories (the target) and checkpoints/stories-draft (its draft) on children's stories.
+"""Train checkpoints/stories (the target), stories-draft (its draft) and stories-llama on children's stories.
 
-Five stages; each leaves a file in --work and is skipped when it finds it there, so an interrupted run goes on:
+Six stages; each leaves a file in --work and is skipped when it finds it there, so an interrupted run goes on:
 
 1. tokenizer.json: a byte-level BPE of 4,096 tokens, the last of them `<|endoftext|>`, as in GPT-2;
 2. target.pt: a deep and thin GPT-2, trained on the stories;
 3. written.json: stories that the target writes itself, at three temperatures;
 4. teacher.pt: the target's most likely next tokens, with their probabilities, all along both kinds of stories;
 5. draft.pt: a shallow GPT-2 that learns these distributions (distillation), because a speculated token is accepted
-   with probability sum(min(p, q)): one minus the distance between target and draft.
+   with probability sum(min(p, q)): one minus the distance between target and draft;
+6. llama.pt: a Llama, trained as the target was, but half of its stories have a line of three of their words before
+   them, so that a user can ask for a story with some words.
 
 The text is TinyStories (Eldan & Li 2023, arXiv 2305.07759; huggingface.co/datasets/roneneldan/TinyStories), as one
 file (or .xz of it) in which a line `<|endoftext|>` follows each story.
 
     python tools/train_stories.py --train stories.txt.xz --heldout heldout.txt --work /tmp/stories --out checkpoints
+
+`--only stories-llama` needs stages 1 and 6 alone; `--only stories` leaves 6 out.
 """
 
 import argparse
 import json
 import lzma
 import math
+import random
+import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -34,6 +41,27 @@ VOCAB_SIZE, BLOCK_SIZE = 4096, 256
 EOS, EOS_ID = "<|endoftext|>", VOCAB_SIZE - 1
 TARGET = GPTConfig(VOCAB_SIZE, BLOCK_SIZE, n_layer=16, n_head=4, n_embd=256, eos_token_ids=(EOS_ID,))
 DRAFT = GPTConfig(VOCAB_SIZE, BLOCK_SIZE, n_layer=2, n_head=2, n_embd=128, eos_token_ids=(EOS_ID,))
+LLAMA = {  # of transformers' LlamaConfig
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": BLOCK_SIZE,
+    "tie_word_embeddings": True,
+    "bos_token_id": EOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": None,
+}
+CHAT_TEMPLATE = (  # a user's message is the words of a story, the assistant's the story: what the Llama was trained on
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ 'Words: ' + message['content'] | trim + '\n\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] | trim + eos_token }}"
+    "{% else %}{{ raise_exception('this model knows the roles user and assistant only') }}"
+    "{% endif %}{% endfor %}"
+)
 BATCH_SIZE = 16  # windows of BLOCK_SIZE tokens
 TOP = 128  # of the target's distribution, what the draft learns from
 TO_ASCII = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "…": "..."})
@@ -57,6 +85,18 @@ def train_tokenizer(stories: list[str], path: Path) -> None:
     tokenizer.train_from_iterator(stories, trainer)
     tokenizer.add_special_tokens([EOS])
     tokenizer.save(str(path))
+
+
+def with_words(stories: list[str], seed: int) -> list[str]:
+    """The stories, half of them after a line `Words: ...` with up to three of their rarer words, in any order."""
+    words = [sorted(set(re.findall(r"\b[a-z]{3,}\b", story))) for story in stories]
+    common = Counter(word for found in words for word in found)
+    chance, result = random.Random(seed), []
+    for story, found in zip(stories, words):
+        rare = [word for word in found if common[word] < len(stories) / 30]
+        chosen = chance.sample(rare, min(3, len(rare)))
+        result.append(f"Words: {', '.join(chosen)}\n\n{story}" if chosen and chance.random() < 0.5 else story)
+    return result
 
 
 def to_stream(stories: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,9 +134,9 @@ def slices(stream: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
 class Optimizer:
     """Muon on the blocks' matrices, AdamW on the rest; 100 steps of warm-up, then a cosine down to 0.1 %."""
 
-    def __init__(self, model: GPT, lr: float, steps: int):
+    def __init__(self, model: torch.nn.Module, lr: float, steps: int):
         def is_matrix(name, parameter):
-            return parameter.dim() == 2 and name.startswith("h.")
+            return parameter.dim() == 2 and name.startswith(("h.", "model.layers."))
 
         matrices = [p for name, p in model.named_parameters() if is_matrix(name, p)]
         rest = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
@@ -118,7 +158,7 @@ class Optimizer:
             part.zero_grad()
 
 
-def train(model: GPT, loss_at, steps: int, lr: float, report) -> None:
+def train(model: torch.nn.Module, loss_at, steps: int, lr: float, report) -> None:
     """Minimise loss_at(step); every 200 steps print report()."""
     optimizer, began, mean = Optimizer(model, lr, steps), time.perf_counter(), None
     for step in range(steps):
@@ -134,19 +174,23 @@ def train(model: GPT, loss_at, steps: int, lr: float, report) -> None:
             print(report(), flush=True)
 
 
+def logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """(B, T) ids to (B, T, vocab_size), of our GPT or of a model of transformers."""
+    output = model(tokens)
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
 @torch.no_grad()
-def heldout_loss(model: GPT, stream: torch.Tensor) -> float:
+def heldout_loss(model: torch.nn.Module, stream: torch.Tensor) -> float:
     """Mean loss a token, in nats, over windows that do not overlap."""
-    total = 0.0
+    total, device = 0.0, next(model.parameters()).device
     for begin in range(0, len(stream) - 1, BLOCK_SIZE):
-        piece = stream[begin : begin + BLOCK_SIZE + 1].to(model.wte.weight.device)
-        total += F.cross_entropy(model(piece[None, :-1])[0].float(), piece[1:], reduction="sum").item()
+        piece = stream[begin : begin + BLOCK_SIZE + 1].to(device)
+        total += F.cross_entropy(logits(model, piece[None, :-1])[0].float(), piece[1:], reduction="sum").item()
     return total / (len(stream) - 1)
 
 
-def train_target(stream, starts, heldout, args) -> GPT:
-    generator = torch.Generator().manual_seed(args.seed)
-    model = GPT(TARGET).init_weights(generator=generator).to(args.device)
+def train_on_text(model: torch.nn.Module, stream, starts, heldout, steps: int, generator, args) -> torch.nn.Module:
     forward, cross_entropy = compiled(model, args), F.cross_entropy
     if args.compile:
         cross_entropy = torch.compile(cross_entropy)
@@ -156,19 +200,33 @@ def train_target(stream, starts, heldout, args) -> GPT:
         batch = next(batches).to(args.device)
         return cross_entropy(forward(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
 
-    train(model, loss_at, args.target_steps, 2e-3, lambda: f"held-out loss {heldout_loss(model, heldout):.4f}")
+    train(model, loss_at, steps, 2e-3, lambda: f"held-out loss {heldout_loss(model, heldout):.4f}")
     return model
 
 
-def compiled(model: GPT, args):
+def train_target(stream, starts, heldout, args) -> GPT:
+    generator = torch.Generator().manual_seed(args.seed)
+    model = GPT(TARGET).init_weights(generator=generator).to(args.device)
+    return train_on_text(model, stream, starts, heldout, args.target_steps, generator, args)
+
+
+def new_llama(args):
+    """A Llama of transformers, because this repository writes its own in a lesson that comes after this file."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(args.seed)
+    return LlamaForCausalLM(LlamaConfig(**LLAMA)).to(args.device)
+
+
+def compiled(model: torch.nn.Module, args):
     """The forward pass in bfloat16 autocast, its blocks compiled if asked for."""
     if args.compile:
-        for block in model.h:
+        for block in model.h if isinstance(model, GPT) else model.model.layers:
             block.compile()
 
     def forward(tokens):
         with torch.autocast(args.device, torch.bfloat16):
-            return model(tokens)
+            return logits(model, tokens)
 
     return forward
 
@@ -269,11 +327,13 @@ def main(argv=None) -> None:
     parser.add_argument("--train", type=Path, required=True, help="stories to train on")
     parser.add_argument("--heldout", type=Path, required=True, help="stories for the held-out loss")
     parser.add_argument("--work", type=Path, required=True, help="directory for what the stages leave")
-    parser.add_argument("--out", type=Path, required=True, help="directory for the two checkpoints")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoints")
     parser.add_argument("--target-steps", type=int, default=1500)
     parser.add_argument("--written", type=int, default=1024, help="stories that the target writes, in batches of 128")
     parser.add_argument("--windows", type=int, default=6000, help="stories from the text that the draft learns from")
     parser.add_argument("--draft-steps", type=int, default=2400)
+    parser.add_argument("--llama-steps", type=int, default=3000)
+    parser.add_argument("--only", choices=("stories", "stories-llama"), help="leave the other stages out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile; needs a C++ compiler on a CPU")
     args = parser.parse_args(argv)
@@ -286,11 +346,28 @@ def main(argv=None) -> None:
         train_tokenizer(train_stories, tokenizer_file)
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     order = torch.randperm(len(train_stories), generator=torch.Generator().manual_seed(args.seed)).tolist()
-    encodings = tokenizer.encode_batch([train_stories[i] for i in order])
-    stream, starts = to_stream([encoding.ids for encoding in encodings])
-    heldout, _ = to_stream([encoding.ids for encoding in tokenizer.encode_batch(heldout_stories)])
-    print(f"{len(stream)} tokens to train on, {len(heldout)} held out", flush=True)
+    train_stories = [train_stories[i] for i in order]
 
+    def tokens(stories):
+        return to_stream([encoding.ids for encoding in tokenizer.encode_batch(stories)])
+
+    heldout, _ = tokens(heldout_stories)
+    heldout_bytes = sum(len(story.encode()) for story in heldout_stories)
+
+    def report(name, model):
+        loss = heldout_loss(model, heldout)
+        bits = loss * (len(heldout) - 1) / math.log(2) / heldout_bytes
+        print(f"{name}: held-out loss {loss:.4f} nats a token, {bits:.4f} bits a byte")
+
+    if args.only != "stories-llama":
+        make_pair(*tokens(train_stories), heldout, args, report)
+    if args.only != "stories":
+        make_llama(*tokens(with_words(train_stories, args.seed)), heldout, args, report)
+
+
+def make_pair(stream, starts, heldout, args, report) -> None:
+    """Stages 2 to 5, and the checkpoints stories and stories-draft."""
+    print(f"{len(stream)} tokens to train on, {len(heldout)} held out", flush=True)
     target = GPT(TARGET)
     weights = stage(args.work / "target.pt", lambda: train_target(stream, starts, heldout, args).state_dict())
     target.load_state_dict(weights)
@@ -317,15 +394,28 @@ def main(argv=None) -> None:
     weights = stage(args.work / "draft.pt", lambda: train_draft(batch, ids, logps, heldout, args).state_dict())
     draft = GPT(DRAFT)
     draft.load_state_dict(weights)
-
-    heldout_bytes = sum(len(story.encode()) for story in heldout_stories)
     for name, model in {"stories": target.to("cpu"), "stories-draft": draft}.items():
         model.half().save_pretrained(args.out / name)
-        (args.out / name / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+        (args.out / name / "tokenizer.json").write_bytes((args.work / "tokenizer.json").read_bytes())
         for dtype in (torch.float32, torch.bfloat16, torch.int8):  # what the float16 weights are loaded as
-            loss = heldout_loss(GPT.from_pretrained(args.out / name, dtype), heldout)
-            bits = loss * (len(heldout) - 1) / math.log(2) / heldout_bytes
-            print(f"{name}, {dtype}: held-out loss {loss:.4f} nats a token, {bits:.4f} bits a byte")
+            report(f"{name}, {dtype}", GPT.from_pretrained(args.out / name, dtype))
+
+
+def make_llama(stream, starts, heldout, args, report) -> None:
+    """Stage 6, and the checkpoint stories-llama with its chat template."""
+    print(f"{len(stream)} tokens to train on, {len(heldout)} held out", flush=True)
+    generator, model = torch.Generator().manual_seed(args.seed), new_llama(args)
+
+    def trained():
+        return train_on_text(model, stream, starts, heldout, args.llama_steps, generator, args).state_dict()
+
+    model.load_state_dict(stage(args.work / "llama.pt", trained))
+    directory = args.out / "stories-llama"
+    model.to("cpu").half().save_pretrained(directory)
+    (directory / "tokenizer.json").write_bytes((args.work / "tokenizer.json").read_bytes())
+    special = {"bos_token": EOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2) + "\n")
+    report("stories-llama", model.float())
 
 
 if __name__ == "__main__":
