@@ -295,7 +295,7 @@ def models_that_fit(names: list[str], tokens: int) -> list[str]:
     """Each of the models once, however it was spelled. Raises UserError if its window holds fewer tokens."""
     names = list({parse_name(name).label: name for name in names}.values())
     for name, source in [(name, parse_name(name)) for name in names]:
-        config = PRESETS[source.name] if source.kind == "random" else read_config(source.directory())
+        config = PRESETS[source.name] if source.kind == "random" else read_config(source.file("config.json"))
         if tokens > config.block_size:
             raise UserError(f"{tokens} tokens do not fit the window of {name}, which is {config.block_size}")
     return names

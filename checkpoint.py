@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import reprlib
 import tempfile
 from collections.abc import Iterator
@@ -39,51 +40,91 @@ class Source:
             return str(path.relative_to(root) if path.is_relative_to(root) else path)
         return self.name if self.kind == "hub" else f"random:{self.name}"
 
-    def directory(self) -> Path:
-        """The directory with the model's two files, fetched from the hub if need be. Raises UserError without both."""
-        directory = fetch(self.name) if self.kind == "hub" else Path(self.name)
-        for file in ("config.json", "model.safetensors"):
-            if not (directory / file).is_file():
-                hint = ""
-                if file == "model.safetensors" and (directory / "pytorch_model.bin").is_file():
-                    hint = (
-                        "; pytorch_model.bin is a pickle, which can run any code, and is not read: convert it with"
-                        " transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
-                    )
-                raise UserError(f"{directory}: no {file} in this directory{hint}")
-        return directory
+    def find(self, file: str) -> Path | None:
+        """The path of one of the model's files, fetched from the hub if need be; None if the model has no such file."""
+        if self.kind == "hub":
+            return fetch(self.name, file)
+        path = Path(self.name) / file
+        return path if path.is_file() else None
+
+    def file(self, file: str) -> Path:
+        """As `find`, but raises UserError if there is no such file."""
+        if path := self.find(file):
+            return path
+        raise UserError(f"{self.name}: no {file} {self.place}")
+
+    def weights(self) -> list[Path]:
+        """The files with the model's tensors: model.safetensors, or else the shards that its index names.
+
+        Raises UserError if one of them is not there, or the index names none.
+        """
+        if path := self.find("model.safetensors"):
+            return [path]
+        if index := self.find("model.safetensors.index.json"):
+            shards = read_json(index).get("weight_map")
+            shards = list(shards.values()) if isinstance(shards, dict) else []
+            # Files beside the index only: a path could lead anywhere.
+            if not shards or not all(re.fullmatch(r"[\w.-]+\.safetensors", str(file)) for file in shards):
+                raise UserError(f"{index}: weight_map does not name a .safetensors file beside it for each tensor")
+            return [self.file(shard) for shard in dict.fromkeys(shards)]
+        hint = ""
+        if self.kind == "directory" and self.find("pytorch_model.bin"):
+            hint = (
+                "; pytorch_model.bin is a pickle, which can run any code, and is not read: convert it with"
+                " transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
+            )
+        raise UserError(f"{self.name}: no model.safetensors {self.place}{hint}")
+
+    @property
+    def place(self) -> str:
+        return "in this directory" if self.kind == "directory" else "on the Hugging Face hub"
 
 
 def parse_name(name) -> Source:
-    """What a model's name means: a directory (it comes first), a name on the hub, or `random:` and one of these.
+    """What a model's name means: a directory (it comes first), a model of the hub, or `random:` and a known shape.
 
     Raises UserError for anything else.
     """
     name = str(name)
     if os.path.isdir(name):
         return Source("directory", name)
-    if name in HUB_NAMES:
-        return Source("hub", name)
+    if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
+        if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a directory misspelled
+            return Source("hub", name)
     if name.removeprefix("random:") in HUB_NAMES:
         return Source("random", name.removeprefix("random:"))
     raise UserError(
-        f"unknown model {name!r}: give a directory with config.json and model.safetensors, one of"
-        f" {', '.join(HUB_NAMES)} (from the Hugging Face hub), or random: before one of these"
+        f"unknown model {name!r}: give a directory with config.json and model.safetensors, {', '.join(HUB_NAMES)}"
+        f" or ORG/NAME (from the Hugging Face hub), or random: before one of {', '.join(HUB_NAMES)}"
     )
 
 
-def fetch(name: str) -> Path:
-    """Download a model's two files from the hub, unless they are in its cache; the directory. Raises UserError."""
-    from huggingface_hub import hf_hub_download, logging  # here: importing it takes longer than loading a small model
+COMMITS: dict[str, str] = {}  # of each repository on the hub that this process has read: all files are of one commit
+
+
+def fetch(name: str, file: str) -> Path | None:
+    """Download one file of a model from the hub, unless it is in its cache; None if the model has no such file.
+
+    Raises UserError if that cannot be done. A file takes its place when it is complete, so an interrupted download
+    leaves none.
+    """
+    # Here, because importing it takes longer than loading a small model.
+    from huggingface_hub import _CACHED_NO_EXIST, errors, hf_hub_download, logging, try_to_load_from_cache
 
     logging.set_verbosity_error()  # one error at the end says what a warning for each retry would
+    repository = f"openai-community/{name}" if name in HUB_NAMES else name
     try:
-        for file in ("config.json", "model.safetensors"):
-            path = hf_hub_download(f"openai-community/{name}", file)
+        path = Path(hf_hub_download(repository, file, revision=COMMITS.get(repository)))
     except Exception as error:  # offline, refused, disk full: the hub's own errors share no base class
+        if isinstance(error, errors.EntryNotFoundError):
+            offline = isinstance(error, errors.LocalEntryNotFoundError)
+            if not offline or try_to_load_from_cache(repository, file) is _CACHED_NO_EXIST:
+                return None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{name} could not be fetched from the Hugging Face hub: {reason}") from None
-    return Path(path).parent
+        missing = "" if name in HUB_NAMES else "is no directory here, and "
+        raise UserError(f"{name} {missing}could not be fetched from the Hugging Face hub: {reason}") from None
+    COMMITS[repository] = path.parent.name
+    return path
 
 
 def read_json(file: Path) -> dict:
@@ -127,37 +168,42 @@ BLOCK = 2**22  # bytes of float32 in a block of `read_tensors`
 
 
 def read_tensors(
-    file: Path, shapes: dict, prefix: str = "", skip: tuple[str, ...] = (), transposed: tuple[str, ...] = ()
+    files: list[Path], shapes: dict, prefix: str = "", skip: tuple[str, ...] = (), transposed: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
-    """The tensors of a safetensors file in blocks of rows: (name, which rows, these rows in the dtype of the file).
+    """The tensors of safetensors files in blocks of rows: (name, which rows, these rows in the dtype of the file).
 
     With blocks of a few megabytes, loading takes hardly more memory than what becomes of them.
-    shapes: name -> shape, what the file must hold. prefix: may stand before each name in the file. skip: endings of
-    names that may be in the file and are not read. transposed: endings of names that are stored as (columns, rows);
-    these come whole. Raises UserError if the file is cut short, or a tensor is missing, unexpected, there twice, of
+    shapes: name -> shape, what the files must hold together. prefix: may stand before each name. skip: endings of
+    names that may be in the files and are not read. transposed: endings of names that are stored as (columns, rows);
+    these come whole. Raises UserError if a file is cut short, or a tensor is missing, unexpected, there twice, of
     another shape or not of floating-point numbers.
     """
+    file = files[0]
     try:
         stored = {}
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():
-                name = key.removeprefix(prefix)
-                if name in stored:
-                    raise UserError(f"{file}: tensor {name} is there twice, with and without {prefix!r}")
-                if name not in shapes and not name.endswith(skip):
-                    raise UserError(f"{file}: unexpected tensor {name}")
-                stored[name] = key
-        read = BLOCK
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():
+                    name = key.removeprefix(prefix)
+                    if name in stored:
+                        other = stored[name][0]
+                        how = f"with and without {prefix!r}" if other == file else f"also in {other.name}"
+                        raise UserError(f"{file}: tensor {name} is there twice, {how}")
+                    if name not in shapes and not name.endswith(skip):
+                        raise UserError(f"{file}: unexpected tensor {name}")
+                    stored[name] = file, key
+        opened, read = None, 0
         for name, shape in shapes.items():
             if name not in stored:
-                raise UserError(f"{file}: tensor {name} is missing")
+                raise UserError(f"{file if len(files) == 1 else file.parent}: tensor {name} is missing")
+            file, key = stored[name]
             turned = name.endswith(transposed)
             expected = tuple(reversed(shape) if turned else shape)
             height = shape[0] if turned else max(1, BLOCK // (4 * math.prod(shape[1:])))
             for start in range(0, shape[0], height):
-                if read >= BLOCK:  # what was read of the file counts as memory until it is closed
-                    tensors, read = safe_open(file, framework="pt"), 0
-                tensor, rows = tensors.get_slice(stored[name]), slice(start, start + height)
+                if file != opened or read >= BLOCK:  # what was read of a file counts as memory until it is closed
+                    tensors, opened, read = safe_open(file, framework="pt"), file, 0
+                tensor, rows = tensors.get_slice(key), slice(start, start + height)
                 if (found := tuple(tensor.get_shape())) != expected:
                     raise UserError(f"{file}: tensor {name} is {found}, and config.json says {expected}")
                 block = tensor[:].t() if turned else tensor[rows]

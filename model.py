@@ -202,18 +202,18 @@ class GPT(nn.Module):
     def from_pretrained(cls, name, dtype: torch.dtype = torch.float32, device="cpu") -> "GPT":
         """Load a model for inference, straight to its dtype and device; torch.int8 is that of lesson 23, in int8.py.
 
-        name: what `checkpoint.parse_name` understands: a directory in Hugging Face form, `gpt2`, `gpt2-medium`,
-        `gpt2-large` or `gpt2-xl` from the hub, or `random:` before one of these, for its shape with random weights.
+        name: what `checkpoint.parse_name` understands: a directory in Hugging Face form, a model of the hub (`gpt2`,
+        its sizes, or `org/name`), or `random:` before `gpt2` or a size, for its shape with random weights.
         Raises UserError, in one line that says what is wrong, for anything else, and if memory runs out.
         """
         source = parse_name(name)
-        directory = None if source.kind == "random" else source.directory()
+        config = PRESETS[source.name] if source.kind == "random" else read_config(source.file("config.json"))
         with torch.device("meta"):
-            model = cls(PRESETS[source.name] if directory is None else read_config(directory))
+            model = cls(config)
         size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
         floats = torch.float32 if dtype == torch.int8 else dtype  # of all that is not int8
         with memory_for(f"{source.label}: {size:,} bytes of weights"):
-            if directory is None:
+            if source.kind == "random":
                 seeded = torch.Generator(device).manual_seed(0)  # the same weights in each process
                 model = model.to(floats).to_empty(device=device).tie_weights().init_weights(generator=seeded).eval()
                 return to_int8(model) if dtype == torch.int8 else model
@@ -224,8 +224,7 @@ class GPT(nn.Module):
             for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
                 kind = tensor.dtype if tensor.dtype == torch.int8 else floats
                 weights[name] = torch.empty(tensor.shape, dtype=kind, device=device)
-            file = directory / "model.safetensors"
-            for name, rows, block in read_tensors(file, shapes, "transformer.", SKIPPED, TRANSPOSED):
+            for name, rows, block in read_tensors(source.weights(), shapes, "transformer.", SKIPPED, TRANSPOSED):
                 store(weights, name, rows, block)
         model.load_state_dict(weights, assign=True, strict=False)
         return model.tie_weights().eval()
@@ -276,9 +275,8 @@ def file_form(name: str, weight: torch.Tensor) -> torch.Tensor:
     return weight.t() if name.endswith(TRANSPOSED) else weight
 
 
-def read_config(directory: Path) -> GPTConfig:
+def read_config(file: Path) -> GPTConfig:
     """The GPTConfig in a Hugging Face `config.json`. Raises UserError if it describes another architecture."""
-    file = directory / "config.json"
     raw, fields = read_json(file), {}
     for field, (key, limit) in SIZES.items():
         fields[field] = value = raw.get(key, getattr(GPTConfig, field))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tiktoken
 
-from checkpoint import UserError, check_values, parse_name, read_json
+from checkpoint import HUB_NAMES, UserError, check_values, parse_name, read_json
 
 EOT = "<|endoftext|>"
 # GPT-2 splits text by this pattern before it merges bytes (openai/gpt-2, encoder.py).
@@ -37,18 +37,18 @@ def load_encoding(name, vocab_size: int) -> tiktoken.Encoding:
     number. Raises UserError if it is smaller, or there is no tokenizer, or one of another kind.
     """
     source = parse_name(name)
-    if source.kind == "directory":
-        encoding = read_tokenizer_json(Path(source.name) / "tokenizer.json")
-    elif source.kind == "hub":
+    if source.kind == "random":
+        ranks = {bytes([i]): i for i in range(256)} | {b" %d" % i: i for i in range(256, vocab_size - 1)}
+        encoding = tiktoken.Encoding(
+            source.label, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={EOT: vocab_size - 1}
+        )
+    elif source.kind == "hub" and name in HUB_NAMES:
         try:
             encoding = tiktoken.get_encoding("gpt2")
         except Exception as error:  # it is downloaded on first use; offline, the error is that of the HTTP library
             raise UserError(f"GPT-2's vocabulary could not be fetched: {type(error).__name__}") from None
     else:
-        ranks = {bytes([i]): i for i in range(256)} | {b" %d" % i: i for i in range(256, vocab_size - 1)}
-        encoding = tiktoken.Encoding(
-            source.label, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={EOT: vocab_size - 1}
-        )
+        encoding = read_tokenizer_json(source.file("tokenizer.json"))
     if encoding.n_vocab > vocab_size:
         raise UserError(f"{name}: the tokenizer has {encoding.n_vocab} tokens, the model's vocab_size is {vocab_size}")
     return encoding

@@ -37,9 +37,11 @@ def refused(function, *args) -> str:
 
 
 def read(file, transposed=("none",)) -> dict:
-    """All tensors, put together from their blocks."""
-    blocks = {}
-    for name, rows, block in read_tensors(file, SHAPES, "transformer.", ("lm_head.weight", ".masked_bias"), transposed):
+    """All tensors of a file, or of a list of them, put together from their blocks."""
+    files, blocks = file if isinstance(file, list) else [file], {}
+    for name, rows, block in read_tensors(
+        files, SHAPES, "transformer.", ("lm_head.weight", ".masked_bias"), transposed
+    ):
         assert rows.start == sum(len(part) for part in blocks.setdefault(name, []))
         blocks[name].append(block)
     return {name: torch.cat(parts) for name, parts in blocks.items()}
@@ -53,8 +55,13 @@ def test_a_user_error_is_one_line_and_a_value_error():
     assert issubclass(UserError, ValueError)
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "a/b", "meta-llama/Llama-3.2-1B", "o_1/x.y_z"])
+def test_any_model_of_the_hub_has_an_organisation_and_a_name(name):
+    assert parse_name(name) == Source("hub", name) and parse_name(name).label == name
+
+
 @pytest.mark.parametrize("name", HUB_NAMES)
-def test_names_of_the_hub(name):
+def test_names_of_gpt2(name):
     assert parse_name(name) == Source("hub", name) and parse_name(name).label == name
     assert (
         parse_name(f"random:{name}") == Source("random", name)
@@ -76,11 +83,30 @@ def test_a_directory_comes_before_a_name_of_the_hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt3", "random:gpt3", "random:", "no/such/directory", "random:random:gpt2", "", "x" * 300, "a\0b", __file__],
+    [
+        *("gpt3", "random:gpt3", "random:", "no/such/directory", "random:random:gpt2", "", "x" * 300, "a\0b", __file__),
+        *(
+            "random:org/name",
+            "org/",
+            "/name",
+            "./name",
+            "org/../name",
+            "org/na me",
+            "örg/name",
+            "org/name\n",
+            "org\\name",
+        ),
+    ],
 )
 def test_an_unknown_name_lists_the_valid_ones(name):
     message = refused(parse_name, name)
     assert all(words in message for words in (repr(name), "gpt2, gpt2-medium, gpt2-large, gpt2-xl", "random:"))
+
+
+def test_a_directory_misspelled_is_no_model_of_the_hub(monkeypatch):
+    monkeypatch.chdir(CHECKPOINTS.parent)
+    assert parse_name("checkpoints/stories").kind == "directory"
+    assert "unknown model 'checkpoints/storis'" in refused(parse_name, "checkpoints/storis")
 
 
 def test_a_directory_has_one_label_however_it_is_spelled(tmp_path, monkeypatch):
@@ -96,61 +122,175 @@ def test_a_directory_has_one_label_however_it_is_spelled(tmp_path, monkeypatch):
 # Files
 
 
-def test_the_hub_gives_two_files_and_no_pickle(tmp_path, monkeypatch):
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with these files, in a directory, of a model. It notes what is asked of it."""
     import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError
 
-    asked = []
+    class Hub:
+        asked, files, commit = [], {"config.json", "model.safetensors"}, "c0ffee"
 
-    def download(repository, file):
-        asked.append((repository, file))
-        (tmp_path / file).touch()
-        return str(tmp_path / file)
+    def download(repository, file, revision):
+        Hub.asked.append((repository, file, revision))
+        if file not in Hub.files:
+            raise EntryNotFoundError(f"404: no {file}")
+        path = tmp_path / "hub" / Hub.commit / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        return str(path)
 
+    Hub.asked.clear()
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert parse_name("gpt2-large").directory() == tmp_path
-    assert asked == [("openai-community/gpt2-large", file) for file in ("config.json", "model.safetensors")]
+    monkeypatch.setattr(checkpoint, "COMMITS", {})
+    return Hub
+
+
+@pytest.mark.parametrize("name, repository", [("gpt2-large", "openai-community/gpt2-large"), ("org/name", "org/name")])
+def test_a_file_of_the_hub_is_fetched_when_it_is_asked_for(hub, name, repository):
+    source = parse_name(name)
+    assert hub.asked == []
+    path = source.file("config.json")
+    assert path.name == "config.json" and path.is_file()
+    assert hub.asked == [(repository, "config.json", None)]
+    assert source.weights() == [path.with_name("model.safetensors")]
+    assert source.find("chat_template.jinja") is None
+    assert refused(source.file, "tokenizer.json") == f"{name}: no tokenizer.json on the Hugging Face hub"
+
+
+def test_all_files_of_a_model_are_of_one_commit(hub):
+    """Its author may replace them while we read."""
+    parse_name("org/name").file("config.json")
+    hub.commit = "badc0de"
+    parse_name("org/name").weights()
+    parse_name("org/other").file("config.json")
+    parse_name("org/other").weights()
+    assert [revision for *_, revision in hub.asked] == [None, "c0ffee", None, "badc0de"]
+
+
+def test_shards_of_the_hub(hub, monkeypatch):
+    hub.files = {"config.json", "model.safetensors.index.json", "a.safetensors"}
+    monkeypatch.setattr(
+        checkpoint, "read_json", lambda file: {"weight_map": {"x": "a.safetensors", "y": "a.safetensors"}}
+    )
+    assert [file.name for file in parse_name("org/name").weights()] == ["a.safetensors"]
+    hub.files.remove("a.safetensors")
+    assert refused(parse_name("org/name").weights) == "org/name: no a.safetensors on the Hugging Face hub"
+    hub.files = {"config.json", "pytorch_model.bin"}
+    assert refused(parse_name("org/name").weights) == "org/name: no model.safetensors on the Hugging Face hub"
+    assert "pytorch_model.bin" not in [file for _, file, _ in hub.asked]
 
 
 @pytest.mark.parametrize("text, reason", [("offline\nsecond line", "offline"), ("", "OSError")])
-def test_a_hub_that_does_not_answer_is_one_line(monkeypatch, text, reason):
+@pytest.mark.parametrize("name, words", [("gpt2", "gpt2"), ("org/name", "org/name is no directory here, and")])
+def test_a_hub_that_does_not_answer_is_one_line(monkeypatch, text, reason, name, words):
     import huggingface_hub
 
-    def no_network(*args):
+    def no_network(*args, **options):
         raise OSError(text)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_network)
-    message = refused(parse_name("gpt2").directory)
-    assert message == f"gpt2 could not be fetched from the Hugging Face hub: {reason}"
+    for ask in (parse_name(name).weights, lambda: parse_name(name).find("chat_template.jinja")):
+        assert refused(ask) == f"{words} could not be fetched from the Hugging Face hub: {reason}"
+
+
+def test_without_a_network_a_file_known_to_be_none_is_none(monkeypatch):
+    """A model in the hub's cache is used offline; that it has no template was noted when there was a network."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(*args, **options):
+        raise LocalEntryNotFoundError("offline")
+
+    known = {"generation_config.json": huggingface_hub._CACHED_NO_EXIST, "tokenizer.json": None}
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda repository, file: known[file])
+    source = parse_name("org/name")
+    assert source.find("generation_config.json") is None
+    assert refused(source.find, "tokenizer.json").endswith("could not be fetched from the Hugging Face hub: offline")
 
 
 def test_ctrl_c_during_a_download_is_no_error_of_the_hub(monkeypatch):
     import huggingface_hub
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        parse_name("gpt2").directory()
+        parse_name("gpt2").weights()
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_directory_without_a_file_names_it(tmp_path, missing):
     write_checkpoint(tmp_path, {}, WEIGHTS)
-    assert parse_name(tmp_path).directory() == tmp_path
+    source = parse_name(tmp_path)
+    assert source.file("config.json") == tmp_path / "config.json"
+    assert source.weights() == [tmp_path / "model.safetensors"]
+
+    def ask():
+        source.file("config.json")
+        source.weights()
+
     (tmp_path / missing).unlink()
-    assert refused(parse_name(tmp_path).directory) == f"{tmp_path}: no {missing} in this directory"
+    assert refused(ask) == f"{tmp_path}: no {missing} in this directory"
     (tmp_path / missing).mkdir()
     if missing == "config.json":
         (tmp_path / "pytorch_model.bin").touch()  # not what is wrong here
-    assert refused(parse_name(tmp_path).directory) == f"{tmp_path}: no {missing} in this directory"
+    assert refused(ask) == f"{tmp_path}: no {missing} in this directory"
 
 
 def test_a_pickle_is_refused_and_the_way_to_convert_it_told(tmp_path):
     write_checkpoint(tmp_path, {}, WEIGHTS)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    message = refused(parse_name(tmp_path).directory)
+    message = refused(parse_name(tmp_path).weights)
     assert "no model.safetensors" in message and "pickle" in message and "save_pretrained" in message
+
+
+def sharded(directory, files: dict, index: dict | None = None) -> Path:
+    """Write shards, file -> names of tensors of WEIGHTS, and their index."""
+    for file, names in files.items():
+        save_file({name: WEIGHTS[name] for name in names}, directory / file)
+    mapped = {name: file for file, names in files.items() for name in names} if index is None else index
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": mapped}))
+    return directory
+
+
+def test_shards_hold_a_model_together(tmp_path):
+    weights = parse_name(sharded(tmp_path, {"x-2.safetensors": ["a"], "x-1.safetensors": ["b.c"]})).weights()
+    assert weights == [tmp_path / "x-2.safetensors", tmp_path / "x-1.safetensors"]
+    for name, tensor in read(weights).items():
+        assert torch.equal(tensor, WEIGHTS[name])
+    save_file(WEIGHTS, tmp_path / "model.safetensors")  # a whole model comes first
+    assert parse_name(tmp_path).weights() == [tmp_path / "model.safetensors"]
+
+
+def test_shards_that_do_not_fit_are_named(tmp_path):
+    whole = sharded(tmp_path, {"x.safetensors": ["a"], "y.safetensors": ["b.c"]})
+    files = parse_name(whole).weights()
+    save_file(WEIGHTS, files[1])
+    assert refused(read, files) == f"{files[1]}: tensor a is there twice, also in x.safetensors"
+    save_file({"other": torch.ones(1)}, files[1])
+    assert refused(read, files) == f"{files[1]}: unexpected tensor other"
+    save_file({}, files[1])
+    assert refused(read, files) == f"{tmp_path}: tensor b.c is missing"
+    files[1].write_bytes(b"short")
+    assert f"{files[1]}: not a complete safetensors file" in refused(read, files)
+    files[1].unlink()
+    assert refused(parse_name(whole).weights) == f"{tmp_path}: no y.safetensors in this directory"
+
+
+@pytest.mark.parametrize(
+    "index",
+    [{}, [], None, 1, {"a": 1}, {"a": None}, {"a": "../x.safetensors"}, {"a": "/x.safetensors"}, {"a": "x.bin"}]
+    + [{"a": "x.safetensors", "b": "d/y.safetensors"}, {"a": ".safetensors\n"}, {"a": ["x.safetensors"]}],
+)
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    message = refused(parse_name(tmp_path).weights)
+    assert message.endswith(
+        "model.safetensors.index.json: weight_map does not name a .safetensors file beside it for each tensor"
+    )
 
 
 # JSON
@@ -257,7 +397,7 @@ def test_large_tensors_come_in_blocks_of_rows_and_the_file_is_closed_between(tmp
         checkpoint, "safe_open", lambda *args, **options: opened.append(1) or open_file(*args, **options)
     )
     monkeypatch.setattr(checkpoint, "BLOCK", 12)  # bytes: a row of three floats
-    blocks = list(read_tensors(file, SHAPES))
+    blocks = list(read_tensors([file], SHAPES))
     assert [(name, len(block)) for name, _, block in blocks] == [("a", 1), ("a", 1), ("b.c", 3), ("b.c", 1)]
     assert len(opened) == 1 + 4
     for name, tensor in read(file).items():

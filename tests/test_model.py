@@ -293,4 +293,4 @@ def test_several_tokens_may_end_a_text(saved):
 
 def test_what_a_config_lacks_is_as_in_gpt2(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert model_module.read_config(tmp_path) == GPTConfig() == PRESETS["gpt2"]
+    assert model_module.read_config(tmp_path / "config.json") == GPTConfig() == PRESETS["gpt2"]
