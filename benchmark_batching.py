@@ -18,7 +18,8 @@ import benchmark_kv_cache
 from cache import KVCache
 from checkpoint import UserError
 from infer import MOST_TEXTS, STORIES, Parser, SamplingParams, generate, pass_logits, pick_dtype
-from model import GPT
+from load import load_model
+from model import Model
 from native import BuildError, kernel, use_native
 
 ENGINES = {  # name: the package it needs or "", its dtype, what it is
@@ -46,13 +47,13 @@ def load(engine: str, directory: Path, device: str):
 
         threads = {"inter_threads": 1, "intra_threads": torch.get_num_threads()}
         return ctranslate2.Generator(str(directory / "ctranslate2"), compute_type=dtype, **threads)
-    model = GPT.from_pretrained(directory, pick_dtype(dtype, device), device)
+    model = load_model(directory, pick_dtype(dtype, device), device)
     if package == "native":
         use_native(model)
     return model
 
 
-def prepare(model: GPT, directory: Path, engines: list[str]) -> None:
+def prepare(model: Model, directory: Path, engines: list[str]) -> None:
     """Write the model where all engines load it. For CTranslate2 it is converted, with the ids for a vocabulary."""
     model.save_pretrained(directory)
     if any(ENGINES[engine][0] == "ctranslate2" for engine in engines):
@@ -202,7 +203,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
     names = common.models_that_fit(args.model, max(args.max_new_tokens) + args.prompt_tokens)
     peaks = {dtype: common.bandwidth(device, getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
     for name in names:
-        model = GPT.from_pretrained(name, torch.float32, device)
+        model = load_model(name, torch.float32, device)
         about = common.describe(name, model, device)
         with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
             directory = Path(temporary)

@@ -18,7 +18,8 @@ import torch
 from cache import KVCache
 from checkpoint import UserError, parse_name
 from infer import DTYPES, pick_device, run_script
-from model import GPT, PRESETS, read_config
+from load import load_config
+from model import Model
 
 ROOT = Path(__file__).resolve().parent
 SETTING = {  # what a summary keeps apart
@@ -232,7 +233,7 @@ def summarise(rows: list[dict], baseline: str | dict):
     return pandas.DataFrame(columns).map(four_digits).assign(runs=groups.size()).reset_index()
 
 
-def describe(name, model: GPT, device: str, draft: str = "") -> dict:
+def describe(name, model: Model, device: str, draft: str = "") -> dict:
     """The columns that say what ran on what."""
     return {
         "model": parse_name(name).label,
@@ -294,8 +295,7 @@ def bandwidth(device: str, dtype: torch.dtype) -> float:
 def models_that_fit(names: list[str], tokens: int) -> list[str]:
     """Each of the models once, however it was spelled. Raises UserError if its window holds fewer tokens."""
     names = list({parse_name(name).label: name for name in names}.values())
-    for name, source in [(name, parse_name(name)) for name in names]:
-        config = PRESETS[source.name] if source.kind == "random" else read_config(source.file("config.json"))
+    for name, config in [(name, load_config(name)) for name in names]:
         if tokens > config.block_size:
             raise UserError(f"{tokens} tokens do not fit the window of {name}, which is {config.block_size}")
     return names
@@ -307,7 +307,7 @@ def random_prompts(vocab_size: int, batch_size: int, tokens: int) -> list[list[i
 
 
 def speeds(
-    model: GPT | None,
+    model: Model | None,
     prompts: list[list[int]],
     length: int,
     first: float,
@@ -331,22 +331,23 @@ def speeds(
 
 
 def roofline_share(
-    model: GPT, batch_size: int, prompt_tokens: int, new_tokens: int, seconds: float, bandwidth: float
+    model: Model, batch_size: int, prompt_tokens: int, new_tokens: int, seconds: float, bandwidth: float
 ) -> float:
     """The share of the seconds after the first token that reading weights and cache takes at that bandwidth (bytes/s).
 
-    Each step reads all weights once, the position embedding aside, and the keys and values of all positions so far.
+    Each step reads all weights once, embeddings that are no head aside, and keys and values of all positions so far.
     """
     config = model.config
     tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}  # the tied head once
-    weights = sum(tensor.nbytes for tensor in tensors.values()) - model.wpe.weight.nbytes
+    rows_only = [getattr(model, name, None) for name in ("wpe", *([] if config.tied_head else [model.EMBEDDING]))]
+    weights = sum(tensor.nbytes for tensor in tensors.values()) - sum(part.weight.nbytes for part in rows_only if part)
     positions = prompt_tokens + new_tokens / 2  # on average
     cache = 2 * config.n_layer * config.n_kv_head * config.head_dim * positions * batch_size * model.dtype.itemsize
     return (new_tokens - 1) * (weights + cache) / bandwidth / seconds
 
 
 @torch.inference_mode()
-def check_half_precision(model: GPT, tokens: torch.Tensor, piece: int = 1, peer=None) -> None:
+def check_half_precision(model: Model, tokens: torch.Tensor, piece: int = 1, peer=None) -> None:
     """Compare log-probabilities with the cache, and those of a peer, with those of one pass without a cache.
 
     For half precision, where rounding may change greedy tokens. tokens: (B, T). piece: how many tokens a pass with the

@@ -11,7 +11,8 @@ import torch
 import benchmark_common as common
 from checkpoint import UserError
 from infer import MOST_TEXTS, STORIES, Parser, SamplingParams, generate, pick_dtype
-from model import GPT
+from load import load_model
+from model import Model
 
 MODES = ("cache", "no cache", "transformers")
 PEER_IMPORTS = ["transformers.models.gpt2.modeling_gpt2", "transformers.generation.utils"]
@@ -20,7 +21,7 @@ PEER_IMPORTS = ["transformers.models.gpt2.modeling_gpt2", "transformers.generati
 def load(mode: str, directory, dtype: torch.dtype, device: str):
     """The model as that mode runs it."""
     if mode != "transformers":
-        return GPT.from_pretrained(directory, dtype, device)
+        return load_model(directory, dtype, device)
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()
@@ -61,7 +62,7 @@ def run_once(mode: str, directory, dtype: torch.dtype, device: str, prompts: lis
     run(mode, load(mode, directory, dtype, device), prompts, length, device)
 
 
-def check(ours: GPT, models: dict, prompts: list[list[int]], length: int, device: str) -> None:
+def check(ours: Model, models: dict, prompts: list[list[int]], length: int, device: str) -> None:
     """Exit unless all modes make the same greedy tokens (float32), or logits that are close (half precision)."""
     texts = {mode: run(mode, model, prompts, length, device)[0] for mode, model in models.items()}
     first = next(iter(texts.values()))
@@ -83,7 +84,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
             raise UserError("--modes transformers: nothing else to run")
     names = common.models_that_fit(args.model, max(args.max_new_tokens) + args.prompt_tokens)
     for name, dtype in itertools.product(names, dtypes):
-        model = GPT.from_pretrained(name, dtype, device)
+        model = load_model(name, dtype, device)
         about, peak = common.describe(name, model, device), common.bandwidth(device, dtype)
         with tempfile.TemporaryDirectory() as directory:  # all modes load the same file
             model.save_pretrained(directory)

@@ -12,7 +12,8 @@ import benchmark_common as common
 from checkpoint import UserError, parse_name
 from infer import STORIES, Parser, SamplingParams, generate, pick_dtype
 from infer_speculative import Pass, generate_speculative
-from model import GPT
+from load import load_model
+from model import Model
 from tokenizer import load_encoding
 
 PROMPTS = (
@@ -25,7 +26,7 @@ PROMPTS = (
 )
 
 
-def passes(target: GPT, draft: GPT, prompt, params: SamplingParams, gamma: int, generator=None) -> Iterator[Pass]:
+def passes(target: Model, draft: Model, prompt, params: SamplingParams, gamma: int, generator=None) -> Iterator[Pass]:
     """Passes of the target: by itself, with its cache, where gamma is 0."""
     if gamma == 0:
         return (Pass(step, [], 0) for step in generate(target, [prompt], params, generator))
@@ -34,12 +35,12 @@ def passes(target: GPT, draft: GPT, prompt, params: SamplingParams, gamma: int, 
 
 def run_once(names: tuple, dtype: torch.dtype, device: str, prompt: list[int], params: SamplingParams, gamma: int):
     """Load what it takes and generate one text, for its memory."""
-    target = GPT.from_pretrained(names[0], dtype, device)
-    draft = GPT.from_pretrained(names[1], dtype, device) if gamma else None
+    target = load_model(names[0], dtype, device)
+    draft = load_model(names[1], dtype, device) if gamma else None
     list(passes(target, draft, prompt, params, gamma))
 
 
-def check(target: GPT, draft: GPT, prompt: list[int], params: SamplingParams, gammas: list[int]) -> None:
+def check(target: Model, draft: Model, prompt: list[int], params: SamplingParams, gammas: list[int]) -> None:
     """Exit unless all modes have the same greedy tokens (float32) or the cache gives close logits (half precision)."""
     texts = [[token for item in passes(target, draft, prompt, params, g) for token in item.tokens] for g in gammas]
     if target.dtype == torch.float32 and any(text != texts[0] for text in texts):
@@ -59,7 +60,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
     gammas, dtypes = [0, *args.gamma], [pick_dtype(name, device) for name in args.dtype]
     settings = [SamplingParams(ignore_eos=True, temperature=temperature) for temperature in args.temperature]
     for dtype in dtypes:
-        target, draft = (GPT.from_pretrained(name, dtype, device) for name in (args.target, args.draft))
+        target, draft = (load_model(name, dtype, device) for name in (args.target, args.draft))
         encoding = load_encoding(args.target, target.config.vocab_size)
         prompts = [encoding.encode(text) for text in PROMPTS[: args.prompts]]
         longest = max(args.max_new_tokens) + max(len(prompt) for prompt in prompts)

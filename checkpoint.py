@@ -153,6 +153,37 @@ def check_values(where, raw: dict, supported: dict[str, tuple]) -> None:
             raise UserError(f"{where}: {key} is {reprlib.repr(value)}; supported is {' or '.join(map(repr, values))}")
 
 
+def read_sizes(file: Path, raw: dict, sizes: dict[str, tuple[str, int]], missing: dict[str, int]) -> dict[str, int]:
+    """The sizes in a config.json. sizes: field -> its key, and the largest value. missing: what a missing key means.
+
+    Raises UserError unless each is an integer from 1 to that value.
+    """
+    fields = {}
+    for field, (key, limit) in sizes.items():
+        fields[field] = value = raw.get(key, missing.get(field))
+        if type(value) is not int or not 1 <= value <= limit:
+            raise UserError(f"{file}: {key} is {reprlib.repr(value)}; it must be an integer from 1 to {limit}")
+    return fields
+
+
+def read_token_ids(file: Path, raw: dict, key: str, vocab_size: int, missing: int | None = None) -> tuple[int, ...]:
+    """The different ids in a field of a config.json, an id or a list of ids. Raises UserError if it is neither."""
+    value = raw.get(key, missing)
+    ids = value if isinstance(value, list) else [value]
+    if not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        allowed = f"an id below {vocab_size}, or a list of them"
+        raise UserError(f"{file}: {key} is {reprlib.repr(value)}; it must be {allowed}")
+    return tuple(dict.fromkeys(ids))
+
+
+def read_number(file: Path, raw: dict, key: str, missing: float | None, limit: float) -> float:
+    """A number in a config.json, above 0 and up to limit. Raises UserError if it is anything else."""
+    value = raw.get(key, missing)
+    if type(value) not in (int, float) or not 0 < value <= limit:
+        raise UserError(f"{file}: {key} is {reprlib.repr(value)}; it must be above 0 and at most {limit}")
+    return value
+
+
 @contextlib.contextmanager
 def memory_for(what: str):
     """Raise a UserError that names `what` if memory runs out inside the block."""

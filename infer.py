@@ -14,7 +14,8 @@ import torch
 
 from cache import KVCache
 from checkpoint import UserError, memory_for
-from model import GPT, causal_attention
+from load import load_model
+from model import Model, causal_attention
 from native import BuildError, kernel, use_native
 from native.step import MOST_TOKENS
 from tokenizer import TextStream, load_encoding
@@ -64,7 +65,7 @@ LIMITS = {  # field of SamplingParams, or argument of beam_search: its type, whi
 
 @torch.inference_mode()
 def generate(
-    model: GPT,
+    model: Model,
     prompts: list[list[int]],
     params: SamplingParams,
     generator: torch.Generator | None = None,
@@ -82,7 +83,7 @@ def generate(
     Raises UserError if there is no prompt, stride is out of range, the cache does not fit in memory, or the logits are
     not finite.
     """
-    sequences = [list(prompt) or [model.config.eos_token_ids[0]] for prompt in prompts]
+    sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
         raise UserError("at least one prompt is needed")
     block_size = model.config.block_size
@@ -121,7 +122,7 @@ class Beam(NamedTuple):
 
 @torch.inference_mode()
 def beam_search(
-    model: GPT,
+    model: Model,
     prompt: list[int],
     num_beams: int,
     max_new_tokens: int = 220,
@@ -140,7 +141,7 @@ def beam_search(
     """
     SamplingParams(max_new_tokens, ignore_eos)  # checks them
     check_limits(num_beams=num_beams, length_penalty=length_penalty)
-    prompt, block_size = list(prompt) or [model.config.eos_token_ids[0]], model.config.block_size
+    prompt, block_size = list(prompt) or [model.config.bos_token_id], model.config.block_size
     stride, ends = check_stride(stride, block_size), () if ignore_eos else model.config.eos_token_ids
     cache = KVCache(model, 1, min(len(prompt) + max_new_tokens - 1, block_size)) if use_cache else None
     running, finished = [Beam([], 0.0)], []  # the score of a running text is its sum of log-probabilities
@@ -187,7 +188,7 @@ def window_start(length: int, block_size: int, stride: int) -> int:
 
 
 @torch.inference_mode()
-def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None, keep: int = 1) -> torch.Tensor:
+def next_logits(model: Model, windows: list[list[int]], cache: KVCache | None, keep: int = 1) -> torch.Tensor:
     """The logits at the last `keep` positions of each window, (B, keep, vocab_size), float32 whatever the weights are.
 
     The cache, None for none, saves computing what its rows share with the windows.
@@ -207,7 +208,7 @@ def next_logits(model: GPT, windows: list[list[int]], cache: KVCache | None, kee
     return logits
 
 
-def pass_logits(model: GPT, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int) -> torch.Tensor:
+def pass_logits(model: Model, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int) -> torch.Tensor:
     """The logits at the last `keep` new tokens of these rows, from one pass, padded right: (B, keep, vocab_size)."""
     lengths = [len(tokens) for tokens in new]
     if cache is not None and model.native and sum(lengths) <= MOST_TOKENS:
@@ -403,7 +404,7 @@ class Parser(argparse.ArgumentParser):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options on what to write, and on where and how to run."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("--prompt", action="append", help="text to continue, repeatable; empty: after <|endoftext|>")
+    parser.add_argument("--prompt", action="append", help="text to continue, repeatable; empty: a text of its own")
     parser.add_argument("--prompt-file", type=Path, help="UTF-8 file with one more prompt in each line")
     parser.add_argument("--max-new-tokens", type=int, help="length limit, in tokens")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end of the text")
@@ -424,7 +425,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
-def load_models(names: list, args, device: str) -> list[GPT]:
+def load_models(names: list, args, device: str) -> list[Model]:
     """The models of a command line, in its dtype and with its backend. A note says if there is no native code.
 
     Raises UserError for a model that cannot be loaded, or a dtype and a device that do not go together.
@@ -433,7 +434,7 @@ def load_models(names: list, args, device: str) -> list[GPT]:
     if args.backend == "native" and (device != "cpu" or args.dtype not in ("float32", "int8")):
         allowed = "--device cpu and --dtype float32 or int8"
         raise UserError(f"--backend native is for {allowed}; not {device} and {args.dtype}")
-    models = [GPT.from_pretrained(name, dtype, device) for name in names]
+    models = [load_model(name, dtype, device) for name in names]
     if args.backend == "native":
         try:
             for model in models:
@@ -600,7 +601,7 @@ def check_beam_options(args) -> None:
         raise UserError(f"--num-beams neither draws nor penalises tokens; leave out {', '.join(refused)}")
 
 
-def print_beams(args, model: GPT, prompts: list[list[int]], output: Output) -> None:
+def print_beams(args, model: Model, prompts: list[list[int]], output: Output) -> None:
     """Search for each prompt by itself: the best text to stdout, how it scored to stderr."""
     penalty, found = 1.0 if args.length_penalty is None else args.length_penalty, []
     options = args.num_beams, args.max_new_tokens, penalty, args.ignore_eos, not args.no_cache, args.stride

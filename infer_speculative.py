@@ -26,7 +26,7 @@ from infer import (
     seeded_generator,
     window_start,
 )
-from model import GPT, GPTConfig
+from model import Model
 from tokenizer import load_encoding
 
 
@@ -40,8 +40,8 @@ class Pass(NamedTuple):
 
 @torch.inference_mode()
 def generate_speculative(
-    target: GPT,
-    draft: GPT | Callable[..., tuple[list[int], torch.Tensor]],
+    target: Model,
+    draft: Model | Callable[..., tuple[list[int], torch.Tensor]],
     prompt: list[int],
     params: SamplingParams,
     gamma: int = 3,
@@ -59,14 +59,14 @@ def generate_speculative(
     """
     if not 1 <= gamma <= 16:
         raise UserError(f"gamma is {gamma}; it must be an integer from 1 to 16")
-    if isinstance(draft, GPT):
+    if isinstance(draft, Model):
         check_vocabularies(target.config, draft.config)
     config = target.config
     stride = check_stride(stride, config.block_size)
-    sequence = list(prompt) or [config.eos_token_ids[0]]
+    sequence = list(prompt) or [config.bos_token_id]
     end = len(sequence) + params.max_new_tokens
     cache = KVCache(target, 1, min(end - 1, config.block_size))
-    propose = ModelDrafter(draft, end - 1, params, generator).propose if isinstance(draft, GPT) else draft
+    propose = ModelDrafter(draft, end - 1, params, generator).propose if isinstance(draft, Model) else draft
     counts = torch.zeros(config.vocab_size, dtype=torch.int64, device=target.device)
     in_prompt = counts > 0
     in_prompt[sequence] = True
@@ -91,7 +91,7 @@ def generate_speculative(
 class ModelDrafter:
     """A model that drafts for one text, of at most max_len tokens when it drafts, with a cache of its own."""
 
-    def __init__(self, model: GPT, max_len: int, params: SamplingParams, generator: torch.Generator | None = None):
+    def __init__(self, model: Model, max_len: int, params: SamplingParams, generator: torch.Generator | None = None):
         self.model, self.params, self.generator = model, params, generator
         self.block_size = model.config.block_size
         self.stride = check_stride(None, self.block_size)
@@ -151,8 +151,8 @@ def penalize_drafted(logits, params: SamplingParams, counts, in_prompt, drafts: 
     return penalize(logits, params, counts, in_prompt)
 
 
-def check_vocabularies(target: GPTConfig, draft: GPTConfig) -> None:
-    """Raises UserError if two models differ in the number of their tokens, or in those that end a text."""
+def check_vocabularies(target, draft) -> None:
+    """Raises UserError if two configurations differ in the number of their tokens, or in those that end a text."""
     (size, eos), (draft_size, draft_eos) = (
         (config.vocab_size, set(config.eos_token_ids)) for config in (target, draft)
     )
@@ -229,7 +229,7 @@ class DraftOutput(Output):
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with two GPT-2s, of which one drafts and the other verifies.")
+    parser = Parser(description="Generate text with two models, of which one drafts and the other verifies.")
     parser.add_argument("--target", default=STORIES, help="whose text it is: directory, gpt2[-medium|-large|-xl]")
     draft_help = "a smaller one, same vocabulary; lookup: none, drafts are copied from the text before"
     parser.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)

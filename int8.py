@@ -67,7 +67,7 @@ def with_int8_layers(model: nn.Module) -> nn.Module:
         for name, layer in module.named_children():
             if isinstance(layer, nn.Linear):
                 setattr(module, name, Int8Linear(layer))
-    model.wte = Int8Embedding(model.wte)
+    setattr(model, model.EMBEDDING, Int8Embedding(getattr(model, model.EMBEDDING)))
     return model.tie_weights()
 
 

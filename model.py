@@ -6,7 +6,6 @@ GPT-2, so its files load unchanged. In the shape comments B is the batch, T the 
 
 import functools
 import itertools
-import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from checkpoint import (
+    Source,
     UserError,
     check_values,
     memory_for,
     parse_name,
     read_json,
+    read_number,
+    read_sizes,
     read_tensors,
+    read_token_ids,
     write_checkpoint,
 )
 from int8 import Int8Embedding, store, to_int8, with_int8_layers
@@ -38,8 +41,14 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    eos_token_ids: tuple[int, ...] = (50256,)  # each of them ends a text; an empty prompt starts from the first
+    eos_token_ids: tuple[int, ...] = (50256,)  # each of them ends a text
     layer_norm_epsilon: float = 1e-5
+    tied_head = True  # the head's weight is the token embedding's
+
+    @property
+    def bos_token_id(self) -> int:
+        """What an empty prompt starts from."""
+        return self.eos_token_ids[0]
 
     @property
     def head_dim(self) -> int:
@@ -89,6 +98,122 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class Model(nn.Module):
+    """What all architectures share: loading, tying and writing weights, and a pass over whole texts.
+
+    One of them adds `hidden` and `head`, an `lm_head`, and how its files are read and written.
+    """
+
+    native = None  # computes passes of few tokens, where there is a cache, if native.use_native sets it
+    PRESETS: dict  # name -> config, the shapes that `random:` knows
+    EMBEDDING: str  # the attribute that holds the token embedding
+    PREFIX: str  # what stands before the names of tensors in a file
+    SKIPPED: tuple[str, ...]  # endings of names of tensors that are in some files and not read
+    TRANSPOSED: tuple[str, ...] = ()  # endings of names of linear layers that are stored as (in, out)
+    RESIDUAL: tuple[str, ...]  # endings of names of weights that end a residual branch
+
+    @staticmethod
+    def read_config(source: Source):
+        """The config in a model's config.json. Raises UserError if it describes another architecture."""
+        raise NotImplementedError
+
+    def config_fields(self) -> dict:
+        """What `save_pretrained` writes into config.json, but for the dtype."""
+        raise NotImplementedError
+
+    def tie_weights(self) -> "Model":
+        """Make the head and the token embedding one parameter, if they are one in this model."""
+        if self.config.tied_head:
+            embedding = getattr(self, self.EMBEDDING)
+            self.lm_head.weight = embedding.weight
+            if isinstance(embedding, Int8Embedding):
+                self.lm_head.scale = embedding.scale
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and caches, and of all weights that are not int8."""
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.lm_head.weight.device
+
+    def forward(self, tokens: torch.Tensor, logits_to_keep: int = 0) -> torch.Tensor:
+        """Logits for the token after each position of whole texts.
+
+        tokens: (B, T) ids, T from 1 to block_size. logits_to_keep: only the last so many positions, 0 for all; the
+        head is the largest matrix of a small model, and generation needs its product with the last position only.
+        Returns (B, logits_to_keep or T, vocab_size), in the weights' dtype. Raises UserError if tokens do not fit.
+        """
+        T, block_size = tokens.shape[1], self.config.block_size
+        if not 1 <= T <= block_size:
+            raise UserError(f"{T} tokens in one pass; this model takes 1 to block_size = {block_size}")
+        x = self.hidden(tokens, torch.arange(T, device=tokens.device), causal_attention)  # (B, T, C)
+        return self.head(x[:, -logits_to_keep:])
+
+    @torch.no_grad()
+    def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "Model":
+        """GPT-2's initialisation: normal weights, those that end a residual branch smaller by sqrt(2 n_layer)."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                scale = (2 * self.config.n_layer) ** -0.5 if name.endswith(self.RESIDUAL) else 1.0
+                parameter.normal_(std=std * scale, generator=generator)
+        return self
+
+    @classmethod
+    def from_pretrained(cls, name, dtype: torch.dtype = torch.float32, device="cpu") -> "Model":
+        """Load a model for inference, straight to its dtype and device; torch.int8 is that of lesson 23, in int8.py.
+
+        name: what `checkpoint.parse_name` understands: a directory in Hugging Face form, a model of the hub (`gpt2`,
+        its sizes, or `org/name`), or `random:` before `gpt2` or a size, for its shape with random weights.
+        Raises UserError, in one line that says what is wrong, for anything else, and if memory runs out.
+        """
+        source = parse_name(name)
+        config = cls.PRESETS[source.name] if source.kind == "random" else cls.read_config(source)
+        with torch.device("meta"):
+            model = cls(config)
+        size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+        floats = torch.float32 if dtype == torch.int8 else dtype  # of all that is not int8
+        with memory_for(f"{source.label}: {size:,} bytes of weights"):
+            if source.kind == "random":
+                seeded = torch.Generator(device).manual_seed(0)  # the same weights in each process
+                model = model.to(floats).to_empty(device=device).tie_weights().init_weights(generator=seeded).eval()
+                return to_int8(model) if dtype == torch.int8 else model
+            shapes = {name: weight.shape for name, weight in model.named_parameters()}
+            if dtype == torch.int8:
+                with_int8_layers(model)
+            weights = {}
+            for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+                kind = tensor.dtype if tensor.dtype == torch.int8 else floats
+                weights[name] = torch.empty(tensor.shape, dtype=kind, device=device)
+            for name, rows, block in read_tensors(source.weights(), shapes, cls.PREFIX, cls.SKIPPED, cls.TRANSPOSED):
+                store(weights, name, rows, block)
+        model.load_state_dict(weights, assign=True, strict=False)
+        return model.tie_weights().eval()
+
+    def save_pretrained(self, directory) -> None:
+        """Write `config.json` and `model.safetensors`, in the weights' dtype; transformers reads them too.
+
+        Raises UserError if they cannot be written; then nothing half-written is left. Raises ValueError for weights in
+        int8, which this format does not hold.
+        """
+        if isinstance(getattr(self, self.EMBEDDING), Int8Embedding):
+            raise ValueError("a model with int8 weights is not saved; save the one that it was made from")
+        fields = self.config_fields() | {"dtype": str(self.dtype).removeprefix("torch.")}
+        # Not state_dict: there the head is a second name for the embedding, and it would be written twice.
+        weights = {
+            name: (weight.t() if name.endswith(self.TRANSPOSED) else weight).detach().contiguous()
+            for name, weight in self.named_parameters()
+        }
+        write_checkpoint(Path(directory), fields, weights)
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -124,8 +249,19 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
-    native = None  # computes passes of few tokens, where there is a cache, if native.use_native sets it
+SIZES = {  # field of GPTConfig -> its key in config.json, and the largest value read: 10**9 layers would take hours
+    "vocab_size": ("vocab_size", 10**6),
+    "block_size": ("n_positions", 10**6),
+    "n_layer": ("n_layer", 1000),
+    "n_head": ("n_head", 1000),
+    "n_embd": ("n_embd", 10**5),
+}
+
+
+class GPT(Model):
+    PRESETS, EMBEDDING, PREFIX = PRESETS, "wte", "transformer."
+    SKIPPED = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")  # the head again, or old mask buffers
+    TRANSPOSED, RESIDUAL = ("c_attn.weight", "c_proj.weight", "c_fc.weight"), ("c_proj.weight",)
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -137,23 +273,6 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
-
-    def tie_weights(self) -> "GPT":
-        """Make the head and the token embedding one parameter, as they are in GPT-2."""
-        self.lm_head.weight = self.wte.weight
-        if isinstance(self.wte, Int8Embedding):
-            self.lm_head.scale = self.wte.scale
-        return self
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of activations and caches, and of all weights that are not int8."""
-        return self.ln_f.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.wte.weight.device
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """What the last block gives at each position, (..., C).
@@ -172,73 +291,9 @@ class GPT(nn.Module):
         """Logits for the token after each position: (..., C) to (..., vocab_size), in the weights' dtype."""
         return self.lm_head(self.ln_f(hidden))
 
-    def forward(self, tokens: torch.Tensor, logits_to_keep: int = 0) -> torch.Tensor:
-        """Logits for the token after each position of whole texts.
-
-        tokens: (B, T) ids, T from 1 to block_size. logits_to_keep: only the last so many positions, 0 for all; the
-        head is the largest matrix of a small model, and generation needs its product with the last position only.
-        Returns (B, logits_to_keep or T, vocab_size), in the weights' dtype. Raises UserError if tokens do not fit.
-        """
-        T, block_size = tokens.shape[1], self.config.block_size
-        if not 1 <= T <= block_size:
-            raise UserError(f"{T} tokens in one pass; this model takes 1 to block_size = {block_size}")
-        x = self.hidden(tokens, torch.arange(T, device=tokens.device), causal_attention)  # (B, T, C)
-        return self.head(x[:, -logits_to_keep:])
-
-    @torch.no_grad()
-    def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "GPT":
-        """GPT-2's initialisation: normal weights, those that end a residual branch smaller by sqrt(2 n_layer)."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                scale = (2 * self.config.n_layer) ** -0.5 if "c_proj" in name else 1.0
-                parameter.normal_(std=std * scale, generator=generator)
-        return self
-
-    @classmethod
-    def from_pretrained(cls, name, dtype: torch.dtype = torch.float32, device="cpu") -> "GPT":
-        """Load a model for inference, straight to its dtype and device; torch.int8 is that of lesson 23, in int8.py.
-
-        name: what `checkpoint.parse_name` understands: a directory in Hugging Face form, a model of the hub (`gpt2`,
-        its sizes, or `org/name`), or `random:` before `gpt2` or a size, for its shape with random weights.
-        Raises UserError, in one line that says what is wrong, for anything else, and if memory runs out.
-        """
-        source = parse_name(name)
-        config = PRESETS[source.name] if source.kind == "random" else read_config(source.file("config.json"))
-        with torch.device("meta"):
-            model = cls(config)
-        size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
-        floats = torch.float32 if dtype == torch.int8 else dtype  # of all that is not int8
-        with memory_for(f"{source.label}: {size:,} bytes of weights"):
-            if source.kind == "random":
-                seeded = torch.Generator(device).manual_seed(0)  # the same weights in each process
-                model = model.to(floats).to_empty(device=device).tie_weights().init_weights(generator=seeded).eval()
-                return to_int8(model) if dtype == torch.int8 else model
-            shapes = {name: weight.shape for name, weight in model.named_parameters()}
-            if dtype == torch.int8:
-                with_int8_layers(model)
-            weights = {}
-            for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-                kind = tensor.dtype if tensor.dtype == torch.int8 else floats
-                weights[name] = torch.empty(tensor.shape, dtype=kind, device=device)
-            for name, rows, block in read_tensors(source.weights(), shapes, "transformer.", SKIPPED, TRANSPOSED):
-                store(weights, name, rows, block)
-        model.load_state_dict(weights, assign=True, strict=False)
-        return model.tie_weights().eval()
-
-    def save_pretrained(self, directory) -> None:
-        """Write `config.json` and `model.safetensors`, in the weights' dtype; transformers reads them too.
-
-        Raises UserError if they cannot be written; then nothing half-written is left. Raises ValueError for weights in
-        int8, which this format does not hold.
-        """
-        if isinstance(self.wte, Int8Embedding):
-            raise ValueError("a model with int8 weights is not saved; save the one that it was made from")
+    def config_fields(self) -> dict:
         config, eos = self.config, self.config.eos_token_ids
-        fields = {
+        return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
             "vocab_size": config.vocab_size,
@@ -248,58 +303,27 @@ class GPT(nn.Module):
             "n_embd": config.n_embd,
             "layer_norm_epsilon": config.layer_norm_epsilon,
             "activation_function": "gelu_new",
-            "bos_token_id": eos[0],
+            "bos_token_id": config.bos_token_id,
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos),
-            "dtype": str(self.dtype).removeprefix("torch."),
         }
-        # Not state_dict: there the head is a second name for the embedding, and it would be written twice.
-        weights = {key: file_form(key, weight).detach().contiguous() for key, weight in self.named_parameters()}
-        write_checkpoint(Path(directory), fields, weights)
 
-
-SKIPPED = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")  # some files hold the head again, or old mask buffers
-SIZES = {  # field of GPTConfig -> its key in config.json, and the largest value read: 10**9 layers would take hours
-    "vocab_size": ("vocab_size", 10**6),
-    "block_size": ("n_positions", 10**6),
-    "n_layer": ("n_layer", 1000),
-    "n_head": ("n_head", 1000),
-    "n_embd": ("n_embd", 10**5),
-}
-
-
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's linear layers are stored as (in, out)
-
-
-def file_form(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """A model's weight as files hold it."""
-    return weight.t() if name.endswith(TRANSPOSED) else weight
-
-
-def read_config(file: Path) -> GPTConfig:
-    """The GPTConfig in a Hugging Face `config.json`. Raises UserError if it describes another architecture."""
-    raw, fields = read_json(file), {}
-    for field, (key, limit) in SIZES.items():
-        fields[field] = value = raw.get(key, getattr(GPTConfig, field))
-        if type(value) is not int or not 1 <= value <= limit:
-            raise UserError(f"{file}: {key} is {reprlib.repr(value)}; it must be an integer from 1 to {limit}")
-    supported = {  # what this forward pass computes
-        "model_type": ("gpt2",),
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "n_inner": (None, 4 * fields["n_embd"]),
-        "tie_word_embeddings": (True,),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    }
-    check_values(file, raw, supported)
-    if fields["n_embd"] % fields["n_head"]:
-        raise UserError(f"{file}: n_embd {fields['n_embd']} is not a multiple of n_head {fields['n_head']}")
-    eos = raw.get("eos_token_id", GPTConfig.eos_token_ids[0])
-    ids = eos if isinstance(eos, list) else [eos]
-    if not ids or not all(type(token) is int and 0 <= token < fields["vocab_size"] for token in ids):
-        allowed = f"an id below {fields['vocab_size']}, or a list of them"
-        raise UserError(f"{file}: eos_token_id is {reprlib.repr(eos)}; it must be {allowed}")
-    epsilon = raw.get("layer_norm_epsilon", GPTConfig.layer_norm_epsilon)
-    if type(epsilon) not in (int, float) or not 0 < epsilon <= 1:
-        raise UserError(f"{file}: layer_norm_epsilon is {reprlib.repr(epsilon)}; it must be above 0 and at most 1")
-    return GPTConfig(**fields, eos_token_ids=tuple(dict.fromkeys(ids)), layer_norm_epsilon=epsilon)
+    @staticmethod
+    def read_config(source: Source) -> GPTConfig:
+        file = source.file("config.json")
+        raw = read_json(file)
+        fields = read_sizes(file, raw, SIZES, vars(GPTConfig()))
+        supported = {  # what this forward pass computes
+            "model_type": ("gpt2",),
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "n_inner": (None, 4 * fields["n_embd"]),
+            "tie_word_embeddings": (True,),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        }
+        check_values(file, raw, supported)
+        if fields["n_embd"] % fields["n_head"]:
+            raise UserError(f"{file}: n_embd {fields['n_embd']} is not a multiple of n_head {fields['n_head']}")
+        eos = read_token_ids(file, raw, "eos_token_id", fields["vocab_size"], GPTConfig.eos_token_ids[0])
+        epsilon = read_number(file, raw, "layer_norm_epsilon", GPTConfig.layer_norm_epsilon, 1)
+        return GPTConfig(**fields, eos_token_ids=eos, layer_norm_epsilon=epsilon)

@@ -31,7 +31,7 @@ SUPPORTED = {  # of a tokenizer.json: what keeps our ids equal to those of the t
 def load_encoding(name, vocab_size: int) -> tiktoken.Encoding:
     """The encoding of a model's text; `encode(text, allowed_special="all")` takes `<|endoftext|>` as the token it is.
 
-    name: as for `GPT.from_pretrained`. A directory needs a `tokenizer.json` (byte-level BPE, as GPT-2's); `gpt2` and
+    name: as for `Model.from_pretrained`. A directory needs a `tokenizer.json` (byte-level BPE, as GPT-2's); `gpt2` and
     its sizes use tiktoken's own; `random:` models speak no language, so their ids from 256 on print as numbers.
     vocab_size: the model's; it may be larger than the tokenizer's, as in models whose vocabulary is padded to a round
     number. Raises UserError if it is smaller, or there is no tokenizer, or one of another kind.

@@ -11,6 +11,8 @@ import torch
 from conftest import ROOT
 from matplotlib.figure import Figure
 
+from model import GPT
+
 
 def test_help_names_the_modes():
     command = [sys.executable, "benchmark_kv_cache.py", "--help"]
@@ -174,8 +176,8 @@ def test_each_run_has_the_same_prompts(bench):
 def test_memory_is_of_one_run_of_one_mode(bench, checkpoint, tmp_path, monkeypatch):
     import benchmark_kv_cache
 
-    monkeypatch.setattr(benchmark_kv_cache.GPT, "save_pretrained", lambda self, directory: None)
-    monkeypatch.setattr(benchmark_kv_cache, "load", lambda *_: benchmark_kv_cache.GPT.from_pretrained(checkpoint))
+    monkeypatch.setattr(GPT, "save_pretrained", lambda self, directory: None)
+    monkeypatch.setattr(benchmark_kv_cache, "load", lambda *_: GPT.from_pretrained(checkpoint))
     runs = []
     fake = lambda mode, model, prompts, length, _: runs.append((mode, len(prompts), length)) or ([[1]] * length, 1, 1)  # noqa: E731
     monkeypatch.setattr(benchmark_kv_cache, "run", fake)
@@ -199,13 +201,12 @@ def test_without_the_peer_its_rows_are_missing_and_it_says_so(bench, monkeypatch
 
 
 def test_a_model_named_twice_is_timed_once_and_random_ones_need_no_files(bench, checkpoint, monkeypatch, tiny):
-    import benchmark_kv_cache
 
     monkeypatch.chdir(checkpoint)
     small = tiny(dtype=torch.float32, block_size=64)
-    load = benchmark_kv_cache.GPT.from_pretrained
+    load = GPT.from_pretrained
     monkeypatch.setattr(
-        benchmark_kv_cache.GPT,
+        GPT,
         "from_pretrained",
         lambda name, *args: small if name == "random:gpt2" else load(name, *args),
     )

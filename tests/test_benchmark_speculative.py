@@ -11,6 +11,8 @@ import torch
 from conftest import CHECKPOINTS, ROOT
 from matplotlib.figure import Figure
 
+from model import GPT
+
 
 def test_help_names_its_options():
     command = [sys.executable, "benchmark_speculative.py", "--help"]
@@ -135,8 +137,8 @@ def test_memory_is_of_one_greedy_run(bench, checkpoint, monkeypatch):
     bench("--gamma", 2, "--repeats", 1, "--temperature", 0)
     (_, imports, function, *alone), (*_, gamma) = bench.alone
     assert imports == [] and function is benchmark_speculative.run_once and alone[-1] == 0 and gamma == 2
-    loaded, counts, load, passes = [], [], benchmark_speculative.GPT.from_pretrained, benchmark_speculative.passes
-    monkeypatch.setattr(benchmark_speculative.GPT, "from_pretrained", lambda *args: loaded.append(args) or load(*args))
+    loaded, counts, load, passes = [], [], GPT.from_pretrained, benchmark_speculative.passes
+    monkeypatch.setattr(GPT, "from_pretrained", lambda *args: loaded.append(args) or load(*args))
     monkeypatch.setattr(benchmark_speculative, "passes", lambda *args: counts.append(x := list(passes(*args))) or x)
     function(*alone)
     assert len(loaded) == 1  # no second model resident

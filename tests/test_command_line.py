@@ -10,6 +10,7 @@ from conftest import CHECKPOINTS, ROOT
 
 import infer
 from checkpoint import UserError
+from model import GPT
 from tokenizer import load_encoding
 
 
@@ -60,7 +61,7 @@ def test_how_a_run_ends(cli, monkeypatch, error, code, words):
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(infer.GPT, "from_pretrained", fail)
+    monkeypatch.setattr(GPT, "from_pretrained", fail)
     ended, out, err = cli("--prompt", "x")
     assert ended == code and out == "" and err.endswith(words) and err.count("\n") == (code == 2)
 

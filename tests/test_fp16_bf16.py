@@ -23,11 +23,10 @@ def test_sampling_sees_float32(tiny, monkeypatch, dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_command_line_runs_in_it_on_a_cpu(cli, monkeypatch, dtype):
-    import infer
 
     loaded = []
     original = GPT.from_pretrained
-    monkeypatch.setattr(infer.GPT, "from_pretrained", lambda *args: loaded.append(original(*args)) or loaded[0])
+    monkeypatch.setattr(GPT, "from_pretrained", lambda *args: loaded.append(original(*args)) or loaded[0])
     code, out, _ = cli("--prompt", "Once upon a time", "--max-new-tokens", 8, "--dtype", dtype, "--device", "cpu")
     assert code == 0 and out.startswith("Once upon a time")
     assert {p.dtype for p in loaded[0].parameters()} == {getattr(torch, dtype)}
@@ -64,10 +63,9 @@ def test_still_close_to_the_float32_logits(stories, dtype, bound):
 
 
 def test_still_float32_by_default(cli, monkeypatch, tiny_checkpoint):
-    import infer
 
     loaded = []
     original = GPT.from_pretrained
-    monkeypatch.setattr(infer.GPT, "from_pretrained", lambda *a, **k: loaded.append(original(*a, **k)) or loaded[0])
+    monkeypatch.setattr(GPT, "from_pretrained", lambda *a, **k: loaded.append(original(*a, **k)) or loaded[0])
     cli("--model", tiny_checkpoint, "--max-new-tokens", 1)
     assert {p.dtype for p in loaded[0].parameters()} == {torch.float32}

@@ -9,8 +9,7 @@ import torch
 from conftest import CHECKPOINTS, random_tokens
 from safetensors.torch import load_file, save_file
 
-import model as model_module
-from checkpoint import UserError
+from checkpoint import UserError, parse_name
 from model import GPT, PRESETS, GPTConfig, causal_attention
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -293,4 +292,4 @@ def test_several_tokens_may_end_a_text(saved):
 
 def test_what_a_config_lacks_is_as_in_gpt2(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    assert model_module.read_config(tmp_path / "config.json") == GPTConfig() == PRESETS["gpt2"]
+    assert GPT.read_config(parse_name(tmp_path)) == GPTConfig() == PRESETS["gpt2"]
