@@ -119,7 +119,8 @@ class KVCache:
             keys, values = keys[self.rows], values[self.rows]
         if layer == len(self.storage) - 1:
             self.record()
-        return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=self.mask).transpose(1, 2)
+        q = q.transpose(1, 2)  # with as many heads as keys, or a multiple of that
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, enable_gqa=True).transpose(1, 2)
 
 
 def shared_length(a: list[int], b: list[int]) -> int:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+RANDOM_NAMES = (*HUB_NAMES, "smollm2-135m")  # shapes that are known without a file
 
 
 class UserError(ValueError):
@@ -91,11 +92,11 @@ def parse_name(name) -> Source:
     if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
         if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a directory misspelled
             return Source("hub", name)
-    if name.removeprefix("random:") in HUB_NAMES:
+    if name.startswith("random:") and name.removeprefix("random:") in RANDOM_NAMES:
         return Source("random", name.removeprefix("random:"))
     raise UserError(
         f"unknown model {name!r}: give a directory with config.json and model.safetensors, {', '.join(HUB_NAMES)}"
-        f" or ORG/NAME (from the Hugging Face hub), or random: before one of {', '.join(HUB_NAMES)}"
+        f" or ORG/NAME (from the Hugging Face hub), or random: before one of {', '.join(RANDOM_NAMES)}"
     )
 
 

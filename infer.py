@@ -1,4 +1,4 @@
-"""Generate text with GPT-2: python infer.py --prompt "Once upon a time"."""
+"""Generate text: python infer.py --prompt "Once upon a time"."""
 
 import argparse
 import dataclasses
@@ -559,8 +559,8 @@ def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with GPT-2.")
-    parser.add_argument("--model", default=STORIES, help="directory, gpt2[-medium|-large|-xl] or random:gpt2")
+    parser = Parser(description="Generate text with a GPT-2 or a Llama.")
+    parser.add_argument("--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ...")
     parser.add_argument("--no-cache", action="store_true", help="compute all positions again in each step")
     parser.add_argument("--num-beams", type=int, help="search for a probable text, keeping that many in each step")
     parser.add_argument("--length-penalty", type=float, help="for --num-beams; below 0: shorter; 1 if not given")

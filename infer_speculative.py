@@ -230,7 +230,7 @@ class DraftOutput(Output):
 
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with two models, of which one drafts and the other verifies.")
-    parser.add_argument("--target", default=STORIES, help="whose text it is: directory, gpt2[-medium|-large|-xl]")
+    parser.add_argument("--target", default=STORIES, help="whose text it is: directory, ORG/NAME of the hub, gpt2, ...")
     draft_help = "a smaller one, same vocabulary; lookup: none, drafts are copied from the text before"
     parser.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)
     parser.add_argument("--gamma", type=int, default=3, help="how many tokens to draft for a pass; 1 to 16")

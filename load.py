@@ -3,9 +3,10 @@
 import torch
 
 from checkpoint import Source, check_values, parse_name, read_json
+from llama import Llama
 from model import GPT, Model
 
-ARCHITECTURES = {"gpt2": GPT}
+ARCHITECTURES = {"gpt2": GPT, "llama": Llama}
 
 
 def architecture(source: Source) -> type[Model]:

@@ -70,9 +70,12 @@ PRESETS = {
 
 
 def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Each position attends to itself and those before it. q, k, v and the result: (B, T, heads, head_dim)."""
+    """Each position attends to itself and those before it. q, k, v and the result: (B, T, heads, head_dim).
+
+    k and v may have fewer heads: then so many neighbouring query heads share one.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 HAS_MKL = torch.backends.mkl.is_available()
@@ -171,7 +174,7 @@ class Model(nn.Module):
         """Load a model for inference, straight to its dtype and device; torch.int8 is that of lesson 23, in int8.py.
 
         name: what `checkpoint.parse_name` understands: a directory in Hugging Face form, a model of the hub (`gpt2`,
-        its sizes, or `org/name`), or `random:` before `gpt2` or a size, for its shape with random weights.
+        its sizes, or `org/name`), or `random:` before a name in PRESETS, for that shape with random weights.
         Raises UserError, in one line that says what is wrong, for anything else, and if memory runs out.
         """
         source = parse_name(name)

@@ -75,6 +75,21 @@ def tiny():
     return build
 
 
+@pytest.fixture(scope="session")
+def tiny_llama():
+    """As `tiny`, a Llama: two queries share a key, and a head is no fraction of the width."""
+
+    def build(seed: int = 0, dtype: torch.dtype = torch.float64, eos_token_id: int = 60, **shape):
+        from llama import Llama, LlamaConfig
+
+        small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 6}
+        small |= {"n_embd": 16, "n_inner": 24, "bos_token_id": 59, "eos_token_ids": (eos_token_id,), "tied_head": False}
+        model = Llama(LlamaConfig(**small | shape)).to(dtype)
+        return model.init_weights(std=0.4, generator=torch.Generator().manual_seed(seed)).eval()
+
+    return build
+
+
 @pytest.fixture
 def tiny_checkpoint(tiny, tmp_path):
     """A directory with a random model, block_size 64, that speaks the embedded model's vocabulary."""

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 from checkpoint import (
     HUB_NAMES,
+    RANDOM_NAMES,
     Source,
     UserError,
     check_values,
@@ -69,10 +70,11 @@ def test_names_of_gpt2(name):
     )
 
 
-def test_every_name_of_the_hub_has_a_shape():
-    from model import PRESETS
+def test_every_random_name_has_a_shape():
+    from load import ARCHITECTURES
 
-    assert tuple(PRESETS) == HUB_NAMES
+    assert tuple(name for kind in dict.fromkeys(ARCHITECTURES.values()) for name in kind.PRESETS) == RANDOM_NAMES
+    assert RANDOM_NAMES[: len(HUB_NAMES)] == HUB_NAMES
 
 
 def test_a_directory_comes_before_a_name_of_the_hub(tmp_path, monkeypatch):
@@ -519,11 +521,11 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     assert str(tmp_path / "file") in refused(write_checkpoint, tmp_path / "file", {}, WEIGHTS)
 
 
-@pytest.mark.parametrize("file", ["checkpoint.py", "int8.py", "model.py", "tokenizer.py"])
+@pytest.mark.parametrize("file", ["checkpoint.py", "int8.py", "llama.py", "load.py", "model.py", "tokenizer.py"])
 def test_imports_are_light(file):
     """Others, as transformers and huggingface_hub, take longer to import than the embedded model to load."""
     statements = ast.parse((CHECKPOINTS.parent / file).read_text("utf-8")).body
     names = {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in statements if isinstance(node, ast.ImportFrom)}
-    allowed = sys.stdlib_module_names | {"torch", "safetensors", "tiktoken", "checkpoint", "int8"}
+    allowed = sys.stdlib_module_names | {"torch", "safetensors", "tiktoken", "checkpoint", "int8", "llama", "model"}
     assert {name.partition(".")[0] for name in names} <= allowed
