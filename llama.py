@@ -4,8 +4,11 @@ Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (230
 attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so its files load unchanged.
 """
 
+import dataclasses
 import functools
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -13,6 +16,16 @@ import torch.nn.functional as F
 
 from checkpoint import Source, UserError, check_values, read_json, read_number, read_sizes, read_token_ids
 from model import Attend, Linear, Model
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 and later slow rotations down, for texts longer than those of their first training."""
+
+    factor: float  # how much slower at most
+    low_freq_factor: float  # turns in the original window; a rotation of fewer is slowed by the whole factor
+    high_freq_factor: float  # one of more turns than that is left as it is
+    original_max_position_embeddings: float  # the original window
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = (4095,)
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0  # the slowest rotation makes about a radian in so many positions
+    rope_scaling: RopeScaling | None = None
     tied_head: bool = True
 
 
@@ -55,9 +69,22 @@ def rotations(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> 
     with torch.inference_mode(False):  # a table made in inference mode could not be used in training
         powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         frequencies = 1 / config.rope_theta**powers  # radians a position, of each pair of numbers
+        if config.rope_scaling:
+            frequencies = slowed(frequencies, config.rope_scaling)
         angles = torch.arange(config.block_size)[:, None, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([cos, cos], -1).to(device, dtype), torch.cat([-sin, sin], -1).to(device, dtype)
+
+
+def slowed(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """The frequencies for a longer window, as in Llama 3.1: the slow ones slower, the fast ones as they were.
+
+    Between both limits the factor is blended. frequencies: (n), in radians a position.
+    """
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)  # in the original window
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -125,7 +152,17 @@ SUPPORTED = {  # what this forward pass computes
     "tie_word_embeddings": (False, True),
     "is_causal": (True,),
 }
-ROPE_TYPES = ("default",)
+ROPE_TYPES = ("default", "llama3")
+
+
+def read_scaling(file: Path, rope: dict) -> RopeScaling:
+    """The RopeScaling in a part of a config.json. Raises UserError for numbers that make no sense."""
+    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    scaling = RopeScaling(*(read_number(file, rope, name, None, 1e9) for name in names))
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        raise UserError(f"{file}: low_freq_factor is {low}; it must be below high_freq_factor, which is {high}")
+    return scaling
 
 
 class Llama(Model):
@@ -170,7 +207,7 @@ class Llama(Model):
         return self.lm_head(self.norm(hidden))
 
     def config_fields(self) -> dict:
-        config = vars(self.config)
+        config, scaling = vars(self.config), self.config.rope_scaling
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -178,6 +215,7 @@ class Llama(Model):
             "hidden_act": "silu",
             "rms_norm_eps": self.config.norm_epsilon,
             "rope_theta": self.config.rope_theta,
+            "rope_scaling": scaling and {"rope_type": "llama3", **vars(scaling)},
             "tie_word_embeddings": self.config.tied_head,
             "bos_token_id": self.config.bos_token_id,
             "eos_token_id": list(self.config.eos_token_ids),
@@ -206,5 +244,6 @@ class Llama(Model):
             eos_token_ids=eos,
             norm_epsilon=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
             rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
+            rope_scaling=read_scaling(file, rope) if kind == "llama3" else None,
             tied_head=raw.get("tie_word_embeddings", False),
         )

@@ -1,6 +1,7 @@
 """Text to token ids and back: one `tiktoken.Encoding`, whichever model it belongs to."""
 
 import codecs
+import reprlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,21 +10,24 @@ import tiktoken
 from checkpoint import HUB_NAMES, UserError, check_values, parse_name, read_json
 
 EOT = "<|endoftext|>"
-# GPT-2 splits text by this pattern before it merges bytes (openai/gpt-2, encoder.py).
-PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+PATTERNS = {  # what a text is split by before bytes are merged
+    "GPT-2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",  # openai/gpt-2, encoder.py
+    "Llama 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
 
 SUPPORTED = {  # of a tokenizer.json: what keeps our ids equal to those of the tokenizers library
     "normalizer": (None,),
-    "pre_tokenizer.type": ("ByteLevel",),
+    "pre_tokenizer.type": ("ByteLevel", "Split, ByteLevel"),
+    "pre_tokenizer.behavior": ("Isolated",),
+    "pre_tokenizer.invert": (False,),
     "pre_tokenizer.add_prefix_space": (False,),
-    "pre_tokenizer.use_regex": (True,),
     "model.type": ("BPE",),
     "model.dropout": (None, 0),
     "model.continuing_subword_prefix": (None, ""),
     "model.end_of_word_suffix": (None, ""),
-    "model.ignore_merges": (False,),
-    "post_processor.type": (None, "ByteLevel", "TemplateProcessing"),
-    "post_processor.single": (None, [{"Sequence": {"id": "A", "type_id": 0}}]),  # a template that adds no token
+    "model.ignore_merges": (False, True),
+    "post_processor.type": (None, "ByteLevel", "TemplateProcessing", "ByteLevel, TemplateProcessing"),
     "decoder.type": ("ByteLevel",),
 }
 
@@ -31,7 +35,7 @@ SUPPORTED = {  # of a tokenizer.json: what keeps our ids equal to those of the t
 def load_encoding(name, vocab_size: int) -> tiktoken.Encoding:
     """The encoding of a model's text; `encode(text, allowed_special="all")` takes `<|endoftext|>` as the token it is.
 
-    name: as for `Model.from_pretrained`. A directory needs a `tokenizer.json` (byte-level BPE, as GPT-2's); `gpt2` and
+    name: as for `Model.from_pretrained`. A directory needs a `tokenizer.json` (GPT-2's or Llama 3's form); `gpt2` and
     its sizes use tiktoken's own; `random:` models speak no language, so their ids from 256 on print as numbers.
     vocab_size: the model's; it may be larger than the tokenizer's, as in models whose vocabulary is padded to a round
     number. Raises UserError if it is smaller, or there is no tokenizer, or one of another kind.
@@ -40,7 +44,7 @@ def load_encoding(name, vocab_size: int) -> tiktoken.Encoding:
     if source.kind == "random":
         ranks = {bytes([i]): i for i in range(256)} | {b" %d" % i: i for i in range(256, vocab_size - 1)}
         encoding = tiktoken.Encoding(
-            source.label, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={EOT: vocab_size - 1}
+            source.label, pat_str=PATTERNS["GPT-2"], mergeable_ranks=ranks, special_tokens={EOT: vocab_size - 1}
         )
     elif source.kind == "hub" and name in HUB_NAMES:
         try:
@@ -54,17 +58,33 @@ def load_encoding(name, vocab_size: int) -> tiktoken.Encoding:
     return encoding
 
 
-def read_tokenizer_json(file: Path) -> tiktoken.Encoding:
+class Encoding(tiktoken.Encoding):
+    """An Encoding whose texts begin with a prefix, such as Llama 3's `<|begin_of_text|>`."""
+
+    def __init__(self, *args, prefix: tuple[int, ...], **arguments):
+        super().__init__(*args, **arguments)
+        self.prefix = prefix
+
+    def encode(self, text: str, **special) -> list[int]:
+        """As tiktoken's, after the prefix. A text that begins with it, as one from a chat template, gets no second."""
+        tokens, prefix = super().encode(text, **special), list(self.prefix)
+        return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
+
+
+def read_tokenizer_json(file: Path) -> Encoding:
     """An Encoding from Hugging Face's `tokenizer.json`.
 
     In a byte-level BPE a token's id grows with the rank of the merge that makes it, and tiktoken merges by the rank of
     the result: so the vocabulary, decoded to bytes, is tiktoken's rank table. Raises UserError for other tokenizers.
     """
     raw = read_json(file)
+    for key, steps in ("pre_tokenizer", "pretokenizers"), ("post_processor", "processors"):
+        raw[key] = one_step(raw.get(key), steps)
     check_values(file, raw, SUPPORTED)
+    pattern = read_pattern(file, raw["pre_tokenizer"])
     try:
         vocabulary, added = raw["model"]["vocab"], raw.get("added_tokens") or []
-        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in raw["model"]["merges"]]
+        merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in raw["model"]["merges"]]
         made = [a + b for a, b in merges]
         special = {token["content"]: token["id"] for token in added}
         new = [token["id"] for token in added if token["content"] not in vocabulary]
@@ -86,10 +106,67 @@ def read_tokenizer_json(file: Path) -> tiktoken.Encoding:
     rank = {token: i for i, token in enumerate(tokens)}
     if set(tokens[:256]) != set(to_byte):
         raise UserError(f"{file}: the first tokens of the vocabulary are not the 256 bytes")
-    if made != tokens[256:] or not all(is_last_merge(a, b, rank, merges) for a, b in merges):
+    one_each = made == tokens[256:] and all(is_last_merge(a, b, rank, merges) for a, b in merges)
+    if not one_each and not (raw["model"].get("ignore_merges") and are_all_merges(merges, tokens, rank)):
         raise UserError(f"{file}: the merges do not make the tokens of the vocabulary in the order of their ids")
     ranks = {bytes(to_byte[c] for c in token): vocabulary[token] for token in tokens}
-    return tiktoken.Encoding(str(file.parent), pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    prefix = read_prefix(file, raw["post_processor"], special)
+    return Encoding(str(file.parent), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special, prefix=prefix)
+
+
+def one_step(part, key: str):
+    """A part of a `tokenizer.json`. A Sequence, whose steps are under the key, becomes one step that has all of theirs.
+
+    Its type names theirs, such as "Split, ByteLevel".
+    """
+    steps = part.get(key) if isinstance(part, dict) and part.get("type") == "Sequence" else None
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        return part
+    fields = {name: value for step in steps for name, value in step.items()}
+    return fields | {"type": ", ".join(str(step.get("type")) for step in steps)}
+
+
+def read_pattern(file: Path, step: dict) -> str:
+    """The pattern that a pre_tokenizer splits texts by: that of its Split, or GPT-2's for a ByteLevel alone.
+
+    Raises UserError for one that is not in PATTERNS, and if ByteLevel would split once more.
+    """
+    alone = step.get("type", "ByteLevel") == "ByteLevel"
+    check_values(file, {"pre_tokenizer": {"use_regex": True} | step}, {"pre_tokenizer.use_regex": (alone,)})
+    found = step.get("pattern", {"Regex": PATTERNS["GPT-2"]})
+    for pattern in PATTERNS.values():
+        if found == {"Regex": pattern}:
+            return pattern
+    names = " or ".join(PATTERNS)
+    raise UserError(f"{file}: pre_tokenizer.pattern is {repr(found):.200}; supported is that of {names}")
+
+
+def read_prefix(file: Path, step, special: dict[str, int]) -> tuple[int, ...]:
+    """The tokens that a post_processor puts before a text. Raises UserError for a template that does anything else."""
+    if not isinstance(step, dict) or step.get("type") in (None, "ByteLevel"):
+        return ()
+    single, text = step.get("single"), {"Sequence": {"id": "A", "type_id": 0}}
+    try:
+        names = [piece["SpecialToken"]["id"] for piece in single[:-1]]
+        prefix = tuple(special[name] for name in names)
+        if single[-1] == text and all(step["special_tokens"][name]["ids"] == [special[name]] for name in names):
+            return prefix
+    except (LookupError, TypeError):
+        pass
+    raise UserError(f"{file}: post_processor.single is {reprlib.repr(single)}; supported is added tokens, then A")
+
+
+def are_all_merges(merges: list, tokens: list[str], rank: dict[str, int]) -> bool:
+    """Whether the merges are all pairs of tokens that make a token, in the order of the tokens made, as for Llama 3.
+
+    Then Hugging Face, as tiktoken, merges any two parts that make a token, those of the lowest rank first. The order of
+    several pairs that make one token does not matter, because texts only ever have one of them: nothing was merged
+    across the ends of the two parts, so they are what the token's own text, merged by itself, is when two are left.
+    Tokens that no merges reach are found as whole pieces, which is what ignore_merges means.
+    """
+    pairs = ((token[:i], token[i:]) for token in tokens for i in range(1, len(token)))
+    pairs = [(a, b) for a, b in pairs if a in rank and b in rank]
+    return [a + b for a, b in merges] == [a + b for a, b in pairs] and set(merges) == set(pairs)
 
 
 def is_last_merge(a: str, b: str, rank: dict[str, int], merges: list) -> bool:

@@ -171,6 +171,7 @@ ADDS_EOT = {"SpecialToken": {"id": EOT, "type_id": 0}}
         with_changes(post_processor={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}),
         with_changes(post_processor=TEMPLATE),  # as transformers writes it
         added(normalized=True),
+        with_changes(model__ignore_merges=True),
         tokenizer_json(MERGES, (EOT, "<pad>", "the")),
     ],
 )
@@ -208,7 +209,6 @@ LATE = [("l", "o"), ("h", "e"), ("he", "l"), ("hel", "o")]  # of "helo" the libr
         (with_changes(model__type="Unigram"), "model.type is 'Unigram'; supported is 'BPE'"),
         (with_changes(model=None), "model.type is None; supported is 'BPE'"),
         (with_changes(model__dropout=0.1), "model.dropout is 0.1"),
-        (with_changes(model__ignore_merges=True), "model.ignore_merges is True"),
         (with_changes(model__end_of_word_suffix="</w>"), "model.end_of_word_suffix is '</w>'"),
         (with_changes(model__continuing_subword_prefix="##"), "model.continuing_subword_prefix is '##'"),
         (with_changes(pre_tokenizer__type="Whitespace"), "pre_tokenizer.type is 'Whitespace'"),

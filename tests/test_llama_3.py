@@ -1,0 +1,422 @@
+"""Lesson 28: Llama 3, which reads longer texts, and whose vocabulary has another form."""
+
+import copy
+import dataclasses
+import json
+import math
+from functools import reduce
+from operator import getitem
+
+import pytest
+import torch
+from conftest import random_tokens, run_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_tokenizer import TEMPLATE, tokenizer_json
+
+from checkpoint import UserError
+from tokenizer import byte_of_character, load_encoding
+
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+SPACES = (  # and what only some programs take for it
+    "\t\n\x0b\x0c\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u180e\u2000\u2009\u200b\u2028\u2029\u202f\u205f\u2060\u3000\ufeff"
+)
+TEXTS = [
+    "",
+    "Once upon a time, there was a little girl named Lily. She'd seen the sea; the sea hadn't seen her!",
+    "def add(a, b=3):\n    return a + b  # the sum\n\n\nclass A:\n\tx_1 = {'k': [0x1F, 1e-5]}\r\n\r\n",
+    "1 12 123 1234 12345 123456 1234567 3.14159 1,000,000 v2.10 a1b22c333d4444 2³ ½ Ⅷ ㊿ 一二三四",
+    "٠١٢٣٤٥ १२३४५ １２３４ 𝟏𝟐𝟑𝟒 1٠२３ ১২৩৪" + "1234567890" * 9,
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇩🇪🇫🇷 ☃︎ 🙂🙂🙂",
+    "你好，世界。我有 3 只猫。こんにちは、世界！안녕하세요 ｶﾅ",
+    "Grüße, naïve Ångström, e\u0301 o\u0308\u0323 \u0301x \u0323\u0301 क्षि ไทย ภาษา שָׁלוֹם العَرَبِيَّة",
+    "".join(f"a{space}b {space}{space}c{space}1{space}.{space}\n" for space in SPACES),
+    "a\r\nb\n\n\nc\r\rd \n e\t\n\n  f   \n   ",
+    "I'm I'M it's IT'S we'll WE'LL they've he'd HE'D don't DON'T you're YOU'rE 'tis 's'S''s'llama 'rebel 1's _'s",
+    "'ſ x'ſ X'ſtop '\u212a o'K ŉ 'ß 'ﬆ ’s don’t",
+    "\ufffd\ufffe\uffff\U0010ffff\x00\x7f\x80\x9f â€™ ï»¿ <|begin_of_text <|eot_id| |>",
+    f"a {EOS} b<|eot_id|><|eot_id|>\n\n{EOS}  1<|reserved_special_token_10|>234<|reserved_special_token_1|>",
+    "zyxwv qzyxwv wvut wvutwvut awvut",
+    *(run * 700 for run in ("a", " ", "\n", "\r\n", "=", "1", "é", "\u3000", "'", "ab", "🙂", "\u0301")),
+    " " * 700 + "x" + "\t" * 9 + "\n",
+]
+ANY_TEXT = st.lists(
+    st.one_of(
+        st.sampled_from([*SPACES, *"aZé1٣.'ſsSl", "'re", "'LL", "the", "123", EOS, "wvut", "\u0301", "🙂", "你"]),
+        st.characters(exclude_categories=["Cs"]),
+    ),
+    max_size=30,
+).map("".join)
+
+
+def trained(pattern: str):
+    """A small tokenizer of the tokenizers library that splits by this pattern, learned from most of TEXTS."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text for text in TEXTS if "wvut" not in text], trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def raw() -> dict:
+    """A small tokenizer.json as Llama 3's: written by the converter, from tokens that merges alone do not explain."""
+    from tokenizers import processors
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    names = [BOS, EOS, *(f"<|reserved_special_token_{i}|>" for i in range(11)), "<|eot_id|>"]
+    converter = TikTokenConverter(extra_special_tokens=names)
+    tokens = [*json.loads(trained(converter.pattern).to_str())["model"]["vocab"]]
+    tokens += ["zyxwv", "wvut", "wv", "ut"]  # no two tokens make the first one; the parts of the second come after it
+    to_byte = byte_of_character()
+    ranks = {bytes(map(to_byte.get, token)): i for i, token in enumerate(tokens)}
+    converter.load_tiktoken_bpe = lambda path: ranks
+    tokenizer = converter.converted()
+    template = processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A {BOS}:1 $B:1", [(BOS, len(ranks))])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    raw = json.loads(tokenizer.to_str())
+    made = [a + b for a, b in raw["model"]["merges"]]  # what GPT-2's form lacks: tokens of several merges, and of none
+    assert made.count("zyxwv") == 0 and made.count("ĠĠĠĠ") == 3 and raw["model"]["ignore_merges"]
+    return raw
+
+
+@pytest.fixture(scope="module")
+def pair(raw, tmp_path_factory):
+    """Our encoding of that file, and the library's."""
+    directory = tmp_path_factory.mktemp("llama")
+    return load_from(directory, raw), library(raw)
+
+
+def load_from(directory, raw: dict):
+    (directory / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
+    return load_encoding(directory, 5000)
+
+
+def library(raw: dict):
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(json.dumps(raw))
+
+
+def with_values(raw: dict, changes: dict) -> dict:
+    """A copy with other values. changes: path, such as "pre_tokenizer.pretokenizers.0.invert" -> value."""
+    raw = copy.deepcopy(raw)
+    for path, value in changes.items():
+        *keys, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+        reduce(getitem, keys, raw)[last] = value
+    return raw
+
+
+def test_a_model_reads_its_prompt_after_the_prefix(raw, tiny, tmp_path, cli):
+    """Through the command line. The model is random and no Llama; what counts are the ids of its prompt."""
+    import torch
+
+    theirs = library(raw)
+    model = tiny(dtype=torch.float32, vocab_size=theirs.get_vocab_size(), block_size=64, eos_token_id=0)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
+    prompt = "In 2024, they'LL see 1234567 of us"
+    (new,) = run_rows(model, [theirs.encode(prompt).ids], max_new_tokens=5, temperature=0, ignore_eos=True)
+    options = ("--max-new-tokens", 5, "--temperature", 0, "--ignore-eos")
+    code, out, _ = cli("--model", tmp_path, "--prompt", prompt, *options)
+    assert code == 0 and out == prompt + theirs.decode(new, skip_special_tokens=False) + "\n"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_equal_those_of_tokenizers(pair, text):
+    ours, theirs = pair
+    ids = ours.encode(text, allowed_special="all")
+    assert ids == theirs.encode(text).ids
+    assert ours.decode(ids) == BOS + text
+
+
+@settings(max_examples=200)
+@given(text=ANY_TEXT)
+def test_ids_equal_those_of_tokenizers_on_any_text(pair, text):
+    ours, theirs = pair
+    assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
+
+
+def test_the_prefix_comes_once(pair):
+    ours, theirs = pair
+    (bos,) = theirs.encode("").ids
+    assert ours.encode("") == [bos]
+    assert ours.encode(BOS, allowed_special="all") == [bos]
+    text = f"{BOS}a{BOS}{BOS}b"  # as from a chat template; the library would put a second one before it
+    assert ours.encode(text, allowed_special="all") == theirs.encode(text, add_special_tokens=False).ids
+    assert ours.encode(f" {BOS}", allowed_special="all")[0] == bos
+    assert ours.encode(f" {BOS}", allowed_special="all").count(bos) == 2
+
+
+def test_plain_text_is_plain(pair):
+    ours, theirs = pair
+    assert ours.encode_ordinary("a b") == theirs.encode("a b", add_special_tokens=False).ids
+    assert {BOS, EOS} <= ours.special_tokens_set and ours.n_vocab == theirs.get_vocab_size()
+    assert not {*ours.encode_ordinary(BOS + EOS)} & {*range(ours.n_vocab - 14, ours.n_vocab)}
+    with pytest.raises(ValueError, match="disallowed special token"):
+        ours.encode(BOS)
+
+
+GPT_2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+PIECE = "pre_tokenizer.pretokenizers"
+SINGLE = "post_processor.processors.1.single"
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+def put(*names: str) -> list:
+    return [{"SpecialToken": {"id": name, "type_id": 0}} for name in names]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{PIECE}.0.pattern": {"Regex": GPT_2}},
+        {f"{PIECE}.1.trim_offsets": False},
+        {"post_processor": None},
+        {"post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}},
+        {SINGLE: [TEXT]},
+    ],
+)
+def test_forms_close_to_it_give_the_ids_of_tokenizers(raw, tmp_path, changes):
+    other = with_values(raw, changes)
+    ours, theirs = load_from(tmp_path, other), library(other)
+    for text in TEXTS:
+        assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
+
+
+def test_a_prefix_of_two_tokens_is_there_or_not(raw, tmp_path):
+    template = raw["post_processor"]["processors"][1]
+    second = {"id": "<|eot_id|>", "ids": [raw["added_tokens"][-1]["id"]], "tokens": ["<|eot_id|>"]}
+    changes = {SINGLE: [*put(BOS, "<|eot_id|>"), TEXT]}
+    changes[SINGLE.replace("single", "special_tokens")] = template["special_tokens"] | {"<|eot_id|>": second}
+    other = with_values(raw, changes)
+    ours, theirs = load_from(tmp_path, other), library(other)
+    for text in [*TEXTS, f"{BOS}a", f"<|eot_id|>{BOS}a"]:
+        assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
+    whole = f"{BOS}<|eot_id|>a"
+    assert ours.encode(whole, allowed_special="all") == theirs.encode("a").ids
+
+
+def test_a_template_may_stand_alone(raw, tmp_path):
+    """As in the first files of Llama 3; with merges as text, as files before 2024 had them."""
+    other = with_values(raw, {"post_processor": raw["post_processor"]["processors"][1]})
+    other["model"]["merges"] = [" ".join(merge) for merge in other["model"]["merges"]]
+    ours, theirs = load_from(tmp_path, other), library(other)
+    assert ours.encode("12345 wvut") == theirs.encode("12345 wvut").ids
+
+
+O200K = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+LLAMA = "supported is that of GPT-2 or Llama 3"
+ORDER = "the merges do not make the tokens of the vocabulary in the order of their ids"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({f"{PIECE}.0.pattern": {"Regex": O200K}}, r"""pre_tokenizer.pattern is {'Regex': "[^\\r\\n\\p{L}\\p{N}]?"""),
+        ({f"{PIECE}.0.pattern": {"Regex": O200K * 9}}, LLAMA),
+        ({f"{PIECE}.0.pattern": {"String": " "}}, f"pre_tokenizer.pattern is {{'String': ' '}}; {LLAMA}"),
+        ({f"{PIECE}.0.pattern": None}, f"pre_tokenizer.pattern is None; {LLAMA}"),
+        ({f"{PIECE}.0.behavior": "Removed"}, "pre_tokenizer.behavior is 'Removed'; supported is 'Isolated'"),
+        ({f"{PIECE}.0.invert": True}, "pre_tokenizer.invert is True; supported is False"),
+        ({f"{PIECE}.1.add_prefix_space": True}, "pre_tokenizer.add_prefix_space is True"),
+        ({f"{PIECE}.1.use_regex": True}, "pre_tokenizer.use_regex is True; supported is False"),
+        ({f"{PIECE}.1": {"type": "ByteLevel", "add_prefix_space": False}}, "pre_tokenizer.use_regex is True"),
+        ({f"{PIECE}.0": {"type": "Digits"}}, "pre_tokenizer.type is 'Digits, ByteLevel'; supported is 'ByteLevel' or"),
+        ({f"{PIECE}.0": {}}, "pre_tokenizer.type is 'None, ByteLevel'"),
+        ({f"{PIECE}.1": LEVEL | {"type": "Digits"}}, "pre_tokenizer.type is 'Split, Digits'"),
+        ({PIECE: [{"type": "Split"}]}, "pre_tokenizer.type is 'Split'"),
+        ({PIECE: [LEVEL, LEVEL]}, "pre_tokenizer.type is 'ByteLevel, ByteLevel'"),
+        ({PIECE: [LEVEL]}, "pre_tokenizer.use_regex is False; supported is True"),
+        ({PIECE: []}, "pre_tokenizer.type is ''"),
+        # what is put around a text
+        ({SINGLE: [TEXT, *put(EOS)]}, "post_processor.single is [{'Sequence': "),
+        ({SINGLE: [*put(BOS), TEXT, *put(BOS)]}, "supported is added tokens, then A"),
+        ({SINGLE: [*put(BOS), TEXT, TEXT]}, "supported is added tokens, then A"),
+        ({SINGLE: put(BOS)}, "supported is added tokens, then A"),
+        ({SINGLE: []}, "supported is added tokens, then A"),
+        ({SINGLE: f"{BOS} $A"}, "supported is added tokens, then A"),
+        ({SINGLE: None}, "post_processor.single is None"),
+        ({SINGLE: [*put("[CLS]"), TEXT]}, "supported is added tokens, then A"),
+        ({SINGLE: [*put(EOS), TEXT]}, "supported is added tokens, then A"),  # its ids are not in the template
+        ({SINGLE: [*put(BOS), {"Sequence": {"id": "B", "type_id": 0}}]}, "supported is added tokens, then A"),
+        ({f"post_processor.processors.1.special_tokens.{BOS}.ids": [5]}, "supported is added tokens, then A"),
+        ({f"post_processor.processors.1.special_tokens.{BOS}.ids": [704, 705]}, "supported is added tokens, then A"),
+        ({"post_processor.processors.0": TEMPLATE}, "post_processor.type is 'TemplateProc"),
+        ({"model.ignore_merges": False}, ORDER),
+    ],
+)
+def test_what_would_give_other_ids_is_refused_by_name(raw, tmp_path, changes, words):
+    with pytest.raises(UserError) as error:
+        load_from(tmp_path, with_values(raw, changes))
+    message = str(error.value)
+    assert words in message and "tokenizer.json" in message and "\n" not in message and len(message) < 400
+
+
+@pytest.mark.parametrize("steps", [[7], None, "Split"])
+def test_still_a_sequence_without_steps_is_refused(raw, tmp_path, steps):
+    with pytest.raises(UserError, match="pre_tokenizer.type is 'Sequence'"):
+        load_from(tmp_path, with_values(raw, {PIECE: steps}))
+
+
+@pytest.mark.parametrize("change", ["one is missing", "one comes twice", "one for another", "no token", "order"])
+def test_merges_that_are_not_all_in_order_are_refused(raw, tmp_path, change):
+    merges = raw["model"]["merges"]
+    first, second, *rest = merges
+    assert first[0] + first[1] != second[0] + second[1]
+    changed = {
+        "one is missing": [second, *rest],
+        "one comes twice": [first, *merges],
+        "one for another": [["ĠĠ", "ĠĠ"] if merge == ["Ġ", "ĠĠĠ"] else merge for merge in merges],
+        "no token": [["Ġ", "q"], second, *rest],
+        "order": [second, first, *rest],
+    }
+    with pytest.raises(UserError, match=ORDER):
+        load_from(tmp_path, with_values(raw, {"model.merges": changed[change]}))
+
+
+@given(data=st.data())
+def test_all_merges_of_any_tokens_give_the_ids_of_tokenizers(data, tmp_path_factory):
+    """Tokens in an order that no training gives: parts come after the whole, or there are none."""
+    tokens = data.draw(st.lists(st.text("ab", min_size=2, max_size=7), min_size=1, max_size=14, unique=True))
+    known = {"a", "b", *tokens}
+    pairs = [(token[:i], token[i:]) for token in tokens for i in range(1, len(token))]
+    pairs = [(a, b) for a, b in pairs if a in known and b in known]
+    missing = data.draw(st.sets(st.sampled_from(pairs), max_size=1)) if pairs else set()
+    merges = [pair for pair in data.draw(st.permutations(pairs)) if pair not in missing]
+    merges.sort(key=lambda pair: tokens.index("".join(pair)))  # those of one token are in any order
+    raw = tokenizer_json([])
+    vocabulary = {token: i for i, token in enumerate([*byte_of_character(), *tokens])}
+    raw["model"] |= {"vocab": vocabulary, "merges": merges, "ignore_merges": True}
+    raw["added_tokens"][0]["id"] = len(vocabulary)
+    try:
+        ours = load_from(tmp_path_factory.getbasetemp(), raw)
+    except UserError as error:
+        assert missing and ORDER in str(error)
+    else:
+        theirs = library(raw)
+        for text in data.draw(st.lists(st.text("ab", min_size=5, max_size=60), min_size=5, max_size=5)):
+            assert ours.encode(text) == theirs.encode(text).ids
+
+
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def load(name, dtype=torch.float64):
+    from load import load_model
+
+    return load_model(name, dtype)
+
+
+# Rotations for longer texts
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    """A function that builds a random Llama of transformers with a long window, and its directory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama import modeling_llama
+
+    def norm(self, x):  # theirs computes in float32 whatever the weights are
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+
+    def build(older=False, **scaling):
+        rope = {"rope_type": "llama3", "rope_theta": 1000.0} | SCALING | scaling
+        shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
+        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+        model = LlamaForCausalLM(LlamaConfig(**shape, bos_token_id=0, eos_token_id=2, rope_parameters=rope)).double()
+        generator = torch.Generator().manual_seed(0)
+        for weight in model.parameters():
+            weight.data.normal_(mean=weight.dim() == 1, std=0.4, generator=generator)
+        model.save_pretrained(tmp_path)
+        if older:  # as in the files of Llama 3.1
+            config = json.loads((tmp_path / "config.json").read_text())
+            rope = config.pop("rope_parameters")
+            config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        return model.eval(), tmp_path
+
+    return build
+
+
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {},
+        {"factor": 32.0, "original_max_position_embeddings": 8},
+        {"factor": 1.5, "low_freq_factor": 2.0, "high_freq_factor": 3.0},
+        {"low_freq_factor": 0.1, "high_freq_factor": 0.2},
+        {"rope_theta": 500000.0, "original_max_position_embeddings": 64, "low_freq_factor": 1, "high_freq_factor": 4},
+    ],
+)
+@torch.inference_mode()
+def test_logits_equal_transformers_beyond_the_original_window(peer, scaling, older):
+    theirs, directory = peer(older, **scaling)
+    ours, tokens = load(directory), torch.tensor([random_tokens(128)])
+    logits = ours(tokens)
+    assert (logits - theirs(tokens).logits).abs().max() < 1e-10
+    unscaled = type(ours)(dataclasses.replace(ours.config, rope_scaling=None)).double()
+    unscaled.load_state_dict(ours.state_dict())
+    difference = (unscaled(tokens) - logits).abs().amax(-1)[0]
+    assert difference[0] < 1e-10 and difference[64:].mean() > 0.05  # position 0 is never turned
+
+
+@torch.inference_mode()
+def test_text_beyond_the_original_window_equals_transformers(peer):
+    theirs, directory = peer(original_max_position_embeddings=4)
+    prompt = random_tokens(20)
+    mask, fixed = torch.ones(1, 20, dtype=torch.int64), {"max_length": 128, "min_length": 128, "pad_token_id": 0}
+    text = theirs.generate(torch.tensor([prompt]), attention_mask=mask, do_sample=False, **fixed)
+    expected = [text[0, 20:].tolist()]
+    assert run_rows(load(directory), [prompt], max_new_tokens=108, ignore_eos=True) == expected
+    assert len(set(expected[0])) > 8
+
+
+def test_fast_rotations_stay_and_slow_ones_slow_down():
+    from llama import RopeScaling, slowed
+
+    turns = torch.tensor([100.0, 4.0, 2.5, 1.0, 0.01], dtype=torch.float64)  # in a window of 16
+    frequencies = turns * 2 * math.pi / 16
+    ratio = (slowed(frequencies, RopeScaling(**SCALING)) / frequencies).tolist()
+    assert ratio == pytest.approx([1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8])
+
+
+def test_scaling_is_written_and_read(tiny_llama, tmp_path):
+    from llama import RopeScaling
+
+    ours = tiny_llama(rope_scaling=RopeScaling(**SCALING))
+    ours.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert again.config == ours.config and again.config.rope_scaling.factor == 8
+    tokens = torch.tensor([random_tokens(16)])
+    assert torch.equal(ours(tokens), again(tokens))
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"factor": None}, "factor is None; it must be above 0"),
+        ({"factor": 0}, "factor is 0; it must be above 0"),
+        ({"low_freq_factor": "1"}, "low_freq_factor is '1'"),
+        ({"high_freq_factor": 1.0}, "low_freq_factor is 1.0; it must be below high_freq_factor, which is 1.0"),
+        ({"original_max_position_embeddings": -1}, "original_max_position_embeddings is -1"),
+        ({"rope_type": "dynamic"}, "rope_type is 'dynamic'; supported is 'default' or 'llama3'"),
+    ],
+)
+def test_scaling_that_makes_no_sense_is_refused(tiny_llama, tmp_path, values, words):
+    tiny_llama().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "llama3"} | SCALING | values
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        load(tmp_path)
+    assert words in str(error.value) and "config.json" in str(error.value)
