@@ -177,6 +177,20 @@ def read_token_ids(file: Path, raw: dict, key: str, vocab_size: int, missing: in
     return tuple(dict.fromkeys(ids))
 
 
+def read_eos(source: Source, raw: dict, vocab_size: int, missing: int | None) -> tuple[int, ...]:
+    """The ids that end a text: those of config.json and of generation_config.json, where chat models add theirs.
+
+    raw: what is in config.json. missing: what it means if neither has any. Raises UserError if one of them is no id.
+    """
+    file, ids = source.find("generation_config.json"), ()
+    if file and (more := read_json(file)).get("eos_token_id") is not None:
+        ids = read_token_ids(file, more, "eos_token_id", vocab_size)
+        if raw.get("eos_token_id") is None:
+            return ids
+    ids = read_token_ids(source.file("config.json"), raw, "eos_token_id", vocab_size, missing) + ids
+    return tuple(dict.fromkeys(ids))
+
+
 def read_number(file: Path, raw: dict, key: str, missing: float | None, limit: float) -> float:
     """A number in a config.json, above 0 and up to limit. Raises UserError if it is anything else."""
     value = raw.get(key, missing)

@@ -559,7 +559,7 @@ def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with a GPT-2 or a Llama.")
+    parser = Parser(description="Generate text with a GPT-2, a Llama or a Qwen2.5.")
     parser.add_argument("--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ...")
     parser.add_argument("--no-cache", action="store_true", help="compute all positions again in each step")
     parser.add_argument("--num-beams", type=int, help="search for a probable text, keeping that many in each step")

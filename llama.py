@@ -1,4 +1,4 @@
-"""Llama's forward pass, written out: what changed in the architecture since GPT-2.
+"""Llama's forward pass, and Qwen2's, written out: what changed in the architecture since GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the grouped-query
 attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so its files load unchanged.
@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from checkpoint import Source, UserError, check_values, read_json, read_number, read_sizes, read_token_ids
+from checkpoint import Source, UserError, check_values, read_eos, read_json, read_number, read_sizes, read_token_ids
 from model import Attend, Linear, Model
 
 
@@ -45,6 +45,7 @@ class LlamaConfig:
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0  # the slowest rotation makes about a radian in so many positions
     rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False  # queries, keys and values have biases: Qwen2
     tied_head: bool = True
 
 
@@ -100,9 +101,9 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.head_dim, queries, keys = config.head_dim, config.n_head, config.n_kv_head
-        self.q_proj = Linear(config.n_embd, queries * config.head_dim, bias=False)
-        self.k_proj = Linear(config.n_embd, keys * config.head_dim, bias=False)
-        self.v_proj = Linear(config.n_embd, keys * config.head_dim, bias=False)
+        self.q_proj = Linear(config.n_embd, queries * config.head_dim, bias=config.qkv_bias)
+        self.k_proj = Linear(config.n_embd, keys * config.head_dim, bias=config.qkv_bias)
+        self.v_proj = Linear(config.n_embd, keys * config.head_dim, bias=config.qkv_bias)
         self.o_proj = Linear(queries * config.head_dim, config.n_embd, bias=False)
 
     def forward(self, x, cos, sin, attend):
@@ -145,10 +146,11 @@ SIZES = {  # field of LlamaConfig -> its key in config.json, and the largest val
     "head_dim": ("head_dim", 1000),
 }
 SUPPORTED = {  # what this forward pass computes
-    "model_type": ("llama",),
+    "model_type": ("llama", "qwen2"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
+    "use_sliding_window": (False,),
     "tie_word_embeddings": (False, True),
     "is_causal": (True,),
 }
@@ -209,8 +211,8 @@ class Llama(Model):
     def config_fields(self) -> dict:
         config, scaling = vars(self.config), self.config.rope_scaling
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": ["Qwen2ForCausalLM" if self.config.qkv_bias else "LlamaForCausalLM"],
+            "model_type": "qwen2" if self.config.qkv_bias else "llama",
             **{key: config[field] for field, (key, _) in SIZES.items()},
             "hidden_act": "silu",
             "rms_norm_eps": self.config.norm_epsilon,
@@ -237,7 +239,7 @@ class Llama(Model):
         if heads % shared or size % 2 or not size:
             allowed = "num_attention_heads must be a multiple of num_key_value_heads, head_dim even"
             raise UserError(f"{file}: {heads} heads, {shared} of them with keys, of {size} numbers each; {allowed}")
-        eos = read_token_ids(file, raw, "eos_token_id", fields["vocab_size"], 2)
+        eos = read_eos(source, raw, fields["vocab_size"], 2 if raw["model_type"] == "llama" else None)
         return LlamaConfig(
             **fields,
             bos_token_id=read_token_ids(file, raw, "bos_token_id", fields["vocab_size"], eos[0])[0],
@@ -245,5 +247,6 @@ class Llama(Model):
             norm_epsilon=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
             rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
             rope_scaling=read_scaling(file, rope) if kind == "llama3" else None,
+            qkv_bias=raw["model_type"] == "qwen2",
             tied_head=raw.get("tie_word_embeddings", False),
         )

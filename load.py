@@ -6,7 +6,7 @@ from checkpoint import Source, check_values, parse_name, read_json
 from llama import Llama
 from model import GPT, Model
 
-ARCHITECTURES = {"gpt2": GPT, "llama": Llama}
+ARCHITECTURES = {"gpt2": GPT, "llama": Llama, "qwen2": Llama}
 
 
 def architecture(source: Source) -> type[Model]:

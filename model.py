@@ -20,11 +20,11 @@ from checkpoint import (
     check_values,
     memory_for,
     parse_name,
+    read_eos,
     read_json,
     read_number,
     read_sizes,
     read_tensors,
-    read_token_ids,
     write_checkpoint,
 )
 from int8 import Int8Embedding, store, to_int8, with_int8_layers
@@ -327,6 +327,6 @@ class GPT(Model):
         check_values(file, raw, supported)
         if fields["n_embd"] % fields["n_head"]:
             raise UserError(f"{file}: n_embd {fields['n_embd']} is not a multiple of n_head {fields['n_head']}")
-        eos = read_token_ids(file, raw, "eos_token_id", fields["vocab_size"], GPTConfig.eos_token_ids[0])
+        eos = read_eos(source, raw, fields["vocab_size"], GPTConfig.eos_token_ids[0])
         epsilon = read_number(file, raw, "layer_norm_epsilon", GPTConfig.layer_norm_epsilon, 1)
         return GPTConfig(**fields, eos_token_ids=eos, layer_norm_epsilon=epsilon)

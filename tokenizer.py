@@ -2,7 +2,8 @@
 
 import codecs
 import reprlib
-from itertools import pairwise
+import unicodedata
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 
 import tiktoken
@@ -14,10 +15,12 @@ PATTERNS = {  # what a text is split by before bytes are merged
     "GPT-2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",  # openai/gpt-2, encoder.py
     "Llama 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "Qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
 SUPPORTED = {  # of a tokenizer.json: what keeps our ids equal to those of the tokenizers library
-    "normalizer": (None,),
+    "normalizer": (None, {"type": "NFC"}),
     "pre_tokenizer.type": ("ByteLevel", "Split, ByteLevel"),
     "pre_tokenizer.behavior": ("Isolated",),
     "pre_tokenizer.invert": (False,),
@@ -35,7 +38,7 @@ SUPPORTED = {  # of a tokenizer.json: what keeps our ids equal to those of the t
 def load_encoding(name, vocab_size: int) -> tiktoken.Encoding:
     """The encoding of a model's text; `encode(text, allowed_special="all")` takes `<|endoftext|>` as the token it is.
 
-    name: as for `Model.from_pretrained`. A directory needs a `tokenizer.json` (GPT-2's or Llama 3's form); `gpt2` and
+    name: as for `Model.from_pretrained`. A directory needs a `tokenizer.json` (as GPT-2, Llama 3 or Qwen2); `gpt2` and
     its sizes use tiktoken's own; `random:` models speak no language, so their ids from 256 on print as numbers.
     vocab_size: the model's; it may be larger than the tokenizer's, as in models whose vocabulary is padded to a round
     number. Raises UserError if it is smaller, or there is no tokenizer, or one of another kind.
@@ -59,15 +62,27 @@ def load_encoding(name, vocab_size: int) -> tiktoken.Encoding:
 
 
 class Encoding(tiktoken.Encoding):
-    """An Encoding whose texts begin with a prefix, such as Llama 3's `<|begin_of_text|>`."""
+    """An Encoding whose texts begin with a prefix, such as Llama 3's `<|begin_of_text|>`, or are in normal form C."""
 
-    def __init__(self, *args, prefix: tuple[int, ...], **arguments):
+    def __init__(self, *args, prefix: tuple[int, ...], nfc: bool, **arguments):
         super().__init__(*args, **arguments)
-        self.prefix = prefix
+        self.prefix, self.nfc = prefix, nfc
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """As tiktoken's, of the normal form if there is one: e and U+0301 become the one letter é.
+
+        The tokenizers library knows the characters of Unicode 9, Python those of its newer `unidata_version`.
+        """
+        return super().encode_ordinary(unicodedata.normalize("NFC", text) if self.nfc else text)
 
     def encode(self, text: str, **special) -> list[int]:
         """As tiktoken's, after the prefix. A text that begins with it, as one from a chat template, gets no second."""
         tokens, prefix = super().encode(text, **special), list(self.prefix)
+        if self.nfc and not unicodedata.is_normalized("NFC", text):
+            # Added tokens are found in the text as it is. Only then, what is between them gets its normal form.
+            pieces = [(added, [*piece]) for added, piece in groupby(tokens, self.is_special_token)]
+            pieces = [piece if added else self.encode_ordinary(self.decode(piece)) for added, piece in pieces]
+            tokens = [*chain.from_iterable(pieces)]
         return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
 
 
@@ -93,8 +108,10 @@ def read_tokenizer_json(file: Path) -> Encoding:
         raise UserError(f"{file}: not a Hugging Face tokenizer") from None
     if not all(type(number) is int for number in ids) or sorted(vocabulary.values()) + new != list(range(len(ids))):
         raise UserError(f"{file}: the ids are not 0 to {len(ids) - 1}, once each, those of the added tokens last")
+    nfc = raw.get("normalizer") is not None
     for token in added:
         content, plain = token["content"], {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}
+        plain["normalized"] = (False,) if nfc else (False, True)  # a normalized one is found in the normal form
         check_values(f"{file}: added token {content!r}", token, plain)
         if content == "" or not isinstance(content, str) or vocabulary.get(content, token["id"]) != token["id"]:
             raise UserError(f"{file}: added token {content!r} is empty, no text, or has another id in the vocabulary")
@@ -111,7 +128,9 @@ def read_tokenizer_json(file: Path) -> Encoding:
         raise UserError(f"{file}: the merges do not make the tokens of the vocabulary in the order of their ids")
     ranks = {bytes(to_byte[c] for c in token): vocabulary[token] for token in tokens}
     prefix = read_prefix(file, raw["post_processor"], special)
-    return Encoding(str(file.parent), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special, prefix=prefix)
+    return Encoding(
+        str(file.parent), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special, prefix=prefix, nfc=nfc
+    )
 
 
 def one_step(part, key: str):

@@ -1,0 +1,314 @@
+"""Lesson 29: Qwen2.5, which is a Llama with three biases, several ends of text, and a tokenizer of its own."""
+
+import copy
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import random_tokens, run_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_llama_3 import ANY_TEXT, TEXTS, library, load_from, with_values
+
+from checkpoint import UserError
+from tokenizer import TextStream, load_encoding
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>"]
+NOT_SPECIAL = ["<tool_call>", "</tool_call>", "<|fim_pad|>", "[KEY]"]
+NORMALIZED = [  # texts that are not in normal form, and some that only seem so
+    "e\u0301 \u00e9 e\u0323\u0301 e\u0301\u0323 A\u030a \u212b \u212a \u2126 \u1e9b\u0323 q\u0307\u0323",
+    "\u1100\u1161\u11a8 \uac00\u11a8 한글 \u0915\u093c \u0958 \u0f73 \u0344 \u1fef \u037e \u2000 \u2329 \uf900",
+    "\u0301 alone, x\u0301y, 1\u0301 .\u0338 =\u0338 \n\u0301 \u0300\u0301\u0316",
+    "<|im_start|>user\nCafe\u0301<|im_end|>\u0301e<tool_call>\u0338e\u0301</tool_call\u0338><tool_call>",
+    "[\u212aEY][KEY][KEY]\u0301[KEY\u0338]e\u0301[KEY]",
+    "e" + "\u0301" * 40 + "\u0323" * 40,
+]
+
+
+@pytest.fixture(scope="module")
+def raw() -> dict:
+    """A small tokenizer.json as Qwen2.5's, with the converter's normalizer and pre-tokenizer."""
+    from tokenizers import AddedToken, pre_tokenizers, trainers
+    from transformers.convert_slow_tokenizer import Qwen2Converter
+
+    tokenizer = Qwen2Converter(SimpleNamespace(encoder={}, bpe_ranks={})).converted()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([*TEXTS, *NORMALIZED], trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in NOT_SPECIAL])
+    raw = json.loads(tokenizer.to_str())
+    raw["model"] |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}  # as the real files say "none"
+    return raw
+
+
+@pytest.fixture(scope="module")
+def pair(raw, tmp_path_factory):
+    """Our encoding of that file, and the library's."""
+    return load_from(tmp_path_factory.mktemp("qwen"), raw), library(raw)
+
+
+def test_a_model_reads_its_prompt_in_normal_form(raw, tiny, tmp_path, cli):
+    """Through the command line. The model is random and no Qwen; what counts are the ids of its prompt."""
+    import torch
+
+    theirs = library(raw)
+    model = tiny(dtype=torch.float32, vocab_size=theirs.get_vocab_size(), block_size=64, eos_token_id=0)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
+    prompt = "<|im_start|>user\n2024 Cafe\u0301<|im_end|>"
+    (new,) = run_rows(model, [theirs.encode(prompt).ids], max_new_tokens=5, temperature=0, ignore_eos=True)
+    options = ("--max-new-tokens", 5, "--temperature", 0, "--ignore-eos")
+    code, out, _ = cli("--model", tmp_path, "--prompt", prompt, *options)
+    assert code == 0 and out == prompt + theirs.decode(new, skip_special_tokens=False) + "\n"
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *NORMALIZED])
+def test_ids_equal_those_of_tokenizers(pair, text):
+    ours, theirs = pair
+    assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
+
+
+@settings(max_examples=200)
+@given(
+    text=st.lists(st.one_of(ANY_TEXT, st.sampled_from([*"eK[]<>\u0301\u0323\u0338\u212a", *NOT_SPECIAL]))).map("".join)
+)
+def test_ids_equal_those_of_tokenizers_on_any_text(pair, text):
+    ours, theirs = pair
+    assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
+
+
+def test_digits_are_tokens_of_their_own(pair):
+    assert [pair[0].decode([token]) for token in pair[0].encode("v2024.")] == ["v", "2", "0", "2", "4", "."]
+
+
+def test_added_tokens_that_are_not_special_are_tokens_too(pair):
+    ours, theirs = pair
+    assert ours.encode("a<tool_call>b", allowed_special="all")[1] == theirs.token_to_id("<tool_call>")
+    assert ours.special_tokens_set == {*SPECIAL, *NOT_SPECIAL}
+    with pytest.raises(ValueError, match="disallowed special token"):
+        ours.encode("a<tool_call>b")
+
+
+@pytest.mark.parametrize("text", ["<|im_start|>e\u0301<tool_call>", "[\u212aEY]e\u0301"])
+def test_plain_text_is_in_normal_form_and_plain(pair, raw, text):
+    """No added token is found, not even one that the normal form makes."""
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer.from_str(json.dumps(raw | {"added_tokens": []}))
+    assert pair[0].encode_ordinary(text) == plain.encode(text).ids
+    assert pair[0].encode(text, disallowed_special=()) == plain.encode(text).ids
+    assert pair[0].encode_ordinary("") == pair[0].encode("") == []
+
+
+def test_without_a_normalizer_a_text_stays_as_it_is(raw, tmp_path):
+    other = with_values(raw, {"normalizer": None})
+    ours, theirs = load_from(tmp_path, other), library(other)
+    for text in NORMALIZED:
+        assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
+        assert ours.decode(ours.encode_ordinary(text)) == text
+
+
+def test_a_padded_vocabulary_prints_what_no_token_stands_for(raw, tmp_path):
+    """Qwen2.5's models have some hundred ids more than its tokenizer."""
+    load_from(tmp_path, raw)
+    encoding = load_encoding(tmp_path, 1024)
+    assert encoding.n_vocab == 708
+    assert TextStream(encoding).add(1023) == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"normalizer": {"type": "NFKC"}}, "normalizer is {'type': 'NFKC'}; supported is None or {'type': 'NFC'}"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}}, "None or {'type': 'NFC'}"),
+        ({"added_tokens.4.normalized": True}, "added token '<tool_call>': normalized is True; supported is False"),
+        ({"added_tokens.0.normalized": True}, "added token '<|endoftext|>': normalized is True; supported is False"),
+        ({"pre_tokenizer.pretokenizers.0.pattern.Regex": r"\p{N}"}, "supported is that of GPT-2 or Llama 3 or Qwen2"),
+    ],
+)
+def test_what_would_give_other_ids_is_refused_by_name(raw, tmp_path, changes, words):
+    with pytest.raises(UserError) as error:
+        load_from(tmp_path, with_values(raw, changes))
+    message = str(error.value)
+    assert words in message and "tokenizer.json" in message and "\n" not in message and len(message) < 400
+
+
+def test_a_normalized_token_is_found_in_a_text_that_nothing_normalizes(raw, tmp_path):
+    other = with_values(raw, {"normalizer": None, "added_tokens.4.normalized": True})
+    ours, theirs = load_from(tmp_path, other), library(other)
+    assert ours.encode("a<tool_call>e\u0301", allowed_special="all") == theirs.encode("a<tool_call>e\u0301").ids
+
+
+def load(name, dtype=torch.float64):
+    from load import load_model
+
+    return load_model(name, dtype)
+
+
+# The model
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    """A function that builds a random Qwen2 of transformers, in float64, and the directory that it was saved in."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.models.qwen2 import modeling_qwen2
+
+    def norm(self, x):  # theirs computes in float32 whatever the weights are
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+    monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", norm)
+
+    def build(saved_as=torch.float64, shard_size="1GB", **shape):
+        small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 24}
+        model = Qwen2ForCausalLM(Qwen2Config(**small | {"bos_token_id": 0, "eos_token_id": 2} | shape))
+        generator = torch.Generator().manual_seed(0)
+        for weight in model.parameters():  # biases too, which a new model has as zeros
+            weight.data.normal_(mean=weight.dim() == 1, std=0.4, generator=generator)
+            weight.data = weight.data.to(saved_as).double()
+        copy.deepcopy(model).to(saved_as).save_pretrained(tmp_path, max_shard_size=shard_size)
+        return model.eval(), tmp_path
+
+    return build
+
+
+def difference(ours, theirs) -> float:
+    """The largest between the logits of a batch of whole windows."""
+    tokens = torch.tensor(random_tokens(2 * ours.config.block_size, ours.config.vocab_size)).view(2, -1)
+    with torch.inference_mode():
+        return (ours(tokens) - theirs(tokens).logits).abs().max().item()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_logits_equal_transformers_in_float64(peer, seed):
+    choose = random.Random(seed).choice
+    kv_heads = choose([1, 1, 2, 2, 3, 4])
+    heads = kv_heads * choose([size for size in (1, 2, 3, 4, 8) if kv_heads * size <= 8])
+    theirs, directory = peer(
+        saved_as=choose([torch.float64, torch.float32, torch.bfloat16]),
+        shard_size=choose(["1GB", "3KB"]),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        hidden_size=heads * choose([2, 4, 10]),
+        intermediate_size=choose([1, 24, 57]),
+        num_hidden_layers=choose([1, 2, 3]),
+        max_position_embeddings=choose([8, 24, 40]),
+        rms_norm_eps=choose([1e-6, 0.1]),
+        tie_word_embeddings=choose([False, True]),
+        rope_parameters={"rope_type": "default", "rope_theta": choose([10.0, 10000.0, 1000000.0])},
+    )
+    ours = load(directory)
+    assert ours.layers[0].self_attn.q_proj.bias is not None and ours.layers[0].self_attn.o_proj.bias is None
+    assert difference(ours, theirs) < 1e-10
+
+
+@torch.inference_mode()
+def test_greedy_text_equals_transformers(peer):
+    theirs, directory = peer(max_position_embeddings=64, tie_word_embeddings=True)
+    ours, prompt = load(directory), [1, 5, 9]
+    mask, fixed = torch.ones(1, 3, dtype=torch.int64), {"max_length": 64, "min_length": 64, "pad_token_id": 0}
+    text = theirs.generate(torch.tensor([prompt]), attention_mask=mask, do_sample=False, **fixed)
+    assert run_rows(ours, [prompt], max_new_tokens=61, ignore_eos=True) == [text[0, 3:].tolist()]
+
+
+@pytest.fixture
+def tiny_qwen(tiny_llama):
+    """As `tiny_llama`, with biases that are not zero."""
+
+    def build(seed=0, **shape):
+        model, generator = tiny_llama(seed, qkv_bias=True, **shape), torch.Generator().manual_seed(seed)
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.data.normal_(std=0.4, generator=generator)
+        return model
+
+    return build
+
+
+def test_modes_of_the_lessons_before(tiny_qwen):
+    from infer import SamplingParams, beam_search
+    from infer_speculative import generate_speculative
+    from int8 import to_int8
+
+    params = {"max_new_tokens": 40, "ignore_eos": True}
+    for model in (tiny_qwen(), to_int8(tiny_qwen())):
+        prompts = [[1, 2, 3], [4], random_tokens(30)]
+        rows = run_rows(model, prompts, **params)
+        assert rows == [run_rows(model, [prompt], **params, options={"use_cache": False})[0] for prompt in prompts]
+        steps = generate_speculative(model, tiny_qwen(seed=1), prompts[0], SamplingParams(**params), 3)
+        assert [token for step in steps for token in step.tokens] == rows[0]
+        (best,) = beam_search(model, prompts[0], 1, max_new_tokens=40, ignore_eos=True)
+        assert best.tokens == rows[0]
+
+
+def test_save_and_load_give_the_same_model(tiny_qwen, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    ours = tiny_qwen(dtype=torch.float32)
+    ours.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(theirs).__name__ == "Qwen2ForCausalLM" and difference(ours, theirs) < 1e-4
+    assert load(tmp_path).config == ours.config
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"use_sliding_window": True}, "use_sliding_window is True; supported is False"),
+        ({"eos_token_id": None}, "eos_token_id is None; it must be an id below 61"),
+    ],
+)
+def test_a_config_that_this_model_cannot_be_is_refused(tiny_qwen, tmp_path, values, words):
+    tiny_qwen().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(UserError, match=words):
+        load(tmp_path)
+
+
+# Ends of text
+
+
+@pytest.mark.parametrize(
+    "in_config, in_generation, expected",
+    [
+        (60, None, (60,)),
+        ([60, 3], None, (60, 3)),
+        (60, 5, (60, 5)),
+        (60, [5, 60], (60, 5)),
+        ([60, 3], [3, 7], (60, 3, 7)),
+        (60, {}, (60,)),
+        (None, 5, (5,)),
+        (None, [5, 60], (5, 60)),
+        (60, {"eos_token_id": None}, (60,)),
+    ],
+)
+def test_every_end_of_text_of_both_files_ends_a_text(tiny_qwen, tmp_path, in_config, in_generation, expected):
+    tiny_qwen().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": in_config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if in_generation is not None:
+        ids = in_generation if isinstance(in_generation, dict) else {"eos_token_id": in_generation}
+        (tmp_path / "generation_config.json").write_text(json.dumps(ids | {"temperature": 0.7}))
+    model = load(tmp_path)
+    assert model.config.eos_token_ids == expected
+    whole = run_rows(model, [[1]], max_new_tokens=300, temperature=5.0, ignore_eos=True, generator=seeded())[0]
+    (text,) = run_rows(model, [[1]], max_new_tokens=300, temperature=5.0, generator=seeded())
+    assert text == whole[: next(index for index, token in enumerate(whole) if token in expected) + 1]
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def test_an_end_of_text_that_is_none_is_named(tiny_qwen, tmp_path):
+    tiny_qwen().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [60, 61]}')
+    with pytest.raises(
+        UserError, match=r"generation_config.json: eos_token_id is \[60, 61\]; it must be an id below 61"
+    ):
+        load(tmp_path)
