@@ -487,8 +487,7 @@ def read_prompts(args) -> list[str]:
         prompts += [line for line in lines if line]
     prompts = prompts or [""]
     for prompt in prompts:
-        if any("\ud800" <= character <= "\udfff" for character in prompt):  # Python's stand-in for a stray byte
-            raise UserError(f"--prompt {prompt!a}: not UTF-8 text")
+        check_text("--prompt", prompt)
     if args.num_samples < 1:
         raise UserError(f"--num-samples {args.num_samples}: it must be an integer >= 1")
     if len(prompts) * args.num_samples > MOST_TEXTS:
@@ -496,6 +495,12 @@ def read_prompts(args) -> list[str]:
             f"{len(prompts)} prompts x --num-samples {args.num_samples}: at most {MOST_TEXTS} texts at once"
         )
     return [prompt for prompt in prompts for _ in range(args.num_samples)]
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise UserError for a text that is not UTF-8."""
+    if any("\ud800" <= character <= "\udfff" for character in text):  # Python's stand-in for a stray byte
+        raise UserError(f"{name} {text!a}: not UTF-8 text")
 
 
 class Output:
@@ -576,17 +581,23 @@ def run(args) -> None:
     generator = seeded_generator(args.seed, device)
     (model,) = load_models([args.model], args, device)
     encoding = load_encoding(args.model, model.config.vocab_size)
-    tokens = [encoding.encode(prompt, allowed_special="all") for prompt in prompts]
     skip = () if params.ignore_eos else model.config.eos_token_ids
-    if args.num_beams is not None:
-        return print_beams(args, model, tokens, Output(prompts, encoding, skip))
     seed = generator.initial_seed() if params.temperature else None
-    with Output(prompts, encoding, skip, seed) as output:
-        for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
-            for row, token in enumerate(step):
-                if token is not None:
-                    output.add(row, token)
-            output.end_step()
+
+    def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
+        output = Output(shown, encoding, skip, seed)
+        if args.num_beams is not None:
+            print_beams(args, model, tokens, output)
+            return output.texts
+        with output:
+            for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
+                for row, token in enumerate(step):
+                    if token is not None:
+                        output.add(row, token)
+                output.end_step()
+        return output.texts
+
+    write([encoding.encode(prompt, allowed_special="all") for prompt in prompts], prompts)
 
 
 def check_beam_options(args) -> None:
