@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from cache import KVCache
+from chat import Chat
 from checkpoint import UserError, memory_for
 from load import load_model
 from model import Model, causal_attention
@@ -569,6 +570,9 @@ def main(argv=None) -> None:
     parser.add_argument("--no-cache", action="store_true", help="compute all positions again in each step")
     parser.add_argument("--num-beams", type=int, help="search for a probable text, keeping that many in each step")
     parser.add_argument("--length-penalty", type=float, help="for --num-beams; below 0: shorter; 1 if not given")
+    chat_help = "prompts are messages to a chat model, and its replies are shown; without any, talk: a message a line"
+    parser.add_argument("--chat", action="store_true", help=chat_help)
+    parser.add_argument("--system", help="for --chat: what the model is told before the first message")
     add_options(parser)
     run_script(parser, run, argv)
 
@@ -576,9 +580,11 @@ def main(argv=None) -> None:
 def run(args) -> None:
     """Do what the command line asks for: text to stdout, statistics to stderr. Raises UserError for bad input."""
     check_beam_options(args)
+    check_chat_options(args)
     params, prompts = sampling_params(args), read_prompts(args)
     device = pick_device(args.device)
     generator = seeded_generator(args.seed, device)
+    chat = Chat(args.model) if args.chat else None
     (model,) = load_models([args.model], args, device)
     encoding = load_encoding(args.model, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
@@ -597,7 +603,15 @@ def run(args) -> None:
                 output.end_step()
         return output.texts
 
-    write([encoding.encode(prompt, allowed_special="all") for prompt in prompts], prompts)
+    if chat is None:
+        write([encoding.encode(prompt, allowed_special="all") for prompt in prompts], prompts)
+        return
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    if is_conversation(args):
+        converse(chat, encoding, system, model.config.block_size - params.max_new_tokens, write)
+        return
+    asked = [system + [{"role": "user", "content": prompt}] for prompt in prompts]
+    write([chat.encode(messages, encoding) for messages in asked], [""] * len(asked))  # the reply alone is shown
 
 
 def check_beam_options(args) -> None:
@@ -610,6 +624,63 @@ def check_beam_options(args) -> None:
     refused = ["--" + name.replace("_", "-") for name, value in off.items() if getattr(args, name) != value]
     if refused:
         raise UserError(f"--num-beams neither draws nor penalises tokens; leave out {', '.join(refused)}")
+
+
+def check_chat_options(args) -> None:
+    """Raise UserError for options that do not go together with or without --chat."""
+    if args.system is not None and not args.chat:
+        raise UserError("--system is for --chat only")
+    check_text("--system", args.system or "")
+    if is_conversation(args) and args.num_samples > 1:
+        raise UserError("--num-samples is for --prompt and --prompt-file; a conversation goes on from one reply")
+
+
+def is_conversation(args) -> bool:
+    """Whether messages come from standard input."""
+    return args.chat and args.prompt is None and args.prompt_file is None
+
+
+def converse(chat: Chat, encoding, system: list[dict[str, str]], room: int, write) -> None:
+    """Reply to each line of standard input, after the system message if there is one, and all that was said before.
+
+    write: prompts, and what to show before the texts, to texts, as in `run`. Where more than `room` tokens were said,
+    the oldest messages are left out, each with its reply: the window of `generate` would move past the system message
+    first, and begin inside another one. A last message that is longer alone is left to it.
+    """
+    said = []
+    for line in read_lines():
+        said.append({"role": "user", "content": line})
+        tokens, left_out = chat.encode(system + said, encoding), 0
+        while len(tokens) > room and len(said) > 1:
+            del said[:2]
+            tokens, left_out = chat.encode(system + said, encoding), left_out + 2
+        if left_out:
+            full = f"the window is full: the {left_out} oldest messages are left out"
+            print(f"note: {full}; a smaller --max-new-tokens leaves more room", file=sys.stderr)
+        (reply,) = write([tokens], [""])
+        said.append({"role": "assistant", "content": reply})
+
+
+def read_lines() -> Iterator[str]:
+    """The lines of standard input, but for empty ones; where somebody types them, after a sign on stderr."""
+    if sys.stdin is None:
+        raise UserError("standard input is closed, and there is no --prompt")
+    typed, first = sys.stdin.isatty(), True
+    while True:
+        if typed:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            if typed:
+                print(file=sys.stderr)
+            return
+        try:
+            text = line.decode("utf-8-sig" if first else "utf-8").removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError:
+            raise UserError("standard input: not UTF-8 text") from None
+        first = False
+        if text:
+            yield text
 
 
 def print_beams(args, model: Model, prompts: list[list[int]], output: Output) -> None:

@@ -521,7 +521,9 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     assert str(tmp_path / "file") in refused(write_checkpoint, tmp_path / "file", {}, WEIGHTS)
 
 
-@pytest.mark.parametrize("file", ["checkpoint.py", "int8.py", "llama.py", "load.py", "model.py", "tokenizer.py"])
+@pytest.mark.parametrize(
+    "file", [f"{name}.py" for name in ("chat", "checkpoint", "int8", "llama", "load", "model", "tokenizer")]
+)
 def test_imports_are_light(file):
     """Others, as transformers and huggingface_hub, take longer to import than the embedded model to load."""
     statements = ast.parse((CHECKPOINTS.parent / file).read_text("utf-8")).body
