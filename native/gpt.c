@@ -1,8 +1,10 @@
 // GPT-2 for a few tokens on a CPU: products with int8 and float32 weights, and a whole pass made of them.
 //
 // A parallel region runs on all threads. Loops with `#pragma omp for` are shared out, and end where all threads have
-// arrived; everything else each thread does for itself, because to do a little twice takes less time than to wait.
-// In comments T is the number of tokens, C the width (n_embd), H the number of heads, D the width of one.
+// arrived, but for those with `nowait`; everything else each thread does for itself, because to do a little twice takes
+// less time than to wait.
+// In comments T is the number of tokens, C the width (n_embd), H the number of heads, D the width of one, and K the
+// number of heads that have keys and values of their own.
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -22,6 +24,7 @@ typedef struct {       // y = x W^T + bias
   const float *scale;  // (out) or NULL
   const float *bias;   // (out) or NULL
   int64_t out, in;
+  int64_t width;       // of y: more than out where the outputs of several layers stand side by side
 } Linear;
 
 // int8 ----------------------------------------------------------------------------------------------------------------
@@ -167,17 +170,17 @@ INLINE void some_outputs(const int T, const int R, const Linear *l, int64_t o, c
     float_outputs(T, R, l, o, x, sums);
   for (int r = 0; r < R; r++)
     for (int t = 0; t < T; t++) {
-      float *to = y + t * l->out + o + r, sum = l->bias ? sums[r][t] + l->bias[o + r] : sums[r][t];
+      float *to = y + t * l->width + o + r, sum = l->bias ? sums[r][t] + l->bias[o + r] : sums[r][t];
       *to = add ? *to + sum : sum;
     }
 }
 
-// y: (T, out), takes the outputs, or with `add` their sum with what it holds. x: (T, in); if the weight is int8, in
-// values and scale.
+// y: (T, width), takes the outputs, or with `add` their sum with what it holds. x: (T, in); if the weight is int8, in
+// values and scale. It does not wait for the other threads.
 static void outputs(const Linear *l, int64_t T, const float *x, const int16_t *values, const float *scale, float *y,
                     int add) {
-#define OUTPUTS(T, R, o) some_outputs(T, R, l, o, x + t * l->in, values + t * l->in, scale + t, y + t * l->out, add)
-#pragma omp for schedule(static)
+#define OUTPUTS(T, R, o) some_outputs(T, R, l, o, x + t * l->in, values + t * l->in, scale + t, y + t * l->width, add)
+#pragma omp for schedule(static) nowait
   for (int64_t o = 0; o < l->out; o += 2)
     for (int64_t t = 0, n; t < T; t += n) {
       int last = o + 1 == l->out;
@@ -206,21 +209,22 @@ typedef struct {
 } Norm;
 
 typedef struct {
-  Norm ln_1, ln_2;
-  Linear c_attn, attn_proj, c_fc, mlp_proj;
+  Norm attn_norm, mlp_norm;
+  Linear attn_in[3], attn_out;  // for queries, keys and values one each, or one for all and no `out` in the others
+  Linear mlp_in[1], mlp_out;
 } Layer;
 
 typedef struct {
-  int64_t n_layer, n_head, n_embd;
+  int64_t n_layer, n_head, n_kv_head, head_dim, n_embd, widest;  // widest: the most numbers in a row of work
   float epsilon;
-  Linear wte;        // (vocab_size, C), the token embedding and the head
-  const float *wpe;  // (block_size, C)
-  Norm ln_f;
+  Linear embedding, head;  // (vocab_size, C), which may share their numbers
+  const float *wpe;        // (block_size, C)
+  Norm norm;
   const Layer *layers;
 } Model;
 
 typedef struct {
-  float *cache;  // (n_layer, 2, batch, n_head, max_len, D)
+  float *cache;  // (n_layer, 2, batch, K, max_len, D)
   int64_t batch, max_len, T, wanted;
   const int64_t *tokens, *rows, *positions;  // (T): what to pass, and where it belongs in the cache
   const int64_t *wants;                      // (wanted): the tokens whose logits are wanted
@@ -251,10 +255,10 @@ static void embed(const Model *m, const Pass *p, float *x) {
 #pragma omp for
   for (int64_t t = 0; t < p->T; t++) {
     int64_t token = p->tokens[t];
-    const float *row = (const float *)m->wte.weight + token * C, *position = m->wpe + p->positions[t] * C;
-    const int8_t *row8 = (const int8_t *)m->wte.weight + token * C;
+    const float *row = (const float *)m->embedding.weight + token * C, *position = m->wpe + p->positions[t] * C;
+    const int8_t *row8 = (const int8_t *)m->embedding.weight + token * C;
     for (int64_t i = 0; i < C; i++)
-      x[t * C + i] = (m->wte.scale ? row8[i] * m->wte.scale[token] : row[i]) + position[i];
+      x[t * C + i] = (m->embedding.scale ? row8[i] * m->embedding.scale[token] : row[i]) + position[i];
   }
 }
 
@@ -276,22 +280,28 @@ static void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) =
     y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
 }
 
-// Put the keys and values of all tokens into the cache; then each token attends to its row up to its own position.
-// qkv: (T, 3, H, D), y: (T, H, D).
+// Put the keys and values of all tokens into the cache; then each token attends to its row up to its own position, and
+// H / K queries in turn to the same keys. qkv: (T, H + 2 K, D), y: (T, H, D).
 static void attention(const Model *m, const Pass *p, int64_t layer, const float *qkv, float *s, float *y) {
-  int64_t H = m->n_head, C = m->n_embd, D = C / H, head = p->max_len * D;
-  float *keys = p->cache + 2 * layer * p->batch * H * head, *values = keys + p->batch * H * head;
-#pragma omp for schedule(static)
-  for (int64_t h = 0; h < H; h++) {
+  int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim, width = (H + 2 * K) * D, head = p->max_len * D;
+  float *keys = p->cache + 2 * layer * p->batch * K * head, *values = keys + p->batch * K * head;
+#pragma omp for schedule(static) nowait
+  for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++) {
-      int64_t slot = (p->rows[t] * H + h) * head + p->positions[t] * D;
-      memcpy(keys + slot, qkv + t * 3 * C + C + h * D, D * sizeof(float));
-      memcpy(values + slot, qkv + t * 3 * C + 2 * C + h * D, D * sizeof(float));
+      int64_t slot = (p->rows[t] * K + k) * head + p->positions[t] * D;
+      const float *key = qkv + t * width + (H + k) * D;
+      memcpy(keys + slot, key, D * sizeof(float));
+      memcpy(values + slot, key + K * D, D * sizeof(float));
     }
+  if (K < H) {  // otherwise the next loop gives each thread the heads that it has just stored
+#pragma omp barrier
+  }
+#pragma omp for schedule(static)
+  for (int64_t h = 0; h < H; h++)
     for (int64_t t = 0; t < p->T; t++) {
-      int64_t start = (p->rows[t] * H + h) * head, length = p->positions[t] + 1;
-      const float *q = qkv + t * 3 * C + h * D, *v = values + start;
-      float *out = y + t * C + h * D, largest = -INFINITY, sum = 0, factor = 1 / sqrtf(D);
+      int64_t start = (p->rows[t] * K + h / (H / K)) * head, length = p->positions[t] + 1;
+      const float *q = qkv + t * width + h * D, *v = values + start;
+      float *out = y + (t * H + h) * D, largest = -INFINITY, sum = 0, factor = 1 / sqrtf(D);
       Linear all_keys = {.weight = keys + start, .out = length, .in = D};
       for (int64_t i = 0; i < length; i++) float_outputs(1, 1, &all_keys, i, q, (float(*)[1])(s + i));
       for (int64_t i = 0; i < length; i++) largest = s[i] > largest ? s[i] : largest;
@@ -310,44 +320,46 @@ static void attention(const Model *m, const Pass *p, int64_t layer, const float 
         out[d] = total / sum;
       }
     }
-  }
 }
 
-// A layer on x, which each thread rounds for itself if it has to: values and scale are its own room for that.
-static void linear(const Linear *l, int64_t T, const float *x, int16_t *values, float *scale, float *y, int add) {
+// Layers on the same x, their outputs side by side in y. Each thread rounds x for itself if it has to: values and scale
+// are its own room for that.
+static void linear(const Linear *l, int count, int64_t T, const float *x, int16_t *values, float *scale, float *y,
+                   int add) {
   if (l->scale)
     for (int64_t t = 0; t < T; t++) quantize(l->in, x + t * l->in, values + t * l->in, scale + t);
-  outputs(l, T, x, values, scale, y, add);
+  for (int i = 0; i < count; y += l[i++].out) outputs(l + i, T, x, values, scale, y, add);
+#pragma omp barrier
 }
 
-static int64_t own_floats(const Model *m, int64_t T, int64_t max_len) { return T * (6 * m->n_embd + 1) + max_len; }
+static int64_t own_floats(const Model *m, int64_t T, int64_t max_len) { return T * (2 * m->widest + 1) + max_len; }
 
 int64_t work_floats(const Model *m, int64_t T, int64_t max_len, int threads) {
-  return T * 6 * m->n_embd + threads * own_floats(m, T, max_len);
+  return T * 3 * m->widest + threads * own_floats(m, T, max_len);
 }
 
 // logits: (wanted, vocab_size). work: room for work_floats(...) floats.
 void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int threads) {
-  int64_t C = m->n_embd, T = p->T;
-  float *x = work, *y = x + T * C, *wide = y + T * C, *own = wide + T * 4 * C;
+  int64_t C = m->n_embd, T = p->T, room = T * m->widest;
+  float *x = work, *y = x + room, *wide = y + room, *own = wide + room;
 #pragma omp parallel num_threads(threads)
   {
-    float *in = own + omp_get_thread_num() * own_floats(m, T, p->max_len);  // (T, 4 C), what goes into a layer
-    float *scale = in + T * 4 * C, *scores = scale + T;
+    float *in = own + omp_get_thread_num() * own_floats(m, T, p->max_len);  // what goes into a layer
+    float *scale = in + room, *scores = scale + T;
     int16_t *values = (int16_t *)(scores + p->max_len);
     embed(m, p, x);
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
-      layer_norm(&layer->ln_1, m->epsilon, T, C, x, in);
-      linear(&layer->c_attn, T, in, values, scale, wide, 0);
+      layer_norm(&layer->attn_norm, m->epsilon, T, C, x, in);
+      linear(layer->attn_in, 3, T, in, values, scale, wide, 0);
       attention(m, p, i, wide, scores, y);
-      linear(&layer->attn_proj, T, y, values, scale, x, 1);
-      layer_norm(&layer->ln_2, m->epsilon, T, C, x, in);
-      linear(&layer->c_fc, T, in, values, scale, wide, 0);
-      gelu(T * 4 * C, wide, in);
-      linear(&layer->mlp_proj, T, in, values, scale, x, 1);
+      linear(&layer->attn_out, 1, T, y, values, scale, x, 1);
+      layer_norm(&layer->mlp_norm, m->epsilon, T, C, x, in);
+      linear(layer->mlp_in, 1, T, in, values, scale, wide, 0);
+      gelu(T * layer->mlp_out.in, wide, in);
+      linear(&layer->mlp_out, 1, T, in, values, scale, x, 1);
     }
-    for (int64_t i = 0; i < p->wanted; i++) layer_norm(&m->ln_f, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
-    linear(&m->wte, p->wanted, in, values, scale, logits, 0);
+    for (int64_t i = 0; i < p->wanted; i++) layer_norm(&m->norm, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
+    linear(&m->head, 1, p->wanted, in, values, scale, logits, 0);
   }
 }

@@ -11,7 +11,7 @@ class Linear(ctypes.Structure):
     """The struct of that name in gpt.c."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "scale", "bias")] + [
-        (name, ctypes.c_int64) for name in ("out_features", "in_features")
+        (name, ctypes.c_int64) for name in ("out_features", "in_features", "width")
     ]
 
 
@@ -36,9 +36,8 @@ def int8_linear(
     x2d = x.reshape(rows, x.shape[-1]).contiguous()
     y, values, x_scale = torch.empty(rows, out), torch.empty(rows, size, dtype=torch.int16), torch.empty(rows)
     floats = torch.float32
-    layer = Linear(
-        address(weight, torch.int8, out, size), address(scale, floats, out), address(bias, floats, out), out, size
-    )
+    pointers = address(weight, torch.int8, out, size), address(scale, floats, out), address(bias, floats, out)
+    layer = Linear(*pointers, out, size, out)
     buffers = address(x2d, floats, rows, size), values.data_ptr(), x_scale.data_ptr(), y.data_ptr()
     build.load().int8_linear(
         ctypes.byref(layer),

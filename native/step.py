@@ -6,6 +6,7 @@ import itertools
 import torch
 
 from cache import KVCache
+from model import GPT
 from native import build
 from native.linear import Linear, address
 
@@ -19,14 +20,18 @@ def struct(name: str, **fields):
 
 POINTER, INT = ctypes.c_void_p, ctypes.c_int64
 Norm = struct("Norm", weight=POINTER, bias=POINTER)
-Layer = struct("Layer", ln_1=Norm, ln_2=Norm, c_attn=Linear, attn_proj=Linear, c_fc=Linear, mlp_proj=Linear)
+SIZES = ("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd")
+Layer = struct(
+    "Layer", attn_norm=Norm, mlp_norm=Norm, attn_in=Linear * 3, attn_out=Linear, mlp_in=Linear * 1, mlp_out=Linear
+)
 Model = struct(
     "Model",
-    **dict.fromkeys(("n_layer", "n_head", "n_embd"), INT),
+    **dict.fromkeys((*SIZES, "widest"), INT),
     epsilon=ctypes.c_float,
-    wte=Linear,
+    embedding=Linear,
+    head=Linear,
     wpe=POINTER,
-    ln_f=Norm,
+    norm=Norm,
     layers=ctypes.POINTER(Layer),
 )
 Pass = struct(
@@ -48,12 +53,15 @@ class NativePass:
     def __init__(self, model, target: tuple[str, ...] | None = None):
         self.config, self.library = model.config, build.load(target)
         self.library.work_floats.restype = INT
+        layers, fields = gpt_parts(model)
         self.weights = list(model.state_dict().values())  # kept, so that their memory goes to nothing else
-        shape = model.config.n_layer, model.config.n_head, model.config.n_embd
-        wpe = address(model.wpe.weight, torch.float32, model.config.block_size, model.config.n_embd)
-        layers = (Layer * len(model.h))(*map(block, model.h))
-        epsilon = model.config.layer_norm_epsilon
-        self.model = Model(*shape, epsilon, linear(model.lm_head), wpe, norm(model.ln_f), layers)
+        self.model = Model(
+            **{size: getattr(model.config, size) for size in SIZES},
+            widest=max(model.config.n_embd, layers[0].attn_in[0].width, layers[0].mlp_in[0].width),
+            head=linear(model.lm_head),
+            layers=(Layer * len(layers))(*layers),
+            **fields,
+        )
 
     def logits(self, new: list[list[int]], rows: list[int], cache: KVCache, keep: int) -> torch.Tensor:
         """As `infer.pass_logits`, for MOST_TOKENS new tokens in all: (B, keep, vocab_size), float32.
@@ -72,9 +80,9 @@ class NativePass:
             raise ValueError(f"position {max(positions)} is outside the window of {block_size}")
         ends = itertools.accumulate(len(part) for part in new)
         wanted = [index for end in ends for index in range(end - keep, end)]
-        n_layer, n_head, (batch, max_len) = self.config.n_layer, self.config.n_head, cache.storage.shape[2:5:2]
+        batch, max_len = cache.storage.shape[2:5:2]
         lists = ((INT * len(numbers))(*numbers) for numbers in (tokens, row_of_token, positions, wanted))
-        shape = n_layer, 2, batch, n_head, max_len, self.config.head_dim
+        shape = self.config.n_layer, 2, batch, self.config.n_kv_head, max_len, self.config.head_dim
         storage = address(cache.storage, torch.float32, *shape)
         job, threads = Pass(storage, batch, max_len, len(tokens), len(wanted), *lists), torch.get_num_threads()
         # Room for each call its own: ctypes lets other threads of Python run meanwhile.
@@ -86,9 +94,27 @@ class NativePass:
         return logits
 
 
-def block(layer) -> Layer:
-    linears = layer.attn.c_attn, layer.attn.c_proj, layer.mlp.c_fc, layer.mlp.c_proj
-    return Layer(norm(layer.ln_1), norm(layer.ln_2), *map(linear, linears))
+def gpt_parts(model: GPT) -> tuple[list[Layer], dict]:
+    """The layers, and other fields of the struct Model."""
+    config = model.config
+    layers = [
+        Layer(
+            attn_norm=norm(block.ln_1),
+            attn_in=side_by_side(block.attn.c_attn),
+            attn_out=linear(block.attn.c_proj),
+            mlp_norm=norm(block.ln_2),
+            mlp_in=side_by_side(block.mlp.c_fc),
+            mlp_out=linear(block.mlp.c_proj),
+        )
+        for block in model.h
+    ]
+    fields = {
+        "epsilon": config.layer_norm_epsilon,
+        "embedding": linear(model.wte),
+        "wpe": address(model.wpe.weight, torch.float32, config.block_size, config.n_embd),
+        "norm": norm(model.ln_f),
+    }
+    return layers, fields
 
 
 def norm(layer) -> Norm:
@@ -97,11 +123,19 @@ def norm(layer) -> Norm:
 
 
 def linear(layer) -> Linear:
-    (out, size), scale = layer.weight.shape, getattr(layer, "scale", None)
+    (out, size), scale, bias = layer.weight.shape, getattr(layer, "scale", None), getattr(layer, "bias", None)
     kind = torch.float32 if scale is None else torch.int8
     pointers = (
         address(layer.weight, kind, out, size),
         address(scale, torch.float32, out),
-        address(layer.bias, torch.float32, out),
+        address(bias, torch.float32, out),
     )
-    return Linear(*pointers, out, size)
+    return Linear(*pointers, out, size, out)
+
+
+def side_by_side(*layers) -> tuple[Linear, ...]:
+    """Layers on the same input, whose outputs C writes one after the other."""
+    linears = tuple(map(linear, layers))
+    for each in linears:
+        each.width = sum(other.out_features for other in linears)
+    return linears
