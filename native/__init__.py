@@ -3,20 +3,17 @@
 import torch
 
 from int8 import Int8Linear
-from model import GPT
 from native.build import BuildError, kernel  # noqa: F401
 from native.linear import int8_linear
 from native.step import NativePass
 
 
 def use_native(model: torch.nn.Module) -> None:
-    """Let C compute a GPT-2's passes of few tokens, and in all others the products with int8 weights.
+    """Let C compute a model's passes of few tokens, and in all others the products with int8 weights.
 
-    Raises BuildError without compiled code or for another architecture, ValueError for weights that are neither float32
-    nor int8 or not on the CPU; then the model is as it was.
+    Raises BuildError without compiled code, ValueError for an architecture other than GPT-2 and Llama, and for weights
+    that are neither float32 nor int8 or not on the CPU; then the model is as it was.
     """
-    if not isinstance(model, GPT):
-        raise BuildError("the native pass is GPT-2's")
     model.native = NativePass(model)
     for module in model.modules():
         if isinstance(module, Int8Linear):

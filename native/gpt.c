@@ -1,4 +1,4 @@
-// GPT-2 for a few tokens on a CPU: products with int8 and float32 weights, and a whole pass made of them.
+// GPT-2 and Llama for a few tokens on a CPU: products with int8 and float32 weights, and a whole pass made of them.
 //
 // A parallel region runs on all threads. Loops with `#pragma omp for` are shared out, and end where all threads have
 // arrived, but for those with `nowait`; everything else each thread does for itself, because to do a little twice takes
@@ -205,20 +205,21 @@ void int8_linear(const Linear *l, int64_t T, const float *x, int16_t *values, fl
 // a pass --------------------------------------------------------------------------------------------------------------
 
 typedef struct {
-  const float *weight, *bias;  // (C)
+  const float *weight, *bias;  // (C); an RMSNorm has no bias
 } Norm;
 
 typedef struct {
   Norm attn_norm, mlp_norm;
   Linear attn_in[3], attn_out;  // for queries, keys and values one each, or one for all and no `out` in the others
-  Linear mlp_in[1], mlp_out;
+  Linear mlp_in[2], mlp_out;    // gate and up in Llama, one in GPT-2
 } Layer;
 
 typedef struct {
   int64_t n_layer, n_head, n_kv_head, head_dim, n_embd, widest;  // widest: the most numbers in a row of work
   float epsilon;
   Linear embedding, head;  // (vocab_size, C), which may share their numbers
-  const float *wpe;        // (block_size, C)
+  const float *wpe;        // (block_size, C), added to the tokens of these positions, or NULL
+  const float *cos, *sin;  // (block_size, D), for `rotate`, or NULL
   Norm norm;
   const Layer *layers;
 } Model;
@@ -255,10 +256,11 @@ static void embed(const Model *m, const Pass *p, float *x) {
 #pragma omp for
   for (int64_t t = 0; t < p->T; t++) {
     int64_t token = p->tokens[t];
-    const float *row = (const float *)m->embedding.weight + token * C, *position = m->wpe + p->positions[t] * C;
+    const float *row = (const float *)m->embedding.weight + token * C;
     const int8_t *row8 = (const int8_t *)m->embedding.weight + token * C;
-    for (int64_t i = 0; i < C; i++)
-      x[t * C + i] = (m->embedding.scale ? row8[i] * m->embedding.scale[token] : row[i]) + position[i];
+    for (int64_t i = 0; i < C; i++) x[t * C + i] = m->embedding.scale ? row8[i] * m->embedding.scale[token] : row[i];
+    if (m->wpe)
+      for (int64_t i = 0; i < C; i++) x[t * C + i] += m->wpe[p->positions[t] * C + i];
   }
 }
 
@@ -275,14 +277,48 @@ static void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, co
   }
 }
 
+static void rms_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += C, y += C) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < C; i++) squares += x[i] * x[i];
+    float factor = 1 / sqrtf(squares / C + epsilon);
+    for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * norm->weight[i];
+  }
+}
+
+static void normalize(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x, float *y) {
+  if (norm->bias)
+    layer_norm(norm, epsilon, T, C, x, y);
+  else
+    rms_norm(norm, epsilon, T, C, x, y);
+}
+
 static void gelu(int64_t n, const float *x, float *y) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2 u))
   for (int64_t i = 0; i < n; i++)
     y[i] = x[i] / (1 + exponential(-2 * 0.7978845608f * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
 }
 
+// x: (T, 2, n), gate and up; y: (T, n). SiLU of the gate is x / (1 + exp(-x)).
+static void swiglu(int64_t T, int64_t n, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += 2 * n, y += n)
+    for (int64_t i = 0; i < n; i++) y[i] = x[i] / (1 + exponential(-x[i])) * x[n + i];
+}
+
+// Turn a query or key by the angles of its position. Numbers d and d + D / 2 are the coordinates of a point.
+static void rotate(const Model *m, int64_t position, float *x) {
+  int64_t D = m->head_dim, half = D / 2;
+  const float *cos = m->cos + position * D, *sin = m->sin + position * D;
+  for (int64_t d = 0; d < half; d++) {
+    float a = x[d], b = x[d + half];
+    x[d] = a * cos[d] + b * sin[d];
+    x[d + half] = b * cos[d + half] + a * sin[d + half];
+  }
+}
+
 // Put the keys and values of all tokens into the cache; then each token attends to its row up to its own position, and
 // H / K queries in turn to the same keys. qkv: (T, H + 2 K, D), y: (T, H, D).
-static void attention(const Model *m, const Pass *p, int64_t layer, const float *qkv, float *s, float *y) {
+static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *s, float *y) {
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim, width = (H + 2 * K) * D, head = p->max_len * D;
   float *keys = p->cache + 2 * layer * p->batch * K * head, *values = keys + p->batch * K * head;
 #pragma omp for schedule(static) nowait
@@ -292,6 +328,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, const float 
       const float *key = qkv + t * width + (H + k) * D;
       memcpy(keys + slot, key, D * sizeof(float));
       memcpy(values + slot, key + K * D, D * sizeof(float));
+      if (m->cos) rotate(m, p->positions[t], keys + slot);
     }
   if (K < H) {  // otherwise the next loop gives each thread the heads that it has just stored
 #pragma omp barrier
@@ -300,7 +337,9 @@ static void attention(const Model *m, const Pass *p, int64_t layer, const float 
   for (int64_t h = 0; h < H; h++)
     for (int64_t t = 0; t < p->T; t++) {
       int64_t start = (p->rows[t] * K + h / (H / K)) * head, length = p->positions[t] + 1;
-      const float *q = qkv + t * width + h * D, *v = values + start;
+      const float *v = values + start;
+      float *q = qkv + t * width + h * D;
+      if (m->cos) rotate(m, p->positions[t], q);
       float *out = y + (t * H + h) * D, largest = -INFINITY, sum = 0, factor = 1 / sqrtf(D);
       Linear all_keys = {.weight = keys + start, .out = length, .in = D};
       for (int64_t i = 0; i < length; i++) float_outputs(1, 1, &all_keys, i, q, (float(*)[1])(s + i));
@@ -350,16 +389,19 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     embed(m, p, x);
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
-      layer_norm(&layer->attn_norm, m->epsilon, T, C, x, in);
+      normalize(&layer->attn_norm, m->epsilon, T, C, x, in);
       linear(layer->attn_in, 3, T, in, values, scale, wide, 0);
       attention(m, p, i, wide, scores, y);
       linear(&layer->attn_out, 1, T, y, values, scale, x, 1);
-      layer_norm(&layer->mlp_norm, m->epsilon, T, C, x, in);
-      linear(layer->mlp_in, 1, T, in, values, scale, wide, 0);
-      gelu(T * layer->mlp_out.in, wide, in);
+      normalize(&layer->mlp_norm, m->epsilon, T, C, x, in);
+      linear(layer->mlp_in, 2, T, in, values, scale, wide, 0);
+      if (layer->mlp_in[1].out)
+        swiglu(T, layer->mlp_out.in, wide, in);
+      else
+        gelu(T * layer->mlp_out.in, wide, in);
       linear(&layer->mlp_out, 1, T, in, values, scale, x, 1);
     }
-    for (int64_t i = 0; i < p->wanted; i++) layer_norm(&m->norm, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
+    for (int64_t i = 0; i < p->wanted; i++) normalize(&m->norm, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
     linear(&m->head, 1, p->wanted, in, values, scale, logits, 0);
   }
 }

@@ -1,4 +1,4 @@
-"""A whole pass of GPT-2 for a few tokens, in C."""
+"""A whole pass of GPT-2 or Llama for a few tokens, in C."""
 
 import ctypes
 import itertools
@@ -6,6 +6,7 @@ import itertools
 import torch
 
 from cache import KVCache
+from llama import Llama, rotations
 from model import GPT
 from native import build
 from native.linear import Linear, address
@@ -22,7 +23,7 @@ POINTER, INT = ctypes.c_void_p, ctypes.c_int64
 Norm = struct("Norm", weight=POINTER, bias=POINTER)
 SIZES = ("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd")
 Layer = struct(
-    "Layer", attn_norm=Norm, mlp_norm=Norm, attn_in=Linear * 3, attn_out=Linear, mlp_in=Linear * 1, mlp_out=Linear
+    "Layer", attn_norm=Norm, mlp_norm=Norm, attn_in=Linear * 3, attn_out=Linear, mlp_in=Linear * 2, mlp_out=Linear
 )
 Model = struct(
     "Model",
@@ -31,6 +32,8 @@ Model = struct(
     embedding=Linear,
     head=Linear,
     wpe=POINTER,
+    cos=POINTER,
+    sin=POINTER,
     norm=Norm,
     layers=ctypes.POINTER(Layer),
 )
@@ -46,15 +49,19 @@ class NativePass:
     """The passes of one model, in C. Its weights may change in place, but must stay where they are: what is loaded with
     assign=True, or moved, is not seen. It cannot be copied or pickled.
 
-    target: as in `build.load`. Raises BuildError without compiled code, ValueError for weights that are neither float32
-    nor int8 or not on the CPU.
+    target: as in `build.load`. Raises BuildError without compiled code, ValueError for another architecture, and for
+    weights that are neither float32 nor int8 or not on the CPU.
     """
 
     def __init__(self, model, target: tuple[str, ...] | None = None):
         self.config, self.library = model.config, build.load(target)
         self.library.work_floats.restype = INT
-        layers, fields = gpt_parts(model)
-        self.weights = list(model.state_dict().values())  # kept, so that their memory goes to nothing else
+        if type(model) not in PARTS:
+            allowed = " and ".join(kind.__name__ for kind in PARTS)
+            raise ValueError(f"native code computes {allowed}; this is {type(model).__name__}")
+        layers, fields, tables = PARTS[type(model)](model)
+        # Kept, so that their memory goes to nothing else; `rotations` does not keep a table for ever.
+        self.tensors = [*model.state_dict().values(), *tables]
         self.model = Model(
             **{size: getattr(model.config, size) for size in SIZES},
             widest=max(model.config.n_embd, layers[0].attn_in[0].width, layers[0].mlp_in[0].width),
@@ -94,8 +101,8 @@ class NativePass:
         return logits
 
 
-def gpt_parts(model: GPT) -> tuple[list[Layer], dict]:
-    """The layers, and other fields of the struct Model."""
+def gpt_parts(model: GPT) -> tuple[list[Layer], dict, tuple[torch.Tensor, ...]]:
+    """The layers, other fields of the struct Model, and tensors in them that are no weights."""
     config = model.config
     layers = [
         Layer(
@@ -114,12 +121,41 @@ def gpt_parts(model: GPT) -> tuple[list[Layer], dict]:
         "wpe": address(model.wpe.weight, torch.float32, config.block_size, config.n_embd),
         "norm": norm(model.ln_f),
     }
-    return layers, fields
+    return layers, fields, ()
+
+
+def llama_parts(model: Llama) -> tuple[list[Layer], dict, tuple[torch.Tensor, ...]]:
+    """As `gpt_parts`."""
+    config = model.config
+    layers = [
+        Layer(
+            attn_norm=norm(block.input_layernorm),
+            attn_in=side_by_side(block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj),
+            attn_out=linear(block.self_attn.o_proj),
+            mlp_norm=norm(block.post_attention_layernorm),
+            mlp_in=side_by_side(block.mlp.gate_proj, block.mlp.up_proj),
+            mlp_out=linear(block.mlp.down_proj),
+        )
+        for block in model.layers
+    ]
+    tables = rotations(config, torch.float32, torch.device("cpu"))
+    cos, sin = (address(table, torch.float32, config.block_size, 1, config.head_dim) for table in tables)
+    fields = {
+        "epsilon": config.norm_epsilon,
+        "embedding": linear(model.embed_tokens),
+        "cos": cos,
+        "sin": sin,
+        "norm": norm(model.norm),
+    }
+    return layers, fields, tables
+
+
+PARTS = {GPT: gpt_parts, Llama: llama_parts}
 
 
 def norm(layer) -> Norm:
-    shape = layer.weight.shape
-    return Norm(address(layer.weight, torch.float32, *shape), address(layer.bias, torch.float32, *shape))
+    shape, bias = layer.weight.shape, getattr(layer, "bias", None)
+    return Norm(address(layer.weight, torch.float32, *shape), address(bias, torch.float32, *shape))
 
 
 def linear(layer) -> Linear:

@@ -301,15 +301,6 @@ def test_a_gpt2_drafts_for_a_llama_on_the_command_line(run_main, cli):
     assert code == 0 and out == cli("--model", LLAMA, *prompt)[1]
 
 
-def test_native_code_leaves_the_pass_to_torch_and_says_so(cli, compiled):
-    """Until there is a pass of a Llama in C."""
-    prompt = ("--model", LLAMA, "--prompt", "Once", "--max-new-tokens", 5)
-    for dtype in ("float32", "int8"):
-        code, out, err = cli(*prompt, "--dtype", dtype, "--backend", "native")
-        assert code == 0 and "note: --backend native: the native pass is GPT-2's; torch computes instead" in err
-        assert out == cli(*prompt, "--dtype", dtype)[1]
-
-
 def test_a_shape_with_random_weights():
     from llama import Llama
     from load import load_config

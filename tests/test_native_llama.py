@@ -1,0 +1,303 @@
+"""Lesson 31: a Llama's pass in C gives the logits of the eager one, and all that is built on them the same texts."""
+
+import copy
+import random
+import shutil
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, random_tokens, run_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_native_step import MODES, TARGETS, in_pieces, native
+
+from cache import KVCache
+from checkpoint import UserError
+from int8 import to_int8
+from llama import Llama
+from model import Linear
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+def both(tiny_llama, **shape) -> tuple[Llama, Llama]:
+    """The same random model in float32, in torch and in C."""
+    return tiny_llama(dtype=torch.float32, **shape), native(tiny_llama(dtype=torch.float32, **shape))
+
+
+def any_llama(tiny_llama, seed: int) -> Llama:
+    """A random shape, of sizes that are no multiples of a vector's, half of them with biases; no weight is 0 or 1."""
+    choose = random.Random(seed).choice
+    kv_heads = choose([1, 1, 2, 3])
+    shape = {
+        "vocab_size": choose([11, 61, 300]),
+        "n_layer": choose([1, 2, 3]),
+        "n_head": kv_heads * choose([1, 2, 3]),
+        "n_kv_head": kv_heads,
+        "head_dim": choose([2, 6, 16, 20, 64]),
+        "n_embd": choose([3, 16, 33, 51, 64, 130]),
+        "n_inner": choose([1, 24, 57, 64, 130]),
+        "norm_epsilon": choose([1e-6, 0.1]),
+        "rope_theta": choose([10.0, 10000.0]),
+        "tied_head": choose([False, True]),
+    }
+    model, generator = tiny_llama(dtype=torch.float32, **shape), torch.Generator().manual_seed(seed)
+    if choose([False, True]):
+        for block in model.layers:
+            for name in choose([("q_proj",), ("v_proj",), ("q_proj", "k_proj", "v_proj")]):
+                weight = getattr(block.self_attn, name).weight
+                setattr(block.self_attn, name, Linear(weight.shape[1], len(weight)))
+    model.init_weights(std=0.8 * shape["n_embd"] ** -0.5, generator=generator)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.fixture
+def llama_checkpoint(tiny_llama, tmp_path):
+    """A directory with a random Llama that speaks the embedded models' vocabulary."""
+    tiny_llama(dtype=torch.float32, vocab_size=4096, block_size=64, eos_token_id=4095).save_pretrained(tmp_path)
+    shutil.copy(CHECKPOINTS / "stories" / "tokenizer.json", tmp_path)
+    return tmp_path
+
+
+def test_the_command_line_takes_the_backend(cli, llama_checkpoint):
+    args = ("--model", llama_checkpoint, "--prompt", "Once upon a time", "--prompt", "Lily", "--max-new-tokens", 30)
+    code, out, err = cli(*args, "--backend", "native")
+    assert (code, out) == cli(*args)[:2] and code == 0 and "note" not in err
+    code, out, err = cli(*args, "--backend", "native", "--dtype", "int8")
+    assert code == 0 and out.startswith("Once upon a time") and "note" not in err
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("seed", range(24))
+def test_logits_of_any_form_in_any_pieces(tiny_llama, target, seed):
+    """Those of float64, as near as the eager pass is."""
+    model = any_llama(tiny_llama, seed)
+    texts = torch.tensor([random_tokens(16, model.config.vocab_size, seed=row) for row in range(2)])
+    expected = copy.deepcopy(model).double()(texts).float()
+    native(model, target)
+    for size in (1, 2, 3, 5, 7, 8):
+        torch.testing.assert_close(in_pieces(model, texts, size), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_activations_far_from_zero(tiny_llama, target):
+    """The exponentials of SwiGLU and of the softmax leave the range of float32 there."""
+    model, texts = tiny_llama(dtype=torch.float32), torch.tensor([random_tokens(16)])
+    model.layers[0].mlp.gate_proj.weight.mul_(torch.linspace(-200, 200, 24)[:, None])
+    model.layers[1].self_attn.q_proj.weight.mul_(200)
+    expected = copy.deepcopy(model).double()(texts).float()
+    torch.testing.assert_close(in_pieces(native(model, target), texts, 4), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_the_angles_are_those_of_torch(tiny_llama):
+    """Here one of them is 150,000 radians at the last position, and another way to compute it is off by a hundredth."""
+    model, texts = tiny_llama(dtype=torch.float32, rope_theta=1e-6), torch.tensor([random_tokens(16)])
+    expected = copy.deepcopy(model).double()(texts).float()
+    torch.testing.assert_close(in_pieces(native(model), texts, 3), expected, rtol=2e-5, atol=2e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_int8_logits_stay_close(tiny_llama, target, tied):
+    """Norms, softmax and SwiGLU round differently, and then a value of an activation may fall on another step."""
+    shape = {"n_embd": 192, "n_head": 6, "head_dim": 32, "n_inner": 300, "block_size": 64, "tied_head": tied}
+    model = tiny_llama(dtype=torch.float32, **shape)
+    to_int8(model.init_weights(std=0.05, generator=torch.Generator().manual_seed(0)))
+    assert (model.lm_head.scale is model.embed_tokens.scale) == tied
+    texts = torch.tensor([random_tokens(64)])
+    expected = model(texts)
+    error = (in_pieces(native(model, target), texts, 10) - expected).abs()
+    assert error.max() < 0.1 and error.mean() < 0.01
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shape", [{}, {"n_kv_head": 1}, {"n_kv_head": 6}], ids=str)
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8])
+def test_the_same_bits_at_any_number_of_threads_and_rows(tiny_llama, kind, shape):
+    """With a key for each query, threads do not wait between the two; with fewer they do."""
+    model = tiny_llama(dtype=torch.float32, **{"n_embd": 64, "n_head": 6, "n_inner": 96} | shape)
+    model = native(to_int8(model) if kind == torch.int8 else model)
+    texts, before = torch.tensor([random_tokens(12, seed=row) for row in range(3)]), torch.get_num_threads()
+    expected = in_pieces(model, texts, 4)
+    try:
+        for threads in (2, 3, 5):
+            torch.set_num_threads(threads)
+            for _ in range(20):
+                assert torch.equal(in_pieces(model, texts, 4), expected)
+    finally:
+        torch.set_num_threads(before)
+    if kind == torch.int8:  # float32 adds in another order for other numbers of tokens
+        for row in range(3):
+            assert torch.equal(in_pieces(model, texts[row : row + 1], 1)[0], expected[row])
+
+
+@given(st.data())
+@settings(max_examples=30)
+@torch.inference_mode()
+def test_rows_of_any_past_in_any_order(tiny_llama, data):
+    """Each row's logits are those of its own text, whatever is beside it, and nothing else in the cache changes."""
+    from infer import pass_logits
+
+    eager, model = both(tiny_llama)
+    pasts = data.draw(st.lists(st.integers(0, 10), min_size=1, max_size=4))
+    keep = data.draw(st.integers(1, 3))
+    rows = data.draw(st.permutations(range(len(pasts))))[: data.draw(st.integers(1, len(pasts)))]
+    lengths = [data.draw(st.integers(keep, 4)) for _ in rows]
+    texts = [random_tokens(16, seed=row) for row in range(len(pasts))]
+    caches = [KVCache(eager, len(pasts)) for _ in range(2)]
+    for row, past in enumerate(pasts):
+        if past:
+            for cache in caches:
+                pass_logits(eager, [texts[row][:past]], [row], cache, 1)
+    new = [texts[row][pasts[row] : pasts[row] + length] for row, length in zip(rows, lengths)]
+    expected, logits = (pass_logits(each, new, rows, cache, keep) for each, cache in zip((eager, model), caches))
+    torch.testing.assert_close(logits, expected, rtol=3e-5, atol=3e-5)
+    assert caches[0].tokens == caches[1].tokens
+    torch.testing.assert_close(caches[0].storage, caches[1].storage, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_texts_of_ragged_rows(tiny_llama, mode):
+    prompts = [random_tokens(3), random_tokens(14, seed=1), [], random_tokens(25, seed=2)]
+
+    def texts(model):
+        generator = torch.Generator().manual_seed(0)
+        return run_rows(model, prompts, generator=generator, ignore_eos=mode != "sampled", **MODES[mode])
+
+    eager, compiled = both(tiny_llama)
+    assert texts(compiled) == texts(eager)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("gamma", [1, 4, 16])  # 16 drafts and one token are too many for one native pass
+@pytest.mark.parametrize("drafter", ["a Llama", "a GPT-2"])
+def test_speculation(tiny, tiny_llama, drafter, gamma, temperature):
+    from infer import SamplingParams
+    from infer_speculative import generate_speculative
+
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=temperature, presence_penalty=0.3)
+
+    def passes(use):
+        target, kind = use(tiny_llama(dtype=torch.float32)), tiny if drafter == "a GPT-2" else tiny_llama
+        draft, generator = use(kind(dtype=torch.float32, n_layer=1)), torch.Generator().manual_seed(0)
+        return list(generate_speculative(target, draft, [3], params, gamma, generator))
+
+    assert passes(native) == passes(lambda model: model)
+
+
+def test_beams(tiny_llama):
+    from infer import beam_search
+
+    (texts, scores), (same_texts, same_scores) = (
+        zip(*beam_search(model, random_tokens(6), 3, max_new_tokens=24)) for model in both(tiny_llama)
+    )
+    assert same_texts == texts and same_scores == pytest.approx(scores, abs=1e-4)
+
+
+def test_passes_of_few_tokens_are_native(tiny_llama):
+    eager, model = both(tiny_llama, block_size=32)
+    prompts = [random_tokens(9), random_tokens(7, seed=1)]  # 16 tokens
+    expected = run_rows(eager, prompts, max_new_tokens=20, ignore_eos=True)
+    model.hidden = None
+    assert run_rows(model, prompts, max_new_tokens=20, ignore_eos=True) == expected
+
+
+def test_weights_may_change_in_place(tiny_llama):
+    eager, model = both(tiny_llama)
+    prompt = [random_tokens(4)]
+    before = run_rows(model, prompt, max_new_tokens=20, ignore_eos=True)
+    for each in (eager, model):
+        with torch.no_grad():
+            each.norm.weight.mul_(-1)
+    after = run_rows(model, prompt, max_new_tokens=20, ignore_eos=True)
+    assert after == run_rows(eager, prompt, max_new_tokens=20, ignore_eos=True) != before
+
+
+def test_the_table_of_rotations_outlives_its_cache(tiny_llama):
+    from llama import rotations
+
+    eager, model = both(tiny_llama)
+    prompt = [random_tokens(4)]
+    expected = run_rows(eager, prompt, max_new_tokens=12, ignore_eos=True)
+    rotations.cache_clear()
+    others = [torch.full((16, 1, 6), torch.nan) for _ in range(1000)]  # in its memory, if that were free
+    assert run_rows(model, prompt, max_new_tokens=12, ignore_eos=True) == expected and others
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "embed_tokens.weight",
+        "layers.0.mlp.gate_proj.weight",
+        "layers.0.mlp.up_proj.weight",
+        "layers.1.self_attn.k_proj.weight",
+        "layers.1.input_layernorm.weight",
+        "norm.weight",
+    ],
+)
+def test_logits_that_are_not_finite_are_noticed(tiny_llama, where, bad):
+    model = native(tiny_llama(dtype=torch.float32))
+    with torch.no_grad():
+        dict(model.named_parameters())[where].view(-1)[7] = bad
+    with pytest.raises(UserError, match="logits that are NaN or infinite"):
+        run_rows(model, [[0, 1, 2]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "new, message",
+    [
+        ([[61]], "tokens are .61.; it takes 16 at most, from 0 to 60"),
+        ([[-1]], "16 at most, from 0 to 60"),
+        ([[1] * 17], "16 at most"),
+        ([[1] * 9], "9 positions do not fit into a cache of 8"),
+    ],
+)
+def test_nothing_outside_its_arrays_is_touched(tiny_llama, new, message):
+    model = native(tiny_llama(dtype=torch.float32))
+    cache = KVCache(model, 1, 40 if len(new[0]) > 10 else 8)
+    with pytest.raises(ValueError, match=message):
+        model.native.logits(new, [0], cache, 1)
+    assert cache.tokens == [[]] and not cache.storage.any()
+
+
+def test_positions_end_with_the_window(tiny_llama):
+    model = native(tiny_llama(dtype=torch.float32))
+    cache = KVCache(model, 1, 20)
+    model.native.logits([[1] * 16], [0], cache, 1)
+    with pytest.raises(ValueError, match="position 16 is outside the window of 16"):
+        model.native.logits([[1]], [0], cache, 1)
+
+
+@pytest.mark.parametrize("shape", [{"n_layer": 1}, {"n_kv_head": 4}, {"n_kv_head": 1}, {"head_dim": 4}])
+def test_the_cache_of_another_model_is_refused(tiny_llama, shape):
+    model = native(tiny_llama(dtype=torch.float32))
+    with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
+        model.native.logits([[1]], [0], KVCache(tiny_llama(dtype=torch.float32, **shape), 1), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_weights_are_refused(tiny_llama, dtype):
+    with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
+        native(tiny_llama(dtype=dtype))
+
+
+def test_another_architecture_is_refused(tiny_llama):
+    """One that computes something else, though it may have the same layers."""
+    from native import use_native
+
+    class Mamba(Llama):
+        pass
+
+    model = to_int8(tiny_llama(dtype=torch.float32))
+    model.__class__ = Mamba
+    with pytest.raises(ValueError, match="native code computes GPT and Llama; this is Mamba"):
+        use_native(model)
+    assert model.native is None and model.lm_head.native is None
