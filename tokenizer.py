@@ -3,7 +3,7 @@
 import codecs
 import reprlib
 import unicodedata
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby, pairwise, product
 from pathlib import Path
 
 import tiktoken
@@ -106,6 +106,8 @@ def read_tokenizer_json(file: Path) -> Encoding:
         ids = [*vocabulary.values(), *new]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{file}: not a Hugging Face tokenizer") from None
+    if len(special) < len(added):
+        raise UserError(f"{file}: an added token is there twice")
     if not all(type(number) is int for number in ids) or sorted(vocabulary.values()) + new != list(range(len(ids))):
         raise UserError(f"{file}: the ids are not 0 to {len(ids) - 1}, once each, those of the added tokens last")
     nfc = raw.get("normalizer") is not None
@@ -118,6 +120,10 @@ def read_tokenizer_json(file: Path) -> Encoding:
     for a, b in pairwise(sorted(special)):
         if b.startswith(a):  # the library takes the longer one, tiktoken any
             raise UserError(f"{file}: added token {b!r} begins with another one, {a!r}; that is not supported")
+    late = [token["content"] for token in added if token.get("normalized")]  # the library looks for the others first
+    for a, b in product(late, special.keys() - late):
+        if any(a.startswith(b, i) or b.startswith(a[i:]) for i in range(1, len(a))):  # tiktoken takes the left one
+            raise UserError(f"{file}: added token {a!r} is normalized and overlaps {b!r}; that is not supported")
     to_byte = byte_of_character()
     tokens = sorted(vocabulary.keys() - special.keys(), key=vocabulary.get)
     rank = {token: i for i, token in enumerate(tokens)}

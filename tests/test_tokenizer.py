@@ -157,6 +157,12 @@ def added(**changes) -> dict:
     return with_changes(added_tokens=[SMALL["added_tokens"][0] | changes])
 
 
+def first_normalized(*tokens) -> dict:
+    raw = tokenizer_json(MERGES, tokens)
+    raw["added_tokens"][0]["normalized"] = True
+    return raw
+
+
 TEMPLATE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}], "pair": []}
 TEMPLATE |= {"pair": [*TEMPLATE["single"], {"Sequence": {"id": "B", "type_id": 0}}], "special_tokens": {}}
 ADDS_EOT = {"SpecialToken": {"id": EOT, "type_id": 0}}
@@ -172,11 +178,12 @@ ADDS_EOT = {"SpecialToken": {"id": EOT, "type_id": 0}}
         with_changes(post_processor=TEMPLATE),  # as transformers writes it
         added(normalized=True),
         with_changes(model__ignore_merges=True),
+        first_normalized("b<c", "<a>b"),
         tokenizer_json(MERGES, (EOT, "<pad>", "the")),
     ],
 )
 def test_forms_that_real_files_have_give_the_ids_of_tokenizers(load, raw):
-    same_ids(load(raw), raw, [*TEXTS, "hello the hell<pad>", " the the"])
+    same_ids(load(raw), raw, [*TEXTS, "hello the hell<pad>", " the the", "<a>b<c b<c"])
 
 
 def test_special_tokens_may_come_first(load):
@@ -226,6 +233,12 @@ LATE = [("l", "o"), ("h", "e"), ("he", "l"), ("hel", "o")]  # of "helo" the libr
         (added(content=""), "added token '' is empty"),
         (added(content=7), "added token 7 is empty, no text"),
         (tokenizer_json(MERGES, ("<a>", "<a>b")), "added token '<a>b' begins with another one, '<a>'"),
+        (first_normalized("<a>b", "a>b<"), "added token '<a>b' is normalized and overlaps 'a>b<'"),
+        (first_normalized("<<a>>", "<a>"), "added token '<<a>>' is normalized and overlaps '<a>'"),
+        (
+            with_changes(added_tokens=[SMALL["added_tokens"][0], SMALL["added_tokens"][0] | {"id": 263}]),
+            "is there twice",
+        ),
         (
             with_changes(
                 added_tokens=[
@@ -310,6 +323,27 @@ def test_any_merges_are_refused_or_give_the_ids_of_tokenizers(data, tmp_path_fac
         assert any(len(theirs.encode(token).ids) > 1 for token in tokens)
     else:
         assert ours.encode(text) == Tokenizer.from_str(json.dumps(raw)).encode(text).ids
+
+
+@given(data=st.data())
+def test_any_added_tokens_are_refused_or_give_the_ids_of_tokenizers(data, tmp_path_factory):
+    """Over three letters, so that they overlap; some are looked for only in what the others leave."""
+    from tokenizers import Tokenizer
+
+    raw = tokenizer_json(
+        [], tuple(data.draw(st.lists(st.text("abc", min_size=2, max_size=4), max_size=3, unique=True)))
+    )
+    for token in raw["added_tokens"]:
+        token["normalized"] = data.draw(st.booleans())
+    file = tmp_path_factory.getbasetemp() / "tokenizer.json"
+    file.write_text(json.dumps(raw), "utf-8")
+    try:
+        ours = read_tokenizer_json(file)
+    except UserError as error:
+        assert "that is not supported" in str(error)
+    else:
+        for text in data.draw(st.lists(st.text("abc", max_size=20), min_size=5, max_size=5)):
+            assert ours.encode(text, allowed_special="all") == Tokenizer.from_str(json.dumps(raw)).encode(text).ids
 
 
 # A stream of tokens
