@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import hashlib
 import math
+import operator
 import os
 import sys
 import time
@@ -36,6 +38,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # taken from the logit of each token in the output
     frequency_penalty: float = 0.0  # taken from it once for each time it is there
     repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
+    seed: int | None = None  # draws depend on it and on their position alone; None: they come from a generator
 
     def __post_init__(self):
         check_limits(**vars(self))
@@ -49,6 +52,14 @@ def check_limits(**values) -> None:
             raise UserError(f"{name} is {value!r}; it must be {allowed}")
 
 
+def params_of_each(params: SamplingParams | list[SamplingParams], count: int) -> list[SamplingParams]:
+    """One for each of so many prompts. Raises ValueError for a list of another length."""
+    each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(each) != count:
+        raise ValueError(f"{len(each)} params for {count} prompts")
+    return each
+
+
 LARGEST = sys.float_info.max
 LIMITS = {  # field of SamplingParams, or argument of beam_search: its type, which values are valid, how to say that
     "max_new_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
@@ -59,6 +70,7 @@ LIMITS = {  # field of SamplingParams, or argument of beam_search: its type, whi
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "repetition_penalty": (int | float, lambda v: 0 < v <= LARGEST, "a finite number > 0"),
+    "seed": (int | None, lambda v: v is None or 0 <= v < 2**64, "None or an integer from 0 to 2**64 - 1"),
     "num_beams": (int, lambda v: 1 <= v <= 2**16, "an integer from 1 to 65536"),
     "length_penalty": (int | float, lambda v: -10 <= v <= 10, "a number in [-10, 10]"),
 }
@@ -68,7 +80,7 @@ LIMITS = {  # field of SamplingParams, or argument of beam_search: its type, whi
 def generate(
     model: Model,
     prompts: list[list[int]],
-    params: SamplingParams,
+    params: SamplingParams | list[SamplingParams],
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     stride: int | None = None,
@@ -76,41 +88,39 @@ def generate(
     """Continue all prompts together, one token each a step.
 
     prompts: token ids, one list a prompt, of any lengths; an empty prompt starts from the EOS token.
-    generator: where the random numbers come from, on the model's device; torch's global one if None.
+    params: for all prompts, or one for each.
+    generator: of the random numbers for rows without a seed, on the model's device; torch's global one if None.
     use_cache: keep the keys and values of past positions; without, each step computes all of them again.
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None for half of that.
-    Yields, at most `params.max_new_tokens` times, the next token of each prompt, EOS included, and None after that.
-    Greedy, a row has the text of its own run, but for rounding; sampled, it depends on its batch, which shares draws.
+    Yields, at most `max_new_tokens` times, the next token of each prompt, EOS included, and None after its last one.
+    Greedy or with a seed, a row has the text of its own run, but for rounding; without one it depends on its batch,
+    which shares the generator.
     Raises UserError if there is no prompt, stride is out of range, the cache does not fit in memory, or the logits are
-    not finite.
+    not finite, ValueError if params are not as many as prompts.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
         raise UserError("at least one prompt is needed")
+    each = params_of_each(params, len(sequences))
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
-    longest = max(len(sequence) for sequence in sequences) + params.max_new_tokens - 1  # the last token is not passed
+    lengths = [len(sequence) + its.max_new_tokens for sequence, its in zip(sequences, each)]
+    # The last token is not passed, but a prompt is, also for a row that wants no token.
+    longest = max(max(len(sequence), length - 1) for sequence, length in zip(sequences, lengths))
     cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
-    finished = [False] * len(sequences)
-    # How often each token is in the output: integers, because a bfloat16 count would stop at 256.
-    counts = torch.zeros(len(sequences), model.config.vocab_size, dtype=torch.int64, device=model.device)
-    in_prompt = counts > 0
-    for row, sequence in enumerate(sequences):
-        in_prompt[row, sequence] = True
-    for _ in range(params.max_new_tokens):
+    finished = [its.max_new_tokens == 0 for its in each]
+    prompt_lengths = [len(sequence) for sequence in sequences]
+    while not all(finished):
         windows = [sequence[window_start(len(sequence), block_size, stride) :] for sequence in sequences]
-        logits = penalize(next_logits(model, windows, cache)[:, 0], params, counts, in_prompt)
-        next_tokens = sample(logits, params, generator)  # (B,)
-        counts.scatter_add_(1, next_tokens[:, None], torch.ones_like(next_tokens[:, None]))
-        step = [None if done else token for done, token in zip(finished, next_tokens.tolist())]
+        logits = next_logits(model, windows, cache)[:, 0]
+        next_tokens = choose(logits, each, sequences, prompt_lengths, generator)
+        step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
-        # Only a token that was generated ends a text: a prompt may well end in EOS.
-        ends = [token in model.config.eos_token_ids and not params.ignore_eos for token in step]
-        finished = [done or end for done, end in zip(finished, ends)]
-        if all(finished):
-            return
-        for sequence, token, done in zip(sequences, step, finished):
-            if not done:  # a finished row passes the token before its EOS again
+        for row, (token, sequence, its) in enumerate(zip(step, sequences, each)):
+            # Only a token that was generated ends a text: a prompt may well end in EOS.
+            if token in model.config.eos_token_ids and not its.ignore_eos or len(sequence) + 1 == lengths[row]:
+                finished[row] = True
+            if not finished[row]:  # a finished row passes the token before its last one again
                 sequence.append(token)
 
 
@@ -224,6 +234,71 @@ def pass_logits(model: Model, new: list[list[int]], rows: list[int], cache: KVCa
         return model.head(x[:, -keep:]).float()
     rows, last = torch.arange(len(new))[:, None], torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
     return model.head(x[rows, last]).float()
+
+
+PENALTIES = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
+FILTERS = operator.attrgetter("temperature", "top_k", "top_p")
+
+
+def choose(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    texts: list[list[int]],
+    prompt_lengths: list[int],
+    generator: torch.Generator | None = None,
+) -> list[int]:
+    """The next token of each text, by parameters of its own. logits: (B, vocab_size).
+
+    prompt_lengths: how many tokens of each text are its prompt; penalties tell them from the output.
+    generator: of the random numbers for those without a seed.
+    """
+    groups, chosen = {}, torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for row, its in enumerate(params):
+        groups.setdefault((PENALTIES(its), FILTERS(its), its.seed is None), []).append(row)
+    for (penalties, _, seedless), rows in groups.items():
+        its, part = params[rows[0]], logits if len(groups) == 1 else logits[rows]
+        if penalties != (0, 0, 1):
+            pairs = [(texts[row], prompt_lengths[row]) for row in rows]
+            part = penalize(part, its, *count_tokens(part, pairs))
+        if seedless or its.temperature == 0:
+            chosen[rows] = sample(part, its, generator)
+        else:
+            chosen[rows] = draw(sampling_probs(part, its), [uniform(params[row].seed, len(texts[row])) for row in rows])
+    return chosen.tolist()
+
+
+def count_tokens(logits: torch.Tensor, texts: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """counts and in_prompt, as `penalize` takes them, both of the shape of logits, (B, vocab_size).
+
+    texts: the tokens of each, and how many of them are its prompt.
+    """
+    # Integers, because a bfloat16 count would stop at 256.
+    counts = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
+    in_prompt = counts > 0
+    for row, (text, length) in enumerate(texts):
+        in_prompt[row, text[:length]] = True
+        output = torch.tensor(text[length:], dtype=torch.int64, device=logits.device)
+        counts[row].scatter_add_(0, output, torch.ones_like(output))
+    return counts, in_prompt
+
+
+def uniform(seed: int, position: int) -> float:
+    """A random number in [0, 1) that depends on two integers below 2**64 alone: their BLAKE2b hash, 52 bits of it.
+
+    So no generator has a state that other draws could move. After Salmon et al. 2011, "Parallel random numbers: as easy
+    as 1, 2, 3".
+    """
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + position.to_bytes(8, "little"), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 12) / 2**52
+
+
+def draw(probs: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
+    """The inverse of each row's cumulative distribution at its number in [0, 1): (B, vocab_size) to (B,) ids."""
+    exact = probs.cpu() if probs.device.type == "mps" else probs  # MPS has no float64
+    cumulative = exact.double().cumsum(dim=-1)
+    # 52 bits: so the product stays below the last sum, and the first sum above it belongs to a token with mass.
+    at = torch.tensor(uniforms, dtype=torch.float64, device=exact.device)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, at, right=True)[:, 0].to(probs.device)
 
 
 def penalize(
@@ -449,7 +524,8 @@ def load_models(names: list, args, device: str) -> list[Model]:
 
 def sampling_params(args) -> SamplingParams:
     """The SamplingParams of a command line. A note on stderr names options that do nothing at temperature 0."""
-    params = SamplingParams(**{field.name: getattr(args, field.name) for field in dataclasses.fields(SamplingParams)})
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "seed"]
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
     given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
     given |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
     if params.temperature == 0 and any(given.values()):
@@ -583,20 +659,21 @@ def run(args) -> None:
     check_chat_options(args)
     params, prompts = sampling_params(args), read_prompts(args)
     device = pick_device(args.device)
-    generator = seeded_generator(args.seed, device)
+    first_seed = seeded_generator(args.seed, device).initial_seed()
     chat = Chat(args.model) if args.chat else None
     (model,) = load_models([args.model], args, device)
     encoding = load_encoding(args.model, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
-    seed = generator.initial_seed() if params.temperature else None
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
-        output = Output(shown, encoding, skip, seed)
+        output = Output(shown, encoding, skip, first_seed if params.temperature else None)
         if args.num_beams is not None:
             print_beams(args, model, tokens, output)
             return output.texts
+        seeds = [(first_seed + row) % 2**64 for row in range(len(tokens))]  # each text one of its own
+        each = [dataclasses.replace(params, seed=seed) for seed in seeds]
         with output:
-            for step in generate(model, tokens, params, generator, not args.no_cache, args.stride):
+            for step in generate(model, tokens, each, None, not args.no_cache, args.stride):
                 for row, token in enumerate(step):
                     if token is not None:
                         output.add(row, token)

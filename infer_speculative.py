@@ -53,7 +53,8 @@ def generate_speculative(
 
     draft: a model, or a function that proposes, such as `propose_lookup`, with the arguments and results of
     `ModelDrafter.propose`.
-    generator, stride: as in `infer.generate`; the draft model's window moves by half of its own block_size.
+    generator, stride: as in `infer.generate`, but params.seed is not used; the draft model's window moves by half of
+    its own block_size.
     Yields passes, of `params.max_new_tokens` tokens in all at most.
     Raises UserError if gamma is not in 1..16, the models differ in vocabulary, or as `infer.generate` does.
     """
