@@ -17,10 +17,11 @@ import benchmark_common as common
 import benchmark_kv_cache
 from cache import KVCache
 from checkpoint import UserError
-from infer import MOST_TEXTS, STORIES, Parser, SamplingParams, generate, pass_logits, pick_dtype
+from infer import MOST_TEXTS, STORIES, Parser, generate, pass_logits, pick_dtype
 from load import load_model
 from model import Model
 from native import BuildError, kernel, use_native
+from sampling import SamplingParams
 
 ENGINES = {  # name: the package it needs or "", its dtype, what it is
     "no cache": ("", "float32", "torch, all positions again in each step"),

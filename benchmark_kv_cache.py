@@ -10,9 +10,10 @@ import torch
 
 import benchmark_common as common
 from checkpoint import UserError
-from infer import MOST_TEXTS, STORIES, Parser, SamplingParams, generate, pick_dtype
+from infer import MOST_TEXTS, STORIES, Parser, generate, pick_dtype
 from load import load_model
 from model import Model
+from sampling import SamplingParams
 
 MODES = ("cache", "no cache", "transformers")
 PEER_IMPORTS = ["transformers.models.gpt2.modeling_gpt2", "transformers.generation.utils"]

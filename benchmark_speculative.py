@@ -10,10 +10,11 @@ import torch
 
 import benchmark_common as common
 from checkpoint import UserError, parse_name
-from infer import STORIES, Parser, SamplingParams, generate, pick_dtype
+from infer import STORIES, Parser, generate, pick_dtype
 from infer_speculative import Pass, generate_speculative
 from load import load_model
 from model import Model
+from sampling import SamplingParams
 from tokenizer import load_encoding
 
 PROMPTS = (

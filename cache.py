@@ -129,3 +129,16 @@ def shared_length(a: list[int], b: list[int]) -> int:
     if a[:length] == b[:length]:  # nearly always, and 20 times as fast as a loop
         return length
     return next(index for index, (x, y) in enumerate(zip(a, b)) if x != y)
+
+
+def check_stride(stride: int | None, block_size: int) -> int:
+    """The stride of a window, half of block_size for None. Raises UserError if it is out of range."""
+    stride = max(1, block_size // 2) if stride is None else stride
+    if not 1 <= stride <= block_size:
+        raise UserError(f"stride is {stride}; it must be from 1 to block_size = {block_size}")
+    return stride
+
+
+def window_start(length: int, block_size: int, stride: int) -> int:
+    """Where the window on a text of `length` tokens begins: it moves by whole strides, and only when it must."""
+    return max(0, math.ceil((length - block_size) / stride)) * stride

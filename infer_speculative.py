@@ -6,27 +6,23 @@ from typing import NamedTuple
 
 import torch
 
-from cache import KVCache
+from cache import KVCache, check_stride, window_start
 from checkpoint import UserError
 from infer import (
     STORIES,
     Output,
     Parser,
-    SamplingParams,
     add_options,
-    check_stride,
     load_models,
     next_logits,
-    penalize,
     pick_device,
     read_prompts,
     run_script,
     sampling_params,
-    sampling_probs,
     seeded_generator,
-    window_start,
 )
 from model import Model
+from sampling import SamplingParams, penalize, sampling_probs
 from tokenizer import load_encoding
 
 

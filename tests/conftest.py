@@ -26,7 +26,8 @@ def random_tokens(length: int, vocab_size: int = 61, seed: int = 0) -> list[int]
 
 def run(model, prompts, *, generator=None, options=None, **params) -> list[list[int | None]]:
     """All steps of `generate`. options: its other keyword arguments. params: those of SamplingParams."""
-    from infer import SamplingParams, generate
+    from infer import generate
+    from sampling import SamplingParams
 
     given = {"generator": generator} if generator else {}
     return list(generate(model, prompts, SamplingParams(**params), **given, **(options or {})))

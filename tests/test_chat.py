@@ -14,8 +14,9 @@ from conftest import CHECKPOINTS
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from infer import SamplingParams, generate
+from infer import generate
 from model import GPT
+from sampling import SamplingParams
 from tokenizer import load_encoding
 
 BOS, EOS, START, END = "<|begin_of_text|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"

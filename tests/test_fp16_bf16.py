@@ -14,10 +14,11 @@ def load(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sampling_sees_float32(tiny, monkeypatch, dtype):
     import infer
+    import sampling
 
     seen = []
-    monkeypatch.setattr(infer, "sample", lambda logits, *args: seen.append(logits.dtype) or logits.argmax(dim=-1))
-    list(infer.generate(tiny(dtype=dtype), [[1]], infer.SamplingParams(max_new_tokens=3, repetition_penalty=1.1)))
+    monkeypatch.setattr(sampling, "sample", lambda logits, *args: seen.append(logits.dtype) or logits.argmax(dim=-1))
+    list(infer.generate(tiny(dtype=dtype), [[1]], sampling.SamplingParams(max_new_tokens=3, repetition_penalty=1.1)))
     assert seen == [torch.float32] * 3
 
 

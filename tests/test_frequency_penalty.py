@@ -17,7 +17,7 @@ def by_hand(model, prompt, max_new_tokens, frequency, presence=0.0):
 
 
 def test_formula():
-    from infer import penalize_frequency
+    from sampling import penalize_frequency
 
     logits, counts = torch.tensor([[1.0, -2.0, 3.0]]), torch.tensor([[2, 1, 0]])
     assert penalize_frequency(logits, counts, 0.5).tolist() == [[0.0, -2.5, 3.0]]

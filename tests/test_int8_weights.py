@@ -181,8 +181,8 @@ def test_text_is_the_same_with_and_without_the_cache(tiny, options):
 
 
 def test_drafts_of_an_int8_model(tiny):
-    from infer import SamplingParams
     from infer_speculative import generate_speculative
+    from sampling import SamplingParams
 
     target, draft = tiny(), int8_tiny(tiny)
     passes = list(generate_speculative(target, draft, random_tokens(4), SamplingParams(max_new_tokens=30)))

@@ -81,7 +81,7 @@ def test_each_token_is_the_best_of_its_window(name, length, max_new_tokens):
 
 @given(st.integers(1, 300), st.integers(1, 40), st.data())
 def test_window_start(length, block_size, data):
-    from infer import window_start
+    from cache import window_start
 
     stride = data.draw(st.integers(1, block_size))
     start = window_start(length, block_size, stride)

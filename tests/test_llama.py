@@ -212,8 +212,8 @@ def test_draws_are_the_same_with_and_without_a_cache(tiny_llama):
 @pytest.mark.parametrize("drafter", ["itself", "a Llama", "a GPT-2", "lookup"])
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_speculation_gives_the_text_of_the_target(tiny, tiny_llama, drafter, gamma):
-    from infer import SamplingParams
     from infer_speculative import generate_speculative, propose_lookup
+    from sampling import SamplingParams
 
     target = tiny_llama(seed=5)
     drafts = {"itself": target, "a Llama": tiny_llama(seed=6, n_layer=1, block_size=10), "a GPT-2": tiny(seed=1)}
@@ -225,8 +225,8 @@ def test_speculation_gives_the_text_of_the_target(tiny, tiny_llama, drafter, gam
 
 
 def test_a_llama_drafts_for_a_gpt2(tiny, tiny_llama):
-    from infer import SamplingParams
     from infer_speculative import generate_speculative
+    from sampling import SamplingParams
 
     target, params = tiny(seed=12), SamplingParams(max_new_tokens=30, ignore_eos=True)
     steps = generate_speculative(target, tiny_llama(seed=6), [1, 2], params, 3)

@@ -136,9 +136,10 @@ def test_nothing_outside_its_arrays_is_read(which):
 
 
 def test_the_products_of_a_model_are_native(monkeypatch):
-    from infer import SamplingParams, generate
+    from infer import generate
     from model import GPT
     from native import linear, use_native
+    from sampling import SamplingParams
 
     model, seen, load = GPT.from_pretrained(CHECKPOINTS / "stories-draft", torch.int8), [], linear.build.load
     monkeypatch.setattr(linear.build, "load", lambda *args: seen.append(1) or load(*args))

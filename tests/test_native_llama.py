@@ -179,8 +179,8 @@ def test_texts_of_ragged_rows(tiny_llama, mode):
 @pytest.mark.parametrize("gamma", [1, 4, 16])  # 16 drafts and one token are too many for one native pass
 @pytest.mark.parametrize("drafter", ["a Llama", "a GPT-2"])
 def test_speculation(tiny, tiny_llama, drafter, gamma, temperature):
-    from infer import SamplingParams
     from infer_speculative import generate_speculative
+    from sampling import SamplingParams
 
     params = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=temperature, presence_penalty=0.3)
 

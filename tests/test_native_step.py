@@ -171,8 +171,8 @@ def test_texts_of_ragged_rows(tiny, mode):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("gamma", [1, 4, 15, 16])  # 16 drafts and one token are too many for one native pass
 def test_speculation(tiny, gamma, temperature):
-    from infer import SamplingParams
     from infer_speculative import generate_speculative
+    from sampling import SamplingParams
 
     params = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=temperature, presence_penalty=0.3)
     drafts = both(tiny, n_layer=1)

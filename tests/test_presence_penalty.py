@@ -17,7 +17,7 @@ def by_hand(model, prompt, max_new_tokens, penalty):
 
 
 def test_formula():
-    from infer import penalize_presence
+    from sampling import penalize_presence
 
     logits, seen = torch.tensor([[1.0, -2.0, 3.0]]), torch.tensor([[True, True, False]])
     assert penalize_presence(logits, seen, 0.5).tolist() == [[0.5, -2.5, 3.0]]

@@ -17,8 +17,8 @@ AGAIN = STORY + "<|endoftext|>Once upon a time"  # the beginning of that story o
 
 def passes(target, prompt, gamma=3, generator=None, stride=None, **params):
     """All passes of a run without a draft model."""
-    from infer import SamplingParams
     from infer_speculative import generate_speculative, propose_lookup
+    from sampling import SamplingParams
 
     sampling = SamplingParams(**params)
     return list(generate_speculative(target, propose_lookup, prompt, sampling, gamma, generator, stride))

@@ -230,9 +230,10 @@ def tiny_qwen(tiny_llama):
 
 
 def test_modes_of_the_lessons_before(tiny_qwen):
-    from infer import SamplingParams, beam_search
+    from infer import beam_search
     from infer_speculative import generate_speculative
     from int8 import to_int8
+    from sampling import SamplingParams
 
     params = {"max_new_tokens": 40, "ignore_eos": True}
     for model in (tiny_qwen(), to_int8(tiny_qwen())):

@@ -9,7 +9,7 @@ from conftest import CHECKPOINTS, slide
 def test_equals_transformers(penalty):
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    from infer import penalize_repetition
+    from sampling import penalize_repetition
 
     generator = torch.Generator().manual_seed(0)
     logits, tokens = torch.randn(6, 30, generator=generator), torch.randint(30, (6, 12), generator=generator)
@@ -19,7 +19,7 @@ def test_equals_transformers(penalty):
 
 
 def test_the_case_in_transformers_own_tests():
-    from infer import penalize_repetition
+    from sampling import penalize_repetition
 
     logits, seen = torch.full((2, 10), 0.1), torch.zeros(2, 10, dtype=torch.bool)
     logits[0, 0], logits[1, 5] = -0.1, 0.4
@@ -58,7 +58,7 @@ def test_whole_run_equals_transformers_on_the_embedded_model(stories):
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e-39, 1e39, 1e300])
 def test_an_extreme_penalty_makes_no_nan(tiny, penalty):
-    from infer import penalize_repetition
+    from sampling import penalize_repetition
 
     logits = torch.tensor([0.0, -0.0, 5.0, -5.0, 1e-30, -1e-30])
     assert penalize_repetition(logits, torch.ones(6, dtype=torch.bool), penalty).isfinite().all()

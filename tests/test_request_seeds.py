@@ -18,7 +18,8 @@ MODELS = pytest.mark.parametrize("family", ["tiny", "tiny_llama"])
 
 def rows_of(model, prompts, params, **options) -> list[list[int]]:
     """The text of each row of a batch. params: keyword arguments of SamplingParams, one dictionary for each row."""
-    from infer import SamplingParams, generate
+    from infer import generate
+    from sampling import SamplingParams
 
     steps = list(generate(model, prompts, [SamplingParams(**its) for its in params], **options))
     for row in range(len(prompts)):  # None after the last token, and nothing but None
@@ -29,7 +30,8 @@ def rows_of(model, prompts, params, **options) -> list[list[int]]:
 
 def alone(model, prompt, its, **options) -> list[int]:
     """The text of a prompt in a run of its own, with one SamplingParams and no list."""
-    from infer import SamplingParams, generate
+    from infer import generate
+    from sampling import SamplingParams
 
     return [token for (token,) in generate(model, [prompt], SamplingParams(**its), **options)]
 
@@ -117,7 +119,7 @@ def test_still_counts_what_an_empty_prompt_starts_from_as_a_prompt(tiny):
 
 def test_repetition_counts_prompts_and_the_others_do_not(tiny):
     """A frequency or presence penalty of 2 on all tokens but those of the prompt; a repetition penalty on these."""
-    from infer import SamplingParams, choose
+    from sampling import SamplingParams, choose
 
     logits = torch.zeros(3, 4) + 1.0
     logits[:, 2] = 1.5  # the most likely one, and in the prompts
@@ -139,7 +141,7 @@ def test_each_draw_is_that_of_the_definition(request, family):
 
     Of all of it, also where the window has left its beginning.
     """
-    from infer import uniform
+    from sampling import uniform
 
     model, text = request.getfixturevalue(family)(), [5, 6, 7]
     its = {"max_new_tokens": 25, "temperature": 0.8, "seed": 11, "ignore_eos": True}
@@ -169,7 +171,7 @@ def test_params_as_many_as_prompts(tiny):
 @pytest.mark.parametrize("seed", [-1, LAST + 1, 1.0, True, "1", 10**30])
 def test_a_seed_out_of_range_is_refused(seed):
     from checkpoint import UserError
-    from infer import SamplingParams
+    from sampling import SamplingParams
 
     with pytest.raises(UserError) as error:
         SamplingParams(seed=seed)
@@ -182,7 +184,8 @@ def test_a_seed_out_of_range_is_refused(seed):
 
 @torch.inference_mode()
 def test_still_draws_from_the_generator_without_a_seed(tiny):
-    from infer import SamplingParams, generate, sample
+    from infer import generate
+    from sampling import SamplingParams, sample
 
     params = SamplingParams(max_new_tokens=8, temperature=1.0, top_p=0.9, repetition_penalty=1.0, ignore_eos=True)
     model, generator = tiny(), torch.Generator().manual_seed(3)
@@ -218,7 +221,7 @@ def test_seeds_leave_all_generators_alone(tiny):
 @example(0, 0)
 @example(LAST, LAST)
 def test_numbers_are_52_bits_of_a_hash(seed, position):
-    from infer import uniform
+    from sampling import uniform
 
     (number,) = struct.unpack("<Q", hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest())
     value = uniform(seed, position)
@@ -227,7 +230,7 @@ def test_numbers_are_52_bits_of_a_hash(seed, position):
 
 def test_numbers_never_change():
     """A text that somebody noted with its seed comes again with each later version."""
-    from infer import uniform
+    from sampling import uniform
 
     known = [0.0564663990004608, 0.6487508310490744, 0.44008326622012284, 0.9317733573190132]
     assert [uniform(0, 0), uniform(1, 0), uniform(0, 1), uniform(LAST, 1023)] == known
@@ -235,7 +238,7 @@ def test_numbers_never_change():
 
 @pytest.mark.parametrize("byte, number", [(b"\xff", ALMOST_ONE), (b"\0", 0.0)])
 def test_numbers_are_below_one_whatever_the_hash(monkeypatch, byte, number):
-    from infer import uniform
+    from sampling import uniform
 
     class Hash:
         def digest(self):
@@ -255,7 +258,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_draws_follow_the_probabilities(numbers):
-    from infer import draw, uniform
+    from sampling import draw, uniform
 
     probs = torch.tensor([0.02, 0.3, 0.08, 0.25, 0.05, 0.15, 0.1, 0.05])
     uniforms = [uniform(*NUMBERS[numbers](index)) for index in range(20000)]
@@ -266,7 +269,7 @@ def test_draws_follow_the_probabilities(numbers):
 
 def test_neighbours_are_independent():
     """The number of a seed and a position says nothing about that of the next seed, or of the next position."""
-    from infer import uniform
+    from sampling import uniform
 
     grid = torch.tensor([[uniform(seed, position) for position in range(120)] for seed in range(120)])
     quarter, even = (4 * grid).long(), torch.full((16,), 1 / 16)
@@ -303,7 +306,7 @@ numbers = st.sampled_from([0.0, 2**-52, 0.5, ALMOST_ONE]) | st.integers(0, 2**52
 @settings(max_examples=100)
 def test_a_token_without_mass_is_never_drawn(weights, u, scale):
     """Also where the probabilities sum to less or more than 1 by rounding; and the token is the one at that number."""
-    from infer import draw
+    from sampling import draw
 
     probs = torch.tensor(weights) / sum(weights) * scale
     (token,) = draw(probs[None], [u]).tolist()
@@ -314,7 +317,7 @@ def test_a_token_without_mass_is_never_drawn(weights, u, scale):
 
 
 def test_ends_of_an_interval_belong_to_the_next_token():
-    from infer import draw
+    from sampling import draw
 
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).expand(6, 6)
     uniforms = [0.0, 0.25 - 2**-52, 0.25, 0.75 - 2**-52, 0.75, ALMOST_ONE]
@@ -323,7 +326,7 @@ def test_ends_of_an_interval_belong_to_the_next_token():
 
 def test_sums_are_float64():
     """In float32, a token of little mass behind half of it all would never be drawn."""
-    from infer import draw
+    from sampling import draw
 
     probs = torch.tensor([[0.5, 1e-9, 0.5]]).expand(3, 3)
     assert draw(probs, [0.5 - 1e-9, 0.5, 0.5 + 1e-9]).tolist() == [0, 1, 2]
@@ -334,7 +337,7 @@ def test_sums_are_float64():
 
 @given(texts=st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=30), st.integers(0, 30)), min_size=1, max_size=4))
 def test_tokens_are_counted_in_the_output_and_marked_in_the_prompt(texts):
-    from infer import count_tokens
+    from sampling import count_tokens
 
     texts = [(text, min(length, len(text))) for text, length in texts]
     counts, in_prompt = count_tokens(torch.empty(len(texts), 10, dtype=torch.bfloat16), texts)
@@ -345,7 +348,7 @@ def test_tokens_are_counted_in_the_output_and_marked_in_the_prompt(texts):
 
 
 def test_counts_are_integers_also_for_bfloat16():
-    from infer import count_tokens
+    from sampling import count_tokens
 
     counts, in_prompt = count_tokens(torch.empty(1, 3, dtype=torch.bfloat16), [([1] + [2] * 1000, 1)])
     assert counts.tolist() == [[0, 0, 1000]] and not counts.is_floating_point() and in_prompt.dtype == torch.bool

@@ -31,7 +31,7 @@ ALLOWED = {
 @pytest.mark.parametrize("name", BAD)
 @given(data=st.data())
 def test_bad_values_are_named_with_their_range(name, data):
-    from infer import SamplingParams
+    from sampling import SamplingParams
 
     value = data.draw(BAD[name])
     with pytest.raises(ValueError) as error:
@@ -47,7 +47,7 @@ def test_bad_values_are_named_with_their_range(name, data):
     ignore_eos=st.booleans(),
 )
 def test_still_accepts_every_good_value(**values):
-    from infer import SamplingParams
+    from sampling import SamplingParams
 
     SamplingParams(**values)
 

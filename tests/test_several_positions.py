@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import KVCache
-from infer import SamplingParams, next_logits, penalize, sampling_probs
+from infer import next_logits
+from sampling import SamplingParams, penalize, sampling_probs
 
 
 @given(data=st.data(), keep=st.integers(1, 4), cached=st.booleans())
@@ -78,6 +79,6 @@ def test_penalties_one_by_one():
 
 @pytest.mark.parametrize("stride, expected", [(None, 8), (1, 1), (16, 16)])
 def test_the_stride_of_a_window(stride, expected):
-    from infer import check_stride
+    from cache import check_stride
 
     assert check_stride(stride, 16) == expected and check_stride(None, 1) == 1

@@ -18,8 +18,8 @@ def alone(target, prompt, stride=None, **params):
 
 def passes(target, draft, prompt, gamma=3, generator=None, stride=None, **params):
     """All passes of a run. There are drafts, unless the window moves with each token and leaves no room for them."""
-    from infer import SamplingParams
     from infer_speculative import generate_speculative
+    from sampling import SamplingParams
 
     sampling = SamplingParams(**params)
     steps = list(generate_speculative(target, draft, prompt, sampling, gamma, generator, stride))
@@ -178,7 +178,7 @@ def test_a_thousand_texts_follow_the_targets_probabilities(tiny):
 @torch.inference_mode()
 def test_first_tokens_of_an_embedded_model_follow_direct_sampling():
     """The target is the small one, and its draft model the same with some noise."""
-    from infer import SamplingParams, sampling_probs
+    from sampling import SamplingParams, sampling_probs
 
     params = {"temperature": 0.9, "top_k": 5, "top_p": 0.95}
     target, draft = (GPT.from_pretrained(CHECKPOINTS / "stories-draft") for _ in range(2))

@@ -10,7 +10,7 @@ LOGITS = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
 
 
 def probs(temperature, logits=LOGITS):
-    from infer import apply_temperature
+    from sampling import apply_temperature
 
     return apply_temperature(logits, temperature).softmax(dim=-1)
 
@@ -52,7 +52,7 @@ def test_a_tiny_temperature_is_greedy_and_stable(temperature):
 
 
 def test_logits_are_left_as_they_were():
-    from infer import apply_temperature
+    from sampling import apply_temperature
 
     before = LOGITS.clone()
     apply_temperature(LOGITS, 0.5)
@@ -82,7 +82,7 @@ def test_the_command_line_takes_any_temperature(cli, tiny_checkpoint):
 
 
 def test_still_greedy_at_zero_and_unchanged_at_one():
-    from infer import SamplingParams, sample
+    from sampling import SamplingParams, sample
 
     logits = LOGITS.double()
     assert torch.equal(sample(logits, SamplingParams()), logits.argmax(dim=-1))

@@ -11,14 +11,14 @@ LOGITS = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
 def test_equals_transformers(k):
     from transformers import TopKLogitsWarper
 
-    from infer import top_k_filter
+    from sampling import top_k_filter
 
     assert torch.equal(top_k_filter(LOGITS, k), TopKLogitsWarper(k)(None, LOGITS))
 
 
 def test_the_case_in_transformers_own_tests():
     """Of ten rising logits, and of a row with them in another order, three stay."""
-    from infer import top_k_filter
+    from sampling import top_k_filter
 
     ramp = torch.arange(10.0).repeat(2, 1)
     ramp[1, :5] = ramp[1, :5] + 10
@@ -29,7 +29,7 @@ def test_the_case_in_transformers_own_tests():
 def test_ties_with_the_kth_all_stay():
     from transformers import TopKLogitsWarper
 
-    from infer import top_k_filter
+    from sampling import top_k_filter
 
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
     kept = top_k_filter(logits, 2)
@@ -39,13 +39,13 @@ def test_ties_with_the_kth_all_stay():
 
 @pytest.mark.parametrize("k", [0, 40, 41, 10**9])
 def test_off_and_more_than_there_are_keep_all(k):
-    from infer import top_k_filter
+    from sampling import top_k_filter
 
     assert torch.equal(top_k_filter(LOGITS, k), LOGITS)
 
 
 def test_any_batch_shape():
-    from infer import top_k_filter
+    from sampling import top_k_filter
 
     assert torch.equal(top_k_filter(LOGITS.view(5, 1, 40), 3)[:, 0], top_k_filter(LOGITS, 3))
     assert torch.equal(top_k_filter(LOGITS[0], 3), top_k_filter(LOGITS, 3)[0])

@@ -9,7 +9,7 @@ PROBS = torch.tensor([0.15, 0.5, 0.05, 0.3])
 
 
 def kept(p, probs=PROBS):
-    from infer import top_p_filter
+    from sampling import top_p_filter
 
     return top_p_filter(probs.log(), p).isfinite().nonzero().flatten().tolist()
 
@@ -18,7 +18,7 @@ def kept(p, probs=PROBS):
 def test_equals_transformers(p):
     from transformers import TopPLogitsWarper
 
-    from infer import top_p_filter
+    from sampling import top_p_filter
 
     assert torch.equal(top_p_filter(LOGITS, p), TopPLogitsWarper(p)(None, LOGITS))
 
@@ -38,20 +38,20 @@ def test_the_case_in_transformers_own_tests():
 
 @pytest.mark.parametrize("p", [1e-12, 1e-300])
 def test_a_tiny_p_is_the_most_likely_token(p):
-    from infer import top_p_filter
+    from sampling import top_p_filter
 
     assert torch.equal(top_p_filter(LOGITS, p).isfinite().nonzero()[:, 1], LOGITS.argmax(dim=-1))
 
 
 def test_one_keeps_all():
-    from infer import top_p_filter
+    from sampling import top_p_filter
 
     logits = torch.tensor([0.0, -200.0, -300.0])  # the last two round to no mass at all
     assert torch.equal(top_p_filter(LOGITS, 1.0), LOGITS) and torch.equal(top_p_filter(logits, 1.0), logits)
 
 
 def test_it_is_the_smallest_such_set():
-    from infer import top_p_filter
+    from sampling import top_p_filter
 
     for p in (0.2, 0.6, 0.9):
         inside = top_p_filter(LOGITS.double(), p).isfinite()
@@ -66,7 +66,7 @@ def test_of_equal_tokens_the_lower_ids_stay():
 
 
 def test_any_batch_shape():
-    from infer import top_p_filter
+    from sampling import top_p_filter
 
     assert torch.equal(top_p_filter(LOGITS.view(5, 10, 40), 0.8).view(50, 40), top_p_filter(LOGITS, 0.8))
     assert torch.equal(top_p_filter(LOGITS[0], 0.8), top_p_filter(LOGITS, 0.8)[0])
@@ -74,7 +74,7 @@ def test_any_batch_shape():
 
 def test_draws_stay_inside_the_nucleus_after_top_k(tiny):
     """Top-k first, then top-p of what is left, as in transformers: the set they keep together is the set drawn from."""
-    from infer import top_k_filter, top_p_filter
+    from sampling import top_k_filter, top_p_filter
 
     model, params = tiny(seed=1), {"max_new_tokens": 1, "temperature": 1.5, "top_k": 10, "top_p": 0.7}
     (step,) = run(model, [[1, 2]] * 4000, generator=torch.Generator().manual_seed(0), **params)

@@ -14,14 +14,14 @@ def seeded(seed):
 
 def by_sorting(logits, p, generator=None):
     """What lesson 07 draws."""
-    from infer import top_p_filter
+    from sampling import top_p_filter
 
     return torch.multinomial(top_p_filter(logits, p).softmax(dim=-1), 1, generator=generator)[:, 0]
 
 
 def assert_same(logits, p, seed=0):
     """The tokens of lesson 07, and the generator where lesson 07 leaves it."""
-    from infer import sample_top_p
+    from sampling import sample_top_p
 
     ours, theirs = seeded(seed), seeded(seed)
     assert torch.equal(sample_top_p(logits, p, ours), by_sorting(logits, p, theirs)), (p, seed)
@@ -30,18 +30,18 @@ def assert_same(logits, p, seed=0):
 
 @pytest.fixture
 def sorted_rows(monkeypatch):
-    """A list to which each call of `top_p_filter` by infer.py adds its number of rows."""
-    import infer
+    """A list to which each call of `top_p_filter` by sampling.py adds its number of rows."""
+    import sampling
 
-    calls, sorting = [], infer.top_p_filter
-    monkeypatch.setattr(infer, "top_p_filter", lambda logits, p: calls.append(len(logits)) or sorting(logits, p))
+    calls, sorting = [], sampling.top_p_filter
+    monkeypatch.setattr(sampling, "top_p_filter", lambda logits, p: calls.append(len(logits)) or sorting(logits, p))
     return calls
 
 
 @pytest.fixture
 def draw(monkeypatch):
     """A function that calls `sample_top_p` with these numbers in place of the random ones."""
-    from infer import sample_top_p
+    from sampling import sample_top_p
 
     def draw(logits, p, numbers):
         monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, *args, **kwargs: self.copy_(numbers))
@@ -65,21 +65,21 @@ def test_generating_does_not_sort(tiny, sorted_rows):
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_still_the_texts_of_lesson_07(tiny, monkeypatch, params):
-    import infer
+    import sampling
 
     arguments = params | {"max_new_tokens": 20, "ignore_eos": True}
     ours = run_rows(tiny(), [[1], [2, 3]], generator=seeded(3), **arguments)
 
     def sample(logits, params, generator):
-        return torch.multinomial(infer.sampling_probs(logits, params), 1, generator=generator)[:, 0]
+        return torch.multinomial(sampling.sampling_probs(logits, params), 1, generator=generator)[:, 0]
 
-    monkeypatch.setattr(infer, "sample", sample)
+    monkeypatch.setattr(sampling, "sample", sample)
     assert run_rows(tiny(), [[1], [2, 3]], generator=seeded(3), **arguments) == ours
 
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_still_draws_from_sampling_probs(params):
-    from infer import SamplingParams, sample, sampling_probs
+    from sampling import SamplingParams, sample, sampling_probs
 
     params, logits = SamplingParams(**params), 3 * torch.randn(500, 60, generator=seeded(1))
     torch.manual_seed(5)
@@ -152,9 +152,9 @@ def test_logits_that_differ_are_in_order_where_their_probabilities_do_not(draw):
 @pytest.mark.parametrize("p", [0.5, 1 - 1e-9])
 def test_never_a_token_without_mass(draw, monkeypatch, p, rounds):
     """Not even where the random number is 0, and 0 / 0 is NaN, which argmax takes for the largest."""
-    import infer
+    import sampling
 
-    monkeypatch.setattr(infer, "MAX_ROUNDS", rounds)
+    monkeypatch.setattr(sampling, "MAX_ROUNDS", rounds)
     logits = torch.randn(100, 8, generator=seeded(0))
     logits[:, [0, 5]] = -torch.inf
     logits[:, 2] = -200
@@ -168,16 +168,16 @@ def test_never_a_token_without_mass(draw, monkeypatch, p, rounds):
 
 @pytest.mark.parametrize("rounds", [0, 1, 2, 1000])
 def test_any_number_of_rounds_gives_the_same_tokens(monkeypatch, rounds):
-    import infer
+    import sampling
 
-    monkeypatch.setattr(infer, "MAX_ROUNDS", rounds)
+    monkeypatch.setattr(sampling, "MAX_ROUNDS", rounds)
     for p in (0.05, 0.5, 0.9):
         assert_same(2 * torch.randn(300, 60, generator=seeded(2)), p)
 
 
 def test_rounds_are_few_and_bounded(sorted_rows):
     """Only rows that are refused again and again are sorted: with a tiny p for equal tokens, some of them."""
-    from infer import sample_top_p
+    from sampling import sample_top_p
 
     for p in (0.1, 0.9):
         sample_top_p(3 * torch.randn(500, 100, generator=seeded(0)), p, seeded(1))
@@ -187,7 +187,7 @@ def test_rounds_are_few_and_bounded(sorted_rows):
 
 
 def test_draws_follow_the_nucleus():
-    from infer import sample_top_p
+    from sampling import sample_top_p
 
     probs = torch.tensor([0.05, 0.3, 0.02, 0.2, 0.15, 0.03, 0.15, 0.1], dtype=torch.float64)
     counts = torch.bincount(sample_top_p(probs.log().expand(20000, -1), 0.85, seeded(0)), minlength=8)

@@ -116,7 +116,7 @@ def test_the_command_line_prints_prompts_in_order(cli):
 
 @torch.inference_mode()
 def test_still_the_same_draws_for_prompts_of_one_length(tiny):
-    from infer import SamplingParams, sample
+    from sampling import SamplingParams, sample
 
     model, params = tiny(), {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
     steps = run(model, [[1, 2], [3, 4]], generator=torch.Generator().manual_seed(3), **params)
