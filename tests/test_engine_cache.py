@@ -1,0 +1,217 @@
+"""A pass over tokens of several texts side by side: the logits of each are those of the model on that text alone."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import random_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint import UserError
+from engine.cache import RowCache, Span, last_logits
+
+BAD = 60  # a token that is in none of them
+TEXTS = [random_tokens(16, BAD, seed=seed) for seed in range(4)]
+
+
+@pytest.fixture(params=["tiny", "tiny_llama"])
+def build(request):
+    """A function that builds a GPT-2, or a Llama whose query heads share keys."""
+    return request.getfixturevalue(request.param)
+
+
+def new_cache(model):
+    """A cache with room for four texts."""
+    return RowCache(model, 4)
+
+
+def place(text):
+    """Where in the cache one of TEXTS is."""
+    return text
+
+
+def part(text, start, end):
+    """The span of positions start to end of one of TEXTS."""
+    return Span(place(text), start, TEXTS[text][start:end])
+
+
+def logits_of(model, cache, spans):
+    """The logits at all positions of each span, in the model's dtype."""
+    tokens, positions, ends = cache.plan(spans)
+    logits = model.head(model.hidden(tokens, positions, cache.attend))
+    return [logits[end - len(span.tokens) : end] for span, end in zip(spans, ends)]
+
+
+def check(model, cache, parts):
+    """Pass parts (text, start, end) together, and compare each with a pass over its text alone, without a cache."""
+    for (text, start, end), ours in zip(parts, logits_of(model, cache, [part(*each) for each in parts])):
+        alone = model(torch.tensor([TEXTS[text][:end]]))[0, start:]
+        torch.testing.assert_close(ours, alone, rtol=0, atol=1e-12)
+
+
+@torch.inference_mode()
+def test_texts_of_any_lengths(build):
+    model = build()
+    for lengths in ([16, 16, 16, 16], [1, 1, 1, 1], [5, 5, 16, 2], [3, 9, 3, 9], [1, 16, 2, 7]):
+        check(model, new_cache(model), [(text, 0, length) for text, length in enumerate(lengths)])
+
+
+@torch.inference_mode()
+def test_a_pass_mixes_any_pasts_and_spans_in_any_order(build):
+    """The longest past and the longest span are not of one text, and two spans of one length have other pasts."""
+    model, parts = build(), [(0, 12, 13), (1, 1, 7), (2, 7, 8), (3, 3, 9)]
+    for order in itertools.permutations(parts):
+        cache = new_cache(model)
+        for text, past, _ in parts:
+            check(model, cache, [(text, 0, past)])
+        check(model, cache, order)
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 16)), min_size=1, max_size=4), max_size=12))
+@settings(max_examples=25)
+@torch.inference_mode()
+def test_tokens_in_any_cuts(tiny, passes):
+    """Each pass feeds some texts with some tokens more; one that is complete begins again, over what it left."""
+    model, ends = tiny(), [0] * 4
+    cache = new_cache(model)
+    for counts in passes:
+        starts = {text: ends[text] % 16 for text, _ in counts}
+        parts = [(text, starts[text], min(starts[text] + count, 16)) for text, count in dict(counts).items()]
+        check(model, cache, parts)
+        for text, _, end in parts:
+            ends[text] = end
+
+
+@torch.inference_mode()
+def test_a_position_at_a_time(build):
+    model = build()
+    cache = new_cache(model)
+    for end in range(1, 17):
+        check(model, cache, [(text, end - 1, end) for text in range(4)])
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-4), (torch.bfloat16, 0.5)])
+@torch.inference_mode()
+def test_other_dtypes_are_close(build, dtype, bound):
+    model = build(dtype=dtype)
+    cache = new_cache(model)
+    assert cache.storage.dtype == dtype
+    logits_of(model, cache, [part(0, 0, 9), part(1, 0, 4), part(2, 0, 12)])
+    for text, ours in enumerate(logits_of(model, cache, [part(0, 9, 10), part(1, 4, 10), part(2, 12, 16)])):
+        alone = model(torch.tensor([TEXTS[text][: (10, 10, 16)[text]]]))[0]
+        assert (ours - alone[-len(ours) :]).abs().max() < bound
+
+
+@torch.inference_mode()
+def test_last_logits_are_in_the_order_of_the_spans_and_float32(build):
+    model, spans = build(), [part(2, 0, 5), part(0, 0, 9), part(3, 0, 5), part(1, 0, 16)]
+    logits = last_logits(model, new_cache(model), spans)
+    assert logits.dtype == torch.float32
+    alone = torch.stack([model(torch.tensor([span.tokens]))[0, -1] for span in spans])
+    torch.testing.assert_close(logits, alone.float(), rtol=0, atol=1e-6)
+
+
+@torch.inference_mode()
+def test_only_new_tokens_are_passed_and_only_last_ones_reach_the_head(tiny):
+    model, widths = tiny(), []
+    model.wte.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape))
+    model.lm_head.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[:-1]))
+    cache = new_cache(model)
+    last_logits(model, cache, [part(0, 0, 9), part(1, 0, 4), part(2, 0, 9)])
+    last_logits(model, cache, [part(1, 4, 6), part(0, 9, 10)])
+    assert widths == [(9 + 4 + 9,), (3,), (2 + 1,), (2,)]
+
+
+@torch.inference_mode()
+def test_texts_with_as_many_new_tokens_attend_together(tiny, monkeypatch):
+    calls, attention = [], F.scaled_dot_product_attention
+
+    def spy(q, k, *args, **options):
+        calls.append((len(q), q.shape[2], k.shape[2]))
+        return attention(q, k, *args, **options)
+
+    model = tiny(n_layer=1)
+    cache = new_cache(model)
+    logits_of(model, cache, [part(text, 0, 8 + text) for text in range(4)])
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    check(model, cache, [(0, 8, 9), (1, 9, 12), (2, 10, 11), (3, 11, 12)])
+    # (texts, new tokens, positions that they may see); then come those of each text alone
+    assert calls[:2] == [(3, 1, 12), (1, 3, 12)]
+
+
+@torch.inference_mode()
+def test_a_pass_writes_its_own_positions_only(tiny):
+    model = tiny()
+    cache = new_cache(model)
+    logits_of(model, cache, [part(text, 0, 10) for text in range(4)])
+    before = cache.storage.clone()
+    logits_of(model, cache, [part(1, 10, 12), part(3, 10, 11)])
+    changed = (cache.storage != before).any(-1)
+    assert changed.sum() == 2 * 2 * 2 * (2 + 1)  # layers x keys and values x heads x positions
+
+
+def poison(model):
+    """Make the embedding of BAD not a number. Not its weights: they may be those of the head."""
+    embedding = getattr(model, model.EMBEDDING)
+    embedding.register_forward_hook(lambda module, args, x: x.masked_fill((args[0] == BAD)[..., None], torch.nan))
+    return model
+
+
+def bad_part(text, start, end, at):
+    """As `part`, with BAD as its token number `at`."""
+    span = part(text, start, end)
+    return span._replace(tokens=span.tokens[:at] + [BAD] + span.tokens[at + 1 :])
+
+
+@torch.inference_mode()
+def test_nan_in_one_text_leaves_the_others_alone(build):
+    model, bad = poison(build()), bad_part(1, 0, 6, at=3)
+    for spans in ([bad, part(0, 0, 6), part(2, 0, 9)], [part(0, 0, 6), part(2, 0, 9), part(3, 0, 16), bad]):
+        for span, ours in zip(spans, logits_of(model, new_cache(model), spans)):
+            if span is bad:
+                assert ours[3:].isnan().all()
+            else:
+                alone = model(torch.tensor([span.tokens]))[0]
+                torch.testing.assert_close(ours, alone, rtol=0, atol=1e-12)
+
+
+@torch.inference_mode()
+def test_nan_that_a_text_left_is_not_seen_by_shorter_ones(build):
+    """Those that attend together with a longer one see as many positions as it does, but for a mask."""
+    model = build()
+    cache = new_cache(model)
+    cache.storage[:, :, place(0)] = cache.storage[:, :, place(1)] = torch.nan
+    check(model, cache, [(2, 0, 11), (3, 0, 6)])
+    check(model, cache, [(2, 11, 12), (3, 6, 7)])
+
+
+@torch.inference_mode()
+def test_after_clear_the_room_is_as_good_as_new(build):
+    model, bad = poison(build()), bad_part(1, 5, 14, at=2)
+    cache = new_cache(model)
+    check(model, cache, [(0, 0, 9), (1, 0, 5)])
+    assert logits_of(model, cache, [bad])[0][2:].isnan().all()
+    cache.clear(bad)
+    assert cache.storage.isfinite().all()
+    check(model, cache, [(0, 9, 10), (1, 5, 6)])  # what was there before that pass still is
+    check(model, cache, [(1, 0, 1), (0, 10, 16)])
+
+
+def test_no_memory_is_read_before_it_is_written(tiny, monkeypatch):
+    model = tiny()
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, torch.nan, **options))
+    assert new_cache(model).storage.eq(0).all()
+
+
+def test_the_cache_has_the_shape_of_keys_not_of_queries(tiny_llama):
+    assert new_cache(tiny_llama()).storage.shape == (2, 2, 4, 2, 16, 6)  # keys and values, rows, heads, positions
+
+
+def test_what_does_not_fit_in_memory_says_its_bytes(tiny):
+    with pytest.raises(UserError) as raised:
+        RowCache(tiny(), 10**12)
+    # layers x keys and values x rows x positions x numbers x bytes of each
+    size = 2 * 2 * 10**12 * 16 * 16 * 8
+    assert str(raised.value) == f"{10**12} rows of 16 positions do not fit in memory: {size:,} bytes"
