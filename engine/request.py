@@ -1,0 +1,48 @@
+"""A text that the engine writes, and what a step did to it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sampling import SamplingParams
+
+
+@dataclass(eq=False)  # two requests are never the same one
+class Request:
+    """A prompt and what follows it. Read it at any time; only the engine changes it."""
+
+    tokens: list[int]  # the prompt, then what was generated
+    prompt_length: int
+    params: SamplingParams
+    finish_reason: str | None = None  # None until it is over, then "stop" (EOS), "length", "abort" or "error"
+    start: int = 0  # the window on its text begins here
+    computed: int = 0  # so many positions of the window have their keys and values in the cache
+    row: int | None = None  # where they are, while it runs
+
+    @property
+    def output(self) -> list[int]:
+        """What was generated, EOS included."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def window(self) -> list[int]:
+        """What the model sees."""
+        return self.tokens[self.start :]
+
+    @property
+    def length(self) -> int:
+        """Tokens in the window."""
+        return len(self.tokens) - self.start
+
+    @property
+    def lacking(self) -> list[int]:
+        """What is not computed of the window."""
+        return self.tokens[self.start + self.computed :]
+
+
+class Event(NamedTuple):
+    """What a step did to a request."""
+
+    request: Request
+    tokens: list[int]  # new ones, EOS included
+    finish_reason: str | None  # of the request, if this is its last event
+    error: str | None = None  # what went wrong, if that is "error"

@@ -1,0 +1,260 @@
+"""The scheduler alone: a function of the tokens that it hands out stands for the model."""
+
+import pytest
+
+from cache import window_start
+from engine.request import Event, Request
+from engine.scheduler import Scheduler
+from sampling import SamplingParams
+
+BLOCK_SIZE, STRIDE = 8, 4
+
+
+def build(max_rows: int = 4):
+    scheduler = Scheduler(max_rows, BLOCK_SIZE, STRIDE)
+    scheduler.held = {}  # of each request, the tokens whose keys and values would be in the cache
+    return scheduler
+
+
+def place(request) -> set[int]:
+    """Where its keys and values would be."""
+    return {request.row}
+
+
+def advance(scheduler, work, token: int) -> None:
+    scheduler.advance(work, token)
+
+
+def add(scheduler, *prompts: list[int], max_new_tokens: int = 6) -> list:
+    requests = [Request(list(prompt), len(prompt), SamplingParams(max_new_tokens)) for prompt in prompts]
+    for request in requests:
+        scheduler.add(request)
+    return requests
+
+
+def follow(window: list[int]) -> int:
+    """The model: each position of what it sees counts."""
+    return sum(position * token for position, token in enumerate(window, 1)) % 97
+
+
+def by_hand(prompt: list[int], max_new_tokens: int = 6) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_new_tokens):
+        tokens.append(follow(tokens[window_start(len(tokens), BLOCK_SIZE, STRIDE) :]))
+    return tokens[len(prompt) :]
+
+
+def step(scheduler) -> list:
+    """Compute what is scheduled, and end texts that are long enough. Returns pairs of request and tokens."""
+    works = scheduler.schedule()
+    for work in works:
+        request, held = work.request, scheduler.held.setdefault(work.request, [])
+        held[request.computed :] = work.tokens
+        advance(scheduler, work, follow(held))
+        if len(request.output) == request.params.max_new_tokens:
+            scheduler.finish(request, "length")
+    return [(work.request, work.tokens) for work in works]
+
+
+def finish_all(scheduler) -> list:
+    """All steps that are left."""
+    steps = []
+    while scheduler.running or scheduler.waiting:
+        steps.append(step(scheduler))
+        assert len(steps) < 1000
+    return steps
+
+
+def who(works: list) -> list:
+    return [request for request, _ in works]
+
+
+def widths(works: list) -> list[int]:
+    return [len(tokens) for _, tokens in works]
+
+
+def test_nothing_to_do():
+    assert build().schedule() == []
+
+
+def test_a_prompt_and_then_token_after_token():
+    scheduler = build()
+    (request,) = add(scheduler, [5, 6, 7], max_new_tokens=3)
+    assert step(scheduler) == [(request, [5, 6, 7])]
+    first = follow([5, 6, 7])
+    assert request.tokens == [5, 6, 7, first] and request.output == [first]
+    assert step(scheduler) == [(request, [first])]
+    assert widths(step(scheduler)) == [1]
+    assert len(request.output) == 3 and request.finish_reason == "length"
+    assert scheduler.schedule() == []
+
+
+def test_each_text_is_as_by_hand_however_many_rows():
+    prompts = [[token, *range(length)] for token, length in zip(range(20, 30), (0, 3, 7, 8, 12, 1, 20, 6, 2, 9))]
+    for max_rows in (1, 2, 3, 10, 20):
+        scheduler = build(max_rows)
+        requests = add(scheduler, *prompts, max_new_tokens=15)
+        finish_all(scheduler)
+        assert [request.output for request in requests] == [by_hand(prompt, 15) for prompt in prompts]
+
+
+def test_a_request_that_comes_later_is_as_by_hand():
+    scheduler = build(2)
+    requests = add(scheduler, [1, 2, 3])
+    for prompt in ([40], [4] * 5, [7] * 11, [9, 8]):
+        step(scheduler)
+        requests += add(scheduler, prompt)
+    while scheduler.running:
+        step(scheduler)
+    assert [request.output for request in requests] == [by_hand(it.tokens[: it.prompt_length]) for it in requests]
+
+
+def test_first_come_first_served():
+    scheduler = build(2)
+    a, b, c, d = (add(scheduler, [token], max_new_tokens=count)[0] for token, count in enumerate((3, 1, 2, 1), 1))
+    steps = [who(works) for works in finish_all(scheduler)]
+    assert steps == [[a, b], [a, c], [a, c], [d]]  # c takes the row of b one step after b has ended
+
+
+def test_no_more_than_max_rows_and_each_in_a_place_of_its_own():
+    scheduler = build(3)
+    requests = add(scheduler, *([token] for token in range(10)))
+    for count in range(1, 6):  # texts of several lengths, so that rows change hands at all times
+        requests += add(scheduler, [50 + count], max_new_tokens=count)
+    while scheduler.waiting or scheduler.running:
+        works = scheduler.schedule()
+        places = [place(work.request) for work in works]
+        assert 1 <= len(works) <= 3 and all(places)
+        assert len(set().union(*places)) == sum(len(one) for one in places)
+        assert len(works) == 3 or not scheduler.waiting
+        step(scheduler)
+    assert all(request.finish_reason == "length" for request in requests)
+
+
+def test_a_prompt_joins_while_others_go_on():
+    scheduler = build()
+    a, b = add(scheduler, [1, 2], [3, 4, 5])
+    assert widths(step(scheduler)) == [2, 3]
+    (c,) = add(scheduler, [6, 7, 8, 9])
+    works = step(scheduler)
+    assert who(works) == [a, b, c] and widths(works) == [1, 1, 4]
+    assert widths(step(scheduler)) == [1, 1, 1]
+
+
+def test_a_window_that_is_outgrown_is_cut_and_computed_again():
+    scheduler = build()
+    (request,) = add(scheduler, list(range(6)), max_new_tokens=11)
+    assert [widths(step(scheduler)) for _ in range(3)] == [[6], [1], [1]]
+    # Nine tokens do not fit; of them the last five stay, at positions 0 to 4.
+    assert request.start == 4 and request.window == request.tokens[4:9] and request.computed == 0
+    assert step(scheduler) == [(request, request.tokens[4:9])]
+    assert [widths(step(scheduler)) for _ in range(4)] == [[1], [1], [1], [5]]
+    assert request.start == 8
+
+
+def test_a_window_moves_for_its_own_request_only():
+    scheduler = build()
+    add(scheduler, [1] * 8, [2])
+    assert widths(step(scheduler)) == [8, 1]
+    assert widths(step(scheduler)) == [5, 1]
+    assert widths(step(scheduler)) == [1, 1]
+
+
+@pytest.mark.parametrize("length, start", [(8, 0), (9, 4), (12, 4), (13, 8), (30, 24)])
+def test_a_prompt_longer_than_the_window_begins_behind_its_start(length, start):
+    scheduler, prompt = build(), list(range(length))
+    (request,) = add(scheduler, prompt)
+    assert step(scheduler) == [(request, prompt[start:])]
+    assert request.tokens[:length] == prompt and request.prompt_length == length
+
+
+def test_without_an_answer_the_same_is_scheduled_again():
+    """A step may fail; the next one computes the same."""
+    scheduler = build(2)
+    add(scheduler, [1, 2, 3], [4] * 8, [5])
+    for _ in range(7):
+        assert scheduler.schedule() == scheduler.schedule()
+        step(scheduler)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
+def test_a_running_request_ends_and_the_next_takes_its_place(reason):
+    scheduler = build(2)
+    a, b, c = add(scheduler, [1, 2], [3], [4, 5, 6])
+    assert who(step(scheduler)) == [a, b]
+    text = list(a.tokens)
+    scheduler.finish(a, reason)
+    assert a.finish_reason == reason and a.tokens == text
+    works = step(scheduler)
+    assert who(works) == [b, c] and widths(works) == [1, 3]
+    assert b.finish_reason is None and c.finish_reason is None
+
+
+def test_a_waiting_request_ends_and_never_runs():
+    scheduler = build(1)
+    a, b, c = add(scheduler, [1], [2], [3], max_new_tokens=2)
+    assert who(step(scheduler)) == [a]
+    scheduler.finish(b, "abort")
+    assert b.finish_reason == "abort" and b.output == []
+    assert [who(works) for works in finish_all(scheduler)] == [[a], [c], [c]]  # no row was given back for b
+
+
+def test_a_request_ends_before_it_was_ever_scheduled():
+    scheduler = build()
+    a, b = add(scheduler, [1], [2], max_new_tokens=1)
+    scheduler.finish(a, "abort")
+    assert [who(works) for works in finish_all(scheduler)] == [[b]]
+
+
+def test_rows_of_ended_requests_are_used_again_and_never_twice():
+    scheduler = build(2)
+    for _ in range(5):  # a row that is lost would be missing, one that is given back twice would be one too many
+        a, b, c = add(scheduler, [1, 1], [2], [3])
+        assert who(step(scheduler)) == [a, b]
+        for request in (b, c, a):
+            scheduler.finish(request, "abort")
+        assert scheduler.schedule() == []
+
+
+def test_two_requests_with_the_same_prompt_are_two():
+    scheduler = build(2)
+    a, b, c, d = add(scheduler, [1], [1], [1], [1])
+    step(scheduler)
+    scheduler.finish(b, "abort")
+    scheduler.finish(d, "abort")
+    assert who(step(scheduler)) == [a, c]
+    assert [it.finish_reason for it in (a, b, c, d)] == [None, "abort", None, "abort"]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
+def test_a_request_ends_once(reason):
+    scheduler = build(1)
+    a, b, c = add(scheduler, [1], [2], [3])
+    step(scheduler)
+    for request in (a, c):  # one that ran, and one that waited
+        scheduler.finish(request, reason)
+        with pytest.raises(ValueError, match=f"^this request is over already, with the reason '{reason}'$"):
+            scheduler.finish(request, "abort")
+        assert request.finish_reason == reason
+    assert who(step(scheduler)) == [b]
+
+
+def test_a_request_of_another_engine_is_refused():
+    ours, other = build(1), build(1)
+    (mine,) = add(ours, [1])
+    running, waiting = add(other, [1], [2])
+    step(other)
+    for request in (running, waiting):
+        with pytest.raises(ValueError, match="^this request was added to another engine$"):
+            ours.finish(request, "abort")
+        assert request.finish_reason is None
+    assert who(step(ours)) == [mine] and who(step(other)) == [running]
+    finish_all(other)
+    assert waiting.finish_reason == "length"
+
+
+def test_a_request_reads_its_text():
+    request = Request([1, 2, 3, 4, 5], 2, SamplingParams(), start=1)
+    assert request.output == [3, 4, 5] and request.window == [2, 3, 4, 5]
+    assert request.finish_reason is None and request.computed == 0
+    assert Event(request, [5], None).error is None
