@@ -14,6 +14,7 @@ import torch
 from cache import KVCache, check_stride, window_start
 from chat import Chat
 from checkpoint import UserError, memory_for
+from engine.engine import Engine
 from load import load_model
 from model import Model, causal_attention
 from native import BuildError, kernel, use_native
@@ -382,6 +383,8 @@ def main(argv=None) -> None:
     chat_help = "prompts are messages to a chat model, and its replies are shown; without any, talk: a message a line"
     parser.add_argument("--chat", action="store_true", help=chat_help)
     parser.add_argument("--system", help="for --chat: what the model is told before the first message")
+    parser.add_argument("--engine", action="store_true", help="prompts join a running batch as others leave it")
+    parser.add_argument("--max-rows", type=int, help="for --engine: how many texts run at once; 32 if not given")
     add_options(parser)
     run_script(parser, run, argv)
 
@@ -390,6 +393,7 @@ def run(args) -> None:
     """Do what the command line asks for: text to stdout, statistics to stderr. Raises UserError for bad input."""
     check_beam_options(args)
     check_chat_options(args)
+    check_engine_options(args)
     params, prompts = sampling_params(args), read_prompts(args)
     device = pick_device(args.device)
     first_seed = seeded_generator(args.seed, device).initial_seed()
@@ -397,6 +401,7 @@ def run(args) -> None:
     (model,) = load_models([args.model], args, device)
     encoding = load_encoding(args.model, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
+    engine = Engine(model, stride=args.stride, **engine_options(args)) if args.engine else None
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
         output = Output(shown, encoding, skip, first_seed if params.temperature else None)
@@ -405,6 +410,9 @@ def run(args) -> None:
             return output.texts
         seeds = [(first_seed + row) % 2**64 for row in range(len(tokens))]  # each text one of its own
         each = [dataclasses.replace(params, seed=seed) for seed in seeds]
+        if engine:
+            run_engine(engine, tokens, each, output)
+            return output.texts
         with output:
             for step in generate(model, tokens, each, None, not args.no_cache, args.stride):
                 for row, token in enumerate(step):
@@ -443,6 +451,41 @@ def check_chat_options(args) -> None:
     check_text("--system", args.system or "")
     if is_conversation(args) and args.num_samples > 1:
         raise UserError("--num-samples is for --prompt and --prompt-file; a conversation goes on from one reply")
+
+
+ENGINE_OPTIONS = ("max_rows",)
+
+
+def engine_options(args) -> dict[str, int]:
+    """The arguments of Engine that are given on a command line."""
+    return {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+
+
+def check_engine_options(args) -> None:
+    """Raise UserError for options that do not go together with or without --engine."""
+    for name in () if args.engine else engine_options(args):
+        raise UserError(f"--{name.replace('_', '-')} is for --engine only")
+    unable = {"--num-beams": args.num_beams is not None, "--no-cache": args.no_cache}
+    unable["--backend native"] = args.backend == "native"
+    if args.engine and any(unable.values()):
+        raise UserError(f"--engine does not do this; leave out {', '.join(name for name in unable if unable[name])}")
+
+
+def run_engine(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], output: Output) -> None:
+    """Write the texts of these prompts. Raises UserError for one that failed, after all others are written."""
+    with output:
+        rows = {engine.add(*request): row for row, request in enumerate(zip(prompts, params))}
+        errors = []
+        while engine.busy:
+            for event in engine.step():
+                for token in event.tokens:
+                    output.add(rows[event.request], token)
+                if event.error:
+                    errors.append(f"text {rows[event.request] + 1}: {event.error}")
+            output.end_step()
+    print(f"{engine.steps} steps, {engine.positions} positions computed", file=sys.stderr)
+    if errors:
+        raise UserError("; ".join(errors))
 
 
 def is_conversation(args) -> bool:

@@ -1,0 +1,133 @@
+"""The engine: requests in, events out."""
+
+import dataclasses
+import secrets
+
+import torch
+
+from cache import check_stride
+from checkpoint import UserError
+from engine.cache import RowCache, Span, last_logits
+from engine.request import Event, Request
+from engine.scheduler import Scheduler, Work
+from model import Model
+from sampling import NOT_FINITE, SamplingParams, choose, params_of_each
+
+
+class Engine:
+    """Writes many texts together, each the one that `generate` writes from the same prompt, parameters and seed.
+
+    max_rows: how many are computed in one step, at most. stride: as in `generate`.
+    Raises UserError for a value out of range, or if the cache does not fit in memory.
+    After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative models".
+    """
+
+    def __init__(self, model: Model, max_rows: int = 32, stride: int | None = None):
+        block_size = model.config.block_size
+        check_counts(max_rows=max_rows)
+        self.model, self.cache = model, RowCache(model, max_rows)
+        self.scheduler = Scheduler(max_rows, block_size, check_stride(stride, block_size))
+        self.steps = self.positions = 0  # computed so far
+
+    def add(self, prompt: list[int], params: SamplingParams) -> Request:
+        """Queue a text: token ids, of which none means the BOS token. Draws without a seed get a random one.
+
+        A request for no new tokens is over at once, without an event. Raises UserError for an id out of range.
+        """
+        tokens, size = list(prompt) or [self.model.config.bos_token_id], self.model.config.vocab_size
+        wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
+        if wrong:
+            raise UserError(f"the prompt has the id {wrong[0]!r}; ids of this model are integers from 0 to {size - 1}")
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=secrets.randbits(64))
+        request = Request(tokens, len(tokens), params)
+        if params.max_new_tokens == 0:
+            request.finish_reason = "length"
+        else:
+            self.scheduler.add(request)
+        return request
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def abort(self, request: Request) -> None:
+        """End a request now; it has no further event. Raises ValueError if it is over, or of another engine."""
+        self.scheduler.finish(request, "abort")
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """One pass: an event for each request that got a token, or that failed.
+
+        A pass that fails with a MemoryError or a RuntimeError, as torch does without memory, ends its requests; logits
+        that are not finite end theirs alone; waiting ones go on. If the pass fails with anything else, such as
+        KeyboardInterrupt, no text has changed, and the next step goes on from there.
+        """
+        works = self.scheduler.schedule()
+        if not works:
+            return []
+        spans = [Span(work.request.row, work.request.computed, work.tokens) for work in works]
+        try:
+            tokens = self.compute(works, spans)
+        except (MemoryError, RuntimeError) as error:
+            reason = str(error) or "out of memory"  # MemoryError has no text
+            return [self.fail(work.request, span, reason) for work, span in zip(works, spans)]
+        self.steps += 1
+        self.positions += sum(len(span.tokens) for span in spans)
+        return [
+            self.fail(work.request, span, NOT_FINITE) if token is None else self.advance(work, token)
+            for work, span, token in zip(works, spans, tokens)
+        ]
+
+    def compute(self, works: list[Work], spans: list[Span]) -> list[int | None]:
+        """The token that follows each text; None where logits are not finite."""
+        logits, requests = last_logits(self.model, self.cache, spans), [work.request for work in works]
+        texts, lengths = [request.tokens for request in requests], [request.prompt_length for request in requests]
+        tokens = choose(logits, [request.params for request in requests], texts, lengths)
+        return [token if good else None for token, good in zip(tokens, logits.isfinite().all(dim=-1).tolist())]
+
+    def advance(self, work: Work, token: int) -> Event:
+        """Add a token to a text."""
+        request, reason = work.request, None
+        self.scheduler.advance(work, token)
+        if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+            reason = "stop"
+        elif len(request.output) == request.params.max_new_tokens:
+            reason = "length"
+        if reason:
+            self.scheduler.finish(request, reason)
+        return Event(request, [token], reason)
+
+    def fail(self, request: Request, span: Span, error: str) -> Event:
+        """End a request that could not be computed."""
+        self.cache.clear(span)
+        self.scheduler.finish(request, "error")
+        return Event(request, [], "error", error)
+
+    def run(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+        """The outputs for a list of prompts, in its order. params: for all of them, or one for each.
+
+        Events of requests that were added before are lost. Raises UserError if one is refused, and then none is queued,
+        or if one failed, after all others are done; ValueError if params are not as many as prompts.
+        """
+        requests, errors = [], []
+        try:
+            for prompt, its in zip(prompts, params_of_each(params, len(prompts))):
+                requests.append(self.add(prompt, its))
+        except UserError:
+            for request in requests:
+                self.abort(request)
+            raise
+        while self.busy:
+            errors += [event.error for event in self.step() if event.error]
+        if errors:
+            raise UserError(errors[0])
+        return [request.output for request in requests]
+
+
+def check_counts(**counts: int) -> None:
+    """Raise UserError for the first that is not a positive integer."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise UserError(f"{name} is {count!r}; it must be an integer >= 1")

@@ -1,0 +1,588 @@
+"""Lesson 33: an engine that requests join and leave at any step. Each has the text of its own run in `generate`."""
+
+import collections
+import io
+import math
+import sys
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, passed_widths, random_tokens
+
+from checkpoint import UserError
+from infer import generate
+from sampling import SamplingParams
+from tokenizer import load_encoding
+
+MODELS = pytest.mark.parametrize("family", ["tiny", "tiny_llama"])
+NAN = "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
+ENDS = (7, 19, 23, 42, 60)  # tokens that end a text, in models whose texts are to end early
+LINE = "\n" + "-" * 40 + "\n"
+
+
+def make_engine(model, **options):
+    from engine.engine import Engine
+
+    return Engine(model, **options)
+
+
+def alone(model, prompt, params, stride=None) -> list[int]:
+    """The text of a prompt in a run of its own."""
+    return [token for (token,) in generate(model, [prompt], params, stride=stride)]
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, ignore_eos=True)
+
+
+def sampled(count: int, seed: int = 1) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, ignore_eos=True, temperature=1.0, seed=seed)
+
+
+def mixture(count: int) -> list[tuple[list[int], SamplingParams]]:
+    """Requests of all kinds, prompts within and beyond the window of 16, texts that hop."""
+    kinds = (
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 5, "repetition_penalty": 1.4},
+        {"presence_penalty": 1.5},
+        {"temperature": 1.5, "top_p": 0.8, "frequency_penalty": 0.5},
+    )
+    lengths, counts = (3, 17, 1, 12, 0, 30, 16), (9, 1, 25, 4, 16, 12)
+    return [
+        (
+            random_tokens(lengths[k % 7], seed=k),
+            SamplingParams(counts[k % 6], ignore_eos=k % 3 == 0, seed=k, **kinds[k % 5]),
+        )
+        for k in range(count)
+    ]
+
+
+def finish(engine) -> list:
+    """All events until there is nothing to do."""
+    events = []
+    for _ in range(1000):
+        events += engine.step()
+        if not engine.busy:
+            return events
+    raise AssertionError("requests that never end")
+
+
+# The texts
+
+
+@MODELS
+@pytest.mark.parametrize("max_rows, stride", [(1, 1), (3, None), (32, 16)])
+def test_many_requests_on_few_rows_have_the_texts_of_their_own_runs(request, family, max_rows, stride):
+    model = request.getfixturevalue(family)(seed=4, eos_token_ids=ENDS)
+    engine, requests = make_engine(model, max_rows=max_rows, stride=stride), mixture(12)
+    added = [engine.add(*its) for its in requests]
+    finish(engine)
+    assert [its.output for its in added] == [alone(model, *its, stride=stride) for its in requests]
+    assert {its.finish_reason for its in added} == {"stop", "length"}
+
+
+@MODELS
+def test_requests_join_between_steps(request, family):
+    model = request.getfixturevalue(family)(seed=4, eos_token_ids=ENDS)
+    engine, requests, added = make_engine(model, max_rows=4), mixture(12), []
+    for arriving, steps in ((1, 3), (3, 1), (0, 4), (4, 0), (1, 5), (2, 60), (1, 2)):
+        added += [engine.add(*its) for its in requests[len(added) : len(added) + arriving]]
+        for _ in range(steps):
+            engine.step()
+    finish(engine)
+    assert [its.output for its in added] == [alone(model, *its) for its in requests]
+
+
+def test_the_embedded_model_beyond_its_window():
+    from model import GPT
+
+    model = GPT.from_pretrained(CHECKPOINTS / "stories-draft", torch.float64)
+    prompts, params = [random_tokens(length, 4096, seed=length) for length in (1, 250, 300)], sampled(12)
+    assert make_engine(model, max_rows=2).run(prompts, params) == [alone(model, its, params) for its in prompts]
+
+
+def test_an_empty_prompt_starts_from_the_token_that_begins_a_text(tiny_llama):
+    engine = make_engine(tiny_llama())
+    request = engine.add([], greedy(5))
+    finish(engine)
+    assert request.output == alone(tiny_llama(), [], greedy(5)) == alone(tiny_llama(), [59], greedy(5))
+
+
+def test_a_prompt_is_left_as_it_is(tiny):
+    prompt, engine = [1, 2, 3], make_engine(tiny())
+    request = engine.add(prompt, greedy(4))
+    prompt.append(9)
+    finish(engine)
+    assert prompt == [1, 2, 3, 9] and request.output == alone(tiny(), [1, 2, 3], greedy(4))
+
+
+def test_a_prompt_may_end_in_the_end_of_a_text(tiny):
+    model = tiny(seed=5)
+    engine = make_engine(model)
+    request = engine.add([1, 60], SamplingParams(max_new_tokens=4))
+    finish(engine)
+    assert request.output == alone(model, [1, 60], SamplingParams(max_new_tokens=4)) != []
+
+
+# Steps
+
+
+def test_an_idle_row_is_taken_in_the_very_next_step(tiny):
+    """Which request has a token in which step, on two rows: first come, first served, and no row waits."""
+    engine, counts = make_engine(tiny(), max_rows=2), [5, 2, 1, 4, 3, 1]
+    added = [engine.add([row + 1], greedy(count)) for row, count in enumerate(counts)]
+    steps = [[added.index(event.request) for event in engine.step()] for _ in range(8)]
+    assert [sorted(step) for step in steps] == [[0, 1], [0, 1], [0, 2], [0, 3], [0, 3], [3, 4], [3, 4], [4, 5]]
+    assert engine.steps == 8 and not engine.busy
+
+
+def test_two_rows_that_end_together_are_both_taken(tiny):
+    engine = make_engine(tiny(), max_rows=2)
+    engine.run([[1]] * 5, [greedy(count) for count in (3, 3, 2, 2, 1)])
+    assert engine.steps == 6
+
+
+def test_a_request_runs_in_the_step_after_it_was_added(tiny):
+    engine = make_engine(tiny(), max_rows=2)
+    first = engine.add([1], greedy(9))
+    assert [event.request for event in engine.step()] == [first]
+    second = engine.add([2], greedy(9))
+    assert {event.request for event in engine.step()} == {first, second}
+
+
+def test_a_step_is_one_pass_over_what_its_requests_lack(tiny):
+    model, passes = passed_widths(tiny(), shapes=True)
+    engine = make_engine(model, max_rows=3)
+    for length in (15, 5):
+        engine.add(random_tokens(length, seed=length), greedy(4))
+    engine.step()
+    engine.add([1, 2, 3], greedy(2))
+    finish(engine)
+    # The first text grows from 15 to 16, then to 17 tokens, of which its window keeps 9; its fourth is not computed.
+    assert passes == [(20,), (1 + 1 + 3,), (9 + 1 + 1,), (2,)]
+    assert (engine.steps, engine.positions) == (4, 38)
+
+
+def test_a_step_with_nothing_to_do(tiny):
+    engine = make_engine(tiny())
+    assert engine.step() == [] and not engine.busy and (engine.steps, engine.positions) == (0, 0)
+    engine.run([[1]], greedy(2))
+    assert engine.step() == [] and engine.steps == 2
+
+
+class Untouchable:
+    """A waiting request that nobody may look at."""
+
+    def __getattribute__(self, name):
+        raise AssertionError(f"a step reads {name} of a waiting request")
+
+    def __eq__(self, other):
+        raise AssertionError("a step compares a waiting request")
+
+    __hash__ = None
+
+
+class Queue(collections.deque):
+    def __iter__(self):
+        raise AssertionError("a step goes through the queue")
+
+
+def test_no_step_looks_at_2000_waiting_requests(tiny):
+    engine = make_engine(tiny(), max_rows=2)
+    added = [engine.add([1, 2], greedy(count)) for count in (20, 3, 30)]
+    engine.scheduler.waiting = Queue(engine.scheduler.waiting)
+    engine.scheduler.waiting.extend([Untouchable()] * 2000)
+    for _ in range(19):
+        engine.step()
+    assert [len(its.output) for its in added] == [19, 3, 16]
+    assert len(engine.scheduler.waiting) == 2000
+
+
+# Events
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_event_for_each_request_and_step(tiny, temperature):
+    model = tiny(seed=6)
+    prompts, params = [[1], [2, 3], [4] * 9], SamplingParams(max_new_tokens=7, temperature=temperature, seed=3)
+    texts = [alone(model, prompt, params) for prompt in prompts]
+    model = tiny(seed=6, eos_token_id=texts[1][4])  # it ends the second text
+    texts = [alone(model, prompt, params) for prompt in prompts]
+    engine = make_engine(model)
+    added, seen = [engine.add(prompt, params) for prompt in prompts], [[] for _ in prompts]
+    while engine.busy:
+        events = engine.step()
+        assert len({event.request for event in events}) == len(events)
+        for event in events:
+            seen[added.index(event.request)].append(event)
+            assert event.error is None and event.finish_reason == event.request.finish_reason
+    for text, request, events in zip(texts, added, seen, strict=True):
+        assert [event.tokens for event in events] == [[token] for token in text] and request.output == text
+        reason = "stop" if text[-1] in model.config.eos_token_ids else "length"
+        assert [event.finish_reason for event in events] == [None] * (len(text) - 1) + [reason]
+    assert {its.finish_reason for its in added} == {"stop", "length"}
+
+
+def test_an_end_of_text_as_the_last_token_is_a_stop(tiny):
+    (first,) = alone(tiny(), [1], greedy(1))
+    for ignore, reason in ((False, "stop"), (True, "length")):
+        engine = make_engine(tiny(eos_token_ids=(60, first)))
+        engine.add([1], SamplingParams(max_new_tokens=1, ignore_eos=ignore))
+        (event,) = engine.step()
+        assert (event.tokens, event.finish_reason, event.error) == ([first], reason, None) and not engine.busy
+
+
+def test_a_request_for_no_tokens_is_over_at_once(tiny):
+    engine = make_engine(tiny(), max_rows=1)
+    running = engine.add([1], greedy(3))
+    request = engine.add([1, 2], greedy(0))
+    assert (request.output, request.finish_reason, request.prompt_length) == ([], "length", 2)
+    assert [event.request for event in finish(engine)] == [running] * 3
+    with pytest.raises(ValueError, match="this request is over already, with the reason 'length'"):
+        engine.abort(request)
+
+
+def test_a_request_without_a_seed_gets_one_that_repeats_it(tiny):
+    engine, params = make_engine(tiny()), SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True)
+    first, second = engine.add([1], params), engine.add([1], params)
+    finish(engine)
+    assert first.params.seed != second.params.seed and first.output != second.output
+    for request in (first, second):
+        assert request.output == alone(tiny(), [1], sampled(12, request.params.seed))
+
+
+# A list of prompts
+
+
+def test_run_returns_the_outputs_in_order(tiny):
+    model, requests = tiny(seed=4, eos_token_ids=ENDS), mixture(9)
+    prompts, params = [prompt for prompt, _ in requests], [its for _, its in requests]
+    engine = make_engine(model, max_rows=2)
+    assert engine.run(prompts, params) == [alone(model, *its) for its in requests]
+    assert engine.run(prompts, params[1]) == [alone(model, prompt, params[1]) for prompt in prompts]
+    assert engine.run([], params[1]) == [] and not engine.busy
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_params_as_many_as_prompts(tiny, count):
+    engine = make_engine(tiny())
+    with pytest.raises(ValueError):
+        engine.run([[1], [2]], [greedy(2)] * count)
+    assert not engine.busy  # nothing was queued
+
+
+# Abort
+
+
+def test_abort_frees_the_row(tiny):
+    model = tiny()
+    engine = make_engine(model, max_rows=2)
+    added = [engine.add([row], greedy(9)) for row in (1, 2, 3)]
+    for _ in range(4):
+        engine.step()
+    engine.abort(added[0])
+    assert added[0].finish_reason == "abort" and added[0].output == alone(model, [1], greedy(4))
+    assert {event.request for event in engine.step()} == set(added[1:])
+    assert added[0] not in [event.request for event in finish(engine)]
+    assert [its.output for its in added[1:]] == [alone(model, [row], greedy(9)) for row in (2, 3)]
+
+
+def test_abort_of_a_waiting_request(tiny):
+    engine = make_engine(tiny(), max_rows=1)
+    added = [engine.add([row], greedy(2)) for row in (1, 2, 3)]
+    engine.step()
+    engine.abort(added[1])
+    assert [event.request for event in finish(engine)] == [added[0], added[2], added[2]]
+    assert added[1].output == [] and engine.steps == 4
+
+
+def test_a_request_is_aborted_once_and_only_by_its_engine(tiny):
+    engine, other = make_engine(tiny(), max_rows=1), make_engine(tiny())
+    running, waiting, ended = (engine.add([1], greedy(count)) for count in (2, 2, 0))
+    engine.step()
+    for request in (running, waiting):
+        with pytest.raises(ValueError, match="^this request was added to another engine$"):
+            other.abort(request)
+        assert request.finish_reason is None
+    engine.abort(waiting)
+    for request, reason in ((waiting, "abort"), (ended, "length")):
+        with pytest.raises(ValueError, match=f"^this request is over already, with the reason '{reason}'$"):
+            engine.abort(request)
+    finish(engine)
+    assert running.output == alone(tiny(), [1], greedy(2)) and waiting.finish_reason == "abort"
+    with pytest.raises(ValueError, match="this request is over already, with the reason 'length'"):
+        engine.abort(running)
+
+
+# What is wrong with a request or the options
+
+
+@pytest.mark.parametrize("wrong", [61, -1, 10**30, 1.0, "1", None, torch.tensor(1)])
+def test_an_id_that_is_none_is_refused_and_the_engine_goes_on(tiny, wrong):
+    engine = make_engine(tiny())
+    running = engine.add([1], greedy(4))
+    engine.step()
+    for prompt in ([wrong], [1, wrong, 2]):
+        with pytest.raises(UserError) as error:
+            engine.add(prompt, greedy(4))
+        assert str(error.value) == f"the prompt has the id {wrong!r}; ids of this model are integers from 0 to 60"
+    assert [event.request for event in finish(engine)] == [running] * 3
+    assert running.output == alone(tiny(), [1], greedy(4))
+
+
+def test_the_smallest_and_the_largest_id(tiny):
+    assert make_engine(tiny()).run([[0, 60]], greedy(3)) == [alone(tiny(), [0, 60], greedy(3))]
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "2", None])
+def test_rows_out_of_range(tiny, value):
+    with pytest.raises(UserError) as error:
+        make_engine(tiny(), max_rows=value)
+    assert str(error.value) == f"max_rows is {value!r}; it must be an integer >= 1"
+
+
+@pytest.mark.parametrize("value", [0, 17, -1])
+def test_strides_out_of_range(tiny, value):
+    with pytest.raises(UserError) as error:
+        make_engine(tiny(), stride=value)
+    assert str(error.value) == f"stride is {value}; it must be from 1 to block_size = 16"
+
+
+def test_more_rows_than_memory(tiny):
+    with pytest.raises(UserError, match="do not fit in memory"):
+        make_engine(tiny(), max_rows=10**13)
+
+
+# A pass that fails
+
+
+def poison(model, token: int) -> None:
+    """From now on, whatever sees this token is NaN."""
+
+    def hook(module, args, out):
+        return out.masked_fill((args[0] == token)[..., None], math.nan)
+
+    getattr(model, model.EMBEDDING).register_forward_hook(hook)
+
+
+@MODELS
+def test_nan_ends_its_own_text_only(request, family):
+    """Neither its mates nor the next text in its row see it, also where they attend to as many positions."""
+    build = request.getfixturevalue(family)
+    prompts = [random_tokens(10, 20), random_tokens(8, 20, seed=1), [1], [2, 3]]
+    params = [sampled(20), sampled(20, 2), sampled(9, 3), sampled(9, 4)]
+    texts = [alone(build(seed=8), *its) for its in zip(prompts, params)]
+    others = {token for row in (0, 2, 3) for token in prompts[row] + texts[row]} | set(prompts[1])
+    cut, token = next((cut, token) for cut, token in enumerate(texts[1]) if token not in others)
+    assert cut < 5  # so the first text attends to more positions than the next one, in the step after
+    model = build(seed=8)
+    poison(model, token)
+    engine = make_engine(model, max_rows=2)
+    added = [engine.add(*its) for its in zip(prompts, params)]
+    events = [event for event in finish(engine) if event.request is added[1]]
+    assert [event.tokens for event in events] == [[token] for token in texts[1][: cut + 1]] + [[]]
+    reasons = [(event.finish_reason, event.error) for event in events]
+    assert reasons[-1] == ("error", NAN) and set(reasons[:-1]) == {(None, None)}
+    assert added[1].finish_reason == "error" and added[1].output == texts[1][: cut + 1]
+    for row in (0, 2, 3):
+        assert (added[row].output, added[row].finish_reason) == (texts[row], "length")
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+def test_infinite_logits_are_an_error_too(tiny, bad, monkeypatch):
+    engine = make_engine(tiny(), max_rows=2)
+    monkeypatch.setattr(engine.model, "head", lambda x: torch.tensor([[0.0] * 61, [0.0] * 60 + [bad]]))
+    added = [engine.add([row], greedy(2)) for row in (1, 2)]
+    assert [(event.request, event.error) for event in engine.step()] == [(added[0], None), (added[1], NAN)]
+
+
+def raise_once(model, error: BaseException, after: int) -> None:
+    """A later pass fails in its second layer, when the first one has written its keys and values."""
+    passes = []
+
+    def hook(module, args):
+        passes.append(None)
+        if len(passes) == after + 1:
+            raise error
+
+    model.h[1].register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), MemoryError("no room"), MemoryError()])
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_pass_without_memory_ends_its_requests_and_the_waiting_ones_go_on(tiny, error, after):
+    model = tiny()
+    raise_once(model, error, after)
+    engine = make_engine(model, max_rows=2)
+    added = [engine.add([row], sampled(5)) for row in (1, 2, 3, 4, 5)]
+    for _ in range(after):
+        engine.step()
+    events = engine.step()
+    assert [event.request for event in events] == added[:2]
+    for event in events:
+        assert event.tokens == [] and event.finish_reason == event.request.finish_reason == "error"
+        assert str(error) in event.error and event.error  # never empty: an empty one reads as none
+    finish(engine)
+    assert [its.output for its in added[:2]] == [alone(tiny(), [row], sampled(5))[:after] for row in (1, 2)]
+    assert [its.output for its in added[2:]] == [alone(tiny(), [row], sampled(5)) for row in (3, 4, 5)]
+
+
+def test_what_a_failed_pass_wrote_is_forgotten(tiny):
+    """It may be NaN, which a mask does not hide."""
+    model = tiny()
+    poison(model, 13)
+    raise_once(model, RuntimeError("out of memory"), 0)
+    engine, prompt = make_engine(model, max_rows=2), [5] * 12
+    for tokens in ([13] * 14, [13] * 14):
+        engine.add(tokens, greedy(3))
+    assert [event.error for event in engine.step()] == ["out of memory"] * 2
+    assert engine.run([[1], prompt], greedy(4)) == [alone(tiny(), its, greedy(4)) for its in ([1], prompt)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("after", [0, 1, 6, 14])
+def test_after_any_other_exception_the_next_step_computes_the_same_again(tiny, error, after):
+    """In a step that takes requests from the queue, one that decodes, and one with a hop."""
+    model, requests = tiny(seed=4, eos_token_ids=ENDS), mixture(9)
+    raise_once(model, error("stopped"), after)
+    engine = make_engine(model, max_rows=3)
+    added = [engine.add(*its) for its in requests]
+    for _ in range(after):
+        engine.step()
+    before = [(list(its.tokens), its.finish_reason) for its in added]
+    with pytest.raises(error, match="stopped"):
+        engine.step()
+    assert [(its.tokens, its.finish_reason) for its in added] == before
+    finish(engine)
+    assert [its.output for its in added] == [alone(tiny(seed=4, eos_token_ids=ENDS), *its) for its in requests]
+
+
+# The command line
+
+PROMPTS = ["Once upon a time", "A dog", "Tom and Lily went to the park to play with a big red ball", "One", "The sun"]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS))
+    return path
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--max-new-tokens", 12),
+        ("--max-new-tokens", 60, "--ignore-eos", "--stride", 5, "--max-rows", 2),
+        ("--max-new-tokens", 12, "--temperature", 1, "--seed", 5, "--num-samples", 2, "--max-rows", 3),
+        ("--max-new-tokens", 12, "--temperature", 0.9, "--top-p", 0.9, "--seed", 2**64 - 1, "--repetition-penalty", 2),
+        ("--max-new-tokens", 0),
+        ("--max-new-tokens", 5, "--prompt", "", "--dtype", "int8", "--max-rows", 1),
+    ],
+)
+def test_the_engine_prints_what_is_printed_without_it(cli, tiny_checkpoint, file, args):
+    args = "--model", tiny_checkpoint, "--prompt-file", file, *args
+    code, out, err = cli(*args, "--engine")
+    assert code == 0, err
+    if "--max-rows" in args:
+        cut = args.index("--max-rows")
+        args = args[:cut] + args[cut + 2 :]
+    assert (code, out) == cli(*args)[:2]
+
+
+def test_a_single_text_is_printed_as_it_comes(cli, tiny_checkpoint, monkeypatch):
+    from engine.engine import Engine
+
+    args, step, shown = ("--model", tiny_checkpoint, "--prompt", "Once", "--max-new-tokens", 6), Engine.step, []
+    expected = cli(*args)[1]
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(Engine, "step", lambda self: shown.append(out.getvalue()) or step(self))
+    cli(*args, "--engine")
+    assert shown[0] == "" and len(set(shown)) > 3 and out.getvalue() == expected
+    assert all(expected.startswith(part) for part in shown)
+
+
+def test_replies_of_a_chat_model(cli, file, monkeypatch):
+    args = "--model", CHECKPOINTS / "stories-llama", "--chat", "--max-new-tokens", 6, "--temperature", 1, "--seed", 7
+    assert cli(*args, "--prompt-file", file, "--engine", "--max-rows", 2)[:2] == cli(*args, "--prompt-file", file)[:2]
+    outs = []
+    for extra in ((), ("--engine",)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"dog, park\ncat, tree\n")))
+        code, out, err = cli(*args, *extra)
+        assert code == 0 and err.count(" tokens, ") == 2
+        outs.append(out)
+    assert outs[0] == outs[1] != ""
+
+
+@pytest.mark.parametrize("max_rows, steps", [(None, 7), (5, 7), (2, 3 * 7), (1, 5 * 7)])
+def test_statistics(cli, tiny_checkpoint, file, max_rows, steps):
+    args = "--model", tiny_checkpoint, "--prompt-file", file, "--max-new-tokens", 7, "--ignore-eos", "--engine"
+    code, _, err = cli(*args, "--seed", 3, "--temperature", 1, *(() if max_rows is None else ("--max-rows", max_rows)))
+    tokens = sum(len(load_encoding(tiny_checkpoint, 4096).encode(prompt)) for prompt in PROMPTS)
+    first, second = err.splitlines()
+    assert code == 0 and first.startswith("35 tokens, ") and first.endswith(", seed 3")
+    assert f"{second},".startswith(f"{steps} steps, {tokens + 5 * 6} positions computed,")
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--max-rows", 4], "--max-rows is for --engine only"),
+        (["--engine", "--num-beams", 2], "--engine does not do this; leave out --num-beams"),
+        (["--engine", "--no-cache"], "--engine does not do this; leave out --no-cache"),
+        (
+            ["--engine", "--num-beams", 2, "--no-cache", "--backend", "native"],
+            "--engine does not do this; leave out --num-beams, --no-cache, --backend native",
+        ),
+        (["--engine", "--max-rows", 0], "max_rows is 0; it must be an integer >= 1"),
+        (["--engine", "--max-rows", "x"], "--max-rows: invalid int value: 'x'"),
+        (["--engine", "--stride", 65], "stride is 65; it must be from 1 to block_size = 64"),
+        (["--engine", "--max-rows", 10**13], "do not fit in memory"),
+    ],
+)
+def test_options_that_do_not_go_together(cli, tiny_checkpoint, args, words):
+    code, out, err = cli("--model", tiny_checkpoint, "--prompt", "Once", *args)
+    assert code == 2 and out == "" and words in err and err.count("\n") == 1
+
+
+@pytest.fixture
+def broken(tiny, tiny_checkpoint):
+    """A model in which a text of more than 12 tokens is NaN."""
+    model = tiny(dtype=torch.float32, vocab_size=4096, block_size=64, eos_token_id=4095)
+    model.wpe.weight.data[12] = math.nan
+    model.save_pretrained(tiny_checkpoint)
+    return tiny_checkpoint
+
+
+def test_a_text_that_fails_is_said_after_the_others_are_written(cli, broken, file):
+    args = "--model", broken, "--prompt-file", file, "--max-new-tokens", 5
+    code, out, err = cli(*args, "--engine", "--max-rows", 2)
+    assert code == 2 and err.endswith(f": error: text 3: {NAN}\n") and err.count("\n") == 3
+    texts = out.removesuffix("\n").split(LINE)
+    for row, prompt in enumerate(PROMPTS):
+        assert row == 2 or texts[row] + "\n" == cli(*args[:2], "--prompt", prompt, *args[4:])[1]
+    assert texts[2] == PROMPTS[2] and len(texts) == 5
+    assert cli(*args)[:2] == (2, "")  # without the engine, it ends all of them
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: out of memory\nCompile with more.\n")])
+def test_a_pass_that_fails_is_one_line(cli, tiny_checkpoint, monkeypatch, error):
+    from engine import engine
+
+    last_logits, passes = engine.last_logits, []
+
+    def fail_once(*args):
+        passes.append(None)
+        if len(passes) == 3:
+            raise error
+        return last_logits(*args)
+
+    monkeypatch.setattr(engine, "last_logits", fail_once)
+    args = "--model", tiny_checkpoint, "--prompt", "One", "--prompt", "Two", "--max-new-tokens", 4, "--max-rows", 1
+    code, out, err = cli(*args, "--engine")
+    first, second = out.removesuffix("\n").split(LINE)
+    assert code == 2 and err.count("\n") == 3 and ": error: text 1: " in err and "out of memory" in err
+    expected = cli(*args[:2], *args[4:8])[1]
+    assert second + "\n" == expected and first.startswith("One") and len(passes) == 7

@@ -1,0 +1,109 @@
+"""Random histories of an engine: requests are added, steps are taken, requests are aborted, in any order.
+
+Each text must be that of `generate` alone. Some dozens of histories run; for more:
+HISTORIES=2000 pytest tests/test_engine.py
+"""
+
+import functools
+import os
+
+import hypothesis
+import torch
+from conftest import run_rows
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+PARAMS = st.fixed_dictionaries(
+    {
+        "max_new_tokens": st.integers(0, 24),
+        "ignore_eos": st.booleans(),
+        "temperature": st.sampled_from([0.0, 0.8, 1.5]),
+        "top_k": st.sampled_from([0, 3]),
+        "top_p": st.sampled_from([1.0, 0.8]),
+        "presence_penalty": st.sampled_from([0.0, 0.5]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "seed": st.integers(0, 2**64 - 1),
+    }
+)
+TOKENS = st.integers(0, 6)  # a small vocabulary, so that texts end, repeat themselves and have prefixes in common
+PROMPTS = st.lists(TOKENS, max_size=14)
+
+
+@functools.cache
+def model(architecture: str, n_layer: int = 2, block_size: int = 12, seed: int = 0):
+    """A random model in float64; token 6 ends a text."""
+    from llama import Llama, LlamaConfig
+    from model import GPT, GPTConfig
+
+    shape = {"vocab_size": 7, "block_size": block_size, "n_layer": n_layer, "n_head": 4, "n_embd": 16}
+    if architecture == "GPT-2":
+        made = GPT(GPTConfig(**shape, eos_token_ids=(6,)))
+    else:
+        heads = {"n_kv_head": 2, "head_dim": 6, "n_inner": 24}
+        made = Llama(LlamaConfig(**shape, **heads, bos_token_id=5, eos_token_ids=(6,), tied_head=False))
+    return made.double().init_weights(std=0.4, generator=torch.Generator().manual_seed(seed)).eval()
+
+
+class Histories(RuleBasedStateMachine):
+    @initialize(architecture=st.sampled_from(["GPT-2", "Llama"]), data=st.data())
+    def begin(self, architecture, data):
+        from engine.engine import Engine
+
+        self.model, self.stride = model(architecture), data.draw(st.sampled_from([None, 1, 5, 12]))
+        self.max_rows = data.draw(st.integers(1, 5))
+        options = {"max_rows": self.max_rows}
+        self.engine = Engine(self.model, stride=self.stride, **options)
+        self.requests = []  # with their prompts and parameters, and the tokens of their events
+        plan = self.engine.cache.plan
+
+        def checked(spans):
+            result, storage = plan(spans), self.engine.cache.storage
+            written = list(zip(*(index.tolist() for index in self.engine.cache.written)))
+            assert len(set(written)) == len(written)
+            assert all(0 <= index < storage.shape[2] and 0 <= at < storage.shape[4] for index, at in written)
+            return result
+
+        self.engine.cache.plan = checked
+
+    @rule(prompt=PROMPTS, params=PARAMS)
+    def add(self, prompt, params):
+        from sampling import SamplingParams
+
+        self.requests.append((self.engine.add(prompt, SamplingParams(**params)), prompt, params, []))
+
+    @precondition(lambda self: self.engine.busy)
+    @rule()
+    def step(self):
+        for event in self.engine.step():
+            (index,) = [index for index, entry in enumerate(self.requests) if entry[0] is event.request]
+            assert event.error is None
+            assert event.finish_reason == event.request.finish_reason
+            self.requests[index][-1].extend(event.tokens)
+        self.check()
+
+    @precondition(lambda self: any(entry[0].finish_reason is None for entry in self.requests))
+    @rule(data=st.data())
+    def abort(self, data):
+        running = [entry[0] for entry in self.requests if entry[0].finish_reason is None]
+        self.engine.abort(running[data.draw(st.integers(0, len(running) - 1))])
+        self.check()
+
+    def check(self):
+        """What must hold after each step."""
+        scheduler = self.engine.scheduler
+        assert len(scheduler.running) + len(scheduler.free) == self.max_rows
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        while self.engine.busy:
+            self.step()
+        for request, prompt, params, tokens in self.requests:
+            (expected,) = run_rows(self.model, [prompt], options={"stride": self.stride}, **params)
+            assert tokens == request.output
+            assert tokens == (expected[: len(tokens)] if request.finish_reason == "abort" else expected)
+        assert len(self.engine.scheduler.free) == self.max_rows
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = hypothesis.settings(max_examples=int(os.environ.get("HISTORIES", 24)), stateful_step_count=30)
