@@ -385,6 +385,8 @@ def main(argv=None) -> None:
     parser.add_argument("--system", help="for --chat: what the model is told before the first message")
     parser.add_argument("--engine", action="store_true", help="prompts join a running batch as others leave it")
     parser.add_argument("--max-rows", type=int, help="for --engine: how many texts run at once; 32 if not given")
+    parser.add_argument("--num-pages", type=int, help="for --engine: pages in the cache; max-rows windows if not given")
+    parser.add_argument("--page-size", type=int, help="for --engine: positions in a page; 16 if not given")
     add_options(parser)
     run_script(parser, run, argv)
 
@@ -453,7 +455,7 @@ def check_chat_options(args) -> None:
         raise UserError("--num-samples is for --prompt and --prompt-file; a conversation goes on from one reply")
 
 
-ENGINE_OPTIONS = ("max_rows",)
+ENGINE_OPTIONS = ("max_rows", "num_pages", "page_size")
 
 
 def engine_options(args) -> dict[str, int]:

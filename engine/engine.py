@@ -7,7 +7,8 @@ import torch
 
 from cache import check_stride
 from checkpoint import UserError
-from engine.cache import RowCache, Span, last_logits
+from engine.cache import PagedCache, Span, last_logits
+from engine.pages import PagePool, check_counts
 from engine.request import Event, Request
 from engine.scheduler import Scheduler, Work
 from model import Model
@@ -17,22 +18,34 @@ from sampling import NOT_FINITE, SamplingParams, choose, params_of_each
 class Engine:
     """Writes many texts together, each the one that `generate` writes from the same prompt, parameters and seed.
 
-    max_rows: how many are computed in one step, at most. stride: as in `generate`.
+    max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of page_size positions; None:
+    so many that max_rows whole windows fit. stride: as in `generate`.
     Raises UserError for a value out of range, or if the cache does not fit in memory.
     After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative models".
     """
 
-    def __init__(self, model: Model, max_rows: int = 32, stride: int | None = None):
+    def __init__(
+        self,
+        model: Model,
+        max_rows: int = 32,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        stride: int | None = None,
+    ):
         block_size = model.config.block_size
-        check_counts(max_rows=max_rows)
-        self.model, self.cache = model, RowCache(model, max_rows)
-        self.scheduler = Scheduler(max_rows, block_size, check_stride(stride, block_size))
+        check_counts(max_rows=max_rows, page_size=page_size)
+        num_pages = max_rows * -(-block_size // page_size) if num_pages is None else num_pages
+        check_counts(num_pages=num_pages)
+        self.model, self.cache = model, PagedCache(model, num_pages, page_size)
+        pool = PagePool(num_pages, page_size)
+        self.scheduler = Scheduler(pool, max_rows, block_size, check_stride(stride, block_size))
         self.steps = self.positions = 0  # computed so far
 
     def add(self, prompt: list[int], params: SamplingParams) -> Request:
         """Queue a text: token ids, of which none means the BOS token. Draws without a seed get a random one.
 
-        A request for no new tokens is over at once, without an event. Raises UserError for an id out of range.
+        A request for no new tokens is over at once, without an event. Raises UserError for an id out of range, and
+        if the text can never fit into the cache.
         """
         tokens, size = list(prompt) or [self.model.config.bos_token_id], self.model.config.vocab_size
         wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
@@ -67,7 +80,7 @@ class Engine:
         works = self.scheduler.schedule()
         if not works:
             return []
-        spans = [Span(work.request.row, work.request.computed, work.tokens) for work in works]
+        spans = [Span(work.request.pages, work.request.computed, work.tokens) for work in works]
         try:
             tokens = self.compute(works, spans)
         except (MemoryError, RuntimeError) as error:
@@ -124,10 +137,3 @@ class Engine:
         if errors:
             raise UserError(errors[0])
         return [request.output for request in requests]
-
-
-def check_counts(**counts: int) -> None:
-    """Raise UserError for the first that is not a positive integer."""
-    for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise UserError(f"{name} is {count!r}; it must be an integer >= 1")

@@ -1,6 +1,6 @@
 """A text that the engine writes, and what a step did to it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sampling import SamplingParams
@@ -16,7 +16,7 @@ class Request:
     finish_reason: str | None = None  # None until it is over, then "stop" (EOS), "length", "abort" or "error"
     start: int = 0  # the window on its text begins here
     computed: int = 0  # so many positions of the window have their keys and values in the cache
-    row: int | None = None  # where they are, while it runs
+    pages: list[int] = field(default_factory=list)  # where they are, page after page
 
     @property
     def output(self) -> list[int]:

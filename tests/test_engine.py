@@ -52,6 +52,9 @@ class Histories(RuleBasedStateMachine):
         self.model, self.stride = model(architecture), data.draw(st.sampled_from([None, 1, 5, 12]))
         self.max_rows = data.draw(st.integers(1, 5))
         options = {"max_rows": self.max_rows}
+        options["page_size"] = data.draw(st.integers(1, 4))
+        smallest = -(-12 // options["page_size"])  # pages for a whole window
+        options["num_pages"] = smallest + data.draw(st.integers(0, 2 * smallest))
         self.engine = Engine(self.model, stride=self.stride, **options)
         self.requests = []  # with their prompts and parameters, and the tokens of their events
         plan = self.engine.cache.plan
@@ -91,7 +94,11 @@ class Histories(RuleBasedStateMachine):
     def check(self):
         """What must hold after each step."""
         scheduler = self.engine.scheduler
-        assert len(scheduler.running) + len(scheduler.free) == self.max_rows
+        assert len(scheduler.running) <= self.max_rows
+        pool, running, waiting = scheduler.pool, scheduler.running, scheduler.waiting
+        held = [page for request in running for page in request.pages]
+        assert sorted(held + list(pool.free)) == list(range(pool.num_pages))  # each page once: free, or of one request
+        assert not any(request.pages or request.computed for request in waiting)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -102,7 +109,7 @@ class Histories(RuleBasedStateMachine):
             (expected,) = run_rows(self.model, [prompt], options={"stride": self.stride}, **params)
             assert tokens == request.output
             assert tokens == (expected[: len(tokens)] if request.finish_reason == "abort" else expected)
-        assert len(self.engine.scheduler.free) == self.max_rows
+        assert len(self.engine.scheduler.pool.free) == self.engine.scheduler.pool.num_pages
 
 
 TestHistories = Histories.TestCase

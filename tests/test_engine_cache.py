@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import UserError
-from engine.cache import RowCache, Span, last_logits
+from engine.cache import PagedCache, Span, last_logits
 
 BAD = 60  # a token that is in none of them
 TEXTS = [random_tokens(16, BAD, seed=seed) for seed in range(4)]
@@ -24,12 +24,12 @@ def build(request):
 
 def new_cache(model):
     """A cache with room for four texts."""
-    return RowCache(model, 4)
+    return PagedCache(model, 17, page_size=4)
 
 
 def place(text):
-    """Where in the cache one of TEXTS is."""
-    return text
+    """Where in the cache one of TEXTS is: four pages, neither in order nor side by side."""
+    return [5 * (4 * text + page) % 17 for page in range(4)]
 
 
 def part(text, start, end):
@@ -206,12 +206,12 @@ def test_no_memory_is_read_before_it_is_written(tiny, monkeypatch):
 
 
 def test_the_cache_has_the_shape_of_keys_not_of_queries(tiny_llama):
-    assert new_cache(tiny_llama()).storage.shape == (2, 2, 4, 2, 16, 6)  # keys and values, rows, heads, positions
+    assert new_cache(tiny_llama()).storage.shape == (2, 2, 17, 2, 4, 6)  # keys and values, pages, heads, positions
 
 
 def test_what_does_not_fit_in_memory_says_its_bytes(tiny):
     with pytest.raises(UserError) as raised:
-        RowCache(tiny(), 10**12)
-    # layers x keys and values x rows x positions x numbers x bytes of each
-    size = 2 * 2 * 10**12 * 16 * 16 * 8
-    assert str(raised.value) == f"{10**12} rows of 16 positions do not fit in memory: {size:,} bytes"
+        PagedCache(tiny(), 10**12, page_size=4)
+    # layers x keys and values x pages x positions x numbers x bytes of each
+    size = 2 * 2 * 10**12 * 4 * 16 * 8
+    assert str(raised.value) == f"{10**12} pages of 4 positions do not fit in memory: {size:,} bytes"

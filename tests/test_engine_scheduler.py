@@ -3,6 +3,7 @@
 import pytest
 
 from cache import window_start
+from engine.pages import PagePool
 from engine.request import Event, Request
 from engine.scheduler import Scheduler
 from sampling import SamplingParams
@@ -11,14 +12,15 @@ BLOCK_SIZE, STRIDE = 8, 4
 
 
 def build(max_rows: int = 4):
-    scheduler = Scheduler(max_rows, BLOCK_SIZE, STRIDE)
+    pool = PagePool(max_rows * 4, 2)  # room for all rows
+    scheduler = Scheduler(pool, max_rows, BLOCK_SIZE, STRIDE)
     scheduler.held = {}  # of each request, the tokens whose keys and values would be in the cache
     return scheduler
 
 
 def place(request) -> set[int]:
     """Where its keys and values would be."""
-    return {request.row}
+    return set(request.pages)
 
 
 def advance(scheduler, work, token: int) -> None:
