@@ -485,7 +485,8 @@ def run_engine(engine: Engine, prompts: list[list[int]], params: list[SamplingPa
                 if event.error:
                     errors.append(f"text {rows[event.request] + 1}: {event.error}")
             output.end_step()
-    print(f"{engine.steps} steps, {engine.positions} positions computed", file=sys.stderr)
+    counted = f"{engine.steps} steps, {engine.positions} positions computed, {engine.scheduler.preemptions} preemptions"
+    print(counted, file=sys.stderr)
     if errors:
         raise UserError("; ".join(errors))
 

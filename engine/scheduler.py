@@ -17,8 +17,9 @@ class Work(NamedTuple):
 
 
 class Scheduler:
-    """First come, first served: a waiting request runs when fewer than max_rows do, and there are pages for all of it.
+    """First come, first served: a waiting request runs when fewer than max_rows do, and there are pages for its window.
 
+    Running requests take pages as they grow. Where none is free, the youngest gives all of its pages back.
     There is no prefill and no decode phase. A request has tokens and a count of those computed, and in each step it
     catches up. A scheduler knows no model: call `schedule`, compute, then `advance` or `finish` each request.
     """
@@ -27,28 +28,46 @@ class Scheduler:
         self.pool, self.max_rows, self.block_size, self.stride = pool, max_rows, block_size, stride
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.preemptions = 0
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if its longest window may not fit."""
-        longest, pool = self.longest(request), self.pool
-        if pool.count(longest) > pool.num_pages:
+        longest = min(len(request.tokens) + request.params.max_new_tokens - 1, self.block_size)
+        needed, pool = self.pool.count(longest), self.pool
+        if needed > pool.num_pages:
             allowed = f"there are {pool.num_pages} pages of {pool.page_size}"
-            raise UserError(f"a text of up to {longest} positions needs {pool.count(longest)} pages; {allowed}")
+            raise UserError(f"a text of up to {longest} positions needs {needed} pages; {allowed}")
         self.move_window(request)
         self.waiting.append(request)
 
     def schedule(self) -> list[Work]:
-        """What to compute next: all that running requests lack."""
+        """What to compute next: all that running requests lack, the oldest first."""
+        works = []
+        while len(works) < len(self.running):
+            request = self.running[len(works)]
+            if self.pool.grow(request.pages, request.length):
+                works.append(Work(request, request.lacking))
+            else:
+                self.preempt(self.running[-1])  # perhaps the request itself, but never the oldest: it fits alone
         while self.waiting and len(self.running) < self.max_rows:
             request = self.waiting[0]
-            if not self.pool.grow(request.pages, self.longest(request)):
+            if not self.pool.grow(request.pages, request.length):
                 break  # a shorter one behind it waits too: else a long one might wait for ever
             self.running.append(self.waiting.popleft())
-        return [Work(request, request.lacking) for request in self.running]
+            works.append(Work(request, request.window))
+        return works
 
-    def longest(self, request: Request) -> int:
-        """The most positions that a request ever has in the cache; its last token is not passed."""
-        return min(request.prompt_length + request.params.max_new_tokens - 1, self.block_size)
+    def preempt(self, request: Request) -> None:
+        """Take back the pages of a running request; it is the first to run again, and then computed again."""
+        self.preemptions += 1
+        self.forget(request)
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+
+    def forget(self, request: Request) -> None:
+        """Give back the pages of a request, with all that was computed."""
+        self.pool.shrink(request.pages, 0)
+        request.computed = 0
 
     def advance(self, work: Work, token: int) -> None:
         """Its tokens are computed, and this one follows."""
@@ -58,10 +77,11 @@ class Scheduler:
         self.move_window(request)
 
     def move_window(self, request: Request) -> None:
-        """Where the text has outgrown its window, cut it; all positions change, so all are computed again."""
+        """Where the text has outgrown its window, cut it. All positions change, so all are computed again."""
         start = window_start(len(request.tokens), self.block_size, self.stride)
         if start != request.start:
-            request.start, request.computed = start, 0
+            request.start = start
+            self.forget(request)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request. Raises ValueError if it is over already, or not one of this scheduler's."""
@@ -69,9 +89,9 @@ class Scheduler:
             raise ValueError(f"this request is over already, with the reason {request.finish_reason!r}")
         if request in self.running:
             self.running.remove(request)
-            self.pool.shrink(request.pages, 0)
         elif request in self.waiting:
             self.waiting.remove(request)
         else:
             raise ValueError("this request was added to another engine")
+        self.forget(request)
         request.finish_reason = reason

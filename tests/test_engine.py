@@ -98,6 +98,9 @@ class Histories(RuleBasedStateMachine):
         pool, running, waiting = scheduler.pool, scheduler.running, scheduler.waiting
         held = [page for request in running for page in request.pages]
         assert sorted(held + list(pool.free)) == list(range(pool.num_pages))  # each page once: free, or of one request
+        for request in running:  # a page too many at most, and never one too few
+            assert request.computed <= len(request.pages) * pool.page_size
+            assert len(request.pages) <= pool.count(len(request.window))
         assert not any(request.pages or request.computed for request in waiting)
 
     def teardown(self):
