@@ -485,8 +485,9 @@ def run_engine(engine: Engine, prompts: list[list[int]], params: list[SamplingPa
                 if event.error:
                     errors.append(f"text {rows[event.request] + 1}: {event.error}")
             output.end_step()
-    counted = f"{engine.steps} steps, {engine.positions} positions computed, {engine.scheduler.preemptions} preemptions"
-    print(counted, file=sys.stderr)
+    scheduler = engine.scheduler
+    computed = f"{engine.steps} steps, {engine.positions} positions computed, {scheduler.shared} shared"
+    print(f"{computed}, {scheduler.preemptions} preemptions", file=sys.stderr)
     if errors:
         raise UserError("; ".join(errors))
 

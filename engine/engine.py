@@ -41,19 +41,22 @@ class Engine:
         self.scheduler = Scheduler(pool, max_rows, block_size, check_stride(stride, block_size))
         self.steps = self.positions = 0  # computed so far
 
-    def add(self, prompt: list[int], params: SamplingParams) -> Request:
+    def add(self, prompt: list[int], params: SamplingParams, salt: str = "") -> Request:
         """Queue a text: token ids, of which none means the BOS token. Draws without a seed get a random one.
 
-        A request for no new tokens is over at once, without an event. Raises UserError for an id out of range, and
-        if the text can never fit into the cache.
+        salt: computed prefixes are shared among requests of one salt only; the time to the first token tells whether
+        somebody else had the same. A request for no new tokens is over at once, without an event.
+        Raises UserError for an id out of range, and if the text can never fit into the cache.
         """
         tokens, size = list(prompt) or [self.model.config.bos_token_id], self.model.config.vocab_size
         wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
         if wrong:
             raise UserError(f"the prompt has the id {wrong[0]!r}; ids of this model are integers from 0 to {size - 1}")
+        if not isinstance(salt, str):
+            raise UserError(f"salt is {salt!r}; it must be a string")
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbits(64))
-        request = Request(tokens, len(tokens), params)
+        request = Request(tokens, len(tokens), params, salt)
         if params.max_new_tokens == 0:
             request.finish_reason = "length"
         else:

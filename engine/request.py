@@ -13,10 +13,12 @@ class Request:
     tokens: list[int]  # the prompt, then what was generated
     prompt_length: int
     params: SamplingParams
+    salt: str = ""  # it shares pages with requests of the same salt only
     finish_reason: str | None = None  # None until it is over, then "stop" (EOS), "length", "abort" or "error"
     start: int = 0  # the window on its text begins here
     computed: int = 0  # so many positions of the window have their keys and values in the cache
     pages: list[int] = field(default_factory=list)  # where they are, page after page
+    digests: list[bytes] = field(default_factory=list)  # of its published pages
 
     @property
     def output(self) -> list[int]:

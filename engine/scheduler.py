@@ -28,7 +28,7 @@ class Scheduler:
         self.pool, self.max_rows, self.block_size, self.stride = pool, max_rows, block_size, stride
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.preemptions = 0
+        self.preemptions = self.shared = 0  # shared: positions found instead of computed
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if its longest window may not fit."""
@@ -51,11 +51,23 @@ class Scheduler:
                 self.preempt(self.running[-1])  # perhaps the request itself, but never the oldest: it fits alone
         while self.waiting and len(self.running) < self.max_rows:
             request = self.waiting[0]
-            if not self.pool.grow(request.pages, request.length):
+            if not self.admit(request):
                 break  # a shorter one behind it waits too: else a long one might wait for ever
             self.running.append(self.waiting.popleft())
-            works.append(Work(request, request.window))
+            works.append(Work(request, request.lacking))
         return works
+
+    def admit(self, request: Request) -> bool:
+        """Give a waiting request pages for its window, computed ones if there are some; False if too few are free."""
+        pool = self.pool
+        shared = pool.find(request.window[:-1], request.salt)  # the last token is computed: its logits are wanted
+        free = len(pool.free) - sum(page in pool.free for page in shared)  # those found are not there to be taken
+        if pool.count(request.length) - len(shared) > free:
+            return False
+        pool.hold(shared)
+        request.pages, request.computed = shared, len(shared) * pool.page_size
+        self.shared += request.computed
+        return pool.grow(request.pages, request.length)
 
     def preempt(self, request: Request) -> None:
         """Take back the pages of a running request; it is the first to run again, and then computed again."""
@@ -67,12 +79,13 @@ class Scheduler:
     def forget(self, request: Request) -> None:
         """Give back the pages of a request, with all that was computed."""
         self.pool.shrink(request.pages, 0)
-        request.computed = 0
+        request.computed, request.digests = 0, []
 
     def advance(self, work: Work, token: int) -> None:
         """Its tokens are computed, and this one follows."""
         request = work.request
         request.computed += len(work.tokens)
+        self.pool.publish(request.pages, request.digests, request.window[: request.computed], request.salt)
         request.tokens.append(token)
         self.move_window(request)
 

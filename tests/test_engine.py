@@ -56,6 +56,7 @@ class Histories(RuleBasedStateMachine):
         smallest = -(-12 // options["page_size"])  # pages for a whole window
         options["num_pages"] = smallest + data.draw(st.integers(0, 2 * smallest))
         self.engine = Engine(self.model, stride=self.stride, **options)
+        self.prefix = data.draw(st.lists(TOKENS, max_size=10))
         self.requests = []  # with their prompts and parameters, and the tokens of their events
         plan = self.engine.cache.plan
 
@@ -68,11 +69,12 @@ class Histories(RuleBasedStateMachine):
 
         self.engine.cache.plan = checked
 
-    @rule(prompt=PROMPTS, params=PARAMS)
-    def add(self, prompt, params):
+    @rule(prompt=PROMPTS, shared=st.integers(0, 10), params=PARAMS, salt=st.sampled_from("aab"))
+    def add(self, prompt, shared, params, salt):
         from sampling import SamplingParams
 
-        self.requests.append((self.engine.add(prompt, SamplingParams(**params)), prompt, params, []))
+        prompt = self.prefix[:shared] + prompt
+        self.requests.append((self.engine.add(prompt, SamplingParams(**params), salt), prompt, params, []))
 
     @precondition(lambda self: self.engine.busy)
     @rule()
@@ -97,7 +99,11 @@ class Histories(RuleBasedStateMachine):
         assert len(scheduler.running) <= self.max_rows
         pool, running, waiting = scheduler.pool, scheduler.running, scheduler.waiting
         held = [page for request in running for page in request.pages]
-        assert sorted(held + list(pool.free)) == list(range(pool.num_pages))  # each page once: free, or of one request
+        assert set(held) | set(pool.free) == set(range(pool.num_pages)) and not set(held) & set(pool.free)
+        assert [held.count(page) for page in range(pool.num_pages)] == pool.holders
+        assert all(pool.contents[page][0] == digest for digest, page in pool.published.items())
+        assert len(pool.contents) == len(pool.published)
+        assert all(len(set(request.pages)) == len(request.pages) for request in running)
         for request in running:  # a page too many at most, and never one too few
             assert request.computed <= len(request.pages) * pool.page_size
             assert len(request.pages) <= pool.count(len(request.window))

@@ -64,7 +64,8 @@ def longest(request):
 def check_pages(engine, requests):
     """Each page is free or in one table; no table is longer than its text can get, and that of who waits is empty."""
     pool = engine.scheduler.pool
-    assert sorted([*pool.free, *(page for request in requests for page in request.pages)]) == [*range(pool.num_pages)]
+    held = {page for request in requests for page in request.pages}
+    assert sorted([*pool.free, *held]) == [*range(pool.num_pages)]
     for request in requests:
         computed = 0 if request.finish_reason else request.computed
         held = range(needed(pool.page_size, computed), needed(pool.page_size, longest(request)) + 1)

@@ -1,0 +1,424 @@
+"""Lesson 36: texts that begin alike compute the full pages of their beginning once; no text changes by that."""
+
+import hashlib
+from collections import Counter
+
+import pytest
+import torch
+from conftest import random_tokens, run_rows
+
+BAD = 60  # a token that `poison` makes NaN, and that no text has by chance
+
+
+@pytest.fixture(params=["tiny", "tiny_llama"])
+def build(request):
+    """A function that builds a GPT-2, or a Llama whose query heads share keys."""
+    return request.getfixturevalue(request.param)
+
+
+def prompt_of(length, seed=0):
+    return random_tokens(length, BAD, seed)
+
+
+def engine_of(model, page_size=4, **options):
+    from engine.engine import Engine
+
+    return Engine(model, page_size=page_size, **options)
+
+
+def add(engine, prompt, max_new_tokens=1, salt="", **params):
+    from sampling import SamplingParams
+
+    return engine.add(prompt, SamplingParams(max_new_tokens, ignore_eos=True, **params), salt)
+
+
+def own_run(model, request):
+    """What `generate` writes for it."""
+    return run_rows(model, [request.tokens[: request.prompt_length]], **vars(request.params))[0]
+
+
+def check_pages(engine, requests=()):
+    """A page counts the tables that it is in, those in none are free, and what is published names one page each.
+
+    requests: those that may be over.
+    """
+    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    tables = [request.pages for request in {*requests, *scheduler.running, *scheduler.waiting}]
+    counts = Counter(page for pages in tables for page in pages)
+    assert pool.holders == [counts[page] for page in range(pool.num_pages)]
+    assert sorted(pool.free) == [page for page in range(pool.num_pages) if not counts[page]]
+    assert all(len(set(pages)) == len(pages) for pages in tables)
+    assert sorted(pool.published.values()) == sorted(pool.contents)
+
+
+def finish(engine, requests):
+    """Step to the end, checking the pages; they all are free then, and the texts those of `generate`."""
+    for _ in range(500):  # not for ever, if a request waits in vain
+        if engine.busy:
+            engine.step()
+            check_pages(engine, requests)
+    assert not engine.busy and len(engine.scheduler.pool.free) == engine.scheduler.pool.num_pages
+    assert [request.output for request in requests] == [own_run(engine.model, request) for request in requests]
+
+
+def shared(engine, prompt, max_new_tokens=1, salt=""):
+    """Write a text; returns how many of its positions were there already. All others must have been computed."""
+    before = engine.scheduler.shared, engine.positions
+    finish(engine, [add(engine, prompt, max_new_tokens, salt)])
+    found, computed = engine.scheduler.shared - before[0], engine.positions - before[1]
+    assert found + computed == len(prompt) + max_new_tokens - 1
+    return found
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5, 16])
+def test_shared_or_not_the_texts_are_those_of_generate(build, page_size):
+    """Not shared: each with a salt of its own. Greedy and drawn, within the window and beyond, all of one beginning."""
+    model, beginning, counts = build(seed=6), prompt_of(9, 9), []
+    prompts = [beginning + prompt_of(length, length) for length in (0, 2, 5, 9)] + [beginning[:4], beginning[:7]]
+    for salts in (" " * 6, "abcdef"):
+        engine = engine_of(model, page_size, max_rows=3)
+        requests = [add(engine, prompt, 5, salt) for prompt, salt in zip(prompts, salts)]
+        requests += [add(engine, prompts[row], 6, salts[row], temperature=1.0, seed=row) for row in range(6)]
+        finish(engine, requests)
+        counts.append((engine.positions, engine.scheduler.shared))
+    (on, found), (off, repeated) = counts
+    assert on + found == off + repeated  # computed or found, all positions were needed
+    assert found > repeated if page_size < 16 else found == repeated == 0
+
+
+def test_full_pages_of_a_beginning_are_computed_once(build):
+    engine, prompt = engine_of(build()), prompt_of(10)
+    other = [(token + 1) % BAD for token in prompt]
+    assert shared(engine, prompt) == 0
+    assert shared(engine, prompt) == 8
+    assert shared(engine, prompt + other[:5]) == 8
+    assert shared(engine, prompt[:8] + other[8:]) == 8
+    assert shared(engine, prompt[:7] + other[7:]) == 4
+    assert shared(engine, prompt[:3] + other[3:]) == 0
+    assert shared(engine, prompt[:5]) == 4
+    assert shared(engine, prompt[:3]) == 0
+    assert shared(engine, prompt[1:]) == 0  # the same tokens at other positions are something else
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 6, 12])
+def test_the_last_token_is_always_computed(build, page_size):
+    """Even if it fills a page that is there: its logits are not."""
+    engine = engine_of(build(), page_size)
+    assert shared(engine, prompt_of(12), 4) == 0
+    assert shared(engine, prompt_of(12), 4) == 11 // page_size * page_size
+
+
+def test_generated_tokens_are_found_but_for_the_last(tiny):
+    """It was never passed. So a conversation goes on from what is there."""
+    for max_new_tokens, found in [(7, 8), (8, 12), (9, 12)]:
+        engine = engine_of(tiny())
+        request = add(engine, prompt_of(5), max_new_tokens)
+        finish(engine, [request])
+        assert shared(engine, request.tokens + [7]) == found
+
+
+def test_a_running_text_shares_and_may_leave_first(build):
+    engine = engine_of(build())
+    first = add(engine, prompt_of(10), 6)
+    engine.step()
+    second, third = add(engine, prompt_of(10), 4), add(engine, prompt_of(9) + [7, 7], 4)
+    engine.step()
+    check_pages(engine)
+    assert second.pages[:2] == third.pages[:2] == first.pages[:2]
+    assert len({second.pages[2], third.pages[2], first.pages[2]}) == 3
+    assert (engine.positions, engine.scheduler.shared) == (10 + 1 + 2 + 3, 16)
+    engine.abort(first)
+    check_pages(engine, [first])
+    engine.step()
+    engine.abort(third)
+    check_pages(engine, [first, third])
+    finish(engine, [second])
+
+
+def test_two_texts_of_one_step_do_not_share_what_is_not_computed_yet(build):
+    engine = engine_of(build())
+    first, second = add(engine, prompt_of(10), 6), add(engine, prompt_of(10), 3)
+    engine.step()
+    check_pages(engine)
+    assert (engine.positions, engine.scheduler.shared) == (20, 0)
+    assert first.pages[:2] == second.pages[:2] and first.pages[2] != second.pages[2]  # computed twice, kept once
+    third = add(engine, prompt_of(10), 2)
+    finish(engine, [first, second, third])
+    assert engine.scheduler.shared == 8
+    assert shared(engine, first.tokens[:13]) == 12  # of the first and the second, whoever was there before
+
+
+def test_salts_part_what_is_shared(tiny):
+    engine, prompt = engine_of(tiny()), prompt_of(10)
+    for salt in ("", "a", "b", "ab", " ", "ä", "\ud800", "a" * 10**5):
+        assert shared(engine, prompt, salt=salt) == 0
+        assert shared(engine, prompt, salt=salt) == 8
+    assert shared(engine, prompt) == 8
+
+
+def test_a_page_is_known_by_all_that_comes_before_it(build):
+    engine, second = engine_of(build()), [5, 6, 7, 8]
+    assert shared(engine, [1, 2, 3, 4, *second, 9]) == 0
+    assert shared(engine, [11, 12, 13, 14, *second, 9]) == 0
+    assert shared(engine, [*second, 9]) == 0
+    assert shared(engine, [*second, *second, *second, 9]) == 4
+    assert shared(engine, [1, 2, 3, 4, *second, *second, 9]) == 8
+
+
+def test_ids_are_not_mixed_up():
+    """As joined digits, bytes, remainders, Python's hash() or a short digest, some of these would be the same."""
+    from engine.pages import PagePool
+
+    ids = [(1, 23), (12, 3), (23, 1), (123, 0), (0, 123), (-1, 0), (-2, 0), (0, -1), (1, 0), (256, 0), (0, 1)]
+    ids += [(0, 256), (65536, 0), (0, 65536), (2**32, 0), (0, 2**32), (2**32 - 1, 0), (2**61 - 1, 0), (2**63 - 1, 0)]
+    ids += [(id, 7) for id in range(600)]
+    pool, pages = PagePool(len(ids), 2), {}
+    for part in ids:
+        assert pool.find([*part], "") == []
+        pages[part] = []
+        assert pool.grow(pages[part], 2)
+        pool.publish(pages[part], [], [*part], "")
+    assert all(pool.find([*part, 5], "") == pages[part] for part in ids)
+    assert sorted(page for (page,) in pages.values()) == [*range(len(ids))]
+
+
+COLLISIONS = {
+    "all": lambda parent, tokens: b"",
+    "of one length": lambda parent, tokens: hashlib.sha256(parent).digest(),
+    "of the same tokens": lambda parent, tokens: str(tokens).encode(),
+    "of the same first token": lambda parent, tokens: parent + bytes(tokens[:1]),
+    "of the same sum": lambda parent, tokens: parent + bytes([sum(tokens)]),
+}
+
+
+@pytest.mark.parametrize("digest", COLLISIONS.values(), ids=COLLISIONS)
+def test_pages_of_one_digest_are_not_mixed_up(tiny, monkeypatch, digest):
+    monkeypatch.setattr("engine.pages.digest", digest)
+    engine = engine_of(tiny(seed=6), 2)
+    parts = [1, 2], [2, 1], [1, 1], [2, 2]
+    for first in parts:
+        for second in parts:
+            shared(engine, [*first, *second, 3])  # checks the text
+    for num_pages in (4, 5, 8, 16):
+        engine = engine_of(tiny(seed=6), 2, num_pages=num_pages, max_rows=3)
+        prompts = [random_tokens(length, 2, seed) for length in (2, 3, 5, 6) for seed in range(4)]
+        finish(engine, [add(engine, prompt, 3) for prompt in prompts])
+
+
+def test_the_oldest_pages_are_evicted_first_and_the_end_of_a_text_before_its_beginning(tiny):
+    engine = engine_of(tiny(), num_pages=5)
+    first, second, third = prompt_of(9, 1), prompt_of(9, 2), prompt_of(5, 3)  # of three, three and two pages
+    assert [shared(engine, prompt) for prompt in (first, second)] == [0, 0]
+    assert shared(engine, third) == 0  # takes the last pages of the first text
+    assert shared(engine, first) == 4  # takes those of the second one again
+    assert shared(engine, second) == 4
+
+
+def test_what_was_found_again_is_evicted_later(tiny):
+    engine = engine_of(tiny(), num_pages=5)
+    first, second, third = prompt_of(9, 1), prompt_of(9, 2), prompt_of(5, 3)
+    assert [shared(engine, prompt) for prompt in (first, second, first)] == [0, 0, 8]
+    assert shared(engine, third) == 0
+    assert [len(engine.scheduler.pool.find(prompt, "")) for prompt in (first, second)] == [2, 1]
+
+
+def test_pages_that_are_found_are_not_taken_for_the_rest_of_the_text(tiny):
+    """The two that are found are the oldest free ones (vLLM's issue 11565)."""
+    engine, prompt = engine_of(tiny(), 2, num_pages=4), prompt_of(5)
+    assert shared(engine, prompt) == 0
+    assert shared(engine, prompt_of(4, 1)) == 0
+    assert [*engine.scheduler.pool.free][:2] == [1, 0]
+    assert shared(engine, prompt[:4] + [7, 8, 9]) == 4
+
+
+def test_pages_that_are_found_do_not_count_as_free(tiny):
+    """Two are found and two are needed; three are free, the two among them (vLLM's issue 11565)."""
+    engine, prompt = engine_of(tiny(), 2, num_pages=4), prompt_of(5)
+    assert shared(engine, prompt) == 0
+    requests = [add(engine, [7], 2), add(engine, prompt[:4] + [7, 8, 9], 2)]
+    engine.step()
+    check_pages(engine)
+    assert requests[1].pages == [] and engine.scheduler.shared == 0
+    finish(engine, requests)
+    assert engine.scheduler.shared == 4 and engine.scheduler.preemptions == 0
+
+
+def test_pages_in_use_are_found_even_if_none_is_free(tiny):
+    engine, prompt = engine_of(tiny(), 2, num_pages=5), prompt_of(7)
+    first = add(engine, prompt, 1 + 2)
+    engine.step()
+    second = add(engine, prompt[:4] + [9], 1)  # two pages of the first text, and the last one that is free
+    engine.step()
+    assert second.output and (engine.positions, engine.scheduler.shared) == (7 + 1 + 1, 4)
+    finish(engine, [first, second])
+
+
+@pytest.mark.parametrize("length", [13, 5])
+def test_a_page_that_was_used_again_is_not_found_by_what_it_held(build, length):
+    """Whether it is full again (13 tokens) or only begun (5), as in nano-vllm's issue 163."""
+    engine, prompts = engine_of(build(), num_pages=-(-length // 4)), [prompt_of(length, seed) for seed in (1, 2)]
+    for prompt in prompts * 2:
+        assert shared(engine, prompt) == 0
+    assert shared(engine, prompts[1]) == length - 1
+
+
+@pytest.mark.parametrize("page_size, num_pages", [(1, 16), (2, 8), (2, 9), (3, 6), (4, 4), (4, 7)])
+def test_texts_of_one_beginning_in_a_pool_that_is_too_small_for_all(build, page_size, num_pages):
+    """They are preempted, they hop, they are evicted, and some are aborted."""
+    engine, beginning = engine_of(build(seed=6), page_size, num_pages=num_pages, max_rows=4), prompt_of(5, 5)
+    requests = [add(engine, beginning + prompt_of(length, length), 8) for length in (0, 3, 0, 6, 1, 11)]
+    aborted = [add(engine, beginning + prompt_of(length, length), 8) for length in (0, 2, 4)]
+    for request in aborted:
+        engine.step()
+        engine.step()
+        engine.abort(request)
+        check_pages(engine, aborted)
+    finish(engine, requests)
+    assert engine.scheduler.preemptions and engine.scheduler.shared
+
+
+@pytest.mark.parametrize("length", [3, 7])
+def test_a_preempted_text_finds_what_nobody_took(tiny, length):
+    """Be it of its prompt or generated."""
+    engine = engine_of(tiny(), num_pages=4)
+    finish(engine, [add(engine, prompt_of(length, seed), 10 - length) for seed in (1, 2)])
+    # Both get eight positions. The ninth of the first takes the second page of the other, whose first one is left.
+    assert engine.scheduler.preemptions == 1
+    assert (engine.positions, engine.scheduler.shared) == (9 + 8 + 5, 4)
+
+
+def test_a_window_that_hopped_begins_with_another_page(build):
+    engine = engine_of(build(seed=6))
+    request = add(engine, prompt_of(14), 9)
+    finish(engine, [request])
+    tokens = request.tokens
+    assert (engine.positions, engine.scheduler.shared) == (14 + 2 + 9 + 5, 0)  # 16 positions, then from 8 to 22
+    assert shared(engine, tokens[:14]) == 12
+    assert shared(engine, tokens[8:22]) == 12
+    assert shared(engine, tokens[16:22]) == 0
+    long = add(engine, prompt_of(8, 1) + tokens[8:22], 1)  # its window is the same
+    finish(engine, [long])
+    assert engine.scheduler.shared == 12 + 12 + 12
+
+
+class Interrupted:
+    """While it is entered, a pass ends with this error when all of its keys and values are written."""
+
+    def __init__(self, model, error):
+        self.model, self.error = model, error
+
+    def __enter__(self):
+        self.hook = self.model.lm_head.register_forward_pre_hook(self.raise_error)
+
+    def __exit__(self, *_):
+        self.hook.remove()
+
+    def raise_error(self, module, args):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("go_on", [True, False])
+def test_a_pass_that_did_not_end_publishes_nothing(build, error, go_on):
+    engine = engine_of(build())
+    request = add(engine, prompt_of(10), 4)
+    with Interrupted(engine.model, error), pytest.raises(error):
+        engine.step()
+    check_pages(engine)
+    assert not engine.scheduler.pool.published
+    if go_on:
+        finish(engine, [request])
+        assert shared(engine, prompt_of(10)) == 8
+    else:
+        engine.abort(request)
+        assert shared(engine, prompt_of(10)) == 0
+
+
+def test_a_pass_without_memory_publishes_nothing(build):
+    engine = engine_of(build())
+    assert shared(engine, prompt_of(6)) == 0
+    requests = [add(engine, prompt_of(10)), add(engine, prompt_of(10, 1))]
+    with Interrupted(engine.model, RuntimeError("out of memory")):
+        assert [event.error for event in engine.step()] == ["out of memory"] * 2
+    check_pages(engine, requests)
+    assert shared(engine, prompt_of(10)) == 4  # what was published before still is, and still right
+    assert shared(engine, prompt_of(10, 1)) == 0
+
+
+def poison(model):
+    """Make the embedding of BAD not a number. Not its weights: they may be those of the head."""
+    embedding = getattr(model, model.EMBEDDING)
+    embedding.register_forward_hook(lambda module, args, x: x.masked_fill((args[0] == BAD)[..., None], torch.nan))
+    return model
+
+
+def test_a_text_that_failed_publishes_nothing_of_that_pass(build):
+    """Its first page was computed, and is empty again; the other text of that pass publishes its own."""
+    engine = engine_of(poison(build()))
+    broken, other = add(engine, prompt_of(8) + [BAD]), add(engine, prompt_of(9, 1))
+    assert [bool(event.error) for event in engine.step()] == [True, False]
+    check_pages(engine, [broken, other])
+    assert shared(engine, prompt_of(9)) == 0
+    assert shared(engine, prompt_of(9, 1)) == 8
+
+
+def test_a_text_that_failed_leaves_what_it_shared(build):
+    engine = engine_of(poison(build()))
+    running = add(engine, prompt_of(9), 6)
+    engine.step()
+    broken = add(engine, prompt_of(8) + [BAD])
+    assert [bool(event.error) for event in engine.step()] == [False, True]
+    check_pages(engine, [broken])
+    assert engine.scheduler.shared == 8
+    finish(engine, [running])
+    assert shared(engine, prompt_of(9)) == 8
+
+
+PROMPTS = [  # of 9, 8, 6, 5 and 1 tokens; 7 of the second, 4 of the third and all of the fourth are as in the first
+    "Once upon a time there was a big dog",
+    "Once upon a time there was a cat",
+    "Once upon a time, Tom",
+    "Once upon a time there",
+    "Tom",
+]
+
+
+def test_the_command_line_counts_what_was_shared(cli, tiny_checkpoint):
+    args = ["--model", tiny_checkpoint, "--ignore-eos", *[arg for prompt in PROMPTS for arg in ("--prompt", prompt)]]
+    code, out, err = cli(*args, "--max-new-tokens", 1, "--engine", "--page-size", 2, "--max-rows", 1)
+    assert (code, out) == (0, cli(*args, "--max-new-tokens", 1)[1])
+    assert "5 steps, 15 positions computed, 14 shared, 0 preemptions\n" in err
+
+
+def test_on_the_command_line_pages_of_a_whole_window_share_nothing(cli, tiny_checkpoint):
+    args = ["--model", tiny_checkpoint, "--ignore-eos", "--max-new-tokens", 2, *["--prompt", "Once upon a time"] * 3]
+    code, out, err = cli(*args, "--engine", "--page-size", 64, "--max-rows", 1)
+    assert (code, out) == (0, cli(*args)[1])
+    assert "6 steps, 15 positions computed, 0 shared, 0 preemptions\n" in err
+
+
+def test_pages_that_nobody_can_find_are_taken_first(tiny):
+    """Each text has a last page that is not full; it is used again before anything that was published."""
+    engine = engine_of(tiny(), num_pages=8)
+    for seed in range(3):
+        assert shared(engine, prompt_of(9, seed)) == 0
+    assert [len(engine.scheduler.pool.find(prompt_of(9, seed), "")) for seed in range(3)] == [2, 2, 2]
+
+
+def test_of_two_equal_pages_one_is_kept_and_found(tiny):
+    """Else the second text would hold pages that nobody finds when those of the first are gone."""
+    engine = engine_of(tiny(), num_pages=6)
+    first, second = add(engine, prompt_of(9), 1), add(engine, prompt_of(9), 6)
+    engine.step()
+    assert first.finish_reason == "length" and second.finish_reason is None
+    assert engine.scheduler.pool.find(prompt_of(9), "") == second.pages[:2]
+    check_pages(engine)
+
+
+def test_a_salt_is_a_string(tiny):
+    from checkpoint import UserError
+
+    engine = engine_of(tiny())
+    with pytest.raises(UserError, match="salt is None; it must be a string"):
+        add(engine, [1], 2, None)
+    assert not engine.busy
