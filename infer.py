@@ -387,6 +387,7 @@ def main(argv=None) -> None:
     parser.add_argument("--max-rows", type=int, help="for --engine: how many texts run at once; 32 if not given")
     parser.add_argument("--num-pages", type=int, help="for --engine: pages in the cache; max-rows windows if not given")
     parser.add_argument("--page-size", type=int, help="for --engine: positions in a page; 16 if not given")
+    parser.add_argument("--budget", type=int, help="for --engine: tokens in one step; 512 if not given")
     add_options(parser)
     run_script(parser, run, argv)
 
@@ -455,7 +456,7 @@ def check_chat_options(args) -> None:
         raise UserError("--num-samples is for --prompt and --prompt-file; a conversation goes on from one reply")
 
 
-ENGINE_OPTIONS = ("max_rows", "num_pages", "page_size")
+ENGINE_OPTIONS = ("max_rows", "num_pages", "page_size", "budget")
 
 
 def engine_options(args) -> dict[str, int]:
@@ -479,12 +480,14 @@ def run_engine(engine: Engine, prompts: list[list[int]], params: list[SamplingPa
         rows = {engine.add(*request): row for row, request in enumerate(zip(prompts, params))}
         errors = []
         while engine.busy:
-            for event in engine.step():
+            events = engine.step()
+            for event in events:
                 for token in event.tokens:
                     output.add(rows[event.request], token)
                 if event.error:
                     errors.append(f"text {rows[event.request] + 1}: {event.error}")
-            output.end_step()
+            if any(event.tokens for event in events):  # not after a chunk: it would count as the first token
+                output.end_step()
     scheduler = engine.scheduler
     computed = f"{engine.steps} steps, {engine.positions} positions computed, {scheduler.shared} shared"
     print(f"{computed}, {scheduler.preemptions} preemptions", file=sys.stderr)

@@ -19,7 +19,7 @@ class Engine:
     """Writes many texts together, each the one that `generate` writes from the same prompt, parameters and seed.
 
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of page_size positions; None:
-    so many that max_rows whole windows fit. stride: as in `generate`.
+    so many that max_rows whole windows fit. budget: tokens in one step, at most. stride: as in `generate`.
     Raises UserError for a value out of range, or if the cache does not fit in memory.
     After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative models".
     """
@@ -30,15 +30,16 @@ class Engine:
         max_rows: int = 32,
         num_pages: int | None = None,
         page_size: int = 16,
+        budget: int = 512,
         stride: int | None = None,
     ):
         block_size = model.config.block_size
-        check_counts(max_rows=max_rows, page_size=page_size)
+        check_counts(max_rows=max_rows, page_size=page_size, budget=budget)
         num_pages = max_rows * -(-block_size // page_size) if num_pages is None else num_pages
         check_counts(num_pages=num_pages)
         self.model, self.cache = model, PagedCache(model, num_pages, page_size)
         pool = PagePool(num_pages, page_size)
-        self.scheduler = Scheduler(pool, max_rows, block_size, check_stride(stride, block_size))
+        self.scheduler = Scheduler(pool, max_rows, budget, block_size, check_stride(stride, block_size))
         self.steps = self.positions = 0  # computed so far
 
     def add(self, prompt: list[int], params: SamplingParams, salt: str = "") -> Request:
@@ -91,10 +92,15 @@ class Engine:
             return [self.fail(work.request, span, reason) for work, span in zip(works, spans)]
         self.steps += 1
         self.positions += sum(len(span.tokens) for span in spans)
-        return [
-            self.fail(work.request, span, NOT_FINITE) if token is None else self.advance(work, token)
-            for work, span, token in zip(works, spans, tokens)
-        ]
+        events = []
+        for work, span, token in zip(works, spans, tokens):
+            if token is None:  # also of a chunk: what it wrote would be shared
+                events.append(self.fail(work.request, span, NOT_FINITE))
+            elif work.complete:
+                events.append(self.advance(work, token))
+            else:
+                self.scheduler.advance(work, None)
+        return events
 
     def compute(self, works: list[Work], spans: list[Span]) -> list[int | None]:
         """The token that follows each text; None where logits are not finite."""

@@ -15,17 +15,24 @@ class Work(NamedTuple):
     request: Request
     tokens: list[int]
 
+    @property
+    def complete(self) -> bool:
+        """Whether they reach the newest token, so that another one follows."""
+        return self.request.computed + len(self.tokens) == self.request.length
+
 
 class Scheduler:
     """First come, first served: a waiting request runs when fewer than max_rows do, and there are pages for its window.
 
     Running requests take pages as they grow. Where none is free, the youngest gives all of its pages back.
-    There is no prefill and no decode phase. A request has tokens and a count of those computed, and in each step it
-    catches up. A scheduler knows no model: call `schedule`, compute, then `advance` or `finish` each request.
+    There is no prefill and no decode phase. A request has tokens and a count of those computed, and in each step some
+    catch up, under one budget of tokens. A scheduler knows no model: call `schedule`, compute, then `advance` or
+    `finish` each request.
     """
 
-    def __init__(self, pool: PagePool, max_rows: int, block_size: int, stride: int):
-        self.pool, self.max_rows, self.block_size, self.stride = pool, max_rows, block_size, stride
+    def __init__(self, pool: PagePool, max_rows: int, budget: int, block_size: int, stride: int):
+        self.pool, self.max_rows, self.budget = pool, max_rows, budget
+        self.block_size, self.stride = block_size, stride
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = self.shared = 0  # shared: positions found instead of computed
@@ -41,20 +48,23 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> list[Work]:
-        """What to compute next: all that running requests lack, the oldest first."""
-        works = []
+        """What to compute next: what running requests lack, the oldest first, and then waiting ones."""
+        works, budget = [], self.budget
         while len(works) < len(self.running):
-            request = self.running[len(works)]
+            request, younger = self.running[len(works)], len(self.running) - len(works) - 1
+            tokens = request.lacking[: budget - younger]  # a token is left for each of them
             if self.pool.grow(request.pages, request.length):
-                works.append(Work(request, request.lacking))
+                works.append(Work(request, tokens))
+                budget -= len(tokens)
             else:
                 self.preempt(self.running[-1])  # perhaps the request itself, but never the oldest: it fits alone
-        while self.waiting and len(self.running) < self.max_rows:
+        while self.waiting and budget and len(self.running) < self.max_rows:
             request = self.waiting[0]
             if not self.admit(request):
                 break  # a shorter one behind it waits too: else a long one might wait for ever
             self.running.append(self.waiting.popleft())
-            works.append(Work(request, request.lacking))
+            works.append(Work(request, request.lacking[:budget]))
+            budget -= len(works[-1].tokens)
         return works
 
     def admit(self, request: Request) -> bool:
@@ -81,12 +91,13 @@ class Scheduler:
         self.pool.shrink(request.pages, 0)
         request.computed, request.digests = 0, []
 
-    def advance(self, work: Work, token: int) -> None:
-        """Its tokens are computed, and this one follows."""
+    def advance(self, work: Work, token: int | None) -> None:
+        """Its tokens are computed, and this one follows; None if the work was not complete."""
         request = work.request
         request.computed += len(work.tokens)
         self.pool.publish(request.pages, request.digests, request.window[: request.computed], request.salt)
-        request.tokens.append(token)
+        if token is not None:
+            request.tokens.append(token)
         self.move_window(request)
 
     def move_window(self, request: Request) -> None:

@@ -55,6 +55,7 @@ class Histories(RuleBasedStateMachine):
         options["page_size"] = data.draw(st.integers(1, 4))
         smallest = -(-12 // options["page_size"])  # pages for a whole window
         options["num_pages"] = smallest + data.draw(st.integers(0, 2 * smallest))
+        options["budget"] = data.draw(st.integers(1, 20))
         self.engine = Engine(self.model, stride=self.stride, **options)
         self.prefix = data.draw(st.lists(TOKENS, max_size=10))
         self.requests = []  # with their prompts and parameters, and the tokens of their events

@@ -12,8 +12,8 @@ BLOCK_SIZE, STRIDE = 8, 4
 
 
 def build(max_rows: int = 4):
-    pool = PagePool(max_rows * 4, 2)  # room for all rows
-    scheduler = Scheduler(pool, max_rows, BLOCK_SIZE, STRIDE)
+    pool = PagePool(max_rows * 4, 2)  # room for all rows, and a budget
+    scheduler = Scheduler(pool, max_rows, 1000, BLOCK_SIZE, STRIDE)
     scheduler.held = {}  # of each request, the tokens whose keys and values would be in the cache
     return scheduler
 
