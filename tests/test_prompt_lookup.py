@@ -42,7 +42,7 @@ def by_hand(text, count, longest, shortest):
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
 )
 def test_lookup_finds_what_a_search_by_hand_finds(text, count, sizes):
-    from infer_speculative import lookup
+    from engine.drafter import lookup
 
     before, (shortest, longest) = list(text), sizes
     assert lookup(text, count, longest, shortest) == by_hand(text, count, longest, shortest)
@@ -66,7 +66,7 @@ def test_lookup_finds_what_a_search_by_hand_finds(text, count, sizes):
     ],
 )
 def test_lookup_on_texts_that_one_can_read(text, drafts):
-    from infer_speculative import lookup
+    from engine.drafter import lookup
 
     assert lookup(text, 3) == drafts
 
@@ -108,7 +108,7 @@ def test_greedy_at_four_windows(tiny, gamma, penalties):
 
 def test_drafts_are_looked_up_in_prompt_and_output(tiny):
     """Also in what the window has left behind, and never more than the window and the budget have room for."""
-    from infer_speculative import lookup
+    from engine.drafter import lookup
 
     text = [1, 2, 3, 4, 5] * 6
     end = len(text) + 40
