@@ -14,6 +14,7 @@ import torch
 from cache import KVCache, check_stride, window_start
 from chat import Chat
 from checkpoint import UserError, memory_for
+from engine.drafter import LookupDrafter, ModelDrafter
 from engine.engine import Engine
 from load import load_model
 from model import Model, causal_attention
@@ -388,6 +389,8 @@ def main(argv=None) -> None:
     parser.add_argument("--num-pages", type=int, help="for --engine: pages in the cache; max-rows windows if not given")
     parser.add_argument("--page-size", type=int, help="for --engine: positions in a page; 16 if not given")
     parser.add_argument("--budget", type=int, help="for --engine: tokens in one step; 512 if not given")
+    parser.add_argument("--draft", help="for --engine: a smaller model of the same vocabulary drafts; or lookup")
+    parser.add_argument("--gamma", type=int, help="for --draft: how many tokens to draft for a step; 3 if not given")
     add_options(parser)
     run_script(parser, run, argv)
 
@@ -401,10 +404,10 @@ def run(args) -> None:
     device = pick_device(args.device)
     first_seed = seeded_generator(args.seed, device).initial_seed()
     chat = Chat(args.model) if args.chat else None
-    (model,) = load_models([args.model], args, device)
+    model, *drafts = load_models([args.model] + [args.draft] * (args.draft not in (None, "lookup")), args, device)
     encoding = load_encoding(args.model, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
-    engine = Engine(model, stride=args.stride, **engine_options(args)) if args.engine else None
+    engine = make_engine(args, model, drafts) if args.engine else None
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
         output = Output(shown, encoding, skip, first_seed if params.temperature else None)
@@ -456,7 +459,7 @@ def check_chat_options(args) -> None:
         raise UserError("--num-samples is for --prompt and --prompt-file; a conversation goes on from one reply")
 
 
-ENGINE_OPTIONS = ("max_rows", "num_pages", "page_size", "budget")
+ENGINE_OPTIONS = ("max_rows", "num_pages", "page_size", "budget", "gamma")
 
 
 def engine_options(args) -> dict[str, int]:
@@ -466,12 +469,25 @@ def engine_options(args) -> dict[str, int]:
 
 def check_engine_options(args) -> None:
     """Raise UserError for options that do not go together with or without --engine."""
-    for name in () if args.engine else engine_options(args):
-        raise UserError(f"--{name.replace('_', '-')} is for --engine only")
+    if args.gamma is not None and args.draft is None:
+        raise UserError("--gamma is for --draft only")
+    given = [*engine_options(args), *(name for name in ("draft",) if getattr(args, name) is not None)]
+    if given and not args.engine:
+        raise UserError(f"--{given[0].replace('_', '-')} is for --engine only")
     unable = {"--num-beams": args.num_beams is not None, "--no-cache": args.no_cache}
     unable["--backend native"] = args.backend == "native"
     if args.engine and any(unable.values()):
         raise UserError(f"--engine does not do this; leave out {', '.join(name for name in unable if unable[name])}")
+
+
+def make_engine(args, model: Model, drafts: list[Model]) -> Engine:
+    """The engine that a command line describes. drafts: the draft model, if there is one."""
+    options, drafter = engine_options(args), LookupDrafter() if args.draft else None
+    if drafts:
+        drafter = ModelDrafter(
+            drafts[0], model, **{name: options[name] for name in ("max_rows", "page_size") if name in options}
+        )
+    return Engine(model, stride=args.stride, drafter=drafter, **options)
 
 
 def run_engine(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], output: Output) -> None:
@@ -490,7 +506,8 @@ def run_engine(engine: Engine, prompts: list[list[int]], params: list[SamplingPa
                 output.end_step()
     scheduler = engine.scheduler
     computed = f"{engine.steps} steps, {engine.positions} positions computed, {scheduler.shared} shared"
-    print(f"{computed}, {scheduler.preemptions} preemptions", file=sys.stderr)
+    drafts = f", {engine.accepted} of {engine.drafted} drafts accepted" if engine.drafter else ""
+    print(f"{computed}, {scheduler.preemptions} preemptions{drafts}", file=sys.stderr)
     if errors:
         raise UserError("; ".join(errors))
 

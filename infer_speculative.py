@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 
 from cache import KVCache, check_stride, window_start
-from checkpoint import UserError
-from engine.drafter import check_vocabularies, lookup
+from engine.drafter import check_gamma, check_vocabularies, lookup
 from infer import (
     STORIES,
     Output,
@@ -55,8 +54,7 @@ def generate_speculative(
     Yields passes, of `params.max_new_tokens` tokens in all at most.
     Raises UserError if gamma is not in 1..16, the models differ in vocabulary, or as `infer.generate` does.
     """
-    if not 1 <= gamma <= 16:
-        raise UserError(f"gamma is {gamma}; it must be an integer from 1 to 16")
+    check_gamma(gamma)
     if isinstance(draft, Model):
         check_vocabularies(target.config, draft.config)
     config = target.config

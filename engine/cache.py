@@ -97,8 +97,8 @@ class PagedCache:
             self.storage[:, :, span.pages[position // size], :, position % size] = 0
 
 
-def last_logits(model, cache: PagedCache, spans: list[Span]) -> torch.Tensor:
-    """The logits at the last position of each span, (spans, vocab_size), float32, from one pass over all of them."""
+def last_logits(model, cache: PagedCache, spans: list[Span], keep: list[int]) -> torch.Tensor:
+    """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size), float32, from one pass."""
     tokens, positions, ends = cache.plan(spans)
     x = model.hidden(tokens, positions, cache.attend)  # (N, C)
-    return model.head(x[[end - 1 for end in ends]]).float()
+    return model.head(x[[row for end, count in zip(ends, keep) for row in range(end - count, end)]]).float()

@@ -1,13 +1,16 @@
 """The engine: requests in, events out."""
 
+import contextlib
 import dataclasses
+import itertools
 import secrets
 
 import torch
 
-from cache import check_stride
+from cache import check_stride, shared_length
 from checkpoint import UserError
 from engine.cache import PagedCache, Span, last_logits
+from engine.drafter import Drafter, check_gamma
 from engine.pages import PagePool, check_counts
 from engine.request import Event, Request
 from engine.scheduler import Scheduler, Work
@@ -20,6 +23,7 @@ class Engine:
 
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of page_size positions; None:
     so many that max_rows whole windows fit. budget: tokens in one step, at most. stride: as in `generate`.
+    drafter: proposes up to gamma tokens, 1 to 16, to follow each text; they change no text.
     Raises UserError for a value out of range, or if the cache does not fit in memory.
     After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative models".
     """
@@ -32,6 +36,8 @@ class Engine:
         page_size: int = 16,
         budget: int = 512,
         stride: int | None = None,
+        drafter: Drafter | None = None,
+        gamma: int = 3,
     ):
         block_size = model.config.block_size
         check_counts(max_rows=max_rows, page_size=page_size, budget=budget)
@@ -40,7 +46,8 @@ class Engine:
         self.model, self.cache = model, PagedCache(model, num_pages, page_size)
         pool = PagePool(num_pages, page_size)
         self.scheduler = Scheduler(pool, max_rows, budget, block_size, check_stride(stride, block_size))
-        self.steps = self.positions = 0  # computed so far
+        self.drafter, self.gamma = drafter, check_gamma(gamma)
+        self.steps = self.positions = self.drafted = self.accepted = 0  # so far
 
     def add(self, prompt: list[int], params: SamplingParams, salt: str = "") -> Request:
         """Queue a text: token ids, of which none means the BOS token. Draws without a seed get a random one.
@@ -75,12 +82,14 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """One pass: an event for each request that got a token, or that failed.
+        """One pass: an event for each request that got tokens, or that failed.
 
         A pass that fails with a MemoryError or a RuntimeError, as torch does without memory, ends its requests; logits
-        that are not finite end theirs alone; waiting ones go on. If the pass fails with anything else, such as
-        KeyboardInterrupt, no text has changed, and the next step goes on from there.
+        that are not finite, also behind a draft, end theirs alone; waiting ones go on. If the pass fails with anything
+        else, such as KeyboardInterrupt, no text has changed, and the next step goes on from there.
         """
+        if self.drafter:
+            self.draft(self.drafter)
         works = self.scheduler.schedule()
         if not works:
             return []
@@ -93,33 +102,56 @@ class Engine:
         self.steps += 1
         self.positions += sum(len(span.tokens) for span in spans)
         events = []
-        for work, span, token in zip(works, spans, tokens):
-            if token is None:  # also of a chunk: what it wrote would be shared
+        for work, span, chosen in zip(works, spans, tokens):
+            if chosen is None:  # also of a chunk: what it wrote would be shared
                 events.append(self.fail(work.request, span, NOT_FINITE))
             elif work.complete:
-                events.append(self.advance(work, token))
+                events.append(self.advance(work, chosen))
             else:
-                self.scheduler.advance(work, None)
+                self.scheduler.advance(work, [])
         return events
 
-    def compute(self, works: list[Work], spans: list[Span]) -> list[int | None]:
-        """The token that follows each text; None where logits are not finite."""
-        logits, requests = last_logits(self.model, self.cache, spans), [work.request for work in works]
-        texts, lengths = [request.tokens for request in requests], [request.prompt_length for request in requests]
-        tokens = choose(logits, [request.params for request in requests], texts, lengths)
-        return [token if good else None for token, good in zip(tokens, logits.isfinite().all(dim=-1).tolist())]
+    def draft(self, drafter: Drafter) -> None:
+        """Ask for drafts for the requests that lack nothing but their newest token, and have none yet."""
+        asking = [its for its in self.scheduler.running if len(its.lacking) == 1 and not its.drafts]
+        # No pass crosses a hop: all of its positions see one window. The last token comes without a draft.
+        room = [self.model.config.block_size - its.length for its in asking]
+        left = [its.params.max_new_tokens - len(its.output) - 1 for its in asking]
+        budget = self.scheduler.budget - len(self.scheduler.running)
+        counts = [min(self.gamma, budget, *most) for most in zip(room, left)]
+        with contextlib.suppress(MemoryError, RuntimeError):  # then there are no drafts
+            for its, count, drafts in zip(asking, counts, drafter.propose(asking, counts)):
+                its.drafts = drafts[:count]
 
-    def advance(self, work: Work, token: int) -> Event:
-        """Add a token to a text."""
-        request, reason = work.request, None
-        self.scheduler.advance(work, token)
-        if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
-            reason = "stop"
-        elif len(request.output) == request.params.max_new_tokens:
-            reason = "length"
+    def compute(self, works: list[Work], spans: list[Span]) -> list[list[int] | None]:
+        """What follows the newest token of each text and each of its drafts; None where logits are not finite."""
+        keep = [len(work.drafts) + 1 for work in works]
+        logits = last_logits(self.model, self.cache, spans, keep)
+        requests = [work.request for work, count in zip(works, keep) for _ in range(count)]
+        texts = [its.request.tokens + its.drafts[:index] for its, count in zip(works, keep) for index in range(count)]
+        lengths = [request.prompt_length for request in requests]
+        tokens, finite = choose(logits, [its.params for its in requests], texts, lengths), logits.isfinite().all(dim=-1)
+        parts = [slice(end - count, end) for end, count in zip(itertools.accumulate(keep), keep)]
+        return [tokens[part] if finite[part].all() else None for part in parts]
+
+    def advance(self, work: Work, chosen: list[int]) -> Event:
+        """Add tokens to a text: what follows it, and as long as that was drafted what follows the draft."""
+        request, tokens, reason = work.request, [], None
+        accepted = shared_length(chosen, work.drafts)  # also where the text ends before the last of these
+        for token in chosen[: accepted + 1]:
+            tokens.append(token)
+            if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+                reason = "stop"
+            elif len(request.output) + len(tokens) == request.params.max_new_tokens:
+                reason = "length"
+            if reason:
+                break
+        self.drafted += len(work.drafts)
+        self.accepted += accepted
+        self.scheduler.advance(work, tokens)
         if reason:
             self.scheduler.finish(request, reason)
-        return Event(request, [token], reason)
+        return Event(request, tokens, reason)
 
     def fail(self, request: Request, span: Span, error: str) -> Event:
         """End a request that could not be computed."""

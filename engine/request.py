@@ -19,6 +19,7 @@ class Request:
     computed: int = 0  # so many positions of the window have their keys and values in the cache
     pages: list[int] = field(default_factory=list)  # where they are, page after page
     digests: list[bytes] = field(default_factory=list)  # of its published pages
+    drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
 
     @property
     def output(self) -> list[int]:

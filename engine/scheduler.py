@@ -14,11 +14,12 @@ class Work(NamedTuple):
 
     request: Request
     tokens: list[int]
+    drafts: list[int]  # the last of them
 
     @property
     def complete(self) -> bool:
         """Whether they reach the newest token, so that another one follows."""
-        return self.request.computed + len(self.tokens) == self.request.length
+        return self.request.computed + len(self.tokens) - len(self.drafts) == self.request.length
 
 
 class Scheduler:
@@ -54,7 +55,7 @@ class Scheduler:
             request, younger = self.running[len(works)], len(self.running) - len(works) - 1
             tokens = request.lacking[: budget - younger]  # a token is left for each of them
             if self.pool.grow(request.pages, request.length):
-                works.append(Work(request, tokens))
+                works.append(Work(request, tokens, []))
                 budget -= len(tokens)
             else:
                 self.preempt(self.running[-1])  # perhaps the request itself, but never the oldest: it fits alone
@@ -63,9 +64,20 @@ class Scheduler:
             if not self.admit(request):
                 break  # a shorter one behind it waits too: else a long one might wait for ever
             self.running.append(self.waiting.popleft())
-            works.append(Work(request, request.lacking[:budget]))
+            works.append(Work(request, request.lacking[:budget], []))
             budget -= len(works[-1].tokens)
+        for index, (request, tokens, _) in enumerate(works):  # last: they get what all others leave
+            drafts = self.fitting_drafts(request, budget)
+            works[index] = Work(request, tokens + drafts, drafts)
+            budget -= len(drafts)
         return works
+
+    def fitting_drafts(self, request: Request, budget: int) -> list[int]:
+        """The drafts of a request, as many as the budget and the free pages allow."""
+        drafts = request.drafts[:budget]
+        while drafts and not self.pool.grow(request.pages, request.length + len(drafts)):
+            drafts.pop()
+        return drafts
 
     def admit(self, request: Request) -> bool:
         """Give a waiting request pages for its window, computed ones if there are some; False if too few are free."""
@@ -89,15 +101,16 @@ class Scheduler:
     def forget(self, request: Request) -> None:
         """Give back the pages of a request, with all that was computed."""
         self.pool.shrink(request.pages, 0)
-        request.computed, request.digests = 0, []
+        request.computed, request.digests, request.drafts = 0, [], []
 
-    def advance(self, work: Work, token: int | None) -> None:
-        """Its tokens are computed, and this one follows; None if the work was not complete."""
+    def advance(self, work: Work, tokens: list[int]) -> None:
+        """A work is computed. tokens: those that follow, accepted drafts first; none if it was not complete."""
         request = work.request
-        request.computed += len(work.tokens)
+        request.computed += len(work.tokens) - len(work.drafts) + max(len(tokens) - 1, 0)
+        request.tokens += tokens
+        request.drafts = []
         self.pool.publish(request.pages, request.digests, request.window[: request.computed], request.salt)
-        if token is not None:
-            request.tokens.append(token)
+        self.pool.shrink(request.pages, request.length)  # refused drafts may have taken more
         self.move_window(request)
 
     def move_window(self, request: Request) -> None:

@@ -47,6 +47,7 @@ def model(architecture: str, n_layer: int = 2, block_size: int = 12, seed: int =
 class Histories(RuleBasedStateMachine):
     @initialize(architecture=st.sampled_from(["GPT-2", "Llama"]), data=st.data())
     def begin(self, architecture, data):
+        from engine.drafter import LookupDrafter, ModelDrafter
         from engine.engine import Engine
 
         self.model, self.stride = model(architecture), data.draw(st.sampled_from([None, 1, 5, 12]))
@@ -56,6 +57,13 @@ class Histories(RuleBasedStateMachine):
         smallest = -(-12 // options["page_size"])  # pages for a whole window
         options["num_pages"] = smallest + data.draw(st.integers(0, 2 * smallest))
         options["budget"] = data.draw(st.integers(1, 20))
+        draft = data.draw(st.sampled_from([None, "lookup", "GPT-2", "Llama"]))
+        options["gamma"] = data.draw(st.integers(1, 5))
+        if draft == "lookup":
+            options["drafter"] = LookupDrafter()
+        elif draft:  # a smaller one, or the target itself
+            made = model(draft, n_layer=data.draw(st.integers(1, 2)), block_size=data.draw(st.sampled_from([5, 12])))
+            options["drafter"] = ModelDrafter(made, self.model, self.max_rows, options["page_size"])
         self.engine = Engine(self.model, stride=self.stride, **options)
         self.prefix = data.draw(st.lists(TOKENS, max_size=10))
         self.requests = []  # with their prompts and parameters, and the tokens of their events

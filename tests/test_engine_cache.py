@@ -107,10 +107,18 @@ def test_other_dtypes_are_close(build, dtype, bound):
 @torch.inference_mode()
 def test_last_logits_are_in_the_order_of_the_spans_and_float32(build):
     model, spans = build(), [part(2, 0, 5), part(0, 0, 9), part(3, 0, 5), part(1, 0, 16)]
-    logits = last_logits(model, new_cache(model), spans)
+    logits = last_logits(model, new_cache(model), spans, [1] * 4)
     assert logits.dtype == torch.float32
     alone = torch.stack([model(torch.tensor([span.tokens]))[0, -1] for span in spans])
     torch.testing.assert_close(logits, alone.float(), rtol=0, atol=1e-6)
+
+
+@torch.inference_mode()
+def test_as_many_positions_of_each_span_as_are_wanted(build):
+    model, spans, keep = build(), [part(2, 0, 5), part(0, 0, 9), part(3, 0, 5), part(1, 0, 16)], [5, 1, 2, 4]
+    logits = last_logits(model, new_cache(model), spans, keep)
+    alone = [model(torch.tensor([span.tokens]))[0, -count:] for span, count in zip(spans, keep)]
+    torch.testing.assert_close(logits, torch.cat(alone).float(), rtol=0, atol=1e-6)
 
 
 @torch.inference_mode()
@@ -119,8 +127,8 @@ def test_only_new_tokens_are_passed_and_only_last_ones_reach_the_head(tiny):
     model.wte.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape))
     model.lm_head.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[:-1]))
     cache = new_cache(model)
-    last_logits(model, cache, [part(0, 0, 9), part(1, 0, 4), part(2, 0, 9)])
-    last_logits(model, cache, [part(1, 4, 6), part(0, 9, 10)])
+    last_logits(model, cache, [part(0, 0, 9), part(1, 0, 4), part(2, 0, 9)], [1, 1, 1])
+    last_logits(model, cache, [part(1, 4, 6), part(0, 9, 10)], [1, 1])
     assert widths == [(9 + 4 + 9,), (3,), (2 + 1,), (2,)]
 
 

@@ -24,7 +24,7 @@ def place(request) -> set[int]:
 
 
 def advance(scheduler, work, token: int) -> None:
-    scheduler.advance(work, token)
+    scheduler.advance(work, [token])
 
 
 def add(scheduler, *prompts: list[int], max_new_tokens: int = 6) -> list:
