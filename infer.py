@@ -329,8 +329,12 @@ class Output:
 
     def add(self, row: int, token: int) -> None:
         """Put a token at the end of a row's text."""
-        self.texts[row] += self.streams[row].add(token)
-        self.count += 1
+        self.add_text(row, self.streams[row].add(token), 1)
+
+    def add_text(self, row: int, text: str, count: int) -> None:
+        """Put a text of so many tokens at the end of a row's text."""
+        self.texts[row] += text
+        self.count += count
 
     def end_step(self) -> None:
         """Take the time, and print what is new if there is one text only."""
@@ -391,6 +395,7 @@ def main(argv=None) -> None:
     parser.add_argument("--budget", type=int, help="for --engine: tokens in one step; 512 if not given")
     parser.add_argument("--draft", help="for --engine: a smaller model of the same vocabulary drafts; or lookup")
     parser.add_argument("--gamma", type=int, help="for --draft: how many tokens to draft for a step; 3 if not given")
+    parser.add_argument("--stop", action="append", help="for --engine: a text ends before this one; repeatable")
     add_options(parser)
     run_script(parser, run, argv)
 
@@ -407,7 +412,7 @@ def run(args) -> None:
     model, *drafts = load_models([args.model] + [args.draft] * (args.draft not in (None, "lookup")), args, device)
     encoding = load_encoding(args.model, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids
-    engine = make_engine(args, model, drafts) if args.engine else None
+    engine = make_engine(args, model, drafts, encoding) if args.engine else None
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
         output = Output(shown, encoding, skip, first_seed if params.temperature else None)
@@ -417,7 +422,7 @@ def run(args) -> None:
         seeds = [(first_seed + row) % 2**64 for row in range(len(tokens))]  # each text one of its own
         each = [dataclasses.replace(params, seed=seed) for seed in seeds]
         if engine:
-            run_engine(engine, tokens, each, output)
+            run_engine(engine, tokens, each, args.stop or [], output)
             return output.texts
         with output:
             for step in generate(model, tokens, each, None, not args.no_cache, args.stride):
@@ -471,35 +476,35 @@ def check_engine_options(args) -> None:
     """Raise UserError for options that do not go together with or without --engine."""
     if args.gamma is not None and args.draft is None:
         raise UserError("--gamma is for --draft only")
-    given = [*engine_options(args), *(name for name in ("draft",) if getattr(args, name) is not None)]
+    given = [*engine_options(args), *(name for name in ("draft", "stop") if getattr(args, name) is not None)]
     if given and not args.engine:
         raise UserError(f"--{given[0].replace('_', '-')} is for --engine only")
+    for text in args.stop or []:
+        check_text("--stop", text)
     unable = {"--num-beams": args.num_beams is not None, "--no-cache": args.no_cache}
     unable["--backend native"] = args.backend == "native"
     if args.engine and any(unable.values()):
         raise UserError(f"--engine does not do this; leave out {', '.join(name for name in unable if unable[name])}")
 
 
-def make_engine(args, model: Model, drafts: list[Model]) -> Engine:
+def make_engine(args, model: Model, drafts: list[Model], encoding) -> Engine:
     """The engine that a command line describes. drafts: the draft model, if there is one."""
     options, drafter = engine_options(args), LookupDrafter() if args.draft else None
     if drafts:
-        drafter = ModelDrafter(
-            drafts[0], model, **{name: options[name] for name in ("max_rows", "page_size") if name in options}
-        )
-    return Engine(model, stride=args.stride, drafter=drafter, **options)
+        sizes = {name: value for name, value in options.items() if name in ("max_rows", "page_size")}
+        drafter = ModelDrafter(drafts[0], model, **sizes)
+    return Engine(model, stride=args.stride, drafter=drafter, encoding=encoding, **options)
 
 
-def run_engine(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], output: Output) -> None:
-    """Write the texts of these prompts. Raises UserError for one that failed, after all others are written."""
+def run_engine(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], stop, output: Output) -> None:
+    """Write the texts of these prompts, up to a stop string. Raises UserError for one that failed, after all others."""
     with output:
-        rows = {engine.add(*request): row for row, request in enumerate(zip(prompts, params))}
+        rows = {engine.add(tokens, its, stop=stop): row for row, (tokens, its) in enumerate(zip(prompts, params))}
         errors = []
         while engine.busy:
             events = engine.step()
             for event in events:
-                for token in event.tokens:
-                    output.add(rows[event.request], token)
+                output.add_text(rows[event.request], event.text, len(event.tokens))
                 if event.error:
                     errors.append(f"text {rows[event.request] + 1}: {event.error}")
             if any(event.tokens for event in events):  # not after a chunk: it would count as the first token

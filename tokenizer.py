@@ -247,3 +247,35 @@ class TextStream:
     def end(self) -> str:
         """What is left at the end: U+FFFD for an incomplete character."""
         return self.decoder.decode(b"", final=True)
+
+
+class StopStream(TextStream):
+    """A TextStream that ends before the first stop string: the one that is complete first, the longest of several.
+
+    Text is held back only while it may be the beginning of one. It is compared as characters, so it does not matter how
+    tokens cut it. stopped: whether one was found; all after it prints nothing.
+    """
+
+    def __init__(self, encoding: tiktoken.Encoding, skip: tuple[int, ...] = (), stop: tuple[str, ...] = ()):
+        super().__init__(encoding, skip)
+        self.stop, self.held, self.stopped = stop, "", False
+
+    def add(self, token: int) -> str:
+        return self.release(super().add(token))
+
+    def end(self) -> str:
+        text, held, self.held = self.release(super().end()), self.held, ""
+        return text + held
+
+    def release(self, text: str) -> str:
+        """What is certain to be printed, of the text that is held and this."""
+        for character in "" if self.stopped else text:
+            self.held += character
+            found = max((len(stop) for stop in self.stop if self.held.endswith(stop)), default=0)
+            if found:
+                certain, self.held, self.stopped = self.held[:-found], "", True
+                return certain
+        begun = (size for stop in self.stop for size in range(1, len(stop)) if self.held.endswith(stop[:size]))
+        certain = len(self.held) - max(begun, default=0)
+        text, self.held = self.held[:certain], self.held[certain:]
+        return text

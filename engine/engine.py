@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import itertools
 import secrets
+from collections.abc import Sequence
 
+import tiktoken
 import torch
 
 from cache import check_stride, shared_length
@@ -16,6 +18,7 @@ from engine.request import Event, Request
 from engine.scheduler import Scheduler, Work
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, choose, params_of_each
+from tokenizer import StopStream
 
 
 class Engine:
@@ -24,6 +27,7 @@ class Engine:
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of page_size positions; None:
     so many that max_rows whole windows fit. budget: tokens in one step, at most. stride: as in `generate`.
     drafter: proposes up to gamma tokens, 1 to 16, to follow each text; they change no text.
+    encoding: makes text of tokens; None if only tokens are wanted.
     Raises UserError for a value out of range, or if the cache does not fit in memory.
     After Yu et al. 2022, "Orca: A distributed serving system for transformer-based generative models".
     """
@@ -38,6 +42,7 @@ class Engine:
         stride: int | None = None,
         drafter: Drafter | None = None,
         gamma: int = 3,
+        encoding: tiktoken.Encoding | None = None,
     ):
         block_size = model.config.block_size
         check_counts(max_rows=max_rows, page_size=page_size, budget=budget)
@@ -46,15 +51,16 @@ class Engine:
         self.model, self.cache = model, PagedCache(model, num_pages, page_size)
         pool = PagePool(num_pages, page_size)
         self.scheduler = Scheduler(pool, max_rows, budget, block_size, check_stride(stride, block_size))
-        self.drafter, self.gamma = drafter, check_gamma(gamma)
+        self.drafter, self.gamma, self.encoding = drafter, check_gamma(gamma), encoding
         self.steps = self.positions = self.drafted = self.accepted = 0  # so far
 
-    def add(self, prompt: list[int], params: SamplingParams, salt: str = "") -> Request:
+    def add(self, prompt: list[int], params: SamplingParams, salt: str = "", stop: Sequence[str] = ()) -> Request:
         """Queue a text: token ids, of which none means the BOS token. Draws without a seed get a random one.
 
         salt: computed prefixes are shared among requests of one salt only; the time to the first token tells whether
-        somebody else had the same. A request for no new tokens is over at once, without an event.
-        Raises UserError for an id out of range, and if the text can never fit into the cache.
+        somebody else had the same. stop: strings; the text ends before the first of them.
+        A request for no new tokens is over at once, without an event. Raises UserError for an id out of range, an empty
+        stop string or any without an encoding, and if the text can never fit into the cache.
         """
         tokens, size = list(prompt) or [self.model.config.bos_token_id], self.model.config.vocab_size
         wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
@@ -64,12 +70,22 @@ class Engine:
             raise UserError(f"salt is {salt!r}; it must be a string")
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbits(64))
-        request = Request(tokens, len(tokens), params, salt)
+        request = Request(tokens, len(tokens), params, salt, stream=self.stream(params, stop))
         if params.max_new_tokens == 0:
             request.finish_reason = "length"
         else:
             self.scheduler.add(request)
         return request
+
+    def stream(self, params: SamplingParams, stop: Sequence[str]) -> StopStream | None:
+        """What makes text of a request's tokens. Raises UserError if it cannot stop there."""
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+            raise UserError(f"stop is {stop!r}; it must be a list of strings that are not empty")
+        if self.encoding:
+            silent = () if params.ignore_eos else self.model.config.eos_token_ids
+            return StopStream(self.encoding, silent, tuple(stop))
+        if stop:
+            raise UserError("an engine without an encoding does not know stop strings")
 
     @property
     def busy(self) -> bool:
@@ -77,7 +93,10 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def abort(self, request: Request) -> None:
-        """End a request now; it has no further event. Raises ValueError if it is over, or of another engine."""
+        """End a request now; it has no further event, and text that is held back is lost.
+
+        Raises ValueError if it is over, or of another engine.
+        """
         self.scheduler.finish(request, "abort")
 
     @torch.inference_mode()
@@ -136,11 +155,13 @@ class Engine:
 
     def advance(self, work: Work, chosen: list[int]) -> Event:
         """Add tokens to a text: what follows it, and as long as that was drafted what follows the draft."""
-        request, tokens, reason = work.request, [], None
+        request, tokens, text, reason = work.request, [], "", None
         accepted = shared_length(chosen, work.drafts)  # also where the text ends before the last of these
         for token in chosen[: accepted + 1]:
             tokens.append(token)
-            if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+            text += request.stream.add(token) if request.stream else ""
+            ends = token in self.model.config.eos_token_ids and not request.params.ignore_eos
+            if ends or request.stream and request.stream.stopped:
                 reason = "stop"
             elif len(request.output) + len(tokens) == request.params.max_new_tokens:
                 reason = "length"
@@ -151,13 +172,17 @@ class Engine:
         self.scheduler.advance(work, tokens)
         if reason:
             self.scheduler.finish(request, reason)
-        return Event(request, tokens, reason)
+            text += request.stream.end() if request.stream else ""
+        request.text += text
+        return Event(request, tokens, reason, text=text)
 
     def fail(self, request: Request, span: Span, error: str) -> Event:
         """End a request that could not be computed."""
         self.cache.clear(span)
         self.scheduler.finish(request, "error")
-        return Event(request, [], "error", error)
+        text = request.stream.end() if request.stream else ""
+        request.text += text
+        return Event(request, [], "error", error, text)
 
     def run(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
         """The outputs for a list of prompts, in its order. params: for all of them, or one for each.

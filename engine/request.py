@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sampling import SamplingParams
+from tokenizer import StopStream
 
 
 @dataclass(eq=False)  # two requests are never the same one
@@ -14,12 +15,14 @@ class Request:
     prompt_length: int
     params: SamplingParams
     salt: str = ""  # it shares pages with requests of the same salt only
-    finish_reason: str | None = None  # None until it is over, then "stop" (EOS), "length", "abort" or "error"
+    finish_reason: str | None = None  # None until it is over, then "stop" (EOS, stop), "length", "abort" or "error"
     start: int = 0  # the window on its text begins here
     computed: int = 0  # so many positions of the window have their keys and values in the cache
     pages: list[int] = field(default_factory=list)  # where they are, page after page
     digests: list[bytes] = field(default_factory=list)  # of its published pages
     drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
+    stream: StopStream | None = None  # makes text of the output; None for an engine without an encoding
+    text: str = ""  # the output, up to what may yet become a stop string
 
     @property
     def output(self) -> list[int]:
@@ -49,3 +52,4 @@ class Event(NamedTuple):
     tokens: list[int]  # new ones, EOS included
     finish_reason: str | None  # of the request, if this is its last event
     error: str | None = None  # what went wrong, if that is "error"
+    text: str = ""  # new too, as far as it is certain

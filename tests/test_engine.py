@@ -27,6 +27,26 @@ PARAMS = st.fixed_dictionaries(
 )
 TOKENS = st.integers(0, 6)  # a small vocabulary, so that texts end, repeat themselves and have prefixes in common
 PROMPTS = st.lists(TOKENS, max_size=14)
+STOPS = st.lists(st.text("abc\u00e9", min_size=1, max_size=3), max_size=2)
+
+
+class Letters:
+    """What tokens print: five letters, and the two bytes of a sixth one."""
+
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        return [b"a", b"b", b"c", b"ab", b"cc", b"\xc3", b"\xa9"][token]
+
+
+def cut(tokens: list[int], stop: list[str], ends: bool) -> tuple[list[int], str]:
+    """The tokens up to the one that completes a stop string, and their text before it. ends: token 6 prints nothing."""
+    printed = [b"" if token == 6 and ends else Letters().decode_single_token_bytes(token) for token in tokens]
+    for count in range(len(tokens) + 1):
+        text = b"".join(printed[:count]).decode(errors="replace")
+        for end in range(len(text) + 1):
+            found = [its for its in stop if text[:end].endswith(its)]
+            if found:
+                return tokens[:count], text[: end - max(map(len, found))]
+    return tokens, text
 
 
 @functools.cache
@@ -64,7 +84,7 @@ class Histories(RuleBasedStateMachine):
         elif draft:  # a smaller one, or the target itself
             made = model(draft, n_layer=data.draw(st.integers(1, 2)), block_size=data.draw(st.sampled_from([5, 12])))
             options["drafter"] = ModelDrafter(made, self.model, self.max_rows, options["page_size"])
-        self.engine = Engine(self.model, stride=self.stride, **options)
+        self.engine = Engine(self.model, stride=self.stride, encoding=Letters(), **options)
         self.prefix = data.draw(st.lists(TOKENS, max_size=10))
         self.requests = []  # with their prompts and parameters, and the tokens of their events
         plan = self.engine.cache.plan
@@ -78,12 +98,13 @@ class Histories(RuleBasedStateMachine):
 
         self.engine.cache.plan = checked
 
-    @rule(prompt=PROMPTS, shared=st.integers(0, 10), params=PARAMS, salt=st.sampled_from("aab"))
-    def add(self, prompt, shared, params, salt):
+    @rule(prompt=PROMPTS, shared=st.integers(0, 10), params=PARAMS, salt=st.sampled_from("aab"), stop=STOPS)
+    def add(self, prompt, shared, params, salt, stop):
         from sampling import SamplingParams
 
         prompt = self.prefix[:shared] + prompt
-        self.requests.append((self.engine.add(prompt, SamplingParams(**params), salt), prompt, params, []))
+        request = self.engine.add(prompt, SamplingParams(**params), salt, stop)
+        self.requests.append((request, prompt, params, stop, [], []))
 
     @precondition(lambda self: self.engine.busy)
     @rule()
@@ -92,7 +113,8 @@ class Histories(RuleBasedStateMachine):
             (index,) = [index for index, entry in enumerate(self.requests) if entry[0] is event.request]
             assert event.error is None
             assert event.finish_reason == event.request.finish_reason
-            self.requests[index][-1].extend(event.tokens)
+            self.requests[index][-2].extend(event.tokens)
+            self.requests[index][-1].append(event.text)
         self.check()
 
     @precondition(lambda self: any(entry[0].finish_reason is None for entry in self.requests))
@@ -123,10 +145,13 @@ class Histories(RuleBasedStateMachine):
             return
         while self.engine.busy:
             self.step()
-        for request, prompt, params, tokens in self.requests:
+        for request, prompt, params, stop, tokens, texts in self.requests:
             (expected,) = run_rows(self.model, [prompt], options={"stride": self.stride}, **params)
+            expected, text = cut(expected, stop, not params["ignore_eos"])
             assert tokens == request.output
             assert tokens == (expected[: len(tokens)] if request.finish_reason == "abort" else expected)
+            assert "".join(texts) == request.text
+            assert text.startswith(request.text) if request.finish_reason == "abort" else text == request.text
         assert len(self.engine.scheduler.pool.free) == self.engine.scheduler.pool.num_pages
 
 

@@ -1,0 +1,583 @@
+"""Lesson 39: a text ends before a stop string, however tokens cut it, and shows no more than is certain."""
+
+import codecs
+import functools
+import io
+import itertools
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import CHECKPOINTS, random_tokens, run_rows
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+DRAFT = CHECKPOINTS / "stories-draft"
+
+
+# By hand.
+
+
+def cut(text, stops) -> tuple[str, bool]:
+    """A whole text, character by character up to the first stop string that is complete, and whether there is one."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - len(max(found, key=len))], True
+    return text, False
+
+
+def characters(data: bytes) -> str:
+    """What bytes say for certain: all but an incomplete character at their end."""
+    return codecs.utf_8_decode(data, "replace", False)[0]
+
+
+def beginning(text, stops) -> str:
+    """The longest end of a text that a stop string begins with, and is longer than."""
+    ends = [text[start:] for start in range(len(text))]
+    return next((end for end in ends if any(stop != end and stop.startswith(end) for stop in stops)), "")
+
+
+def until_stop(pieces, stops) -> int:
+    """After how many pieces of a text a stop string is complete; all of them if none is."""
+    counts = (n for n in range(1, len(pieces) + 1) if cut(characters(b"".join(pieces[:n])), stops)[1])
+    return next(counts, len(pieces))
+
+
+def encoding_of(pieces):
+    """A vocabulary: what each id stands for; None for an id without text."""
+    table = {token: piece for token, piece in enumerate(pieces) if piece is not None}
+    return SimpleNamespace(decode_single_token_bytes=table.__getitem__)
+
+
+def streamed(pieces, stops, skip=()) -> tuple[list[str], bool]:
+    """What a StopStream releases after each of these tokens and at the end, and whether it found a stop string."""
+    from tokenizer import StopStream
+
+    stream = StopStream(encoding_of(pieces), skip, tuple(stops))
+    released = [stream.add(token) for token in range(len(pieces))]
+    stopped = stream.stopped
+    return [*released, stream.end()], stopped
+
+
+def split(data: bytes, cuts) -> list[bytes]:
+    """Tokens of a text, some of them empty, that may cut its characters."""
+    places = [0, *sorted(min(place, len(data)) for place in cuts), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(places)]
+
+
+# A text as a stream of tokens: characters count, not tokens.
+
+
+CUTS = st.lists(st.integers(0, 24), max_size=24)
+FEW = st.text("ab", min_size=1, max_size=4)
+MANY = st.text("aé🙂\ufffd\n", min_size=1, max_size=3)
+BYTES = st.lists(st.sampled_from([b"a", "é".encode(), "🙂".encode(), b"\xff", b"\xc3", b"\xf0\x9f", b"\n"])).map(
+    b"".join
+)
+
+
+@given(text=st.text("abc", max_size=24), stops=st.lists(FEW, max_size=4), cuts=CUTS)
+@example(text="cabc", stops=["abc", "b"], cuts=[1, 2, 3])
+@example(text="caaa", stops=["aa", "aaa"], cuts=[1, 4])
+@example(text="aab", stops=["ab"], cuts=[1, 2])
+def test_any_split_into_tokens_gives_the_cut_of_the_whole_text(text, stops, cuts):
+    released, stopped = streamed(split(text.encode(), cuts), stops)
+    assert ("".join(released), stopped) == cut(text, stops)
+
+
+@given(data=BYTES, stops=st.lists(MANY, max_size=3), cuts=CUTS)
+def test_any_bytes_in_any_split_give_the_cut_of_the_whole_text(data, stops, cuts):
+    """Also where a token has half a character, and where there is none at all: that is U+FFFD."""
+    released, _ = streamed(split(data, cuts), stops)
+    assert "".join(released) == cut(data.decode("utf-8", "replace"), stops)[0]
+
+
+@given(data=BYTES, stops=st.lists(st.one_of(FEW, MANY), max_size=4), cuts=CUTS)
+def test_after_each_token_all_is_shown_but_what_may_begin_a_stop_string(data, stops, cuts):
+    pieces = split(data, cuts)
+    released, _ = streamed(pieces, stops)
+    for count in range(1, len(pieces) + 1):
+        text, stopped = cut(characters(b"".join(pieces[:count])), stops)
+        held = "" if stopped else beginning(text, stops)
+        assert "".join(released[:count]) + held == text
+
+
+def test_what_is_shown_is_what_all_continuations_have_in_common():
+    """Tried out, all of them. Not for a stop string with another one inside, which is always complete before it."""
+    words = ["".join(word) for size in range(5) for word in itertools.product("ab", repeat=size)]
+    endings = ["".join(rest) for size in range(3) for rest in itertools.product("abc", repeat=size)]
+    some = [stops for count in range(3) for stops in itertools.combinations(words[1:15], count)]
+    some = [stops for stops in some if not any(inner in stop[:-1] for stop in stops for inner in stops)]
+    for text, stops in itertools.product(words, some):
+        released, _ = streamed([bytes([byte]) for byte in text.encode()], stops)
+        texts = {cut(text + rest, stops)[0] for rest in endings}
+        assert "".join(released[:-1]) == os.path.commonprefix(list(texts)), (text, stops)
+
+
+@pytest.mark.parametrize(
+    "tokens, stops, released",
+    [
+        (["a", "b", "c"], [], ["a", "b", "c", ""]),
+        (["ab", "cd", "e"], ["bc"], ["a", "", "", ""]),  # it begins in one token and ends in the next
+        (["ab", "bd", "e"], ["bc"], ["a", "bbd", "e", ""]),  # what was held comes when it is none
+        (["a", "a", "a", "b"], ["aab"], ["", "", "a", "", ""]),  # only as far as it can still grow into one
+        (["xabcx"], ["abc", "b"], ["xa", ""]),  # the one that is complete first, not the one that begins first
+        (["xaaax"], ["aaa", "aa"], ["x", ""]),  # "aa" is complete first
+        (["xabx"], ["b", "ab"], ["x", ""]),  # the longest of two that end with the same character
+        (["abcab"], ["cd", "ab"], ["", ""]),  # nothing is left
+        (["ab", "a"], ["abc", "bac"], ["", "a", "ba"]),  # what begins one may begin another one later on
+        (["x", "ab"], ["abc"], ["x", "", "ab"]),  # the end of the text: it was none
+        (["a\n", "\nb"], ["\n\n"], ["a", "", ""]),
+        (["x", "ST", "OP"], ["stop", "Stop"], ["x", "ST", "OP", ""]),
+        (["a.b"], ["a*b", "a[.]b", "."], ["a", ""]),  # a string, not a pattern
+    ],
+)
+def test_texts_that_one_can_read(tokens, stops, released):
+    assert streamed([token.encode() for token in tokens], stops)[0] == released
+
+
+def test_a_stop_string_of_characters_that_tokens_cut():
+    letters = [bytes([byte]) for byte in "a🙂é!".encode()]
+    assert streamed(letters, ["🙂é"])[0] == ["a"] + [""] * 8
+    assert streamed(letters, ["🙃"])[0] == ["a", "", "", "", "🙂", "", "é", "!", ""]  # three bytes in common
+    assert streamed(["é".encode() + b"\xc3", b"\xa9"], ["éé"]) == (["", "", ""], True)
+    assert streamed(["é".encode() + b"\xc3"], ["éé"]) == (["", "é\ufffd"], False)
+    assert streamed([b"a", b"b\xc3"], ["abc", "\ufffdd"])[0] == ["", "", "ab\ufffd"]
+    assert streamed([b"a\xff", b"b"], ["\ufffdb"]) == (["a", "", ""], True)
+
+
+def test_the_rest_of_the_last_token_prints_nothing():
+    assert streamed([b"one. two. \xc3", b"\xa9"], [". t"]) == (["one", "", ""], True)
+    assert streamed([b"a\xc3"], ["a"]) == (["", ""], True)  # half a character, too
+
+
+def test_skipped_tokens_and_ids_without_text():
+    pieces = [b"a", b"<end>", b"b", None, b"c"]
+    assert streamed(pieces, ["ab"], skip=(1,)) == ([""] * 6, True)  # there is nothing between them
+    assert streamed(pieces, ["end"])[0] == ["a", "<", "", "", "", ""]
+    assert streamed(pieces, ["b\ufffdc"])[0] == ["a", "<end>", "", "", "", ""]
+
+
+# An engine whose model speaks a language of a few letters, with tokens of every kind.
+
+EOS = 60
+CHARACTERS = ["a", "b", "c", "ab", "bc", "aab", " ", "\n", "é", "🙂", "éa", "b🙂"]
+PARTS = [b"\xc3", b"\xa9", b"\xf0\x9f", b"\x99\x82", b"\xff", b"c\xf0", b"\x9f\x99\x82a"]
+SOME = [text.encode() for text in CHARACTERS] + PARTS
+PIECES = [*itertools.islice(itertools.cycle(SOME), EOS - 2), None, None, b"<|end|>"]
+
+
+def output_text(tokens, ignore_eos=False) -> list[bytes]:
+    """What each token of an output prints."""
+    silent = () if ignore_eos else (EOS,)
+    return [b"" if token in silent else b"\xff" if PIECES[token] is None else PIECES[token] for token in tokens]
+
+
+@functools.cache
+def alone(model, prompt, **params) -> list[int]:
+    """The tokens of `generate`."""
+    return run_rows(model, [list(prompt)], **params)[0]
+
+
+def expected(model, prompt, stop, **params) -> tuple[list[int], str, str]:
+    """Tokens, text and finish reason: those of `generate`, cut by hand."""
+    tokens = alone(model, tuple(prompt), **params)
+    printed = output_text(tokens, params.get("ignore_eos"))
+    count, text = until_stop(printed, stop), b"".join(printed)
+    ends = tokens[-1] == EOS and not params.get("ignore_eos")
+    reason = "stop" if ends or cut(characters(text), stop)[1] else "length"
+    return tokens[:count], cut(text.decode("utf-8", "replace"), stop)[0], reason
+
+
+def make(model, **options):
+    from engine.engine import Engine
+
+    return Engine(model, **{"encoding": encoding_of(PIECES)} | options)
+
+
+def add(engine, prompt, stop=(), **params):
+    from sampling import SamplingParams
+
+    return engine.add(prompt, SamplingParams(**params), stop=list(stop))
+
+
+def finish(engine) -> list:
+    """All events until there is nothing left to do; what each request has shown is its text all along."""
+    events, shown = [], {}
+    while engine.busy:
+        for event in engine.step():
+            events.append(event)
+            shown[event.request] = shown.get(event.request, "") + event.text
+            assert event.request.text == shown[event.request]
+    assert len(engine.scheduler.pool.free) == engine.scheduler.pool.num_pages
+    return events
+
+
+def results(requests) -> list[tuple[list[int], str, str]]:
+    return [(request.output, request.text, request.finish_reason) for request in requests]
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny(seed=5, eos_token_id=EOS, n_layer=1)
+
+
+LONG = {"max_new_tokens": 30, "temperature": 1.5, "ignore_eos": True, "seed": 3}  # the window moves
+
+
+def text_of(model, prompt, **params) -> str:
+    return expected(model, prompt, [], **params)[1]
+
+
+@given(data=st.data(), rows=st.integers(1, 4), eos=st.booleans())
+@settings(max_examples=20)
+def test_each_text_is_its_own_run_cut_at_its_own_stop_strings(model, data, rows, eos):
+    """Whatever chunks, pages, preemptions, shared prefixes and drafts there are."""
+    from engine.drafter import LookupDrafter, ModelDrafter
+
+    draw = data.draw
+    size = draw(st.integers(1, 5), "page_size")
+    drafter = draw(st.sampled_from([None, LookupDrafter(), ModelDrafter(model, model)]), "drafter")
+    pages = draw(st.integers(-(-16 // size), 3 * -(-16 // size)), "num_pages")
+    most = {"max_rows": draw(st.integers(1, 4), "max_rows"), "budget": draw(st.integers(1, 40), "budget")}
+    engine = make(model, num_pages=pages, page_size=size, drafter=drafter, gamma=draw(st.integers(1, 5)), **most)
+    requests, wanted = [], []
+    for row in range(rows):
+        prompt = random_tokens(8, 60)[: draw(st.integers(0, 8), "prompt")]
+        params = LONG | {"seed": row % 2, "ignore_eos": eos, "temperature": draw(st.sampled_from([0.0, 1.5]))}
+        text = text_of(model, prompt, **params)
+        start, length = draw(st.integers(0, len(text)), "start"), draw(st.integers(1, 6), "length")
+        stop = [found for found in (text[start : start + length],) if found] + draw(st.lists(FEW, max_size=1))
+        wanted.append(expected(model, prompt, stop, **params))
+        requests.append(add(engine, prompt, stop, **params))
+    finish(engine)
+    assert results(requests) == wanted
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_nothing_after_the_stop_string_is_computed(model, drafts):
+    from engine.drafter import ModelDrafter
+
+    prompt = random_tokens(5, 60)
+    text = text_of(model, prompt, **LONG)
+    stop = text[18:22]
+    tokens, kept, reason = expected(model, prompt, [stop], **LONG)
+    assert 2 < len(tokens) < 20 and reason == "stop" and text.startswith(kept + stop)
+    # A model that drafts for itself is always right: each step has gamma drafts, and one token more.
+    engine = make(model, drafter=ModelDrafter(model, model) if drafts else None, gamma=4)
+    request = add(engine, prompt, [stop], **LONG)
+    events = finish(engine)
+    assert results([request]) == [(tokens, kept, "stop")]
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]
+    assert [token for event in events for token in event.tokens] == tokens
+    if not drafts:
+        assert engine.steps == len(events) == len(tokens) and engine.positions == len(prompt) + len(tokens) - 1
+    else:
+        assert engine.steps < len(tokens) == engine.accepted + engine.steps
+
+
+def test_a_stop_string_within_accepted_drafts_ends_the_text_there(model):
+    """Wherever in the run it is: no token and no character after it."""
+    from engine.drafter import ModelDrafter
+
+    prompt, lengths = random_tokens(4, 60), set()
+    text = text_of(model, prompt, **LONG)
+    for end in range(4, 28, 2):
+        stop = [text[end - 2 : end]]
+        engine = make(model, drafter=ModelDrafter(model, model), gamma=6)
+        request = add(engine, prompt, stop, **LONG)
+        *_, last = finish(engine)
+        assert results([request]) == [expected(model, prompt, stop, **LONG)]
+        assert last.finish_reason == "stop" and engine.accepted >= len(request.output) - engine.steps
+        lengths.add(len(last.tokens))
+    assert len(lengths) > 3 and min(lengths) < 4
+
+
+def test_pages_chunks_and_prefixes_do_not_move_the_end_of_a_text(model):
+    """Texts side by side with too few pages, a small budget, and prompts in common."""
+    prompts = [random_tokens(9, 60), random_tokens(12, 60), random_tokens(12, 60), [7, 7]]
+    each = [LONG | {"seed": row} for row in range(4)]
+    stops = [[text_of(model, prompt, **its)[20:23]] for prompt, its in zip(prompts, each)]
+    engine = make(model, num_pages=10, page_size=2, budget=5)
+    requests = [add(engine, prompt, stop, **its) for prompt, stop, its in zip(prompts, stops, each)]
+    finish(engine)
+    assert engine.scheduler.preemptions > 0 and engine.scheduler.shared > 0
+    assert results(requests) == [expected(model, *row[:2], **row[2]) for row in zip(prompts, stops, each)]
+    assert {request.finish_reason for request in requests} == {"stop"}
+
+
+def test_each_row_stops_for_itself(model):
+    """A string that ends one text is nothing in the next; who stops makes room for who waits."""
+    text = text_of(model, [1], **LONG)
+    stops = [[text[5:8]], [], [text[30:33], text[10:13]]]
+    engine = make(model, max_rows=2)
+    requests = [add(engine, [1], stop, **LONG) for stop in stops]
+    events = finish(engine)
+    assert results(requests) == [expected(model, [1], stop, **LONG) for stop in stops]
+    assert requests[1].text == text and len({len(request.output) for request in requests}) == 3
+    ended = [event.request for event in events if event.finish_reason]
+    assert ended == [requests[0], requests[2], requests[1]]  # the last one began when the first had stopped
+
+
+def test_a_prompt_is_no_part_of_the_text(model):
+    """Neither shown nor looked at: a stop string in it, or one that begins in it, ends nothing."""
+    prompt = [2, 0, 1, 8, 9]  # "cabé🙂"
+    text = text_of(model, prompt, **LONG)
+    stop = ["cab", "cabé🙂" + text[:2], "🙂" + text[:3]]
+    assert not any(string in text for string in stop)
+    request = add(engine := make(model), prompt, stop, **LONG)
+    finish(engine)
+    assert (request.text, len(request.output)) == (text, 30)
+
+
+def test_events_have_the_text_that_is_certain(model):
+    """Step by step: what was generated, without what may yet become a stop string or half a character."""
+    text = text_of(model, [4], **LONG)
+    stop = [text[at : at + 3] + "never" for at in (2, 9, 20)]  # so much of them is held, and then released
+    request = add(engine := make(model), [4], stop, **LONG)
+    printed, held = output_text(alone(model, (4,), **LONG), True), set()
+    while engine.busy:
+        (event,) = engine.step()
+        certain = characters(b"".join(printed[: len(request.output)]))
+        if not event.finish_reason:
+            assert request.text + beginning(certain, stop) == certain
+            held.add(beginning(certain, stop))
+    assert request.text == text and max(map(len, held)) >= 3
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("wanted, params", [("length", LONG), ("stop", {"max_new_tokens": 40})])
+def test_what_was_held_is_shown_at_the_end(tiny, wanted, params, drafts):
+    """At the limit of the length, and at EOS, which has no text."""
+    from engine.drafter import ModelDrafter
+
+    model = tiny(seed=4, eos_token_id=EOS)
+    runs = ((prompt, *expected(model, prompt, [], **params)) for prompt in ([first] for first in range(60)))
+    prompt, tokens, text, reason = next(run for run in runs if run[3] == wanted and len(run[2]) > 5)
+    engine = make(model, drafter=ModelDrafter(model, model) if drafts else None)
+    request = add(engine, prompt, [text[-2:] + "never"], **params)
+    *before, last = finish(engine)
+    assert results([request]) == [(tokens, text, reason)]
+    assert last.finish_reason == reason and last.text.endswith(text[-2:] if before else text)
+    assert not "".join(event.text for event in before).endswith(text[-2:])
+
+
+@pytest.mark.parametrize("error", [MemoryError("too much"), None])
+def test_what_was_held_is_shown_when_a_text_fails(model, monkeypatch, error):
+    """Without memory, and with logits that are not finite."""
+    from engine import engine as module
+
+    real = module.last_logits
+
+    def fail(*args):
+        if error:
+            raise error
+        return real(*args) * float("nan")
+
+    printed = b"".join(output_text(alone(model, (5,), **LONG)[:4], True))
+    request = add(engine := make(model), [5], [characters(printed) + "never"], **LONG)
+    while len(request.output) < 4:
+        engine.step()
+    assert request.text == "" and len(printed) > 4
+    monkeypatch.setattr(module, "last_logits", fail)
+    (event,) = engine.step()
+    assert (event.finish_reason, event.tokens) == ("error", []) and event.error
+    assert event.text == request.text == printed.decode("utf-8", "replace")
+
+
+def test_half_a_character_at_the_end_is_the_replacement_character(model):
+    """And that is text: it may be all that a stop string lacks."""
+    printed, ends = output_text(alone(model, (6,), **LONG), True), {}
+    for count in range(1, len(printed)):
+        data = b"".join(printed[:count])
+        text = data.decode("utf-8", "replace")
+        if characters(data) != text and text.count(text[-2:]) == 1:
+            ends[count] = text
+    count, text = ends.popitem()
+    params = LONG | {"max_new_tokens": count}
+    requests = [add(engine := make(model), [6], **params), add(engine, [6], [text[-2:]], **params)]
+    finish(engine)
+    assert [request.text for request in requests] == [text, text[:-2]]
+
+
+# EOS and the last token.
+
+
+@pytest.fixture(scope="module")
+def ending(tiny):
+    """A model, and a prompt after which it comes to EOS."""
+    model = tiny(seed=4, eos_token_id=EOS)
+    return model, next([first] for first in range(60) if EOS in alone(model, (first,), max_new_tokens=30))
+
+
+def test_eos_prints_nothing_and_is_text_where_it_is_ignored(ending):
+    model, prompt = ending
+    engine = make(model)
+    ended = add(engine, prompt, ["end"], max_new_tokens=30)
+    ignored = add(engine, prompt, [], max_new_tokens=30, ignore_eos=True)
+    stopped = add(engine, prompt, ["|>"], max_new_tokens=30, ignore_eos=True)
+    finish(engine)
+    assert ended.output[-1] == EOS and "end" not in ended.text and ended.finish_reason == "stop"
+    assert "<|end|>" in ignored.text and len(ignored.output) == 30 and ignored.finish_reason == "length"
+    assert stopped.text == ignored.text[: ignored.text.index("|>")] and stopped.output == ended.output
+    assert stopped.finish_reason == "stop"
+
+
+def test_a_stop_string_that_the_last_token_completes(model):
+    """The text ends there for both reasons; it was not cut off."""
+    text, params = text_of(model, [9], **LONG), LONG | {"max_new_tokens": 0}
+    tokens, kept, _ = expected(model, [9], [text[12:14]], **LONG)
+    params["max_new_tokens"] = len(tokens)
+    request = add(engine := make(model), [9], [text[12:14]], **params)
+    finish(engine)
+    assert results([request]) == [(tokens, kept, "stop")]
+
+
+def test_a_text_of_no_tokens(model):
+    request = add(engine := make(model), [9], ["a"], max_new_tokens=0)
+    assert not engine.busy and results([request]) == [([], "", "length")]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("stop", ["", "a", [""], ["a", ""], [1], [None], [b"a"], ["a", ["b"]]])
+def test_what_is_no_list_of_strings_is_refused(model, stop):
+    from checkpoint import UserError
+    from sampling import SamplingParams
+
+    engine = make(model)
+    with pytest.raises(UserError) as error:
+        engine.add([1], SamplingParams(), stop=stop)
+    assert str(error.value) == f"stop is {stop!r}; it must be a list of strings that are not empty"
+    assert not engine.busy
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_an_engine_without_an_encoding_has_tokens_and_no_text(ending, ignore_eos):
+    from checkpoint import UserError
+
+    model, prompt = ending
+    engine, params = make(model, encoding=None), {"max_new_tokens": 30, "ignore_eos": ignore_eos}
+    with pytest.raises(UserError) as error:
+        add(engine, prompt, ["a"], **params)
+    assert str(error.value) == "an engine without an encoding does not know stop strings"
+    assert not engine.busy
+    request = add(engine, prompt, **params)
+    assert {event.text for event in finish(engine)} == {request.text} == {""}
+    assert request.output == alone(model, tuple(prompt), **params) and EOS in request.output
+
+
+# The command line, with the embedded model.
+
+STORY = ["--model", DRAFT, "--prompt", "Once upon a time", "--max-new-tokens", 60]
+
+
+def plain(cli, *args) -> str:
+    """The text without --engine."""
+    code, out, _ = cli(*STORY, *args)
+    assert code == 0
+    return out[:-1]
+
+
+def test_still_the_whole_text_without_stop_strings(cli):
+    code, out, err = cli("--engine", *STORY)
+    assert (code, out) == (0, plain(cli) + "\n") and err.startswith("60 tokens, ")
+
+
+def test_the_command_line_ends_a_text_before_its_first_stop_string(cli):
+    text = plain(cli)
+    code, out, err = cli("--engine", *STORY, "--stop", "mom", "--stop", ". She", "--stop", "loved to dance")
+    assert code == 0 and out == text[: text.index(". She")] + "\n"
+    assert cli("--engine", *STORY, "--stop", "mom")[1] == text[: text.index("mom")] + "\n"
+    assert cli("--engine", *STORY, "--stop", "no such word")[1] == text + "\n"
+
+
+@pytest.fixture(scope="module")
+def story():
+    """What each token of the embedded draft model's text prints."""
+    from infer import load_encoding
+    from model import GPT
+
+    encoding = load_encoding(DRAFT, 4096)
+    (tokens,) = run_rows(GPT.from_pretrained(DRAFT), [encoding.encode("Once upon a time")], max_new_tokens=60)
+    return [encoding.decode_single_token_bytes(token) for token in tokens]
+
+
+@pytest.mark.parametrize("drafts", [[], ["--draft", DRAFT, "--gamma", 5]])
+def test_statistics_count_all_tokens_that_were_generated(cli, story, drafts):
+    """Those of the stop string, too. Nothing is computed after it."""
+    count, kept = until_stop(story, ["be careful and"]), cut(b"".join(story).decode(), ["be careful and"])[0]
+    code, out, err = cli("--engine", *STORY, "--stop", "be careful and", *drafts)
+    assert code == 0 and out == f"Once upon a time{kept}\n" and 20 < count < 60
+    steps = int(err.splitlines()[1].split()[0])
+    assert err.startswith(f"{count} tokens, ") and (steps < count if drafts else steps == count)
+
+
+def test_a_text_is_shown_as_it_comes_as_far_as_it_is_certain(monkeypatch, story):
+    """After each step, without a character too many: a terminal cannot take it back."""
+    import infer
+
+    stops, shown = ["s to be careful", "mom told him"], []
+
+    class Terminal(io.StringIO):
+        def flush(self):
+            shown.append(self.getvalue())
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    infer.main(["--device", "cpu", "--engine", *map(str, STORY), *(f"--stop={stop}" for stop in stops)])
+    for count in range(1, until_stop(story, stops)):
+        text = b"".join(story[:count]).decode()
+        assert shown[count - 1] == "Once upon a time" + text.removesuffix(beginning(text, stops))
+    assert shown[-1] == "Once upon a time" + cut(b"".join(story).decode(), stops)[0] + "\n"
+
+
+def test_texts_side_by_side_stop_each_for_itself(cli):
+    """The prompts, each with a stop string in it, are shown whole."""
+    prompts, line = ["Once upon a time", "One day, a bird"], "\n" + "-" * 40 + "\n"
+    given = ["--model", DRAFT, "--max-new-tokens", 30, *(part for text in prompts for part in ("--prompt", text))]
+    given += ["--num-samples", 2, "--temperature", 1, "--seed", 3]
+    texts, stops = cli(*given)[1][:-1].split(line), ["was", "little", "day", "upon"]
+    pairs = zip(texts, [prompt for prompt in prompts for _ in range(2)])
+    wanted = [prompt + cut(text.removeprefix(prompt), stops)[0] for text, prompt in pairs]
+    code, out, _ = cli("--engine", *given, *(part for stop in stops for part in ("--stop", stop)))
+    assert code == 0 and out == line.join(wanted) + "\n" and len(set(map(len, wanted))) == 4
+    assert cli("--engine", *given)[1] == line.join(texts) + "\n"
+
+
+def test_a_conversation_goes_on_from_what_was_shown(cli, tiny_checkpoint, monkeypatch):
+    """A reply ends before a stop string, and there it ends for the next message, too."""
+    from chat import Chat
+
+    template, seen, encode = "{% for message in messages %}{{ message['content'] }}{% endfor %}", [], Chat.encode
+    (tiny_checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    monkeypatch.setattr(Chat, "encode", lambda self, said, *rest: seen.append(list(said)) or encode(self, said, *rest))
+    given = ["--model", tiny_checkpoint, "--chat", "--ignore-eos", "--max-new-tokens", 20]
+    reply = cli(*given, "--prompt", "Hello")[1][:-1]
+    kept = reply[: reply.index(reply[20:24])]
+    seen.clear()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\nThere\n")))
+    code, out, err = cli(*given, "--engine", "--stop", reply[20:24])
+    assert code == 0 and out.startswith(kept + "\n") and 0 < len(kept) < len(reply)
+    assert [message["content"] for message in seen[1]] == ["Hello", kept, "There"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--stop", "x"], "--stop is for --engine only\n"),
+        (["--stop", ""], "--stop is for --engine only\n"),
+        (["--engine", "--stop", ""], "stop is ['']; it must be a list of strings that are not empty\n"),
+        (
+            ["--engine", "--stop", "x", "--stop", ""],
+            "stop is ['x', '']; it must be a list of strings that are not empty\n",
+        ),
+        (["--engine", "--stop"], "expected one argument\n"),
+    ],
+)
+def test_bad_stop_strings_are_one_line(cli, arguments, words):
+    code, out, err = cli(*STORY, *arguments)
+    assert (code, out) == (2, "") and err.endswith(words) and err.count("\n") == 1
