@@ -83,13 +83,19 @@ def whole_number(least: int, most: int | None = None):
 
 
 def add_options(
-    parser: argparse.ArgumentParser, output: str, lengths: list[int], repeats: int, dtypes: bool = True
+    parser: argparse.ArgumentParser,
+    output: str,
+    lengths: list[int] | None,
+    repeats: int,
+    dtypes: bool = True,
+    columns: dict[str, str] = COLUMNS,
 ) -> None:
-    """The options that benchmarks share. dtypes: --dtype is one of them."""
+    """The options that benchmarks share. lengths: None for no --max-new-tokens. dtypes: --dtype is one of them."""
     parser.formatter_class = Formatter
-    parser.epilog = "columns of the CSV file:\n" + "\n".join(f"  {name:20} {text}" for name, text in COLUMNS.items())
+    parser.epilog = "columns of the CSV file:\n" + "\n".join(f"  {name:20} {text}" for name, text in columns.items())
     number, cores = whole_number(1), os.cpu_count() or 1
-    parser.add_argument("--max-new-tokens", type=whole_number(2), **LIST, default=lengths, help="lengths to time")
+    if lengths:
+        parser.add_argument("--max-new-tokens", type=whole_number(2), **LIST, default=lengths, help="lengths to time")
     if dtypes:
         parser.add_argument("--dtype", **LIST, default=["float32"], choices=FLOATS, help="of the weights")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run")
@@ -104,10 +110,13 @@ def add_options(
     )
 
 
-def run_benchmark(parser: argparse.ArgumentParser, measure, baseline: str | dict, plot, argv=None) -> None:
+def run_benchmark(
+    parser: argparse.ArgumentParser, measure, baseline: str | dict | None, plot, argv=None, results_file=None
+) -> None:
     """Parse a command line and call measure(args, device, results); then summarise and plot whatever rows are there.
 
-    baseline: as in `summarise`. plot: a function of the summary that returns a figure.
+    baseline: as in `summarise`. plot: a function of the summary that returns a figure. results_file: the class of
+    results, None for ResultsFile.
     """
 
     def run(args) -> None:
@@ -115,7 +124,7 @@ def run_benchmark(parser: argparse.ArgumentParser, measure, baseline: str | dict
             torch.set_num_threads(args.threads)
         device = pick_device(args.device)
         try:
-            results = ResultsFile(args.output)
+            results = (results_file or ResultsFile)(args.output)
             try:
                 measure(args, device, results)
             finally:
@@ -128,10 +137,10 @@ def run_benchmark(parser: argparse.ArgumentParser, measure, baseline: str | dict
     run_script(parser, run, argv)
 
 
-def report(results: "ResultsFile", baseline: str | dict, plot) -> None:
+def report(results: "ResultsFile", baseline: str | dict | None, plot) -> None:
     """Close the results, and if there are any, write and print the summary, and draw the plot."""
     if results.close():
-        summary, picture = summarise(results.rows, baseline), io.BytesIO()
+        summary, picture = results.summarise(baseline), io.BytesIO()
         plot(summary).savefig(picture, dpi=120, format="png")
         write_whole(results.summary, summary.to_csv(index=False).encode())
         write_whole(results.plot, picture.getvalue())
@@ -144,6 +153,8 @@ class ResultsFile:
     Rows are written to PATH.part. It must not exist, so two runs never share a file, and the rows of a run that was
     killed stay there. `close` renames it. Raises UserError for a path that cannot be used, OSError for a full disk.
     """
+
+    columns = COLUMNS
 
     def __init__(self, path: Path):
         if path.suffix != ".csv":
@@ -158,7 +169,7 @@ class ResultsFile:
             why = "another run writes to it, or was killed and left its rows there"
             raise UserError(f"{self.part} exists: {why}; wait, or move that file") from None
         try:
-            self.append(dict(zip(COLUMNS, COLUMNS)))
+            self.append(dict(zip(self.columns, self.columns)))
         except OSError:
             self.close()
             raise
@@ -166,7 +177,7 @@ class ResultsFile:
     def append(self, row: dict) -> None:
         """Write a line, or nothing: no part of a line that does not fit on the disk is left."""
         line = io.StringIO()
-        csv.DictWriter(line, COLUMNS, lineterminator="\n").writerow(row)
+        csv.DictWriter(line, self.columns, lineterminator="\n").writerow(row)
         data, end = line.getvalue().encode(), self.file.tell()
         try:
             while data:  # a nearly full disk takes the beginning first
@@ -181,6 +192,10 @@ class ResultsFile:
         self.rows.append(row)
         shown = "{model}  {dtype}  batch {batch_size}  {new_tokens} tokens  temperature {temperature}  prompt {prompt}"
         print(f"{shown}  repeat {{repeat}}  {{mode}}: {{decode_tokens_per_s:.1f}}/s".format(**row), file=sys.stderr)
+
+    def summarise(self, baseline: str | dict):
+        """The table of all rows."""
+        return summarise(self.rows, baseline)
 
     def close(self) -> bool:
         """Put the rows where an older file may be, and remove that one's summary and plot; False without any rows."""
