@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from cache import KVCache, check_stride, window_start
-from engine.drafter import check_gamma, check_vocabularies, lookup
+from engine.drafter import check_vocabularies, lookup
 from infer import (
     STORIES,
     Output,
@@ -22,7 +22,7 @@ from infer import (
     seeded_generator,
 )
 from model import Model
-from sampling import SamplingParams, penalize, sampling_probs
+from sampling import SamplingParams, check_limits, penalize, sampling_probs
 from tokenizer import load_encoding
 
 
@@ -54,7 +54,7 @@ def generate_speculative(
     Yields passes, of `params.max_new_tokens` tokens in all at most.
     Raises UserError if gamma is not in 1..16, the models differ in vocabulary, or as `infer.generate` does.
     """
-    check_gamma(gamma)
+    check_limits(gamma=gamma)
     if isinstance(draft, Model):
         check_vocabularies(target.config, draft.config)
     config = target.config

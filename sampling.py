@@ -46,7 +46,7 @@ def params_of_each(params: SamplingParams | list[SamplingParams], count: int) ->
 
 NOT_FINITE = "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
 LARGEST = sys.float_info.max
-LIMITS = {  # field of SamplingParams, or argument of beam_search: its type, which values are valid, how to say that
+LIMITS = {  # field of SamplingParams, or argument elsewhere: its type, which values are valid, how to say that
     "max_new_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
     "ignore_eos": (bool, lambda v: True, "True or False"),
     "temperature": (int | float, lambda v: 0 <= v <= LARGEST, "a finite number >= 0"),
@@ -58,6 +58,11 @@ LIMITS = {  # field of SamplingParams, or argument of beam_search: its type, whi
     "seed": (int | None, lambda v: v is None or 0 <= v < 2**64, "None or an integer from 0 to 2**64 - 1"),
     "num_beams": (int, lambda v: 1 <= v <= 2**16, "an integer from 1 to 65536"),
     "length_penalty": (int | float, lambda v: -10 <= v <= 10, "a number in [-10, 10]"),
+    "max_rows": (int, lambda v: v >= 1, "an integer >= 1"),
+    "num_pages": (int, lambda v: v >= 1, "an integer >= 1"),
+    "page_size": (int, lambda v: v >= 1, "an integer >= 1"),
+    "budget": (int, lambda v: v >= 1, "an integer >= 1"),
+    "gamma": (int, lambda v: 1 <= v <= 16, "an integer from 1 to 16"),
 }
 
 

@@ -7,10 +7,10 @@ import torch
 from cache import check_stride, shared_length, window_start
 from checkpoint import UserError
 from engine.cache import PagedCache, Span, last_logits
-from engine.pages import PagePool, check_counts
+from engine.pages import PagePool
 from engine.request import Request
 from model import Model
-from sampling import choose
+from sampling import check_limits, choose
 
 
 class Drafter(Protocol):
@@ -44,7 +44,7 @@ class ModelDrafter:
 
     def __init__(self, draft: Model, target: Model, max_rows: int = 32, page_size: int = 16):
         check_vocabularies(target.config, draft.config)
-        check_counts(max_rows=max_rows, page_size=page_size)
+        check_limits(max_rows=max_rows, page_size=page_size)
         self.model, self.block_size = draft, draft.config.block_size
         self.stride = check_stride(None, self.block_size)
         self.pool = PagePool(max_rows * -(-self.block_size // page_size), page_size)
@@ -79,7 +79,6 @@ class ModelDrafter:
         window = text[window_start(len(text), self.block_size, self.stride) :]
         known = shared_length(held.tokens, window[:-1])
         del held.tokens[known:]
-        self.pool.shrink(held.pages, known)
         self.pool.grow(held.pages, len(window))
         return Span(held.pages, known, window[known:])
 
@@ -107,10 +106,3 @@ def check_vocabularies(target, draft) -> None:
             f"target and draft need the same vocabulary: the target has {size} tokens, EOS {sorted(eos)};"
             f" the draft {draft_size}, EOS {sorted(draft_eos)}"
         )
-
-
-def check_gamma(gamma: int) -> int:
-    """The number of drafts for a pass. Raises UserError if it is not from 1 to 16."""
-    if not isinstance(gamma, int) or isinstance(gamma, bool) or not 1 <= gamma <= 16:
-        raise UserError(f"gamma is {gamma!r}; it must be an integer from 1 to 16")
-    return gamma

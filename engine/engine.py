@@ -12,12 +12,12 @@ import torch
 from cache import check_stride, shared_length
 from checkpoint import UserError
 from engine.cache import PagedCache, Span, last_logits
-from engine.drafter import Drafter, check_gamma
-from engine.pages import PagePool, check_counts
+from engine.drafter import Drafter
+from engine.pages import PagePool
 from engine.request import Event, Request
 from engine.scheduler import Scheduler, Work
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, choose, params_of_each
+from sampling import NOT_FINITE, SamplingParams, check_limits, choose, params_of_each
 from tokenizer import StopStream
 
 
@@ -45,13 +45,13 @@ class Engine:
         encoding: tiktoken.Encoding | None = None,
     ):
         block_size = model.config.block_size
-        check_counts(max_rows=max_rows, page_size=page_size, budget=budget)
+        check_limits(max_rows=max_rows, page_size=page_size, budget=budget, gamma=gamma)
         num_pages = max_rows * -(-block_size // page_size) if num_pages is None else num_pages
-        check_counts(num_pages=num_pages)
+        check_limits(num_pages=num_pages)
         self.model, self.cache = model, PagedCache(model, num_pages, page_size)
         pool = PagePool(num_pages, page_size)
         self.scheduler = Scheduler(pool, max_rows, budget, block_size, check_stride(stride, block_size))
-        self.drafter, self.gamma, self.encoding = drafter, check_gamma(gamma), encoding
+        self.drafter, self.gamma, self.encoding = drafter, gamma, encoding
         self.steps = self.positions = self.drafted = self.accepted = 0  # so far
 
     def add(self, prompt: list[int], params: SamplingParams, salt: str = "", stop: Sequence[str] = ()) -> Request:
@@ -107,8 +107,7 @@ class Engine:
         that are not finite, also behind a draft, end theirs alone; waiting ones go on. If the pass fails with anything
         else, such as KeyboardInterrupt, no text has changed, and the next step goes on from there.
         """
-        if self.drafter:
-            self.draft(self.drafter)
+        self.draft()
         works = self.scheduler.schedule()
         if not works:
             return []
@@ -130,8 +129,10 @@ class Engine:
                 self.scheduler.advance(work, [])
         return events
 
-    def draft(self, drafter: Drafter) -> None:
+    def draft(self) -> None:
         """Ask for drafts for the requests that lack nothing but their newest token, and have none yet."""
+        if self.drafter is None:
+            return
         asking = [its for its in self.scheduler.running if len(its.lacking) == 1 and not its.drafts]
         # No pass crosses a hop: all of its positions see one window. The last token comes without a draft.
         room = [self.model.config.block_size - its.length for its in asking]
@@ -139,7 +140,7 @@ class Engine:
         budget = self.scheduler.budget - len(self.scheduler.running)
         counts = [min(self.gamma, budget, *most) for most in zip(room, left)]
         with contextlib.suppress(MemoryError, RuntimeError):  # then there are no drafts
-            for its, count, drafts in zip(asking, counts, drafter.propose(asking, counts)):
+            for its, count, drafts in zip(asking, counts, self.drafter.propose(asking, counts)):
                 its.drafts = drafts[:count]
 
     def compute(self, works: list[Work], spans: list[Span]) -> list[list[int] | None]:
@@ -171,18 +172,21 @@ class Engine:
         self.accepted += accepted
         self.scheduler.advance(work, tokens)
         if reason:
-            self.scheduler.finish(request, reason)
-            text += request.stream.end() if request.stream else ""
+            text += self.end(request, reason)
         request.text += text
         return Event(request, tokens, reason, text=text)
 
     def fail(self, request: Request, span: Span, error: str) -> Event:
         """End a request that could not be computed."""
         self.cache.clear(span)
-        self.scheduler.finish(request, "error")
-        text = request.stream.end() if request.stream else ""
+        text = self.end(request, "error")
         request.text += text
         return Event(request, [], "error", error, text)
+
+    def end(self, request: Request, reason: str) -> str:
+        """A request is over: the text that was held back."""
+        self.scheduler.finish(request, reason)
+        return request.stream.end() if request.stream else ""
 
     def run(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
         """The outputs for a list of prompts, in its order. params: for all of them, or one for each.

@@ -5,8 +5,6 @@ import hashlib
 import itertools
 from collections import OrderedDict
 
-from checkpoint import UserError
-
 
 class PagePool:
     """Pages by number, each free or in the tables of one or more requests.
@@ -99,10 +97,3 @@ def root(salt: str) -> bytes:
 def digest(parent: bytes, tokens: list[int]) -> bytes:
     """The name of a full page: of its tokens, and by its parent's name of all before them."""
     return hashlib.sha256(parent + array.array("q", tokens).tobytes()).digest()
-
-
-def check_counts(**counts: int) -> None:
-    """Raise UserError for the first that is not a positive integer."""
-    for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise UserError(f"{name} is {count!r}; it must be an integer >= 1")

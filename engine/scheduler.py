@@ -109,7 +109,8 @@ class Scheduler:
         request.computed += len(work.tokens) - len(work.drafts) + max(len(tokens) - 1, 0)
         request.tokens += tokens
         request.drafts = []
-        self.pool.publish(request.pages, request.digests, request.window[: request.computed], request.salt)
+        if request.computed // self.pool.page_size > len(request.digests):  # a page has been filled
+            self.pool.publish(request.pages, request.digests, request.window[: request.computed], request.salt)
         self.pool.shrink(request.pages, request.length)  # refused drafts may have taken more
         self.move_window(request)
 
