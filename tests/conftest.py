@@ -1,6 +1,7 @@
 """What the lessons' tests share: models small enough to be instant, the embedded one, and the command line."""
 
 import shutil
+import time
 from pathlib import Path
 
 import hypothesis
@@ -58,6 +59,40 @@ def in_cache(model, cache, new: list[int]) -> torch.Tensor:
     return model.head(model.hidden(torch.tensor([new]), cache.extend([new]), cache.attend))
 
 
+def own_run(model, request) -> list[int]:
+    """What `generate` writes for a request of an engine."""
+    return run_rows(model, [request.tokens[: request.prompt_length]], **vars(request.params))[0]
+
+
+def own_texts(model, prompts, params) -> list[list[int]]:
+    """The texts that `generate` writes, one at a time. params: of each prompt."""
+    from infer import generate
+
+    rows = [list(generate(model, [prompt], its)) for prompt, its in zip(prompts, params)]
+    return [[token for (token,) in steps] for steps in rows]
+
+
+def request_params(count: int, **params) -> list:
+    """Parameters for so many requests, each with a seed of its own."""
+    from sampling import SamplingParams
+
+    return [SamplingParams(ignore_eos=True, seed=100 + row, **params) for row in range(count)]
+
+
+def make_engine(model, prompts, params, **options) -> tuple:
+    """An engine, and its requests for these prompts."""
+    from engine.engine import Engine
+
+    engine = Engine(model, **options)
+    return engine, [engine.add(prompt, its) for prompt, its in zip(prompts, params)]
+
+
+def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
+    """The same, greedy, for random prompts of these lengths."""
+    prompts = [random_tokens(length, seed=row) for row, length in enumerate(lengths)]
+    return make_engine(model, prompts, request_params(len(prompts), max_new_tokens=max_new_tokens), **options)
+
+
 @pytest.fixture(scope="session")
 def stories() -> GPT:
     """The embedded model, in float32."""
@@ -89,6 +124,12 @@ def tiny_llama():
         return model.init_weights(std=0.4, generator=torch.Generator().manual_seed(seed)).eval()
 
     return build
+
+
+@pytest.fixture(params=["tiny", "tiny_llama"])
+def build(request):
+    """A function that builds a GPT-2, or a Llama whose query heads share keys."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -130,6 +171,20 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "SOURCE", source)
     yield build
     build.load.cache_clear()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock on which only forward passes take time: a second for each position that a model computes."""
+    seconds, hidden = [0.0], GPT.hidden
+
+    def timed(self, tokens, *args):
+        seconds[0] += tokens.numel()
+        return hidden(self, tokens, *args)
+
+    monkeypatch.setattr(GPT, "hidden", timed)
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
+    return seconds
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-import time
 
 import pandas
 import pytest
@@ -54,20 +53,6 @@ def bench(checkpoint, tmp_path, run_main, monkeypatch):
     run.plot, run.have = script.plot, have
     monkeypatch.setattr(script, "plot", lambda summary: Figure())  # the real one takes a while
     return run
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock on which only forward passes take time: a second for each position that a model computes."""
-    seconds, hidden = [0.0], GPT.hidden
-
-    def timed(self, tokens, *args):
-        seconds[0] += tokens.numel()
-        return hidden(self, tokens, *args)
-
-    monkeypatch.setattr(GPT, "hidden", timed)
-    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
-    return seconds
 
 
 def values(rows, mode, repeat=0, size=None, temperature=0.0):

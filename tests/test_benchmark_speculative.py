@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-import time
 
 import pandas
 import pytest
@@ -53,22 +52,6 @@ def bench(checkpoint, tmp_path, run_main, monkeypatch):
     run.alone, run.plot = alone, script.plot
     monkeypatch.setattr(script, "plot", lambda summary: Figure())  # the real one takes a while
     return run
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock on which only forward passes take time: a second for each position that a model computes."""
-    from model import GPT
-
-    seconds, hidden = [0.0], GPT.hidden
-
-    def timed(self, tokens, *args):
-        seconds[0] += tokens.numel()
-        return hidden(self, tokens, *args)
-
-    monkeypatch.setattr(GPT, "hidden", timed)
-    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
-    return seconds
 
 
 def test_a_row_for_each_run_in_turns(bench, tmp_path, monkeypatch):

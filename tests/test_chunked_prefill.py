@@ -4,36 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, random_tokens
-
-
-def request_params(count, **params):
-    """Parameters for so many requests, each with a seed of its own."""
-    from sampling import SamplingParams
-
-    return [SamplingParams(ignore_eos=True, seed=100 + row, **params) for row in range(count)]
-
-
-def expected(model, prompts, params):
-    """The texts that `generate` writes, one at a time."""
-    from infer import generate
-
-    rows = [list(generate(model, [prompt], its)) for prompt, its in zip(prompts, params)]
-    return [[token for (token,) in steps] for steps in rows]
-
-
-def make(model, prompts, params, **options):
-    """An engine, and its requests for these prompts."""
-    from engine.engine import Engine
-
-    engine = Engine(model, **options)
-    return engine, [engine.add(prompt, its) for prompt, its in zip(prompts, params)]
-
-
-def make_all(model, lengths, max_new_tokens, **options):
-    """The same, greedy, for random prompts of these lengths."""
-    prompts = [random_tokens(length, seed=row) for row, length in enumerate(lengths)]
-    return make(model, prompts, request_params(len(prompts), max_new_tokens=max_new_tokens), **options)
+from conftest import CHECKPOINTS, make_engine, make_greedy, own_texts, random_tokens, request_params
 
 
 def add(engine, prompt, max_new_tokens=4):
@@ -67,9 +38,9 @@ def test_the_same_texts_and_draws_for_every_budget(kind, params, request):
     model = request.getfixturevalue(kind)(seed=6)
     prompts = [random_tokens(length, seed=length) for length in (0, 13, 3, 21)]
     each = request_params(4, max_new_tokens=12, **params)
-    texts = expected(model, prompts, each)
+    texts = own_texts(model, prompts, each)
     for budget in (1, 2, 3, 4, 5, 7, 8, 11, 16, 23, 40):
-        engine, requests = make(model, prompts, each, page_size=3, budget=budget)
+        engine, requests = make_engine(model, prompts, each, page_size=3, budget=budget)
         assert max(count for count, _ in finish(engine, requests)) <= budget
         assert [request.output for request in requests] == texts
 
@@ -79,10 +50,10 @@ def test_the_same_texts_where_budget_and_pages_are_short(tiny):
     model = tiny(seed=12)
     prompts = [random_tokens(length, seed=length) for length in (14, 9, 5)]
     each, preemptions = request_params(3, max_new_tokens=14, temperature=1.0), 0
-    texts = expected(model, prompts, each)
+    texts = own_texts(model, prompts, each)
     for num_pages in (8, 11):
         for budget in (1, 2, 5, 9):
-            engine, requests = make(model, prompts, each, num_pages=num_pages, page_size=2, budget=budget)
+            engine, requests = make_engine(model, prompts, each, num_pages=num_pages, page_size=2, budget=budget)
             finish(engine, requests)
             assert [request.output for request in requests] == texts
             preemptions += engine.scheduler.preemptions
@@ -90,7 +61,7 @@ def test_the_same_texts_where_budget_and_pages_are_short(tiny):
 
 
 def test_a_prompt_in_chunks_has_its_first_token_after_the_last_one(tiny):
-    engine, requests = make_all(tiny(), [11], 3, budget=4)
+    engine, requests = make_greedy(tiny(), [11], 3, budget=4)
     (request,) = requests
     for computed in (4, 8):
         assert engine.step() == [] and engine.busy
@@ -100,13 +71,13 @@ def test_a_prompt_in_chunks_has_its_first_token_after_the_last_one(tiny):
 
 def test_a_budget_is_used_up_while_there_is_work(tiny):
     """The prompts are fed one after another, and the end of one shares its step with the begin of the next."""
-    engine, requests = make_all(tiny(), [7, 6, 5], 3, budget=10)
+    engine, requests = make_greedy(tiny(), [7, 6, 5], 3, budget=10)
     assert finish(engine, requests) == [(10, "A"), (1 + 3 + 5, "ABC"), (3, "ABC"), (2, "BC")]
 
 
 def test_one_more_than_the_budget_is_a_chunk_and_as_many_are_none(tiny):
-    assert finish(*make_all(tiny(), [8], 1, budget=8)) == [(8, "A")]
-    assert finish(*make_all(tiny(), [9], 1, budget=8)) == [(8, ""), (1, "A")]
+    assert finish(*make_greedy(tiny(), [8], 1, budget=8)) == [(8, "A")]
+    assert finish(*make_greedy(tiny(), [9], 1, budget=8)) == [(8, ""), (1, "A")]
 
 
 def gaps(engine, requests) -> tuple[int, int]:
@@ -125,7 +96,7 @@ def gaps(engine, requests) -> tuple[int, int]:
 def test_those_that_decode_do_not_wait_for_a_long_prompt(tiny, budget, positions, steps):
     """Three texts get a token in every step, while 60 others come in what they leave of the budget."""
     model, prompt = tiny(block_size=64), random_tokens(60, seed=9)
-    engine, requests = make_all(model, [2, 1, 2], 20, budget=budget)
+    engine, requests = make_greedy(model, [2, 1, 2], 20, budget=budget)
     engine.step()
     begin = engine.steps
     late = add(engine, prompt, 3)
@@ -135,9 +106,9 @@ def test_those_that_decode_do_not_wait_for_a_long_prompt(tiny, budget, positions
         assert got == requests + [late] * bool(late.output)
         assert engine.positions - before <= budget
     assert engine.steps - begin == steps  # 60 / (budget - 3)
-    assert late.output == expected(model, [prompt], request_params(1, max_new_tokens=1))[0]
+    assert late.output == own_texts(model, [prompt], request_params(1, max_new_tokens=1))[0]
 
-    engine, requests = make_all(model, [2, 1, 2], 20, budget=budget)
+    engine, requests = make_greedy(model, [2, 1, 2], 20, budget=budget)
     engine.step()
     add(engine, prompt, 3)
     assert gaps(engine, requests) == (1, positions)
@@ -145,7 +116,7 @@ def test_those_that_decode_do_not_wait_for_a_long_prompt(tiny, budget, positions
 
 def test_a_window_that_moves_leaves_a_token_for_each_of_the_others(tiny):
     """The oldest computes 9 positions again, and the two behind it get their tokens all the same."""
-    engine, requests = make_all(tiny(), [16, 2, 2], 6, budget=5)
+    engine, requests = make_greedy(tiny(), [16, 2, 2], 6, budget=5)
     steps = finish(engine, requests)
     # Its 16, in the last of those steps with all of the second prompt and two of the third.
     assert steps[:3] == [(5, ""), (5, ""), (5, "")]
@@ -157,7 +128,7 @@ def test_a_window_that_moves_leaves_a_token_for_each_of_the_others(tiny):
 
 def test_a_window_that_moves_in_the_middle_of_the_batch_waits_for_nobody(tiny):
     """A younger request that hops gets what the older one leaves, and the one behind it keeps a token."""
-    engine, requests = make_all(tiny(), [1, 9, 1], 20, budget=4)
+    engine, requests = make_greedy(tiny(), [1, 9, 1], 20, budget=4)
     assert [step(engine, requests) for _ in range(3)] == [(1 + 3, "A"), (1 + 3, "A"), (1 + 3, "AB")]
     assert [step(engine, requests) for _ in range(7)] == [(3, "ABC")] * 7
     assert requests[1].start == 8 and len(requests[1].window) == 9
@@ -169,19 +140,19 @@ def test_a_budget_below_the_number_of_rows(tiny, budget):
     """As many run as can have a token in each step; the oldest first."""
     model, prompts = tiny(seed=3), [random_tokens(3, seed=row) for row in range(5)]
     params = request_params(5, max_new_tokens=6)
-    engine, requests = make(model, prompts, params, max_rows=5, budget=budget)
+    engine, requests = make_engine(model, prompts, params, max_rows=5, budget=budget)
     while engine.busy:
         left = [request for request in requests if request.finish_reason is None]
         count, got = step(engine, requests)
         assert count <= budget and len(engine.scheduler.running) <= budget
         decoding = [request for request in left[:budget] if len(request.output) > 1]
         assert all("ABCDE"[requests.index(request)] in got for request in decoding)
-    assert [request.output for request in requests] == expected(model, prompts, params)
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
 
 
 def test_chunks_count_as_rows(tiny):
     """One row: the second prompt does not begin while the first text runs."""
-    engine, requests = make_all(tiny(), [6, 3], 2, max_rows=1, budget=4)
+    engine, requests = make_greedy(tiny(), [6, 3], 2, max_rows=1, budget=4)
     assert finish(engine, requests) == [(4, ""), (2, "A"), (1, "A"), (3, "B"), (1, "B")]
 
 
@@ -190,7 +161,7 @@ def test_what_follows_a_chunk_is_not_a_token_of_the_text(tiny):
     model = tiny(eos_token_ids=tuple(range(61)))
     from sampling import SamplingParams
 
-    engine, requests = make(model, [random_tokens(9)], [SamplingParams(max_new_tokens=5)], budget=2)
+    engine, requests = make_engine(model, [random_tokens(9)], [SamplingParams(max_new_tokens=5)], budget=2)
     assert finish(engine, requests) == [(2, "")] * 4 + [(1, "A")]
     assert requests[0].finish_reason == "stop" and len(requests[0].tokens) == 10
 
@@ -201,23 +172,23 @@ def test_what_follows_a_chunk_is_not_a_token_of_the_text(tiny):
 def test_chunks_of_a_prompt_are_shared_as_soon_as_they_are_computed(tiny, budget, steps, shared):
     """Whole pages of them, wherever a chunk ends. The first request is aborted before its first token."""
     model, prompt = tiny(block_size=32), random_tokens(22)
-    engine, (first,) = make_all(model, [22], 3, page_size=4, budget=budget)
+    engine, (first,) = make_greedy(model, [22], 3, page_size=4, budget=budget)
     for _ in range(steps):
         assert engine.step() == []
     engine.abort(first)
     late = add(engine, prompt)
     finish(engine, [late])
     assert engine.scheduler.shared == shared and engine.positions == steps * budget + 22 - shared + 3
-    assert late.output == expected(model, [prompt], request_params(1, max_new_tokens=4))[0]
+    assert late.output == own_texts(model, [prompt], request_params(1, max_new_tokens=4))[0]
 
 
 def test_chunks_are_shared_among_prompts_that_are_fed_together(tiny):
     """The second begins in the step of the first one's last chunk, and finds all chunks before that."""
     model, prompt = tiny(block_size=32), random_tokens(22)
-    engine, requests = make(model, [prompt] * 2, request_params(2, max_new_tokens=4), page_size=4, budget=8)
+    engine, requests = make_engine(model, [prompt] * 2, request_params(2, max_new_tokens=4), page_size=4, budget=8)
     assert finish(engine, requests)[:4] == [(8, ""), (8, ""), (6 + 2, "A"), (1 + 4, "AB")]
     assert engine.scheduler.shared == 16
-    assert [request.output for request in requests] == expected(
+    assert [request.output for request in requests] == own_texts(
         model, [prompt] * 2, request_params(2, max_new_tokens=4)
     )
 
@@ -225,7 +196,7 @@ def test_chunks_are_shared_among_prompts_that_are_fed_together(tiny):
 def test_a_request_preempted_in_its_prompt_goes_on_where_it_was(tiny):
     """Its pages are found again, if nobody needed them."""
     model = tiny(block_size=32)
-    engine, requests = make_all(model, [7, 18], 3, num_pages=7, page_size=4, budget=7)
+    engine, requests = make_greedy(model, [7, 18], 3, num_pages=7, page_size=4, budget=7)
     a, b = requests
     assert [step(engine, requests) for _ in range(2)] == [(7, "A"), (1 + 6, "A")]  # b holds the five pages of 18
     assert step(engine, requests) == (1, "A") and list(engine.scheduler.waiting) == [b] and a.finish_reason
@@ -236,7 +207,7 @@ def test_a_request_preempted_in_its_prompt_goes_on_where_it_was(tiny):
 
 def test_an_aborted_chunk_gives_its_pages_back(tiny):
     model = tiny(block_size=32)
-    engine, requests = make_all(model, [20, 9], 4, num_pages=8, page_size=4, budget=6)
+    engine, requests = make_greedy(model, [20, 9], 4, num_pages=8, page_size=4, budget=6)
     engine.step()
     assert list(engine.scheduler.running) == requests[:1]
     engine.abort(requests[0])
@@ -254,7 +225,7 @@ def with_nan(model, position):
 def test_nan_in_a_chunk_ends_its_own_request_at_once(tiny):
     """Not after the last chunk, and the others go on."""
     model = with_nan(tiny(block_size=32), 9)
-    engine, requests = make_all(model, [3, 20, 2], 6, page_size=4, budget=6)
+    engine, requests = make_greedy(model, [3, 20, 2], 6, page_size=4, budget=6)
     a, b, c = requests
     assert [step(engine, requests) for _ in range(2)] == [(6, "A"), (6, "A")]  # b: 3 and 5
     (first, second) = engine.step()  # b: positions 8 to 12
@@ -263,14 +234,14 @@ def test_nan_in_a_chunk_ends_its_own_request_at_once(tiny):
     assert "NaN" in second.error and b.output == [] and b.pages == []
     finish(engine, requests)
     prompts = [request.tokens[: request.prompt_length] for request in (a, c)]
-    assert [a.output, c.output] == expected(model, prompts, request_params(2, max_new_tokens=6))
+    assert [a.output, c.output] == own_texts(model, prompts, request_params(2, max_new_tokens=6))
     assert len(engine.scheduler.pool.free) == engine.scheduler.pool.num_pages
 
 
 def test_nan_in_a_chunk_is_not_shared(tiny):
     """Another request with that prompt finds the chunks before it, and computes the broken one itself."""
     model, prompt = with_nan(tiny(block_size=32), 9), random_tokens(20)
-    engine, requests = make(model, [prompt], request_params(1, max_new_tokens=2), page_size=4, budget=4)
+    engine, requests = make_engine(model, [prompt], request_params(1, max_new_tokens=2), page_size=4, budget=4)
     steps = []
     while engine.busy:
         steps += [engine.step()]
@@ -284,21 +255,21 @@ def test_nan_in_a_chunk_is_not_shared(tiny):
 def test_nan_of_a_chunk_stays_in_no_page(tiny):
     """A mask does not hide NaN: the next text in those pages would be lost."""
     model = with_nan(tiny(block_size=32), 9)
-    engine, _ = make_all(model, [20], 1, num_pages=5, page_size=4, budget=10)
+    engine, _ = make_greedy(model, [20], 1, num_pages=5, page_size=4, budget=10)
     engine.step()
     assert not engine.busy
     params = request_params(2, max_new_tokens=6)
     prompts = [random_tokens(3, seed=5), random_tokens(2, seed=6)]
     requests = [engine.add(prompt, its) for prompt, its in zip(prompts, params)]
     finish(engine, requests)
-    assert [request.output for request in requests] == expected(model, prompts, params)
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
     assert not engine.cache.storage.isnan().any()
 
 
 def test_a_pass_that_fails_ends_a_request_in_its_prompt(tiny, monkeypatch):
     import engine.engine
 
-    engine_, requests = make_all(tiny(block_size=32), [20, 2], 3, page_size=4, budget=8)
+    engine_, requests = make_greedy(tiny(block_size=32), [20, 2], 3, page_size=4, budget=8)
     engine_.step()
     with monkeypatch.context() as patch:
         patch.setattr(engine.engine, "last_logits", lambda *args: (_ for _ in ()).throw(RuntimeError("no memory")))

@@ -16,12 +16,6 @@ BAD = 60  # a token that is in none of them
 TEXTS = [random_tokens(16, BAD, seed=seed) for seed in range(4)]
 
 
-@pytest.fixture(params=["tiny", "tiny_llama"])
-def build(request):
-    """A function that builds a GPT-2, or a Llama whose query heads share keys."""
-    return request.getfixturevalue(request.param)
-
-
 def new_cache(model):
     """A cache with room for four texts."""
     return PagedCache(model, 17, page_size=4)

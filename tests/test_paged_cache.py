@@ -2,16 +2,10 @@
 
 import pytest
 import torch
-from conftest import in_cache, random_tokens, run_rows
+from conftest import in_cache, own_run, random_tokens, run_rows
 
 BLOCK_SIZE = 16  # of the tiny models
 BAD = 60  # a token that `poison` makes NaN, and that no text has by chance
-
-
-@pytest.fixture(params=["tiny", "tiny_llama"])
-def build(request):
-    """A function that builds a GPT-2, or a Llama whose query heads share keys."""
-    return request.getfixturevalue(request.param)
 
 
 def prompt_of(length, seed=0):
@@ -44,11 +38,6 @@ def add(engine, prompt, max_new_tokens, **params):
     from sampling import SamplingParams
 
     return engine.add(prompt, SamplingParams(**{"ignore_eos": True} | params, max_new_tokens=max_new_tokens))
-
-
-def own_run(model, request):
-    """What `generate` writes for it."""
-    return run_rows(model, [request.tokens[: request.prompt_length]], **vars(request.params))[0]
 
 
 def needed(page_size, positions):

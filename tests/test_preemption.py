@@ -3,36 +3,7 @@
 import re
 
 import pytest
-from conftest import CHECKPOINTS, random_tokens, run_rows
-
-
-def request_params(count, **params):
-    """Parameters for so many requests, each with a seed of its own."""
-    from sampling import SamplingParams
-
-    return [SamplingParams(ignore_eos=True, seed=100 + row, **params) for row in range(count)]
-
-
-def expected(model, prompts, params):
-    """The texts that `generate` writes, one at a time."""
-    from infer import generate
-
-    rows = [list(generate(model, [prompt], its)) for prompt, its in zip(prompts, params)]
-    return [[token for (token,) in steps] for steps in rows]
-
-
-def make(model, prompts, params, **options):
-    """An engine, and its requests for these prompts."""
-    from engine.engine import Engine
-
-    engine = Engine(model, **options)
-    return engine, [engine.add(prompt, its) for prompt, its in zip(prompts, params)]
-
-
-def make_all(model, lengths, max_new_tokens, **options):
-    """The same, greedy, for random prompts of these lengths."""
-    prompts = [random_tokens(length, seed=row) for row, length in enumerate(lengths)]
-    return make(model, prompts, request_params(len(prompts), max_new_tokens=max_new_tokens), **options)
+from conftest import CHECKPOINTS, make_engine, make_greedy, own_texts, random_tokens, request_params, run_rows
 
 
 def finish(engine, requests) -> list[str]:
@@ -61,9 +32,9 @@ def test_the_texts_are_the_same_for_every_pool_size(kind, params, request):
     model = request.getfixturevalue(kind)(seed=6)
     prompts = [random_tokens(length, seed=length) for length in (3, 21, 9)]
     each = request_params(3, max_new_tokens=20, **params)
-    texts, counts = expected(model, prompts, each), []
+    texts, counts = own_texts(model, prompts, each), []
     for num_pages in range(6, 19):  # of 3 positions; 6 hold a window of 16
-        engine, requests = make(model, prompts, each, num_pages=num_pages, page_size=3)
+        engine, requests = make_engine(model, prompts, each, num_pages=num_pages, page_size=3)
         while engine.busy:
             engine.step()
             check_pages(engine)
@@ -77,15 +48,15 @@ def test_the_texts_are_the_same_for_texts_that_fill_the_smallest_pool(tiny, page
     """Without a hop: the longest text needs all pages in its last step."""
     model, prompts = tiny(seed=12), [random_tokens(length, seed=length) for length in (2, 5, 1, 4)]
     params = request_params(4, max_new_tokens=8, temperature=0.9)
-    engine, requests = make(model, prompts, params, num_pages=-(-12 // page_size), page_size=page_size)
+    engine, requests = make_engine(model, prompts, params, num_pages=-(-12 // page_size), page_size=page_size)
     finish(engine, requests)
-    assert [request.output for request in requests] == expected(model, prompts, params)
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
     assert engine.scheduler.preemptions > 0
 
 
 def test_requests_take_pages_for_what_they_have_not_for_what_they_may_get(tiny):
     """Four texts of up to 15 positions in 16: reserved in advance, only one of them would run."""
-    engine, requests = make_all(tiny(), [3] * 4, 13, num_pages=8, page_size=2)
+    engine, requests = make_greedy(tiny(), [3] * 4, 13, num_pages=8, page_size=2)
     assert len(engine.step()) == 4
     assert [len(request.pages) for request in requests] == [2] * 4
 
@@ -96,7 +67,7 @@ def test_texts_that_end_early_never_need_the_pages_of_long_ones(tiny):
 
     prompt = random_tokens(3)
     ((eos,),) = run_rows(tiny(), [prompt], max_new_tokens=1)
-    engine, requests = make(
+    engine, requests = make_engine(
         tiny(eos_token_id=eos), [prompt] * 4, [SamplingParams(max_new_tokens=13)] * 4, num_pages=8, page_size=2
     )
     assert [event.finish_reason for event in engine.step()] == ["stop"] * 4
@@ -104,7 +75,7 @@ def test_texts_that_end_early_never_need_the_pages_of_long_ones(tiny):
 
 
 def test_the_youngest_gives_its_pages_back_and_is_computed_again(tiny):
-    engine, requests = make_all(tiny(), [4, 4], 5, num_pages=3, page_size=4)
+    engine, requests = make_greedy(tiny(), [4, 4], 5, num_pages=3, page_size=4)
     a, b = requests
     assert len(engine.step()) == 2  # a page each
     assert [event.request for event in engine.step()] == [a]  # it takes the last page, so none is left for b
@@ -118,7 +89,7 @@ def test_the_youngest_gives_its_pages_back_and_is_computed_again(tiny):
 
 
 def test_not_the_oldest_even_if_it_is_the_largest(tiny):
-    engine, requests = make_all(tiny(), [12, 1, 2], 4, num_pages=8, page_size=2)
+    engine, requests = make_greedy(tiny(), [12, 1, 2], 4, num_pages=8, page_size=2)
     engine.step()
     assert [len(request.pages) for request in requests] == [6, 1, 1]
     assert len(engine.step()) == 2
@@ -127,7 +98,7 @@ def test_not_the_oldest_even_if_it_is_the_largest(tiny):
 
 
 def test_two_in_one_step_wait_in_their_order(tiny):
-    engine, requests = make_all(tiny(), [2, 2, 2, 2], 4, num_pages=8, page_size=1)
+    engine, requests = make_greedy(tiny(), [2, 2, 2, 2], 4, num_pages=8, page_size=1)
     assert len(engine.step()) == 4
     # All need a page. The first two have those of the fourth, and the third then has none but its own to give.
     assert [event.request for event in engine.step()] == requests[:2]
@@ -138,7 +109,7 @@ def test_two_in_one_step_wait_in_their_order(tiny):
 def test_in_every_step_the_oldest_gets_a_token_and_nobody_overtakes(tiny):
     """The order of arrival is that of running and waiting requests together, however often one was preempted."""
     for num_pages in (8, 10, 13):
-        engine, requests = make_all(tiny(), [3, 11, 1, 20, 6, 2], 12, max_rows=4, num_pages=num_pages, page_size=2)
+        engine, requests = make_greedy(tiny(), [3, 11, 1, 20, 6, 2], 12, max_rows=4, num_pages=num_pages, page_size=2)
         while engine.busy:
             left = [request for request in requests if request.finish_reason is None]
             got = [event.request for event in engine.step()]
@@ -150,7 +121,7 @@ def test_in_every_step_the_oldest_gets_a_token_and_nobody_overtakes(tiny):
 
 def test_a_preempted_request_is_the_first_to_run_again(tiny):
     """It runs before one that came later, and one that would fit at once waits behind it."""
-    engine, requests = make_all(tiny(), [4, 7, 1], 5, max_rows=2, num_pages=4, page_size=4)
+    engine, requests = make_greedy(tiny(), [4, 7, 1], 5, max_rows=2, num_pages=4, page_size=4)
     engine.step()
     engine.step()  # 4 + 1 positions, and 7 + 1: all four pages
     a, b, c = requests
@@ -164,14 +135,14 @@ def test_a_preempted_request_is_the_first_to_run_again(tiny):
 
 def test_a_lone_request_never_preempts_itself(tiny):
     for page_size in (1, 2, 3, 5, 16):
-        engine, requests = make_all(tiny(), [5], 60, num_pages=-(-16 // page_size), page_size=page_size)
+        engine, requests = make_greedy(tiny(), [5], 60, num_pages=-(-16 // page_size), page_size=page_size)
         assert finish(engine, requests) == ["A"] * 60
         assert engine.scheduler.preemptions == 0
 
 
 def test_the_smallest_pool_writes_all_texts_in_the_end(tiny):
     """Each step adds at least a token, though eight requests want what one of them needs."""
-    engine, requests = make_all(tiny(), [1, 16, 3, 30, 8, 2, 11, 5], 20, num_pages=8, page_size=2)
+    engine, requests = make_greedy(tiny(), [1, 16, 3, 30, 8, 2, 11, 5], 20, num_pages=8, page_size=2)
     steps = finish(engine, requests)
     assert all(steps) and len("".join(steps)) == 8 * 20  # each token is in one event
     assert all(len(request.output) == 20 and request.finish_reason == "length" for request in requests)
@@ -180,7 +151,7 @@ def test_the_smallest_pool_writes_all_texts_in_the_end(tiny):
 
 
 def test_events_give_each_token_once(tiny):
-    engine, requests = make_all(tiny(seed=3), [3, 5, 4], 9, num_pages=7, page_size=2)
+    engine, requests = make_greedy(tiny(seed=3), [3, 5, 4], 9, num_pages=7, page_size=2)
     texts = {request: [] for request in requests}
     while engine.busy:
         for event in engine.step():
@@ -197,9 +168,9 @@ def test_penalties_still_know_the_prompt_from_the_output(tiny, penalty):
     """What was generated before a preemption is computed like a prompt, but it is none."""
     model, prompts = tiny(seed=31), [random_tokens(length, seed=length) for length in (6, 4, 5)]
     params = request_params(3, max_new_tokens=11, **penalty)
-    texts = expected(model, prompts, params)
-    assert texts != expected(model, prompts, request_params(3, max_new_tokens=11))
-    engine, requests = make(model, prompts, params, num_pages=8, page_size=2)
+    texts = own_texts(model, prompts, params)
+    assert texts != own_texts(model, prompts, request_params(3, max_new_tokens=11))
+    engine, requests = make_engine(model, prompts, params, num_pages=8, page_size=2)
     while not engine.scheduler.preemptions:
         engine.step()
     (preempted, *_) = engine.scheduler.waiting
@@ -211,7 +182,7 @@ def test_penalties_still_know_the_prompt_from_the_output(tiny, penalty):
 
 def test_a_hop_gives_pages_back(tiny):
     """A window of 16 becomes one of 9, and a reservation would still hold the pages of 16."""
-    engine, requests = make_all(tiny(), [14], 12, num_pages=8, page_size=2)
+    engine, requests = make_greedy(tiny(), [14], 12, num_pages=8, page_size=2)
     held = []
     while len(requests[0].output) < 11:
         engine.step()
@@ -222,7 +193,7 @@ def test_a_hop_gives_pages_back(tiny):
 
 
 def test_pages_of_a_hop_let_another_one_run(tiny):
-    engine, requests = make_all(tiny(), [14, 5], 12, num_pages=8, page_size=2)
+    engine, requests = make_greedy(tiny(), [14, 5], 12, num_pages=8, page_size=2)
     steps = finish(engine, requests)
     # The second needs 3 pages; from the first one's hop on so many are free. Later both grow, and it is preempted.
     assert steps[:5] == ["A", "A", "A", "AB", "AB"]
@@ -232,7 +203,7 @@ def test_pages_of_a_hop_let_another_one_run(tiny):
 @pytest.mark.parametrize("row", range(3))
 def test_an_aborted_request_leaves_no_page_behind(tiny, row):
     """It runs, or it was preempted."""
-    engine, requests = make_all(tiny(), [4, 3, 3], 6, num_pages=5, page_size=2)
+    engine, requests = make_greedy(tiny(), [4, 3, 3], 6, num_pages=5, page_size=2)
     while not engine.scheduler.preemptions:
         engine.step()
     assert engine.scheduler.running and engine.scheduler.waiting
@@ -246,7 +217,7 @@ def test_an_aborted_request_leaves_no_page_behind(tiny, row):
 
 
 def test_an_aborted_request_makes_room_for_a_preempted_one_at_once(tiny):
-    engine, requests = make_all(tiny(), [4, 4], 5, num_pages=3, page_size=4)
+    engine, requests = make_greedy(tiny(), [4, 4], 5, num_pages=3, page_size=4)
     engine.step()
     engine.step()
     engine.abort(requests[0])
@@ -257,7 +228,7 @@ def test_a_pass_that_fails_ends_no_preempted_request(tiny, monkeypatch):
     import engine.engine
 
     model = tiny()
-    engine_, requests = make_all(model, [4, 4], 5, num_pages=3, page_size=4)
+    engine_, requests = make_greedy(model, [4, 4], 5, num_pages=3, page_size=4)
     engine_.step()
     with monkeypatch.context() as patch:
         patch.setattr(engine.engine, "last_logits", lambda *args: (_ for _ in ()).throw(RuntimeError("no memory")))
@@ -266,7 +237,7 @@ def test_a_pass_that_fails_ends_no_preempted_request(tiny, monkeypatch):
     check_pages(engine_)
     finish(engine_, requests)
     prompts = [request.tokens[:4] for request in requests]
-    assert requests[1].output == expected(model, prompts, request_params(2, max_new_tokens=5))[1]
+    assert requests[1].output == own_texts(model, prompts, request_params(2, max_new_tokens=5))[1]
     assert engine_.scheduler.preemptions == 1
 
 
@@ -274,10 +245,10 @@ def test_still_refused_if_it_can_never_fit(tiny):
     from checkpoint import UserError
 
     with pytest.raises(UserError, match="^a text of up to 10 positions needs 4 pages; there are 3 pages of 3$"):
-        make_all(tiny(), [4], 7, num_pages=3, page_size=3)
-    make_all(tiny(), [4], 6, num_pages=3, page_size=3)
+        make_greedy(tiny(), [4], 7, num_pages=3, page_size=3)
+    make_greedy(tiny(), [4], 6, num_pages=3, page_size=3)
     with pytest.raises(UserError, match="^a text of up to 16 positions needs 6 pages; there are 5 pages of 3$"):
-        make_all(tiny(), [1], 100, num_pages=5, page_size=3)
+        make_greedy(tiny(), [1], 100, num_pages=5, page_size=3)
 
 
 @pytest.mark.parametrize("params", [(), ("--temperature", 1, "--seed", 5)], ids=["greedy", "sampled"])

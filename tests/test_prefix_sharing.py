@@ -5,15 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import random_tokens, run_rows
+from conftest import own_run, random_tokens
 
 BAD = 60  # a token that `poison` makes NaN, and that no text has by chance
-
-
-@pytest.fixture(params=["tiny", "tiny_llama"])
-def build(request):
-    """A function that builds a GPT-2, or a Llama whose query heads share keys."""
-    return request.getfixturevalue(request.param)
 
 
 def prompt_of(length, seed=0):
@@ -30,11 +24,6 @@ def add(engine, prompt, max_new_tokens=1, salt="", **params):
     from sampling import SamplingParams
 
     return engine.add(prompt, SamplingParams(max_new_tokens, ignore_eos=True, **params), salt)
-
-
-def own_run(model, request):
-    """What `generate` writes for it."""
-    return run_rows(model, [request.tokens[: request.prompt_length]], **vars(request.params))[0]
 
 
 def check_pages(engine, requests=()):
