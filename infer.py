@@ -500,15 +500,19 @@ def run_engine(engine: Engine, prompts: list[list[int]], params: list[SamplingPa
     """Write the texts of these prompts, up to a stop string. Raises UserError for one that failed, after all others."""
     with output:
         rows = {engine.add(tokens, its, stop=stop): row for row, (tokens, its) in enumerate(zip(prompts, params))}
-        errors = []
-        while engine.busy:
-            events = engine.step()
-            for event in events:
-                output.add_text(rows[event.request], event.text, len(event.tokens))
-                if event.error:
-                    errors.append(f"text {rows[event.request] + 1}: {event.error}")
-            if any(event.tokens for event in events):  # not after a chunk: it would count as the first token
-                output.end_step()
+        errors, shown = [], list(output.texts)
+        try:
+            while engine.busy:
+                events = engine.step()
+                for event in events:
+                    output.add_text(rows[event.request], event.text, len(event.tokens))
+                    if event.error:
+                        errors.append(f"text {rows[event.request] + 1}: {event.error}")
+                if any(event.tokens for event in events):  # not after a chunk: it would count as the first token
+                    output.end_step()
+        finally:  # after Ctrl-C there is text that no event brought, and text that is held back
+            for request, row in rows.items():
+                output.texts[row] = shown[row] + request.text + request.stream.end()
     scheduler = engine.scheduler
     computed = f"{engine.steps} steps, {engine.positions} positions computed, {scheduler.shared} shared"
     drafts = f", {engine.accepted} of {engine.drafted} drafts accepted" if engine.drafter else ""

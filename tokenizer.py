@@ -275,7 +275,7 @@ class StopStream(TextStream):
             if found:
                 certain, self.held, self.stopped = self.held[:-found], "", True
                 return certain
-        begun = (size for stop in self.stop for size in range(1, len(stop)) if self.held.endswith(stop[:size]))
-        certain = len(self.held) - max(begun, default=0)
+        sizes = ((stop, size) for stop in self.stop for size in range(1, min(len(stop), len(self.held) + 1)))
+        certain = len(self.held) - max((size for stop, size in sizes if self.held.endswith(stop[:size])), default=0)
         text, self.held = self.held[:certain], self.held[certain:]
         return text

@@ -200,7 +200,8 @@ class Engine:
                 requests.append(self.add(prompt, its))
         except UserError:
             for request in requests:
-                self.abort(request)
+                if not request.finish_reason:  # one for no new tokens is over already
+                    self.abort(request)
             raise
         while self.busy:
             errors += [event.error for event in self.step() if event.error]

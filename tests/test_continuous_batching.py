@@ -272,6 +272,14 @@ def test_params_as_many_as_prompts(tiny, count):
     assert not engine.busy  # nothing was queued
 
 
+def test_run_queues_nothing_if_a_prompt_is_refused(tiny):
+    """Also behind one for no tokens, which is over as soon as it is there."""
+    engine = make_engine(tiny())
+    with pytest.raises(UserError, match="the prompt has the id 99"):
+        engine.run([[1], [2], [99]], [greedy(0), greedy(2), greedy(2)])
+    assert not engine.busy
+
+
 # Abort
 
 

@@ -14,6 +14,8 @@ from conftest import CHECKPOINTS, random_tokens, run_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tokenizer import load_encoding
+
 DRAFT = CHECKPOINTS / "stories-draft"
 
 
@@ -533,6 +535,43 @@ def test_a_text_is_shown_as_it_comes_as_far_as_it_is_certain(monkeypatch, story)
         text = b"".join(story[:count]).decode()
         assert shown[count - 1] == "Once upon a time" + text.removesuffix(beginning(text, stops))
     assert shown[-1] == "Once upon a time" + cut(b"".join(story).decode(), stops)[0] + "\n"
+
+
+def test_what_was_held_is_shown_after_ctrl_c(cli, monkeypatch, story):
+    from engine.engine import Engine
+
+    step, text = Engine.step, b"".join(story[:9]).decode()
+
+    def interrupted(self):
+        if self.steps == 9:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    code, out, err = cli("--engine", *STORY, "--stop", text[-4:] + "never")
+    assert (code, out) == (130, f"Once upon a time{text}\n") and err.startswith("9 tokens, ")
+
+
+def test_what_no_event_brought_is_shown_after_ctrl_c(cli, monkeypatch):
+    """Two texts; the second is interrupted when the first has its token already."""
+    from engine.engine import Engine
+
+    given = ["--model", DRAFT, "--max-new-tokens", 20, "--prompt", "One day", "--prompt", "Lily"]
+    first, second = cli(*given)[1][:-1].split("\n" + "-" * 40 + "\n")
+    advance, counts = Engine.advance, []
+
+    def interrupted(self, *args):
+        counts.append(1)
+        if len(counts) == 12:
+            raise KeyboardInterrupt
+        return advance(self, *args)
+
+    monkeypatch.setattr(Engine, "advance", interrupted)
+    code, out, _ = cli("--engine", *given)
+    texts = out[:-1].split("\n" + "-" * 40 + "\n")
+    assert code == 130 and first.startswith(texts[0]) and second.startswith(texts[1])
+    tokens = load_encoding(DRAFT, 4096).encode
+    assert [len(tokens(text)) - len(tokens(prompt)) for text, prompt in zip(texts, ("One day", "Lily"))] == [6, 5]
 
 
 def test_texts_side_by_side_stop_each_for_itself(cli):
