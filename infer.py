@@ -16,6 +16,7 @@ from chat import Chat
 from checkpoint import UserError, memory_for
 from engine.drafter import LookupDrafter, ModelDrafter
 from engine.engine import Engine
+from engine.request import Request
 from load import load_model
 from model import Model, causal_attention
 from native import BuildError, kernel, use_native
@@ -396,6 +397,7 @@ def main(argv=None) -> None:
     parser.add_argument("--draft", help="for --engine: a smaller model of the same vocabulary drafts; or lookup")
     parser.add_argument("--gamma", type=int, help="for --draft: how many tokens to draft for a step; 3 if not given")
     parser.add_argument("--stop", action="append", help="for --engine: a text ends before this one; repeatable")
+    parser.add_argument("--logprobs", type=int, help="for --engine: show log-probabilities, with so many of the best")
     add_options(parser)
     run_script(parser, run, argv)
 
@@ -422,7 +424,7 @@ def run(args) -> None:
         seeds = [(first_seed + row) % 2**64 for row in range(len(tokens))]  # each text one of its own
         each = [dataclasses.replace(params, seed=seed) for seed in seeds]
         if engine:
-            run_engine(engine, tokens, each, args.stop or [], output)
+            run_engine(engine, tokens, each, args.stop or [], args.logprobs, output)
             return output.texts
         with output:
             for step in generate(model, tokens, each, None, not args.no_cache, args.stride):
@@ -476,7 +478,8 @@ def check_engine_options(args) -> None:
     """Raise UserError for options that do not go together with or without --engine."""
     if args.gamma is not None and args.draft is None:
         raise UserError("--gamma is for --draft only")
-    given = [*engine_options(args), *(name for name in ("draft", "stop") if getattr(args, name) is not None)]
+    others = [name for name in ("draft", "stop", "logprobs") if getattr(args, name) is not None]
+    given = [*engine_options(args), *others]
     if given and not args.engine:
         raise UserError(f"--{given[0].replace('_', '-')} is for --engine only")
     for text in args.stop or []:
@@ -496,10 +499,13 @@ def make_engine(args, model: Model, drafts: list[Model], encoding) -> Engine:
     return Engine(model, stride=args.stride, drafter=drafter, encoding=encoding, **options)
 
 
-def run_engine(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], stop, output: Output) -> None:
+def run_engine(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], stop, logprobs, output: Output
+) -> None:
     """Write the texts of these prompts, up to a stop string. Raises UserError for one that failed, after all others."""
     with output:
-        rows = {engine.add(tokens, its, stop=stop): row for row, (tokens, its) in enumerate(zip(prompts, params))}
+        pairs = enumerate(zip(prompts, params))
+        rows = {engine.add(tokens, its, stop=stop, logprobs=logprobs): row for row, (tokens, its) in pairs}
         errors, shown = [], list(output.texts)
         try:
             while engine.busy:
@@ -517,8 +523,30 @@ def run_engine(engine: Engine, prompts: list[list[int]], params: list[SamplingPa
     computed = f"{engine.steps} steps, {engine.positions} positions computed, {scheduler.shared} shared"
     drafts = f", {engine.accepted} of {engine.drafted} drafts accepted" if engine.drafter else ""
     print(f"{computed}, {scheduler.preemptions} preemptions{drafts}", file=sys.stderr)
+    if logprobs is not None:
+        print_logprobs(engine.encoding, list(rows))
     if errors:
         raise UserError("; ".join(errors))
+
+
+def print_logprobs(encoding, requests: list[Request]) -> None:
+    """Each token of these texts on stderr, with its log-probability, then those of the most likely tokens there."""
+
+    def quoted(token: int) -> str:
+        try:
+            data = encoding.decode_single_token_bytes(token)
+            return repr(data.decode())
+        except KeyError:
+            return f"id {token}"  # a padded vocabulary has ids without text
+        except UnicodeDecodeError:
+            return repr(data)  # a part of a character
+
+    for number, request in enumerate(requests, 1):
+        if len(requests) > 1:
+            print(f"text {number}", file=sys.stderr)
+        for token, (logprob, top) in zip(request.output, request.logprobs):
+            others = "".join(f"  {quoted(other)} {value:.3f}" for other, value in top)
+            print(f"{logprob:8.3f}  {quoted(token):12}{others}".rstrip(), file=sys.stderr)
 
 
 def is_conversation(args) -> bool:

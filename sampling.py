@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import operator
 import sys
+from typing import NamedTuple
 
 import torch
 
@@ -63,6 +64,7 @@ LIMITS = {  # field of SamplingParams, or argument elsewhere: its type, which va
     "page_size": (int, lambda v: v >= 1, "an integer >= 1"),
     "budget": (int, lambda v: v >= 1, "an integer >= 1"),
     "gamma": (int, lambda v: 1 <= v <= 16, "an integer from 1 to 16"),
+    "logprobs": (int | None, lambda v: v is None or 0 <= v <= 20, "None or an integer from 0 to 20"),
 }
 
 
@@ -95,6 +97,26 @@ def choose(
         else:
             chosen[rows] = draw(sampling_probs(part, its), [uniform(params[row].seed, len(texts[row])) for row in rows])
     return chosen.tolist()
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of a token, and of the most likely ones in its place.
+
+    It is the model's own: of the softmax of its logits, before penalties, temperature and filters.
+    """
+
+    logprob: float  # a natural logarithm
+    top: list[tuple[int, float]]  # ids and their log-probabilities, best first; of equal ones, the lower id first
+
+
+def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
+    """The log-probability of this token, and the `count` most likely ones or all. logits: (vocab_size), finite."""
+    logits = logits.cpu()  # because MPS has no float64
+    logprobs = logits.double().log_softmax(dim=-1)
+    least = logits.topk(min(max(count, 1), len(logits))).values[-1]
+    ids = (logits >= least).nonzero()[:, 0]  # with all that equal the last one: topk takes any of these
+    ids = ids[logits[ids].argsort(descending=True, stable=True)][:count]
+    return TokenLogprob(logprobs[token].item(), list(zip(ids.tolist(), logprobs[ids].tolist())))
 
 
 def count_tokens(logits: torch.Tensor, texts: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from engine.pages import PagePool
 from engine.request import Event, Request
 from engine.scheduler import Scheduler, Work
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, check_limits, choose, params_of_each
+from sampling import NOT_FINITE, SamplingParams, TokenLogprob, check_limits, choose, params_of_each, token_logprob
 from tokenizer import StopStream
 
 
@@ -54,14 +54,24 @@ class Engine:
         self.drafter, self.gamma, self.encoding = drafter, gamma, encoding
         self.steps = self.positions = self.drafted = self.accepted = 0  # so far
 
-    def add(self, prompt: list[int], params: SamplingParams, salt: str = "", stop: Sequence[str] = ()) -> Request:
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        salt: str = "",
+        stop: Sequence[str] = (),
+        logprobs: int | None = None,
+    ) -> Request:
         """Queue a text: token ids, of which none means the BOS token. Draws without a seed get a random one.
 
         salt: computed prefixes are shared among requests of one salt only; the time to the first token tells whether
-        somebody else had the same. stop: strings; the text ends before the first of them.
-        A request for no new tokens is over at once, without an event. Raises UserError for an id out of range, an empty
-        stop string or any without an encoding, and if the text can never fit into the cache.
+        somebody else had the same. stop: strings; the text ends before the first of them. logprobs: how many of the
+        most likely tokens, 0 to 20, come with the log-probability of each token of the output, those of a stop string
+        too; None: no log-probabilities. A request for no new tokens is over at once, without an event.
+        Raises UserError for an id or a number out of range, an empty stop string or any without an encoding, and if the
+        text can never fit into the cache.
         """
+        check_limits(logprobs=logprobs)
         tokens, size = list(prompt) or [self.model.config.bos_token_id], self.model.config.vocab_size
         wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]
         if wrong:
@@ -70,7 +80,7 @@ class Engine:
             raise UserError(f"salt is {salt!r}; it must be a string")
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbits(64))
-        request = Request(tokens, len(tokens), params, salt, stream=self.stream(params, stop))
+        request = Request(tokens, len(tokens), params, salt, stream=self.stream(params, stop), top=logprobs)
         if params.max_new_tokens == 0:
             request.finish_reason = "length"
         else:
@@ -113,18 +123,18 @@ class Engine:
             return []
         spans = [Span(work.request.pages, work.request.computed, work.tokens) for work in works]
         try:
-            tokens = self.compute(works, spans)
+            results = self.compute(works, spans)
         except (MemoryError, RuntimeError) as error:
             reason = str(error) or "out of memory"  # MemoryError has no text
             return [self.fail(work.request, span, reason) for work, span in zip(works, spans)]
         self.steps += 1
         self.positions += sum(len(span.tokens) for span in spans)
         events = []
-        for work, span, chosen in zip(works, spans, tokens):
-            if chosen is None:  # also of a chunk: what it wrote would be shared
+        for work, span, result in zip(works, spans, results):
+            if result is None:  # also of a chunk: what it wrote would be shared
                 events.append(self.fail(work.request, span, NOT_FINITE))
             elif work.complete:
-                events.append(self.advance(work, chosen))
+                events.append(self.advance(work, *result))
             else:
                 self.scheduler.advance(work, [])
         return events
@@ -143,22 +153,30 @@ class Engine:
             for its, count, drafts in zip(asking, counts, self.drafter.propose(asking, counts)):
                 its.drafts = drafts[:count]
 
-    def compute(self, works: list[Work], spans: list[Span]) -> list[list[int] | None]:
-        """What follows the newest token of each text and each of its drafts; None where logits are not finite."""
+    def compute(self, works: list[Work], spans: list[Span]) -> list[tuple[list[int], list[TokenLogprob]] | None]:
+        """The tokens that follow each text, accepted drafts first, and their log-probabilities if they are wanted.
+
+        None for a text whose logits are not finite.
+        """
         keep = [len(work.drafts) + 1 for work in works]
         logits = last_logits(self.model, self.cache, spans, keep)
         requests = [work.request for work, count in zip(works, keep) for _ in range(count)]
         texts = [its.request.tokens + its.drafts[:index] for its, count in zip(works, keep) for index in range(count)]
         lengths = [request.prompt_length for request in requests]
         tokens, finite = choose(logits, [its.params for its in requests], texts, lengths), logits.isfinite().all(dim=-1)
-        parts = [slice(end - count, end) for end, count in zip(itertools.accumulate(keep), keep)]
-        return [tokens[part] if finite[part].all() else None for part in parts]
+        results = []
+        for work, count, end in zip(works, keep, itertools.accumulate(keep)):
+            part, top = slice(end - count, end), work.request.top
+            chosen, logprobs = tokens[part][: shared_length(tokens[part], work.drafts) + 1], []
+            if top is not None and work.complete:
+                logprobs = [token_logprob(row, token, top) for row, token in zip(logits[part], chosen)]
+            results.append((chosen, logprobs) if finite[part].all() else None)
+        return results
 
-    def advance(self, work: Work, chosen: list[int]) -> Event:
-        """Add tokens to a text: what follows it, and as long as that was drafted what follows the draft."""
+    def advance(self, work: Work, chosen: list[int], logprobs: list[TokenLogprob]) -> Event:
+        """Add tokens to a text, up to the one that ends it."""
         request, tokens, text, reason = work.request, [], "", None
-        accepted = shared_length(chosen, work.drafts)  # also where the text ends before the last of these
-        for token in chosen[: accepted + 1]:
+        for token in chosen:
             tokens.append(token)
             text += request.stream.add(token) if request.stream else ""
             ends = token in self.model.config.eos_token_ids and not request.params.ignore_eos
@@ -169,12 +187,13 @@ class Engine:
             if reason:
                 break
         self.drafted += len(work.drafts)
-        self.accepted += accepted
+        self.accepted += len(chosen) - 1  # also where the text ends before the last of these
         self.scheduler.advance(work, tokens)
         if reason:
             text += self.end(request, reason)
         request.text += text
-        return Event(request, tokens, reason, text=text)
+        request.logprobs += logprobs[: len(tokens)]
+        return Event(request, tokens, reason, text=text, logprobs=logprobs[: len(tokens)])
 
     def fail(self, request: Request, span: Span, error: str) -> Event:
         """End a request that could not be computed."""

@@ -1,9 +1,10 @@
 """A text that the engine writes, and what a step did to it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sampling import SamplingParams
+from sampling import SamplingParams, TokenLogprob
 from tokenizer import StopStream
 
 
@@ -23,6 +24,8 @@ class Request:
     drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
     stream: StopStream | None = None  # makes text of the output; None for an engine without an encoding
     text: str = ""  # the output, up to what may yet become a stop string
+    top: int | None = None  # how many of the most likely tokens come with each log-probability; None: none is kept
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of each token of the output, if they are kept
 
     @property
     def output(self) -> list[int]:
@@ -53,3 +56,4 @@ class Event(NamedTuple):
     finish_reason: str | None  # of the request, if this is its last event
     error: str | None = None  # what went wrong, if that is "error"
     text: str = ""  # new too, as far as it is certain
+    logprobs: Sequence[TokenLogprob] = ()  # of each new token, if the request asked for them

@@ -98,13 +98,20 @@ class Histories(RuleBasedStateMachine):
 
         self.engine.cache.plan = checked
 
-    @rule(prompt=PROMPTS, shared=st.integers(0, 10), params=PARAMS, salt=st.sampled_from("aab"), stop=STOPS)
-    def add(self, prompt, shared, params, salt, stop):
+    @rule(
+        prompt=PROMPTS,
+        shared=st.integers(0, 10),
+        params=PARAMS,
+        salt=st.sampled_from("aab"),
+        stop=STOPS,
+        logprobs=st.sampled_from([None, 0, 2]),
+    )
+    def add(self, prompt, shared, params, salt, stop, logprobs):
         from sampling import SamplingParams
 
         prompt = self.prefix[:shared] + prompt
-        request = self.engine.add(prompt, SamplingParams(**params), salt, stop)
-        self.requests.append((request, prompt, params, stop, [], []))
+        request = self.engine.add(prompt, SamplingParams(**params), salt, stop, logprobs)
+        self.requests.append((request, prompt, params, stop, logprobs, [], []))
 
     @precondition(lambda self: self.engine.busy)
     @rule()
@@ -140,18 +147,34 @@ class Histories(RuleBasedStateMachine):
             assert len(request.pages) <= pool.count(len(request.window))
         assert not any(request.pages or request.computed for request in waiting)
 
+    def check_logprobs(self, request, count):
+        """Those of a request are those of whole passes over its windows."""
+        from cache import check_stride, window_start
+        from infer import next_logits
+
+        assert len(request.logprobs) == (0 if count is None else len(request.output))
+        for length, (logprob, top) in enumerate(request.logprobs, request.prompt_length):
+            start = window_start(length, 12, check_stride(self.stride, 12))
+            logits = next_logits(self.model, [request.tokens[start:length]], None)[0, 0]
+            wanted = logits.double().log_softmax(dim=-1)
+            assert abs(logprob - wanted[request.tokens[length]]) < 1e-5
+            best = wanted.topk(count).values.tolist()
+            assert all(abs(value - its) < 1e-5 for (_, value), its in zip(top, best)) and len(top) == len(best)
+            assert all(abs(value - wanted[token]) < 1e-5 for token, value in top) and len(dict(top)) == len(top)
+
     def teardown(self):
         if not hasattr(self, "engine"):
             return
         while self.engine.busy:
             self.step()
-        for request, prompt, params, stop, tokens, texts in self.requests:
+        for request, prompt, params, stop, logprobs, tokens, texts in self.requests:
             (expected,) = run_rows(self.model, [prompt], options={"stride": self.stride}, **params)
             expected, text = cut(expected, stop, not params["ignore_eos"])
             assert tokens == request.output
             assert tokens == (expected[: len(tokens)] if request.finish_reason == "abort" else expected)
             assert "".join(texts) == request.text
             assert text.startswith(request.text) if request.finish_reason == "abort" else text == request.text
+            self.check_logprobs(request, logprobs)
         assert len(self.engine.scheduler.pool.free) == self.engine.scheduler.pool.num_pages
 
 
