@@ -1,6 +1,9 @@
 """What the lessons' tests share: models small enough to be instant, the embedded one, and the command line."""
 
+import gc
+import runpy
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +17,9 @@ from model import GPT, GPTConfig
 hypothesis.settings.register_profile("course", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("course")
 
+gc.set_threshold(
+    100_000
+)  # the libraries are a million objects that stay, and to look for garbage among them takes time
 torch.set_num_threads(1)  # on a busy machine several threads wait for each other, and tiny models need one
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,10 +155,27 @@ def checkpoint(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """Native code is compiled into a directory of this session, not into the user's."""
+def compiled(tmp_path_factory, request):
+    """Native code is compiled once, into a directory of this session and all its workers, not into the user's."""
+    import fcntl
+
+    from native import build
+
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if hasattr(request.config, "workerinput") else base) / "compiled"
+    cache.mkdir(exist_ok=True)
+    compile_into = build.compile_into
+
+    def once(directory, key, *options):
+        if cache not in directory.parents:  # a test of the compilation itself
+            return compile_into(directory, key, *options)
+        with open(cache / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return build.find(directory, key) or compile_into(directory, key, *options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(build, "compile_into", once)
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.delenv("CC", raising=False)
         yield
 
@@ -198,6 +221,19 @@ def run_main(capsys):
         except SystemExit as exit:
             code = exit.code
         return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def run_file(capsys, monkeypatch):
+    """A function that runs a script as `python FILE` with these arguments, but in this process: exit code, stdout."""
+
+    def run(file, *args) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [file, *args])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / file), run_name="__main__")
+        return ended.value.code, capsys.readouterr().out
 
     return run
 

@@ -2,13 +2,11 @@
 
 import importlib.util
 import shutil
-import subprocess
-import sys
 
 import pandas
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT
+from conftest import CHECKPOINTS
 from matplotlib.figure import Figure
 
 from model import GPT
@@ -16,11 +14,10 @@ from model import GPT
 PARTS = ["throughput", "overhead", "prefix", "chunks", "queue", "waste", "speculation"]
 
 
-def test_help_names_the_parts():
-    command = [sys.executable, "benchmark_engine.py", "--help"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0 and "engine_cpu.csv" in result.stdout and "temperature" in result.stdout
-    assert all(part + ":" in result.stdout.replace("\n", " ") for part in PARTS)
+def test_help_names_the_parts(run_file):
+    code, out = run_file("benchmark_engine.py", "--help")
+    assert code == 0 and "engine_cpu.csv" in out and "temperature" in out
+    assert all(part + ":" in out.replace("\n", " ") for part in PARTS)
 
 
 @pytest.fixture(scope="module")

@@ -1,27 +1,19 @@
 """Lesson 19: three ways to the same tokens, timed apart; the peer may be missing."""
 
 import importlib.util
-import subprocess
-import sys
 import time
 
 import pandas
 import pytest
 import torch
-from conftest import ROOT
 from matplotlib.figure import Figure
 
 from model import GPT
 
 
-def test_help_names_the_modes():
-    command = [sys.executable, "benchmark_kv_cache.py", "--help"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (
-        result.returncode == 0
-        and "{cache,no cache,transformers}" in result.stdout
-        and "kv_cache_cpu.csv" in result.stdout
-    )
+def test_help_names_the_modes(run_file):
+    code, out = run_file("benchmark_kv_cache.py", "--help")
+    assert code == 0 and "{cache,no cache,transformers}" in out and "kv_cache_cpu.csv" in out
 
 
 @pytest.fixture

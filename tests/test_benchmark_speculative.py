@@ -1,27 +1,19 @@
 """Lesson 18: speculation against its cached target, in turns, and no timing of wrong results."""
 
 import shutil
-import subprocess
-import sys
 
 import pandas
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT
+from conftest import CHECKPOINTS
 from matplotlib.figure import Figure
 
 from model import GPT
 
 
-def test_help_names_its_options():
-    command = [sys.executable, "benchmark_speculative.py", "--help"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (
-        result.returncode == 0
-        and "--gamma" in result.stdout
-        and "acceptance" in result.stdout
-        and "speculative_cpu.csv" in result.stdout
-    )
+def test_help_names_its_options(run_file):
+    code, out = run_file("benchmark_speculative.py", "--help")
+    assert code == 0 and "--gamma" in out and "acceptance" in out and "speculative_cpu.csv" in out
 
 
 @pytest.fixture(scope="module")
