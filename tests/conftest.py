@@ -1,5 +1,6 @@
 """What the lessons' tests share: models small enough to be instant, the embedded one, and the command line."""
 
+import functools
 import gc
 import runpy
 import shutil
@@ -67,7 +68,12 @@ def in_cache(model, cache, new: list[int]) -> torch.Tensor:
 
 def own_run(model, request) -> list[int]:
     """What `generate` writes for a request of an engine."""
-    return run_rows(model, [request.tokens[: request.prompt_length]], **vars(request.params))[0]
+    return remembered_run(model, tuple(request.tokens[: request.prompt_length]), request.params)
+
+
+@functools.lru_cache(1000)
+def remembered_run(model, prompt: tuple, params) -> list[int]:
+    return run_rows(model, [list(prompt)], **vars(params))[0]
 
 
 def own_texts(model, prompts, params) -> list[list[int]]:
@@ -132,7 +138,7 @@ def tiny_llama():
     return build
 
 
-@pytest.fixture(params=["tiny", "tiny_llama"])
+@pytest.fixture(scope="session", params=["tiny", "tiny_llama"])
 def build(request):
     """A function that builds a GPT-2, or a Llama whose query heads share keys."""
     return request.getfixturevalue(request.param)
@@ -210,9 +216,26 @@ def clock(monkeypatch):
     return seconds
 
 
+@pytest.fixture(scope="session")
+def encodings() -> dict:
+    """What was read from a tokenizer.json of these bytes."""
+    return {}
+
+
 @pytest.fixture
-def run_main(capsys):
+def run_main(capsys, monkeypatch, encodings):
     """A function that runs a script's `main` with these arguments, in this process: exit code, stdout, stderr."""
+    import tokenizer
+
+    read = tokenizer.read_tokenizer_json
+
+    def read_once(file):  # each time would be a tenth of all tests of the command line
+        text = file.read_bytes() if file.is_file() else file
+        if text not in encodings:
+            encodings[text] = read(file)
+        return encodings[text]
+
+    monkeypatch.setattr(tokenizer, "read_tokenizer_json", read_once)
 
     def run(main, *args) -> tuple[int, str, str]:
         try:

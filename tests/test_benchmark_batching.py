@@ -4,11 +4,9 @@ import subprocess
 import sys
 import types
 
-import pandas
 import pytest
 import torch
 from conftest import ROOT, passed_widths
-from matplotlib.figure import Figure
 
 from model import GPT
 
@@ -42,6 +40,9 @@ class Here:
 @pytest.fixture
 def bench(checkpoint, tmp_path, run_main, monkeypatch):
     """A function that runs the benchmark on that model: exit code, the rows, stderr."""
+    import pandas  # here: a Worker's process, which takes its functions from this file, has no use for it
+    from matplotlib.figure import Figure
+
     import benchmark_batching as script
 
     alone = []  # what would have run in a process of its own, which takes seconds
@@ -108,6 +109,8 @@ def ctranslate2(monkeypatch, bench):
 
 
 def test_a_row_for_each_run_of_each_engine(bench, tmp_path, monkeypatch):
+    import pandas
+
     import benchmark_batching
 
     figures = []

@@ -71,11 +71,16 @@ def finish(engine, requests):
     assert not engine.busy and len(engine.scheduler.pool.free) == engine.scheduler.pool.num_pages
 
 
+@pytest.fixture(scope="module")
+def model(build):
+    """One for many tests, so that `own_run` remembers its texts."""
+    return build(seed=6)
+
+
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5, 16])
-def test_the_texts_of_generate_for_any_page_size_and_pool(build, page_size):
+def test_the_texts_of_generate_for_any_page_size_and_pool(model, page_size):
     """Greedy and drawn texts, within the window and beyond it, and prompts that fill their pages to the last place."""
-    model, expected = build(seed=6), {}
-    window = needed(page_size, BLOCK_SIZE)
+    window, expected = needed(page_size, BLOCK_SIZE), []
     for num_pages in (window, window + 1, 2 * window + 1, None):
         engine = engine_of(model, page_size, num_pages, max_rows=4)
         requests = [add(engine, prompt_of(length, length), 9) for length in (3, 8, 12, 20)]

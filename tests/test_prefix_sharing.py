@@ -59,10 +59,16 @@ def shared(engine, prompt, max_new_tokens=1, salt=""):
     return found
 
 
+@pytest.fixture(scope="module")
+def model(build):
+    """One for many tests, so that `own_run` remembers its texts."""
+    return build(seed=6)
+
+
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5, 16])
-def test_shared_or_not_the_texts_are_those_of_generate(build, page_size):
+def test_shared_or_not_the_texts_are_those_of_generate(model, page_size):
     """Not shared: each with a salt of its own. Greedy and drawn, within the window and beyond, all of one beginning."""
-    model, beginning, counts = build(seed=6), prompt_of(9, 9), []
+    beginning, counts = prompt_of(9, 9), []
     prompts = [beginning + prompt_of(length, length) for length in (0, 2, 5, 9)] + [beginning[:4], beginning[:7]]
     for salts in (" " * 6, "abcdef"):
         engine = engine_of(model, page_size, max_rows=3)
@@ -252,9 +258,9 @@ def test_a_page_that_was_used_again_is_not_found_by_what_it_held(build, length):
 
 
 @pytest.mark.parametrize("page_size, num_pages", [(1, 16), (2, 8), (2, 9), (3, 6), (4, 4), (4, 7)])
-def test_texts_of_one_beginning_in_a_pool_that_is_too_small_for_all(build, page_size, num_pages):
+def test_texts_of_one_beginning_in_a_pool_that_is_too_small_for_all(model, page_size, num_pages):
     """They are preempted, they hop, they are evicted, and some are aborted."""
-    engine, beginning = engine_of(build(seed=6), page_size, num_pages=num_pages, max_rows=4), prompt_of(5, 5)
+    engine, beginning = engine_of(model, page_size, num_pages=num_pages, max_rows=4), prompt_of(5, 5)
     requests = [add(engine, beginning + prompt_of(length, length), 8) for length in (0, 3, 0, 6, 1, 11)]
     aborted = [add(engine, beginning + prompt_of(length, length), 8) for length in (0, 2, 4)]
     for request in aborted:

@@ -215,7 +215,7 @@ def test_greedy_text_equals_transformers(peer):
     assert run_rows(ours, [prompt], max_new_tokens=61, ignore_eos=True) == [text[0, 3:].tolist()]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_qwen(tiny_llama):
     """As `tiny_llama`, with biases that are not zero."""
 
@@ -274,6 +274,13 @@ def test_a_config_that_this_model_cannot_be_is_refused(tiny_qwen, tmp_path, valu
 # Ends of text
 
 
+@pytest.fixture(scope="module")
+def whole(tiny_qwen) -> list[int]:
+    """The text of that model, whatever would end it."""
+    options = {"max_new_tokens": 300, "temperature": 5.0, "ignore_eos": True}
+    return run_rows(tiny_qwen(), [[1]], generator=seeded(), **options)[0]
+
+
 @pytest.mark.parametrize(
     "in_config, in_generation, expected",
     [
@@ -288,7 +295,7 @@ def test_a_config_that_this_model_cannot_be_is_refused(tiny_qwen, tmp_path, valu
         (60, {"eos_token_id": None}, (60,)),
     ],
 )
-def test_every_end_of_text_of_both_files_ends_a_text(tiny_qwen, tmp_path, in_config, in_generation, expected):
+def test_every_end_of_text_of_both_files_ends_a_text(tiny_qwen, whole, tmp_path, in_config, in_generation, expected):
     tiny_qwen().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": in_config}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -297,7 +304,6 @@ def test_every_end_of_text_of_both_files_ends_a_text(tiny_qwen, tmp_path, in_con
         (tmp_path / "generation_config.json").write_text(json.dumps(ids | {"temperature": 0.7}))
     model = load(tmp_path)
     assert model.config.eos_token_ids == expected
-    whole = run_rows(model, [[1]], max_new_tokens=300, temperature=5.0, ignore_eos=True, generator=seeded())[0]
     (text,) = run_rows(model, [[1]], max_new_tokens=300, temperature=5.0, generator=seeded())
     assert text == whole[: next(index for index, token in enumerate(whole) if token in expected) + 1]
 
