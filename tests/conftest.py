@@ -1,5 +1,6 @@
 """What the lessons' tests share: models small enough to be instant, the embedded one, and the command line."""
 
+import copy
 import functools
 import gc
 import runpy
@@ -18,9 +19,8 @@ from model import GPT, GPTConfig
 hypothesis.settings.register_profile("course", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("course")
 
-gc.set_threshold(
-    100_000
-)  # the libraries are a million objects that stay, and to look for garbage among them takes time
+# The libraries are a million objects that stay, and to look for garbage among them takes time.
+gc.set_threshold(100_000)
 torch.set_num_threads(1)  # on a busy machine several threads wait for each other, and tiny models need one
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +64,40 @@ def passed_widths(model, shapes=False) -> tuple[GPT, list]:
 def in_cache(model, cache, new: list[int]) -> torch.Tensor:
     """The logits of new tokens of the only row of a cache, (1, T, vocab_size)."""
     return model.head(model.hidden(torch.tensor([new]), cache.extend([new]), cache.attend))
+
+
+def load(name, dtype=torch.float64):
+    """A model of any architecture."""
+    from load import load_model
+
+    return load_model(name, dtype)
+
+
+def difference(ours, theirs) -> float:
+    """The largest between our logits and those of transformers, of a batch of whole windows."""
+    tokens = torch.tensor(random_tokens(2 * ours.config.block_size, ours.config.vocab_size)).view(2, -1)
+    with torch.inference_mode():
+        return (ours(tokens) - theirs(tokens).logits).abs().max().item()
+
+
+def exact_norm(self, x):
+    """For transformers' RMSNorms, which compute in float32 whatever the weights are."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+
+def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
+    """A random Llama or Qwen2 (kind) of transformers, in float64, and the directory, in which it is saved."""
+    import transformers
+
+    small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 24}
+    config = getattr(transformers, f"{kind}Config")(**small | {"bos_token_id": 0, "eos_token_id": 2} | shape)
+    model, generator = getattr(transformers, f"{kind}ForCausalLM")(config), torch.Generator().manual_seed(0)
+    for weight in model.parameters():  # biases too, which a new model has as zeros
+        weight.data.normal_(mean=weight.dim() == 1, std=0.4, generator=generator)
+        weight.data = weight.data.to(saved_as).double()
+    copy.deepcopy(model).to(saved_as).save_pretrained(directory, max_shard_size=shard_size)
+    return model.eval(), directory
 
 
 def own_run(model, request) -> list[int]:
@@ -144,12 +178,17 @@ def build(request):
     return request.getfixturevalue(request.param)
 
 
+def save_speaking(build, directory, **shape) -> Path:
+    """Save a random model, block_size 64, that speaks the embedded model's vocabulary. build: as `tiny`."""
+    build(dtype=torch.float32, vocab_size=4096, block_size=64, **shape).save_pretrained(directory)
+    shutil.copy(CHECKPOINTS / "stories" / "tokenizer.json", directory)
+    return directory
+
+
 @pytest.fixture
 def tiny_checkpoint(tiny, tmp_path):
     """A directory with a random model, block_size 64, that speaks the embedded model's vocabulary."""
-    tiny(dtype=torch.float32, vocab_size=4096, block_size=64, eos_token_id=4095).save_pretrained(tmp_path)
-    shutil.copy(CHECKPOINTS / "stories" / "tokenizer.json", tmp_path)
-    return tmp_path
+    return save_speaking(tiny, tmp_path, eos_token_id=4095)
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,9 @@
 """Lesson 18: speculation against its cached target, in turns, and no timing of wrong results."""
 
-import shutil
-
 import pandas
 import pytest
 import torch
-from conftest import CHECKPOINTS
+from conftest import save_speaking
 from matplotlib.figure import Figure
 
 from model import GPT
@@ -19,11 +17,7 @@ def test_help_names_its_options(run_file):
 @pytest.fixture(scope="module")
 def checkpoint(tiny, tmp_path_factory):
     """A model in which each token is an EOS, so a run that does not ignore EOS ends after one."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    shape = {"vocab_size": 4096, "block_size": 64, "eos_token_ids": tuple(range(4096))}
-    tiny(dtype=torch.float32, **shape).save_pretrained(directory)
-    shutil.copy(CHECKPOINTS / "stories" / "tokenizer.json", directory)
-    return directory
+    return save_speaking(tiny, tmp_path_factory.mktemp("models"), eos_token_ids=tuple(range(4096)))
 
 
 @pytest.fixture

@@ -1,13 +1,24 @@
 """Lesson 27: Llama. What transformers computes, and every mode of the lessons before on it."""
 
-import copy
+import functools
 import json
 import math
 import random
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, in_cache, random_tokens, run, run_rows, slide
+from conftest import (
+    CHECKPOINTS,
+    difference,
+    exact_norm,
+    in_cache,
+    load,
+    random_peer,
+    random_tokens,
+    run,
+    run_rows,
+    slide,
+)
 
 from checkpoint import UserError, parse_name
 from model import GPT
@@ -25,39 +36,10 @@ def stories_llama():
 @pytest.fixture
 def peer(tmp_path, monkeypatch):
     """A function that builds a random Llama of transformers, in float64, and the directory that it was saved in."""
-    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama import modeling_llama
 
-    def norm(self, x):  # theirs computes in float32 whatever the weights are
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
-
-    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
-
-    def build(saved_as=torch.float64, shard_size="1GB", **shape):
-        small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-        small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 24}
-        model = LlamaForCausalLM(LlamaConfig(**small | {"bos_token_id": 0, "eos_token_id": 2} | shape))
-        generator = torch.Generator().manual_seed(0)
-        for weight in model.parameters():
-            weight.data.normal_(mean=weight.dim() == 1, std=0.4, generator=generator)
-            weight.data = weight.data.to(saved_as).double()
-        copy.deepcopy(model).to(saved_as).save_pretrained(tmp_path, max_shard_size=shard_size)
-        return model.eval(), tmp_path
-
-    return build
-
-
-def load(name, dtype=torch.float64):
-    from load import load_model
-
-    return load_model(name, dtype)
-
-
-def difference(ours, theirs) -> float:
-    """The largest between the logits of a batch of whole windows."""
-    tokens = torch.tensor(random_tokens(2 * ours.config.block_size, ours.config.vocab_size)).view(2, -1)
-    with torch.inference_mode():
-        return (ours(tokens) - theirs(tokens).logits).abs().max().item()
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
+    return functools.partial(random_peer, "Llama", tmp_path)
 
 
 # The forward pass

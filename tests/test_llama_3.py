@@ -9,7 +9,7 @@ from operator import getitem
 
 import pytest
 import torch
-from conftest import random_tokens, run_rows
+from conftest import exact_norm, load, random_tokens, run_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tokenizer import TEMPLATE, tokenizer_json
@@ -308,12 +308,6 @@ def test_all_merges_of_any_tokens_give_the_ids_of_tokenizers(data, tmp_path_fact
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 
-def load(name, dtype=torch.float64):
-    from load import load_model
-
-    return load_model(name, dtype)
-
-
 # Rotations for longer texts
 
 
@@ -323,10 +317,7 @@ def peer(tmp_path, monkeypatch):
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama import modeling_llama
 
-    def norm(self, x):  # theirs computes in float32 whatever the weights are
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
-
-    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
 
     def build(older=False, **scaling):
         rope = {"rope_type": "llama3", "rope_theta": 1000.0} | SCALING | scaling

@@ -2,14 +2,13 @@
 
 import copy
 import random
-import shutil
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, random_tokens, run_rows
+from conftest import random_tokens, run_rows, save_speaking
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_native_step import MODES, TARGETS, in_pieces, native
+from test_native_step import MODES, TARGETS, both, check_rows_of_any_past, in_pieces, native
 
 from cache import KVCache
 from checkpoint import UserError
@@ -18,11 +17,6 @@ from llama import Llama
 from model import Linear
 
 pytestmark = pytest.mark.usefixtures("compiled")
-
-
-def both(tiny_llama, **shape) -> tuple[Llama, Llama]:
-    """The same random model in float32, in torch and in C."""
-    return tiny_llama(dtype=torch.float32, **shape), native(tiny_llama(dtype=torch.float32, **shape))
 
 
 def any_llama(tiny_llama, seed: int) -> Llama:
@@ -57,9 +51,7 @@ def any_llama(tiny_llama, seed: int) -> Llama:
 @pytest.fixture
 def llama_checkpoint(tiny_llama, tmp_path):
     """A directory with a random Llama that speaks the embedded models' vocabulary."""
-    tiny_llama(dtype=torch.float32, vocab_size=4096, block_size=64, eos_token_id=4095).save_pretrained(tmp_path)
-    shutil.copy(CHECKPOINTS / "stories" / "tokenizer.json", tmp_path)
-    return tmp_path
+    return save_speaking(tiny_llama, tmp_path, eos_token_id=4095)
 
 
 def test_the_command_line_takes_the_backend(cli, llama_checkpoint):
@@ -143,24 +135,7 @@ def test_the_same_bits_at_any_number_of_threads_and_rows(tiny_llama, kind, shape
 @torch.inference_mode()
 def test_rows_of_any_past_in_any_order(tiny_llama, data):
     """Each row's logits are those of its own text, whatever is beside it, and nothing else in the cache changes."""
-    from infer import pass_logits
-
-    eager, model = both(tiny_llama)
-    pasts = data.draw(st.lists(st.integers(0, 10), min_size=1, max_size=4))
-    keep = data.draw(st.integers(1, 3))
-    rows = data.draw(st.permutations(range(len(pasts))))[: data.draw(st.integers(1, len(pasts)))]
-    lengths = [data.draw(st.integers(keep, 4)) for _ in rows]
-    texts = [random_tokens(16, seed=row) for row in range(len(pasts))]
-    caches = [KVCache(eager, len(pasts)) for _ in range(2)]
-    for row, past in enumerate(pasts):
-        if past:
-            for cache in caches:
-                pass_logits(eager, [texts[row][:past]], [row], cache, 1)
-    new = [texts[row][pasts[row] : pasts[row] + length] for row, length in zip(rows, lengths)]
-    expected, logits = (pass_logits(each, new, rows, cache, keep) for each, cache in zip((eager, model), caches))
-    torch.testing.assert_close(logits, expected, rtol=3e-5, atol=3e-5)
-    assert caches[0].tokens == caches[1].tokens
-    torch.testing.assert_close(caches[0].storage, caches[1].storage, rtol=1e-5, atol=1e-5)
+    check_rows_of_any_past(tiny_llama, data, tolerance=3e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)

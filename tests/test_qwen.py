@@ -1,13 +1,13 @@
 """Lesson 29: Qwen2.5, which is a Llama with three biases, several ends of text, and a tokenizer of its own."""
 
-import copy
+import functools
 import json
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import random_tokens, run_rows
+from conftest import difference, exact_norm, load, random_peer, random_tokens, run_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_llama_3 import ANY_TEXT, TEXTS, library, load_from, with_values
@@ -142,45 +142,16 @@ def test_a_normalized_token_is_found_in_a_text_that_nothing_normalizes(raw, tmp_
     assert ours.encode("a<tool_call>e\u0301", allowed_special="all") == theirs.encode("a<tool_call>e\u0301").ids
 
 
-def load(name, dtype=torch.float64):
-    from load import load_model
-
-    return load_model(name, dtype)
-
-
 # The model
 
 
 @pytest.fixture
 def peer(tmp_path, monkeypatch):
     """A function that builds a random Qwen2 of transformers, in float64, and the directory that it was saved in."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.models.qwen2 import modeling_qwen2
 
-    def norm(self, x):  # theirs computes in float32 whatever the weights are
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
-
-    monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", norm)
-
-    def build(saved_as=torch.float64, shard_size="1GB", **shape):
-        small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-        small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 24}
-        model = Qwen2ForCausalLM(Qwen2Config(**small | {"bos_token_id": 0, "eos_token_id": 2} | shape))
-        generator = torch.Generator().manual_seed(0)
-        for weight in model.parameters():  # biases too, which a new model has as zeros
-            weight.data.normal_(mean=weight.dim() == 1, std=0.4, generator=generator)
-            weight.data = weight.data.to(saved_as).double()
-        copy.deepcopy(model).to(saved_as).save_pretrained(tmp_path, max_shard_size=shard_size)
-        return model.eval(), tmp_path
-
-    return build
-
-
-def difference(ours, theirs) -> float:
-    """The largest between the logits of a batch of whole windows."""
-    tokens = torch.tensor(random_tokens(2 * ours.config.block_size, ours.config.vocab_size)).view(2, -1)
-    with torch.inference_mode():
-        return (ours(tokens) - theirs(tokens).logits).abs().max().item()
+    monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", exact_norm)
+    return functools.partial(random_peer, "Qwen2", tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(40))
