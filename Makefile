@@ -6,6 +6,9 @@ demo: .venv/installed tags  ## write a story with the embedded model, on the CPU
 test: .venv/installed tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
+book: .venv/installed tags  ## make the lessons as web pages, in book/
+	.venv/bin/python lessons.py book
+
 tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python lessons.py tag --quiet
 
@@ -18,4 +21,4 @@ tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: demo test tags
+.PHONY: demo test book tags

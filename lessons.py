@@ -237,18 +237,27 @@ def cmd_try(lessons, args):
 
 def try_commands(text: str) -> list[str]:
     """The commands of a message's `Try:` section, with their here-documents and without their outputs."""
-    section = re.search(r"^Try:.*?(?=^(?:Read|Tests|Implement|Exercise):|\Z)", text, re.MULTILINE | re.DOTALL)
-    commands, end = [], None  # end: the line that ends the here-document, while in one
-    for line in section[0].splitlines() if section else ():
-        line = line.removeprefix("    ")
-        if end or commands and commands[-1].endswith("\\"):
-            commands[-1] += "\n" + line
-            end = None if line == end else end
-        elif line.startswith("$ "):
-            commands.append(line.removeprefix("$ "))
-            document = re.search(r"(?<!<)<<-?['\"]?(\w+)", line)
+    return [words for kind, words in read_try(text) if kind == "command"]
+
+
+def read_try(text: str) -> list[tuple[str, str]]:
+    """A message's `Try:` section in order: ("prose", "command" or "output", its text), without indentation."""
+    section = re.search(r"^Try:(.*?)(?=^(?:Read|Tests|Implement|Exercise):|\Z)", text, re.MULTILINE | re.DOTALL)
+    parts, end = [], None  # end: the line that ends the here-document, while in one
+    for line in section[1].strip("\n").split("\n") if section else ():
+        words, last = line.removeprefix("    "), parts[-1] if parts else ["", ""]
+        if end or last[0] == "command" and last[1].endswith("\\"):
+            last[1] += "\n" + words
+            end = None if words == end else end
+        elif words.startswith("$ "):
+            parts.append(["command", words.removeprefix("$ ")])
+            document = re.search(r"(?<!<)<<-?['\"]?(\w+)", words)
             end = document and document[1]
-    return commands
+        elif last[0] == (kind := "output" if line.startswith("    ") else "prose") or not line and last[0] == "output":
+            last[1] += "\n" + words
+        else:
+            parts.append([kind, words])
+    return [(kind, words.strip("\n")) for kind, words in parts if words.strip()]
 
 
 def cmd_answer(lessons, args):
@@ -405,6 +414,15 @@ def cmd_verify(lessons, args):
     return 0 if all(done) else 1
 
 
+def cmd_book(lessons, args):
+    """make the book: the lessons as web pages that are read without a network"""
+    script = ROOT / "tools" / "make_book.py"
+    if not script.exists():
+        raise LessonError("what makes the book is on main only; go there with: git switch main")
+    output = [] if args.output is None else ["--output", os.path.abspath(args.output)]
+    return subprocess.run([python(), str(script), *output]).returncode
+
+
 def verify(lesson: Lesson, first: bool, whole: bool, tree: Path) -> tuple[str, str]:
     """(what is wrong, or nothing; a note), after running tests at the lesson's commit, and its own on the code before.
 
@@ -480,7 +498,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.set_defaults(quiet=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     reading = (cmd_list, cmd_tag, cmd_show, cmd_diff, cmd_try, cmd_answer)
-    for function in (*reading, cmd_start, cmd_check, cmd_compare, cmd_restart, cmd_verify):
+    for function in (*reading, cmd_start, cmd_check, cmd_compare, cmd_restart, cmd_verify, cmd_book):
         name, words = function.__name__.removeprefix("cmd_"), function.__doc__
         command = commands.add_parser(name, help=words.splitlines()[0], description=words)
         command.set_defaults(function=function)
@@ -490,6 +508,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             command.add_argument("--all", action="store_true", help="run the whole suite at each lesson")
         elif function is cmd_tag:
             command.add_argument("--quiet", action="store_true", help="say nothing, and do nothing without a history")
+        elif function is cmd_book:
+            command.add_argument("--output", metavar="FOLDER", help="a new one, or an older book; default: book")
         elif function in (cmd_show, cmd_diff, cmd_start):
             command.add_argument("id", metavar="ID", help=help)
         elif function is not cmd_list:

@@ -1,0 +1,800 @@
+"""Write the book: the lessons on main as web pages that need neither a server nor JavaScript nor a network.
+
+`python lessons.py book` runs it. Lessons, diffs, answers and plots are read from git, so the book cannot disagree with
+the code. The story on the first page is written by the embedded model while the book is made.
+"""
+
+import argparse
+import ast
+import functools
+import html
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+try:
+    import jinja2
+    import markdown_it
+    import pygments.filter
+    import pygments.lexers
+    from markupsafe import Markup
+    from pygments import token as tokens
+    from pygments.formatters import HtmlFormatter
+except ImportError as error:
+    print(
+        f"lessons.py: error: the book needs the package {error.name}; set all of them up with: make book",
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
+import lessons as course  # noqa: E402
+from lessons import Lesson, LessonError, git  # noqa: E402
+
+TEMPLATES = Path(__file__).with_name("book")
+LIMIT = 390_000  # bytes of a page; what makes it larger gets a page of its own
+MARK = '<meta name="generator" content="lessons.py book">'  # in each page, so that an older book can be replaced
+TITLES = {  # of the parts, by their first lesson
+    "00": "Part I: decoding, caching, speculation",
+    "20": "Part II-A: native speed",
+    "27": "Part II-B: Llama and Qwen",
+    "32": "Part II-C: the engine",
+}
+ARXIV = "https://arxiv.org/abs/"
+PAPERS = {  # as lessons and docstrings name them
+    "Agrawal et al. 2023": ARXIV + "2308.16369",
+    "Ainslie et al. 2023": ARXIV + "2305.13245",
+    "Braverman et al. 2019": ARXIV + "1906.05664",
+    "Chen et al. 2023": ARXIV + "2302.01318",
+    "Daliri et al. 2024": ARXIV + "2408.07978",
+    "Dettmers et al. 2022": ARXIV + "2208.07339",
+    "Eldan & Li 2023": ARXIV + "2305.07759",
+    "Fan et al. 2018": ARXIV + "1805.04833",
+    "Holtzman et al. 2020": ARXIV + "1904.09751",
+    "Keskar et al. 2019": ARXIV + "1909.05858",
+    "Kwon et al. 2023": ARXIV + "2309.06180",
+    "Leviathan et al. 2022": ARXIV + "2211.17192",
+    "Radford et al. 2019": "https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf",
+    "Salmon et al. 2011": "https://doi.org/10.1145/2063384.2063405",
+    "Saxena 2023": "https://github.com/apoorvumang/prompt-lookup-decoding",
+    "Shazeer 2020": ARXIV + "2002.05202",
+    "Su et al. 2021": ARXIV + "2104.09864",
+    "Touvron et al. 2023": ARXIV + "2302.13971",
+    "Llama 2 (Touvron et al. 2023)": ARXIV + "2307.09288",
+    "Xiao et al. 2022": ARXIV + "2211.10438",
+    "Yu et al. 2022": "https://www.usenix.org/conference/osdi22/presentation/yu",
+    "Zhang & Sennrich 2019": ARXIV + "1910.07467",
+    "Zheng et al. 2023": ARXIV + "2312.07104",
+}
+NUMBER = r"\b\d\d(?:0[1-9]|1[0-2])\.\d{5}\b"  # of a paper on arXiv: year, month, and a count
+TRACKERS = {"transformers": "huggingface/transformers", "vllm": "vllm-project/vllm"}
+
+
+# What git knows.
+
+
+@dataclass
+class Line:
+    kind: str  # "+", "-" or " "
+    number: int  # in the new file, or for "-" in the old one; from 0
+
+
+@dataclass
+class Hunk:
+    function: str  # that it lies in, as git found it; for Python `definition` knows better
+    first: int  # its first line in the new file
+    lines: list[Line] = field(default_factory=list)
+
+
+@dataclass
+class Change:
+    """What a commit does to a file."""
+
+    path: str
+    old: str  # blob ids; zeros for none
+    new: str
+    hunks: list[Hunk] = field(default_factory=list)
+
+    def count(self, kind: str) -> int:
+        return sum(line.kind == kind for hunk in self.hunks for line in hunk.lines)
+
+    @property
+    def is_test(self) -> bool:
+        return self.path.startswith("tests/")
+
+    @property
+    def is_code(self) -> bool:
+        return Path(self.path).suffix in (".py", ".c", ".h") and not self.is_test
+
+
+@dataclass
+class Commit:
+    hash: str
+    subject: str
+    body: str
+    changes: list[Change]
+
+
+ATTRIBUTES = "*.c diff=cpp\n*.safetensors binary\ntokenizer.json -diff\n"
+
+
+def read_commits(ref: str) -> list[Commit]:
+    """The commits of the first-parent line, oldest first, with their changes."""
+    with tempfile.TemporaryDirectory() as folder:  # of its own: the reader's may name functions otherwise
+        attributes = Path(folder, "attributes")
+        attributes.write_text(ATTRIBUTES)
+        form = "--format=%x01%H%x1f%s%x1f%b%x02"
+        settings = ("-c", f"core.attributesFile={attributes}", "-c", "core.quotePath=false")
+        options = ("--full-index", "--no-renames", "--no-color", "--no-ext-diff", "--no-textconv", "--unified=3")
+        log = ("log", "--first-parent", "--diff-merges=first-parent", "--reverse", "--root", "--patch", *options)
+        text = course.run_git(*settings, *log, "--src-prefix=a/", "--dst-prefix=b/", form, ref).stdout
+    commits = []
+    for part in re.split(r"^\x01", text, flags=re.MULTILINE)[1:]:
+        head, _, patch = part.partition("\x02\n")
+        hash, subject, body = head.split("\x1f")
+        commits.append(Commit(hash, subject, body.strip("\n"), list(read_patch(patch))))
+    return commits
+
+
+def read_patch(patch: str) -> Iterator[Change]:
+    for part in re.split(r"^diff --git ", patch, flags=re.MULTILINE)[1:]:
+        lines = part.split("\n")
+        names = re.fullmatch(r"a/(.*) b/\1", lines[0])
+        if not names:
+            raise LessonError(f"git quotes this path, which the book cannot show: {lines[0]}")
+        path = names[1]
+        index = next((line for line in lines if line.startswith("index ")), "index 0..0")
+        change = Change(path, *index.split()[1].split(".."))
+        old = new = 0
+        for line in lines[1:]:
+            if head := re.match(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,(\d+))? @@ ?(.*)", line):
+                old, new = int(head[1]) - 1, int(head[2]) - 1
+                first = new + (head[3] == "0")  # nothing is left there: the line before it is named
+                change.hunks.append(Hunk(head[4].strip(), max(first, 0)))
+            elif change.hunks and line[:1] in ("+", "-", " "):
+                change.hunks[-1].lines.append(Line(line[0], old if line[0] == "-" else new))
+                old, new = old + (line[0] != "+"), new + (line[0] != "-")
+        yield change
+
+
+@functools.cache
+def blob(name: str) -> str:
+    """A file's text by its id; empty for zeros."""
+    return read_bytes(name).decode("utf-8", "replace") if name.strip("0") else ""
+
+
+def read_bytes(name: str) -> bytes:
+    """Raises LessonError if git cannot read it."""
+    result = subprocess.run([*course.GIT, "cat-file", "blob", name], cwd=course.ROOT, capture_output=True)
+    if result.returncode:
+        raise LessonError(f"git cat-file blob {name} failed")
+    return result.stdout
+
+
+@functools.cache
+def definitions(name: str) -> list[tuple[int, int, str]]:
+    """(first line, the line after its last, name) of each function and class of a Python file, outer ones first."""
+    try:
+        tree = ast.parse(blob(name))
+    except SyntaxError:
+        return []
+    found = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for its in ast.iter_child_nodes(node):
+            inner = prefix
+            if isinstance(its, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                first = min(part.lineno for part in (its, *its.decorator_list))
+                found.append((first - 1, its.end_lineno, prefix + its.name))
+                inner = f"{prefix}{its.name}."
+            visit(its, inner)
+
+    visit(tree, "")
+    return found
+
+
+def heading(change: Change, hunk: Hunk) -> str:
+    """The function or class of the first changed line that lies in one; nothing where the hunk shows its first line."""
+    if not change.path.endswith(".py"):
+        words = hunk.function
+        return words if len(words) < 79 else words.rpartition(" ")[0] + " …"  # git cuts after 80 bytes
+    for line in hunk.lines:
+        if line.kind != " ":
+            name = change.old if line.kind == "-" else change.new
+            inside = [its for its in definitions(name) if its[0] <= line.number < its[1]]
+            if inside:
+                shown = {its.number for its in hunk.lines if its.kind != ("+" if line.kind == "-" else "-")}
+                return "" if inside[-1][0] in shown else inside[-1][2]
+    return ""
+
+
+# Colours.
+
+KINDS = {  # what Pygments finds -> the kind whose class in the style sheet it gets; all else has the colour of text
+    tokens.Comment.Preproc: tokens.Keyword,
+    tokens.Comment: tokens.Comment,
+    tokens.Keyword: tokens.Keyword,
+    tokens.Operator.Word: tokens.Keyword,
+    tokens.String: tokens.String,
+    tokens.Number: tokens.Number,
+    tokens.Name.Function: tokens.Name.Function,
+    tokens.Name.Class: tokens.Name.Function,
+    tokens.Name.Decorator: tokens.Name.Function,
+}
+
+
+class FewKinds(pygments.filter.Filter):
+    """Leave the kinds of token that have a colour: a page without a tag around each name is half as large."""
+
+    def filter(self, lexer, stream):
+        for kind, value in stream:
+            yield next((KINDS[its] for its in KINDS if kind in its), tokens.Text), value
+
+
+@functools.cache
+def highlight(name: str, path: str) -> list[str]:
+    """The lines of a blob as HTML."""
+    return colour(blob(name), path)
+
+
+def colour(text: str, path: str) -> list[str]:
+    options = {"stripnl": False, "ensurenl": False}
+    try:
+        lexer = pygments.lexers.get_lexer_for_filename(path, **options)
+    except pygments.util.ClassNotFound:
+        return html.escape(text, quote=False).removesuffix("\n").split("\n")
+    lexer.add_filter(FewKinds())
+    return pygments.highlight(text, lexer, HtmlFormatter(nowrap=True)).removesuffix("\n").split("\n")
+
+
+# A diff as HTML.
+
+FOLD = 4  # unchanged lines from which on they are folded
+
+
+def show_change(change: Change, folded: bool) -> str:
+    """The hunks of a change. folded: the unchanged lines between them are there too, one click away."""
+    if not change.hunks:
+        return "<p>Data: left out here.</p>"
+    old, new = highlight(change.old, change.path), highlight(change.new, change.path)
+    parts, shown = [], 0  # lines of the new file so far
+    for hunk in change.hunks:
+        parts.append(gap(new[shown : hunk.first], folded))
+        if (change.is_code or change.is_test) and (words := heading(change, hunk)):
+            parts.append(f'<h4 class="where"><code>{html.escape(words)}</code></h4>')
+        parts.append(f"<pre>{''.join(show_lines(hunk.lines, old, new))}</pre>")
+        shown = max([hunk.first] + [line.number + 1 for line in hunk.lines if line.kind != "-"])
+    if change.new.strip("0"):
+        parts.append(gap(new[shown:] if blob(change.new) else [], folded))
+    return "".join(parts)
+
+
+def gap(lines: list[str], folded: bool) -> str:
+    """Unchanged lines."""
+    if not lines:
+        return ""
+    count = f"{len(lines)} unchanged line{'s' * (len(lines) > 1)}"
+    if not folded:
+        return f'<p class="gap">{count}</p>'
+    if len(lines) < FOLD:
+        return f"<pre>{spans(lines)}</pre>"
+    return f'<details class="gap"><summary>{count}</summary><pre>{spans(lines)}</pre></details>'
+
+
+def show_lines(lines: list[Line], old: list[str], new: list[str]) -> Iterator[str]:
+    """Lines of a hunk. Removed ones and those in their place are one block, side by side where there is room."""
+    index = 0
+    while index < len(lines):
+        runs = {kind: [] for kind in " -+"}
+        for kind in " -+":
+            while index < len(lines) and lines[index].kind == kind:
+                runs[kind].append((old if kind == "-" else new)[lines[index].number])
+                index += 1
+        yield spans(runs[" "])
+        removed = f"<del>{spans(runs['-'])}</del>" if runs["-"] else ""
+        added = f"<ins>{spans(runs['+'])}</ins>" if runs["+"] else ""
+        yield f'<span class="pair">{removed}{added}</span>' if removed and added else removed + added
+
+
+def spans(lines: list[str]) -> str:
+    """Each line a block, so that a mark can stand before it that nobody copies."""
+    return "".join(f"<span>{line or ' '}</span>" for line in lines)
+
+
+def whole_file(change: Change) -> str:
+    """The new file, with the lines marked that the change adds."""
+    added = {line.number for hunk in change.hunks for line in hunk.lines if line.kind == "+"}
+    lines = highlight(change.new, change.path)
+    parts, first = [], 0
+    for number in range(1, len(lines) + 1):
+        if number == len(lines) or (number in added) != (first in added):
+            run = spans(lines[first:number])
+            parts.append(f"<ins>{run}</ins>" if first in added else run)
+            first = number
+    return f'<pre class="numbered">{"".join(parts)}</pre>'
+
+
+# A message as HTML.
+
+CODE = (
+    r"""
+    `(?P<ticks>[^`]+)`
+    | (?P<code> <\|\w+\|>
+        | (?<![\w-])--[a-z][\w-]*
+        | (?<![\w/.])[\w-]+(?:/[\w.-]+)*/?\.(?:py|c|h|md|json|jinja|toml|csv|safetensors)\b
+        | \w+::\w+
+        | (?<![\w.])
+            (?: (?:\w+\.)*_*[A-Za-z]\w*_\w+ (?:\([^()\n]*\))?
+                | [A-Z]\w+\.[a-z_]\w* (?:\([^()\n]*\))?
+                | [A-Za-z]\w*\((?!s\))[^()\n]*\) )
+            (?: \.\w+ | \[\w+\] | ="?[\w.]*\w"? )* )
+    | (?P<arxiv>"""
+    + NUMBER
+    + r""")
+    | (?P<issue>\b(?:"""
+    + "|".join(TRACKERS)
+    + r""")\#\d+)
+    | (?P<paper>"""
+    + "|".join(re.escape(name).replace(r"\ ", r"\s") for name in PAPERS)
+    + ")"
+)
+
+
+def inline(text: str, names: frozenset[str] = frozenset()) -> str:
+    """A line of prose: what looks like code, and these names, as code; papers and issues as links."""
+    parts, end = [], 0
+
+    def plain(words: str) -> str:
+        pieces = (
+            f"<code>{word}</code>" if word in names else html.escape(word, False) for word in re.split(r"(\w+)", words)
+        )
+        return "".join(pieces)
+
+    for found in re.finditer(CODE, text, re.VERBOSE):
+        parts.append(plain(text[end : found.start()]))
+        shown, end = html.escape(found["ticks"] or found[0], quote=False), found.end()
+        if found["arxiv"]:
+            parts.append(f'<a href="{ARXIV}{shown}">arXiv:{shown}</a>')
+        elif found["paper"]:
+            parts.append(f'<a href="{html.escape(PAPERS[unwrap(found[0])])}">{shown}</a>')
+        elif found["issue"]:
+            tracker, _, number = shown.partition("#")
+            parts.append(f'<a href="https://github.com/{TRACKERS[tracker]}/issues/{number}">{shown}</a>')
+        else:
+            parts.append(f"<code>{shown}</code>")
+    return "".join(parts) + plain(text[end:])
+
+
+SECTIONS = ("Try", "Read", "Tests", "Implement", "Exercise")
+
+
+def read_message(text: str) -> dict[str, str]:
+    """The sections of a lesson's message, by name; "" is what stands before them."""
+    pieces = re.split(rf"^({'|'.join(SECTIONS)}):", text, flags=re.MULTILINE)
+    return {"": pieces[0].partition("\n")[2].strip("\n")} | dict(zip(pieces[1::2], pieces[2::2]))
+
+
+def prose(text: str, names: frozenset[str] = frozenset()) -> str:
+    """Paragraphs, lists, and formulas, which are indented."""
+    parts = []
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        lines = block.split("\n")
+        for kind, pairs in itertools.groupby(zip(kinds(lines), lines), key=lambda pair: pair[0]):
+            run = "\n".join(line for _, line in pairs)
+            if kind == "formula":
+                shown = re.sub(r"^    ", "", run, flags=re.MULTILINE)
+                parts.append(f'<pre class="formula">{html.escape(shown, quote=False)}</pre>')
+            elif kind == "list":
+                items = re.split(r"^- ", run, flags=re.MULTILINE)[1:]
+                shown = (prose(re.sub(r"^  ", "", item, flags=re.MULTILINE), names) for item in items)
+                parts.append("<ul>" + "".join(f"<li>{item}</li>" for item in shown) + "</ul>")
+            elif run.strip():
+                parts.append(f"<p>{inline(unwrap(run), names)}</p>")
+    return "".join(parts)
+
+
+def kinds(lines: list[str]) -> Iterator[str]:
+    """What each line of a block belongs to: a paragraph, a formula or a list."""
+    in_list = False
+    for line in lines:
+        in_list |= line.startswith("- ")
+        yield "list" if in_list else "formula" if line.startswith("    ") else "paragraph"
+
+
+def unwrap(text: str) -> str:
+    """One line; a word that a hyphen cuts at the end of a line is whole."""
+    return " ".join(re.sub(r"(?<=\w)-\n\s*(?=\w)", "-", text).split())
+
+
+def capital(text: str) -> str:
+    """A section begins as a sentence does, unless it begins with code."""
+    text = text.strip()
+    return text if re.match(r"\w*[_.(`=A-Z]", text) else text[:1].upper() + text[1:]
+
+
+def commands(message: str) -> str:
+    """The `Try:` section: each command with a button that copies it, then what it printed."""
+    parts = []
+    for kind, text in course.read_try(message):
+        if kind == "prose":
+            whole = re.fullmatch(r"\((.*)\)", unwrap(text))  # a remark behind the section's name
+            parts.append(prose(capital(whole[1] if whole else text)))
+        else:
+            parts.append((command if kind == "command" else output)(text))
+    return "".join(parts)
+
+
+def command(text: str) -> str:
+    """A command to copy, with the Python of a here-document in colours."""
+    script = re.fullmatch(r"(python -[^\n]*<<'(\w+)'[^\n]*\n)(.*\n)(\2)", text, re.DOTALL)
+    before, inside, after = (script[1], script[3], script[4]) if script else (text, "", "")
+    shown = re.sub(r"(?<![\w-])--\w[\w-]*", r"<span>\g<0></span>", html.escape(before, quote=False))
+    shown += "".join(line + "\n" for line in colour(inside, "x.py") if inside)
+    lines = " lines" if "\n" in text else ""
+    return f'<pre class="command{lines}"><code data-copy>{shown}{after}</code></pre>'
+
+
+def output(text: str) -> str:
+    """What a command printed. The columns of a table stay; other lines, which may be stories, are wrapped."""
+    table = " lines" if re.search(r"\S {2,}\S", text) else ""
+    return f'<pre class="output{table}">{html.escape(text, quote=False)}</pre>'
+
+
+def specification(text: str) -> str:
+    """An `Implement:` section: a list whose items are indented once; what belongs to an item is indented deeper.
+
+    A line that ends before the next word has no place any more ends a member of its item.
+    """
+    lines = text.split("\n")
+    first = next((number for number, line in enumerate(lines) if line.startswith("    ")), len(lines))
+    note, lines = unwrap("\n".join(lines[:first])), [line for line in lines[first:] if line.strip()]
+    width, items = max(map(len, lines)), []
+    for before, line in zip(["", *lines], lines):
+        if re.match(r" {4}\S", line):
+            items.append([line])
+        elif len(before) + 1 + len(line.split()[0]) > width - 4:  # 4: a line may break a little early
+            items[-1][-1] += "\n" + line
+        else:
+            items[-1].append(line)
+    shown = "".join(f"<li>{'<br>'.join(inline(unwrap(member)) for member in item)}</li>" for item in items)
+    return (f"<p>{inline(note)}</p>" if note else "") + f"<ul>{shown}</ul>"
+
+
+def answer(text: str) -> str:
+    """A worked answer, Markdown, as HTML: the sentence in its title, then all but the exercise."""
+    parser = markdown_it.MarkdownIt("commonmark", {"html": False, "highlight": code_block})
+    parser.validateLink = lambda address: address.startswith("https://")
+    text = re.sub(r"^# [^:\n]*: (.)(.*)\n+(?:>.*\n)+", lambda found: f"**{found[1].upper()}{found[2]}.**\n", text)
+    return re.sub(r"<(/?)h([1-5])>", lambda tag: f"<{tag[1]}h{int(tag[2]) + 1}>", parser.render(text))
+
+
+def code_block(text: str, language: str, _) -> str:
+    return (command if language == "sh" else output)(text.removesuffix("\n"))
+
+
+# The pages.
+
+
+def title(lesson: Lesson) -> str:
+    return lesson.subject.partition(": ")[2]
+
+
+def part_of(lesson: Lesson) -> str:
+    return TITLES[max(number for number in TITLES if number <= lesson.id)]
+
+
+@dataclass
+class Section:
+    """A folded part of a lesson's page, or a page of its own where that would grow too large."""
+
+    name: str  # of its page
+    summary: str
+    body: str
+    apart: bool = False
+
+
+def lesson_page(lesson: Lesson, commit: Commit, before: list[Commit], make, names, **context) -> dict[str, str]:
+    """The pages of a lesson, name -> HTML. names: functions and classes, to be marked where it says what to read."""
+    message = read_message(course.message(lesson))
+    files = [change for change in commit.changes if not change.is_test]
+    files.sort(key=lambda change: (change.path != "infer.py", not change.is_code))
+    tests = [change for change in commit.changes if change.is_test]
+    sections = [diff_section(f"{lesson.id}.before-{number}", its) for number, its in enumerate(before, 1)]
+    if tests:
+        added = sum(change.count("+") for change in tests)
+        names = ", ".join(Path(change.path).name for change in tests)
+        body = "".join(file_diff(change, False) for change in tests)
+        sections.append(Section(f"{lesson.id}.tests", f"Tests: {names}, {added} new lines", body))
+    context |= {
+        "lesson": lesson,
+        "why": prose(message[""]),
+        "trying": commands(course.message(lesson)),
+        "reading": prose(message.get("Read", "").strip(), names),
+        "testing": prose(capital(message.get("Tests", ""))),
+        "implement": specification(message["Implement"]) if "Implement" in message else "",
+        "exercise": prose(capital(message.get("Exercise", ""))),
+        "files": [file_diff(its, its.is_code, not its.is_code or context["previous"] is None) for its in files],
+        "tests": sections[len(before) :],
+        "before": sections[: len(before)],
+    }
+    render = functools.partial(make, "lesson.html", **context)
+    while len((page := render()).encode()) > LIMIT:
+        inside = [section for section in sections if not section.apart]
+        if not inside:
+            raise LessonError(f"the page of {lesson.id} has more than {LIMIT} bytes, and nothing is left to move")
+        max(inside, key=lambda section: len(section.body)).apart = True
+    pages = {f"{lesson.id}.html": page}
+    for section in sections:
+        if section.apart:
+            pages[f"{section.name}.html"] = make("part.html", **context | {"section": section})
+    return pages
+
+
+def diff_section(name: str, commit: Commit) -> Section:
+    """A commit between two lessons: its message and its diff, but for data."""
+    body = prose(commit.body)
+    for change in commit.changes:
+        if Path(change.path).suffix in (".csv", ".json") or change.path.startswith("answers/"):
+            body += f"<p><code>{html.escape(change.path)}</code>: {change.count('+')} new lines, left out here.</p>"
+        else:
+            body += file_diff(change, False)
+    return Section(name, commit.subject, body)
+
+
+def file_diff(change: Change, folded: bool, closed: bool = False) -> str:
+    """folded: as of `show_change`. closed: the whole is behind its name."""
+    counts = f"+{change.count('+')} &minus;{change.count('-')}"
+    name = f"<h3><code>{html.escape(change.path)}</code> <small>{counts}</small></h3>"
+    body = show_change(change, folded)
+    if closed:
+        return f'<section class="file"><details><summary>{name}</summary>{body}</details></section>'
+    return f'<section class="file">{name}{body}</section>'
+
+
+def find_papers(text: str) -> dict[str, str]:
+    """The papers that a text names or numbers, name -> address."""
+    words, names = unwrap(text), {address: name for name, address in PAPERS.items()}
+    found = {name: address for name, address in PAPERS.items() if name in words}
+    numbered = {names.get(ARXIV + number, f"arXiv:{number}"): ARXIV + number for number in re.findall(NUMBER, words)}
+    return dict(sorted((found | numbered).items()))
+
+
+# The first page.
+
+SHADES = (0.9, 0.5, 0.2, 0.05, 0.0)  # a token at least as probable as the first is not coloured, and so on
+PLOTS = {
+    "speculative_cpu.png": "Speculative decoding on a CPU: how many times as fast as the target alone with its cache,"
+    " for 1 to 6 drafts a pass, greedy and sampled; bars are min and max.",
+    "kv_cache_cpu.png": "The key-value cache against none, and transformers: tokens a second after the first.",
+    "kv_cache_cpu_batches.png": "The same in batches of 1, 8 and 32 texts, in float32 and bfloat16.",
+    "kv_cache_cpu_gpt2.png": "The same with a model of GPT-2's shape.",
+    "batching_cpu.png": "Engines over batch sizes, tokens a second: the cache, half precision, int8 and native code"
+    " here, transformers and CTranslate2.",
+    "batching_cpu_gpt2.png": "Engines over batch sizes with a model of GPT-2's shape.",
+    "batching_cpu_llama.png": "Engines over batch sizes with a Llama of 134.5 million parameters: cache, bfloat16,"
+    " native code and transformers.",
+    "batching_cpu_one_thread.png": "Engines on one thread: cache, native code and CTranslate2.",
+    "engine_cpu.png": "The engine: tokens a second beside one text at a time, static batches and transformers;"
+    " the longest gap while a long prompt arrives; what drafts gain.",
+}
+
+
+def write_story(prompt: str = "Once upon a time", top: int = 5) -> dict:
+    """The text of `make demo`, each token with its probability and the most likely ones there."""
+    import torch
+
+    from engine.engine import Engine
+    from infer import STORIES
+    from load import load_model
+    from sampling import SamplingParams
+    from tokenizer import TextStream, load_encoding
+
+    torch.set_num_threads(1)  # fast enough, and on a busy machine several wait for each other
+    model = load_model(STORIES, torch.float32, "cpu")
+    encoding = load_encoding(STORIES, model.config.vocab_size)
+    engine = Engine(model, max_rows=1, encoding=encoding)
+    request = engine.add(encoding.encode(prompt), SamplingParams(), logprobs=top)
+    while engine.busy:
+        engine.step()
+
+    def entry(text: str, logprob: float) -> dict:
+        p = math.exp(logprob)
+        percent = f"{100 * p:.0f} %" if p >= 0.095 else f"{100 * p:.1f} %" if p >= 0.0005 else "< 0.1 %"
+        shade = next(index for index, least in enumerate(SHADES) if p >= least)
+        return {"text": text.replace("\n", "\\n"), "lines": text.split("\n"), "percent": percent, "shade": shade}
+
+    stream, found = TextStream(encoding, model.config.eos_token_ids), []
+    for token, (logprob, others) in zip(request.output, request.logprobs):
+        alternatives = [entry(encoding.decode([other]), value) for other, value in others]
+        found.append(entry(stream.add(token), logprob) | {"top": alternatives})
+    return {"prompt": prompt, "tokens": [its for its in found if its["text"]]}
+
+
+def introduction(readme: str) -> tuple[str, str, str]:
+    """The title of Readme.md, what it says before the first command, and how to start, as HTML."""
+    pattern = r"# ([^\n]*)\n(.*?)\n\nOne command .*?\n## Start\n(.*?)\n## "
+    found = re.match(pattern, readme, re.DOTALL)
+    if not found:
+        raise LessonError("Readme.md on main has no title, text before `One command`, and section Start")
+    parser = markdown_it.MarkdownIt("commonmark", {"html": False})
+    return found[1], parser.render(found[2]), parser.render(found[3])
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+# All of it.
+
+
+def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | bytes]:
+    """The files of the book, name -> content."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    parts = {}
+    for lesson in lessons:
+        parts.setdefault(part_of(lesson), []).append(lesson)
+    environment.globals |= {"parts": list(parts.items()), "mark": Markup(MARK)}
+    environment.globals |= {"commit": git("rev-parse", "--short", ref), "lesson": None}
+
+    def make(template: str, **context) -> str:
+        return environment.get_template(template).render(context)
+
+    names = git("ls-tree", "-r", "--name-only", ref).splitlines()
+    commits = read_commits(ref)
+    index = {commit.hash: number for number, commit in enumerate(commits)}
+    pages, sizes, exercises, entries, infer = {}, {}, [], [], None
+    last, defined_here = -1, set()  # the place of the lesson before; functions and classes so far
+    for number, lesson in enumerate(lessons):
+        place = index[lesson.commit]
+        commit, before = commits[place], commits[last + 1 : place]
+        last = place
+        answered = f"answers/{lesson.id}.md" in names
+        infer = next((its for its in commit.changes if its.path == "infer.py"), None)
+        name = blob_id(lesson.commit, "infer.py")
+        if name:
+            whole = infer or Change("infer.py", name, name)
+            context = {"lesson": lesson, "changed": bool(infer), "body": whole_file(whole)}
+            pages[f"{lesson.id}.infer.html"] = make("file.html", **context)
+        new = [its.body + added_text(change) for its in (*before, commit) for change in its.changes if change.is_code]
+        papers = find_papers("\n".join([commit.body, *new]))
+        defined_here |= {
+            name for its in (*before, commit) for change in its.changes for name in defined(added_text(change))
+        }
+        pages |= lesson_page(
+            lesson,
+            commit,
+            before,
+            make,
+            names=frozenset(defined_here),
+            part=part_of(lesson),
+            adds=title(lesson),
+            previous=lessons[number - 1] if number else None,
+            next=lessons[number + 1] if number + 1 < len(lessons) else None,
+            papers=papers,
+            whole=f"{lesson.id}.infer.html" if name else None,
+            changed=bool(infer),
+            answer=answer(git("show", f"{ref}:answers/{lesson.id}.md")) if answered else None,
+        )
+        message = course.message(lesson)
+        exercises.append((lesson, prose(capital(read_message(message).get("Exercise", ""))), answered))
+        code = [change for change in commit.changes if change.is_code]
+        tests = [change for change in commit.changes if change.is_test]
+        added = {kind: sum(change.count("+") for change in its) for kind, its in (("code", code), ("tests", tests))}
+        sizes[lesson.id] = added | {"adds": title(lesson)}
+        new_names = sorted({name for change in code for name in defined(added_text(change))})
+        words = unwrap(searchable(message).replace("`", ""))
+        text = " ".join([words, "Defines:", ", ".join(new_names), *papers])
+        entries.append({"page": f"{lesson.id}.html", "title": f"{lesson.id}: {title(lesson)}", "text": text})
+    headline, first, start = introduction(git("show", f"{ref}:Readme.md"))
+    plots = []
+    for path in (name for name in names if re.fullmatch(r"benchmark_results/.*\.png", name)):
+        name, data = Path(path).name, read_bytes(f"{ref}:{path}")
+        if name not in PLOTS:
+            raise LessonError(f"{path} has no text for those who cannot see it; write one into PLOTS of make_book.py")
+        width, height = png_size(data)
+        plots.append({"name": name, "text": PLOTS[name], "width": width, "height": height})
+        pages[name] = data
+    plots.sort(key=lambda plot: list(PLOTS).index(plot["name"]))
+    shades = [f"from {least:.0%}" if least else f"below {SHADES[-2]:.0%}" for least in SHADES]
+    pages["index.html"] = make(
+        "index.html",
+        heading=headline,
+        introduction=first,
+        start=start,
+        lessons=lessons,
+        story=story,
+        shades=shades,
+        sizes=sizes,
+        plots=plots,
+    )
+    pages["exercises.html"] = make("exercises.html", exercises=exercises)
+    pages["search.html"] = make("search.html")
+    pages["search-index.js"] = f"window.SEARCH_INDEX = {json.dumps(entries, ensure_ascii=False)};\n"
+    for name in ("style.css", "book.js"):
+        pages[name] = (TEMPLATES / name).read_text("utf-8")
+    return pages
+
+
+def blob_id(commit: str, path: str) -> str | None:
+    """The id of a file at a commit; None if it is not there."""
+    return course.run_git("rev-parse", "--quiet", "--verify", f"{commit}:{path}").stdout.strip() or None
+
+
+def searchable(message: str) -> str:
+    """A lesson's message without its subject and what commands printed."""
+    sections = read_message(message)
+    trying = " ".join(words for kind, words in course.read_try(message) if kind != "output")
+    order = ("", "Read", "Tests", "Implement", "Exercise")
+    return "\n".join([*(sections.get(name, "") for name in order), trying])
+
+
+def added_text(change: Change) -> str:
+    lines = blob(change.new).split("\n") if change.hunks else []
+    numbers = [line.number for hunk in change.hunks for line in hunk.lines if line.kind == "+"]
+    return "\n".join(lines[number] for number in numbers)
+
+
+def defined(text: str) -> list[str]:
+    """The functions and classes that lines of Python define."""
+    return re.findall(r"^\s*(?:def|class) (\w+)", text, re.MULTILINE)
+
+
+def check_output(output: Path) -> None:
+    """Raise LessonError for a path that is neither free nor an older book."""
+    if output.is_dir() and (not any(output.iterdir()) or MARK in first_page(output)):
+        return
+    if output.exists() or output.is_symlink():
+        raise LessonError(f"{output} holds something that is not this book; name another folder with --output")
+    if not output.parent.is_dir():
+        raise LessonError(f"{output.parent} is no folder; --output names a new folder in one that is there")
+
+
+def first_page(output: Path) -> str:
+    try:
+        return (output / "index.html").read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def write(pages: dict[str, str | bytes], output: Path) -> None:
+    """Write the files into a new folder, and put it in the place of the older book."""
+    with tempfile.TemporaryDirectory(prefix=".book-", dir=output.parent) as folder:
+        made = Path(folder, "new")
+        made.mkdir()
+        for name, content in pages.items():
+            (made / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        if output.exists():
+            output.rename(Path(folder, "old"))
+        made.rename(output)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "book")
+    output = parser.parse_args(argv).output.resolve()
+    try:
+        ref, lessons = course.read_main()
+        check_output(output)
+        pages = make_pages(ref, lessons, write_story())
+        write(pages, output)
+    except (LessonError, OSError) as error:
+        print(f"lessons.py: error: {error}", file=sys.stderr)
+        return 2
+    size = sum(len(content if isinstance(content, bytes) else content.encode()) for content in pages.values())
+    print(f"{output / 'index.html'}: {len(pages)} files, {size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
