@@ -732,3 +732,18 @@ def test_still_a_pass_for_which_there_is_no_memory_ends_its_requests(model, monk
     monkeypatch.setattr(engine.cache, "plan", full)
     (event,) = engine.step()
     assert (event.request, event.error, request.finish_reason) == (request, "full", "error")
+
+
+def test_nan_of_one_text_costs_no_other_its_drafts(tiny):
+    """A mask does not hide NaN: what the draft model wrote for the first text is cleared before its pages are used."""
+    from engine.drafter import ModelDrafter
+    from engine.request import Request
+    from sampling import SamplingParams
+
+    model, draft = tiny(), tiny(seed=1)
+    draft.wpe.weight.data[9] = torch.nan
+    long, short = (Request(random_tokens(length), length, SamplingParams(seed=0)) for length in (12, 4))
+    drafter = ModelDrafter(draft, model, 1, 16)
+    assert drafter.propose([long], [3]) == [[]]
+    drafts = drafter.propose([short], [3])
+    assert drafts == ModelDrafter(draft, model, 1, 16).propose([short], [3]) and len(drafts[0]) == 3
