@@ -205,15 +205,15 @@ class Thing:
 
     def after(self):
         pass
+
+
+MOST = 3
 """
-INFER = (
-    "\n\nimport sys  # <b>&amp;\n\n\ndef first():\n    return 1\n"
-    + CLASS
-    + "".join(f"\n\nx{n} = {n}" for n in range(20))
-    + "\n"
-)
+MANY = ["".join(f"\n\nx{n} = {n}" for n in part) for part in (range(10), range(10, 20))]
+INFER = "\n\nimport sys  # <b>&amp;\n\n\ndef first():\n    return 1\n" + MANY[0] + CLASS
+INFER += MANY[1] + "\n\n\ndef last():\n    return 7\n\n\nend = 1\n"
 CHANGED = INFER.replace("return 1", 'text = """\n    two <i>\n    lines"""\n\n    return text')
-CHANGED = CHANGED.replace("\nx7 = 7\n", "\n").replace("return 4", "return 5")
+CHANGED = CHANGED.replace("\nx7 = 7\n", "\n").replace("return 4", "return 5").replace("return 7", "return 8")
 BODY = """Why "it" is <so> & not else, with `ticks`, read_it(a, b) and Engine.step in a/b.py; --option
 too (Kwon et al. 2023; RoFormer, 2104.09864). See infer.py.
 
@@ -246,14 +246,14 @@ Try: (a remark)
 Prose between <them>.
     $ echo c
 
-Read: read_it.
+Read: Thing, then first in infer.py, not the last or after that; MOST.
 
 Tests: all of it.
 
 Implement: (in infer.py, which the
 next line goes on with)
     infer.py: read_it(a, b) -> c; UserError "no <such>" of so many words that they
-        take a line more
+        take a line more;
         its member, alone
     --option
 
@@ -375,7 +375,7 @@ def test_prose(pages):
     assert [text_of(its) for its in main.find("div").iter("li")] == items
     (asked,) = [its for its in main.iter("details") if its.get("class") == "fold asked"]
     items = [
-        'infer.py: read_it(a, b) -> c; UserError "no <such>" of so many words that they take a line more',
+        'infer.py: read_it(a, b) -> c; UserError "no <such>" of so many words that they take a line more;',
         "--option",
     ]
     assert text_of(asked.find("p")) == "(in infer.py, which the next line goes on with)"
@@ -388,6 +388,41 @@ def test_prose(pages):
     )
     assert "A remark" in pages["01-add.html"] and "Prose between &lt;them&gt;." in pages["01-add.html"]
     assert "python lessons.py start 01" in pages["01-add.html"] and "lessons.py start" not in pages["00-init.html"]
+
+
+def test_what_to_read_is_code(pages):
+    """The functions, classes and constants that are there by then; but "the last" is a word."""
+    (section,) = [its for its in parse(pages["01-add.html"]).iter("section") if first(its, "h2") == "Read"]
+    assert [text_of(its) for its in section.find("p").iter("code")] == ["Thing", "first", "infer.py", "after", "MOST"]
+    assert text_of(section.find("p")) == "Thing, then first in infer.py, not the last or after that; MOST."
+
+
+@pytest.mark.parametrize(
+    "lines, expected",
+    [
+        (["    a.py: f(x),", "        more"], ["a.py: f(x),\n        more"]),  # it goes on in mid-sentence
+        (["    a.py: f(x).", "        more of a long line"], ["a.py: f(x).", "more of a long line"]),
+        (
+            ["    a.py: a line that is so long that it is.", "        full"],
+            ["a.py: a line that is so long that it is.\n        full"],
+        ),
+        (
+            [
+                "    class A",
+                "        f(x): so and",
+                "            so",
+                "        g(x)",
+                "        h(x): even",
+                "            more",
+            ],
+            ["class A", "f(x): so and\n            so", "g(x)", "h(x): even\n            more"],
+        ),
+    ],
+)
+def test_members_of_an_item(lines, expected):
+    from make_book import members
+
+    assert [its.strip() for its in members(lines, 48)] == expected
 
 
 def test_the_answer_is_folded_behind_the_exercise(pages):
@@ -404,7 +439,7 @@ def test_the_answer_is_folded_behind_the_exercise(pages):
 def test_the_first_page(pages):
     tree = parse(pages["index.html"])
     rows = [[text_of(cell) for cell in row] for row in tree.iter("tr") if row.find("td") is not None]
-    sizes = [(str(len(INFER.splitlines()) + 1), "2"), ("9", "2"), ("1", "360")]  # code and tests
+    sizes = [(str(len(INFER.splitlines()) + 1), "2"), ("10", "2"), ("1", "360")]  # code and tests
     assert [tuple(row[2:]) for row in rows] == sizes and rows[1][:2] == ["01-add", "sums & <more>"]
     (image,) = tree.iter("img")
     assert (image.get("src"), image.get("width"), image.get("height")) == ("engine_cpu.png", "3", "2")
@@ -424,7 +459,8 @@ def test_the_index_of_the_search_has_no_output(pages):
     entries = json.loads(pages["search-index.js"].partition(" = ")[2].removesuffix(";\n"))
     text = entries[1]["text"]
     assert "a formula" in text and "echo c" in text and "after an empty line" not in text
-    assert entries[0]["text"].endswith("Defines: Thing, after, first, method") and "Kwon et al. 2023" in text
+    assert entries[0]["text"].endswith(". Defines MOST, Thing, after, first, last, method")
+    assert "Papers: Kwon et al. 2023; Su et al. 2021" in text
 
 
 def test_the_story_is_that_of_make_demo(cli):

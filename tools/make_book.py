@@ -85,7 +85,13 @@ TRACKERS = {"transformers": "huggingface/transformers", "vllm": "vllm-project/vl
 @dataclass
 class Line:
     kind: str  # "+", "-" or " "
-    number: int  # in the new file, or for "-" in the old one; from 0
+    old: int  # its place in the old file, from 0; for "+" that of the next line there
+    new: int  # the same in the new file
+
+    @property
+    def number(self) -> int:
+        """In the file that has it; in the new one if both do."""
+        return self.old if self.kind == "-" else self.new
 
 
 @dataclass
@@ -161,7 +167,7 @@ def read_patch(patch: str) -> Iterator[Change]:
                 first = new + (head[3] == "0")  # nothing is left there: the line before it is named
                 change.hunks.append(Hunk(head[4].strip(), max(first, 0)))
             elif change.hunks and line[:1] in ("+", "-", " "):
-                change.hunks[-1].lines.append(Line(line[0], old if line[0] == "-" else new))
+                change.hunks[-1].lines.append(Line(line[0], old, new))
                 old, new = old + (line[0] != "+"), new + (line[0] != "-")
         yield change
 
@@ -209,10 +215,10 @@ def heading(change: Change, hunk: Hunk) -> str:
         return words if len(words) < 79 else words.rpartition(" ")[0] + " …"  # git cuts after 80 bytes
     for line in hunk.lines:
         if line.kind != " ":
-            name = change.old if line.kind == "-" else change.new
+            name, side = (change.old, "old") if line.kind == "-" else (change.new, "new")
             inside = [its for its in definitions(name) if its[0] <= line.number < its[1]]
             if inside:
-                shown = {its.number for its in hunk.lines if its.kind != ("+" if line.kind == "-" else "-")}
+                shown = {getattr(its, side) for its in hunk.lines if its.kind in (" ", line.kind)}
                 return "" if inside[-1][0] in shown else inside[-1][2]
     return ""
 
@@ -268,11 +274,15 @@ def show_change(change: Change, folded: bool) -> str:
     old, new = highlight(change.old, change.path), highlight(change.new, change.path)
     parts, shown = [], 0  # lines of the new file so far
     for hunk in change.hunks:
-        parts.append(gap(new[shown : hunk.first], folded))
-        if (change.is_code or change.is_test) and (words := heading(change, hunk)):
-            parts.append(f'<h4 class="where"><code>{html.escape(words)}</code></h4>')
-        parts.append(f"<pre>{''.join(show_lines(hunk.lines, old, new))}</pre>")
-        shown = max([hunk.first] + [line.number + 1 for line in hunk.lines if line.kind != "-"])
+        between, body = new[shown : hunk.first], "".join(show_lines(hunk.lines, old, new))
+        if folded and len(between) < FOLD and parts:  # one piece of code
+            parts[-1] = parts[-1].removesuffix("</pre>") + spans(between) + body + "</pre>"
+        else:
+            words = heading(change, hunk) if change.is_code or change.is_test else ""
+            parts.append(gap(between, folded))
+            parts.append(f'<h4 class="where"><code>{html.escape(words)}</code></h4>' if words else "")
+            parts.append(f"<pre>{body}</pre>")
+        shown = max([hunk.first] + [line.new + 1 for line in hunk.lines if line.kind != "-"])
     if change.new.strip("0"):
         parts.append(gap(new[shown:] if blob(change.new) else [], folded))
     return "".join(parts)
@@ -335,6 +345,7 @@ CODE = (
         | (?<![\w.])
             (?: (?:\w+\.)*_*[A-Za-z]\w*_\w+ (?:\([^()\n]*\))?
                 | [A-Z]\w+\.[a-z_]\w* (?:\([^()\n]*\))?
+                | [a-z]\w*\.[A-Z]\w+
                 | [A-Za-z]\w*\((?!s\))[^()\n]*\) )
             (?: \.\w+ | \[\w+\] | ="?[\w.]*\w"? )* )
     | (?P<arxiv>"""
@@ -354,10 +365,8 @@ def inline(text: str, names: frozenset[str] = frozenset()) -> str:
     parts, end = [], 0
 
     def plain(words: str) -> str:
-        pieces = (
-            f"<code>{word}</code>" if word in names else html.escape(word, False) for word in re.split(r"(\w+)", words)
-        )
-        return "".join(pieces)
+        pieces = re.split(r"((?:\b(?:the|its) )?\b\w+)", words)  # "the end" is no name
+        return "".join(f"<code>{its}</code>" if its in names else html.escape(its, quote=False) for its in pieces)
 
     for found in re.finditer(CODE, text, re.VERBOSE):
         parts.append(plain(text[end : found.start()]))
@@ -445,28 +454,43 @@ def command(text: str) -> str:
 
 def output(text: str) -> str:
     """What a command printed. The columns of a table stay; other lines, which may be stories, are wrapped."""
-    table = " lines" if re.search(r"\S {2,}\S", text) else ""
+    table = " lines" if re.search(r"(?:\S|^) {2,}\S", text, re.MULTILINE) else ""
     return f'<pre class="output{table}">{html.escape(text, quote=False)}</pre>'
 
 
-def specification(text: str) -> str:
-    """An `Implement:` section: a list whose items are indented once; what belongs to an item is indented deeper.
+def specification(text: str, names: frozenset[str] = frozenset()) -> str:
+    """An `Implement:` section: a list, whose items are indented once.
 
-    A line that ends before the next word has no place any more ends a member of its item.
+    What is indented twice goes on with the item, or is a member of it: where lines are indented three times, those go
+    on with a member; elsewhere a member begins after a sentence that ended before its line was full.
     """
     lines = text.split("\n")
     first = next((number for number, line in enumerate(lines) if line.startswith("    ")), len(lines))
     note, lines = unwrap("\n".join(lines[:first])), [line for line in lines[first:] if line.strip()]
-    width, items = max(map(len, lines)), []
-    for before, line in zip(["", *lines], lines):
+    longest, items = max(map(len, lines)), []
+    for line in lines:
         if re.match(r" {4}\S", line):
-            items.append([line])
-        elif len(before) + 1 + len(line.split()[0]) > width - 4:  # 4: a line may break a little early
-            items[-1][-1] += "\n" + line
+            items.append([])
+        items[-1].append(line)
+    shown = ("<br>".join(inline(unwrap(its), names) for its in members(item, min(longest, 88))) for item in items)
+    body = "".join(f"<li>{item}</li>" for item in shown)
+    return (f"<p>{inline(note, names)}</p>" if note else "") + f"<ul>{body}</ul>"
+
+
+def members(lines: list[str], width: int) -> list[str]:
+    """The lines of an item, put together to its members."""
+    deep, found = any(line.startswith(" " * 12) for line in lines), lines[:1]
+    for number, (before, line) in enumerate(zip(lines, lines[1:])):
+        full = len(before) + 1 + len(line.split()[0]) > width - 4  # 4: a line may break a little early
+        if deep:
+            goes_on = line.startswith(" " * 12) or number == 0 and full
         else:
-            items[-1].append(line)
-    shown = "".join(f"<li>{'<br>'.join(inline(unwrap(member)) for member in item)}</li>" for item in items)
-    return (f"<p>{inline(note)}</p>" if note else "") + f"<ul>{shown}</ul>"
+            goes_on = full or before[-1] not in ".;)"
+        if goes_on:
+            found[-1] += "\n" + line
+        else:
+            found.append(line)
+    return found
 
 
 def answer(text: str) -> str:
@@ -511,16 +535,17 @@ def lesson_page(lesson: Lesson, commit: Commit, before: list[Commit], make, name
     sections = [diff_section(f"{lesson.id}.before-{number}", its) for number, its in enumerate(before, 1)]
     if tests:
         added = sum(change.count("+") for change in tests)
-        names = ", ".join(Path(change.path).name for change in tests)
+        test_names = ", ".join(Path(change.path).name for change in tests)
         body = "".join(file_diff(change, False) for change in tests)
-        sections.append(Section(f"{lesson.id}.tests", f"Tests: {names}, {added} new lines", body))
+        sections.append(Section(f"{lesson.id}.tests", f"Tests: {test_names}, {added} new lines", body))
+    classes = frozenset(name for name in names if not name.islower())  # others may well be words
     context |= {
         "lesson": lesson,
         "why": prose(message[""]),
         "trying": commands(course.message(lesson)),
         "reading": prose(message.get("Read", "").strip(), names),
         "testing": prose(capital(message.get("Tests", ""))),
-        "implement": specification(message["Implement"]) if "Implement" in message else "",
+        "implement": specification(message["Implement"], classes) if "Implement" in message else "",
         "exercise": prose(capital(message.get("Exercise", ""))),
         "files": [file_diff(its, its.is_code, not its.is_code or context["previous"] is None) for its in files],
         "tests": sections[len(before) :],
@@ -666,11 +691,11 @@ def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | 
             whole = infer or Change("infer.py", name, name)
             context = {"lesson": lesson, "changed": bool(infer), "body": whole_file(whole)}
             pages[f"{lesson.id}.infer.html"] = make("file.html", **context)
-        new = [its.body + added_text(change) for its in (*before, commit) for change in its.changes if change.is_code]
-        papers = find_papers("\n".join([commit.body, *new]))
-        defined_here |= {
-            name for its in (*before, commit) for change in its.changes for name in defined(added_text(change))
-        }
+        changes = [change for its in (*before, commit) for change in its.changes if change.is_code]
+        moved = find_papers("\n".join(map(removed_text, changes)))
+        papers = find_papers("\n".join(its.body for its in (*before, commit)))
+        papers |= {k: v for k, v in find_papers("\n".join(map(added_text, changes))).items() if k not in moved}
+        defined_here |= {name for change in changes for name in defined(added_text(change))}
         pages |= lesson_page(
             lesson,
             commit,
@@ -694,7 +719,8 @@ def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | 
         sizes[lesson.id] = added | {"adds": title(lesson)}
         new_names = sorted({name for change in code for name in defined(added_text(change))})
         words = unwrap(searchable(message).replace("`", ""))
-        text = " ".join([words, "Defines:", ", ".join(new_names), *papers])
+        named = [f"Papers: {'; '.join(papers)}"] if papers else []
+        text = ". ".join([words.rstrip("."), f"Defines {', '.join(new_names)}", *named])
         entries.append({"page": f"{lesson.id}.html", "title": f"{lesson.id}: {title(lesson)}", "text": text})
     headline, first, start = introduction(git("show", f"{ref}:Readme.md"))
     plots = []
@@ -745,9 +771,15 @@ def added_text(change: Change) -> str:
     return "\n".join(lines[number] for number in numbers)
 
 
+def removed_text(change: Change) -> str:
+    lines = blob(change.old).split("\n") if change.hunks else []
+    return "\n".join(lines[line.old] for hunk in change.hunks for line in hunk.lines if line.kind == "-")
+
+
 def defined(text: str) -> list[str]:
-    """The functions and classes that lines of Python define."""
-    return re.findall(r"^\s*(?:def|class) (\w+)", text, re.MULTILINE)
+    """The functions, classes and constants that lines of Python or C define."""
+    names = r"^\s*(?:def|class) (\w+)|^([A-Z][A-Z_]+) = |^(?:static |inline )*\w+ \**(\w+)\([^;]*$"
+    return ["".join(found) for found in re.findall(names, text, re.MULTILINE)]
 
 
 def check_output(output: Path) -> None:

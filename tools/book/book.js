@@ -50,7 +50,7 @@ if (window.SEARCH_INDEX) {
   document.querySelector("input[name=q]").value = query;
   let asked = plain(query).trim();
   for (const [name, other] of Object.entries(ALIASES)) asked = asked.replace(name, other);
-  show(asked.split(/\s+/).filter(Boolean), query);
+  show(asked.split(/\s+/).filter((word) => /[a-z0-9]/.test(word)), query);
 }
 
 function plain(text) {
@@ -99,6 +99,8 @@ function score(entry, words) {
     hit.score += times;
     if (hit.at < 0) hit.at = text.search(beginning(word));
   }
+  const name = plain(entry.page);
+  if (beginning(phrase).test(name)) hit.score += 2000 / name.length; // most where the name says little else
   if (words.length > 1) hit.score += 300 * Math.min(count(title, phrase), 1) + 10 * Math.min(count(text, phrase), 20);
   return hit;
 }
