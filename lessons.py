@@ -235,6 +235,15 @@ def cmd_try(lessons, args):
             subprocess.run(command, shell=True, cwd=folder, env=env)
 
 
+SECTIONS = ("Try", "Read", "Tests", "Implement", "Exercise")
+
+
+def read_message(text: str) -> dict[str, str]:
+    """The sections of a message by name; "" is what stands before them, without the subject."""
+    pieces = re.split(rf"^({'|'.join(SECTIONS)}):", text, flags=re.MULTILINE)
+    return {"": pieces[0].partition("\n")[2].strip("\n")} | dict(zip(pieces[1::2], pieces[2::2]))
+
+
 def try_commands(text: str) -> list[str]:
     """The commands of a message's `Try:` section, with their here-documents and without their outputs."""
     return [words for kind, words in read_try(text) if kind == "command"]
@@ -242,9 +251,8 @@ def try_commands(text: str) -> list[str]:
 
 def read_try(text: str) -> list[tuple[str, str]]:
     """A message's `Try:` section in order: ("prose", "command" or "output", its text), without indentation."""
-    section = re.search(r"^Try:(.*?)(?=^(?:Read|Tests|Implement|Exercise):|\Z)", text, re.MULTILINE | re.DOTALL)
     parts, end = [], None  # end: the line that ends the here-document, while in one
-    for line in section[1].strip("\n").split("\n") if section else ():
+    for line in read_message(text).get("Try", "").strip("\n").split("\n"):
         words, last = line.removeprefix("    "), parts[-1] if parts else ["", ""]
         if end or last[0] == "command" and last[1].endswith("\\"):
             last[1] += "\n" + words

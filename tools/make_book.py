@@ -383,15 +383,6 @@ def inline(text: str, names: frozenset[str] = frozenset()) -> str:
     return "".join(parts) + plain(text[end:])
 
 
-SECTIONS = ("Try", "Read", "Tests", "Implement", "Exercise")
-
-
-def read_message(text: str) -> dict[str, str]:
-    """The sections of a lesson's message, by name; "" is what stands before them."""
-    pieces = re.split(rf"^({'|'.join(SECTIONS)}):", text, flags=re.MULTILINE)
-    return {"": pieces[0].partition("\n")[2].strip("\n")} | dict(zip(pieces[1::2], pieces[2::2]))
-
-
 def prose(text: str, names: frozenset[str] = frozenset()) -> str:
     """Paragraphs, lists, and formulas, which are indented."""
     parts = []
@@ -526,9 +517,11 @@ class Section:
     apart: bool = False
 
 
-def lesson_page(lesson: Lesson, commit: Commit, before: list[Commit], make, names, **context) -> dict[str, str]:
+def lesson_page(
+    lesson: Lesson, message: str, commit: Commit, before: list[Commit], make, names: frozenset[str], **context
+) -> dict[str, str]:
     """The pages of a lesson, name -> HTML. names: functions and classes, to be marked where it says what to read."""
-    message = read_message(course.message(lesson))
+    sections_of = course.read_message(message)
     files = [change for change in commit.changes if not change.is_test]
     files.sort(key=lambda change: (change.path != "infer.py", not change.is_code))
     tests = [change for change in commit.changes if change.is_test]
@@ -541,12 +534,11 @@ def lesson_page(lesson: Lesson, commit: Commit, before: list[Commit], make, name
     classes = frozenset(name for name in names if not name.islower())  # others may well be words
     context |= {
         "lesson": lesson,
-        "why": prose(message[""]),
-        "trying": commands(course.message(lesson)),
-        "reading": prose(message.get("Read", "").strip(), names),
-        "testing": prose(capital(message.get("Tests", ""))),
-        "implement": specification(message["Implement"], classes) if "Implement" in message else "",
-        "exercise": prose(capital(message.get("Exercise", ""))),
+        "why": prose(sections_of[""]),
+        "trying": commands(message),
+        "reading": prose(sections_of.get("Read", "").strip(), names),
+        "testing": prose(capital(sections_of.get("Tests", ""))),
+        "implement": specification(sections_of["Implement"], classes) if "Implement" in sections_of else "",
         "files": [file_diff(its, its.is_code, not its.is_code or context["previous"] is None) for its in files],
         "tests": sections[len(before) :],
         "before": sections[: len(before)],
@@ -678,7 +670,7 @@ def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | 
     names = git("ls-tree", "-r", "--name-only", ref).splitlines()
     commits = read_commits(ref)
     index = {commit.hash: number for number, commit in enumerate(commits)}
-    pages, sizes, exercises, entries, infer = {}, {}, [], [], None
+    pages, sizes, exercises, entries = {}, {}, [], []
     last, defined_here = -1, set()  # the place of the lesson before; functions and classes so far
     for number, lesson in enumerate(lessons):
         place = index[lesson.commit]
@@ -691,13 +683,17 @@ def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | 
             whole = infer or Change("infer.py", name, name)
             context = {"lesson": lesson, "changed": bool(infer), "body": whole_file(whole)}
             pages[f"{lesson.id}.infer.html"] = make("file.html", **context)
-        changes = [change for its in (*before, commit) for change in its.changes if change.is_code]
-        moved = find_papers("\n".join(map(removed_text, changes)))
-        papers = find_papers("\n".join(its.body for its in (*before, commit)))
-        papers |= {k: v for k, v in find_papers("\n".join(map(added_text, changes))).items() if k not in moved}
-        defined_here |= {name for change in changes for name in defined(added_text(change))}
+        message = course.message(lesson)
+        exercise = prose(capital(course.read_message(message).get("Exercise", "")))
+        exercises.append((lesson, exercise, answered))
+        commits_here, own = [*before, commit], code_lines([commit], "+")
+        added, moved = code_lines(before, "+") + "\n" + own, find_papers(code_lines(commits_here, "-"))
+        papers = find_papers("\n".join(its.body for its in commits_here))
+        papers |= {name: address for name, address in find_papers(added).items() if name not in moved}
+        defined_here |= set(defined(added))
         pages |= lesson_page(
             lesson,
+            message,
             commit,
             before,
             make,
@@ -709,29 +705,29 @@ def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | 
             papers=papers,
             whole=f"{lesson.id}.infer.html" if name else None,
             changed=bool(infer),
+            exercise=exercise,
             answer=answer(git("show", f"{ref}:answers/{lesson.id}.md")) if answered else None,
         )
-        message = course.message(lesson)
-        exercises.append((lesson, prose(capital(read_message(message).get("Exercise", ""))), answered))
-        code = [change for change in commit.changes if change.is_code]
-        tests = [change for change in commit.changes if change.is_test]
-        added = {kind: sum(change.count("+") for change in its) for kind, its in (("code", code), ("tests", tests))}
-        sizes[lesson.id] = added | {"adds": title(lesson)}
-        new_names = sorted({name for change in code for name in defined(added_text(change))})
+        sizes[lesson.id] = {
+            "adds": title(lesson),
+            "code": sum(change.count("+") for change in commit.changes if change.is_code),
+            "tests": sum(change.count("+") for change in commit.changes if change.is_test),
+        }
         words = unwrap(searchable(message).replace("`", ""))
         named = [f"Papers: {'; '.join(papers)}"] if papers else []
-        text = ". ".join([words.rstrip("."), f"Defines {', '.join(new_names)}", *named])
+        text = ". ".join([words.rstrip("."), f"Defines {', '.join(sorted(set(defined(own))))}", *named])
         entries.append({"page": f"{lesson.id}.html", "title": f"{lesson.id}: {title(lesson)}", "text": text})
     headline, first, start = introduction(git("show", f"{ref}:Readme.md"))
+    pictures = {Path(path).name: path for path in names if re.fullmatch(r"benchmark_results/.*\.png", path)}
+    if unknown := pictures.keys() - PLOTS:
+        path = pictures[min(unknown)]
+        raise LessonError(f"{path} has no text for those who cannot see it; write one into PLOTS of make_book.py")
     plots = []
-    for path in (name for name in names if re.fullmatch(r"benchmark_results/.*\.png", name)):
-        name, data = Path(path).name, read_bytes(f"{ref}:{path}")
-        if name not in PLOTS:
-            raise LessonError(f"{path} has no text for those who cannot see it; write one into PLOTS of make_book.py")
-        width, height = png_size(data)
-        plots.append({"name": name, "text": PLOTS[name], "width": width, "height": height})
-        pages[name] = data
-    plots.sort(key=lambda plot: list(PLOTS).index(plot["name"]))
+    for name, text in PLOTS.items():
+        if name in pictures:
+            pages[name] = read_bytes(f"{ref}:{pictures[name]}")
+            width, height = png_size(pages[name])
+            plots.append({"name": name, "text": text, "width": width, "height": height})
     shades = [f"from {least:.0%}" if least else f"below {SHADES[-2]:.0%}" for least in SHADES]
     pages["index.html"] = make(
         "index.html",
@@ -759,21 +755,19 @@ def blob_id(commit: str, path: str) -> str | None:
 
 def searchable(message: str) -> str:
     """A lesson's message without its subject and what commands printed."""
-    sections = read_message(message)
+    sections = course.read_message(message)
     trying = " ".join(words for kind, words in course.read_try(message) if kind != "output")
     order = ("", "Read", "Tests", "Implement", "Exercise")
     return "\n".join([*(sections.get(name, "") for name in order), trying])
 
 
-def added_text(change: Change) -> str:
-    lines = blob(change.new).split("\n") if change.hunks else []
-    numbers = [line.number for hunk in change.hunks for line in hunk.lines if line.kind == "+"]
-    return "\n".join(lines[number] for number in numbers)
-
-
-def removed_text(change: Change) -> str:
-    lines = blob(change.old).split("\n") if change.hunks else []
-    return "\n".join(lines[line.old] for hunk in change.hunks for line in hunk.lines if line.kind == "-")
+def code_lines(commits: list[Commit], kind: str) -> str:
+    """The lines of code, tests left out, that commits add ("+") or remove ("-")."""
+    found = []
+    for change in (change for commit in commits for change in commit.changes if change.is_code):
+        lines = blob(change.old if kind == "-" else change.new).split("\n")
+        found += [lines[line.number] for hunk in change.hunks for line in hunk.lines if line.kind == kind]
+    return "\n".join(found)
 
 
 def defined(text: str) -> list[str]:
