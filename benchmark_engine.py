@@ -396,8 +396,7 @@ def measure(args, device: str, results: Results) -> None:
     for temperature in args.temperature:
         SamplingParams(temperature=temperature)  # checks it
     model = load_model(args.model, torch.float32, device)
-    about = common.describe(args.model, model, device, args.draft if speculation in parts else "")
-    results.about = about
+    results.about = common.describe(args.model, model, device, args.draft if speculation in parts else "")
     for part in parts:
         write = functools.partial(results.write, part.__name__)
         part(SimpleNamespace(args=args, model=model, device=device, write=write))

@@ -139,6 +139,15 @@ def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
     return make_engine(model, prompts, request_params(len(prompts), max_new_tokens=max_new_tokens), **options)
 
 
+def finish_checked(engine, check) -> None:
+    """Step to the end, with a check after each step; all pages are free then."""
+    for _ in range(500):  # not for ever, if a request waits in vain
+        if engine.busy:
+            engine.step()
+            check()
+    assert not engine.busy and len(engine.scheduler.pool.free) == engine.scheduler.pool.num_pages
+
+
 @pytest.fixture(scope="session")
 def stories() -> GPT:
     """The embedded model, in float32."""
@@ -201,25 +210,10 @@ def checkpoint(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory, request):
-    """Native code is compiled once, into a directory of this session and all its workers, not into the user's."""
-    import fcntl
-
-    from native import build
-
+    """Native code is compiled into a directory of this session and all its workers, not into the user's."""
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if hasattr(request.config, "workerinput") else base) / "compiled"
-    cache.mkdir(exist_ok=True)
-    compile_into = build.compile_into
-
-    def once(directory, key, *options):
-        if cache not in directory.parents:  # a test of the compilation itself
-            return compile_into(directory, key, *options)
-        with open(cache / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            return build.find(directory, key) or compile_into(directory, key, *options)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "compile_into", once)
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.delenv("CC", raising=False)
         yield

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import in_cache, own_run, random_tokens, run_rows
+from conftest import finish_checked, in_cache, own_run, random_tokens, run_rows
 
 BLOCK_SIZE = 16  # of the tiny models
 BAD = 60  # a token that `poison` makes NaN, and that no text has by chance
@@ -64,11 +64,7 @@ def check_pages(engine, requests):
 
 def finish(engine, requests):
     """Step to the end, checking the pages; they all are free then."""
-    for _ in range(500):  # not for ever, if a request waits in vain
-        if engine.busy:
-            engine.step()
-            check_pages(engine, requests)
-    assert not engine.busy and len(engine.scheduler.pool.free) == engine.scheduler.pool.num_pages
+    finish_checked(engine, lambda: check_pages(engine, requests))
 
 
 @pytest.fixture(scope="module")

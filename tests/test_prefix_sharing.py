@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import own_run, random_tokens
+from conftest import finish_checked, own_run, random_tokens
 
 BAD = 60  # a token that `poison` makes NaN, and that no text has by chance
 
@@ -42,11 +42,7 @@ def check_pages(engine, requests=()):
 
 def finish(engine, requests):
     """Step to the end, checking the pages; they all are free then, and the texts those of `generate`."""
-    for _ in range(500):  # not for ever, if a request waits in vain
-        if engine.busy:
-            engine.step()
-            check_pages(engine, requests)
-    assert not engine.busy and len(engine.scheduler.pool.free) == engine.scheduler.pool.num_pages
+    finish_checked(engine, lambda: check_pages(engine, requests))
     assert [request.output for request in requests] == [own_run(engine.model, request) for request in requests]
 
 
