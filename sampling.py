@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 import sys
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -148,28 +149,30 @@ def penalize(
 ) -> torch.Tensor:
     """Apply the penalties that are on to the logits after each text.
 
-    logits: (B, vocab_size). texts: B lists of token ids, prompt and output; prompt_lengths: how
-    many of each are its prompt. Returns new logits, or the same ones where no penalty is on. The
-    order is that of vLLM.
+    logits: (B, vocab_size). texts: B lists of token ids, prompt and output, none of them empty;
+    prompt_lengths: how many of each are its prompt. Returns new logits, or the same ones if no
+    penalty is on. The order is that of vLLM.
     """
+    in_output = params.frequency_penalty or params.presence_penalty
+    if params.repetition_penalty == 1 and not in_output:
+        return logits
+    # Only the tokens of a text: it has far fewer different ones than a vocabulary.
+    seen = [list(set(text)) for text in texts]
+    longest = max(len(row) for row in seen)
+    # Shorter rows have one id several times, which then gets the same logit several times.
+    seen = [row + row[:1] * (longest - len(row)) for row in seen]
+    ids = torch.tensor(seen, device=logits.device)
+    part = logits.gather(-1, ids)
     if params.repetition_penalty != 1:
-        in_text = count_tokens(texts, logits) > 0
-        logits = penalize_repetition(logits, in_text, params.repetition_penalty)
-    outputs = [text[length:] for text, length in zip(texts, prompt_lengths)]
-    if params.frequency_penalty:
-        counts = count_tokens(outputs, logits)
-        logits = penalize_frequency(logits, counts, params.frequency_penalty)
-    if params.presence_penalty:
-        in_output = count_tokens(outputs, logits) > 0
-        logits = penalize_presence(logits, in_output, params.presence_penalty)
-    return logits
-
-
-def count_tokens(texts: list[list[int]], logits: torch.Tensor) -> torch.Tensor:
-    """How often each token is in each text: integers as many as logits, (B, vocab_size)."""
-    # Integers, because a count in bfloat16 would stop at 256.
-    ids = [torch.tensor(text, dtype=torch.int64) for text in texts]
-    return torch.stack([row.bincount(minlength=logits.shape[-1]) for row in ids]).to(logits.device)
+        part = penalize_repetition(part, ids >= 0, params.repetition_penalty)
+    if in_output:
+        outputs = [Counter(text[length:]) for text, length in zip(texts, prompt_lengths)]
+        # Integers, because a count in bfloat16 would stop at 256.
+        counts = torch.tensor([[output[id] for id in row] for output, row in zip(outputs, seen)])
+        counts = counts.to(logits.device)
+        part = penalize_frequency(part, counts, params.frequency_penalty)
+        part = penalize_presence(part, counts > 0, params.presence_penalty)
+    return logits.scatter(-1, ids, part)
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -216,6 +219,24 @@ def sample(
     """
     if params.temperature == 0:
         return logits.argmax(dim=-1)
+    filtered = 0 < params.top_k < logits.shape[-1] or params.top_p < 1
+    if draws is None or not filtered:
+        return draw_among_all(logits, params, generator, draws)
+    drawn, certain = draw_among_few(logits, params, draws)
+    rest = (~certain).nonzero()[:, 0]
+    if len(rest):
+        draws = [draws[row] for row in rest.tolist()]
+        drawn[rest] = draw_among_all(logits[rest], params, None, draws)
+    return drawn
+
+
+def draw_among_all(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    generator: torch.Generator | None,
+    draws: list[tuple[int, int]] | None,
+) -> torch.Tensor:
+    """One draw a row, with a random number for each token. The arguments are those of `sample`."""
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     if draws is None:
@@ -227,6 +248,48 @@ def sample(
     return race(logits, noise, params.top_p)
 
 
+FEW = 256  # tokens that may hold the nucleus
+
+
+def draw_among_few(
+    logits: torch.Tensor, params: SamplingParams, draws: list[tuple[int, int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that `draw_among_all` draws, from the most likely ones alone: (B,) ids.
+
+    And for which rows that is certain, (B,) bools: all that the filters keep is among them.
+    The arguments are those of `sample`; one of the filters is on.
+    """
+    vocab_size = logits.shape[-1]
+    top_k = params.top_k < vocab_size and params.top_k
+    if top_k:
+        best = logits.topk(top_k + 1, dim=-1)
+        values = apply_temperature(best.values, params.temperature)
+        # A tie with the k-th, as lesson 06 keeps it, would be left out.
+        certain = values[:, -2] > values[:, -1]
+        values, ids = in_order_of_ids(values[:, :-1], best.indices[:, :-1])
+        probs = values.softmax(dim=-1)
+    else:
+        logits = apply_temperature(logits, params.temperature)
+        best = logits.topk(min(FEW, vocab_size), dim=-1)
+        values, ids = in_order_of_ids(*best)
+        probs = logits.softmax(dim=-1).gather(-1, ids)
+        # Of those equal to the last one some may be left out. And there is room for rounding.
+        held = torch.where(values > best.values[:, -1:], probs, 0).sum(dim=-1)
+        certain = (held > params.top_p + 1e-4) | (ids.shape[-1] == vocab_size)
+    noise = noise_of(ids, draws).to(probs.dtype)
+    speeds = probs / noise.to(probs.device)
+    if params.top_p < 1:
+        order = values.argsort(dim=-1, descending=True, stable=True)
+        speeds = speeds.masked_fill(behind(probs.gather(-1, order), order, params.top_p), -1)
+    return ids.gather(-1, speeds.argmax(dim=-1, keepdim=True))[:, 0], certain
+
+
+def in_order_of_ids(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """So that of equal ones the lower id comes first. Both (B, n)."""
+    ids, order = ids.sort(dim=-1)
+    return values.gather(-1, order), ids
+
+
 def keyed_noise(logits: torch.Tensor, draws: list[tuple[int, int]]) -> torch.Tensor:
     """Exponential random numbers above 0, each a function of seed, position and token id alone.
 
@@ -236,9 +299,7 @@ def keyed_noise(logits: torch.Tensor, draws: list[tuple[int, int]]) -> torch.Ten
     inside = logits > -torch.inf
     if inside.device.type == "mps":
         inside = inside.cpu()  # MPS has no float64
-    seeds, positions = zip(*draws)
-    states = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64)
-    states = splitmix(states, torch.tensor(positions)).to(inside.device)  # (B,)
+    states = states_of(draws).to(inside.device)
     if inside.all():
         ids = torch.arange(inside.shape[1], device=inside.device)
         # In parts that stay in a processor's cache: three times as fast for 32 large rows.
@@ -249,6 +310,20 @@ def keyed_noise(logits: torch.Tensor, draws: list[tuple[int, int]]) -> torch.Ten
         noise = torch.ones(inside.shape, dtype=logits.dtype, device=inside.device)
         noise[rows, ids] = exponential(splitmix(states[rows], ids)).to(logits.dtype)
     return noise.to(logits.device)
+
+
+def noise_of(ids: torch.Tensor, draws: list[tuple[int, int]]) -> torch.Tensor:
+    """The numbers that `keyed_noise` has for these ids, (B, n): the same shape, float64."""
+    if ids.device.type == "mps":
+        ids = ids.cpu()  # MPS has no float64
+    return exponential(splitmix(states_of(draws).to(ids.device)[:, None], ids))
+
+
+def states_of(draws: list[tuple[int, int]]) -> torch.Tensor:
+    """What the numbers of each draw are counted from, (B,), int64."""
+    seeds, positions = zip(*draws)
+    states = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64)
+    return splitmix(states, torch.tensor(positions))
 
 
 def splitmix(state: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -362,9 +437,17 @@ def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
         return logits
     # Of equal ones, the lower id first.
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    mass = torch.softmax(ordered, dim=-1).cumsum(dim=-1)
+    return logits.masked_fill(behind(torch.softmax(ordered, dim=-1), order, p), -torch.inf)
+
+
+def behind(probs: torch.Tensor, order: torch.Tensor, p: float) -> torch.Tensor:
+    """Which tokens come after those that hold mass p: bools, in the order of ids.
+
+    probs: (..., n), the largest first. order: (..., n), the place of each of them before.
+    """
+    mass = probs.cumsum(dim=-1)
     # The most likely token stays, even where p rounds to 0.
-    remove = torch.zeros_like(logits, dtype=torch.bool)
+    remove = torch.zeros_like(probs, dtype=torch.bool)
     # The mass up to the token before; mass - probs would round differently.
     remove[..., 1:] = mass[..., :-1] >= p
-    return logits.masked_fill(remove.scatter(-1, order, remove), -torch.inf)
+    return remove.scatter(-1, order, remove)

@@ -1,12 +1,8 @@
 """Lesson 09: the presence penalty, by its formula: once for each token, never for the prompt."""
 
-import collections
-
 import pytest
 import torch
 from conftest import slide
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 @torch.inference_mode()
@@ -28,17 +24,6 @@ def test_formula():
     assert penalize_presence(logits, seen, 0.5).tolist() == [[0.5, -2.5, 3.0]]
     assert penalize_presence(logits, seen, -0.5).tolist() == [[1.5, -1.5, 3.0]]
     assert logits.tolist() == [[1.0, -2.0, 3.0]]
-
-
-@given(texts=st.lists(st.lists(st.integers(0, 9), max_size=30), min_size=1, max_size=4))
-def test_tokens_are_counted_row_by_row(texts):
-    from sampling import count_tokens
-
-    counts = count_tokens(texts, torch.empty(len(texts), 10, dtype=torch.bfloat16))
-    assert counts.dtype == torch.int64
-    for row, text in zip(counts.tolist(), texts):
-        found = collections.Counter(text)
-        assert row == [found[token] for token in range(10)]
 
 
 @pytest.mark.parametrize("penalty", [2.0, 0.3, -1.0])

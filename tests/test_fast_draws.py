@@ -1,0 +1,278 @@
+"""Lesson 48: draws from a few tokens, against all of the vocabulary, seed by seed."""
+
+import collections
+import math
+
+import pytest
+import torch
+from conftest import run_rows
+from hypothesis import given
+from hypothesis import strategies as st
+
+LAST = 2**64 - 1
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def kept(logits, k, p):
+    """What the filters keep, from lists that Python sorts, and a nucleus from float64 sums."""
+    rows = []
+    for row in logits:
+        order = sorted(range(len(row)), key=lambda token: (-row[token].item(), token))
+        if k:
+            order = [token for token in order if row[token] >= row[order[min(k, len(row)) - 1]]]
+        probs = row[order].softmax(dim=-1)
+        before = probs.double().cumsum(dim=-1).float() - probs.double()
+        rows.append(order[: max(1, (before < p).sum().item())])
+    return rows
+
+
+def drawn_by_filters(logits, params, draws):
+    """The old way: filters, and a race of all tokens."""
+    import sampling
+
+    noise = sampling.keyed_noise(torch.zeros_like(logits), draws)
+    logits = sampling.apply_temperature(logits, params.temperature)
+    logits = sampling.top_k_filter(logits, params.top_k)
+    if params.top_p < 1:
+        ordered, order = (-logits).sort(dim=-1, stable=True)
+        mass = (-ordered).softmax(dim=-1).cumsum(dim=-1)
+        out = torch.zeros_like(mass, dtype=torch.bool)
+        out[:, 1:] = mass[:, :-1] >= params.top_p
+        logits = logits.masked_fill(out.scatter(-1, order, out), -math.inf)
+    return (logits.softmax(dim=-1) / noise).argmax(dim=-1)
+
+
+def random_logits(kind, rows, size, seed=0):
+    logits = 4 * torch.randn(rows, size, generator=seeded(seed))
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "bfloat16":
+        logits = logits.bfloat16().float()
+    elif kind == "infinite":
+        logits[torch.rand(rows, size, generator=seeded(seed + 1)) < 0.9] = -math.inf
+        logits[:, size // 2] = 0
+    elif kind == "flat":
+        logits = logits / 100
+    elif kind == "equal":
+        logits = logits * 0
+    elif kind == "peaked":
+        logits = logits * 30
+    return logits
+
+
+@pytest.fixture
+def rows_of_old(monkeypatch):
+    """A list to which each call of `draw_among_all` adds its number of rows."""
+    import sampling
+
+    calls = []
+    old = sampling.draw_among_all
+
+    def counting(logits, *args):
+        calls.append(len(logits))
+        return old(logits, *args)
+
+    monkeypatch.setattr(sampling, "draw_among_all", counting)
+    return calls
+
+
+PARAMS = [
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 50},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+    {"temperature": 1.5, "top_p": 0.5},
+    {"temperature": 0.3, "top_k": 1},
+]
+KINDS = ["random", "ties", "bfloat16", "infinite", "flat", "equal", "peaked"]
+
+
+def test_texts_take_few_random_numbers(tiny, monkeypatch):
+    import sampling
+
+    computed = []
+    exponential = sampling.exponential
+
+    def counting(bits):
+        computed.append(bits.numel())
+        return exponential(bits)
+
+    monkeypatch.setattr(sampling, "exponential", counting)
+    model = tiny(vocab_size=3000)
+    params = {"temperature": 0.05, "seed": 3, "max_new_tokens": 20, "ignore_eos": True}
+    run_rows(model, [[1], [2, 3]], top_p=0.5, **params)
+    assert len(computed) == 20 and max(computed) < 2 * 600
+
+
+def test_penalties_touch_the_tokens_of_the_text_alone(tiny, monkeypatch):
+    import sampling
+
+    seen = []
+    original = sampling.penalize_repetition
+
+    def noted(logits, *args):
+        seen.append(logits.shape[-1])
+        return original(logits, *args)
+
+    monkeypatch.setattr(sampling, "penalize_repetition", noted)
+    run_rows(tiny(), [[1, 1, 5]], repetition_penalty=1.3, max_new_tokens=10, ignore_eos=True)
+    assert seen[0] == 2 and max(seen) <= 11
+
+
+def test_still_without_a_penalty_the_logits_are_not_copied():
+    from sampling import SamplingParams, penalize
+
+    logits = torch.zeros(1, 5)
+    assert penalize(logits, SamplingParams(), [[1, 2]], [1]) is logits
+
+
+@given(
+    texts=st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=12), min_size=1, max_size=4),
+    repetition=st.sampled_from([1.0, 1.3, 0.5, 1e30]),
+    frequency=st.sampled_from([0.0, 0.5, -1.5]),
+    presence=st.sampled_from([0.0, 0.7, -2.0]),
+    cut=st.integers(0, 12),
+)
+def test_still_the_penalties_of_the_formula(texts, repetition, frequency, presence, cut):
+    """Bit for bit, token by token; the logits that were given stay as they were."""
+    from sampling import SamplingParams, penalize
+
+    logits = torch.randn(len(texts), 9, generator=seeded(len(texts)))
+    given_logits = logits.clone()
+    params = SamplingParams(
+        repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence
+    )
+    lengths = [min(cut, len(text)) for text in texts]
+    ours = penalize(logits, params, texts, lengths)
+    for row, text in enumerate(texts):
+        outputs = collections.Counter(text[lengths[row] :])
+        for token in range(9):
+            value = given_logits[row, token]
+            if token in text:
+                value = value / repetition if value > 0 else value * repetition
+            value = value - torch.tensor(frequency) * outputs[token]
+            value = value - torch.tensor(presence) * (token in outputs)
+            assert ours[row, token] == value
+    assert torch.equal(logits, given_logits)
+
+
+@pytest.mark.parametrize("fields", PARAMS)
+def test_still_a_hundred_thousand_draws(fields):
+    """20,000 of each of five parameters, with other logits, seeds and positions each time."""
+    from sampling import SamplingParams, sample
+
+    params = SamplingParams(**fields)
+    for part in range(10):
+        logits = random_logits("random", 2000, 400, seed=part)
+        draws = [(part * 10**15 + row * 7919, row % 1000) for row in range(2000)]
+        assert torch.equal(
+            sample(logits, params, draws=draws), drawn_by_filters(logits, params, draws)
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 7, 255, 256, 257, 300, 2000])
+def test_still_the_same_token_of_any_logits(kind, size):
+    from sampling import SamplingParams, sample
+
+    logits = random_logits(kind, 20, size)
+    draws = [(LAST - row, row) for row in range(20)]
+    for k in (0, 1, 2, 50, 256, size - 1, size, size + 1):
+        for p in (1.0, 0.9, 0.5, 1e-9, 1 - 1e-7):
+            params = SamplingParams(temperature=0.9, top_k=max(0, k), top_p=p)
+            ours = sample(logits, params, draws=draws)
+            assert torch.equal(ours, drawn_by_filters(logits, params, draws)), (k, p)
+
+
+@pytest.mark.parametrize("fields", PARAMS)
+def test_still_the_same_token_of_a_large_vocabulary(fields, rows_of_old):
+    from sampling import SamplingParams, sample
+
+    params = SamplingParams(**fields)
+    logits = 3 * random_logits("random", 16, 50257)
+    draws = [(row, 5) for row in range(16)]
+    ours = sample(logits, params, draws=draws)
+    assert torch.equal(ours, drawn_by_filters(logits, params, draws))
+    assert rows_of_old == []
+
+
+def test_rows_that_the_few_do_not_settle_go_the_old_way(rows_of_old):
+    """Each row by itself: too flat, or more than k tokens as likely as the k-th."""
+    from sampling import SamplingParams, sample
+
+    flat = torch.zeros(1000)
+    steep = -torch.arange(1000.0)
+    logits = torch.stack([steep, flat, steep, flat, flat])
+    draws = [(7, row) for row in range(5)]
+    for fields in ({"top_p": 0.9}, {"top_k": 50}):
+        params = SamplingParams(temperature=1.0, **fields)
+        ours = sample(logits, params, draws=draws)
+        assert torch.equal(ours, drawn_by_filters(logits, params, draws))
+    assert rows_of_old == [3, 3]
+
+
+def test_still_the_boundary_is_where_the_filter_has_it():
+    """0.5 and 0.3 reach 0.8, whatever rounding says; of equal tokens the first ones are in."""
+    from sampling import SamplingParams, sample
+
+    def winners(probs, p):
+        size = len(probs)
+        logits = torch.tensor(probs).log().expand(4000, size)
+        params = SamplingParams(temperature=1.0, top_p=p)
+        draws = [(seed, 3) for seed in range(4000)]
+        return set(sample(logits, params, draws=draws).tolist())
+
+    rest = [1e-12] * 300  # so that not all tokens are among the few
+    assert winners([0.3, 0.1, 0.1, 0.5, *rest], 0.8) == {0, 3}
+    assert winners([0.15, 0.3, 0.3, 0.25, *rest], 0.8) == {1, 2, 3}
+    assert winners([1 / 40] * 40 + rest, 0.59) == set(range(24))
+    assert winners([1 / 40] * 40, 0.59) == set(range(24))
+
+
+@pytest.mark.parametrize("fields", PARAMS[:4])
+def test_still_draws_follow_what_the_filters_keep(fields):
+    from sampling import SamplingParams, sample, sampling_probs
+
+    params = SamplingParams(**fields)
+    logits = random_logits("random", 1, 400, seed=5)
+    probs = sampling_probs(logits, params)[0]
+    assert set(probs.nonzero()[:, 0].tolist()) == set(
+        kept(logits / params.temperature, params.top_k, params.top_p)[0]
+    )
+    draws = [(seed, 11) for seed in range(20000)]
+    drawn = sample(logits.expand(20000, -1), params, draws=draws)
+    counts = drawn.bincount(minlength=400).double()
+    assert counts[probs == 0].sum() == 0
+    expected = 20000 * probs.double()
+    large = expected >= 5  # where chi-square holds; the others together
+    pairs = [(counts[large], expected[large])]
+    pairs.append((counts[~large].sum()[None], expected[~large].sum()[None] + 1e-9))
+    value = sum(((n - e) ** 2 / e).sum().item() for n, e in pairs)
+    freedom = large.sum().item()
+    assert value < freedom + 3.5 * (2 * freedom) ** 0.5 + 8
+
+
+def test_still_a_row_has_the_token_of_its_own_run_whatever_its_mates():
+    from sampling import SamplingParams, choose
+
+    logits = random_logits("random", 40, 500)
+    logits[::3] = 0
+    each = [SamplingParams(**PARAMS[row % 5], seed=row) for row in range(40)]
+    texts = [[row] * (row + 1) for row in range(40)]
+    together = choose(logits, each, texts, [1] * 40)
+    alone = [choose(logits[row : row + 1], [each[row]], [texts[row]], [1])[0] for row in range(40)]
+    assert together == alone
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("fields", PARAMS)
+def test_still_some_token_of_logits_that_are_no_numbers(value, fields):
+    from sampling import SamplingParams, sample
+
+    logits = random_logits("random", 3, 400)
+    logits[0, 7] = value
+    logits[1] = value
+    drawn = sample(logits, SamplingParams(**fields), draws=[(1, 1)] * 3)
+    assert all(0 <= token < 400 for token in drawn.tolist())
