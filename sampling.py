@@ -4,7 +4,7 @@ import dataclasses
 import operator
 import sys
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -90,28 +90,51 @@ CHOICE = operator.attrgetter(
 )
 
 
+class NativeDraws(Protocol):
+    """What draws in C on a CPU: a model's `native`."""
+
+    def draw(self, rows: list[torch.Tensor], params: list, positions: list[int]) -> list[int]:
+        """As `sample` for each row of float32 logits, greedily or with a seed, but for rounding."""
+
+
 def choose(
     logits: torch.Tensor,
     params: list[SamplingParams],
     texts: list[list[int]],
     prompt_lengths: list[int],
     generator: torch.Generator | None = None,
+    native: NativeDraws | None = None,
 ) -> list[int]:
     """The next token of each text, by parameters of its own. logits: (B, vocab_size).
 
     prompt_lengths: how many tokens of each text are its prompt, which penalties tell from output.
-    generator: of the random numbers for those without a seed.
+    generator: of the random numbers for those without a seed. native: draws for all others.
     """
-    groups = {}
-    for row, row_params in enumerate(params):
-        key = (CHOICE(row_params), row_params.seed is None)
-        groups.setdefault(key, []).append(row)
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    fast = []
+    if native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32:
+        fast = [
+            row for row, own in enumerate(params) if own.temperature == 0 or own.seed is not None
+        ]
+    if fast:
+        rows = [
+            penalize(logits[row][None], params[row], [texts[row]], [prompt_lengths[row]])[0]
+            for row in fast
+        ]
+        lengths = [len(texts[row]) for row in fast]
+        tokens = native.draw(rows, [params[row] for row in fast], lengths)
+        if len(tokens) == len(logits):
+            return tokens
+        chosen[fast] = torch.tensor(tokens)
+    groups = {}
+    for row in sorted(set(range(len(params))) - set(fast)):
+        key = (CHOICE(params[row]), params[row].seed is None)
+        groups.setdefault(key, []).append(row)
     for rows in groups.values():
         common = params[rows[0]]
         group_texts = [texts[row] for row in rows]
         group_lengths = [prompt_lengths[row] for row in rows]
-        part = logits if len(groups) == 1 else logits[rows]  # no copy if all are alike
+        part = logits if len(rows) == len(logits) else logits[rows]  # no copy if all are alike
         penalized = penalize(part, common, group_texts, group_lengths)
         draws = None
         if common.seed is not None:

@@ -192,7 +192,8 @@ class Engine:
             for index in range(count)
         ]
         params = [request.params for request in requests]
-        tokens = choose(logits, params, texts, [request.prompt_length for request in requests])
+        lengths = [request.prompt_length for request in requests]
+        tokens = choose(logits, params, texts, lengths, None, self.model.native)
         parts = [slice(end - count, end) for end, count in zip(itertools.accumulate(keep), keep)]
         good = finite.tolist()
         return [(tokens[part], logits[part]) if all(good[part]) else None for part in parts]

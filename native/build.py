@@ -57,7 +57,8 @@ def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
         flags, macros = predefined([*compiler, *options], NATIVE if target is None else (target,))
         compiling = [*compiler, *options, *flags]
         about = repr((compiling, linking, openmp())).encode()
-        key = hashlib.sha256(b"\0".join([macros, about, SOURCE.read_bytes()])).hexdigest()
+        sources = [file.read_bytes() for file in sorted(SOURCE.parent.glob("*.c"))]
+        key = hashlib.sha256(b"\0".join([macros, about, *sources])).hexdigest()
         directory, file = find(key)
         if file is None:
             with removed_on_sigterm(), tempfile.TemporaryDirectory(dir=directory) as temporary:

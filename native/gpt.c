@@ -447,3 +447,5 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     products(&m->head, 1, p->wanted, in, values, scale, logits, 0);
   }
 }
+
+#include "draw.c"

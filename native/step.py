@@ -7,7 +7,7 @@ import torch
 
 from cache import KVCache
 from llama import Llama, rotations
-from native import build
+from native import build, draw
 from native.linear import address
 from native.structs import INT, POINTER, model_struct, struct
 
@@ -89,3 +89,7 @@ class NativePass:
         self.library.gpt_pass(model, ctypes.byref(job), *buffers, threads)
         cache.record()
         return logits
+
+    def draw(self, rows: list[torch.Tensor], params: list, positions: list[int]) -> list[int]:
+        """The next token of each row, as `draw.draw`."""
+        return draw.draw(self.library, rows, params, positions)

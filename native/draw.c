@@ -1,0 +1,155 @@
+// The choice of a token for each row of logits, included by gpt.c.
+//
+// Sums are of whole numbers, so that neither the width of a vector nor the number of threads
+// changes a draw.
+
+typedef struct {
+  const float *logits;  // (V)
+  uint64_t seed, position;
+  int64_t top_k;              // 0: off
+  float temperature, top_p;  // temperature 0: the most likely token
+} Draw;
+
+// Number `index` of the generator SplitMix64, as sampling.py's `splitmix`.
+INLINE uint64_t splitmix(uint64_t state, uint64_t index) {
+  uint64_t bits = state + (index + 1) * 0x9E3779B97F4A7C15;
+  bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9;
+  bits = (bits ^ bits >> 27) * 0x94D049BB133111EB;
+  return bits ^ bits >> 31;
+}
+
+// The bits of a float as a whole number in the same order, NaN at the ends; -0 is 0.
+INLINE int32_t ordered(float x) {
+  int32_t bits;
+  x += 0.0f;
+  memcpy(&bits, &x, 4);
+  return bits < 0 ? bits ^ INT32_MAX : bits;
+}
+
+// The lowest of the ids with the largest logit.
+static int64_t largest(int64_t V, const float *logits) {
+  enum { BLOCK = 256 };
+  int32_t max = INT32_MIN;
+  int64_t block = 0;
+  for (int64_t start = 0; start < V; start += BLOCK) {
+    int64_t n = V - start < BLOCK ? V - start : BLOCK;
+    int32_t most = INT32_MIN;
+    for (int64_t i = 0; i < n; i++) {
+      int32_t value = ordered(logits[start + i]);
+      most = value > most ? value : most;
+    }
+    if (most > max) {
+      max = most;
+      block = start;
+    }
+  }
+  while (ordered(logits[block]) < max) block++;
+  return block;
+}
+
+// The weight of a token in whole numbers, for sums that do not depend on their order.
+INLINE int32_t whole(float weight) { return (int32_t)(weight * 0x1p30f + 0.5f); }
+
+// How far below 0 a number is, as bits that are in the same order.
+INLINE uint32_t depth(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits & INT32_MAX;
+}
+
+// Keep the weights of the k largest numbers and of ties with the k-th, by a search for a depth that
+// is between theirs and the others'. x: 0 or below.
+static void keep_largest(int64_t V, int64_t k, const float *x, float *weights) {
+  // The least depth that at least k numbers do not exceed is in low..high.
+  uint32_t low = 0, high = 0x7f800000;
+  while (low < high) {
+    uint32_t middle = low + (high - low) / 2;
+    int32_t count = 0;
+    for (int64_t i = 0; i < V; i++) count += depth(x[i]) <= middle;
+    if (count < k)
+      low = middle + 1;
+    else
+      high = middle;
+    if (count == k) break;  // no tie: any depth up to the next number's does
+  }
+  for (int64_t i = 0; i < V; i++) weights[i] = depth(x[i]) <= high ? weights[i] : 0;
+}
+
+INLINE double speed(float weight, uint64_t bits) {
+  return weight / -log(((bits >> 12) + 0.5) * 0x1p-52);
+}
+
+// The id of the largest weight / -ln(u), where u is the random number of the id. first: one of the
+// largest weights, to begin with.
+static int64_t fastest(int64_t V, const float *weights, uint64_t state, int64_t first) {
+  enum { BLOCK = 256 };
+  int64_t winner = first;
+  double best = speed(weights[first], splitmix(state, first));
+  for (int64_t start = 0; start < V; start += BLOCK) {
+    int64_t n = V - start < BLOCK ? V - start : BLOCK;
+    uint64_t bits[BLOCK];
+    int32_t least[BLOCK];  // 1 - u is at least this / 2**24
+    for (int64_t i = 0; i < n; i++) bits[i] = splitmix(state, start + i);
+    for (int64_t i = 0; i < n; i++) least[i] = 0xFFFFFF - (int32_t)(bits[i] >> 40);
+    // -ln(u) >= 1 - u, so a token with best * (1 - u) > weight cannot win. With room for rounding.
+    float factor = (float)best * 0x1p-24f * (1 - 1e-6f);
+    int32_t any = 0;
+    for (int64_t i = 0; i < n; i++) any |= least[i] * factor < weights[start + i];
+    for (int64_t i = 0; any && i < n; i++)
+      if (least[i] * factor < weights[start + i]) {
+        double own = speed(weights[start + i], bits[i]);
+        if (own > best) {
+          best = own;
+          winner = start + i;
+        }
+      }
+  }
+  return winner;
+}
+
+// Set the weights of a token and of all behind it to 0, by the order of top-p: larger numbers
+// first, and of equal ones the lower id. Returns the sum of the others.
+static int64_t strike(int64_t V, int64_t token, const float *x, float *weights) {
+  int64_t sum = 0;
+  float value = x[token];
+  for (int64_t i = 0; i < token; i++) {
+    weights[i] = x[i] >= value ? weights[i] : 0;
+    sum += whole(weights[i]);
+  }
+  for (int64_t i = token; i < V; i++) {
+    weights[i] = x[i] > value ? weights[i] : 0;
+    sum += whole(weights[i]);
+  }
+  return sum;
+}
+
+// work: (2, V).
+static int64_t choose(int64_t V, const Draw *d, float *work) {
+  int64_t first = largest(V, d->logits), total = 0;
+  if (d->temperature == 0) return first;
+  const float *logits = d->logits;
+  float *x = work, *weights = work + V, max = logits[first], temperature = d->temperature;
+  for (int64_t i = 0; i < V; i++) {
+    x[i] = (logits[i] - max) / temperature;
+    weights[i] = x[i] >= -87 ? exponential(x[i]) : 0;  // 0 for NaN
+  }
+  if (d->top_k && d->top_k < V) keep_largest(V, d->top_k, x, weights);
+  if (d->top_p < 1)
+    for (int64_t i = 0; i < V; i++) total += whole(weights[i]);
+  uint64_t state = splitmix(d->seed, d->position);
+  // The winner is inside if the mass before it is below p. If not, so are all behind it, and the
+  // race goes on without them: for 1 + ln(1 / p) rounds on average.
+  for (;;) {
+    int64_t winner = fastest(V, weights, state, first);
+    if (d->top_p >= 1) return winner;
+    int64_t before = strike(V, winner, x, weights);
+    if (before == 0 || (float)((double)before / total) < d->top_p) return winner;
+  }
+}
+
+// chosen: (rows). work: (threads, 2, V).
+void draw(int64_t rows, int64_t V, const Draw *draws, int64_t *chosen, float *work, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int64_t row = 0; row < rows; row++)
+    chosen[row] = choose(V, draws + row, work + omp_get_thread_num() * 2 * V);
+}

@@ -1,0 +1,318 @@
+"""Lesson 49: the choice of a token in C, against torch and against whole numbers."""
+
+import math
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, outputs_of, own_texts, run_rows
+from test_native_int8 import TARGETS
+
+from load import load_model
+
+LAST = 2**64 - 1
+pytestmark = pytest.mark.usefixtures("compiled")
+PARAMS = [
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_k": 50},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 30, "top_p": 0.5},
+    {"temperature": 0.3, "top_k": 1},
+    {"temperature": 0},
+]
+KINDS = ["random", "peaked", "ties", "flat", "equal", "infinite"]
+
+
+@pytest.fixture(params=TARGETS, ids=str)
+def library(request):
+    """The code compiled for that processor."""
+    from native import build
+
+    return build.load(request.param)
+
+
+@pytest.fixture
+def native(tiny):
+    """A random model with passes and draws in C."""
+    from native import use_native
+
+    model = tiny(dtype=torch.float32)
+    use_native(model)
+    return model
+
+
+@pytest.fixture
+def torch_numbers(monkeypatch):
+    """A list to which each making of random numbers in torch adds how many there were."""
+    import sampling
+
+    made = []
+    exponential = sampling.exponential
+
+    def counting(bits):
+        made.append(bits.numel())
+        return exponential(bits)
+
+    monkeypatch.setattr(sampling, "exponential", counting)
+    return made
+
+
+def random_logits(kind, rows, size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(rows, size, generator=generator)
+    if kind == "peaked":
+        logits = logits * 10
+    elif kind == "ties":
+        logits = logits.round()
+    elif kind == "flat":
+        logits = logits / 100
+    elif kind == "equal":
+        logits = logits * 0
+    elif kind == "infinite":
+        logits[torch.rand(rows, size, generator=generator) < 0.8] = -math.inf
+        logits[:, size // 2] = 0
+    return logits
+
+
+def params_of(fields, count, first=0):
+    from sampling import SamplingParams
+
+    return [SamplingParams(seed=(first + row) % 2**64, **fields) for row in range(count)]
+
+
+def in_c(library, logits, params, position=9):
+    from native.draw import draw
+
+    return draw(library, list(logits), params, [position] * len(logits))
+
+
+def in_torch(logits, params, position=9):
+    from sampling import sample
+
+    draws = [(own.seed, position) for own in params]
+    return sample(logits, params[0], draws=draws).tolist()
+
+
+def test_another_part_of_the_source_is_other_code(fresh):
+    part = fresh.SOURCE.with_name("part.c")
+    part.write_text("int part(void) { return 1; }\n")
+    fresh.SOURCE.write_text(fresh.SOURCE.read_text() + '#include "part.c"\n')
+    assert fresh.load().part() == 1
+    part.write_text("int part(void) { return 2; }\n")
+    fresh.load.cache_clear()
+    assert fresh.load().part() == 2
+
+
+@pytest.mark.parametrize("fields", PARAMS[:5])
+def test_texts_take_no_random_numbers_of_torch(native, torch_numbers, fields):
+    params = {"seed": 3, "max_new_tokens": 10, "ignore_eos": True}
+    rows = run_rows(native, [[1], [2, 3]], **params, **fields)
+    assert [len(row) for row in rows] == [10, 10] and torch_numbers == []
+
+
+@pytest.mark.parametrize("fields", PARAMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens_as_torch(library, kind, fields):
+    """2,805 draws of each. Rounding could part two speeds that are nearly equal; here none are."""
+    for size, rows in (
+        (1, 5),
+        (2, 500),
+        (7, 1000),
+        (63, 1000),
+        (256, 100),
+        (257, 100),
+        (4096, 100),
+    ):
+        logits = random_logits(kind, rows, size, seed=size)
+        params = params_of(fields, rows, first=LAST - 50)
+        assert in_c(library, logits, params) == in_torch(logits, params), size
+
+
+@pytest.mark.parametrize("fields", PARAMS)
+def test_the_same_tokens_of_a_large_vocabulary(library, fields):
+    for kind in ("random", "peaked", "flat"):
+        logits = random_logits(kind, 10, 50257)
+        params = params_of(fields, 10)
+        assert in_c(library, logits, params) == in_torch(logits, params)
+
+
+def test_of_equal_logits_the_largest_bits_win(library):
+    """The race in whole numbers, for seeds and positions of up to 64 and 63 bits."""
+    from sampling import SamplingParams
+
+    def bits(state, index):
+        number = (state + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+        number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        number = (number ^ number >> 27) * 0x94D049BB133111EB % 2**64
+        return number ^ number >> 31
+
+    logits = torch.zeros(1, 1000)
+    for seed in (0, 1, 2**63, LAST):
+        params = [SamplingParams(temperature=1.0, seed=seed)]
+        for position in (0, 7, 2**31 + 5, 2**40, 2**63 - 1):
+            state = bits(seed, position)
+            expected = max(range(1000), key=lambda token: bits(state, token) >> 12)
+            assert in_c(library, logits, params, position) == [expected]
+
+
+@pytest.mark.parametrize("fields", PARAMS)
+def test_the_same_tokens_on_every_processor_with_any_threads(library, fields):
+    from native import build
+
+    before = torch.get_num_threads()
+    logits = random_logits("random", 33, 3001)
+    params = params_of(fields, 33)
+    expected = in_c(build.load(), logits, params)
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert in_c(library, logits, params) == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_boundaries_are_those_of_the_filters(library):
+    def winners(probs, **fields):
+        logits = torch.tensor(probs).log().expand(2000, len(probs))
+        return set(in_c(library, logits, params_of({"temperature": 1.0} | fields, 2000)))
+
+    assert winners([0.3, 0.1, 0.1, 0.5], top_p=0.8) == {0, 3}
+    assert winners([0.15, 0.3, 0.3, 0.25], top_p=0.8) == {1, 2, 3}
+    assert winners([1 / 40] * 40, top_p=0.6) == set(range(24))
+    assert winners([0.1, 0.2, 0.4, 0.2, 0.1], top_k=2) == {1, 2, 3}  # a tie with the second stays
+    assert winners([0.1, 0.2, 0.4, 0.2, 0.1], top_k=2, top_p=0.6) == {1, 2}
+    assert winners([0.1, 0.2, 0.4, 0.2, 0.1], top_p=1e-300) == {2}
+
+
+def test_dividing_makes_ties_before_top_k_looks(library):
+    """Two logits that differ, and do not after the temperature."""
+    logits = torch.tensor([[1.0, 1.0 - 2**-24, 0.0]]).expand(300, 3)
+    params = params_of({"temperature": 3e38, "top_k": 1}, 300)
+    assert set(in_c(library, logits, params)) == set(in_torch(logits, params))
+
+
+@pytest.mark.parametrize("fields", PARAMS[:4])
+def test_draws_follow_the_probabilities(library, fields):
+    from sampling import sampling_probs
+
+    logits = random_logits("random", 1, 60)
+    params = params_of(fields, 20000)
+    probs = sampling_probs(logits, params[0])[0].double()
+    counts = torch.tensor(in_c(library, logits.expand(20000, -1), params)).bincount(minlength=60)
+    assert counts[probs == 0].sum() == 0
+    likely = 20000 * probs >= 5
+    expected = 20000 * probs[likely]
+    freedom = likely.sum().item() - 1
+    value = ((counts[likely] - expected) ** 2 / expected).sum().item()
+    assert value < freedom + 4 * (2 * freedom) ** 0.5 + 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("fields", PARAMS)
+def test_any_logits_give_an_id_and_stay_as_they_are(library, fields, value):
+    for size in (1, 7, 255, 1000):
+        logits = random_logits("random", 5, size)
+        logits[1] = value
+        logits[2, size // 2] = value
+        logits[3, : size // 2] = value
+        logits[4] = -value
+        before = logits.clone()
+        tokens = in_c(library, logits, params_of(fields, 5))
+        assert all(0 <= token < size for token in tokens)
+        assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
+
+
+def test_greedy_is_the_first_of_the_largest(library):
+    logits = torch.tensor([[-1.0, 2.0, 0.5, 2.0], [-0.0, 0.0, -1.0, 0.0], [-3.0, -2.0, -2.0, -9.0]])
+    assert in_c(library, logits, params_of({}, 3)) == logits.argmax(dim=-1).tolist() == [1, 0, 1]
+    long = torch.zeros(1, 3000)
+    long[0, [700, 2999]] = 1
+    assert in_c(library, long, params_of({}, 1)) == [700]
+
+
+def test_rows_of_all_parameters_are_one_call(native, monkeypatch):
+    """With penalties: those of each row, and the logits that were given stay as they are."""
+    from sampling import SamplingParams, choose
+
+    calls = []
+    draw = type(native.native).draw
+
+    def counted(self, rows, *args):
+        calls.append(len(rows))
+        return draw(self, rows, *args)
+
+    monkeypatch.setattr(type(native.native), "draw", counted)
+    penalties = [{}, {"repetition_penalty": 1.5}, {"frequency_penalty": 1.0}]
+    penalties += [{"presence_penalty": -2.0}, {"presence_penalty": 1.0, "frequency_penalty": -0.5}]
+    each = [SamplingParams(seed=row, **PARAMS[row % 6], **penalties[row % 5]) for row in range(30)]
+    logits = random_logits("random", 30, 61)
+    before = logits.clone()
+    texts = [[row, 2 * row, 3, 3, 3] for row in range(30)]
+    lengths = [1 + row % 5 for row in range(30)]
+    ours = choose(logits, each, texts, lengths, native=native.native)
+    assert calls == [30] and torch.equal(logits, before)
+    assert ours == choose(logits, each, texts, lengths)
+
+
+def test_still_the_generator_of_rows_without_a_seed(native):
+    from sampling import SamplingParams, choose
+
+    fields = [{"temperature": 1.0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.5}, {}]
+    each = [SamplingParams(**own) for own in fields]
+    logits = random_logits("random", 4, 61)
+    texts = [[1, 2]] * 4
+
+    def run(**options):
+        generator = torch.Generator().manual_seed(5)
+        return choose(logits, each, texts, [1] * 4, generator, **options), generator.get_state()
+
+    (ours, state), (expected, torch_state) = run(native=native.native), run()
+    assert ours == expected and torch.equal(state, torch_state)
+
+
+def test_other_dtypes_are_for_torch(native, torch_numbers):
+    from sampling import choose
+
+    logits = random_logits("random", 2, 61).double()
+    params = params_of({"temperature": 1.0}, 2)
+    expected = choose(logits, params, [[1]] * 2, [1] * 2)
+    made = len(torch_numbers)
+    assert choose(logits, params, [[1]] * 2, [1] * 2, native=native.native) == expected
+    assert len(torch_numbers) == 2 * made
+
+
+@pytest.mark.parametrize("bad", ["shape", "dtype", "strides"])
+def test_nothing_outside_the_rows_is_read(library, bad):
+    from native.draw import draw
+
+    rows = list(torch.zeros(2, 10))
+    rows[1] = {"shape": torch.zeros(9), "dtype": torch.zeros(10).double()}.get(bad, rows[1])
+    if bad == "strides":
+        rows[1] = torch.zeros(20)[::2]
+    with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
+        draw(library, rows, params_of({"temperature": 1.0}, 2), [1, 1])
+
+
+@pytest.mark.parametrize("fields", PARAMS[1:3])
+def test_the_engine_and_its_drafter_draw_in_c(native, torch_numbers, fields):
+    from engine.drafter import PagedDrafter
+    from engine.engine import Engine
+
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    params = params_of({"max_new_tokens": 20, "ignore_eos": True} | fields, 3)
+    engine = Engine(native, drafter=PagedDrafter(native, native))
+    texts = outputs_of(engine, prompts, params)
+    assert torch_numbers == [] and engine.accepted > 0
+    plain = [run_rows(native, [prompt], **vars(own))[0] for prompt, own in zip(prompts, params)]
+    assert texts == plain
+
+
+def test_still_stories_are_those_of_torch(stories):
+    """Temperature, filters and penalties, of the same logits."""
+    from native import use_native
+    from sampling import SamplingParams
+
+    model = load_model(CHECKPOINTS / "stories")
+    use_native(model)
+    fields = [PARAMS[2], PARAMS[1], PARAMS[0] | {"repetition_penalty": 1.2}]
+    params = [SamplingParams(60, True, seed=row, **own) for row, own in enumerate(fields)]
+    assert own_texts(model, [[]] * 3, params) == own_texts(stories, [[]] * 3, params)
