@@ -2,18 +2,14 @@
 
 import torch
 
-from int8 import Int8Linear
 from native.build import BuildError, kernel  # noqa: F401
-from native.linear import int8_linear
 from native.step import NativePass
 
 
 def use_native(model: torch.nn.Module) -> None:
-    """Let C compute a model's passes of few tokens, in all others the products with int8 weights.
+    """Let C compute a model's passes of few tokens, in all others its products.
 
-    Raises BuildError and ValueError as `NativePass`; then the model is as it was.
+    Its layers are replaced. Raises BuildError and ValueError as `NativePass`; then the model is as
+    it was.
     """
     model.native = NativePass(model)
-    for module in model.modules():
-        if isinstance(module, Int8Linear):
-            module.native = int8_linear

@@ -220,6 +220,16 @@ void linear(const Linear *l, int64_t T, const float *x, int16_t *values, float *
   }
 }
 
+// The rows of these tokens in an embedding, a weight (vocab_size, C): y, (T, C).
+void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
+  for (int64_t t = 0; t < T; t++, y += l->in) {
+    int64_t token = tokens[t];
+    const float *row = (const float *)l->weight + token * l->in;
+    const int8_t *row8 = (const int8_t *)l->weight + token * l->in;
+    for (int64_t i = 0; i < l->in; i++) y[i] = l->scale ? row8[i] * l->scale[token] : row[i];
+  }
+}
+
 // parts of a pass ---------------------------------------------------------------------------------
 //
 // Here no product is fused with a sum, and sums are added in one order, so that these numbers are
@@ -390,10 +400,7 @@ static void embed(const Model *m, const Pass *p, float *x) {
   int64_t C = m->n_embd;
 #pragma omp for
   for (int64_t t = 0; t < p->T; t++) {
-    int64_t token = p->tokens[t];
-    const float *row = (const float *)m->embedding.weight + token * C, *scale = m->embedding.scale;
-    const int8_t *row8 = (const int8_t *)m->embedding.weight + token * C;
-    for (int64_t i = 0; i < C; i++) x[t * C + i] = scale ? row8[i] * scale[token] : row[i];
+    rows(&m->embedding, 1, p->tokens + t, x + t * C);
     if (m->wpe)
       for (int64_t i = 0; i < C; i++) x[t * C + i] += m->wpe[p->positions[t] * C + i];
   }

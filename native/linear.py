@@ -1,10 +1,13 @@
-"""Products with int8 and float32 weights in C."""
+"""Linear layers whose products are computed in C."""
 
 import ctypes
+import math
 
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
-from native import build
+from int8 import Int8Linear
 
 
 class LinearStruct(ctypes.Structure):
@@ -16,23 +19,98 @@ class LinearStruct(ctypes.Structure):
     ]
 
 
-def linear_struct(
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: int,
-    size: int,
-) -> LinearStruct:
-    """A layer as C reads it: int8 (out, size) with a scale, float32 without. Raises ValueError."""
-    kind = torch.float32 if scale is None else torch.int8
-    return LinearStruct(
-        address(weight, kind, out, size),
-        address(scale, torch.float32, out),
-        address(bias, torch.float32, out),
-        out_features=out,
-        in_features=size,
-        width=out,
-    )
+class NativeLinear(nn.Module):
+    """A linear layer in C: of float32 weights, or of int8 ones with a scale for each row.
+
+    Raises ValueError for tensors that C cannot read.
+    """
+
+    def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
+        super().__init__()
+        check_layer(layer, *layer.weight.shape)
+        self.library = library
+        self.out_features, self.in_features = layer.weight.shape
+        self.register_buffer("weight", layer.weight.detach())
+        self.register_buffer("scale", getattr(layer, "scale", None))
+        self.bias = getattr(layer, "bias", None)
+
+    def struct(self) -> LinearStruct:
+        """The layer as C reads it: addresses, so the tensors must stay where they are."""
+        tensors = self.weight, self.scale, self.bias
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        return LinearStruct(*addresses, self.out_features, self.in_features, self.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As `F.linear`, or with a scale as int8.py's `int8_linear`, bit for bit.
+
+        x: (..., in_features), float32, contiguous or not. Raises ValueError for another.
+        """
+        rows = math.prod(x.shape[:-1])
+        if rows > 16 and self.scale is None:  # then torch's products are faster
+            return F.linear(x, self.weight, self.bias)
+        x2d = x.reshape(rows, x.shape[-1]).contiguous()
+        y = torch.empty(rows, self.out_features)
+        values = torch.empty(rows, self.in_features, dtype=torch.int16)  # x, rounded
+        x_scale = torch.empty(rows)
+        self.library.linear(
+            ctypes.byref(self.struct()),
+            ctypes.c_int64(rows),
+            ctypes.c_void_p(address(x2d, torch.float32, rows, self.in_features)),
+            *(ctypes.c_void_p(each.data_ptr()) for each in (values, x_scale, y)),
+            ctypes.c_int(torch.get_num_threads()),
+        )
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class NativeEmbedding(nn.Module):
+    """A token embedding that reads rows of a weight in C, which may be the head's."""
+
+    def __init__(self, linear: NativeLinear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(...) ids to (..., in_features). Raises ValueError for an id that has no row."""
+        ids = tokens.to(torch.int64).contiguous()
+        count = self.linear.out_features
+        if not all(0 <= token < count for token in ids.flatten().tolist()):
+            raise ValueError(f"ids are {ids.tolist()}; they are from 0 to {count - 1}")
+        y = torch.empty(*ids.shape, self.linear.in_features)
+        struct = ctypes.byref(self.linear.struct())
+        addresses = (ctypes.c_void_p(each.data_ptr()) for each in (ids, y))
+        self.linear.library.rows(struct, ctypes.c_int64(ids.numel()), *addresses)
+        return y
+
+
+def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
+    """Put native layers in the places of a model's linear layers and token embedding.
+
+    Raises ValueError if they are there already.
+    """
+    embedding = getattr(model, model.EMBEDDING)
+    if isinstance(embedding, NativeEmbedding):
+        raise ValueError("the layers of this model are native already")
+    native = {}  # by the address of the weight, which an embedding may share with the head
+
+    def native_layer(layer):
+        address = layer.weight.data_ptr()
+        if address not in native:
+            native[address] = NativeLinear(layer, library)
+        return native[address]
+
+    for module in list(model.modules()):
+        for name, layer in module.named_children():
+            if isinstance(layer, nn.Linear | Int8Linear) and layer is not embedding:
+                setattr(module, name, native_layer(layer))
+    setattr(model, model.EMBEDDING, NativeEmbedding(native_layer(embedding)))
+
+
+def check_layer(layer: nn.Module, out: int, size: int) -> None:
+    """Raise ValueError if C cannot read a layer with this number of outputs and of inputs."""
+    scale = getattr(layer, "scale", None)
+    address(layer.weight, torch.float32 if scale is None else torch.int8, out, size)
+    address(scale, torch.float32, out)
+    address(getattr(layer, "bias", None), torch.float32, out)
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
@@ -54,43 +132,3 @@ def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int
         wanted = f"contiguous {dtype} {shape} on the CPU"
         raise ValueError(f"native code reads {wanted}; this is {found}")
     return tensor.data_ptr()
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `torch.nn.functional.linear`, for float32; the sums are in an order of its own.
-
-    x: (..., in_features), contiguous or not. weight: (out_features, in_features).
-    Raises ValueError for tensors of other shapes and dtypes, BuildError without compiled code.
-    """
-    return product(x, weight, None, bias)
-
-
-def int8_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The numbers of int8.py's `int8_linear`, bit for bit; x is float32. Raises as `linear`."""
-    return product(x, weight, scale, bias)
-
-
-def product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """What the two above return."""
-    out, size = weight.shape
-    layer = linear_struct(weight, scale, bias, out, size)
-    rows = x.shape[:-1].numel()
-    x2d = x.reshape(rows, x.shape[-1]).contiguous()
-    y = torch.empty(rows, out)
-    values = torch.empty(rows, size, dtype=torch.int16)  # x, rounded
-    x_scale = torch.empty(rows)
-    build.load().linear(
-        ctypes.byref(layer),
-        ctypes.c_int64(rows),
-        ctypes.c_void_p(address(x2d, torch.float32, rows, size)),
-        *(ctypes.c_void_p(each.data_ptr()) for each in (values, x_scale, y)),
-        ctypes.c_int(torch.get_num_threads()),
-    )
-    return y.view(*x.shape[:-1], out)

@@ -8,7 +8,7 @@ import torch
 from cache import KVCache
 from llama import Llama, rotations
 from native import build, draw
-from native.linear import address
+from native.linear import address, native_layers
 from native.structs import INT, POINTER, model_struct, struct
 
 # In larger passes torch's products, which are faster from 16 tokens on, outweigh what Python costs.
@@ -38,6 +38,8 @@ class NativePass:
         self.config = model.config
         self.library = build.load(target)
         self.library.work_floats.restype = INT
+        model_struct(model)  # every tensor is checked before a layer changes
+        native_layers(model, self.library)
         self.model = model_struct(model)
         self.rotations = None
         if isinstance(model, Llama):

@@ -6,7 +6,7 @@ import torch
 
 from llama import Llama
 from model import GPT
-from native.linear import LinearStruct, address, linear_struct
+from native.linear import LinearStruct, NativeEmbedding, NativeLinear, address, check_layer
 
 
 def struct(name: str, **fields) -> type[ctypes.Structure]:
@@ -126,8 +126,13 @@ def norm(layer, size: int) -> NormStruct:
 
 
 def linear(layer, out: int, size: int) -> LinearStruct:
-    scale = getattr(layer, "scale", None)
-    return linear_struct(layer.weight, scale, getattr(layer, "bias", None), out, size)
+    """A native layer as C reads it; of one that is to become native, the check that it can."""
+    if isinstance(layer, NativeEmbedding):
+        layer = layer.linear
+    if isinstance(layer, NativeLinear):
+        return layer.struct()
+    check_layer(layer, out, size)
+    return LinearStruct(out_features=out, in_features=size, width=out)
 
 
 def side_by_side(size: int, *layers) -> tuple[LinearStruct, ...]:

@@ -28,7 +28,7 @@ def test_the_command_line_takes_the_backend(cli, native_models, backend):
     code, out, err = cli(*INT8, *backend)
     assert (code, out) == expected and "note" not in err
     (model,) = native_models
-    assert model.lm_head.native is not None
+    assert model.native is not None
 
 
 def test_drafts_are_native_too(run_main, native_models):

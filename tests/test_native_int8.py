@@ -1,6 +1,7 @@
 """Lesson 25: int8 products in C, bit for bit those of torch, however compiled."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,13 +43,20 @@ def random_rows(rows: int, size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, size, generator=generator) * sizes
 
 
+def native_linear(weight, scale=None, bias=None):
+    """A layer of these tensors in C."""
+    from native import build
+    from native.linear import NativeLinear
+
+    return NativeLinear(SimpleNamespace(weight=weight, scale=scale, bias=bias), build.load())
+
+
 def assert_equal(x, weight, scale, bias=None) -> None:
     """C computes the numbers of int8.py, bit for bit."""
     from int8 import int8_linear
-    from native import linear
 
     expected = int8_linear(x, weight, scale, bias)
-    assert torch.equal(linear.int8_linear(x, weight, scale, bias), expected)
+    assert torch.equal(native_linear(weight.clone(), scale, bias)(x), expected)
 
 
 def test_the_compiled_code_has_the_product():
@@ -82,8 +90,6 @@ def test_extreme_sums(target, sign):
 
 
 def test_halves_and_tiny_numbers_round_as_in_torch(target):
-    from native import linear
-
     weight, scale, bias = layer(8, 6)
     halves = [127.0, 0.5, 1.5, 2.5, -0.5, -126.5]
     tiny = [1e-45, -1e-40, 1e-38, 0.0, 0.0, 0.0]
@@ -91,29 +97,26 @@ def test_halves_and_tiny_numbers_round_as_in_torch(target):
     assert_equal(x, weight, scale, bias)
     large = scale * 1e38  # so that what is left of tiny numbers can be seen
     assert_equal(x, weight, large)
-    assert linear.int8_linear(x, weight, large)[2].any()
+    assert native_linear(weight, large)(x)[2].any()
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_so(target, bad):
-    from native import linear
-
     x = torch.ones(2, 70)
     x[1, 3] = bad
-    y = linear.int8_linear(x, *layer(40, 70))
+    y = native_linear(*layer(40, 70))(x)
     assert y[0].isfinite().all() and not y[1].isfinite().any()
 
 
 def test_shapes_and_strides():
-    from native import linear
-
     weight, scale, bias = layer(10, 6)
     x = random_rows(12, 6).view(2, 6, 6).transpose(0, 1)  # not contiguous
-    y = linear.int8_linear(x, weight, scale, bias)
+    linear = native_linear(weight.clone(), scale, bias)
+    y = linear(x)
     assert y.shape == (6, 2, 10)
-    assert torch.equal(y[4, 1], linear.int8_linear(x[4, 1], weight, scale, bias))
-    assert linear.int8_linear(x[:0], weight, scale).shape == (0, 2, 10)
-    nothing = linear.int8_linear(torch.ones(3, 0), weight[:, :0], scale, bias)
+    assert torch.equal(y[4, 1], linear(x[4, 1]))
+    assert linear(x[:0]).shape == (0, 2, 10)
+    nothing = native_linear(weight[:, :0].clone(), scale, bias)(torch.ones(3, 0))
     assert torch.equal(nothing, bias.expand(3, 10))
     assert_equal(random_rows(3, 12)[:, ::2], weight, scale)
 
@@ -123,8 +126,6 @@ def test_shapes_and_strides():
     ["x", "x dtype", "weight", "scale", "bias", "bias dtype", "weight strides"],
 )
 def test_nothing_outside_its_arrays_is_read(which):
-    from native import linear
-
     x = random_rows(2, 6)
     weight, scale, bias = layer(10, 6)
     wrong = {
@@ -136,37 +137,37 @@ def test_nothing_outside_its_arrays_is_read(which):
         "bias dtype": (x, weight, scale, bias.half()),
         "weight strides": (x, torch.zeros(6, 10, dtype=torch.int8).t(), scale, bias),
     }
+    x, *tensors = wrong[which]
     with pytest.raises(ValueError, match="native code reads contiguous torch"):
-        linear.int8_linear(*wrong[which])
+        native_linear(*tensors)(x)
 
 
 @pytest.mark.parametrize("which", ["x", "weight", "scale", "bias"])
 def test_numbers_that_torch_has_yet_to_negate_are_refused(which):
-    from native import linear
-
     arguments = dict(zip(("weight", "scale", "bias"), layer(10, 6)), x=random_rows(2, 6))
     negative = torch._neg_view(arguments[which])
     assert negative.is_contiguous() and torch.equal(negative, -arguments[which])
     with pytest.raises(ValueError, match="native code reads contiguous .*, negative"):
-        linear.int8_linear(**arguments | {which: negative})
+        arguments[which] = negative
+        x = arguments.pop("x")
+        native_linear(**arguments)(x)
 
 
 def test_the_products_of_a_model_are_native(monkeypatch):
-    from native import linear, use_native
+    from native import use_native
+    from native.linear import NativeLinear
 
     model = load_model(CHECKPOINTS / "stories-draft", torch.int8)
-    seen = []
-    load = linear.build.load
-
-    def recorded(*args):
-        seen.append(1)
-        return load(*args)
-
-    monkeypatch.setattr(linear.build, "load", recorded)
     text = run_rows(model, [[5, 6, 7]], options={"use_cache": False}, max_new_tokens=20)
-    assert not seen
     use_native(model)
-    seen.clear()
+    seen = []
+    forward = NativeLinear.forward
+
+    def recorded(self, x):
+        seen.append(1)
+        return forward(self, x)
+
+    monkeypatch.setattr(NativeLinear, "forward", recorded)
     assert run_rows(model, [[5, 6, 7]], options={"use_cache": False}, max_new_tokens=20) == text
     products = 4 * model.config.n_layer + 1  # in a pass: four in each layer, and the head
     assert len(text[0]) == 20 and len(seen) == 20 * products
