@@ -21,7 +21,8 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct {       // y = x W^T + bias
-  const void *weight;  // (out, in), int8 if there is a scale, float if not
+  const void *weight;  // int8, (out, in), if there is a scale; if not float, in whole panels
+  const float *rest;   // one panel more for the outputs left over, filled up with zeros
   const float *scale;  // (out) or NULL
   const float *bias;   // (out) or NULL
   int64_t out, in;
@@ -133,52 +134,73 @@ enum { WIDTH = 4 };
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 #define VECTOR(p) (*(const Vector *)(p))
 
-// The sum of all numbers in `count` vectors, 1, 2 or 4: halves are added until one number is left.
-INLINE float total(const int count, const Vector *v) {
-  typedef float Four __attribute__((vector_size(16)));
-  Four fours[count * WIDTH / 4];
-  memcpy(fours, v, sizeof fours);
-  for (int half = count * WIDTH / 8; half; half /= 2)
-    for (int i = 0; i < half; i++) fours[i] += fours[i + half];
-  return (fours[0][0] + fours[0][2]) + (fours[0][1] + fours[0][3]);
+// A weight (out, in) is packed into panels of PANEL outputs: first the weights of all of these for
+// the first input, then for the next. So a vector has weights of neighbouring outputs, and the sums
+// of TILE tokens stay in registers while a panel is read once, from its start to its end. Each sum
+// is made in the order of the inputs, however many tokens there are: what one of them gives does
+// not depend on those beside it.
+enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
+const int panel_outputs = PANEL;
+
+// The panel that has output o.
+static const float *panel_of(const Linear *l, int64_t o) {
+  int64_t begin = o - o % PANEL;
+  return begin + PANEL <= l->out ? (const float *)l->weight + begin * l->in : l->rest;
 }
 
-// Outputs o to o + R - 1 of T tokens, from x: (T, in). A row of the weight is read from its start
-// to its end, which is the order that memory is fastest in. Few tokens get several sums each,
-// because a sum waits for its last product.
-INLINE void float_outputs(const int T, const int R, const Linear *l, int64_t o, const float *x,
-                          float y[R][T]) {
-  const int sums_each = T == 1 ? 4 : T < 4 ? 2 : 1;
-  const float *w = (const float *)l->weight + o * l->in;
-  int64_t n = l->in, whole = n - n % (sums_each * WIDTH);
-  Vector sums[R][T][sums_each];
-  memset(sums, 0, sizeof sums);
-  for (int64_t i = 0; i < whole; i += sums_each * WIDTH)
-    for (int s = 0; s < sums_each; s++)
-      for (int r = 0; r < R; r++)
-        for (int t = 0; t < T; t++) {
-          const float *a = x + t * n + i + s * WIDTH, *b = w + r * n + i + s * WIDTH;
-          // Two rows at once are no order that memory foresees.
-          if (R > 1 && t == 0) __builtin_prefetch(b + R * n);
-          sums[r][t][s] = ADD_PRODUCT(VECTOR(a), VECTOR(b), sums[r][t][s]);
-        }
-  for (int r = 0; r < R; r++)
-    for (int t = 0; t < T; t++) {
-      float sum = total(sums_each, sums[r][t]);
-      for (int64_t i = whole; i < n; i++) sum += x[t * n + i] * w[r * n + i];
-      y[r][t] = sum;
+// The sums of a panel for T tokens, x: (T, in). They are made in parts of BLOCK inputs, because a
+// long sum rounds more often.
+INLINE void float_sums(const int T, int64_t in, const float *w, const float *x,
+                       float y[T][PANEL]) {
+  memset(y, 0, T * sizeof *y);
+  for (int64_t start = 0; start < in; start += BLOCK) {
+    int64_t end = start + BLOCK < in ? start + BLOCK : in;
+    Vector sums[T][VECTORS];
+    memset(sums, 0, sizeof sums);
+    for (int64_t i = start; i < end; i++, w += PANEL)
+      for (int t = 0; t < T; t++)
+        for (int v = 0; v < VECTORS; v++)
+          sums[t][v] = ADD_PRODUCT(x[t * in + i] - (Vector){0}, VECTOR(w + v * WIDTH), sums[t][v]);
+    for (int t = 0; t < T; t++)
+      for (int v = 0; v < VECTORS; v++) *(Vector *)(y[t] + v * WIDTH) += sums[t][v];
+  }
+}
+
+// Outputs o to o + PANEL - 1 of T tokens: y takes them, or with `add` their sum with what it holds.
+INLINE void panel_product(const int T, const Linear *l, int64_t o, const float *x, float *y,
+                          int add) {
+  int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
+  float sums[T][PANEL];
+  float_sums(T, l->in, panel_of(l, o), x, sums);
+  for (int t = 0; t < T; t++)
+    for (int64_t i = 0; i < count; i++) {
+      float *to = y + t * l->width + o + i;
+      float sum = l->bias ? sums[t][i] + l->bias[o + i] : sums[t][i];
+      *to = add ? *to + sum : sum;
     }
+}
+
+// y: (T, width). It does not wait for the other threads, as all functions here.
+static void float_outputs(const Linear *l, int64_t T, const float *x, float *y, int add) {
+#define CASE(n)                                                          \
+  case n:                                                                \
+    panel_product(n, l, o, x + t * l->in, y + t * l->width, add);        \
+    break;
+#pragma omp for schedule(static) collapse(2) nowait
+  for (int64_t o = 0; o < l->out; o += PANEL)
+    for (int64_t tile = 0; tile < T; tile += TILE)
+      for (int64_t t = tile, n; t < T && t < tile + TILE; t += n) {
+        n = T - t >= TILE ? TILE : T - t >= 4 ? 4 : T - t >= 2 ? 2 : 1;
+        switch (n) { CASE(1) CASE(2) CASE(4) CASE(TILE) }
+      }
 }
 
 // both --------------------------------------------------------------------------------------------
 
-INLINE void some_outputs(const int T, const int R, const Linear *l, int64_t o, const float *x,
+INLINE void some_outputs(const int T, const int R, const Linear *l, int64_t o,
                          const int16_t *values, const float *scale, float *y, int add) {
   float sums[R][T];
-  if (l->scale)
-    int8_outputs(T, R, l, o, values, scale, sums);
-  else
-    float_outputs(T, R, l, o, x, sums);
+  int8_outputs(T, R, l, o, values, scale, sums);
   for (int r = 0; r < R; r++)
     for (int t = 0; t < T; t++) {
       float *to = y + t * l->width + o + r;
@@ -191,8 +213,12 @@ INLINE void some_outputs(const int T, const int R, const Linear *l, int64_t o, c
 // weight is int8, in values and scale. It does not wait for the other threads.
 static void outputs(const Linear *l, int64_t T, const float *x, const int16_t *values,
                     const float *scale, float *y, int add) {
+  if (!l->scale) {
+    float_outputs(l, T, x, y, add);
+    return;
+  }
 #define OUTPUTS(T, R, o) \
-  some_outputs(T, R, l, o, x + t * l->in, values + t * l->in, scale + t, y + t * l->width, add)
+  some_outputs(T, R, l, o, values + t * l->in, scale + t, y + t * l->width, add)
 // Few tokens wait for memory, which is fastest when it reads one row after the other.
 #define ONE(n) case n: for (int64_t each = o; each < end; each++) OUTPUTS(n, 1, each); break;
 // Many tokens wait for arithmetic, and two outputs share the reading of x.
@@ -224,9 +250,10 @@ void linear(const Linear *l, int64_t T, const float *x, int16_t *values, float *
 void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
   for (int64_t t = 0; t < T; t++, y += l->in) {
     int64_t token = tokens[t];
-    const float *row = (const float *)l->weight + token * l->in;
+    const float *row = panel_of(l, token) + token % PANEL;
     const int8_t *row8 = (const int8_t *)l->weight + token * l->in;
-    for (int64_t i = 0; i < l->in; i++) y[i] = l->scale ? row8[i] * l->scale[token] : row[i];
+    for (int64_t i = 0; i < l->in; i++)
+      y[i] = l->scale ? row8[i] * l->scale[token] : row[i * PANEL];
   }
 }
 
@@ -262,6 +289,16 @@ typedef struct {
   const int64_t *wants;                      // (wanted): the tokens whose logits are wanted
   const float *cos, *sin;                    // (positions, D), for `rotate`, or NULL
 } Pass;
+
+// The sum of all numbers in `count` vectors, 1, 2 or 4: halves are added until one number is left.
+INLINE float total(const int count, const Vector *v) {
+  typedef float Four __attribute__((vector_size(16)));
+  Four fours[count * WIDTH / 4];
+  memcpy(fours, v, sizeof fours);
+  for (int half = count * WIDTH / 8; half; half /= 2)
+    for (int i = 0; i < half; i++) fours[i] += fours[i + half];
+  return (fours[0][0] + fours[0][2]) + (fours[0][1] + fours[0][3]);
+}
 
 // The sum of a[i] * b[i], or of a[i] where b is NULL: 16 sums side by side, whatever the vectors.
 INLINE float dot(int64_t n, const float *a, const float *b) {

@@ -1,11 +1,10 @@
-"""Linear layers whose products are computed in C."""
+"""Linear layers whose weights are packed as gpt.c reads them, and their products in C."""
 
 import ctypes
 import math
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from int8 import Int8Linear
 
@@ -14,15 +13,31 @@ class LinearStruct(ctypes.Structure):
     """The struct Linear of gpt.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "scale", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weight", "rest", "scale", "bias")),
         *((name, ctypes.c_int64) for name in ("out_features", "in_features", "width")),
     ]
+
+
+def pack(weight: torch.Tensor, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack a weight (out, in) into panels of so many outputs, where it lies.
+
+    Returns the whole panels, (out // outputs, in, outputs), and one panel more for the outputs left
+    over, (in, outputs), filled up with zeros.
+    """
+    whole = len(weight) - len(weight) % outputs
+    panels = weight[:whole].view(whole // outputs, weight.shape[1], outputs)
+    for panel, rows in zip(panels, weight.split(outputs)):  # they share their memory
+        panel.copy_(rows.clone().t())
+    rest = weight.new_zeros(weight.shape[1], outputs)
+    rest[:, : len(weight) - whole] = weight[whole:].t()
+    return panels, rest
 
 
 class NativeLinear(nn.Module):
     """A linear layer in C: of float32 weights, or of int8 ones with a scale for each row.
 
-    Raises ValueError for tensors that C cannot read.
+    It takes the place of a layer. Float32 weights it packs where they lie: the layer is not to be
+    used any more. Raises ValueError, before anything changes, for tensors that C cannot read.
     """
 
     def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
@@ -30,13 +45,18 @@ class NativeLinear(nn.Module):
         check_layer(layer, *layer.weight.shape)
         self.library = library
         self.out_features, self.in_features = layer.weight.shape
-        self.register_buffer("weight", layer.weight.detach())
-        self.register_buffer("scale", getattr(layer, "scale", None))
+        weight = layer.weight.detach()
+        rest = None
+        scale = getattr(layer, "scale", None)
+        if scale is None:
+            weight, rest = pack(weight, ctypes.c_int.in_dll(library, "panel_outputs").value)
+        for name, tensor in {"weight": weight, "rest": rest, "scale": scale}.items():
+            self.register_buffer(name, tensor)
         self.bias = getattr(layer, "bias", None)
 
     def struct(self) -> LinearStruct:
         """The layer as C reads it: addresses, so the tensors must stay where they are."""
-        tensors = self.weight, self.scale, self.bias
+        tensors = self.weight, self.rest, self.scale, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return LinearStruct(*addresses, self.out_features, self.in_features, self.out_features)
 
@@ -46,8 +66,6 @@ class NativeLinear(nn.Module):
         x: (..., in_features), float32, contiguous or not. Raises ValueError for another.
         """
         rows = math.prod(x.shape[:-1])
-        if rows > 16 and self.scale is None:  # then torch's products are faster
-            return F.linear(x, self.weight, self.bias)
         x2d = x.reshape(rows, x.shape[-1]).contiguous()
         y = torch.empty(rows, self.out_features)
         values = torch.empty(rows, self.in_features, dtype=torch.int16)  # x, rounded
@@ -63,7 +81,7 @@ class NativeLinear(nn.Module):
 
 
 class NativeEmbedding(nn.Module):
-    """A token embedding that reads rows of a weight in C, which may be the head's."""
+    """A token embedding that reads rows of a packed weight, which may be the head's."""
 
     def __init__(self, linear: NativeLinear):
         super().__init__()

@@ -27,8 +27,8 @@ PassStruct = struct(
 class NativePass:
     """The passes of one model, in C.
 
-    Its weights may change in place, but must stay where they are: what is loaded with assign=True,
-    or moved, is not seen. It cannot be copied or pickled.
+    Its weights are packed, in place: what is loaded or moved later is not seen, and it cannot be
+    copied or pickled.
 
     target: as in `build.load`. Raises BuildError without compiled code, ValueError as
     `model_struct`.
@@ -38,7 +38,7 @@ class NativePass:
         self.config = model.config
         self.library = build.load(target)
         self.library.work_floats.restype = INT
-        model_struct(model)  # every tensor is checked before a layer changes
+        model_struct(model)  # every tensor is checked before the first is packed
         native_layers(model, self.library)
         self.model = model_struct(model)
         self.rotations = None
