@@ -1,9 +1,8 @@
-// GPT-2 and Llama for a few tokens on a CPU: products with int8 and float32 weights, and a whole
-// pass made of them.
+// GPT-2 and Llama on a CPU: products with float32 and int8 weights, and a whole pass made of them.
 //
 // A parallel region runs on all threads. Loops with `#pragma omp for` are shared out, and end where
 // all threads have arrived, but for those with `nowait`; everything else each thread does for
-// itself, because to do a little twice takes less time than to wait.
+// itself.
 // In comments T is the number of tokens, C the width (n_embd), H the number of heads, D the width
 // of one, and K the number of heads that have keys and values of their own.
 #include <float.h>
@@ -12,140 +11,104 @@
 #include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
-#endif
-#if defined(__AVX2__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-#define INLINE static inline __attribute__((always_inline))
-
-typedef struct {       // y = x W^T + bias
-  const void *weight;  // int8, (out, in), if there is a scale; if not float, in whole panels
-  const float *rest;   // one panel more for the outputs left over, filled up with zeros
-  const float *scale;  // (out) or NULL
-  const float *bias;   // (out) or NULL
-  int64_t out, in;
-  int64_t width;       // of y: more than out where the outputs of several layers stand side by side
-} Linear;
-
-// int8 --------------------------------------------------------------------------------------------
-
-#ifdef _OPENMP
 #define THREADS ""
 #else
 #define THREADS ", one thread"
 static int omp_get_thread_num(void) { return 0; }
 #endif
+#define INLINE static inline __attribute__((always_inline))
 
-// Each instruction set has its product of STEP int16 and int8 numbers, added to int32 sums that
-// never overflow.
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-const char kernel[64] = "AVX-512 VNNI" THREADS;
-enum { STEP = 32 };
+// instruction sets --------------------------------------------------------------------------------
+//
+// Each has vectors of WIDTH floats, where ADD_PRODUCT is a product and a sum, and of as many int32
+// sums. add_products adds to each of these the products of GROUP Values, four bytes, with as many
+// int8 weights. A Value is a whole number plus OFFSET.
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#include <immintrin.h>
+enum { WIDTH = 16 };
 typedef __m512i Sums;
-INLINE Sums add_products(Sums sums, const int16_t *x, const int8_t *w) {
+#define ADD_PRODUCT(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
+#ifdef __AVX512VNNI__
+const char kernel[64] = "AVX-512 VNNI" THREADS;
+enum { GROUP = 4, OFFSET = 128 };
+typedef uint8_t Value;
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+  return _mm512_dpbusd_epi32(sums, _mm512_set1_epi32(values), _mm512_loadu_si512(w));
+}
+#else
+const char kernel[64] = "AVX-512" THREADS;
+enum { GROUP = 2, OFFSET = 0 };
+typedef int16_t Value;
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
   __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)w));
-  return _mm512_dpwssd_epi32(sums, _mm512_loadu_si512(x), wide);
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_set1_epi32(values), wide));
 }
-#elif defined(__AVX2__)
+#endif
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
 const char kernel[64] = "AVX2" THREADS;
-enum { STEP = 16 };
+enum { WIDTH = 8, GROUP = 2, OFFSET = 0 };
 typedef __m256i Sums;
-INLINE Sums add_products(Sums sums, const int16_t *x, const int8_t *w) {
+typedef int16_t Value;
+#define ADD_PRODUCT(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
   __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w));
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_loadu_si256((const void *)x), wide));
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_set1_epi32(values), wide));
 }
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 const char kernel[64] = "NEON" THREADS;
-enum { STEP = 8 };
+enum { WIDTH = 4, GROUP = 4, OFFSET = 0 };
 typedef int32x4_t Sums;
-INLINE Sums add_products(Sums sums, const int16_t *x, const int8_t *w) {
-  int16x8_t a = vld1q_s16(x), b = vmovl_s8(vld1_s8(w));
-  sums = vmlal_s16(sums, vget_low_s16(a), vget_low_s16(b));
-  return vmlal_s16(sums, vget_high_s16(a), vget_high_s16(b));
+typedef int8_t Value;
+#define ADD_PRODUCT(a, b, c) (Vector)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+  return vdotq_s32(sums, vreinterpretq_s8_s32(vdupq_n_s32(values)), vld1q_s8(w));
 }
 #else
 const char kernel[64] = "plain C" THREADS;
-enum { STEP = 1 };
-typedef struct { int32_t sum; } Sums;
-INLINE Sums add_products(Sums sums, const int16_t *x, const int8_t *w) {
-  sums.sum += *x * *w;
+enum { WIDTH = 4, GROUP = 2, OFFSET = 0 };
+typedef int32_t Sums __attribute__((vector_size(16)));
+typedef int16_t Value;
+#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // this one in two steps
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+  for (int lane = 0; lane < WIDTH; lane++)
+    sums[lane] += (int16_t)values * w[2 * lane] + (values >> 16) * w[2 * lane + 1];
   return sums;
 }
 #endif
 
-// Outputs o to o + R - 1 of T tokens, from their int8 values (T, in) and scales (T).
-INLINE void int8_outputs(const int T, const int R, const Linear *l, int64_t o, const int16_t *x,
-                         const float *x_scale, float y[R][T]) {
-  const int sums_each = T == 1 ? 4 : T < 4 ? 2 : 1, all_lanes = sums_each * sizeof(Sums) / 4;
-  const int8_t *w = (const int8_t *)l->weight + o * l->in;
-  int64_t n = l->in, whole = n - n % (sums_each * STEP);
-  Sums sums[R][T][sums_each];
-  memset(sums, 0, sizeof sums);
-  for (int64_t i = 0; i < whole; i += sums_each * STEP)
-    for (int s = 0; s < sums_each; s++)
-      for (int r = 0; r < R; r++)
-        for (int t = 0; t < T; t++) {
-          const int16_t *a = x + t * n + i + s * STEP;
-          sums[r][t][s] = add_products(sums[r][t][s], a, w + r * n + i + s * STEP);
-        }
-  for (int r = 0; r < R; r++)
-    for (int t = 0; t < T; t++) {
-      int32_t lanes[all_lanes], sum = 0;
-      memcpy(lanes, sums[r][t], sizeof lanes);
-      for (int lane = 0; lane < all_lanes; lane++) sum += lanes[lane];
-      for (int64_t i = whole; i < n; i++) sum += x[t * n + i] * w[r * n + i];
-      y[r][t] = (float)sum * (x_scale[t] * l->scale[o + r]);
-    }
-}
-
-// A row of n floats to whole numbers from -127 to 127 and a scale, with the roundings of int8.py's
-// quantize.
-static void quantize(int64_t n, const float *x, int16_t *values, float *scale) {
-  int32_t largest = 0;  // of the bits of |x|, ordered as the numbers are, with NaN above infinity
-  for (int64_t i = 0; i < n; i++) {
-    int32_t bits;
-    memcpy(&bits, x + i, 4);
-    bits &= INT32_MAX;
-    largest = bits > largest ? bits : largest;
-  }
-  float max;
-  memcpy(&max, &largest, 4);
-  *scale = max / 127 < FLT_MIN ? FLT_MIN : max / 127;
-  if (*scale <= FLT_MAX)
-    for (int64_t i = 0; i < n; i++) values[i] = (int16_t)rintf(x[i] / *scale);
-  else
-    memset(values, 0, n * sizeof *values);  // 0 times infinity or NaN is NaN: the outputs show it
-}
-
-// float32 -----------------------------------------------------------------------------------------
-
-#if defined(__AVX512F__)
-enum { WIDTH = 16 };  // floats in a vector
-#define ADD_PRODUCT(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
-#elif defined(__AVX2__) && defined(__FMA__)
-enum { WIDTH = 8 };
-#define ADD_PRODUCT(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
-#else
-enum { WIDTH = 4 };
-#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))
-#endif
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 #define VECTOR(p) (*(const Vector *)(p))
 
+// products ----------------------------------------------------------------------------------------
+//
 // A weight (out, in) is packed into panels of PANEL outputs: first the weights of all of these for
-// the first input, then for the next. So a vector has weights of neighbouring outputs, and the sums
-// of TILE tokens stay in registers while a panel is read once, from its start to its end. Each sum
-// is made in the order of the inputs, however many tokens there are: what one of them gives does
-// not depend on those beside it.
+// the first input (or GROUP inputs), then for the next. So a vector has weights of neighbouring
+// outputs, and the sums of TILE tokens stay in registers while a panel is read once, from its start
+// to its end. Each sum is made in the order of the inputs, however many tokens there are: what one
+// of them gives does not depend on those beside it.
+
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
-const int panel_outputs = PANEL;
+const int panel_outputs = PANEL, int8_group = GROUP, value_offset = OFFSET;
+
+typedef struct {
+  const void *weight;      // whole panels, int8 if there is a scale, float if not
+  const void *rest;        // one more for the outputs left over, filled up with zeros
+  const float *scale;      // (out) or NULL
+  const uint32_t *offset;  // (out) added to an int8 sum, modulo 2**32: it takes OFFSET back
+  const float *bias;       // (out) or NULL
+  int64_t out, in;
+  int64_t width;  // of y: more than out where the outputs of several layers stand side by side
+} Linear;
+
+static int64_t groups(const Linear *l) { return l->scale ? (l->in + GROUP - 1) / GROUP : l->in; }
 
 // The panel that has output o.
-static const float *panel_of(const Linear *l, int64_t o) {
-  int64_t begin = o - o % PANEL;
-  return begin + PANEL <= l->out ? (const float *)l->weight + begin * l->in : l->rest;
+static const void *panel_of(const Linear *l, int64_t o) {
+  int64_t bytes = PANEL * groups(l) * (l->scale ? GROUP : sizeof(float));
+  return o < l->out - l->out % PANEL ? (const char *)l->weight + o / PANEL * bytes : l->rest;
 }
 
 // The sums of a panel for T tokens, x: (T, in). They are made in parts of BLOCK inputs, because a
@@ -166,25 +129,51 @@ INLINE void float_sums(const int T, int64_t in, const float *w, const float *x,
   }
 }
 
+// The same with int8 weights. x: (T, groups, GROUP).
+INLINE void int8_sums(const int T, int64_t groups, const int8_t *w, const Value *x,
+                      Sums sums[T][VECTORS]) {
+  for (int64_t i = 0; i < groups; i++, w += PANEL * GROUP)
+    for (int t = 0; t < T; t++) {
+      int32_t part;
+      memcpy(&part, x + (t * groups + i) * GROUP, 4);
+      for (int v = 0; v < VECTORS; v++)
+        sums[t][v] = add_products(sums[t][v], part, w + v * WIDTH * GROUP);
+    }
+}
+
 // Outputs o to o + PANEL - 1 of T tokens: y takes them, or with `add` their sum with what it holds.
-INLINE void panel_product(const int T, const Linear *l, int64_t o, const float *x, float *y,
-                          int add) {
+INLINE void panel_product(const int T, const Linear *l, int64_t o, const float *x,
+                          const Value *values, const float *scale, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
-  float sums[T][PANEL];
-  float_sums(T, l->in, panel_of(l, o), x, sums);
+  float floats[T][PANEL];
+  if (l->scale) {
+    Sums sums[T][VECTORS];
+    uint32_t whole[T][PANEL];
+    memset(sums, 0, sizeof sums);
+    int8_sums(T, groups(l), panel_of(l, o), values, sums);
+    memcpy(whole, sums, sizeof whole);
+    for (int t = 0; t < T; t++)
+      for (int64_t i = 0; i < count; i++)
+        floats[t][i] = (int32_t)(whole[t][i] + l->offset[o + i]) * (scale[t] * l->scale[o + i]);
+  } else {
+    float_sums(T, l->in, panel_of(l, o), x, floats);
+  }
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < count; i++) {
       float *to = y + t * l->width + o + i;
-      float sum = l->bias ? sums[t][i] + l->bias[o + i] : sums[t][i];
+      float sum = l->bias ? floats[t][i] + l->bias[o + i] : floats[t][i];
       *to = add ? *to + sum : sum;
     }
 }
 
-// y: (T, width). It does not wait for the other threads, as all functions here.
-static void float_outputs(const Linear *l, int64_t T, const float *x, float *y, int add) {
-#define CASE(n)                                                          \
-  case n:                                                                \
-    panel_product(n, l, o, x + t * l->in, y + t * l->width, add);        \
+// y: (T, width). x: (T, in); if the weight is int8, in values and scale. It does not wait for the
+// other threads.
+static void outputs(const Linear *l, int64_t T, const float *x, const Value *values,
+                    const float *scale, float *y, int add) {
+#define CASE(n)                                                                               \
+  case n:                                                                                     \
+    panel_product(n, l, o, x + t * l->in, values + t * groups(l) * GROUP, scale + t,          \
+                  y + t * l->width, add);                                                     \
     break;
 #pragma omp for schedule(static) collapse(2) nowait
   for (int64_t o = 0; o < l->out; o += PANEL)
@@ -195,52 +184,35 @@ static void float_outputs(const Linear *l, int64_t T, const float *x, float *y, 
       }
 }
 
-// both --------------------------------------------------------------------------------------------
-
-INLINE void some_outputs(const int T, const int R, const Linear *l, int64_t o,
-                         const int16_t *values, const float *scale, float *y, int add) {
-  float sums[R][T];
-  int8_outputs(T, R, l, o, values, scale, sums);
-  for (int r = 0; r < R; r++)
-    for (int t = 0; t < T; t++) {
-      float *to = y + t * l->width + o + r;
-      float sum = l->bias ? sums[r][t] + l->bias[o + r] : sums[r][t];
-      *to = add ? *to + sum : sum;
-    }
-}
-
-// y: (T, width), takes the outputs, or with `add` their sum with what it holds. x: (T, in); if the
-// weight is int8, in values and scale. It does not wait for the other threads.
-static void outputs(const Linear *l, int64_t T, const float *x, const int16_t *values,
-                    const float *scale, float *y, int add) {
-  if (!l->scale) {
-    float_outputs(l, T, x, y, add);
-    return;
+// A row of n floats to whole numbers from -127 to 127 and a scale, with the roundings of int8.py's
+// quantize.
+static void quantize(int64_t n, const float *x, Value *values, float *scale) {
+  int32_t largest = 0;  // of the bits of |x|, ordered as the numbers are, with NaN above infinity
+  for (int64_t i = 0; i < n; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, 4);
+    bits &= INT32_MAX;
+    largest = bits > largest ? bits : largest;
   }
-#define OUTPUTS(T, R, o) \
-  some_outputs(T, R, l, o, values + t * l->in, scale + t, y + t * l->width, add)
-// Few tokens wait for memory, which is fastest when it reads one row after the other.
-#define ONE(n) case n: for (int64_t each = o; each < end; each++) OUTPUTS(n, 1, each); break;
-// Many tokens wait for arithmetic, and two outputs share the reading of x.
-#define TWO(n) case n: OUTPUTS(n, 2, o); break;
-#pragma omp for schedule(static) nowait
-  for (int64_t o = 0; o < l->out; o += 2)
-    for (int64_t t = 0, n; t < T; t += n) {
-      int64_t end = o + 2 < l->out ? o + 2 : l->out, left = T - t;
-      n = left >= 8 && end == o + 2 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-      switch (n) { ONE(1) ONE(2) ONE(4) TWO(8) }
-    }
+  float max;
+  memcpy(&max, &largest, 4);
+  *scale = max / 127 < FLT_MIN ? FLT_MIN : max / 127;
+  if (*scale <= FLT_MAX)
+    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / *scale) + OFFSET;
+  else
+    memset(values, 0, n * sizeof *values);  // times infinity or NaN: the outputs show it
 }
 
 // y: (T, out), the outputs for x: (T, in), which is rounded into values and scale if the weight is
 // int8.
-void linear(const Linear *l, int64_t T, const float *x, int16_t *values, float *scale, float *y,
+void linear(const Linear *l, int64_t T, const float *x, Value *values, float *scale, float *y,
             int threads) {
 #pragma omp parallel num_threads(threads)
   {
     if (l->scale) {
 #pragma omp for
-      for (int64_t t = 0; t < T; t++) quantize(l->in, x + t * l->in, values + t * l->in, scale + t);
+      for (int64_t t = 0; t < T; t++)
+        quantize(l->in, x + t * l->in, values + t * groups(l) * GROUP, scale + t);
     }
     outputs(l, T, x, values, scale, y, 0);
   }
@@ -249,11 +221,14 @@ void linear(const Linear *l, int64_t T, const float *x, int16_t *values, float *
 // The rows of these tokens in an embedding, a weight (vocab_size, C): y, (T, C).
 void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
   for (int64_t t = 0; t < T; t++, y += l->in) {
-    int64_t token = tokens[t];
-    const float *row = panel_of(l, token) + token % PANEL;
-    const int8_t *row8 = (const int8_t *)l->weight + token * l->in;
-    for (int64_t i = 0; i < l->in; i++)
-      y[i] = l->scale ? row8[i] * l->scale[token] : row[i * PANEL];
+    int64_t token = tokens[t], o = token % PANEL;
+    const float *row = panel_of(l, token);
+    const int8_t *row8 = panel_of(l, token);
+    if (l->scale)
+      for (int64_t i = 0; i < l->in; i++)
+        y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
+    else
+      for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
   }
 }
 
@@ -445,16 +420,17 @@ static void embed(const Model *m, const Pass *p, float *x) {
 
 // Layers on the same x, their outputs side by side in y. Each thread rounds x for itself if it has
 // to: values and scale are its own room for that.
-static void products(const Linear *l, int count, int64_t T, const float *x, int16_t *values,
+static void products(const Linear *l, int count, int64_t T, const float *x, Value *values,
                      float *scale, float *y, int add) {
   if (l->scale)
-    for (int64_t t = 0; t < T; t++) quantize(l->in, x + t * l->in, values + t * l->in, scale + t);
+    for (int64_t t = 0; t < T; t++)
+      quantize(l->in, x + t * l->in, values + t * groups(l) * GROUP, scale + t);
   for (int i = 0; i < count; y += l[i++].out) outputs(l + i, T, x, values, scale, y, add);
 #pragma omp barrier
 }
 
 static int64_t own_floats(const Model *m, int64_t T, int64_t max_len) {
-  return T * (2 * m->widest + 1) + max_len;
+  return T * (2 * (m->widest + GROUP) + 1) + max_len;
 }
 
 int64_t work_floats(const Model *m, int64_t T, int64_t max_len, int threads) {
@@ -470,7 +446,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     // What goes into a layer, and what it is rounded to.
     float *in = own + omp_get_thread_num() * own_floats(m, T, p->max_len);
     float *scale = in + room, *scores = scale + T;
-    int16_t *values = (int16_t *)(scores + p->max_len);
+    Value *values = (Value *)(scores + p->max_len);
     embed(m, p, x);
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;

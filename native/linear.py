@@ -5,6 +5,7 @@ import math
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from int8 import Int8Linear
 
@@ -13,50 +14,64 @@ class LinearStruct(ctypes.Structure):
     """The struct Linear of gpt.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "rest", "scale", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weight", "rest", "scale", "offset", "bias")),
         *((name, ctypes.c_int64) for name in ("out_features", "in_features", "width")),
     ]
 
 
-def pack(weight: torch.Tensor, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # so many bytes as one number
+
+
+def pack(weight: torch.Tensor, outputs: int, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack a weight (out, in) into panels of so many outputs, where it lies.
 
-    Returns the whole panels, (out // outputs, in, outputs), and one panel more for the outputs left
-    over, (in, outputs), filled up with zeros.
+    Returns the whole panels, (out // outputs, groups, outputs), each number a group of weights, and
+    one panel more for the outputs left over, filled up with zeros. Where `in` is no multiple of
+    the group, zeros are added to each row, in memory of its own.
     """
-    whole = len(weight) - len(weight) % outputs
-    panels = weight[:whole].view(whole // outputs, weight.shape[1], outputs)
-    for panel, rows in zip(panels, weight.split(outputs)):  # they share their memory
+    if weight.shape[1] % group:
+        weight = F.pad(weight, (0, -weight.shape[1] % group))
+    units = weight.flatten().view(UNITS[weight.itemsize * group])  # flat: there may be no inputs
+    units = units.view(len(weight), weight.shape[1] // group)
+    whole = len(units) - len(units) % outputs
+    panels = units[:whole].view(whole // outputs, units.shape[1], outputs)
+    for panel, rows in zip(panels, units.split(outputs)):  # they share their memory
         panel.copy_(rows.clone().t())
-    rest = weight.new_zeros(weight.shape[1], outputs)
-    rest[:, : len(weight) - whole] = weight[whole:].t()
+    rest = units.new_zeros(units.shape[1], outputs)
+    rest[:, : len(units) - whole] = units[whole:].t()
     return panels, rest
 
 
 class NativeLinear(nn.Module):
     """A linear layer in C: of float32 weights, or of int8 ones with a scale for each row.
 
-    It takes the place of a layer. Float32 weights it packs where they lie: the layer is not to be
-    used any more. Raises ValueError, before anything changes, for tensors that C cannot read.
+    It takes the place of a layer, and packs its weight where it lies: the layer is not to be used
+    any more. Raises ValueError, before anything changes, for tensors that C cannot read.
     """
 
     def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
         super().__init__()
         check_layer(layer, *layer.weight.shape)
-        self.library = library
-        self.out_features, self.in_features = layer.weight.shape
+        names = "panel_outputs", "int8_group", "value_offset"
+        outputs, group, offset = (ctypes.c_int.in_dll(library, name).value for name in names)
         weight = layer.weight.detach()
-        rest = None
         scale = getattr(layer, "scale", None)
+        offsets = None
         if scale is None:
-            weight, rest = pack(weight, ctypes.c_int.in_dll(library, "panel_outputs").value)
-        for name, tensor in {"weight": weight, "rest": rest, "scale": scale}.items():
+            group = 1
+        else:
+            offsets = -offset * weight.sum(dim=1, dtype=torch.int32)
+        self.library = library
+        self.out_features, self.in_features = weight.shape
+        panels, rest = pack(weight, outputs, group)
+        buffers = {"weight": panels, "rest": rest, "scale": scale, "offsets": offsets}
+        for name, tensor in buffers.items():
             self.register_buffer(name, tensor)
         self.bias = getattr(layer, "bias", None)
 
     def struct(self) -> LinearStruct:
         """The layer as C reads it: addresses, so the tensors must stay where they are."""
-        tensors = self.weight, self.rest, self.scale, self.bias
+        tensors = self.weight, self.rest, self.scale, self.offsets, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         return LinearStruct(*addresses, self.out_features, self.in_features, self.out_features)
 
@@ -68,7 +83,7 @@ class NativeLinear(nn.Module):
         rows = math.prod(x.shape[:-1])
         x2d = x.reshape(rows, x.shape[-1]).contiguous()
         y = torch.empty(rows, self.out_features)
-        values = torch.empty(rows, self.in_features, dtype=torch.int16)  # x, rounded
+        values = torch.empty(rows, self.in_features + 4, dtype=torch.int16)  # x, rounded
         x_scale = torch.empty(rows)
         self.library.linear(
             ctypes.byref(self.struct()),
