@@ -34,7 +34,6 @@ from command_line import (
 from errors import UserError, check_limits
 from load import parse_name
 from model import Model, causal_attention
-from native.step import MOST_TOKENS
 from sampling import NOT_FINITE, SamplingParams, check_tokens_only, choose, params_of_each
 from tokenizer import load_encoding
 
@@ -209,7 +208,7 @@ def pass_logits(
     Shorter rows are padded on the right.
     """
     lengths = [len(tokens) for tokens in new]
-    if cache is not None and model.native and sum(lengths) <= MOST_TOKENS:
+    if cache is not None and model.native:
         return model.native.logits(new, rows, cache, keep)
     T = max(lengths)
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]

@@ -91,7 +91,7 @@ class Model(nn.Module):
     One of them adds `hidden` and `head`, and an `lm_head`.
     """
 
-    # Computes passes of few tokens, where there is a cache, if native.use_native sets it.
+    # Computes passes, where there is a cache, if native.use_native sets it.
     native = None
     EMBEDDING: str  # the attribute that holds the token embedding
     RESIDUAL: tuple[str, ...]  # endings of names of weights that end a residual branch

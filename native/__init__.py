@@ -7,7 +7,7 @@ from native.step import NativePass
 
 
 def use_native(model: torch.nn.Module) -> None:
-    """Let C compute a model's passes of few tokens, in all others its products.
+    """Let C compute a model: its passes with a cache, and in all others its products.
 
     Its weights are packed, in place. Raises BuildError and ValueError as `NativePass`; then the
     model is as it was.

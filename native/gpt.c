@@ -2,7 +2,7 @@
 //
 // A parallel region runs on all threads. Loops with `#pragma omp for` are shared out, and end where
 // all threads have arrived, but for those with `nowait`; everything else each thread does for
-// itself.
+// itself, or for its `share` of the tokens.
 // In comments T is the number of tokens, C the width (n_embd), H the number of heads, D the width
 // of one, and K the number of heads that have keys and values of their own.
 #include <float.h>
@@ -15,6 +15,7 @@
 #else
 #define THREADS ", one thread"
 static int omp_get_thread_num(void) { return 0; }
+static int omp_get_num_threads(void) { return 1; }
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
@@ -384,7 +385,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t width = (H + 2 * K) * D, head = p->max_len * D;
   float *keys = p->cache + 2 * layer * p->batch * K * head, *values = keys + p->batch * K * head;
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(static) collapse(2)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++) {
       int64_t slot = (p->rows[t] * K + k) * head + p->positions[t] * D;
@@ -393,10 +394,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       memcpy(values + slot, key + K * D, D * sizeof(float));
       if (p->cos) rotate(p, p->positions[t], D, keys + slot);
     }
-  if (K < H) {  // otherwise the next loop gives each thread the heads that it has just stored
-#pragma omp barrier
-  }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) collapse(2)
   for (int64_t h = 0; h < H; h++)
     for (int64_t t = 0; t < p->T; t++) {
       int64_t start = (p->rows[t] * K + h / (H / K)) * head, length = p->positions[t] + 1;
@@ -418,53 +416,75 @@ static void embed(const Model *m, const Pass *p, float *x) {
   }
 }
 
-// Layers on the same x, their outputs side by side in y. Each thread rounds x for itself if it has
-// to: values and scale are its own room for that.
-static void products(const Linear *l, int count, int64_t T, const float *x, Value *values,
+typedef struct {
+  int64_t begin, end;
+} Range;
+
+// Which of n tokens a thread prepares for a product: each a share of them, and then they wait for
+// each other. Few tokens each prepares for itself, in room of its own, because to do a little twice
+// takes less time than to wait.
+static Range share(int64_t n, int few) {
+  int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+  return few ? (Range){0, n} : (Range){n * thread / threads, n * (thread + 1) / threads};
+}
+
+// Layers on the same x, their outputs side by side in y. values and scale: room for what x is
+// rounded to if the weights are int8.
+static void products(const Linear *l, int count, int64_t T, int few, const float *x, Value *values,
                      float *scale, float *y, int add) {
+  Range own = share(T, few);
   if (l->scale)
-    for (int64_t t = 0; t < T; t++)
+    for (int64_t t = own.begin; t < own.end; t++)
       quantize(l->in, x + t * l->in, values + t * groups(l) * GROUP, scale + t);
+  if (!few) {
+#pragma omp barrier
+  }
   for (int i = 0; i < count; y += l[i++].out) outputs(l + i, T, x, values, scale, y, add);
 #pragma omp barrier
 }
 
-static int64_t own_floats(const Model *m, int64_t T, int64_t max_len) {
-  return T * (2 * (m->widest + GROUP) + 1) + max_len;
-}
+// What a thread needs for tokens that it prepares: what goes into a layer, what that is rounded to,
+// and the scales.
+static int64_t own_floats(const Model *m, int64_t T) { return T * (2 * (m->widest + GROUP) + 1); }
 
 int64_t work_floats(const Model *m, int64_t T, int64_t max_len, int threads) {
-  return T * 3 * m->widest + threads * own_floats(m, T, max_len);
+  return T * 3 * m->widest + threads * max_len + (T < threads ? threads : 1) * own_floats(m, T);
 }
 
 // logits: (wanted, vocab_size). work: room for work_floats(...) floats.
 void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int threads) {
   int64_t C = m->n_embd, T = p->T, room = T * m->widest;
-  float *x = work, *y = x + room, *wide = y + room, *own = wide + room;
+  float *x = work, *y = x + room, *wide = y + room, *own_rooms = wide + room;
 #pragma omp parallel num_threads(threads)
   {
-    // What goes into a layer, and what it is rounded to.
-    float *in = own + omp_get_thread_num() * own_floats(m, T, p->max_len);
-    float *scale = in + room, *scores = scale + T;
-    Value *values = (Value *)(scores + p->max_len);
+    int few = T < threads;
+    int64_t thread = omp_get_thread_num();
+    float *scores = own_rooms + thread * p->max_len;
+    float *in = own_rooms + threads * p->max_len + few * thread * own_floats(m, T);
+    float *scale = in + room;
+    Value *values = (Value *)(scale + T);
     embed(m, p, x);
+    Range own = share(T, few);
+    int64_t n = own.end - own.begin, begin = own.begin;
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
-      normalize(&layer->attn_norm, m->epsilon, T, C, x, in);
-      products(layer->attn_in, 3, T, in, values, scale, wide, 0);
+      int64_t inner = layer->mlp_out.in;
+      normalize(&layer->attn_norm, m->epsilon, n, C, x + begin * C, in + begin * C);
+      products(layer->attn_in, 3, T, few, in, values, scale, wide, 0);
       attention(m, p, i, wide, scores, y);
-      products(&layer->attn_out, 1, T, y, values, scale, x, 1);
-      normalize(&layer->mlp_norm, m->epsilon, T, C, x, in);
-      products(layer->mlp_in, 2, T, in, values, scale, wide, 0);
+      products(&layer->attn_out, 1, T, few, y, values, scale, x, 1);
+      normalize(&layer->mlp_norm, m->epsilon, n, C, x + begin * C, in + begin * C);
+      products(layer->mlp_in, 2, T, few, in, values, scale, wide, 0);
       if (layer->mlp_in[1].out)
-        swiglu(T, layer->mlp_out.in, wide, in);
+        swiglu(n, inner, wide + begin * 2 * inner, in + begin * inner);
       else
-        gelu(T * layer->mlp_out.in, wide, in);
-      products(&layer->mlp_out, 1, T, in, values, scale, x, 1);
+        gelu(n * inner, wide + begin * inner, in + begin * inner);
+      products(&layer->mlp_out, 1, T, few, in, values, scale, x, 1);
     }
-    for (int64_t i = 0; i < p->wanted; i++)
+    own = share(p->wanted, few);
+    for (int64_t i = own.begin; i < own.end; i++)
       normalize(&m->norm, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
-    products(&m->head, 1, p->wanted, in, values, scale, logits, 0);
+    products(&m->head, 1, p->wanted, few, in, values, scale, logits, 0);
   }
 }
 

@@ -1,4 +1,4 @@
-"""A whole pass of GPT-2 or Llama for a few tokens, in C."""
+"""A whole pass of GPT-2 or Llama, in C."""
 
 import ctypes
 import itertools
@@ -10,9 +10,6 @@ from llama import Llama, rotations
 from native import build, draw
 from native.linear import address, native_layers
 from native.structs import INT, POINTER, model_struct, struct
-
-# In larger passes torch's products, which are faster from 16 tokens on, outweigh what Python costs.
-MOST_TOKENS = 16
 
 PassStruct = struct(
     "PassStruct",
@@ -50,7 +47,7 @@ class NativePass:
     def logits(
         self, new: list[list[int]], rows: list[int], cache: KVCache, keep: int
     ) -> torch.Tensor:
-        """As `infer.pass_logits`, for at most MOST_TOKENS new tokens in all: (B, keep, vocab_size).
+        """As `infer.pass_logits`: (B, keep, vocab_size).
 
         Raises ValueError, before anything changes, for tokens, positions or a cache that C must not
         touch.
@@ -63,9 +60,8 @@ class NativePass:
             raise ValueError(refused)
         starts = cache.plan(new, rows)
         tokens = [token for part in new for token in part]
-        if len(tokens) > MOST_TOKENS or min(tokens) < 0 or max(tokens) >= config.vocab_size:
-            allowed = f"{MOST_TOKENS} at most, from 0 to {config.vocab_size - 1}"
-            raise ValueError(f"tokens are {tokens}; it takes {allowed}")
+        if min(tokens) < 0 or max(tokens) >= config.vocab_size:
+            raise ValueError(f"tokens are {tokens}; they are from 0 to {config.vocab_size - 1}")
         if not all(1 <= keep <= length for length in lengths):
             raise ValueError(refused)
         row_of_token = [row for row, length in zip(rows, lengths) for _ in range(length)]
