@@ -1,11 +1,20 @@
 """Keys and values of past positions, so that a pass computes new tokens only."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from errors import UserError
+
+
+class Span(NamedTuple):
+    """The positions of one text that a pass computes."""
+
+    pages: list[int]  # of the text, from position 0 on
+    start: int  # the first of them
+    tokens: list[int]  # at them
 
 
 class KVCache:
@@ -105,6 +114,11 @@ class KVCache:
             raise ValueError(f"rows are {rows}, new tokens {new}; {rule}")
         self.planned = list(zip(rows, new))
         return starts
+
+    def spans(self, new: list[list[int]], rows: list[int]) -> list[Span]:
+        """As `plan`, for a pass that reads pages: each row is one page."""
+        starts = self.plan(new, rows)
+        return [Span([row], start, tokens) for row, start, tokens in zip(rows, starts, new)]
 
     def record(self) -> None:
         """The planned pass is complete: its keys and values are in the storage."""

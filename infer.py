@@ -209,7 +209,10 @@ def pass_logits(
     """
     lengths = [len(tokens) for tokens in new]
     if cache is not None and model.native:
-        return model.native.logits(new, rows, cache, keep)
+        spans = cache.spans(new, rows)
+        logits = model.native.logits(cache.storage, spans, [keep] * len(new))
+        cache.record()
+        return logits.view(len(new), keep, -1)
     T = max(lengths)
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
     tokens = torch.tensor(padded, device=model.device)  # (B, T)

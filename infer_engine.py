@@ -69,10 +69,6 @@ def run(args) -> None:
     Raises UserError for bad input.
     """
     check_chat_options(args)
-    if args.dtype != "int8":
-        if args.backend == "native":
-            raise UserError("--backend native: the engine has C code for --dtype int8 only")
-        args.backend = "torch"  # or C code would be compiled that nothing calls
     if args.gamma is not None and args.draft is None:
         raise UserError("--gamma is for --draft only")
     for text in args.stop or []:

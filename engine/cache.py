@@ -1,21 +1,13 @@
 """Keys and values of many texts in one pool of pages, and attention for tokens of all of them."""
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from cache import Span
 from engine.pages import page_count
 from errors import UserError
-
-
-class Span(NamedTuple):
-    """The positions of one text that a pass computes."""
-
-    pages: list[int]  # of the text, from position 0 on
-    start: int  # the first of them
-    tokens: list[int]  # at them
 
 
 class PagedCache:
@@ -117,6 +109,8 @@ def last_logits(model, cache: PagedCache, spans: list[Span], keep: list[int]) ->
 
     Their shape is (sum of keep, vocab_size), and they are float32.
     """
+    if model.native:
+        return model.native.logits(cache.storage, spans, keep)
     tokens, positions, ends = cache.arrange(spans)
     x = model.hidden(tokens, positions, cache.attend)  # (N, C)
     rows = [row for end, count in zip(ends, keep) for row in range(end - count, end)]

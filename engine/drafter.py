@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from cache import check_stride, shared_length, window_start
+from cache import Span, check_stride, shared_length, window_start
 from drafts import check_vocabularies, lookup
-from engine.cache import PagedCache, Span, last_logits
+from engine.cache import PagedCache, last_logits
 from engine.engine import LIMITS
 from engine.pages import PagePool, page_count
 from engine.request import Request

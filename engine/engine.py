@@ -6,8 +6,8 @@ from typing import Protocol
 import tiktoken
 import torch
 
-from cache import check_stride, shared_length
-from engine.cache import PagedCache, Span, last_logits
+from cache import Span, check_stride, shared_length
+from engine.cache import PagedCache, last_logits
 from engine.pages import PagePool, page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import Scheduler, Work

@@ -259,11 +259,13 @@ typedef struct {
 } Model;
 
 typedef struct {
-  float *cache;  // (n_layer, 2, batch, K, max_len, D)
-  int64_t batch, max_len, T, wanted;
-  const int64_t *tokens, *rows, *positions;  // (T): what to pass, and where it belongs in the cache
-  const int64_t *wants;                      // (wanted): the tokens whose logits are wanted
-  const float *cos, *sin;                    // (positions, D), for `rotate`, or NULL
+  float *cache;  // (n_layer, 2, num_pages, K, page_size, D)
+  int64_t num_pages, page_size, length, T, wanted;  // length: of the longest text
+  const int64_t *tokens, *positions;  // (T): what to pass, and where it stands in its text
+  const int64_t *pages;               // of all texts, one after the other
+  const int64_t *tables;              // (T): where those of a token's text begin
+  const int64_t *wants;               // (wanted): the tokens whose logits are wanted
+  const float *cos, *sin;             // (positions, D), for `rotate`, or NULL
 } Pass;
 
 // The sum of all numbers in `count` vectors, 1, 2 or 4: halves are added until one number is left.
@@ -357,50 +359,74 @@ static void rotate(const Pass *p, int64_t position, int64_t D, float *x) {
   }
 }
 
-// What one query makes of the keys and values (length, D) of its row: y, (D). s: room for scores.
-void attend(int64_t length, int64_t D, const float *q, const float *k, const float *v, float *s,
-            float *y) {
+// The first N * WIDTH numbers of y: the sum of values, each times its score, divided by the sum of
+// scores. v and y are those of `attend`, d numbers further on.
+INLINE void weigh(const int N, const int64_t *pages, int64_t size, int64_t stride, int64_t length,
+                  int64_t D, const float *s, float sum, const float *v, float *y) {
+  Vector sums[N];
+  memset(sums, 0, sizeof sums);
+  for (int64_t start = 0; start < length; start += size) {
+    const float *page = v + *pages++ * stride;
+    int64_t n = length - start < size ? length - start : size;
+    for (int64_t i = 0; i < n; i++)
+      for (int j = 0; j < N; j++) sums[j] += s[start + i] * VECTOR(page + i * D + j * WIDTH);
+  }
+  for (int j = 0; j < N; j++) *(Vector *)(y + j * WIDTH) = sums[j] / sum;
+}
+
+// What one query makes of the keys and values at the first `length` positions of a text: y, (D).
+// They are in pages, each of (size, D) numbers for one head; k and v are where page 0 has them,
+// page 1 has them `stride` numbers later. s: room for scores.
+void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
+            const float *q, const float *k, const float *v, float *s, float *y) {
   float largest = -INFINITY, factor = 1 / sqrtf(D);
-  for (int64_t i = 0; i < length; i++) s[i] = dot(D, q, k + i * D);
+  for (int64_t start = 0; start < length; start += size) {
+    const float *page = k + pages[start / size] * stride;
+    int64_t n = length - start < size ? length - start : size;
+    for (int64_t i = 0; i < n; i++) s[start + i] = dot(D, q, page + i * D);
+  }
   for (int64_t i = 0; i < length; i++) largest = s[i] > largest ? s[i] : largest;
   for (int64_t i = 0; i < length; i++) s[i] = exponential((s[i] - largest) * factor);
   float sum = dot(length, s, NULL);
   int64_t d = 0;
-  for (; d + WIDTH <= D; d += WIDTH) {
-    Vector values = {0};
-    for (int64_t i = 0; i < length; i++) values += s[i] * VECTOR(v + i * D + d);
-    *(Vector *)(y + d) = values / sum;
-  }
+  for (; d + 4 * WIDTH <= D; d += 4 * WIDTH)
+    weigh(4, pages, size, stride, length, D, s, sum, v + d, y + d);
+  for (; d + WIDTH <= D; d += WIDTH)
+    weigh(1, pages, size, stride, length, D, s, sum, v + d, y + d);
   for (; d < D; d++) {
     float value = 0;
-    for (int64_t i = 0; i < length; i++) value += s[i] * v[i * D + d];
+    for (int64_t i = 0; i < length; i++)
+      value += s[i] * v[pages[i / size] * stride + i % size * D + d];
     y[d] = value / sum;
   }
 }
 
-// Put the keys and values of all tokens into the cache; then each token attends to its row up to
+// Put the keys and values of all tokens into the cache; then each token attends to its text up to
 // its own position, and H / K queries in turn to the same keys. qkv: (T, H + 2 K, D), y: (T, H, D).
 static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *s,
                       float *y) {
-  int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
-  int64_t width = (H + 2 * K) * D, head = p->max_len * D;
-  float *keys = p->cache + 2 * layer * p->batch * K * head, *values = keys + p->batch * K * head;
+  int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim, size = p->page_size;
+  int64_t width = (H + 2 * K) * D, head = size * D, stride = K * head;
+  float *keys = p->cache + 2 * layer * p->num_pages * stride;
+  float *values = keys + p->num_pages * stride;
 #pragma omp for schedule(static) collapse(2)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++) {
-      int64_t slot = (p->rows[t] * K + k) * head + p->positions[t] * D;
+      int64_t position = p->positions[t], page = p->pages[p->tables[t] + position / size];
+      int64_t slot = page * stride + k * head + position % size * D;
       const float *key = qkv + t * width + (H + k) * D;
       memcpy(keys + slot, key, D * sizeof(float));
       memcpy(values + slot, key + K * D, D * sizeof(float));
-      if (p->cos) rotate(p, p->positions[t], D, keys + slot);
+      if (p->cos) rotate(p, position, D, keys + slot);
     }
 #pragma omp for schedule(static) collapse(2)
   for (int64_t h = 0; h < H; h++)
     for (int64_t t = 0; t < p->T; t++) {
-      int64_t start = (p->rows[t] * K + h / (H / K)) * head, length = p->positions[t] + 1;
+      const float *k = keys + h / (H / K) * head, *v = values + h / (H / K) * head;
       float *q = qkv + t * width + h * D;
       if (p->cos) rotate(p, p->positions[t], D, q);
-      attend(length, D, q, keys + start, values + start, s, y + (t * H + h) * D);
+      attend(p->pages + p->tables[t], size, stride, p->positions[t] + 1, D, q, k, v, s,
+             y + (t * H + h) * D);
     }
 }
 
@@ -447,8 +473,8 @@ static void products(const Linear *l, int count, int64_t T, int few, const float
 // and the scales.
 static int64_t own_floats(const Model *m, int64_t T) { return T * (2 * (m->widest + GROUP) + 1); }
 
-int64_t work_floats(const Model *m, int64_t T, int64_t max_len, int threads) {
-  return T * 3 * m->widest + threads * max_len + (T < threads ? threads : 1) * own_floats(m, T);
+int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
+  return T * 3 * m->widest + threads * length + (T < threads ? threads : 1) * own_floats(m, T);
 }
 
 // logits: (wanted, vocab_size). work: room for work_floats(...) floats.
@@ -459,8 +485,8 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   {
     int few = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *scores = own_rooms + thread * p->max_len;
-    float *in = own_rooms + threads * p->max_len + few * thread * own_floats(m, T);
+    float *scores = own_rooms + thread * p->length;
+    float *in = own_rooms + threads * p->length + few * thread * own_floats(m, T);
     float *scale = in + room;
     Value *values = (Value *)(scale + T);
     embed(m, p, x);

@@ -1,11 +1,9 @@
-"""A whole pass of GPT-2 or Llama, in C."""
+"""A whole pass of GPT-2 or Llama in C."""
 
 import ctypes
-import itertools
 
 import torch
 
-from cache import KVCache
 from llama import Llama, rotations
 from native import build, draw
 from native.linear import address, native_layers
@@ -14,8 +12,8 @@ from native.structs import INT, POINTER, model_struct, struct
 PassStruct = struct(
     "PassStruct",
     cache=POINTER,
-    **dict.fromkeys(("batch", "max_len", "T", "wanted"), INT),
-    **dict.fromkeys(("tokens", "rows", "positions", "wants"), ctypes.POINTER(INT)),
+    **dict.fromkeys(("num_pages", "page_size", "length", "T", "wanted"), INT),
+    **dict.fromkeys(("tokens", "positions", "pages", "tables", "wants"), ctypes.POINTER(INT)),
     cos=POINTER,
     sin=POINTER,
 )
@@ -35,7 +33,7 @@ class NativePass:
         self.config = model.config
         self.library = build.load(target)
         self.library.work_floats.restype = INT
-        model_struct(model)  # every tensor is checked before the first is packed
+        model_struct(model)  # each tensor is checked before the first is packed
         native_layers(model, self.library)
         self.model = model_struct(model)
         self.rotations = None
@@ -44,48 +42,57 @@ class NativePass:
         # Kept, so that their memory goes to nothing else.
         self.weights = list(model.state_dict().values())
 
-    def logits(
-        self, new: list[list[int]], rows: list[int], cache: KVCache, keep: int
-    ) -> torch.Tensor:
-        """As `infer.pass_logits`: (B, keep, vocab_size).
+    def logits(self, storage: torch.Tensor, spans: list, keep: list[int]) -> torch.Tensor:
+        """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
 
-        Raises ValueError, before anything changes, for tokens, positions or a cache that C must not
-        touch.
+        There is at least one token. storage: keys and values, (n_layer, 2, num_pages, n_kv_head,
+        page_size, head_dim).
+        Raises ValueError, before anything changes, for tokens, positions, pages or a storage that C
+        must not touch.
         """
         config = self.config
-        batch, max_len = cache.storage.shape[2:5:2]
-        lengths = [len(part) for part in new]
-        refused = f"rows {rows} of {batch} with {lengths} new tokens, of which {keep} are to keep"
-        if not all(0 <= row < min(batch, len(cache.tokens)) for row in rows):
-            raise ValueError(refused)
-        starts = cache.plan(new, rows)
-        tokens = [token for part in new for token in part]
-        if min(tokens) < 0 or max(tokens) >= config.vocab_size:
-            raise ValueError(f"tokens are {tokens}; they are from 0 to {config.vocab_size - 1}")
-        if not all(1 <= keep <= length for length in lengths):
-            raise ValueError(refused)
-        row_of_token = [row for row, length in zip(rows, lengths) for _ in range(length)]
-        positions = [start + i for start, length in zip(starts, lengths) for i in range(length)]
-        last = max(positions)
-        if last >= config.block_size:
-            raise ValueError(f"position {last} is outside the window of {config.block_size}")
-        ends = itertools.accumulate(lengths)
-        wanted = [index for end in ends for index in range(end - keep, end)]
-        arrays = ((INT * len(x))(*x) for x in (tokens, row_of_token, positions, wanted))
-        shape = self.model.n_layer, 2, batch, config.n_kv_head, max_len, config.head_dim
-        storage = address(cache.storage, torch.float32, *shape)
-        tables = self.rotations.first(last + 1) if self.rotations else ()
-        angles = (address(table, torch.float32, last + 1, 1, config.head_dim) for table in tables)
-        job = PassStruct(storage, batch, max_len, len(tokens), len(wanted), *arrays, *angles)
+        num_pages = storage.shape[2]
+        page_size = storage.shape[4]
+        shape = self.model.n_layer, 2, num_pages, config.n_kv_head, page_size, config.head_dim
+        cache = address(storage, torch.float32, *shape)
+        tokens = []
+        positions = []
+        pages = []  # of all spans
+        tables = []  # where those of each token's span begin
+        wants = []
+        for (own_pages, start, new), count in zip(spans, keep, strict=True):
+            steps = range(start, start + len(new))
+            if start < 0 or steps.stop > len(own_pages) * page_size or not 0 <= count <= len(new):
+                room = f"{len(own_pages)} pages of {page_size}"
+                raise ValueError(f"{len(new)} tokens from {start} on, {count} to keep, in {room}")
+            tables += [len(pages)] * len(new)
+            pages += own_pages
+            tokens += new
+            positions += steps
+            wants += range(len(tokens) - count, len(tokens))
+        length = max(positions) + 1
+        limits = {
+            "tokens": (tokens, config.vocab_size),
+            "pages": (pages, num_pages),
+            "positions": ([length - 1], config.block_size),
+        }
+        for name, (numbers, limit) in limits.items():
+            if min(numbers) < 0 or max(numbers) >= limit:
+                raise ValueError(f"{name} are {numbers}; they are from 0 to {limit - 1}")
+        lists = tokens, positions, pages, tables, wants
+        arrays = ((INT * len(numbers))(*numbers) for numbers in lists)
+        angles = self.rotations.first(length) if self.rotations else ()
+        angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
+        sizes = num_pages, page_size, length, len(tokens), len(wants)
+        job = PassStruct(cache, *sizes, *arrays, *angles)
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Room for each call its own: ctypes lets other threads of Python run meanwhile.
-        floats = self.library.work_floats(model, INT(len(tokens)), INT(max_len), threads)
+        floats = self.library.work_floats(model, INT(len(tokens)), INT(length), threads)
         work = torch.empty(floats)
-        logits = torch.empty(len(new), keep, config.vocab_size)
+        logits = torch.empty(len(wants), config.vocab_size)
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(job), *buffers, threads)
-        cache.record()
         return logits
 
     def draw(self, rows: list[torch.Tensor], params: list, positions: list[int]) -> list[int]:

@@ -649,7 +649,6 @@ def test_statistics(engine_cli, tiny_checkpoint, file, max_rows, steps):
     "args, words",
     [
         (["--num-beams", 2, "--no-cache"], "unrecognized arguments: --num-beams 2 --no-cache"),
-        (["--backend", "native"], "the engine has C code for --dtype int8 only"),
         (["--max-rows", 0], "max_rows is 0; it must be an integer >= 1"),
         (["--max-rows", "x"], "--max-rows: invalid int value: 'x'"),
         (["--stride", 65], "stride is 65; it must be an integer from 1 to block_size = 64"),

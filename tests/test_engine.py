@@ -84,12 +84,14 @@ class Entry:
 
 
 class Histories(RuleBasedStateMachine):
+    make = staticmethod(model)
+
     @initialize(architecture=st.sampled_from(["GPT-2", "Llama"]), base=BASES, data=st.data())
     def begin(self, architecture, base, data):
         from engine.drafter import LookupDrafter, PagedDrafter
         from engine.engine import Engine
 
-        self.model = model(architecture)
+        self.model = self.make(architecture)
         self.stride = data.draw(st.sampled_from([None, 1, 5, 12]))
         self.max_rows = data.draw(st.integers(1, 5))
         options = {"max_rows": self.max_rows}
@@ -103,7 +105,7 @@ class Histories(RuleBasedStateMachine):
             options["drafter"] = LookupDrafter()
         elif draft:  # a smaller one, or the target itself
             n_layer = data.draw(st.integers(1, 2))
-            made = model(draft, n_layer, data.draw(st.sampled_from([5, BLOCK_SIZE])))
+            made = self.make(draft, n_layer, data.draw(st.sampled_from([5, BLOCK_SIZE])))
             options["drafter"] = PagedDrafter(made, self.model, self.max_rows, options["page_size"])
         options["encoding"] = Letters()
         self.engine = Engine(self.model, stride=self.stride, **options)
@@ -178,17 +180,21 @@ class Histories(RuleBasedStateMachine):
             assert len(request.pages) <= pool.count(len(request.window))
         assert not any(request.pages or request.computed for request in scheduler.waiting)
 
+    def logits(self, window: list[int]) -> torch.Tensor:
+        """What follows a window, from a whole pass over it."""
+        from infer import next_logits
+
+        return next_logits(self.model, [window], None)[0, 0]
+
     def check_logprobs(self, request):
         """Those of a request are those of whole passes over its windows."""
         from cache import check_stride, window_start
-        from infer import next_logits
 
         count = request.params.logprobs
         assert len(request.logprobs) == (0 if count is None else len(request.output))
         for length, (logprob, top) in enumerate(request.logprobs, request.prompt_length):
             start = window_start(length, BLOCK_SIZE, check_stride(self.stride, BLOCK_SIZE))
-            logits = next_logits(self.model, [request.tokens[start:length]], None)[0, 0]
-            wanted = logits.double().log_softmax(dim=-1)
+            wanted = self.logits(request.tokens[start:length]).double().log_softmax(dim=-1)
             assert abs(logprob - wanted[request.tokens[length]]) < 1e-5
             best = wanted.topk(count).values.tolist()
             assert len(top) == len(dict(top)) == len(best)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_native_int8 import TARGETS
 from test_native_step import MODES, both, check_rows_of_any_past, in_pieces, native
 
-from cache import KVCache
+from cache import KVCache, Span
 from errors import UserError
 from int8 import to_int8
 from llama import Llama
@@ -267,36 +267,13 @@ def test_logits_that_are_not_finite_are_noticed(tiny_llama, where, bad):
 
 
 @pytest.mark.parametrize(
-    "new, message",
-    [
-        ([[61]], "tokens are .61.; they are from 0 to 60"),
-        ([[-1]], "they are from 0 to 60"),
-        ([[1] * 9], "9 positions do not fit into a cache of 8"),
-    ],
-)
-def test_nothing_outside_its_arrays_is_touched(tiny_llama, new, message):
-    model = native(tiny_llama(dtype=torch.float32))
-    cache = KVCache(model, 1, 8)
-    with pytest.raises(ValueError, match=message):
-        model.native.logits(new, [0], cache, 1)
-    assert cache.tokens == [[]] and not cache.storage.any()
-
-
-def test_positions_end_with_the_window(tiny_llama):
-    model = native(tiny_llama(dtype=torch.float32))
-    cache = KVCache(model, 1, 20)
-    model.native.logits([[1] * 16], [0], cache, 1)
-    with pytest.raises(ValueError, match="position 16 is outside the window of 16"):
-        model.native.logits([[1]], [0], cache, 1)
-
-
-@pytest.mark.parametrize(
     "shape", [{"n_layer": 1}, {"n_kv_head": 4}, {"n_kv_head": 1}, {"head_dim": 4}]
 )
 def test_the_cache_of_another_model_is_refused(tiny_llama, shape):
     model = native(tiny_llama(dtype=torch.float32))
     with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
-        model.native.logits([[1]], [0], KVCache(tiny_llama(dtype=torch.float32, **shape), 1), 1)
+        other = KVCache(tiny_llama(dtype=torch.float32, **shape), 1)
+        model.native.logits(other.storage, [Span([0], 0, [1])], [1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

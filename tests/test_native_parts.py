@@ -74,8 +74,9 @@ def test_the_attention_of_one_query(library, length, size):
     k = random(length, size, seed=1)
     v = random(length, size, seed=2)
     scores = torch.empty(length)
+    page = torch.zeros(1, dtype=torch.int64)
     y = torch.empty(size)
-    call(library.attend, length, size, q, k, v, scores, y)
+    call(library.attend, page, length, 0, length, size, q, k, v, scores, y)
     attention = torch.nn.functional.scaled_dot_product_attention
     expected = attention(q.double(), k.double(), v.double())[0].float()
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
@@ -86,7 +87,8 @@ def test_scores_far_from_each_other(library):
     k = torch.tensor([[-300.0], [0.0], [290.0], [300.0]])
     v = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     y = torch.empty(1)
-    call(library.attend, 4, 1, torch.ones(1), k, v, torch.empty(4), y)
+    page = torch.zeros(1, dtype=torch.int64)
+    call(library.attend, page, 4, 0, 4, 1, torch.ones(1), k, v, torch.empty(4), y)
     assert y.item() == pytest.approx(4 - 1 / (1 + torch.tensor(10.0).exp().item()), rel=1e-6)
 
 
@@ -102,7 +104,8 @@ def test_these_parts_have_the_same_bits_on_every_processor():
         library = build.load(target)
         y = torch.empty(52)
         wide = torch.empty(52)
-        call(library.attend, 37, 52, q, k, v, torch.empty(37), y)
+        page = torch.zeros(1, dtype=torch.int64)
+        call(library.attend, page, 37, 0, 37, 52, q, k, v, torch.empty(37), y)
         call(library.gelu, 52, y, wide)
         results.append(torch.stack([y, wide]))
     assert all(torch.equal(each, results[0]) for each in results)

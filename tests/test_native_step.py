@@ -59,9 +59,9 @@ def passes(monkeypatch):
     seen = []
     logits = NativePass.logits
 
-    def counted(self, new, *arguments):
-        seen.append(new)
-        return logits(self, new, *arguments)
+    def counted(self, storage, spans, keep):
+        seen.append([span.tokens for span in spans])
+        return logits(self, storage, spans, keep)
 
     monkeypatch.setattr(NativePass, "logits", counted)
     return seen
@@ -331,48 +331,69 @@ def test_logits_that_are_not_finite_are_noticed(tiny, where, bad):
         run_rows(native(model), [[0, 1, 2]], max_new_tokens=2)
 
 
+def spans(*parts) -> list:
+    from cache import Span
+
+    return [Span(*part) for part in parts]
+
+
 @pytest.mark.parametrize(
-    "new, message",
+    "parts, keep, message",
     [
-        ([[61]], "tokens are .61.; they are from 0 to 60"),
-        ([[-1]], "they are from 0 to 60"),
-        ([[1] * 9], "9 positions do not fit into a cache of 8"),
-        ([[]], "with at least one token"),
+        ([([0], 0, [61])], [1], r"tokens are \[61\]; they are from 0 to 60"),
+        ([([0], 0, [-1])], [1], r"tokens are \[-1\]; they are from 0 to 60"),
+        ([([2], 0, [1])], [1], r"pages are \[2\]; they are from 0 to 1"),
+        ([([-1], 0, [1])], [1], "pages are .-1.; they are from 0 to 1"),
+        ([([0], 5, [1] * 4)], [1], "4 tokens from 5 on, 1 to keep, in 1 pages of 8"),
+        ([([0], -1, [1])], [1], "1 tokens from -1 on"),
+        ([([0], 0, [1])], [2], "1 tokens from 0 on, 2 to keep"),
+        ([([0], 0, [1])], [-1], "1 tokens from 0 on, -1 to keep"),
+        ([([0, 1, 1], 16, [1])], [1], r"positions are \[16\]; they are from 0 to 15"),
+        ([([0], 0, [1])], [1, 1], "zip"),
     ],
 )
-def test_nothing_outside_its_arrays_is_touched(tiny, new, message):
+def test_nothing_outside_its_arrays_is_touched(tiny, parts, keep, message):
+    model = native(tiny(dtype=torch.float32))
+    storage = torch.zeros(2, 2, 2, 2, 8, 8)
+    with pytest.raises(ValueError, match=message):
+        model.native.logits(storage, spans(*parts), keep)
+    assert not storage.any()
+
+
+@pytest.mark.parametrize(
+    "new, rows, message",
+    [
+        ([[1] * 9], [0], "9 positions do not fit into a cache of 8"),
+        ([[]], [0], "with at least one token"),
+    ],
+)
+def test_a_cache_that_is_full_is_not_touched(tiny, new, rows, message):
+    from infer import pass_logits
+
     model = native(tiny(dtype=torch.float32))
     cache = KVCache(model, 1, 8)
     with pytest.raises(ValueError, match=message):
-        model.native.logits(new, [0], cache, 1)
+        pass_logits(model, new, rows, cache, 1)
     assert cache.tokens == [[]] and not cache.storage.any()
 
 
-@pytest.mark.parametrize(
-    "new, rows, keep",
-    [
-        ([[1]], [0], 2),
-        ([[1, 2]], [0], 0),
-        ([[1]], [-1], 1),
-        ([[1]], [2], 1),
-        ([[1, 2], [3]], [0, 1], 2),
-    ],
-)
-def test_rows_and_positions_to_keep_are_checked(tiny, new, rows, keep):
-    model = native(tiny(dtype=torch.float32))
-    cache = KVCache(model, 2)
-    with pytest.raises(ValueError, match=r"rows \[.* to keep"):
-        model.native.logits(new, rows, cache, keep)
-    assert cache.tokens == [[], []] and not cache.storage.any()
-
-
 def test_rows_that_only_the_list_of_tokens_has_are_refused(tiny):
+    from infer import pass_logits
+
     model = native(tiny(dtype=torch.float32))
     cache = KVCache(model, 1)
     cache.tokens = [[], [], []]
-    with pytest.raises(ValueError, match=r"rows \[2\] of 1 with"):
-        model.native.logits([[1]], [2], cache, 1)
+    with pytest.raises(ValueError, match=r"pages are \[2\]; they are from 0 to 0"):
+        pass_logits(model, [[1]], [2], cache, 1)
     assert not cache.storage.any()
+
+
+@pytest.mark.parametrize("shape", [{"n_layer": 1}, {"n_head": 4}, {"n_embd": 32}])
+def test_the_cache_of_another_model_is_refused(tiny, shape):
+    model = native(tiny(dtype=torch.float32))
+    other = KVCache(tiny(dtype=torch.float32, **shape), 1)
+    with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
+        model.native.logits(other.storage, spans(([0], 0, [1])), [1])
 
 
 def test_a_model_that_lacks_a_layer_has_no_cache(tiny):
@@ -380,14 +401,7 @@ def test_a_model_that_lacks_a_layer_has_no_cache(tiny):
     cache = KVCache(model, 1)
     del model.h[1]
     with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
-        native(model).native.logits([[1]], [0], cache, 1)
-
-
-@pytest.mark.parametrize("shape", [{"n_layer": 1}, {"n_head": 4}, {"n_embd": 32}])
-def test_the_cache_of_another_model_is_refused(tiny, shape):
-    model = native(tiny(dtype=torch.float32))
-    with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
-        model.native.logits([[1]], [0], KVCache(tiny(dtype=torch.float32, **shape), 1), 1)
+        native(model).native.logits(cache.storage, spans(([0], 0, [1])), [1])
 
 
 def test_layers_become_native_once(tiny):
@@ -410,15 +424,23 @@ def test_two_threads_may_use_one_model(tiny):
         assert [run.result() for run in runs] == expected
 
 
-def test_positions_end_with_the_window(tiny):
-    model = native(tiny(dtype=torch.float32))
-    cache = KVCache(model, 1, 20)
-    model.native.logits([[1] * 16], [0], cache, 1)
-    with pytest.raises(ValueError, match="position 16 is outside the window of 16"):
-        model.native.logits([[1]], [0], cache, 1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_weights_are_refused(tiny, dtype):
     with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
         native(tiny(dtype=dtype))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_the_same_bits_in_pieces_of_any_size(tiny, dtype):
+    """What a token gives does not depend on those beside it: not only int8, float32 too."""
+    from int8 import to_int8
+
+    model = tiny(dtype=torch.float32, n_head=3, n_embd=51)
+    model = native(to_int8(model) if dtype == torch.int8 else model)
+    texts = torch.tensor([random_tokens(16, seed=row) for row in range(3)])
+    expected = in_pieces(model, texts, 16)
+    for size in (1, 2, 3, 5, 7, 8):
+        assert torch.equal(in_pieces(model, texts, size), expected)
+    alone = torch.cat([in_pieces(model, text[None], 16) for text in texts])
+    assert torch.equal(alone, expected)
