@@ -32,6 +32,11 @@ class Engine(NamedTuple):
     dtype: str
     about: str
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this repository computes, and no other library."""
+        return self.package in ("", "native")
+
 
 ENGINES = {
     "no cache": Engine("", "float32", "torch, all positions again in each step"),
@@ -128,8 +133,10 @@ def speeds(
     Shares of the roofline are for engines whose bytes are known: ours, with their cache.
     """
     _, first, rest = run(name, model, prompts, length, device)
-    known = ENGINES[name].package in ("", "native") and name != "no cache"
-    return common.speeds(model if known else None, prompts, length, first, rest, bandwidth)
+    engine = ENGINES[name]
+    known = engine.is_ours and name != "no cache"
+    row = common.speeds(model if known else None, prompts, length, first, rest, bandwidth)
+    return row | {"library": "" if engine.is_ours else common.library(engine.package)}
 
 
 def run_once(
@@ -318,8 +325,8 @@ def draw_engine(panels, name: str, points) -> None:
     sizes = points["batch_size"]
     rate = "decode_tokens_per_s"
     median, low, high = (points[f"{rate}_{what}"] for what in ("median", "min", "max"))
-    peer = ENGINES[name].package in ("transformers", "ctranslate2")
-    style = {"marker": "o", "capsize": 3, "label": name, "linestyle": "--" if peer else "-"}
+    line = "-" if ENGINES[name].is_ours else "--"
+    style = {"marker": "o", "capsize": 3, "label": name, "linestyle": line}
     for axes, texts in zip(panels, (1, sizes)):
         spread = [(median - low) / texts, (high - median) / texts]
         axes.errorbar(sizes, median / texts, yerr=spread, **style)

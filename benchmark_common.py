@@ -39,6 +39,7 @@ CONDITIONS = {
     "device": "what computed",
     "threads": "of torch",
     "torch": "its version",
+    "library": "whose engine ran, with its version; none: this repository",
     "commit": "of this repository; -dirty: files differ from it",
 }
 MEASURED = {
@@ -302,6 +303,11 @@ def describe(name, model, device: str, draft: str = "") -> dict:
         "torch": torch.__version__,
         "commit": commit(),
     }
+
+
+def library(package: str) -> str:
+    """A package that is imported, and its version."""
+    return f"{package} {sys.modules[package].__version__}"
 
 
 def commit() -> str:

@@ -141,6 +141,7 @@ def measure(args, device: str, results: common.ResultsFile) -> None:
                         temperature=0.0,
                         prompt=0,
                         repeat=repeat,
+                        library=common.library(mode) if mode == "transformers" else "",
                         peak_memory_mb=memory[mode],
                     )
 

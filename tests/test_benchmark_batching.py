@@ -112,6 +112,7 @@ def ctranslate2(monkeypatch, bench):
             assert directory.endswith("/ctranslate2")
 
     package = types.ModuleType("ctranslate2")
+    package.__version__ = "4.8.5"
     package.Generator = Generator
     package.converters = types.ModuleType("ctranslate2.converters")
     package.converters.TransformersConverter = Converter
@@ -145,6 +146,7 @@ def test_a_row_for_each_run_of_each_engine(bench, tmp_path, monkeypatch):
     assert list(rows["peak_memory_mb"][:14]) == [1, 2, 3, 4, 5, 6, 7] * 2
     assert [job[2].__name__ for job in bench.alone] == 14 * ["run_once"]
     assert rows["roofline_share"].notna().equals(~rows["mode"].isin(["no cache", "transformers"]))
+    assert rows["library"].notna().equals(rows["mode"] == "transformers")
     summary = pandas.read_csv(tmp_path / "run_summary.csv")
     assert len(summary) == 14
     cached = summary[summary["mode"] == "cache"]
@@ -191,6 +193,7 @@ def test_ctranslate2_gets_the_same_prompts_and_ignores_eos(bench, ctranslate2):
     assert options["max_batch_size"] == 2
     assert options["sampling_topk"] == 1
     assert rows["roofline_share"].notna().tolist() == [True, False, False] * 2
+    assert rows["library"].dropna().tolist() == ["ctranslate2 4.8.5"] * 4
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])

@@ -82,6 +82,7 @@ def test_a_row_for_each_run_of_each_mode(bench, tmp_path, monkeypatch):
     # Batch sizes, lengths, repeats, modes: each value once.
     assert len(rows) == 2 * 2 * 2 * 3
     assert list(rows["mode"][:6]) == ["cache", "no cache", "transformers"] * 2  # in turns
+    assert rows["library"].notna().equals(rows["mode"] == "transformers")
     assert list(rows["repeat"][:6]) == [0, 0, 0, 1, 1, 1]
     assert list(rows["new_tokens"][:12]) == 6 * [6] + 6 * [9]
     assert list(rows["batch_size"]) == 12 * [1] + 12 * [3]
