@@ -16,9 +16,11 @@ import torch
 
 import benchmark_common as common
 import benchmark_kv_cache
+from benchmark_llama_cpp import LlamaCpp
 from cache import KVCache
 from command_line import MOST_TEXTS, STORIES, Parser, pick_dtype
 from errors import UserError
+from export_gguf import write_gguf
 from infer import generate, pass_logits
 from load import load_model, save_model
 from native import BuildError, kernel, use_native
@@ -48,10 +50,21 @@ ENGINES = {
     "transformers": Engine("transformers", "float32", "its generate"),
     "CTranslate2": Engine("ctranslate2", "float32", "its Generator"),
     "CTranslate2 int8": Engine("ctranslate2", "int8", "the same"),
+    "llama.cpp": Engine("llama_cpp", "float32", "its llama_decode; the cache is float16"),
+    "llama.cpp int8": Engine("llama_cpp", "int8", "the same, of Q8_0"),
 }
-IMPORTS = {"transformers": benchmark_kv_cache.PEER_IMPORTS, "ctranslate2": ["ctranslate2"]}
+IMPORTS = {
+    "transformers": benchmark_kv_cache.PEER_IMPORTS,
+    "ctranslate2": ["ctranslate2"],
+    "llama_cpp": ["llama_cpp"],
+}
+# Of an engine that needs more than its package, or one that pip calls otherwise: module -> pip's.
+NEEDS = {"llama_cpp": {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}}
 # The largest difference of a log-probability to float32's; on average it may be a tenth.
 BOUNDS = {"bfloat16": 0.5, "int8": 1.0}
+# By so much, in log-probability, a token may be less probable than float32's choice. llama.cpp has
+# a float16 cache, and a table of float16 for GPT-2's GELU.
+TIES = {"llama.cpp": 0.05}
 
 
 def load(name: str, directory: Path, device: str):
@@ -64,6 +77,8 @@ def load(name: str, directory: Path, device: str):
 
         threads = {"inter_threads": 1, "intra_threads": torch.get_num_threads()}
         return ctranslate2.Generator(str(directory / "ctranslate2"), compute_type=dtype, **threads)
+    if package == "llama_cpp":
+        return LlamaCpp(directory / f"{dtype}.gguf")
     model = load_model(directory, pick_dtype(dtype, device), device)
     if package == "native":
         use_native(model)
@@ -73,9 +88,11 @@ def load(name: str, directory: Path, device: str):
 def prepare(model, directory: Path, names: list[str]) -> None:
     """Write the model where all engines load it.
 
-    For CTranslate2 it is converted, with the ids for a vocabulary.
+    For CTranslate2 it is converted, with the ids for a vocabulary; for llama.cpp once a dtype.
     """
     save_model(model, directory)
+    for dtype in [ENGINES[name].dtype for name in names if ENGINES[name].package == "llama_cpp"]:
+        write_gguf(model, directory / f"{dtype}.gguf", dtype)
     if any(ENGINES[name].package == "ctranslate2" for name in names):
         from ctranslate2.converters import TransformersConverter
         from tokenizers import Tokenizer, models
@@ -99,6 +116,8 @@ def run(
         return benchmark_kv_cache.run(package, model, prompts, length, device)
     if package == "ctranslate2":
         return run_ctranslate2(model, prompts, length, device)
+    if package == "llama_cpp":
+        return model.run(prompts, length, device)
     params = SamplingParams(max_new_tokens=length, ignore_eos=True)
     steps = generate(model, prompts, params, use_cache=name != "no cache")
     return common.timed(steps, device)
@@ -204,19 +223,25 @@ def log_probs(name: str, model, text: list[int]) -> torch.Tensor:
 
         found = model.forward_batch([list(map(str, text))], return_log_probs=True)
         return torch.tensor(numpy.array(found))[0].float()
+    if ENGINES[name].package == "llama_cpp":
+        return model.log_probs(text)
     cache = KVCache(model, 1, len(text))
     logits = [pass_logits(model, [[token]], [0], cache, 1)[0] for token in text]
     return torch.cat(logits).log_softmax(dim=-1)
 
 
 def check(workers: dict, prompts: list[list[int]], length: int, device: str) -> None:
-    """Exit unless engines with float32 make the same tokens, others nearly the same log-probs."""
+    """Exit unless engines with float32 make the same tokens, others nearly the same log-probs.
+
+    Of two tokens that are nearly as probable, as TIES has it, either is the same.
+    """
     texts = {}
     for name, worker in workers.items():
         texts[name] = worker(run, prompts, length, device)[0]  # this also warms up
     exact = [name for name in texts if ENGINES[name].dtype == "float32"]
     for name, text in texts.items():
-        if len(text) != length or (name in exact and text != texts["cache"]):
+        known = (workers["cache"], prompts, texts["cache"], TIES.get(name, 0.0))
+        if len(text) != length or (name in exact and strays(text, *known)):
             sys.exit(f"{', '.join(exact)} do not make the same tokens: no timing of wrong results")
     text = prompts[0] + [step[0] for step in texts["cache"][:-1]]
     expected = workers["cache"](log_probs, text)
@@ -228,19 +253,34 @@ def check(workers: dict, prompts: list[list[int]], length: int, device: str) -> 
             sys.exit(f"{off}: no timing of wrong results")
 
 
+def strays(text: list, worker, prompts: list[list[int]], expected: list, tie: float) -> bool:
+    """Whether a row leaves the expected tokens for one that is less probable by more than `tie`.
+
+    text, expected: steps of one token a prompt. worker: for the log-probabilities.
+    """
+    for prompt, row, ours in zip(prompts, zip(*text), zip(*expected)):
+        if row != ours:
+            at = [token == our for token, our in zip(row, ours)].index(False)
+            found = worker(log_probs, prompt + list(ours[:at]))[-1]
+            if not found[ours[at]] - found[row[at]] <= tie:  # NaN strays too
+                return True
+    return False
+
+
 def missing(name: str, device: str) -> str:
     """Why an engine cannot run here, or ""."""
     package = ENGINES[name].package
-    if package in ("native", "ctranslate2") and device != "cpu":
+    if package in ("native", "ctranslate2", "llama_cpp") and device != "cpu":
         return f"for the CPU only, not {device}"
     if package == "native":
         try:
             kernel()
         except BuildError as error:
             return str(error)
-    elif package and not importlib.util.find_spec(package):
-        return f"pip install {package}"
-    return ""
+        return ""
+    modules = NEEDS.get(package, {package: package} if package else {})
+    absent = [pip for module, pip in modules.items() if not importlib.util.find_spec(module)]
+    return f"pip install {' '.join(absent)}" if absent else ""
 
 
 def usable(names: list[str], device: str) -> list[str]:

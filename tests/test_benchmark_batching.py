@@ -50,9 +50,10 @@ def bench(checkpoint, tmp_path, run_main, monkeypatch):
         return 1e6 * len(alone)
 
     have = script.importlib.util.find_spec
+    absent = {"ctranslate2", "llama_cpp", "gguf"}
 
     def find_spec(name):
-        return name != "ctranslate2" and have(name)
+        return name not in absent and have(name)
 
     monkeypatch.setattr(script.common, "in_own_process", in_own_process)
     monkeypatch.setattr(script.common, "bandwidth", lambda *_: 1e9)
@@ -67,6 +68,7 @@ def bench(checkpoint, tmp_path, run_main, monkeypatch):
         return code, pandas.read_csv(output) if output.exists() else None, err
 
     run.alone = alone
+    run.absent = absent
     run.plot = script.plot
     monkeypatch.setattr(script, "plot", lambda summary: Figure())  # the real one takes a while
     return run
@@ -137,6 +139,7 @@ def test_a_row_for_each_run_of_each_engine(bench, tmp_path, monkeypatch):
     code, rows, err = bench("--batch-size", 1, 3, 1)
     assert code == 0
     assert "without CTranslate2, CTranslate2 int8: pip install ctranslate2\n" in err
+    assert "without llama.cpp, llama.cpp int8: pip install llama-cpp-python gguf\n" in err
     assert len(rows) == 2 * 2 * 7
     assert list(rows["mode"][:14]) == (OURS + PEER) * 2  # in turns
     assert list(rows["batch_size"]) == 14 * [1] + 14 * [3]
@@ -196,6 +199,94 @@ def test_ctranslate2_gets_the_same_prompts_and_ignores_eos(bench, ctranslate2):
     assert rows["library"].dropna().tolist() == ["ctranslate2 4.8.5"] * 4
 
 
+def test_llama_cpp_gets_a_file_of_each_dtype(bench, monkeypatch):
+    import benchmark_batching as script
+
+    written = {}
+    loaded = []
+
+    class LlamaCpp:
+        """One that runs our own model."""
+
+        def __init__(self, file):
+            loaded.append(written[file])
+            self.model = script.load_model(file.parent)
+
+        def run(self, *args):
+            return script.run("cache", self.model, *args)
+
+        def log_probs(self, text):
+            return script.log_probs("cache", self.model, text)
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(__version__="0.3"))
+    monkeypatch.setattr(script, "LlamaCpp", LlamaCpp)
+    monkeypatch.setattr(script, "write_gguf", lambda model, *to: written.update([to]))
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: name)
+    code, rows, _ = bench("--engines", "llama.cpp", "llama.cpp int8")
+    assert code == 0
+    assert list(rows["mode"][:3]) == ["cache", "llama.cpp", "llama.cpp int8"]
+    assert list(rows["dtype"][:3]) == ["float32", "float32", "int8"]
+    assert loaded == ["float32", "int8"]
+    assert rows["library"].dropna().tolist() == ["llama_cpp 0.3"] * 4
+    assert [imports for _, imports, *_ in bench.alone] == [[], ["llama_cpp"], ["llama_cpp"]]
+
+
+def test_llama_cpp_decodes_the_prompts_and_then_its_own_tokens():
+    import numpy
+
+    from benchmark_llama_cpp import greedy
+
+    passes = []
+
+    def decode(new, position):
+        passes.append((new, position))
+        return numpy.eye(8)[[row[-1] + 1 for row in new]]
+
+    assert list(greedy(decode, [[1, 2], [3, 4]], 3)) == [[3, 5], [4, 6], [5, 7]]
+    assert passes == [([[1, 2], [3, 4]], 0), ([[3], [5]], 2), ([[4], [6]], 3)]
+
+
+def test_queries_and_keys_in_llama_cpps_order_meet_as_in_ours():
+    from export_gguf import pairs_together
+    from llama import rotate
+
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.tensor([0.1, 0.7, 2.0])  # of a head of six numbers
+    turn = torch.polar(torch.ones(3), angles)
+    cos = torch.cat([angles.cos(), angles.cos()])
+    sin = torch.cat([-angles.sin(), angles.sin()])
+    x = torch.randn(16, generator=generator)
+    ours = []
+    theirs = []
+    for still in (True, False):
+        weight = torch.randn(4 * 6, 16, generator=generator)
+        vectors = (weight @ x).view(4, 6)
+        points = torch.view_as_complex((pairs_together(weight, 4) @ x).view(4, 3, 2))
+        ours.append(vectors if still else rotate(vectors, cos, sin))
+        theirs.append(torch.view_as_real(points if still else points * turn).flatten(1))
+    assert torch.allclose((theirs[0] * theirs[1]).sum(-1), (ours[0] * ours[1]).sum(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tiny", "tiny_llama", "qwen"])
+def test_llama_cpp_writes_our_texts(bench, request, tmp_path, kind):
+    from llama import RopeScaling
+    from load import save_model
+
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    bench.absent.clear()
+    build = request.getfixturevalue("tiny" if kind == "tiny" else "tiny_llama")
+    shape = {"n_embd": 32, "block_size": 64}
+    if kind == "qwen":  # biases, and slower rotations
+        shape |= {"qkv_bias": True, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16.0)}
+    save_model(build(dtype=torch.float32, **shape), tmp_path / "model")
+    names = ["llama.cpp", "llama.cpp int8"]
+    code, rows, _ = bench("--model", tmp_path / "model", "--batch-size", 3, "--engines", *names)
+    assert code == 0
+    assert list(rows["mode"][:3]) == ["cache", *names]
+    assert rows["library"].dropna().str.startswith("llama_cpp ").tolist() == [True] * 4
+
+
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_different_tokens_are_not_timed(bench, monkeypatch, engine):
     import benchmark_batching as script
@@ -212,6 +303,29 @@ def test_different_tokens_are_not_timed(bench, monkeypatch, engine):
     code, rows, _ = bench()
     assert "do not make the same tokens" in code
     assert rows is None
+
+
+@pytest.mark.parametrize("tie", [0.0, 99.0, float("nan")])
+def test_of_two_tokens_nearly_as_probable_either_is_timed(bench, monkeypatch, tie):
+    import benchmark_batching as script
+
+    run = script.run
+
+    def other_end(name, *args):
+        steps, *times = run(name, *args)
+        if name == "native":
+            steps = [*steps[:-1], [steps[-1][0], (steps[-1][1] + 1) % 61]]
+        return steps, *times
+
+    monkeypatch.setattr(script, "run", other_end)
+    monkeypatch.setitem(script.TIES, "native", tie)
+    code, rows, _ = bench("--engines", "native")
+    if tie == 99.0:
+        assert code == 0
+        assert len(rows) == 4
+    else:
+        assert "do not make the same tokens" in code
+        assert rows is None
 
 
 @pytest.mark.parametrize("engine", ["bfloat16", "int8", "native int8"])
@@ -263,8 +377,10 @@ def test_an_engine_that_cannot_run_is_left_out(bench, monkeypatch):
     assert code == 0
     assert "without native, native int8: no compiler here\n" in err
     assert list(rows["mode"][:2]) == ["cache", "int8"]
-    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: name)
-    assert script.usable(["native", "int8", "CTranslate2"], "cuda") == ["cache", "int8"]
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: name != "gguf")
+    assert script.missing("llama.cpp", "cpu") == "pip install gguf"
+    only_cpu = ["native", "CTranslate2", "llama.cpp"]
+    assert script.usable(["int8", *only_cpu], "cuda") == ["cache", "int8"]
 
 
 def test_a_worker_is_a_process_of_its_own(checkpoint):
@@ -302,8 +418,8 @@ def end_it(name, model):
 
 
 def test_a_text_that_does_not_fit_is_one_line(bench):
-    code, rows, err = bench("--max-new-tokens", 60)
+    code, rows, err = bench("--max-new-tokens", 60, "--engines", "cache")
     assert code == 2
     assert rows is None
-    assert err.count("\n") <= 2
+    assert err.count("\n") == 1
     assert "65 tokens do not fit the window of" in err
