@@ -382,7 +382,8 @@ def main(argv=None) -> None:
     sizes = {"type": common.whole_number(1, MOST_TEXTS), "default": [1, 8, 32]}
     parser.add_argument("--batch-size", **common.LIST, **sizes, help="texts at once")
     tokens = {"type": common.whole_number(1), "default": 16}
-    parser.add_argument("--prompt-tokens", **tokens, help="random ids in each prompt")
+    prompt = "random ids in each prompt; with one text, over first_token_s, the rate of prefill"
+    parser.add_argument("--prompt-tokens", **tokens, help=prompt)
     common.add_options(parser, "batching_cpu.csv", lengths=[100], repeats=3, dtypes=False)
     common.run_benchmark(parser, measure, {"mode": "cache", "dtype": "float32"}, plot, argv)
 
