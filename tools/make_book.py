@@ -50,6 +50,7 @@ TITLES = {  # of the parts, by their first lesson
     "20": "Part II-A: native speed",
     "30": "Part II-B: Llama and Qwen",
     "37": "Part II-C: the engine",
+    "48": "Part III-A: the engine at the machine's limit",
 }
 ARXIV = "https://arxiv.org/abs/"
 PAPERS = {  # as lessons and docstrings name them
