@@ -267,24 +267,55 @@ def test_queries_and_keys_in_llama_cpps_order_meet_as_in_ours():
     assert torch.allclose((theirs[0] * theirs[1]).sum(-1), (ours[0] * ours[1]).sum(-1), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["tiny", "tiny_llama", "qwen"])
-def test_llama_cpp_writes_our_texts(bench, request, tmp_path, kind):
-    from llama import RopeScaling
-    from load import save_model
+GGUF = {  # llama.cpp's names of what a model of one layer has, in the order of our modules
+    "gpt2": "token_embd position_embd 0.attn_norm 0.attn_qkv 0.attn_output 0.ffn_norm 0.ffn_up"
+    " 0.ffn_down output_norm",
+    "llama": "token_embd 0.attn_norm 0.attn_q 0.attn_k 0.attn_v 0.attn_output 0.ffn_norm"
+    " 0.ffn_gate 0.ffn_up 0.ffn_down output_norm output",
+}
 
-    pytest.importorskip("llama_cpp")
-    pytest.importorskip("gguf")
-    bench.absent.clear()
-    build = request.getfixturevalue("tiny" if kind == "tiny" else "tiny_llama")
-    shape = {"n_embd": 32, "block_size": 64}
-    if kind == "qwen":  # biases, and slower rotations
-        shape |= {"qkv_bias": True, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16.0)}
-    save_model(build(dtype=torch.float32, **shape), tmp_path / "model")
-    names = ["llama.cpp", "llama.cpp int8"]
-    code, rows, _ = bench("--model", tmp_path / "model", "--batch-size", 3, "--engines", *names)
-    assert code == 0
-    assert list(rows["mode"][:3]) == ["cache", *names]
-    assert rows["library"].dropna().str.startswith("llama_cpp ").tolist() == [True] * 4
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kind", ["tiny", "tiny_llama", "qwen"])
+def test_a_gguf_file_holds_each_weight_under_llama_cpps_name(request, tmp_path, kind, dtype):
+    import gguf
+
+    from export_gguf import pairs_together, write_gguf
+
+    shape = {"n_embd": 32, "n_layer": 1}
+    if kind == "qwen":
+        shape["qkv_bias"] = True
+    model = request.getfixturevalue("tiny" if kind == "tiny" else "tiny_llama")
+    model = model(dtype=torch.float32, **shape)
+    write_gguf(model, tmp_path / "model.gguf", dtype)
+    file = gguf.GGUFReader(tmp_path / "model.gguf")
+    family = "gpt2" if kind == "tiny" else "llama"
+    assert file.get_field("general.architecture").contents() == family
+    assert file.get_field(f"{family}.attention.head_count").contents() == model.config.n_head
+    stored = {tensor.name: tensor for tensor in file.tensors}
+    names = GGUF[family].replace("0.", "blk.0.").split()
+    modules = {}  # ours, in order
+    for key, weight in model.named_parameters():
+        module, _, part = key.rpartition(".")
+        modules.setdefault(module, {})[part] = weight
+    assert len(stored) == sum(map(len, modules.values())) + (family == "llama")  # its rotations
+    for name, (module, parts) in zip(names, modules.items(), strict=True):
+        for part, weight in parts.items():
+            heads = {"q_proj": model.config.n_head, "k_proj": model.config.n_kv_head}
+            turned = heads.get(module.rpartition(".")[2])
+            expected = pairs_together(weight, turned) if turned else weight
+            tensor = stored[f"{name}.{part}"]
+            found = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+            whole = weight.dim() == 2 and weight.shape[1] % 32 == 0 and name != "position_embd"
+            bound = 0.0
+            if dtype == "int8" and whole:
+                assert tensor.tensor_type.name == "Q8_0"
+                # Of 32 numbers the largest is 127 steps from 0; the step is rounded, to a float16.
+                steps = expected.unflatten(1, (-1, 32)).abs().amax(-1) / 127
+                bound = 0.6 * steps.repeat_interleave(32, dim=1)
+            else:
+                assert tensor.tensor_type.name == "F32"
+            assert ((found - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])
