@@ -29,6 +29,7 @@ from command_line import (
 from engine.drafter import LookupDrafter, PagedDrafter
 from engine.engine import Engine
 from engine.request import Request
+from engine.trials import Trials
 from errors import UserError
 from load import parse_name
 from model import Model
@@ -47,11 +48,10 @@ def main(argv=None) -> None:
     )
     parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
     parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
+    gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
     draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
     parser.add_argument("--draft", help=draft_help)
-    parser.add_argument(
-        "--gamma", type=int, help="for --draft: tokens to draft in a step, 1 to 16; 3 if not given"
-    )
+    parser.add_argument("--gamma", type=int, help=gamma_help)
     add_options(parser)
     add_sampling_options(parser)
     stop_help = "the text ends before this one; repeatable"
@@ -92,6 +92,7 @@ def run(args) -> None:
         stride=args.stride,
         drafter=make_drafter(args, model, drafts),
         gamma=3 if args.gamma is None else args.gamma,
+        trials=Trials() if args.gamma is None else None,
         encoding=encoding,
     )
 

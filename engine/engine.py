@@ -1,6 +1,7 @@
 """The engine: requests in, events out."""
 
 import itertools
+import time
 from typing import Protocol
 
 import tiktoken
@@ -11,6 +12,7 @@ from engine.cache import PagedCache, last_logits
 from engine.pages import PagePool, page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import Scheduler, Work
+from engine.trials import Trials
 from errors import UserError, check_limits, means_no_memory, memory_for
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, choose, token_logprob
@@ -46,7 +48,8 @@ class Engine:
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
     page_size positions; None: so many that max_rows whole windows fit. budget: tokens in one step,
     at most. stride: as in `generate`.
-    drafter: proposes up to gamma tokens, 1 to 16, to follow each text.
+    drafter: proposes up to gamma tokens, 1 to 16, to follow each text. trials: decide in which
+    steps, by what they took; None: in each.
     encoding: makes text of tokens; None if only tokens are wanted.
     Only one thread at a time may use it. Raises UserError for a value out of range, or if the cache
     does not fit in memory.
@@ -64,6 +67,7 @@ class Engine:
         stride: int | None = None,
         drafter: Drafter | None = None,
         gamma: int = 3,
+        trials: Trials | None = None,
         encoding: tiktoken.Encoding | None = None,
     ):
         check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget, gamma=gamma)
@@ -78,6 +82,7 @@ class Engine:
         self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride)
         self.drafter = drafter
         self.gamma = gamma
+        self.trials = trials if drafter else None
         self.encoding = encoding
         self.steps = 0  # so far
         self.positions = 0  # computed so far
@@ -127,7 +132,9 @@ class Engine:
         KeyboardInterrupt, leaves `step`: its events are lost, but no text is wrong, and the next
         step goes on from there.
         """
-        self.draft()
+        began = time.perf_counter()
+        rows = len(self.scheduler.running)
+        drafted = self.draft()
         works = self.scheduler.schedule()
         if not works:
             return []
@@ -142,15 +149,25 @@ class Engine:
                 events.append(self.update(work, result))
             except Exception as error:  # of this text alone: the encoding is the caller's
                 events.append(self.fail(work.request, f"{type(error).__name__}: {error}"))
-        return [event for event in events if event]  # a chunk has none
+        events = [event for event in events if event]  # a chunk has none
+        decoding = all(len(work.tokens) == len(work.drafts) + 1 for work in works)
+        if self.trials and decoding and len(works) == rows:  # nobody came, and no prompt is read
+            tokens = sum(len(event.tokens) for event in events)
+            self.trials.note(rows, drafted, tokens, time.perf_counter() - began)
+        return events
 
-    def draft(self) -> None:
-        """Ask for drafts for requests that lack nothing but their newest token."""
+    def draft(self) -> bool:
+        """Ask for drafts for requests that lack nothing but their newest token.
+
+        Returns whether it asked: where drafts do not pay it does not.
+        """
         if self.drafter is None:
-            return
+            return False
         running = self.scheduler.running
         for request in running:
             request.drafts = []  # those of a step that was interrupted
+        if self.trials and not self.trials.drafts(len(running)):
+            return False
         asking = [request for request in running if len(request.lacking) == 1]
         counts = [
             min(
@@ -168,10 +185,11 @@ class Engine:
             proposed = self.drafter.propose(asking, counts)
         except (MemoryError, RuntimeError) as error:
             if means_no_memory(error):
-                return
+                return True
             raise
         for request, count, tokens in zip(asking, counts, proposed, strict=True):
             request.drafts = tokens[:count]
+        return True
 
     def compute(self, works: list[Work]) -> list[tuple[list[int], torch.Tensor] | None]:
         """What follows each text and each of its drafts, and the logits that it was chosen from.

@@ -1,0 +1,234 @@
+"""Drafts in the steps where they are measured to be faster; the texts stay."""
+
+import itertools
+import random
+import re
+import time
+
+import pytest
+from conftest import make_engine, own_texts, random_tokens, request_params
+from drafting import Scripted, knowing
+
+from engine.engine import Engine
+from sampling import SamplingParams
+
+LONG = SamplingParams(400, ignore_eos=True)
+WINDOW = 512
+
+
+@pytest.fixture
+def model(tiny):
+    return tiny(n_layer=1, block_size=WINDOW)
+
+
+class Timed:
+    """A drafter whose steps, and the engine's others, take as long as a function says.
+
+    seconds: (rows, drafting) to the seconds of a step. asked: of each step, whether it drafted.
+    """
+
+    def __init__(self, monkeypatch, seconds, propose=lambda request, count: []):
+        self.seconds = seconds
+        self.scripted = Scripted(propose)
+        self.asked = []
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def propose(self, requests, counts):
+        self.asked[-1] = True
+        return self.scripted.propose(requests, counts)
+
+    def run(self, engine) -> list[bool]:
+        """Write all texts of the engine; returns which of its steps asked for drafts."""
+        compute = engine.compute
+
+        def timed(works):
+            self.now += self.seconds(len(works), self.asked[-1])
+            return compute(works)
+
+        engine.compute = timed
+        while engine.busy:
+            self.asked.append(False)
+            engine.step()
+        return self.asked
+
+
+def trials_engine(model, drafter, rows=1, **options) -> Engine:
+    from engine.trials import Trials
+
+    return Engine(model, rows, page_size=16, drafter=drafter, trials=Trials(), **options)
+
+
+def runs(asked: list[bool]) -> list[tuple[bool, int]]:
+    """Steps one after the other that were alike."""
+    return [(value, len(list(group))) for value, group in itertools.groupby(asked)]
+
+
+def test_where_drafts_do_not_pay_they_stop_and_are_tried_again(model, monkeypatch):
+    drafter = Timed(monkeypatch, lambda rows, drafting: 2.0 if drafting else 1.0)
+    engine = trials_engine(model, drafter)
+    engine.add([1, 2], LONG)
+    # The prompt, a first step of drafts that does not count, then 16 and 16 and 256 that do.
+    assert runs(drafter.run(engine)) == [
+        (True, 1 + 1 + 16),
+        (False, 16 + 256),
+        (True, 17),
+        (False, 93),
+    ]
+
+
+def test_where_drafts_pay_they_stay(model, monkeypatch):
+    drafter = Timed(monkeypatch, lambda rows, drafting: 1.0 if drafting else 1.1)
+    engine = trials_engine(model, drafter)
+    engine.add([1, 2], LONG)
+    first = [(True, 1 + 1 + 16), (False, 16), (True, 1 + 256 + 16), (False, 16)]
+    assert runs(drafter.run(engine))[:4] == first
+
+
+def test_what_counts_is_tokens_in_the_time(model, monkeypatch):
+    """A step with drafts that takes twice as long pays if it makes four times the tokens."""
+    prompt = random_tokens(3)
+    right = knowing(model)
+    drafter = Timed(monkeypatch, lambda rows, drafting: 2.0 if drafting else 1.0, right.function)
+    engine = trials_engine(model, drafter)
+    engine.add(prompt, LONG)
+    assert runs(drafter.run(engine))[:3:2] == [(True, 18), (True, 79)]
+
+
+def noted(trial, drafts, count, tokens, seconds) -> None:
+    for _ in range(count):
+        trial.note(drafts, tokens, seconds)
+
+
+def test_older_steps_count_in_a_trial():
+    """Sixteen steps that were slow by chance do not outweigh those kept of the term before."""
+    from engine.trials import Trial
+
+    trial = Trial()
+    noted(trial, True, 16, 3, 2.0)
+    noted(trial, False, 16, 1, 1.0)
+    assert trial.pays
+    noted(trial, True, 256, 3, 2.0)
+    noted(trial, True, 16, 1, 2.0)  # hardly a draft is accepted in this part of the text
+    noted(trial, False, 16, 1, 1.0)
+    assert trial.pays and trial.drafts
+
+
+def test_a_term_ends_early_when_its_steps_say_so():
+    from engine.trials import Trial
+
+    trial = Trial()
+    noted(trial, True, 16, 3, 2.0)
+    noted(trial, False, 16, 1, 1.0)
+    noted(trial, True, 16, 1, 2.0)
+    assert not trial.drafts  # 2 tokens on average, in 2 seconds
+    noted(trial, False, 64, 1, 1.1)
+    assert trial.drafts
+
+
+def test_a_pause_in_one_step_changes_nothing(model, monkeypatch):
+    pauses = iter([0.0] * 5 + [100.0] + [0.0] * 500)
+
+    def seconds(rows, drafting):
+        return (1.0 if drafting else 1.1) + next(pauses)
+
+    drafter = Timed(monkeypatch, seconds)
+    engine = trials_engine(model, drafter)
+    engine.add([1, 2], LONG)
+    assert runs(drafter.run(engine))[2][0] is True
+
+
+def test_each_number_of_rows_is_tried_for_itself(model, monkeypatch):
+    """Alone they pay; for two and three, which are one size, they do not."""
+    drafter = Timed(monkeypatch, lambda rows, drafting: 1.0 + (rows > 1) * drafting - drafting / 2)
+    engine = trials_engine(model, drafter, rows=3)
+    for length in (60, 80, 400):
+        engine.add([length % 61], SamplingParams(length, ignore_eos=True))
+    asked = drafter.run(engine)
+    together = asked[:80]
+    assert runs(together) == [(True, 1 + 1 + 16), (False, 80 - 18)]
+    # Alone: a first step that does not count, 16 and 16, and then they pay.
+    assert runs(asked[80:])[:3] == [(True, 17), (False, 16), (True, 257 + 16)]
+
+
+def test_only_steps_that_decode_count(model, monkeypatch):
+    """A prompt in chunks, and the step in which a text comes in, say nothing of drafts."""
+    drafter = Timed(monkeypatch, lambda rows, drafting: 2.0 if drafting else 1.0)
+    engine = trials_engine(model, drafter, rows=2, budget=8)
+    engine.add([1, 2], LONG)
+    for _ in range(10):
+        drafter.asked.append(False)
+        engine.step()
+    trial = engine.trials.trials[1]
+    assert trial.steps == 8  # of ten, but for the prompt and the first with drafts
+    engine.add(random_tokens(53), LONG)
+    for _ in range(8):  # seven positions a step
+        drafter.asked.append(False)
+        engine.step()
+    assert (trial.steps, engine.trials.trials[2].steps) == (8, 0)
+
+
+def test_an_interrupted_step_does_not_count(model, monkeypatch):
+    drafter = Timed(monkeypatch, lambda rows, drafting: 1.0)
+    engine = trials_engine(model, drafter)
+    engine.add([1, 2], LONG)
+    for _ in range(5):
+        drafter.asked.append(False)
+        engine.step()
+    compute = engine.compute
+
+    def interrupted(works):
+        raise KeyboardInterrupt
+
+    engine.compute = interrupted
+    drafter.asked.append(False)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.compute = compute
+    assert engine.trials.trials[1].steps == 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_are_those_of_generate_whatever_the_clock_says(tiny, tiny_llama, monkeypatch, seed):
+    model = (tiny if seed % 2 else tiny_llama)(n_layer=1, block_size=64)
+    draw = random.Random(seed)
+    drafter = Timed(
+        monkeypatch, lambda rows, drafting: draw.random(), knowing(model, wrong={5, 9}).function
+    )
+    prompts = [random_tokens(length, seed=length) for length in (3, 9, 1, 14, 5)]
+    params = request_params(len(prompts), max_new_tokens=70, temperature=1.0)
+    engine, requests = make_engine(
+        model, prompts, params, max_rows=3, page_size=4, drafter=drafter, trials=trials()
+    )
+    asked = drafter.run(engine)
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    assert {True, False} <= set(asked)
+
+
+def trials():
+    from engine.trials import Trials
+
+    return Trials()
+
+
+def test_still_an_engine_without_trials_drafts_in_each_step(model, monkeypatch):
+    drafter = Timed(monkeypatch, lambda rows, drafting: 2.0 if drafting else 1.0)
+    engine = Engine(model, 1, page_size=16, drafter=drafter)
+    engine.add([1, 2], SamplingParams(60, ignore_eos=True))
+    assert all(drafter.run(engine))
+
+
+WRITE = ["--prompt", "Lily and Tom and Lily and", "--max-new-tokens", 90, "--ignore-eos"]
+
+
+def drafted(err: str) -> int:
+    return int(re.search(r" of (\d+) drafts accepted", err)[1])
+
+
+def test_the_command_line_drafts_where_it_pays_unless_gamma_is_given(engine_cli, tiny_checkpoint):
+    args = ["--model", tiny_checkpoint, "--draft", tiny_checkpoint, *WRITE]
+    code, always, err = engine_cli(*args, "--gamma", 3)
+    assert (code, drafted(err)) == (0, 65)
+    code, out, err = engine_cli(*args)
+    assert (code, out) == (0, always)
+    assert 0 < drafted(err) < 65  # steps without drafts were tried
