@@ -19,6 +19,7 @@ from cache import KVCache
 from command_line import DTYPES, pick_device, run_script
 from errors import UserError
 from load import load_config, parse_name
+from native import BuildError, kernel
 
 ROOT = Path(__file__).resolve().parent
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
@@ -37,6 +38,7 @@ CONDITIONS = {
     "repeat": "each repeat runs all modes once; ratios are taken within it",
     "parameters": "of the model",
     "device": "what computed",
+    "kernel": "the instruction set of the C code; none: it is not compiled here",
     "threads": "of torch",
     "torch": "its version",
     "library": "whose engine ran, with its version; none: this repository",
@@ -299,10 +301,19 @@ def describe(name, model, device: str, draft: str = "") -> dict:
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{device} {cpu_name()}",
+        "kernel": instruction_set(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": commit(),
     }
+
+
+def instruction_set(device: str) -> str:
+    """What the C code uses of this CPU; "" where there is none."""
+    try:
+        return kernel() if device == "cpu" else ""
+    except BuildError:
+        return ""
 
 
 def library(package: str) -> str:

@@ -25,15 +25,18 @@ from engine.drafter import LookupDrafter, PagedDrafter
 from engine.engine import Engine
 from engine.pages import page_count
 from engine.request import Event, Request
+from engine.trials import Trials
 from errors import UserError
 from infer import generate
 from load import load_model, parse_name, save_model
 from model import Model
+from native import BuildError, kernel, use_native
 from sampling import SamplingParams
 from tokenizer import load_encoding
 
 COLUMNS = {
     "part": "of the benchmark, as --only names it",
+    "backend": "what computed: torch, native (the C code), both in float32, or native int8",
     "mode": "what ran; within a repeat all modes take turns",
     "rows": "texts computed at once, at most",
     "temperature": "0: greedy",
@@ -41,12 +44,29 @@ COLUMNS = {
     "value": "as measured",
     "repeat": "each repeat runs all modes once",
 }
-ABOUT = ("model", "draft", "dtype", "parameters", "device", "threads", "torch", "commit")
+ABOUT = (
+    "model",
+    "draft",
+    "parameters",
+    "device",
+    "kernel",
+    "threads",
+    "torch",
+    "library",
+    "commit",
+)
 COLUMNS |= {name: common.COLUMNS[name] for name in ABOUT}
-SETTING = ["model", "part", "mode", "rows", "temperature", "measure"]
+SETTING = ["model", "part", "backend", "mode", "rows", "temperature", "measure"]
+MEASURED = "draft model, where it pays"
 STEPS = 50  # of which a median is taken
 PAGE = 16  # positions
 NEW = 8  # tokens after a prompt whose first token is what counts
+BACKENDS = {"torch": torch.float32, "native": torch.float32, "native int8": torch.int8}
+DRAWS = {  # how tokens are chosen
+    "greedy": {},
+    "temperature 0.8, top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "temperature 0.8, top-k 50": {"temperature": 0.8, "top_k": 50},
+}
 
 
 class Results(common.ResultsFile):
@@ -56,15 +76,25 @@ class Results(common.ResultsFile):
     about = {}  # what ran on what
 
     def write(
-        self, part: str, mode: str, rows: int, repeat: int, values: dict, temperature: float = 0.0
+        self,
+        part: str,
+        backend: str,
+        mode: str,
+        rows: int,
+        repeat: int,
+        values: dict,
+        temperature: float = 0.0,
+        library: str = "",
     ) -> None:
         """Add values, measure -> number, and show them on stderr."""
-        run = {"part": part, "mode": mode, "rows": rows, "temperature": temperature}
-        run |= self.about | {"repeat": repeat}
+        run = {"part": part, "backend": backend, "mode": mode, "rows": rows}
+        run |= self.about | {"temperature": temperature, "repeat": repeat, "library": library}
         for measure, value in values.items():
             self.rows.append(run | {"measure": measure, "value": value})
             self.append(self.rows[-1] | {"value": common.four_digits(value)})
-        which = f"{part}  {mode}  {rows} rows  temperature {temperature}  repeat {repeat}"
+        which = (
+            f"{part}  {mode}, {backend}, {rows} rows  temperature {temperature}  repeat {repeat}"
+        )
         shown = "; ".join(f"{measure} {value:.4g}" for measure, value in values.items())
         print(f"{which}: {shown}", file=sys.stderr)
 
@@ -81,8 +111,10 @@ class Bench(NamedTuple):
     """What a part of the benchmark works with."""
 
     args: argparse.Namespace
+    backend: str
     model: Model
-    write: Callable  # Results.write, for this part
+    draft: Model | None  # for speculation
+    write: Callable  # Results.write, for this part and backend
 
 
 # What the parts share
@@ -233,40 +265,49 @@ def peer(model: Model, rows: int):
     return run
 
 
-def throughput(bench: Bench) -> None:
+def throughput(benches: list[Bench]) -> None:
     """The whole queue, one at a time, in batches, in the engine, and in transformers."""
-    prompts, params = requests(bench, bench.args.requests)
+    args = benches[0].args
+    prompts, params = requests(benches[0], args.requests)
     short = [greedy(2)] * len(prompts)  # to warm up
-    modes = {("one at a time", 1): functools.partial(in_batches, bench.model, 1)}
-    for name, function in (("static batches", in_batches), ("engine", in_engine)):
-        for rows in bench.args.rows:
-            modes[name, rows] = functools.partial(function, bench.model, rows)
-    for (_, rows), run in modes.items():
+    modes = {}
+    for bench in benches:
+        alone = functools.partial(in_batches, bench.model, 1)
+        modes[bench.backend, "one at a time", 1] = bench, alone
+        for name, function in (("static batches", in_batches), ("engine", in_engine)):
+            for rows in args.rows:
+                run = functools.partial(function, bench.model, rows)
+                modes[bench.backend, name, rows] = bench, run
+    for (_, _, rows), (_, run) in modes.items():
         run(prompts[:rows], short[:rows])
-    if importlib.util.find_spec("transformers"):
+    if benches[0].backend != "torch":
+        pass  # its texts are compared with torch's
+    elif importlib.util.find_spec("transformers"):
         try:
-            run = peer(bench.model, max(bench.args.rows))
+            run = peer(benches[0].model, max(args.rows))
             run(prompts[:2], short[:2])
-            modes["transformers", max(bench.args.rows)] = run
+            modes["torch", "transformers", max(args.rows)] = benches[0], run
         except Exception as error:  # whatever it cannot do on this device
             print(f"without transformers: {type(error).__name__}: {error}", file=sys.stderr)
     else:
         print("without transformers: pip install transformers", file=sys.stderr)
-    for repeat in range(bench.args.repeats):
+    for repeat in range(args.repeats):
         rates = {}
-        expected = None
-        for (name, rows), run in modes.items():
+        expected = {}  # of each backend
+        for (backend, name, rows), (bench, run) in modes.items():
             began = now(bench.model)
             texts = run(prompts, params)
             rate = sum(map(len, texts)) / (now(bench.model) - began)
-            rates[name, rows] = rate
-            expected = expected or texts
-            check(f"{name}, {rows} rows", texts, expected)
+            rates[backend, name, rows] = rate
+            check(f"{name}, {backend}, {rows} rows", texts, expected.setdefault(backend, texts))
             values = {"tokens/s": rate}
             for other in (("one at a time", 1), ("static batches", rows)):
-                if other in rates:
-                    values[f"x {other[0]}"] = rate / rates[other]
-            bench.write(name, rows, repeat, values)
+                if (backend, *other) in rates:
+                    values[f"x {other[0]}"] = rate / rates[backend, *other]
+            if backend != "torch" and ("torch", name, rows) in rates:
+                values["x torch"] = rate / rates["torch", name, rows]
+            peers = {"library": common.library(name)} if name == "transformers" else {}
+            bench.write(name, rows, repeat, values, **peers)
 
 
 # One step, or a few
@@ -277,15 +318,21 @@ def overhead(bench: Bench) -> None:
     rows = max(bench.args.rows)
     for repeat in range(bench.args.repeats):
         engine = decoding(bench, rows)
-        methods = {"hidden": (engine.model, "hidden"), "head": (engine.model, "head")}
-        methods |= {"scheduling": (engine.scheduler, "schedule")}
-        methods |= {"plans": (engine.cache, "arrange"), "choosing": (engine, "compute")}
-        with stopwatch(bench.model, **methods) as seconds:
+        model = engine.model
+        methods = {"compute": (engine, "compute"), "scheduling": (engine.scheduler, "schedule")}
+        if model.native:
+            passes = {"pass": (model.native, "logits")}
+        else:
+            passes = {name: (model, name) for name in ("hidden", "head")}
+            methods["plans"] = engine.cache, "arrange"
+        with stopwatch(model, **methods, **passes) as seconds:
             times = [time for time, _ in itertools.islice(steps(engine), STEPS)]
-        model = seconds.pop("hidden") + seconds.pop("head")
-        seconds["choosing"] -= model + seconds["plans"]  # what is left of `compute`
+        computing = sum(seconds.pop(name) for name in passes)
+        # What is left of `compute`.
+        choosing = seconds.pop("compute") - computing - seconds.get("plans", 0)
         values = {"step, ms": 1000 * statistics.median(times)}
-        values["share of the engine"] = 1 - model / sum(times)
+        values["share of the engine"] = 1 - computing / sum(times)
+        seconds["choosing"] = choosing
         values |= {f"share of {name}": part / sum(times) for name, part in seconds.items()}
         bench.write("engine", rows, repeat, values)
 
@@ -387,15 +434,49 @@ def waste(bench: Bench) -> None:
         bench.write(mode, rows, 0, values)
 
 
+def sampling(bench: Bench) -> None:
+    """Steps that draw against greedy ones, in the engine and in `generate`."""
+    length = sum(bench.args.new_tokens) // 2
+    for repeat in range(bench.args.repeats):
+        for rows in dict.fromkeys((1, max(bench.args.rows))):
+            prompts = [[row] for row in range(rows)]
+            for mode, run in (("engine", engine_steps), ("generate", generate)):
+                for draws, options in DRAWS.items():
+                    params = []
+                    for row in range(rows):
+                        params.append(SamplingParams(length, ignore_eos=True, seed=row, **options))
+                    times = []
+                    began = now(bench.model)
+                    for _ in run(bench.model, prompts, params):
+                        ended = now(bench.model)
+                        times.append(ended - began)
+                        began = ended
+                    median = statistics.median(times[1:])  # without the prompts
+                    if draws == "greedy":
+                        baseline = median
+                    values = {"tokens/s": rows / median}
+                    if draws != "greedy":
+                        values["x greedy"] = baseline / median
+                    temperature = options.get("temperature", 0.0)
+                    bench.write(f"{mode}, {draws}", rows, repeat, values, temperature)
+
+
+def engine_steps(model: Model, prompts: list, params: list) -> Iterator[list[Event]]:
+    """The steps of a new engine that has a row for each prompt."""
+    engine = Engine(model, len(prompts), page_size=PAGE)
+    for request in zip(prompts, params):
+        engine.add(*request)
+    while engine.busy:
+        yield engine.step()
+
+
 # Drafts
 
 
 def speculation(bench: Bench) -> None:
     """The engine with drafts against the engine alone, and what a cost model says of it."""
     args = bench.args
-    draft = load_model(args.draft, torch.float32, bench.model.device)
-    modes = {"engine": lambda rows: None, "look-up": lambda rows: LookupDrafter()}
-    modes["draft model"] = lambda rows: PagedDrafter(draft, bench.model, rows, PAGE)
+    trials = {}
     length = sum(args.new_tokens) // 2
     prompts = story_prompts(bench, max(args.draft_rows))
     past = len(prompts[0]) + length // 2  # on average
@@ -410,17 +491,26 @@ def speculation(bench: Bench) -> None:
                 for row in range(rows):
                     seed = repeat * rows + row
                     params.append(SamplingParams(length, True, temperature, seed=seed))
-                for mode, make in modes.items():
-                    options = {"page_size": PAGE, "drafter": make(rows), "gamma": args.gamma}
-                    engine = Engine(bench.model, rows, **options)
+                # Kept for all repeats, so that not each of them begins with trials.
+                measured = trials.setdefault((rows, temperature), Trials())
+                drafter = PagedDrafter(bench.draft, bench.model, rows, PAGE)
+                modes = {"engine": (None, None), "look-up": (LookupDrafter(), None)}
+                modes |= {"draft model": (drafter, None), MEASURED: (drafter, measured)}
+                for mode, (drafter, measured) in modes.items():
+                    options = {"drafter": drafter, "gamma": args.gamma, "trials": measured}
+                    engine = Engine(bench.model, rows, page_size=PAGE, **options)
                     run = decode(engine, prompts[:rows], params)
                     if mode == "engine":
                         alone = run
                     if temperature == 0:
                         check(mode, run.texts, alone.texts)
-                    values = {"tokens/s": run.rate, "x engine": run.rate / alone.rate}
-                    values["tokens a pass"] = run.tokens_per_pass
+                    values = {"tokens/s": run.rate, "tokens a pass": run.tokens_per_pass}
                     if mode != "engine":
+                        values["x engine"] = run.rate / alone.rate
+                    if measured:
+                        values["share of steps with drafts"] = run.asked
+                        values |= run.acceptance
+                    elif mode != "engine":
                         # Few drafts make a pass of few positions.
                         wider = 1 + (ratio - 1) * (run.width - 1) / args.gamma
                         gain = run.tokens_per_pass * single / (wider * single + run.drafting)
@@ -456,16 +546,24 @@ def decode(engine: Engine, prompts: list, params: list) -> SimpleNamespace:
     start(engine, added)
     before = counts()
     methods = {"drafting": (engine.drafter, "propose")} if engine.drafter else {}
+    times = []
+    passes = 0  # of a row each
+    asked = 0  # steps that had drafts
     with stopwatch(engine.model, **methods) as seconds:
-        times, events = zip(*steps(engine))
+        past = engine.drafted
+        for time, events in steps(engine):
+            times.append(time)
+            passes += len(events)
+            asked += engine.drafted > past
+            past = engine.drafted
     positions, drafted, accepted, tokens = (a - b for a, b in zip(counts(), before))
-    passes = sum(map(len, events))  # of a row each
     return SimpleNamespace(
         texts=[request.output for request in added],
         rate=tokens / sum(times),
         tokens_per_pass=tokens / passes,
         width=positions / passes,
         drafting=seconds.get("drafting", 0) / len(times),
+        asked=asked / len(times),
         acceptance={"acceptance": accepted / drafted} if drafted else {},
     )
 
@@ -490,7 +588,7 @@ def pass_seconds(model: Model, rows: int, count: int, past: int) -> float:
 
 PARTS = {
     part.__name__: part
-    for part in (throughput, overhead, prefix, chunks, queue, waste, speculation)
+    for part in (throughput, overhead, sampling, prefix, chunks, queue, waste, speculation)
 }
 
 
@@ -510,18 +608,58 @@ def measure(args, device: str, results: Results) -> None:
             raise UserError(f"{name}: {why}")
     for temperature in args.temperature:
         SamplingParams(temperature=temperature)  # checks it
-    model = load_model(args.model, torch.float32, device)
-    draft = args.draft if speculates else ""
-    results.about = common.describe(args.model, model, device, draft)
+    benches = []
+    for backend in usable(args.backend, device):
+        model = load(args.model, backend, device)
+        draft = load(args.draft, backend, device) if speculates else None
+        benches.append(Bench(args, backend, model, draft, None))
+    about = common.describe(args.model, benches[0].model, device, args.draft if speculates else "")
+    results.about = {name: value for name, value in about.items() if name in COLUMNS}
     for name, part in PARTS.items():
         if name in args.only:
-            part(Bench(args, model, functools.partial(results.write, name)))
+            each = []
+            for bench in benches:
+                write = functools.partial(results.write, name, bench.backend)
+                each.append(bench._replace(write=write))
+            if part is throughput:  # all of them in turns
+                part(each)
+            else:
+                for bench in each:
+                    part(bench)
+
+
+def usable(backends: list[str], device: str) -> list[str]:
+    """Those that can compute on this device; a line on stderr says why others cannot.
+
+    Raises UserError if none is left.
+    """
+    reason = "" if device == "cpu" else f"for the CPU only, not {device}"
+    if not reason and backends != ["torch"]:
+        try:
+            kernel()
+        except BuildError as error:
+            reason = str(error)
+    left_out = [name for name in backends if reason and name != "torch"]
+    if left_out == backends:
+        raise UserError(f"--backend {' '.join(backends)}: {reason}")
+    if left_out:
+        print(f"without {', '.join(left_out)}: {reason}", file=sys.stderr)
+    return [name for name in backends if name not in left_out]
+
+
+def load(name: str, backend: str, device: str) -> Model:
+    """The model as that backend runs it."""
+    model = load_model(name, BACKENDS[backend], device)
+    if backend != "torch":
+        use_native(model)
+    return model
 
 
 PANELS = {  # part -> title, the axis, and the measures that are drawn
     "throughput": ("The whole queue", "tokens/s in all texts, prefill included", ["tokens/s"]),
     "chunks": ("A long prompt arrives", "ms", ["longest gap, ms", "plain step, ms"]),
-    "speculation": ("Drafts", "x the engine alone", ["x engine", "x engine, predicted"]),
+    "sampling": ("Draws", "tokens/s, x greedy", ["x greedy"]),
+    "speculation": ("Drafts", "x the engine alone", ["x engine"]),
 }
 
 
@@ -531,7 +669,10 @@ def plot(summary):
 
     parts = [part for part in PANELS if part in set(summary["part"])]
     count = max(len(parts), 1)
-    figure = Figure(figsize=(5.5 * count, 5), layout="constrained")
+    bars = summary[summary["measure"].isin(["tokens/s", "x greedy", "x engine"])]
+    most = max(bars.groupby(["part", "measure"]).size(), default=0)
+    size = (6.5 * count, max(5, 0.18 * most))
+    figure = Figure(figsize=size, layout="constrained")
     for axes, part in zip(figure.subplots(1, count, squeeze=False)[0], parts):
         title, label, measures = PANELS[part]
         draw(axes, summary[summary["part"] == part], measures)
@@ -542,7 +683,7 @@ def plot(summary):
 
 def draw(axes, rows, measures: list[str]) -> None:
     """Bars of these measures, side by side, of each mode that has all of them."""
-    setting = ["mode", "rows", "temperature"]
+    setting = ["backend", "mode", "rows", "temperature"]
     found = rows[rows["measure"].isin(measures)]
     found = found.groupby(setting, sort=False).filter(lambda group: len(group) == len(measures))
     settings = list(found.groupby(setting, sort=False).groups)[::-1]  # the first at the top
@@ -553,9 +694,9 @@ def draw(axes, rows, measures: list[str]) -> None:
         drawn = axes.barh(at, bars["median"], 0.4, xerr=error, capsize=2, label=measure)
         axes.bar_label(drawn, fmt="%.3g", padding=4, fontsize="x-small")
     names = []
-    for mode, size, temperature in settings:
-        warm = f", temperature {temperature}" if temperature else ""
-        names.append(f"{mode}, {size} {'row' if size == 1 else 'rows'}{warm}")
+    for backend, mode, size, temperature in settings:
+        warm = f", temperature {temperature}" if temperature and "temp" not in mode else ""
+        names.append(f"{mode}, {backend}, {size} {'row' if size == 1 else 'rows'}{warm}")
     axes.set_yticks(range(len(names)), names, fontsize="small")
     axes.margins(x=0.12)
     axes.legend(fontsize="x-small")
@@ -582,7 +723,7 @@ def main(argv=None) -> None:
     for name, part in PARTS.items():
         sentence = part.__doc__.partition(".")[0]
         about.append(f"{name}: {sentence[0].lower()}{sentence[1:]}")
-    parser = Parser(description=f"Time the engine, greedy, in float32. {'; '.join(about)}.")
+    parser = Parser(description=f"Time the engine. {'; '.join(about)}.")
     names = list(PARTS)
     only = {"default": names, "choices": names, "metavar": "PART"}
     parser.add_argument("--only", **common.LIST, **only, help="what to run")
@@ -598,6 +739,8 @@ def main(argv=None) -> None:
     parser.add_argument("--gamma", **gamma, help="drafts a row and pass, 1 to 16")
     temperature = {"type": float, "default": [0.0, 0.8]}
     parser.add_argument("--temperature", **common.LIST, **temperature, help="of speculation")
+    computes = {"choices": BACKENDS, "default": list(BACKENDS)}
+    parser.add_argument("--backend", **common.LIST, **computes, help="what computes")
     shared = {"lengths": None, "repeats": 2, "dtypes": False, "columns": COLUMNS}
     common.add_options(parser, "engine_cpu.csv", **shared)
     common.run_benchmark(parser, measure, None, plot, argv, Results)

@@ -287,7 +287,7 @@ def test_a_full_disk_keeps_whole_rows_and_writes_nothing_by_halves(script, tmp_p
 
     header = len(",".join(row)) + 1
     line = len(",".join(map(str, row.values()))) + 1
-    room = header + rows * line + 20  # the next row fits in part
+    room = header + rows * line + 2  # the next row fits in part
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 from model import GPT
 
-PARTS = ["throughput", "overhead", "prefix", "chunks", "queue", "waste", "speculation"]
+PARTS = ["throughput", "overhead", "sampling", "prefix", "chunks", "queue", "waste"]
+PARTS += ["speculation"]
 EVERY_ID = tuple(range(4096))
 
 
@@ -45,7 +46,7 @@ def bench(checkpoint, tmp_path, run_main, monkeypatch):
     monkeypatch.setattr(script, "STEPS", 6)
     small = ["--requests", 5, "--rows", 2, 3, "--prompt-tokens", 2, 6, "--new-tokens", 3, 8]
     small += ["--long-prompt", 20, "--decoding", 2, "--waiting", 7, "--draft-rows", 1, 2]
-    small += ["--repeats", 2]
+    small += ["--repeats", 2, "--backend", "torch"]
 
     def run(*args):
         output = tmp_path / "run.csv"
@@ -77,7 +78,7 @@ def queue(count=5, new_tokens=(3, 8)):
 
     args = SimpleNamespace(prompt_tokens=[2, 6], new_tokens=new_tokens)
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=4096))
-    prompts, params = script.requests(script.Bench(args, model, None), count)
+    prompts, params = script.requests(script.Bench(args, "torch", model, None, None), count)
     return prompts, [each.max_new_tokens for each in params]
 
 
@@ -111,10 +112,10 @@ def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path, monkeypatch):
     for repeat in (0, 1):
         for size in (1, 2):
             for temperature in (0, 0.8):
-                for mode in ("engine", "look-up", "draft model"):
+                for mode in ("engine", "look-up", "draft model", "draft model, where it pays"):
                     expected.append([repeat, size, temperature, mode])
     assert runs("speculation", "repeat", "rows", "temperature", "mode") == expected
-    for part, count in {"overhead": 1, "prefix": 2, "chunks": 2, "queue": 2}.items():
+    for part, count in {"overhead": 1, "sampling": 6, "prefix": 2, "chunks": 2, "queue": 2}.items():
         found = runs(part, "repeat", "mode")
         assert [repeat for repeat, _ in found] == [0] * count + [1] * count
         assert len({mode for _, mode in found}) == count
@@ -126,13 +127,16 @@ def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path, monkeypatch):
     drawn = []
     for axes in figures[0].axes:
         drawn.append([label.get_text() for label in axes.get_yticklabels()][::-1])
-    assert drawn[0][:2] == ["one at a time, 1 row", "static batches, 2 rows"]
-    assert drawn[1] == ["budget 4, in chunks, 2 rows", "budget 22, whole prompt, 2 rows"]
-    assert drawn[2][:2] == ["look-up, 1 row", "draft model, 1 row"]
-    assert drawn[2][-1] == "draft model, 2 rows, temperature 0.8"
-    assert len(drawn[2]) == 2 * 2 * 2  # the engine alone is 1 by itself
-    labels = figures[0].axes[2].get_legend_handles_labels()[1]
-    assert labels == ["x engine", "x engine, predicted"]
+    assert drawn[0][:2] == ["one at a time, torch, 1 row", "static batches, torch, 2 rows"]
+    assert drawn[1] == [
+        "budget 4, in chunks, torch, 2 rows",
+        "budget 22, whole prompt, torch, 2 rows",
+    ]
+    assert drawn[2][0] == "engine, temperature 0.8, top-p 0.9, torch, 1 row"
+    assert len(drawn[2]) == 2 * 2 * 2  # greedy is 1 by itself
+    assert drawn[3][:2] == ["look-up, torch, 1 row", "draft model, torch, 1 row"]
+    assert drawn[3][-1] == "draft model, where it pays, torch, 2 rows, temperature 0.8"
+    assert len(drawn[3]) == 2 * 2 * 3  # the engine alone is 1 by itself
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -186,7 +190,9 @@ def test_different_tokens_are_not_timed(bench, monkeypatch, function, mode):
 
     monkeypatch.setattr(script, function, wrong)
     code, rows, _ = bench("--only", "throughput")
-    assert f"{mode}, 3 rows: 1 of 5 texts have other tokens: no timing of wrong results" == code
+    assert (
+        f"{mode}, torch, 3 rows: 1 of 5 texts have other tokens: no timing of wrong results" == code
+    )
     assert 3 not in set(rows[rows["mode"] == mode]["rows"])
 
 
@@ -240,6 +246,99 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
         "share of plans": 0.12,
         "share of choosing": 0.4,
     }
+
+
+def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
+    import engine.engine
+    import infer
+
+    def slower_draws(choose):
+        def call(logits, params, *args):
+            clock[0] += sum(each.temperature > 0 for each in params)
+            clock[0] += sum(each.top_p < 1 for each in params)
+            return choose(logits, params, *args)
+
+        return call
+
+    for module in (engine.engine, infer):
+        monkeypatch.setattr(module, "choose", slower_draws(module.choose))
+    code, rows, _ = bench("--only", "sampling")
+    assert code == 0
+    for mode in ("engine", "generate"):
+        for size in (1, 3):
+            assert values(rows, f"{mode}, greedy", 1, size) == {"tokens/s": 1}
+            found = values(rows, f"{mode}, temperature 0.8, top-p 0.9", 1, size, 0.8)
+            assert found == {"tokens/s": near(1 / 3), "x greedy": near(1 / 3)}
+            found = values(rows, f"{mode}, temperature 0.8, top-k 50", 1, size, 0.8)
+            assert found == {"tokens/s": 0.5, "x greedy": 0.5}
+
+
+BACKENDS = ["torch", "native", "native int8"]
+
+
+def test_backends_take_turns_and_torch_is_what_they_are_compared_with(bench, monkeypatch):
+    import benchmark_engine as script
+
+    ran = []
+    loaded = {}  # each model, and its backend
+    load = script.load
+
+    def remembered(name, backend, device):
+        model = load(name, backend, device)
+        loaded[model] = backend
+        return model
+
+    def spy(name):
+        right = getattr(script, name)
+
+        def spied(model, rows, prompts, params):
+            if params[0].max_new_tokens > 2:  # no warm-up
+                ran.append(loaded[model])
+            return right(model, rows, prompts, params)
+
+        monkeypatch.setattr(script, name, spied)
+
+    monkeypatch.setattr(script, "load", remembered)
+    spy("in_batches")
+    spy("in_engine")
+    code, rows, _ = bench("--only", "throughput", "--backend", *BACKENDS)
+    assert code == 0
+    assert ran == [name for _ in range(2) for name in BACKENDS for _ in range(5)]
+    for repeat in (0, 1):
+        for mode, size in (("one at a time", 1), ("engine", 3)):
+            rates = []
+            for backend in BACKENDS:
+                found = values(rows[rows["backend"] == backend], mode, repeat, size)
+                rates.append(found["tokens/s"])
+                if backend != "torch":
+                    assert found["x torch"] == near(found["tokens/s"] / rates[0])
+    assert set(rows["kernel"].dropna()) == {script.kernel()}
+
+
+@pytest.mark.parametrize("part", ["overhead", "sampling", "prefix", "speculation"])
+def test_each_backend_has_its_rows(bench, part):
+    code, rows, _ = bench("--only", part, "--backend", *BACKENDS, "--repeats", 1)
+    assert code == 0
+    assert list(dict.fromkeys(rows["backend"])) == BACKENDS
+    if part == "overhead":
+        found = values(rows[rows["backend"] == "native"], "engine")
+        assert 0 < found["share of the engine"] < 1
+        assert "share of plans" not in found
+
+
+def test_without_a_compiler_torch_runs_alone(bench, monkeypatch):
+    import benchmark_engine as script
+
+    def kernel():
+        raise script.BuildError("there is no C compiler")
+
+    monkeypatch.setattr(script, "kernel", kernel)
+    code, rows, err = bench("--only", "waste", "--backend", "native", "torch")
+    assert (code, set(rows["backend"])) == (0, {"torch"})
+    assert "without native: there is no C compiler\n" in err
+    code, _, err = bench("--only", "waste", "--backend", "native", "native int8")
+    assert code == 2
+    assert err.endswith(": error: --backend native native int8: there is no C compiler\n")
 
 
 def test_shared_prefixes_are_computed_once(bench, clock):
@@ -315,7 +414,7 @@ def test_a_draft_that_is_the_model_is_always_right_and_the_cost_model_knows_it(b
     code, rows, _ = bench("--only", "speculation", "--new-tokens", 10, 24, "--gamma", 3)
     assert code == 0
     assert values(rows, "passes", size=2) == {"pass, ms": 2000, "x with 4 tokens a row": 4}
-    alone = {"tokens/s": 1, "x engine": 1, "tokens a pass": 1}
+    alone = {"tokens/s": 1, "tokens a pass": 1}
     for temperature in (0.0, 0.8):
         assert values(rows, "engine", 1, 2, temperature) == alone
         drafted = values(rows, "draft model", 1, 2, temperature)
