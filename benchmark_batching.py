@@ -45,7 +45,7 @@ ENGINES = {
     "cache": Engine("", "float32", "torch"),
     "bfloat16": Engine("", "bfloat16", "torch"),
     "int8": Engine("", "int8", "torch, lesson 24"),
-    "native": Engine("native", "float32", "the C code of lesson 28"),
+    "native": Engine("native", "float32", "the C code"),
     "native int8": Engine("native", "int8", "the same"),
     "transformers": Engine("transformers", "float32", "its generate"),
     "CTranslate2": Engine("ctranslate2", "float32", "its Generator"),
@@ -60,6 +60,7 @@ IMPORTS = {
 }
 # Of an engine that needs more than its package, or one that pip calls otherwise: module -> pip's.
 NEEDS = {"llama_cpp": {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}}
+COLOURS = [*(f"C{number}" for number in range(10)), "black"]  # of lines
 # The largest difference of a log-probability to float32's; on average it may be a tenth.
 BOUNDS = {"bfloat16": 0.5, "int8": 1.0}
 # By so much, in log-probability, a token may be less probable than float32's choice. llama.cpp has
@@ -343,7 +344,7 @@ def plot(summary):
     from matplotlib.figure import Figure
 
     groups = list(summary.groupby(["model", "new_tokens"], sort=False))
-    figure = Figure(figsize=(11, 4.2 * len(groups)), layout="constrained")
+    figure = Figure(figsize=(12.5, 4.2 * len(groups)), layout="constrained")
     all_panels = figure.subplots(len(groups), 2, squeeze=False)
     for ((model, length), rows), panels in zip(groups, all_panels):
         for name, points in rows.groupby("mode", sort=False):
@@ -355,7 +356,8 @@ def plot(summary):
             axes.set_xticks(sizes, sizes, minor=False)
             axes.minorticks_off()
             axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize="x-small")
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", fontsize="small")
     figure.suptitle("Greedy decoding after the first token, by engine: median, min and max")
     return figure
 
@@ -366,7 +368,8 @@ def draw_engine(panels, name: str, points) -> None:
     rate = "decode_tokens_per_s"
     median, low, high = (points[f"{rate}_{what}"] for what in ("median", "min", "max"))
     line = "-" if ENGINES[name].is_ours else "--"
-    style = {"marker": "o", "capsize": 3, "label": name, "linestyle": line}
+    colour = dict(zip(ENGINES, COLOURS, strict=True))[name]
+    style = {"marker": "o", "capsize": 3, "label": name, "linestyle": line, "color": colour}
     for axes, texts in zip(panels, (1, sizes)):
         spread = [(median - low) / texts, (high - median) / texts]
         axes.errorbar(sizes, median / texts, yerr=spread, **style)

@@ -671,9 +671,10 @@ def plot(summary):
     count = max(len(parts), 1)
     bars = summary[summary["measure"].isin(["tokens/s", "x greedy", "x engine"])]
     most = max(bars.groupby(["part", "measure"]).size(), default=0)
-    size = (6.5 * count, max(5, 0.18 * most))
+    shape = (2, 2) if count > 2 else (1, count)
+    size = (8 * shape[1], shape[0] * max(5, 0.16 * most))
     figure = Figure(figsize=size, layout="constrained")
-    for axes, part in zip(figure.subplots(1, count, squeeze=False)[0], parts):
+    for axes, part in zip(figure.subplots(*shape, squeeze=False).flat, parts):
         title, label, measures = PANELS[part]
         draw(axes, summary[summary["part"] == part], measures)
         axes.set(title=title, xlabel=label)
@@ -691,8 +692,9 @@ def draw(axes, rows, measures: list[str]) -> None:
         bars = found[found["measure"] == measure].set_index(setting)
         at = [settings.index(key) - 0.4 * index for key in bars.index]
         error = [bars["median"] - bars["min"], bars["max"] - bars["median"]]
-        drawn = axes.barh(at, bars["median"], 0.4, xerr=error, capsize=2, label=measure)
-        axes.bar_label(drawn, fmt="%.3g", padding=4, fontsize="x-small")
+        height = 0.8 / len(measures)
+        drawn = axes.barh(at, bars["median"], height, xerr=error, capsize=2, label=measure)
+        axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="x-small")
     names = []
     for backend, mode, size, temperature in settings:
         warm = f", temperature {temperature}" if temperature and "temp" not in mode else ""
