@@ -210,10 +210,15 @@ def in_batches(model: Model, size: int, prompts: list, params: list) -> list[lis
     return texts
 
 
+def queued(model: Model, rows: int, prompts: list, params: list) -> tuple[Engine, list[Request]]:
+    """A new engine, and its requests for these prompts."""
+    engine = Engine(model, rows, page_size=PAGE)
+    return engine, [engine.add(*request) for request in zip(prompts, params)]
+
+
 def in_engine(model: Model, rows: int, prompts: list, params: list) -> list[list[int]]:
     """The texts of a new engine: one that knew these prompts would not compute them again."""
-    engine = Engine(model, rows, page_size=PAGE)
-    added = [engine.add(*request) for request in zip(prompts, params)]
+    engine, added = queued(model, rows, prompts, params)
     while engine.busy:
         engine.step()
     return [request.output for request in added]
@@ -280,16 +285,15 @@ def throughput(benches: list[Bench]) -> None:
                 modes[bench.backend, name, rows] = bench, run
     for (_, _, rows), (_, run) in modes.items():
         run(prompts[:rows], short[:rows])
-    if benches[0].backend != "torch":
-        pass  # its texts are compared with torch's
-    elif importlib.util.find_spec("transformers"):
+    with_torch = benches[0].backend == "torch"  # whose texts the peer's are compared with
+    if with_torch and importlib.util.find_spec("transformers"):
         try:
             run = peer(benches[0].model, max(args.rows))
             run(prompts[:2], short[:2])
             modes["torch", "transformers", max(args.rows)] = benches[0], run
         except Exception as error:  # whatever it cannot do on this device
             print(f"without transformers: {type(error).__name__}: {error}", file=sys.stderr)
-    else:
+    elif with_torch:
         print("without transformers: pip install transformers", file=sys.stderr)
     for repeat in range(args.repeats):
         rates = {}
@@ -418,9 +422,7 @@ def waste(bench: Bench) -> None:
     Time changes nothing here, so it runs once.
     """
     rows = max(bench.args.rows)
-    engine = Engine(bench.model, rows, page_size=PAGE)
-    for request in zip(*requests(bench, bench.args.requests)):
-        engine.add(*request)
+    engine, _ = queued(bench.model, rows, *requests(bench, bench.args.requests))
     unused = {f"pages of {PAGE}": [], "a whole window each": []}
     paged, whole = unused.values()
     for _ in steps(engine):
@@ -463,9 +465,7 @@ def sampling(bench: Bench) -> None:
 
 def engine_steps(model: Model, prompts: list, params: list) -> Iterator[list[Event]]:
     """The steps of a new engine that has a row for each prompt."""
-    engine = Engine(model, len(prompts), page_size=PAGE)
-    for request in zip(prompts, params):
-        engine.add(*request)
+    engine, _ = queued(model, len(prompts), prompts, params)
     while engine.busy:
         yield engine.step()
 

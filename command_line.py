@@ -146,9 +146,10 @@ def read_prompts(args) -> list[str]:
 
 def check_text(name: str, text: str) -> None:
     """Raise UserError for a text that is not UTF-8. name: of the option that it comes from."""
-    # Python puts one of these characters where a byte of an argument is no UTF-8.
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise UserError(f"{name} {text!a}: not UTF-8 text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python puts such a character where a byte of an argument is wrong
+        raise UserError(f"{name} {text!a}: not UTF-8 text") from None
 
 
 def add_chat_options(parser: argparse.ArgumentParser) -> None:

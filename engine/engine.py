@@ -150,10 +150,10 @@ class Engine:
             except Exception as error:  # of this text alone: the encoding is the caller's
                 events.append(self.fail(work.request, f"{type(error).__name__}: {error}"))
         events = [event for event in events if event]  # a chunk has none
-        decoding = all(len(work.tokens) == len(work.drafts) + 1 for work in works)
-        if self.trials and decoding and len(works) == rows:  # nobody came, and no prompt is read
-            tokens = sum(len(event.tokens) for event in events)
-            self.trials.note(rows, drafted, tokens, time.perf_counter() - began)
+        if self.trials and len(works) == rows:  # nobody came
+            if all(len(work.tokens) == len(work.drafts) + 1 for work in works):  # no prompt is read
+                tokens = sum(len(event.tokens) for event in events)
+                self.trials.note(rows, drafted, tokens, time.perf_counter() - began)
         return events
 
     def draft(self) -> bool:

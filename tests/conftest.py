@@ -289,6 +289,36 @@ def clock(monkeypatch):
     return seconds
 
 
+@pytest.fixture
+def torch_passes(monkeypatch) -> list:
+    """To this list each pass of GPT-2 in torch adds the shape of its tokens."""
+    seen = []
+    hidden = GPT.hidden
+
+    def recorded(self, tokens, *arguments):
+        seen.append(tokens.shape)
+        return hidden(self, tokens, *arguments)
+
+    monkeypatch.setattr(GPT, "hidden", recorded)
+    return seen
+
+
+@pytest.fixture
+def torch_numbers(monkeypatch) -> list:
+    """To this list each making of random numbers in torch adds how many there were."""
+    import sampling
+
+    made = []
+    exponential = sampling.exponential
+
+    def counting(bits):
+        made.append(bits.numel())
+        return exponential(bits)
+
+    monkeypatch.setattr(sampling, "exponential", counting)
+    return made
+
+
 @pytest.fixture(scope="session")
 def encodings() -> dict:
     """What was read from a tokenizer.json of these bytes."""

@@ -11,23 +11,14 @@ from load import load_model
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
-def test_a_prompt_and_many_rows_are_native(cli, monkeypatch):
+def test_a_prompt_and_many_rows_are_native(cli, torch_passes):
     """No pass with a cache is left for torch."""
-    from model import GPT
-
     args = ("--prompt", "Once upon a time, there was a little girl named Lily. " * 5)
     args += ("--num-samples", 3, "--max-new-tokens", 12)
     expected = cli(*args, "--backend", "torch")[:2]
-    seen = []
-    hidden = GPT.hidden
-
-    def recorded(self, tokens, *arguments):
-        seen.append(tokens.shape)
-        return hidden(self, tokens, *arguments)
-
-    monkeypatch.setattr(GPT, "hidden", recorded)
+    torch_passes.clear()
     assert cli(*args)[:2] == expected and expected[0] == 0
-    assert seen == []
+    assert torch_passes == []
 
 
 @torch.inference_mode()

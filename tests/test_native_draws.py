@@ -40,22 +40,6 @@ def native(tiny):
     return model
 
 
-@pytest.fixture
-def torch_numbers(monkeypatch):
-    """A list to which each making of random numbers in torch adds how many there were."""
-    import sampling
-
-    made = []
-    exponential = sampling.exponential
-
-    def counting(bits):
-        made.append(bits.numel())
-        return exponential(bits)
-
-    monkeypatch.setattr(sampling, "exponential", counting)
-    return made
-
-
 def random_logits(kind, rows, size, seed=0):
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(rows, size, generator=generator)

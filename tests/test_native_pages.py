@@ -19,22 +19,6 @@ pytestmark = pytest.mark.usefixtures("compiled")
 ARGS = ("--prompt", "Once upon a time", "--prompt", "Lily", "--max-new-tokens", 20)
 
 
-@pytest.fixture
-def torch_passes(monkeypatch):
-    """A list to which each pass of torch adds the shape of its tokens."""
-    from model import GPT
-
-    seen = []
-    hidden = GPT.hidden
-
-    def recorded(self, tokens, *arguments):
-        seen.append(tokens.shape)
-        return hidden(self, tokens, *arguments)
-
-    monkeypatch.setattr(GPT, "hidden", recorded)
-    return seen
-
-
 @pytest.mark.parametrize("backend", [(), ("--backend", "auto"), ("--backend", "native")], ids=str)
 @pytest.mark.parametrize(
     "more", [(), ("--draft", CHECKPOINTS / "stories-draft")], ids=["", "draft"]
