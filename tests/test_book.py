@@ -658,13 +658,11 @@ def test_the_first_page(pages):
 
 
 def test_the_parts_have_names():
-    """Each part of the course does, but for the second half of the engine."""
     import make_book
 
-    assert set(make_book.TITLES) == set(course.PARTS[:-1])
-    lesson = course.Lesson(f"{course.PARTS[-1]}-any", "", "")
-    assert make_book.part_of(lesson) == "Part III-A: the engine at the machine's limit"
-    assert make_book.part_of(course.Lesson("19-any", "", "")).startswith("Part I: ")
+    part = {id: make_book.part_of(course.Lesson(f"{id}-any", "", "")) for id in ("19", "20", "99")}
+    assert part["19"].startswith("Part I: ") and part["20"].startswith("Part II-A: ")
+    assert part["99"] == "Part III-A: the engine at the machine's limit"
 
 
 def test_a_plot_without_a_text_is_no_book(here, monkeypatch, tmp_path, capsys):
