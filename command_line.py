@@ -14,12 +14,15 @@ from pathlib import Path
 import torch
 
 from chat import Chat
+from engine.drafter import LookupDrafter, PagedDrafter
+from engine.engine import Engine
+from engine.trials import Trials
 from errors import UserError, memory_for
-from load import load_model
+from load import Source, load_model
 from model import Model
 from native import BuildError, kernel, use_native
 from sampling import SamplingParams
-from tokenizer import TextStream
+from tokenizer import TextStream, load_encoding
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 # A limit, because lists for 10**9 texts fill the memory before any tensor is made.
@@ -48,7 +51,6 @@ class Parser(argparse.ArgumentParser):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options on what to write, and on where and how to run."""
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument(
         "--prompt", action="append", help="text to continue, repeatable; empty: a text of its own"
     )
@@ -61,6 +63,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-samples", type=int, default=1, help="how many texts to generate for each prompt"
     )
+    add_model_options(parser)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """The options on where and how to run."""
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
     )
@@ -93,10 +101,28 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off"
     )
+    add_stride_option(parser)
+    parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+
+
+def add_stride_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stride", type=int, help="how far a full window moves; half its length if not given"
     )
-    parser.set_defaults(**dataclasses.asdict(SamplingParams()))
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The options of an engine, but for where and how its model runs, and for --stride."""
+    parser.add_argument("--max-rows", type=int, default=32, help="how many texts run at once")
+    parser.add_argument(
+        "--num-pages", type=int, help="pages in the cache; max-rows windows if not given"
+    )
+    parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
+    parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
+    draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
+    parser.add_argument("--draft", help=draft_help)
+    gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
+    parser.add_argument("--gamma", type=int, help=gamma_help)
 
 
 def sampling_params(args) -> SamplingParams:
@@ -298,6 +324,37 @@ def load_models(names: list, args, device: str) -> list[Model]:
     if native and args.backend != "torch":
         go_native(models, named=args.backend == "native")
     return models
+
+
+def load_engine(args, source: Source, device: str) -> Engine:
+    """The engine of a command line, with its models and its encoding. Raises UserError."""
+    names = [source] if args.draft in (None, "lookup") else [source, args.draft]
+    model, *drafts = load_models(names, args, device)
+    return Engine(
+        model,
+        max_rows=args.max_rows,
+        num_pages=args.num_pages,
+        page_size=args.page_size,
+        budget=args.budget,
+        stride=args.stride,
+        drafter=make_drafter(args, model, drafts),
+        gamma=3 if args.gamma is None else args.gamma,
+        trials=Trials() if args.gamma is None else None,
+        encoding=load_encoding(source, model.config.vocab_size),
+    )
+
+
+def check_engine_options(args) -> None:
+    """Raise UserError for options that do not go together."""
+    if args.gamma is not None and args.draft is None:
+        raise UserError("--gamma is for --draft only")
+
+
+def make_drafter(args, model: Model, drafts: list[Model]) -> LookupDrafter | PagedDrafter | None:
+    """What a command line asks for. drafts: the draft model, if there is one."""
+    if drafts:
+        return PagedDrafter(drafts[0], model, args.max_rows, args.page_size)
+    return LookupDrafter() if args.draft else None
 
 
 def go_native(models: list[Model], named: bool) -> None:

@@ -13,11 +13,13 @@ from command_line import (
     Output,
     Parser,
     add_chat_options,
+    add_engine_options,
     add_options,
     add_sampling_options,
     check_chat_options,
+    check_engine_options,
     check_text,
-    load_models,
+    load_engine,
     pick_device,
     pick_seed,
     read_prompts,
@@ -26,15 +28,11 @@ from command_line import (
     with_seeds,
     write_texts,
 )
-from engine.drafter import LookupDrafter, PagedDrafter
 from engine.engine import Engine
 from engine.request import Request
-from engine.trials import Trials
 from errors import UserError
 from load import parse_name
-from model import Model
 from sampling import SamplingParams
-from tokenizer import load_encoding
 
 
 def main(argv=None) -> None:
@@ -42,16 +40,7 @@ def main(argv=None) -> None:
     parser.add_argument(
         "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
     )
-    parser.add_argument("--max-rows", type=int, default=32, help="how many texts run at once")
-    parser.add_argument(
-        "--num-pages", type=int, help="pages in the cache; max-rows windows if not given"
-    )
-    parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
-    parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
-    gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
-    draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
-    parser.add_argument("--draft", help=draft_help)
-    parser.add_argument("--gamma", type=int, help=gamma_help)
+    add_engine_options(parser)
     add_options(parser)
     add_sampling_options(parser)
     stop_help = "the text ends before this one; repeatable"
@@ -69,8 +58,7 @@ def run(args) -> None:
     Raises UserError for bad input.
     """
     check_chat_options(args)
-    if args.gamma is not None and args.draft is None:
-        raise UserError("--gamma is for --draft only")
+    check_engine_options(args)
     for text in args.stop or []:
         check_text("--stop", text)
     args.stop = tuple(args.stop or [])
@@ -80,36 +68,16 @@ def run(args) -> None:
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     chat = Chat(source) if args.chat else None
-    names = [source] if args.draft in (None, "lookup") else [source, args.draft]
-    model, *drafts = load_models(names, args, device)
-    encoding = load_encoding(source, model.config.vocab_size)
-    engine = Engine(
-        model,
-        max_rows=args.max_rows,
-        num_pages=args.num_pages,
-        page_size=args.page_size,
-        budget=args.budget,
-        stride=args.stride,
-        drafter=make_drafter(args, model, drafts),
-        gamma=3 if args.gamma is None else args.gamma,
-        trials=Trials() if args.gamma is None else None,
-        encoding=encoding,
-    )
+    engine = load_engine(args, source, device)
+    encoding = engine.encoding
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
         output = Output(shown, encoding, seed=seed if params.temperature else None)
         run_engine(engine, tokens, with_seeds(params, seed, len(tokens)), output)
         return output.texts
 
-    room = model.config.block_size - params.max_new_tokens
+    room = engine.model.config.block_size - params.max_new_tokens
     write_texts(args, prompts, encoding, chat, room, write)
-
-
-def make_drafter(args, model: Model, drafts: list[Model]) -> LookupDrafter | PagedDrafter | None:
-    """What a command line asks for. drafts: the draft model, if there is one."""
-    if drafts:
-        return PagedDrafter(drafts[0], model, args.max_rows, args.page_size)
-    return LookupDrafter() if args.draft else None
 
 
 def run_engine(
