@@ -1,0 +1,1 @@
+"""The engine behind HTTP, for clients of OpenAI's API."""

@@ -1,0 +1,207 @@
+"""The engine in a thread of its own, and how an event loop asks it for texts."""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.engine import Engine
+from engine.request import Event, Request
+from sampling import SamplingParams, TokenLogprob
+
+
+class TextFailed(Exception):
+    """A text could not be computed."""
+
+
+class Update(NamedTuple):
+    """What is new of a text. It never changes; the Request that it comes from does."""
+
+    tokens: tuple[int, ...]  # EOS included
+    text: str
+    logprobs: tuple[TokenLogprob, ...]  # of each token, if the parameters ask for them
+    finish_reason: str | None  # "stop" or "length" if this is the last
+
+    @staticmethod
+    def join(parts: list["Update"]) -> "Update":
+        """What is new of one text, part after part, as one."""
+        if len(parts) == 1:
+            return parts[0]
+        tokens = itertools.chain.from_iterable(part.tokens for part in parts)
+        text = "".join(part.text for part in parts)
+        logprobs = itertools.chain.from_iterable(part.logprobs for part in parts)
+        return Update(tuple(tokens), text, tuple(logprobs), parts[-1].finish_reason)
+
+
+class Call:
+    """Texts that are asked for together, and what is new of them. The event loop's alone."""
+
+    def __init__(self):
+        self.updates: dict[int, list[Update]] = {}  # of each text, what nobody has fetched
+        self.error: Exception | None = None
+        self.changed = asyncio.Event()
+
+    def update(self, index: int, update: Update) -> None:
+        """Something is new of a text."""
+        self.updates.setdefault(index, []).append(update)
+        self.changed.set()
+
+    def fetch(self) -> dict[int, Update]:
+        """What is new since the last time; several updates if the engine is faster."""
+        updates = {index: Update.join(parts) for index, parts in self.updates.items()}
+        self.updates = {}
+        self.changed.clear()
+        return updates
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more comes but this error."""
+        self.error = error
+        self.changed.set()
+
+
+@dataclass
+class Text:
+    """Where to send what is new of a request."""
+
+    call: Call
+    index: int
+    sent: int = 0  # characters
+
+
+class EngineThread:
+    """An engine that computes in a thread of its own, for readers in an event loop.
+
+    make: a function that makes the engine; it is called in the thread, because it may take long.
+    The engine is that thread's alone. So there is no lock, and nobody waits for a step: what is
+    wanted goes in through a queue, and after each step all that is new goes to the event loop.
+    Use it as an asynchronous context manager.
+    """
+
+    def __init__(self, make: Callable[[], Engine]):
+        self.make = make
+        self.engine: Engine | None = None  # None until it is made
+        self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.texts: dict[Request, Text] = {}  # unfinished ones; the engine's thread alone has it
+        # A daemon: at exit nobody waits for a step.
+        self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
+
+    async def __aenter__(self) -> "EngineThread":
+        """Start, and wait for the engine. Raises what `make` raises."""
+        self.loop = asyncio.get_running_loop()
+        self.ready = self.loop.create_future()
+        self.thread.start()
+        try:
+            await self.ready
+        except asyncio.CancelledError:  # the thread ends when the engine is made
+            self.commands.put(None)
+            raise
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        """End after the step that is being computed."""
+        self.commands.put(None)
+        await asyncio.to_thread(self.thread.join)
+
+    async def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], salt: str = ""
+    ) -> AsyncIterator[dict[int, Update]]:
+        """What is new of the texts of these prompts, again and again until all are over.
+
+        Each time there is an Update for one or more of them, by their places in `prompts`. What is
+        not fetched in time is joined into one. Raises what `Engine.add` raises, and TextFailed if
+        one of the texts fails, after what is new of it.
+        """
+        call = Call()
+        self.commands.put(functools.partial(self.add, call, prompts, params, salt))
+        left = len(prompts)
+        while left:
+            await call.changed.wait()
+            updates = call.fetch()
+            left -= sum(update.finish_reason is not None for update in updates.values())
+            if updates:
+                yield updates
+            if call.error:
+                raise call.error
+
+    def deliver(self, news: list[tuple[Text, Update, str | None]]) -> None:
+        """In the event loop: hand out what a step has brought."""
+        for text, update, error in news:
+            text.call.update(text.index, update)
+            if error:
+                text.call.fail(TextFailed(error))
+
+    def be_ready(self, error: Exception | None = None) -> None:
+        """In the event loop: the engine is made, or could not be."""
+        if self.ready.done():  # nobody waits any more
+            return
+        if error:
+            self.ready.set_exception(error)
+        else:
+            self.ready.set_result(None)
+
+    # All below is for the engine's thread.
+
+    def tell(self, function: Callable, *args) -> None:
+        """Have the event loop call a function, if it has not ended."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def run(self) -> None:
+        """Do what is asked for, and compute, until told to end."""
+        try:
+            self.engine = self.make()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # no future takes it, and nobody may wait in vain
+                error = RuntimeError(repr(error))
+            self.tell(self.be_ready, error)
+            return
+        self.tell(self.be_ready)
+        while self.obey():
+            self.publish(self.engine.step())
+
+    def obey(self) -> bool:
+        """Do what is asked for; with nothing to compute, wait for it. False if that is to end."""
+        while not self.engine.busy or not self.commands.empty():
+            command = self.commands.get()
+            if command is None:
+                return False
+            command()
+        return True
+
+    def add(
+        self, call: Call, prompts: list[list[int]], params: list[SamplingParams], salt: str
+    ) -> None:
+        """Queue the texts of a call."""
+        over = []
+        try:
+            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+                request = self.engine.add(prompt, own, salt)
+                text = Text(call, index)
+                if request.finish_reason:  # no tokens are wanted, and no event comes
+                    over.append((text, Update((), "", (), request.finish_reason), None))
+                else:
+                    self.texts[request] = text
+        except Exception as error:  # of this call alone
+            self.tell(call.fail, error)
+        else:
+            self.tell(self.deliver, over)
+
+    def publish(self, events: list[Event]) -> None:
+        """Tell the event loop what a step has brought, all at once."""
+        news = []
+        for request, tokens, reason, error in events:
+            text = self.texts[request]
+            if reason:
+                del self.texts[request]
+            new = request.text[text.sent :]
+            text.sent += len(new)
+            logprobs = request.logprobs[len(request.logprobs) - len(tokens) :]
+            update = Update(tuple(tokens), new, tuple(logprobs), None if error else reason)
+            news.append((text, update, error))
+        if news:  # chunks of prompts bring none
+            self.tell(self.deliver, news)
