@@ -6,6 +6,7 @@ import functools
 import itertools
 import queue
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,10 @@ from typing import NamedTuple
 from engine.engine import Engine
 from engine.request import Event, Request
 from sampling import SamplingParams, TokenLogprob
+
+
+class EngineDead(Exception):
+    """There is no engine any more."""
 
 
 class TextFailed(Exception):
@@ -39,9 +44,11 @@ class Update(NamedTuple):
 
 
 class Call:
-    """Texts that are asked for together, and what is new of them. The event loop's alone."""
+    """Texts that are asked for together, and what is new of them."""
 
     def __init__(self):
+        self.requests: list[Request] = []  # the engine's thread alone has them
+        # All else is the event loop's.
         self.updates: dict[int, list[Update]] = {}  # of each text, what nobody has fetched
         self.error: Exception | None = None
         self.changed = asyncio.Event()
@@ -87,6 +94,8 @@ class EngineThread:
         self.engine: Engine | None = None  # None until it is made
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.texts: dict[Request, Text] = {}  # unfinished ones; the engine's thread alone has it
+        self.calls: set[Call] = set()  # unfinished ones; the event loop's
+        self.error: str | None = None  # why there is no engine any more
         # A daemon: at exit nobody waits for a step.
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
@@ -103,7 +112,7 @@ class EngineThread:
         return self
 
     async def __aexit__(self, *_) -> None:
-        """End after the step that is being computed."""
+        """End after the step that is being computed; no text goes on."""
         self.commands.put(None)
         await asyncio.to_thread(self.thread.join)
 
@@ -113,20 +122,30 @@ class EngineThread:
         """What is new of the texts of these prompts, again and again until all are over.
 
         Each time there is an Update for one or more of them, by their places in `prompts`. What is
-        not fetched in time is joined into one. Raises what `Engine.add` raises, and TextFailed if
-        one of the texts fails, after what is new of it.
+        not fetched in time is joined into one. Raises what `Engine.add` raises, TextFailed if one
+        of the texts fails, after what is new of it, and EngineDead.
+        However it ends, texts that are not over are aborted. Where you may leave it before, close
+        it: `async with contextlib.aclosing(...)`.
         """
+        if self.error:
+            raise EngineDead(self.error)
         call = Call()
+        self.calls.add(call)
         self.commands.put(functools.partial(self.add, call, prompts, params, salt))
         left = len(prompts)
-        while left:
-            await call.changed.wait()
-            updates = call.fetch()
-            left -= sum(update.finish_reason is not None for update in updates.values())
-            if updates:
-                yield updates
-            if call.error:
-                raise call.error
+        try:
+            while left:
+                await call.changed.wait()
+                updates = call.fetch()
+                left -= sum(update.finish_reason is not None for update in updates.values())
+                if updates:
+                    yield updates
+                if call.error:
+                    raise call.error
+        finally:
+            self.calls.remove(call)
+            if left:
+                self.commands.put(functools.partial(self.abort, call))
 
     def deliver(self, news: list[tuple[Text, Update, str | None]]) -> None:
         """In the event loop: hand out what a step has brought."""
@@ -144,6 +163,12 @@ class EngineThread:
         else:
             self.ready.set_result(None)
 
+    def end(self, error: str) -> None:
+        """In the event loop: there is no engine any more, and nobody waits in vain."""
+        self.error = error
+        for call in self.calls:
+            call.fail(EngineDead(error))
+
     # All below is for the engine's thread.
 
     def tell(self, function: Callable, *args) -> None:
@@ -152,7 +177,7 @@ class EngineThread:
             self.loop.call_soon_threadsafe(function, *args)
 
     def run(self) -> None:
-        """Do what is asked for, and compute, until told to end."""
+        """Do what is asked for, and compute, until told to end, or all of it fails."""
         try:
             self.engine = self.make()
         except BaseException as error:
@@ -161,8 +186,14 @@ class EngineThread:
             self.tell(self.be_ready, error)
             return
         self.tell(self.be_ready)
-        while self.obey():
-            self.publish(self.engine.step())
+        reason = "the server is shutting down"
+        try:
+            while self.obey():
+                self.publish(self.engine.step())
+        except BaseException as error:
+            traceback.print_exc()
+            reason = f"the engine has failed: {type(error).__name__}: {error}"
+        self.tell(self.end, reason)
 
     def obey(self) -> bool:
         """Do what is asked for; with nothing to compute, wait for it. False if that is to end."""
@@ -176,20 +207,28 @@ class EngineThread:
     def add(
         self, call: Call, prompts: list[list[int]], params: list[SamplingParams], salt: str
     ) -> None:
-        """Queue the texts of a call."""
+        """Queue the texts of a call, all or none."""
         over = []
         try:
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
                 request = self.engine.add(prompt, own, salt)
+                call.requests.append(request)
                 text = Text(call, index)
                 if request.finish_reason:  # no tokens are wanted, and no event comes
                     over.append((text, Update((), "", (), request.finish_reason), None))
                 else:
                     self.texts[request] = text
         except Exception as error:  # of this call alone
+            self.abort(call)
             self.tell(call.fail, error)
         else:
             self.tell(self.deliver, over)
+
+    def abort(self, call: Call) -> None:
+        """End the texts of a call that are not over."""
+        for request in call.requests:
+            if self.texts.pop(request, None):
+                self.engine.abort(request)
 
     def publish(self, events: list[Event]) -> None:
         """Tell the event loop what a step has brought, all at once."""

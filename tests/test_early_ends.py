@@ -1,0 +1,178 @@
+"""Readers who leave free what they held, and an engine that dies tells everybody."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, random_tokens
+from serving import collect, results_of, run_calls, small_engine
+
+PROGRAM = """
+import asyncio
+from engine.engine import Engine
+from load import load_model
+from sampling import SamplingParams
+from server.engine_thread import EngineThread
+from tokenizer import load_encoding
+
+name = "checkpoints/stories-draft"
+
+def make():
+    engine = Engine(load_model(name))
+    engine.compute = lambda works: 1 / 0
+    return engine
+
+async def read(thread):
+    try:
+        async for updates in thread.generate([[1]], [SamplingParams()]):
+            pass
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+async def main():
+    async with EngineThread(make) as thread, asyncio.timeout(10):
+        for _ in range(2):
+            print(await asyncio.gather(read(thread), read(thread)))
+
+asyncio.run(main())
+"""
+
+
+def endless(**params):
+    from sampling import SamplingParams
+
+    return SamplingParams(max_new_tokens=10**9, ignore_eos=True, **params)
+
+
+async def in_thread(thread, function):
+    """What a function returns that runs between two steps."""
+    found = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    thread.commands.put(lambda: loop.call_soon_threadsafe(found.set_result, function()))
+    return await found
+
+
+async def is_idle(thread) -> bool:
+    """Whether nothing is computed and no page is held, when all commands so far are obeyed."""
+    scheduler = thread.engine.scheduler
+    pool = scheduler.pool
+
+    def look():
+        free = pool.available == pool.num_pages
+        return free and not thread.engine.busy and not thread.texts
+
+    return await in_thread(thread, look) and not thread.calls
+
+
+def test_a_program_hears_that_its_engine_died():
+    command = [sys.executable, "-c", PROGRAM]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    text = "EngineDead: the engine has failed: ZeroDivisionError: division by zero"
+    assert (found.returncode, found.stdout) == (0, f"{[text] * 2}\n" * 2)
+    assert found.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_cancelled_task_frees_what_it_held(tiny_llama, count):
+    """Queued (nothing is read), or after so many updates; others go on."""
+    from sampling import SamplingParams
+
+    prompts = [random_tokens(30, 4000, seed) for seed in range(3)]
+    params = SamplingParams(max_new_tokens=30)
+
+    async def use(thread):
+        other = asyncio.ensure_future(collect(thread.generate([[9]], [params])))
+        seen = asyncio.Event()
+
+        async def read():
+            left = count
+            if not left:
+                seen.set()
+            async for _ in thread.generate(prompts, [endless()] * 3):
+                left -= 1
+                if not left:
+                    seen.set()
+
+        task = asyncio.ensure_future(read())
+        await seen.wait()
+        await asyncio.sleep(0)  # it waits for the next one
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        steps = thread.engine.steps
+        scheduler = thread.engine.scheduler
+
+        def look():
+            return len(scheduler.running) + len(scheduler.waiting), thread.engine.steps
+
+        left, after = await in_thread(thread, look)
+        assert left <= 1 and after <= steps + 2
+        found = await other
+        assert await is_idle(thread)
+        return found[0]
+
+    found = run_calls(lambda: small_engine(tiny_llama, max_rows=2), use)
+    assert [found] == results_of(small_engine(tiny_llama), [[9]], [params])
+
+
+def test_an_iterator_that_is_closed_frees_what_it_held(tiny_llama):
+    async def use(thread):
+        async with contextlib.aclosing(thread.generate([[9], [8]], [endless()] * 2)) as updates:
+            await anext(updates)
+        return await is_idle(thread)
+
+    assert run_calls(lambda: small_engine(tiny_llama), use)
+
+
+def test_a_call_that_is_refused_leaves_none_of_its_texts(tiny_llama):
+    from errors import UserError
+
+    async def use(thread):
+        with pytest.raises(UserError, match="the prompt has the id 4096"):
+            await collect(thread.generate([[9], [8], [4096]], [endless()] * 3))
+        return await is_idle(thread)
+
+    assert run_calls(lambda: small_engine(tiny_llama), use)
+
+
+def test_a_text_that_fails_ends_those_of_its_call(tiny_llama):
+    from server.engine_thread import TextFailed
+
+    def make():
+        engine = small_engine(tiny_llama)
+        compute = engine.compute
+
+        def broken(works):
+            found = compute(works)
+            return [
+                None if len(work.request.output) == 2 else own for work, own in zip(works, found)
+            ]
+
+        engine.compute = broken
+        return engine
+
+    async def use(thread):
+        with pytest.raises(TextFailed):
+            await collect(thread.generate([[9], [8]], [endless()] * 2))
+        return await is_idle(thread)
+
+    assert run_calls(make, use)
+
+
+def test_the_end_of_the_thread_is_told_to_its_readers(tiny_llama):
+    from server.engine_thread import EngineDead, EngineThread
+
+    async def main():
+        async with EngineThread(lambda: small_engine(tiny_llama)) as thread:
+            reader = asyncio.ensure_future(collect(thread.generate([[1]], [endless()])))
+            while not thread.engine.steps:
+                await asyncio.sleep(0)
+        with pytest.raises(EngineDead, match="^the server is shutting down$"):
+            await asyncio.wait_for(reader, 5)
+        with pytest.raises(EngineDead, match="^the server is shutting down$"):
+            await anext(thread.generate([[1]], [endless()]))
+        assert thread.error == "the server is shutting down"
+
+    asyncio.run(main())
