@@ -1,7 +1,12 @@
 """What the tests of the server share."""
 
 import asyncio
+import contextlib
 import functools
+import http.client
+import json
+import queue
+import threading
 
 from conftest import CHECKPOINTS
 
@@ -83,3 +88,73 @@ def run_calls(make, use, **options):
             return await asyncio.wait_for(use(thread), 60)
 
     return asyncio.run(main())
+
+
+class Door:
+    """A server at a port of 127.0.0.1. thread: its EngineThread. server: uvicorn's."""
+
+    def __init__(self, port: int, thread, server):
+        self.port = port
+        self.thread = thread
+        self.server = server
+
+    def send(self, method: str, path: str, body=None, headers=()) -> http.client.HTTPResponse:
+        """The answer to a request, of which only the head has been read."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        known = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request(method, path, data, known | dict(headers))
+        return connection.getresponse()
+
+    def get(self, path: str) -> tuple:
+        """Status and body, read as JSON if there is one."""
+        return self.ask("GET", path)
+
+    def post(self, path: str, body, headers=()) -> tuple:
+        return self.ask("POST", path, body, headers)
+
+    def ask(self, *request) -> tuple:
+        with self.send(*request) as answer:
+            data = answer.read()
+            return answer.status, json.loads(data) if data else None
+
+
+@contextlib.contextmanager
+def serving(make, **options):
+    """A Door to an engine; the event loop has a thread of its own. options: as of `Served`."""
+    import uvicorn
+
+    from serve import listen
+    from server.app import make_app
+    from server.engine_thread import EngineThread
+    from server.served import Served
+
+    started = queue.SimpleQueue()
+
+    async def main():
+        async with EngineThread(make) as thread:
+            app = make_app(Served(thread, "small", "somewhere/small", **options))
+            server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
+            sock = listen("127.0.0.1", 0)
+            started.put(Door(sock.getsockname()[1], thread, server))
+            await server.serve([sock])
+
+    def work():
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            started.put(error)
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    door = started.get(timeout=60)
+    if isinstance(door, BaseException):
+        raise door
+    try:
+        yield door
+    finally:
+        door.thread.commands.put(None)  # texts that are not over end with an error
+        door.server.config.timeout_graceful_shutdown = 1  # second for answers that do not end
+        door.server.should_exit = True
+        worker.join(20)
+        assert not worker.is_alive()

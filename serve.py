@@ -1,0 +1,87 @@
+"""Serve a model over HTTP, for clients of OpenAI's API: python serve.py."""
+
+import asyncio
+import functools
+import os
+import signal
+import socket
+from pathlib import Path
+
+# Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import uvicorn
+
+from command_line import (
+    STORIES,
+    Parser,
+    add_engine_options,
+    add_model_options,
+    add_stride_option,
+    check_engine_options,
+    load_engine,
+    pick_device,
+    run_script,
+)
+from errors import UserError
+from load import Source, parse_name
+from server.app import make_app
+from server.engine_thread import EngineThread
+from server.served import Served
+
+LLAMA = STORIES.with_name("stories-llama")
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Serve a model to clients of OpenAI's API.")
+    parser.add_argument(
+        "--model", default=LLAMA, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
+    add_engine_options(parser)
+    add_model_options(parser)
+    add_stride_option(parser)
+    run_script(parser, run, argv)
+
+
+def run(args) -> None:
+    """Serve until a signal comes. Raises UserError for bad input."""
+    check_engine_options(args)
+    source = parse_name(args.model)
+    device = pick_device(args.device)
+    with listen(args.host, args.port) as sock:
+        asyncio.run(serve(args, source, device, sock))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at this address. Raises UserError if there can be none."""
+    if not 0 <= port < 2**16:
+        raise UserError(f"--port {port}: it must be from 0 to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=2048)
+    except (TypeError, UnicodeError):
+        raise UserError(f"--host {host}: not the name of a host") from None
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno > 0 else error.strerror
+        raise UserError(f"--host {host} --port {port}: {reason}") from None
+    # Its connections, too: else a small answer waits for the acknowledgement of the one before.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
+    """Load the model, print the address, and answer until a signal comes."""
+    name = Path(source.name).resolve().name if source.kind == "directory" else source.label
+    async with EngineThread(functools.partial(load_engine, args, source, device)) as thread:
+        app = make_app(Served(thread, name, source.label))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        host, port = sock.getsockname()[:2]
+        print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        await server.serve([sock])
+
+
+if __name__ == "__main__":
+    main()

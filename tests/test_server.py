@@ -1,0 +1,135 @@
+"""serve.py over a real socket: what it serves, whether it is well, and what it does not know."""
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from serving import SMALL, serving, small_engine
+
+
+@pytest.fixture(scope="module")
+def door(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        yield door
+
+
+def test_the_script_prints_its_address_and_answers_there():
+    command = [sys.executable, "serve.py", "--port", "0", "--device", "cpu", "--backend", "torch"]
+    # What is started in the background of a shell ignores Ctrl-C.
+    heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **heeds) as server:
+        try:
+            line = server.stdout.readline()
+            assert line.startswith("stories-llama at http://127.0.0.1:")
+            port = int(line.rsplit(":", 1)[1])
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request("GET", "/v1/models")
+            (model,) = json.loads(connection.getresponse().read())["data"]
+            assert (model["id"], model["max_model_len"]) == ("stories-llama", 256)
+            assert model["root"] == SMALL.relative_to(ROOT).as_posix()
+        finally:
+            server.send_signal(signal.SIGINT)
+    assert server.returncode == 130
+
+
+def test_models(door):
+    status, found = door.get("/v1/models")
+    assert status == 200 and found["object"] == "list"
+    (model,) = found["data"]
+    created = model.pop("created")
+    assert isinstance(created, int)
+    assert model == {
+        "id": "small",
+        "object": "model",
+        "owned_by": "serve.py",
+        "root": "somewhere/small",
+        "parent": None,
+        "max_model_len": 64,
+    }
+    assert door.get("/v1/models/small") == (200, model | {"created": created})
+
+
+@pytest.mark.parametrize("name", ["other", "org/other", "x" * 5000])
+def test_another_model_is_not_found(door, name):
+    message = f"the model {name[:100]!r} does not exist; this server has 'small'"
+    error = {"message": message, "type": "invalid_request_error", "param": "model"}
+    assert door.get(f"/v1/models/{name}") == (404, {"error": error | {"code": "model_not_found"}})
+
+
+def test_unknown_paths_and_methods(door):
+    error = {"type": "invalid_request_error", "param": None, "code": None}
+    for path in ("/v1/nothing", "/docs", "/redoc"):
+        assert door.get(path) == (404, {"error": {"message": "Not Found"} | error})
+    assert door.get("/openapi.json")[1]["info"]["title"] == "serve.py"
+    not_allowed = {"error": {"message": "Method Not Allowed"} | error}
+    assert door.post("/v1/models", {}) == (405, not_allowed)
+
+
+def test_health_of_a_dead_engine(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        assert door.get("/health") == (200, None)
+
+        def die():
+            raise MemoryError("no more")
+
+        door.thread.commands.put(die)
+        door.thread.thread.join(60)
+        assert door.get("/health") == (503, None)
+
+
+def test_an_address_that_is_taken(run_main, monkeypatch):
+    import serve
+
+    monkeypatch.setattr(serve, "load_engine", None)  # that is before the model is loaded
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = run_main(serve.main, "--port", port)
+    assert (code, out) == (2, "")
+    assert err.endswith(f"error: --host 127.0.0.1 --port {port}: Address already in use\n")
+
+
+def test_what_is_sent_does_not_wait_for_an_acknowledgement():
+    from serve import listen
+
+    with listen("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname()):
+        accepted, _ = sock.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_ports_out_of_range(run_main, port):
+    import serve
+
+    code, out, err = run_main(serve.main, f"--port={port}")
+    assert (code, out) == (2, "")
+    assert err.endswith(f"error: --port {port}: it must be from 0 to 65535\n")
+
+
+def test_bad_options_are_one_line(run_main):
+    import serve
+
+    code, out, err = run_main(serve.main, "--port", 0, "--gamma", 2)
+    assert (code, out) == (2, "") and err.endswith("error: --gamma is for --draft only\n")
+    code, out, err = run_main(serve.main, "--port", 0, "--model", "nowhere/x/y")
+    assert (code, out) == (2, "") and "unknown model 'nowhere/x/y'" in err
+    code, out, err = run_main(serve.main, "--port", 0, "--max-rows", 0)
+    assert (code, out) == (2, "") and err.endswith("max_rows is 0; it must be an integer >= 1\n")
+
+
+def test_a_wrong_method_is_told_the_right_one(door):
+    with door.send("POST", "/v1/models", {}) as answer:
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+
+
+def test_a_host_that_cannot_be_one_is_one_line(run_main):
+    import serve
+
+    code, out, err = run_main(serve.main, "--host", 70 * "\xe9")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.endswith(f"--host {70 * chr(233)}: not the name of a host\n")
