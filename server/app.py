@@ -1,9 +1,14 @@
 """The app: what clients find at which path."""
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from errors import UserError
+from server import completions
+from server.answers import api_error
+from server.engine_thread import EngineDead, TextFailed
 from server.protocol import APIError
 from server.served import Served
 
@@ -13,6 +18,7 @@ def make_app(served: Served) -> FastAPI:
     # Without its pages of documentation, which load scripts from elsewhere.
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
     app.state.served = served
+    app.include_router(completions.router)
 
     @app.get("/health")
     async def health() -> Response:
@@ -28,13 +34,30 @@ def make_app(served: Served) -> FastAPI:
         served.check_model(name)
         return served.model()
 
-    app.add_exception_handler(APIError, tell_error)
+    for kind in (APIError, UserError, EngineDead, TextFailed, Exception):
+        app.add_exception_handler(kind, tell_error)
+    app.add_exception_handler(RequestValidationError, tell_invalid)
     app.add_exception_handler(HTTPException, tell_refused)
     return app
 
 
-async def tell_error(request: Request, error: APIError) -> JSONResponse:
-    return JSONResponse(error.body, error.status)
+async def tell_error(request: Request, error: Exception) -> JSONResponse:
+    found = api_error(error)
+    return JSONResponse(found.body, found.status)
+
+
+async def tell_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    """The first thing that is wrong with a body, without what the body has there."""
+    first = error.errors()[0]
+    fields = [str(part) for part in first["loc"][1:]]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        found = APIError(400, f"the body is not JSON: {first['ctx']['error']}")
+    elif not fields:
+        found = APIError(400, "the body must be a JSON object, with Content-Type: application/json")
+    else:
+        found = APIError(400, f"{'.'.join(fields)}: {message}", fields[0])
+    return JSONResponse(found.body, found.status)
 
 
 async def tell_refused(request: Request, error: HTTPException) -> JSONResponse:

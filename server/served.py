@@ -2,6 +2,7 @@
 
 import time
 
+from command_line import check_text
 from server.engine_thread import EngineThread
 from server.protocol import APIError
 
@@ -32,3 +33,13 @@ class Served:
         if name not in (None, self.name):
             message = f"the model {name[:100]!r} does not exist; this server has {self.name!r}"
             raise APIError(404, message, "model", "model_not_found")
+
+    def encode(self, prompt: str) -> list[int]:
+        """The token ids of a text; the BOS token for none, as in the engine.
+
+        Raises UserError for a text that is not UTF-8.
+        """
+        check_text("prompt", prompt)
+        engine = self.thread.engine
+        ids = engine.encoding.encode(prompt, allowed_special="all")
+        return ids or [engine.model.config.bos_token_id]

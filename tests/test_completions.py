@@ -1,0 +1,152 @@
+"""/v1/completions for one prompt, over a real socket. Oracle: the engine itself."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serving import results_of, serving, small_encoding, small_engine
+
+PROMPTS = ["", "Once upon a time", "Tom <|endoftext|> and", "é😀 " * 3, "a dog " * 40]
+
+
+@pytest.fixture(scope="module")
+def door(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        yield door
+
+
+def greedy(tiny_llama, prompt: str, **params) -> tuple:
+    """Prompt tokens, text and finish reason of the engine alone."""
+    from sampling import SamplingParams
+
+    ids = small_encoding().encode(prompt, allowed_special="all") or [4095]
+    params = SamplingParams(**{"max_new_tokens": 16} | params)
+    ((tokens, text, _, reason),) = results_of(small_engine(tiny_llama), [ids], [params])
+    return len(ids), len(tokens), text, reason
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_text_is_that_of_the_engine(door, tiny_llama, prompt):
+    status, found = door.post("/v1/completions", {"prompt": prompt, "temperature": 0})
+    given, new, text, reason = greedy(tiny_llama, prompt)
+    assert (status, found.pop("usage")) == (
+        200,
+        {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new},
+    )
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+    assert found.pop("id").startswith("cmpl-") and isinstance(found.pop("created"), int)
+    assert found == {"object": "text_completion", "model": "small", "choices": [choice]}
+
+
+def test_16_clients_at_once(door, tiny_llama):
+    bodies = [
+        {"prompt": "word " * row, "max_tokens": 3 * row, "temperature": 0} for row in range(16)
+    ]
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda body: door.post("/v1/completions", body), bodies))
+    for body, (status, answer) in zip(bodies, found):
+        _, new, text, reason = greedy(tiny_llama, body["prompt"], max_new_tokens=body["max_tokens"])
+        (choice,) = answer["choices"]
+        assert (status, choice["text"], choice["finish_reason"]) == (200, text, reason)
+        assert answer["usage"]["completion_tokens"] == new
+
+
+def test_it_draws_at_temperature_1_if_nothing_is_said(door):
+    texts = {
+        door.post("/v1/completions", {"prompt": "x"})[1]["choices"][0]["text"] for _ in range(3)
+    }
+    assert len(texts) > 1
+
+
+def test_nothing_said_and_null_are_the_same(door, tiny_llama):
+    body = {"model": None, "prompt": None, "max_tokens": None, "temperature": None}
+    _, found = door.post("/v1/completions", body)
+    assert found["usage"]["prompt_tokens"] == 1 and found["usage"]["completion_tokens"] <= 16
+    _, found = door.post("/v1/completions", {"max_tokens": 0})
+    assert found["choices"][0]["text"] == "" and found["usage"]["completion_tokens"] == 0
+    known = {"model": "small", "prompt": "Tom", "temperature": 0, "nothing_that_is_known": [1]}
+    _, found = door.post("/v1/completions", known)
+    assert found["choices"][0]["text"] == greedy(tiny_llama, "Tom")[2]
+
+
+def refusal(message: str, param: str | None = None, code: str | None = None) -> dict:
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    return {"error": error}
+
+
+@pytest.mark.parametrize(
+    "body, message, param",
+    [
+        (b"", "the body must be a JSON object, with Content-Type: application/json", None),
+        (b"[1]", "the body must be a JSON object, with Content-Type: application/json", None),
+        (b'{"prompt', "the body is not JSON: Unterminated string starting at", None),
+        ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer", "max_tokens"),
+        ({"max_tokens": "3"}, "max_tokens: Input should be a valid integer", "max_tokens"),
+        (
+            {"max_tokens": -1},
+            "max_tokens: Input should be greater than or equal to 0",
+            "max_tokens",
+        ),
+        (
+            {"temperature": -1},
+            "temperature: temperature is -1.0; it must be a finite number >= 0",
+            "temperature",
+        ),
+        (
+            b'{"temperature": NaN}',
+            "temperature: temperature is nan; it must be a finite number >= 0",
+            "temperature",
+        ),
+    ],
+)
+def test_a_wrong_body_is_one_sentence(door, body, message, param):
+    assert door.post("/v1/completions", body) == (400, refusal(message, param))
+
+
+def test_another_type_of_body_is_refused(door):
+    """As a page of another origin could send it unasked."""
+    found = door.post("/v1/completions", {}, {"Content-Type": "text/plain"})
+    message = "the body must be a JSON object, with Content-Type: application/json"
+    assert found == (400, refusal(message))
+
+
+def test_a_malformed_body_of_a_megabyte_has_a_short_answer(door):
+    for body in (b"[" * 10**6, {"prompt": [["x"] * 200_000]}, {"prompt": {"x" * 10**6: 1}}):
+        with door.send("POST", "/v1/completions", body) as answer:
+            assert answer.status == 400 and len(answer.read()) < 300
+
+
+def test_another_model_is_not_found(door):
+    message = "the model 'gpt-4' does not exist; this server has 'small'"
+    found = door.post("/v1/completions", {"model": "gpt-4"})
+    assert found == (404, refusal(message, "model", "model_not_found"))
+
+
+def test_what_the_engine_refuses(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama, num_pages=2)) as door:
+        found = door.post("/v1/completions", {"prompt": "word " * 30})
+    message = "a text of up to 47 positions needs 3 pages; there are 2 pages of 16"
+    assert found == (400, refusal(message))
+
+
+def test_what_fails_in_the_engine(tiny_llama):
+    from sampling import NOT_FINITE
+
+    def make():
+        engine = small_engine(tiny_llama)
+        engine.compute = lambda works: [None for _ in works]
+        return engine
+
+    def server_error(message):
+        return {"error": refusal(message)["error"] | {"type": "server_error"}}
+
+    with serving(make) as door:
+        assert door.post("/v1/completions", {}) == (500, server_error(NOT_FINITE))
+        door.thread.commands.put(lambda: 1 / 0)
+        door.thread.thread.join(60)
+        message = "the engine has failed: ZeroDivisionError: division by zero"
+        assert door.post("/v1/completions", {}) == (503, server_error(message))
+
+
+def test_half_a_letter_is_no_text(door):
+    status, answer = door.post("/v1/completions", {"prompt": "\ud800"})
+    assert status == 400 and answer["error"]["message"].endswith(": not UTF-8 text")
