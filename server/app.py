@@ -12,11 +12,43 @@ from server.engine_thread import EngineDead, TextFailed
 from server.protocol import APIError
 from server.served import Served
 
+MOST_BYTES = 2**20  # in the body of a request
+MOST_READ = 2**23  # of one that has more
+
+
+class BodyLimit:
+    """Answers 413 to requests whose body is too long.
+
+    Many clients write all of a body before they read: closed before, they never see the answer. So
+    a part of the rest is read and thrown away.
+    """
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        size = 0
+
+        async def limited() -> dict:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size <= MOST_BYTES:
+                return message
+            while message.get("more_body") and size < MOST_READ:
+                message = await receive()
+                size += len(message.get("body", b""))
+            error = f"the body is too long; it may have {MOST_BYTES} bytes"
+            raise HTTPException(413, error, {"Connection": "close"})
+
+        await self.app(scope, limited, send)
+
 
 def make_app(served: Served) -> FastAPI:
     """An app of FastAPI. served: what `request.app.state.served` is."""
     # Without its pages of documentation, which load scripts from elsewhere.
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit)
     app.state.served = served
     app.include_router(completions.router)
 
@@ -53,6 +85,8 @@ async def tell_invalid(request: Request, error: RequestValidationError) -> JSONR
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         found = APIError(400, f"the body is not JSON: {first['ctx']['error']}")
+    elif first["type"] == "field":
+        found = APIError(400, message, first["ctx"]["field"])
     elif not fields:
         found = APIError(400, "the body must be a JSON object, with Content-Type: application/json")
     else:

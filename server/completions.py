@@ -21,7 +21,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     params = body.params(16 if body.max_tokens is None else body.max_tokens)
     # In another thread, because a long text takes long.
     prompt = await asyncio.to_thread(served.encode, body.prompt or "")
-    updates = served.thread.generate([prompt], [params])
+    updates = served.thread.generate([prompt], [params], body.cache_salt or "")
     return await Completion(body, served.name, len(prompt), updates).respond()
 
 

@@ -1,11 +1,67 @@
 """What a client may ask for, and how it is told what is wrong, in the form of OpenAI's API."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from errors import check_limits
 from sampling import LIMITS, SamplingParams
+
+SAMPLING = (  # fields of SamplingParams by the same name
+    "ignore_eos",
+    "temperature",
+    "top_k",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+# Fields of OpenAI's and vLLM's API that nothing here does, and values of them that ask for nothing.
+UNSUPPORTED = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
 
 
 class APIError(Exception):
@@ -29,6 +85,27 @@ class APIError(Exception):
         return {"error": error}
 
 
+def wrong(field: str, what: str) -> PydanticCustomError:
+    """What is wrong with a field, where a whole request is looked at."""
+    return PydanticCustomError("field", "{field} {what}", {"field": field, "what": what})
+
+
+def one_of(allowed: str) -> WrapValidator:
+    """One sentence for a value of several types, where pydantic has one for each type."""
+
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(f"it must be {allowed}") from None
+
+    return WrapValidator(check)
+
+
+Word = Annotated[str, Field(min_length=1, max_length=256)]
+Words = Annotated[list[Word], Field(max_length=16)]
+
+
 class GenerationRequest(BaseModel):
     """What all requests for texts have in common. Null is the same as nothing."""
 
@@ -36,18 +113,47 @@ class GenerationRequest(BaseModel):
 
     model: str | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
+    stop: Annotated[
+        Word | Words | None, one_of("a string or a list of up to 16, each of 1 to 256 characters")
+    ] = None
     temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
 
-    @field_validator("temperature")
+    @field_validator("top_k")
+    @classmethod
+    def all_tokens(cls, value: int | None) -> int | None:
+        return 0 if value == -1 else value  # vLLM's way to say it
+
+    @field_validator(*SAMPLING)
     @classmethod
     def in_range(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None:
             check_limits(LIMITS, **{info.field_name: value})
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def supported(cls, data: Any) -> Any:
+        for name, nothing in UNSUPPORTED.items() if isinstance(data, dict) else ():
+            value = data.get(name)
+            if value is not None and value not in nothing:
+                raise wrong(name, "is not supported")
+        return data
+
     def params(self, max_new_tokens: int) -> SamplingParams:
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return SamplingParams(max_new_tokens, temperature=temperature)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        given = {name: getattr(self, name) for name in SAMPLING}
+        given = {name: value for name, value in given.items() if value is not None}
+        given = {"temperature": 1.0} | given
+        seed = None if self.seed is None else self.seed % 2**64
+        return SamplingParams(max_new_tokens, stop=tuple(stop), seed=seed, **given)
 
 
 class CompletionRequest(GenerationRequest):

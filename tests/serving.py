@@ -7,6 +7,7 @@ import http.client
 import json
 import queue
 import threading
+from collections.abc import Iterator
 
 from conftest import CHECKPOINTS
 
@@ -99,9 +100,12 @@ class Door:
         self.server = server
 
     def send(self, method: str, path: str, body=None, headers=()) -> http.client.HTTPResponse:
-        """The answer to a request, of which only the head has been read."""
+        """The answer to a request, of which only the head has been read.
+
+        body: bytes, an iterator over them, sent in chunks, or what is made JSON.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        data = body if isinstance(body, bytes | Iterator | None) else json.dumps(body).encode()
         known = {"Content-Type": "application/json", "Connection": "close"}
         connection.request(method, path, data, known | dict(headers))
         return connection.getresponse()

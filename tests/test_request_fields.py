@@ -1,0 +1,181 @@
+"""The fields of a request: those that work, against the engine, and those that are refused."""
+
+import pytest
+from serving import results_of, serving, small_encoding, small_engine
+
+PARAMS = [
+    {"seed": 1},
+    {"seed": 2**64 - 1, "temperature": 0.5, "top_k": 9},
+    {"seed": 3, "top_p": 0.5, "top_k": -1},
+    {"seed": 4, "presence_penalty": 2, "frequency_penalty": -1.5},
+    {"temperature": 0, "repetition_penalty": 1.5},
+    {"seed": 5, "stop": "e"},
+    {"seed": 6, "stop": ["the", "an", "o"]},
+    {"seed": 7, "ignore_eos": True, "stop": []},
+]
+
+
+@pytest.fixture(scope="module")
+def door(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        yield door
+
+
+def alone(tiny_llama, prompt: str, **params) -> tuple:
+    """Text and finish reason of the engine alone."""
+    from sampling import SamplingParams
+
+    stop = params.pop("stop", ())
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    params = {"temperature": 1.0} | params
+    params["top_k"] = max(params.get("top_k", 0), 0)
+    own = SamplingParams(max_new_tokens=40, stop=stop, **params)
+    ids = small_encoding().encode(prompt)
+    ((_, text, _, reason),) = results_of(small_engine(tiny_llama), [ids], [own])
+    return text, reason
+
+
+def text_of(door, body: dict) -> tuple:
+    status, found = door.post("/v1/completions", body)
+    assert status == 200, found
+    return found["choices"][0]["text"], found["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_parameters_are_those_of_the_engine(door, tiny_llama, params):
+    body = {"prompt": "Tom saw", "max_tokens": 40} | params
+    assert text_of(door, body) == alone(tiny_llama, "Tom saw", **params)
+
+
+def test_a_stop_string_ends_a_text_wherever_tokens_cut_it(door, tiny_llama):
+    text, _ = alone(tiny_llama, "Tom", temperature=0)
+    for start in range(1, 12):
+        stop = text[start : start + 5]
+        body = {"prompt": "Tom", "max_tokens": 40, "temperature": 0, "stop": stop}
+        assert text_of(door, body) == (text[: text.index(stop)], "stop")
+
+
+def test_a_seed_counts_modulo_2_to_the_64th(door):
+    texts = [text_of(door, {"prompt": "Tom", "seed": seed}) for seed in (-1, 2**64 - 1, 0)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_salt_keeps_prefixes_apart(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        shared = []
+        for salt in ("a", None, "a", "b", None):
+            body = {"prompt": "word " * 30, "max_tokens": 1, "cache_salt": salt}
+            door.post("/v1/completions", body)
+            shared.append(door.thread.engine.scheduler.shared)
+    assert shared[:2] == [0, 0] and shared[2] == shared[3] > 0 and shared[4] == 2 * shared[3]
+
+
+def refusal(message: str, param: str) -> dict:
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    return {"error": error}
+
+
+ASKING = {
+    "add_generation_prompt": (True, False),
+    "suffix": ("", " end"),
+    "logit_bias": ({}, {"5": 100}),
+    "tools": ([], [{"type": "function"}]),
+    "tool_choice": ("none", "required"),
+    "response_format": ({"type": "text"}, {"type": "json_object"}),
+    "min_p": (0.0, 0.1),
+    "min_tokens": (0, 3),
+    "stop_token_ids": ([], [3]),
+    "use_beam_search": (False, True),
+    "include_stop_str_in_output": (False, True),
+    "skip_special_tokens": (True, False),
+    "prompt_logprobs": (None, 1),
+    "guided_json": (None, {}),
+    "truncate_prompt_tokens": (None, 4),
+}
+
+
+@pytest.mark.parametrize("field", ASKING)
+def test_what_is_not_supported_is_refused_by_name(door, field):
+    nothing, something = ASKING[field]
+    for value in (nothing, None):
+        assert door.post("/v1/completions", {"max_tokens": 1, field: value})[0] == 200
+    found = door.post("/v1/completions", {"max_tokens": 1, field: something})
+    assert found == (400, refusal(f"{field} is not supported", field))
+
+
+def test_the_list_of_what_is_not_supported():
+    from server.protocol import UNSUPPORTED, CompletionRequest
+
+    assert ASKING.keys() <= UNSUPPORTED.keys()
+    assert not UNSUPPORTED.keys() & CompletionRequest.model_fields.keys()
+
+
+STOP = "stop: it must be a string or a list of up to 16, each of 1 to 256 characters"
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("top_p", 0, "top_p: top_p is 0.0; it must be a number in (0, 1]"),
+        ("top_k", -2, "top_k: top_k is -2; it must be an integer >= 0"),
+        (
+            "presence_penalty",
+            2.1,
+            "presence_penalty: presence_penalty is 2.1; it must be a number in [-2, 2]",
+        ),
+        ("seed", 2**64, f"seed: Input should be less than {2**64}"),
+        ("seed", 1.5, "seed: Input should be a valid integer"),
+        ("ignore_eos", 1, "ignore_eos: Input should be a valid boolean"),
+        ("stop", "", STOP),
+        ("stop", "x" * 257, STOP),
+        ("stop", ["x"] * 17, STOP),
+        ("stop", ["x", 1], STOP),
+    ],
+)
+def test_values_out_of_range(door, field, value, message):
+    found = door.post("/v1/completions", {"prompt": "Tom", field: value})
+    assert found == (400, refusal(message, field))
+
+
+def test_stop_strings_at_their_limits(door):
+    assert text_of(door, {"prompt": "Tom", "stop": ["x" * 256] * 16})
+    assert door.post("/v1/completions", {"stop": ["x" * 256] * 17})[0] == 400
+
+
+TOO_LONG = (413, refusal("the body is too long; it may have 1048576 bytes", None))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_has_at_most_a_mebibyte(door, chunked):
+    """Who writes more, all of it before he reads, is told so."""
+    for more in (0, 1, 2**20, 2**22):
+        body = b"[" + b" " * (2**20 - 1 + more)
+        parts = [body[start : start + 2**18] for start in range(0, len(body), 2**18)]
+        # Without a Content-Length in chunks.
+        found = door.post("/v1/completions", iter(parts) if chunked else body)
+        if more:
+            assert found == TOO_LONG
+        else:
+            assert found[0] == 400 and found[1]["error"]["message"].startswith("the body is not")
+
+
+def test_a_body_without_an_end_is_cut_off(door):
+    sent = 0
+
+    def endless():
+        nonlocal sent
+        while sent < 2**26:
+            sent += 2**20
+            yield b" " * 2**20
+
+    with pytest.raises(OSError):
+        door.post("/v1/completions", endless())
+    assert sent < 2**26
+
+
+def test_half_a_letter_in_the_name_of_a_field(door):
+    for body in (b'{"\\ud800": 1}', b'{"logit_bias": null, "x": {"\\ud800": 1}}'):
+        assert text_of(door, body)
+    body = b'{"logit_bias": {"\\ud800": 1}}'
+    refused = refusal("logit_bias is not supported", "logit_bias")
+    assert door.post("/v1/completions", body) == (400, refused)
