@@ -28,6 +28,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 class Completion(Answer):
     prefix = "cmpl"
     kind = "text_completion"
+    event_kind = kind
 
     def choice(self, index: int, update: Update) -> dict:
         return {
@@ -36,3 +37,5 @@ class Completion(Answer):
             "logprobs": None,
             "finish_reason": update.finish_reason,
         }
+
+    delta = choice

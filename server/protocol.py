@@ -106,12 +106,23 @@ Word = Annotated[str, Field(min_length=1, max_length=256)]
 Words = Annotated[list[Word], Field(max_length=16)]
 
 
+class StreamOptions(BaseModel):
+    """What an answer in events tells of its tokens."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None  # in one more event, the last
+    continuous_usage_stats: bool | None = None  # then also in each other, vLLM's addition
+
+
 class GenerationRequest(BaseModel):
     """What all requests for texts have in common. Null is the same as nothing."""
 
     model_config = ConfigDict(strict=True)  # "1" is no number
 
     model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
     stop: Annotated[

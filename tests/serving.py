@@ -117,6 +117,17 @@ class Door:
     def post(self, path: str, body, headers=()) -> tuple:
         return self.ask("POST", path, body, headers)
 
+    def events(self, path: str, body: dict) -> list:
+        """Those of a streamed answer, read as JSON; after them comes "[DONE]", and nothing else."""
+        with self.send("POST", path, body) as answer:
+            assert answer.status == 200, answer.read()
+            assert answer.headers["Content-Type"].startswith("text/event-stream")
+            *events, empty = answer.read().decode().split("\n\n")
+        assert empty == "" and all(event.startswith("data: ") for event in events)
+        data = [event.removeprefix("data: ") for event in events]
+        assert data[-1] == "[DONE]" and "[DONE]" not in data[:-1]
+        return [json.loads(event) for event in data[:-1]]
+
     def ask(self, *request) -> tuple:
         with self.send(*request) as answer:
             data = answer.read()

@@ -1,0 +1,173 @@
+"""Answers in server-sent events, over a real socket. Oracle: the engine itself."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serving import in_turns, results_of, serving, small_encoding, small_engine
+
+PATH = "/v1/completions"
+BODIES = [
+    {"temperature": 0},
+    {"seed": 1, "top_p": 0.9},
+    {"seed": 2, "temperature": 1.5, "presence_penalty": 1},
+    {"seed": 3, "stop": ["e", " t"]},
+]
+
+
+@pytest.fixture(scope="module")
+def door(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        yield door
+
+
+def text_of(events) -> tuple:
+    """The text of events, and the finish reason, which the last one alone has."""
+    choices = [event["choices"][0] for event in events]
+    assert all(choice["finish_reason"] is None for choice in choices[:-1])
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
+def alone(tiny_llama, prompt: str, body: dict) -> tuple:
+    """Text and finish reason of the engine alone."""
+    from sampling import SamplingParams
+
+    params = SamplingParams(**({"temperature": 1.0} | body | {"stop": tuple(body.get("stop", ()))}))
+    request = small_encoding().encode(prompt)
+    ((_, text, _, reason),) = results_of(small_engine(tiny_llama), [request], [params])
+    return text, reason
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_16_clients_have_the_texts_of_the_engine(tiny_llama, drafts):
+    """Whole and in events, with prefixes in common."""
+    from engine.drafter import LookupDrafter
+
+    prompts = ["word " * 20 + "Tom " * row for row in range(16)]
+    bodies = [BODIES[row % 4] for row in range(16)]
+
+    def make():
+        drafter = LookupDrafter() if drafts else None
+        return small_engine(tiny_llama, max_rows=6, drafter=drafter)
+
+    with serving(make) as door, ThreadPoolExecutor(16) as pool:
+
+        def ask(prompt, body):
+            asked = {"prompt": prompt, "max_tokens": 30} | body
+            streamed = text_of(door.events(PATH, asked | {"stream": True}))
+            (choice,) = door.post(PATH, asked | {"stream": False})[1]["choices"]
+            assert streamed == (choice["text"], choice["finish_reason"])
+            return streamed
+
+        found = list(pool.map(ask, prompts, bodies))
+    wanted = [
+        alone(tiny_llama, prompt, body | {"max_new_tokens": 30})
+        for prompt, body in zip(prompts, bodies)
+    ]
+    assert found == wanted
+
+
+def test_the_form_of_an_event(door):
+    events = door.events(PATH, {"prompt": "Tom", "max_tokens": 5, "stream": True})
+    (name,) = {event.pop("id") for event in events}
+    assert name.startswith("cmpl-")
+    for event in events:
+        assert isinstance(event.pop("created"), int)
+        choice = event["choices"][0]
+        assert choice.keys() == {"index", "text", "logprobs", "finish_reason"}
+        known = {"object": "text_completion", "model": "small", "choices": [choice]}
+        assert event == known and (choice["index"], choice["logprobs"]) == (0, None)
+
+
+def test_letters_cut_over_tokens_come_whole(tiny_llama):
+    """Letters of several tokens: no event has a part of one, and U+FFFD is in none."""
+    text = "äß😀é\n" * 3
+    ids = small_encoding().encode(text)
+
+    def make():
+        engine = small_engine(tiny_llama)
+        compute = engine.compute
+
+        def write(works):  # this text, whatever the model thinks
+            return [
+                ([ids[len(work.request.output)]], logits)
+                for work, (_, logits) in zip(works, compute(works))
+            ]
+
+        engine.compute = write
+        return engine
+
+    assert len(ids) > len(text)
+    with serving(make) as door:
+        body = {"prompt": "x", "max_tokens": len(ids), "stream": True}
+        events = door.events(PATH, body)
+        assert text_of(events) == (text, "length")
+        pieces = [event["choices"][0]["text"] for event in events]
+        assert "" in pieces  # a token that completes no letter has an event all the same
+        found = text_of(door.events(PATH, body | {"stop": ["😀é"]}))
+        assert found == ("äß", "stop")
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_usage_in_events(door, continuous):
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    body = {"prompt": "word " * 9, "max_tokens": 6, "ignore_eos": True, "stream": True}
+    *events, last = door.events(PATH, body | {"stream_options": options})
+    prompt = len(small_encoding().encode("word " * 9))
+    usage = {"prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6}
+    assert (last["choices"], last["usage"]) == ([], usage)
+    if continuous:
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts) and 1 <= counts[0] and counts[-1] == 6
+    else:
+        assert all(event["usage"] is None for event in events)
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"new": 1}])
+def test_no_usage_in_events_if_not_asked_for(door, options):
+    body = {"max_tokens": 2, "stream": True, "stream_options": options}
+    assert all("usage" not in event for event in door.events(PATH, body))
+
+
+def test_still_what_is_refused_is_no_stream(door):
+    status, found = door.post(PATH, {"prompt": "x", "stream": True, "temperature": -1})
+    assert status == 400 and found["error"]["param"] == "temperature"
+    status, found = door.post(PATH, {"model": "x", "stream": True})
+    assert status == 404
+
+
+def test_a_first_token_comes_before_the_second_is_computed(tiny_llama):
+    turn = threading.Semaphore(1)
+    with serving(lambda: in_turns(small_engine(tiny_llama), turn)) as door:
+        body = {"prompt": "x", "max_tokens": 4, "ignore_eos": True, "stream": True}
+        assert len(door.events(PATH, body | {"max_tokens": 1})) == 1
+        turn.release()
+        with door.send("POST", PATH, body) as answer:
+            for _ in range(4):
+                assert answer.readline().startswith(b"data: {")
+                assert answer.readline() == b"\n"
+                turn.release()
+            assert answer.read() == b"data: [DONE]\n\n"
+
+
+def test_an_error_in_a_stream_is_an_event_before_the_end(tiny_llama):
+    from sampling import NOT_FINITE
+
+    def make():
+        engine = small_engine(tiny_llama)
+        compute = engine.compute
+
+        def broken(works):
+            good = [len(work.request.output) < 3 for work in works]
+            return [own if fine else None for own, fine in zip(compute(works), good)]
+
+        engine.compute = broken
+        return engine
+
+    body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
+    with serving(make) as door:
+        *events, error = door.events(PATH, body | {"ignore_eos": True})
+        assert all(event["choices"][0]["finish_reason"] is None for event in events)
+        assert error == {
+            "error": {"message": NOT_FINITE, "type": "server_error", "param": None, "code": None}
+        }
