@@ -41,9 +41,9 @@ def to_event(data: dict) -> bytes:
 
 
 class Answer:
-    """Builds the answer to a request from what is new of its text. A subclass knows its form.
+    """Builds the answer to a request from what is new of its texts. A subclass knows its form.
 
-    updates: of `EngineThread.generate`. prompt_tokens: how many.
+    updates: of `EngineThread.generate`. prompt_tokens: of all prompts.
     """
 
     prefix: str  # of the id

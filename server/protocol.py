@@ -1,6 +1,7 @@
 """What a client may ask for, and how it is told what is wrong, in the form of OpenAI's API."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import (
@@ -104,6 +105,9 @@ def one_of(allowed: str) -> WrapValidator:
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 Words = Annotated[list[Word], Field(max_length=16)]
+Strings = Annotated[list[str], Field(min_length=1)]
+Ids = Annotated[list[int], Field(min_length=1)]
+IdLists = Annotated[list[list[int]], Field(min_length=1)]
 
 
 class StreamOptions(BaseModel):
@@ -121,6 +125,8 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(strict=True)  # "1" is no number
 
     model: str | None = None
+    n: Annotated[int | None, Field(ge=1, le=128)] = None  # texts for each prompt
+    best_of: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -158,14 +164,34 @@ class GenerationRequest(BaseModel):
                 raise wrong(name, "is not supported")
         return data
 
-    def params(self, max_new_tokens: int) -> SamplingParams:
+    @model_validator(mode="after")
+    def best_is_all(self) -> "GenerationRequest":
+        if self.best_of not in (None, self.n or 1):
+            raise wrong("best_of", "is not supported, but for the same number as n")
+        return self
+
+    def params(self, max_new_tokens: int) -> list[SamplingParams]:
+        """Of each of the n texts that follow a prompt: text i has the seed + i."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = {name: getattr(self, name) for name in SAMPLING}
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0} | given
-        seed = None if self.seed is None else self.seed % 2**64
-        return SamplingParams(max_new_tokens, stop=tuple(stop), seed=seed, **given)
+        params = SamplingParams(max_new_tokens, stop=tuple(stop), **given)
+        return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
+
+    def child_seed(self, index: int) -> int | None:
+        return None if self.seed is None else (self.seed + index) % 2**64
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | None = None
+    prompt: Annotated[
+        str | Strings | Ids | IdLists | None,
+        one_of("a string, a list of strings, a list of token ids or a list of such lists"),
+    ] = None
+    echo: bool | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each for itself; without any there is an empty one."""
+        given = self.prompt or ""
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given

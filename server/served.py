@@ -5,6 +5,7 @@ import time
 from command_line import check_text
 from server.engine_thread import EngineThread
 from server.protocol import APIError
+from tokenizer import TextStream
 
 
 class Served:
@@ -34,12 +35,24 @@ class Served:
             message = f"the model {name[:100]!r} does not exist; this server has {self.name!r}"
             raise APIError(404, message, "model", "model_not_found")
 
-    def encode(self, prompt: str) -> list[int]:
-        """The token ids of a text; the BOS token for none, as in the engine.
+    def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
+        """The token ids of prompts; the BOS token where there are none, as in the engine.
 
         Raises UserError for a text that is not UTF-8.
         """
-        check_text("prompt", prompt)
         engine = self.thread.engine
-        ids = engine.encoding.encode(prompt, allowed_special="all")
-        return ids or [engine.model.config.bos_token_id]
+        ids = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                check_text("prompt", prompt)
+                prompt = engine.encoding.encode(prompt, allowed_special="all")
+            ids.append(prompt or [engine.model.config.bos_token_id])
+        return ids
+
+    def decode(self, prompt: str | list[int]) -> str:
+        """The text of a prompt. Ids that there are not have none: the engine refuses them."""
+        if isinstance(prompt, str):
+            return prompt
+        prompt = [token for token in prompt if 0 <= token < 2**32]
+        stream = TextStream(self.thread.engine.encoding)
+        return "".join(map(stream.add, prompt)) + stream.end()

@@ -1,0 +1,148 @@
+"""Several prompts and several texts for each in one request. Oracle: the engine itself."""
+
+import itertools
+
+import pytest
+from serving import results_of, serving, small_encoding, small_engine
+
+PATH = "/v1/completions"
+TEXTS = ["Tom", "a dog and", "", "é😀"]
+
+
+@pytest.fixture(scope="module")
+def door(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama, max_rows=3)) as door:
+        yield door
+
+
+def ids_of(prompt: str) -> list[int]:
+    return small_encoding().encode(prompt)
+
+
+def alone(tiny_llama, prompts, seeds, **params) -> list[tuple]:
+    """Text and finish reason of the engine alone: of each prompt with each seed."""
+    from sampling import SamplingParams
+
+    pairs = list(itertools.product(prompts, seeds))
+    each = [SamplingParams(**{"max_new_tokens": 16} | params, seed=seed) for _, seed in pairs]
+    found = results_of(small_engine(tiny_llama), [ids_of(prompt) for prompt, _ in pairs], each)
+    return [(text, reason) for _, text, _, reason in found]
+
+
+def choices_of(door, body: dict) -> list[tuple]:
+    """Text and finish reason of each choice, held to be the same whole and in events."""
+    status, found = door.post(PATH, body)
+    assert status == 200, found
+    assert [choice["index"] for choice in found["choices"]] == list(range(len(found["choices"])))
+    whole = [(choice["text"], choice["finish_reason"]) for choice in found["choices"]]
+    texts = [""] * len(whole)
+    reasons = [None] * len(whole)
+    for event in door.events(PATH, body | {"stream": True}):
+        (choice,) = event["choices"]
+        index = choice["index"]
+        assert reasons[index] is None
+        texts[index] += choice["text"]
+        reasons[index] = choice["finish_reason"]
+    assert list(zip(texts, reasons)) == whole
+    return whole
+
+
+@pytest.mark.parametrize(
+    "prompt, texts",
+    [
+        (TEXTS, TEXTS),
+        ([ids_of(text) for text in TEXTS], TEXTS),
+        (ids_of("a dog and"), ["a dog and"]),
+        (["Tom"], ["Tom"]),
+        ([[]], [""]),
+    ],
+    ids=str,
+)
+def test_prompts_in_all_four_forms(door, tiny_llama, prompt, texts):
+    wanted = alone(tiny_llama, texts, [None])
+    assert choices_of(door, {"prompt": prompt, "temperature": 0}) == wanted
+
+
+def test_n_texts_for_each_prompt_with_seeds_of_their_own(door, tiny_llama):
+    body = {"prompt": TEXTS[:2], "n": 3, "seed": 2**64 - 1, "best_of": 3}
+    wanted = alone(tiny_llama, TEXTS[:2], [2**64 - 1, 0, 1], temperature=1)
+    assert choices_of(door, body) == wanted
+    assert len(set(wanted)) == 6
+
+
+def test_without_a_seed_n_texts_differ(door):
+    _, found = door.post(PATH, {"prompt": "Tom", "n": 4})
+    assert len({choice["text"] for choice in found["choices"]}) > 1
+
+
+@pytest.mark.parametrize("prompt", ["Tom é😀", ids_of("Tom é😀"), [ids_of("Tom"), ids_of("é")]])
+def test_an_echo_is_the_prompt_before_each_text(door, prompt):
+    body = {"prompt": prompt, "n": 2, "seed": 1, "max_tokens": 5}
+    plain = choices_of(door, body)
+    echoes = ["Tom", "Tom", "é", "é"] if isinstance(prompt[0], list) else ["Tom é😀"] * 2
+    wanted = [(echo + text, reason) for echo, (text, reason) in zip(echoes, plain)]
+    assert choices_of(door, body | {"echo": True}) == wanted
+    assert choices_of(door, body | {"echo": True, "max_tokens": 0}) == [
+        (echo, "length") for echo in echoes
+    ]
+
+
+def test_usage_counts_each_prompt_once_and_each_text(door):
+    options = {"stream_options": {"include_usage": True}}
+    body = {"prompt": TEXTS, "n": 2, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
+    given = sum(len(ids_of(text)) or 1 for text in TEXTS)
+    usage = {"prompt_tokens": given, "completion_tokens": 24, "total_tokens": given + 24}
+    assert door.post(PATH, body)[1]["usage"] == usage
+    assert door.events(PATH, body | options | {"stream": True})[-1]["usage"] == usage
+
+
+PROMPT = "it must be a string, a list of strings, a list of token ids or a list of such lists"
+IDS = "the prompt has the id {}; ids of this model are integers from 0 to 4095"
+
+
+@pytest.mark.parametrize(
+    "body, message, param",
+    [
+        ({"prompt": []}, f"prompt: {PROMPT}", "prompt"),
+        ({"prompt": 3}, f"prompt: {PROMPT}", "prompt"),
+        ({"prompt": ["a", 3]}, f"prompt: {PROMPT}", "prompt"),
+        ({"prompt": [1, True]}, f"prompt: {PROMPT}", "prompt"),
+        ({"prompt": [[1], "a"]}, f"prompt: {PROMPT}", "prompt"),
+        ({"prompt": [1, 4096]}, IDS.format(4096), None),
+        ({"prompt": [[1], [-1]]}, IDS.format(-1), None),
+        ({"n": 0}, "n: Input should be greater than or equal to 1", "n"),
+        ({"n": 129}, "n: Input should be less than or equal to 128", "n"),
+        (
+            {"best_of": 2},
+            "best_of is not supported, but for the same number as n",
+            "best_of",
+        ),
+    ],
+)
+def test_what_is_refused(door, body, message, param):
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    for more in ({}, {"stream": True}, {"echo": True}):
+        assert door.post(PATH, body | more) == (400, {"error": error})
+
+
+def test_one_text_that_fails_fails_its_request_alone(tiny_llama):
+    def make():
+        engine = small_engine(tiny_llama)
+        compute = engine.compute
+
+        def broken(works):
+            bad = [work.request.tokens[:2] == [7, 8] for work in works]
+            return [None if is_bad else own for is_bad, own in zip(bad, compute(works))]
+
+        engine.compute = broken
+        return engine
+
+    with serving(make) as door:
+        assert door.post(PATH, {"prompt": [[1], [7, 8]]})[0] == 500
+        assert door.post(PATH, {"prompt": [[1], [7, 9]]})[0] == 200
+        assert not door.thread.calls
+
+
+def test_half_a_letter_in_a_list_is_no_text(door):
+    status, answer = door.post(PATH, {"prompt": ["Tom", "\udfff"], "echo": True, "stream": True})
+    assert status == 400 and answer["error"]["message"].endswith(": not UTF-8 text")
