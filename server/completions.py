@@ -9,6 +9,7 @@ from server.answers import Answer
 from server.engine_thread import Update
 from server.protocol import CompletionRequest
 from server.served import Served
+from tokenizer import TextStream
 
 router = APIRouter()
 
@@ -18,7 +19,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts. A text that outgrows the model's window goes on: the window slides."""
     served: Served = request.app.state.served
     served.check_model(body.model)
-    params = body.params(16 if body.max_tokens is None else body.max_tokens)
+    params = body.params(16 if body.max_tokens is None else body.max_tokens, body.logprobs)
     # In another thread, because a long text takes long.
     prompts = await asyncio.to_thread(served.encode, body.prompts)
     texts = [prompt for prompt in prompts for _ in params]
@@ -27,6 +28,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if body.echo:
         echoes = await asyncio.to_thread(list, map(served.decode, body.prompts))
         answer.echoes = [text for text in echoes for _ in params]
+    if body.logprobs is not None:
+        answer.tables = [LogprobTable(served, body) for _ in texts]
     return await answer.respond()
 
 
@@ -37,7 +40,9 @@ class Completion(Answer):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.echoes: list[str] = []  # of each choice, what its text begins with
+        # Of each choice, if asked for.
+        self.echoes: list[str] = []  # what its text begins with
+        self.tables: list[LogprobTable] = []
 
     def choice(self, index: int, update: Update) -> dict:
         echo = ""
@@ -47,8 +52,44 @@ class Completion(Answer):
         return {
             "index": index,
             "text": echo + update.text,
-            "logprobs": None,
+            "logprobs": self.tables[index].add(update) if self.tables else None,
             "finish_reason": update.finish_reason,
         }
 
     delta = choice
+
+
+class LogprobTable:
+    """The log-probabilities of a text, part by part, in the columns of this API."""
+
+    def __init__(self, served: Served, body: CompletionRequest):
+        engine = served.thread.engine
+        self.served = served
+        silent = () if body.ignore_eos else engine.model.config.eos_token_ids
+        self.stream = TextStream(engine.encoding, silent)
+        self.offset = 0
+
+    def add(self, update: Update) -> dict:
+        """Those of the next tokens, and after how many whole characters each of them begins."""
+        names = [self.name(token) for token in update.tokens]
+        tops = []
+        offsets = []
+        for token, name, (own, top) in zip(update.tokens, names, update.logprobs):
+            # With the chosen one, which is not always among the best.
+            tops.append({self.name(other): logprob for other, logprob in top} | {name: own})
+            offsets.append(self.offset)
+            self.offset += len(self.stream.add(token))
+        return {
+            "tokens": names,
+            "token_logprobs": [entry.logprob for entry in update.logprobs],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def name(self, token: int) -> str:
+        """The text of a token, or, as OpenAI writes a part of a letter, "bytes:\\xf0\\x9f"."""
+        data = self.served.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -170,13 +170,13 @@ class GenerationRequest(BaseModel):
             raise wrong("best_of", "is not supported, but for the same number as n")
         return self
 
-    def params(self, max_new_tokens: int) -> list[SamplingParams]:
+    def params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
         """Of each of the n texts that follow a prompt: text i has the seed + i."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = {name: getattr(self, name) for name in SAMPLING}
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0} | given
-        params = SamplingParams(max_new_tokens, stop=tuple(stop), **given)
+        params = SamplingParams(max_new_tokens, stop=tuple(stop), logprobs=logprobs, **given)
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
 
     def child_seed(self, index: int) -> int | None:
@@ -189,6 +189,13 @@ class CompletionRequest(GenerationRequest):
         one_of("a string, a list of strings, a list of token ids or a list of such lists"),
     ] = None
     echo: bool | None = None
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @model_validator(mode="after")
+    def possible(self) -> "CompletionRequest":
+        if self.echo and self.logprobs is not None:
+            raise wrong("logprobs", "is not supported with echo: a prompt has none")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:

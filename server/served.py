@@ -49,6 +49,13 @@ class Served:
             ids.append(prompt or [engine.model.config.bos_token_id])
         return ids
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token writes; nothing for one without text, as padded vocabularies have."""
+        try:
+            return self.thread.engine.encoding.decode_single_token_bytes(token)
+        except KeyError:
+            return b""
+
     def decode(self, prompt: str | list[int]) -> str:
         """The text of a prompt. Ids that there are not have none: the engine refuses them."""
         if isinstance(prompt, str):
