@@ -13,6 +13,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import uvicorn
 
+from chat import Chat
 from command_line import (
     STORIES,
     Parser,
@@ -74,9 +75,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     """Load the model, print the address, and answer until a signal comes."""
+    try:
+        chat = Chat(source)
+    except UserError as error:  # for those who want to chat
+        chat = error
     name = Path(source.name).resolve().name if source.kind == "directory" else source.label
     async with EngineThread(functools.partial(load_engine, args, source, device)) as thread:
-        app = make_app(Served(thread, name, source.label))
+        app = make_app(Served(thread, name, source.label, chat))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         host, port = sock.getsockname()[:2]
         print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

@@ -6,7 +6,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from errors import UserError
-from server import completions
+from server import chat_completions, completions
 from server.answers import api_error
 from server.engine_thread import EngineDead, TextFailed
 from server.protocol import APIError
@@ -51,6 +51,7 @@ def make_app(served: Served) -> FastAPI:
     app.add_middleware(BodyLimit)
     app.state.served = served
     app.include_router(completions.router)
+    app.include_router(chat_completions.router)
 
     @app.get("/health")
     async def health() -> Response:

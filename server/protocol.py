@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     ValidationError,
     ValidationInfo,
@@ -202,3 +203,43 @@ class CompletionRequest(GenerationRequest):
         """Each for itself; without any there is an empty one."""
         given = self.prompt or ""
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
+class Part(BaseModel):
+    """A part of a message; text is the only kind that is known here."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    # A template writes it as it is, so it must not be able to close a message and begin another.
+    role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
+    content: Annotated[str | list[Part], one_of("a string or a list of parts of the type text")]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatRequest(GenerationRequest):
+    # The first error is enough: each of a million would take its time.
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
+    echo: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @model_validator(mode="after")
+    def possible(self) -> "ChatRequest":
+        if self.echo:
+            raise wrong("echo", "is not supported for messages")
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("top_logprobs", "is for logprobs: true only")
+        return self

@@ -2,19 +2,25 @@
 
 import time
 
+from chat import Chat
 from command_line import check_text
+from errors import UserError
 from server.engine_thread import EngineThread
-from server.protocol import APIError
+from server.protocol import APIError, Message
 from tokenizer import TextStream
 
 
 class Served:
-    """A model by the name that clients know. root: where it comes from."""
+    """A model by the name that clients know.
 
-    def __init__(self, thread: EngineThread, name: str, root: str):
+    root: where it comes from. chat: its template, or the error that says why it has none.
+    """
+
+    def __init__(self, thread: EngineThread, name: str, root: str, chat: Chat | UserError):
         self.thread = thread
         self.name = name
         self.root = root
+        self.chat = chat
         self.created = int(time.time())
 
     def model(self) -> dict:
@@ -48,6 +54,22 @@ class Served:
                 prompt = engine.encoding.encode(prompt, allowed_special="all")
             ids.append(prompt or [engine.model.config.bos_token_id])
         return ids
+
+    def encode_chat(self, messages: list[Message]) -> list[int]:
+        """The token ids of a conversation up to where the reply begins.
+
+        Raises UserError for a model without a template, APIError for what its template refuses.
+        """
+        if isinstance(self.chat, UserError):
+            raise self.chat
+        plain = [{"role": message.role, "content": message.text} for message in messages]
+        try:
+            return self.chat.encode(plain, self.thread.engine.encoding)
+        except UserError as error:
+            reason = str(error).removeprefix(
+                f"{self.chat.file}: "
+            )  # whose path is nobody's concern
+            raise APIError(400, reason, "messages") from None
 
     def token_bytes(self, token: int) -> bytes:
         """What a token writes; nothing for one without text, as padded vocabularies have."""

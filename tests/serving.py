@@ -135,10 +135,14 @@ class Door:
 
 
 @contextlib.contextmanager
-def serving(make, **options):
-    """A Door to an engine; the event loop has a thread of its own. options: as of `Served`."""
+def serving(make, chat=None):
+    """A Door to an engine; the event loop has a thread of its own.
+
+    chat: the template of the model, or an error.
+    """
     import uvicorn
 
+    from chat import Chat
     from serve import listen
     from server.app import make_app
     from server.engine_thread import EngineThread
@@ -148,7 +152,7 @@ def serving(make, **options):
 
     async def main():
         async with EngineThread(make) as thread:
-            app = make_app(Served(thread, "small", "somewhere/small", **options))
+            app = make_app(Served(thread, "small", "somewhere/small", chat or Chat(SMALL)))
             server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
             sock = listen("127.0.0.1", 0)
             started.put(Door(sock.getsockname()[1], thread, server))

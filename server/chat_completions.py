@@ -1,0 +1,63 @@
+"""/v1/chat/completions: replies to messages."""
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from server.answers import Answer
+from server.engine_thread import Update
+from server.protocol import ChatRequest
+from server.served import Served
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Reply to messages. A text that outgrows the model's window goes on: the window slides."""
+    served: Served = request.app.state.served
+    served.check_model(body.model)
+    prompt = await asyncio.to_thread(served.encode_chat, body.messages)
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if wanted is None:  # what the window has room for
+        wanted = max(served.thread.engine.model.config.block_size - len(prompt), 1)
+    params = body.params(wanted, (body.top_logprobs or 0) if body.logprobs else None)
+    updates = served.thread.generate([prompt] * len(params), params, body.cache_salt or "")
+    return await Reply(body, served, len(prompt), updates).respond()
+
+
+class Reply(Answer):
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    event_kind = "chat.completion.chunk"
+
+    def __init__(self, body: ChatRequest, served: Served, prompt_tokens: int, updates):
+        super().__init__(body, served.name, prompt_tokens, updates)
+        self.served = served
+        self.begun: set[int] = set()  # choices that had an event
+
+    def choice(self, index: int, update: Update) -> dict:
+        message = {"role": "assistant", "content": update.text}
+        return {"index": index, "message": message} | self.rest(update)
+
+    def delta(self, index: int, update: Update) -> dict:
+        delta = {"content": update.text}
+        if index not in self.begun:  # not before: clients take it for the first token
+            self.begun.add(index)
+            delta = {"role": "assistant", "content": update.text}
+        return {"index": index, "delta": delta} | self.rest(update)
+
+    def rest(self, update: Update) -> dict:
+        logprobs = None
+        if self.body.logprobs:
+            content = [
+                self.entry(token, logprob) | {"top_logprobs": [self.entry(*pair) for pair in top]}
+                for token, (logprob, top) in zip(update.tokens, update.logprobs)
+            ]
+            logprobs = {"content": content}
+        return {"logprobs": logprobs, "finish_reason": update.finish_reason}
+
+    def entry(self, token: int, logprob: float) -> dict:
+        data = self.served.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}

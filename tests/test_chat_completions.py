@@ -1,0 +1,277 @@
+"""/v1/chat/completions over a real socket, by the official client too. Oracle: the engine."""
+
+import asyncio
+
+import pytest
+from serving import SMALL, Door, results_of, serving, small_encoding, small_engine
+
+PATH = "/v1/chat/completions"
+TALK = [
+    {"role": "user", "content": "cat, moon"},
+    {"role": "assistant", "content": "A cat saw the moon."},
+    {"role": "user", "content": "dog"},
+]
+
+
+@pytest.fixture(scope="module")
+def door(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        yield door
+
+
+def prompt_of(messages) -> list[int]:
+    from chat import Chat
+
+    return Chat(SMALL).encode(messages, small_encoding())
+
+
+def alone(tiny_llama, messages, **params) -> tuple:
+    """Tokens, text, log-probabilities and finish reason of the engine alone."""
+    from sampling import SamplingParams
+
+    ids = prompt_of(messages)
+    params = {"max_new_tokens": max(64 - len(ids), 1), "temperature": 1.0} | params
+    (found,) = results_of(small_engine(tiny_llama), [ids], [SamplingParams(**params)])
+    return found
+
+
+def test_the_documentation_says_that_the_window_slides():
+    from server.app import make_app
+
+    paths = make_app(None).openapi()["paths"]
+    said = paths.get(PATH, {}).get("post", {}).get("description", "")
+    assert said.endswith("A text that outgrows the model's window goes on: the window slides.")
+
+
+@pytest.mark.parametrize("messages", [TALK[:1], TALK, [{"role": "user", "content": "x " * 90}]])
+def test_a_reply_is_the_text_of_the_engine(door, tiny_llama, messages):
+    """Up to the end of the window if nothing is said, and one token where that is full."""
+    tokens, text, _, reason = alone(tiny_llama, messages, seed=4)
+    body = {"messages": messages, "seed": 4}
+    status, found = door.post(PATH, body)
+    assert status == 200 and found.pop("id").startswith("chatcmpl-") and found.pop("created")
+    given = len(prompt_of(messages))
+    usage = {
+        "prompt_tokens": given,
+        "completion_tokens": len(tokens),
+        "total_tokens": given + len(tokens),
+    }
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+    known = {"object": "chat.completion", "model": "small", "choices": [choice], "usage": usage}
+    assert found == known
+
+
+def test_events_begin_with_the_role_and_the_first_token(door, tiny_llama):
+    tokens, text, _, reason = alone(tiny_llama, TALK, seed=1, max_new_tokens=9)
+    body = {"messages": TALK, "seed": 1, "max_tokens": 9, "stream": True}
+    events = door.events(PATH, body)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[0]["role"] == "assistant" and all("role" not in delta for delta in deltas[1:])
+    assert "".join(delta["content"] for delta in deltas) == text
+    reasons = [event["choices"][0]["finish_reason"] for event in events]
+    assert reasons == [None] * (len(events) - 1) + [reason]
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len(events) <= len(tokens)  # none for the role alone
+    *_, last = door.events(PATH, body | {"stream_options": {"include_usage": True}})
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize(
+    "limits, wanted",
+    [
+        ({"max_tokens": 3}, 3),
+        ({"max_completion_tokens": 4}, 4),
+        ({"max_completion_tokens": 4, "max_tokens": 3}, 4),
+        ({"max_completion_tokens": 0}, 0),
+    ],
+)
+def test_limits_of_length(door, limits, wanted):
+    body = {"messages": TALK, "ignore_eos": True} | limits
+    assert door.post(PATH, body)[1]["usage"]["completion_tokens"] == wanted
+
+
+def test_content_in_parts(door):
+    parts = [{"type": "text", "text": "cat,"}, {"type": "text", "text": " moon"}]
+    plain = {"messages": TALK[:1], "seed": 1, "max_tokens": 5}
+    split = plain | {"messages": [{"role": "user", "name": "me", "content": parts}]}
+    first, second = (door.post(PATH, body)[1] for body in (plain, split))
+    assert first["choices"] == second["choices"] and first["usage"] == second["usage"]
+
+
+def test_log_probabilities_with_the_bytes_of_tokens(door, tiny_llama):
+    tokens, _, logprobs, _ = alone(tiny_llama, TALK, seed=2, logprobs=3)
+    body = {"messages": TALK, "seed": 2, "logprobs": True, "top_logprobs": 3}
+    (choice,) = door.post(PATH, body)[1]["choices"]
+    found = choice["logprobs"]["content"]
+    decode = small_encoding().decode_single_token_bytes
+
+    def entry(token, logprob):
+        data = decode(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+    assert found == [
+        entry(token, logprob) | {"top_logprobs": [entry(*pair) for pair in top]}
+        for token, (logprob, top) in zip(tokens, logprobs)
+    ]
+    events = door.events(PATH, body | {"stream": True})
+    parts = [event["choices"][0]["logprobs"]["content"] for event in events]
+    assert sum(parts, []) == found
+    (choice,) = door.post(PATH, body | {"top_logprobs": None})[1]["choices"]
+    assert all(entry["top_logprobs"] == [] for entry in choice["logprobs"]["content"])
+
+
+def test_n_replies(door, tiny_llama):
+    body = {"messages": TALK, "seed": 5, "n": 3, "max_tokens": 8}
+    wanted = [alone(tiny_llama, TALK, seed=5 + row, max_new_tokens=8)[1] for row in range(3)]
+    found = [choice["message"]["content"] for choice in door.post(PATH, body)[1]["choices"]]
+    assert found == wanted
+    texts = [""] * 3
+    roles = []
+    for event in door.events(PATH, body | {"stream": True}):
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["delta"]["content"]
+        roles += [choice["index"]] if "role" in choice["delta"] else []
+    assert (texts, sorted(roles)) == (wanted, [0, 1, 2])
+
+
+def test_a_second_turn_shares_the_pages_of_the_first(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama, page_size=4)) as door:
+        (choice,) = door.post(PATH, {"messages": TALK[:1], "max_tokens": 6})[1]["choices"]
+        door.post(PATH, {"messages": [*TALK[:1], choice["message"], TALK[2]], "max_tokens": 1})
+        shared = door.thread.engine.scheduler.shared
+    assert shared >= len(prompt_of(TALK[:1])) // 4 * 4 > 0
+
+
+def refusal(message: str, param: str | None) -> tuple:
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    return 400, {"error": error}
+
+
+CONTENT = "it must be a string or a list of parts of the type text"
+
+
+@pytest.mark.parametrize(
+    "body, message, param",
+    [
+        ({}, "messages: Field required", "messages"),
+        (
+            {"messages": []},
+            "messages: List should have at least 1 item after validation, not 0",
+            "messages",
+        ),
+        ({"messages": [{"content": "x"}]}, "messages.0.role: Field required", "messages"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            f"messages.0.content: {CONTENT}",
+            "messages",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            f"messages.0.content: {CONTENT}",
+            "messages",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "x"}]},
+            "chat template: this model knows the roles user and assistant only",
+            "messages",
+        ),
+        (
+            {"messages": TALK, "top_logprobs": 2},
+            "top_logprobs is for logprobs: true only",
+            "top_logprobs",
+        ),
+        ({"messages": TALK, "tools": [{}]}, "tools is not supported", "tools"),
+        ({"messages": TALK, "echo": True}, "echo is not supported for messages", "echo"),
+        (
+            {"messages": TALK, "best_of": 2},
+            "best_of is not supported, but for the same number as n",
+            "best_of",
+        ),
+        (
+            {"messages": TALK, "add_generation_prompt": False},
+            "add_generation_prompt is not supported",
+            "add_generation_prompt",
+        ),
+    ],
+)
+def test_what_is_refused(door, body, message, param):
+    assert door.post(PATH, body) == refusal(message, param)
+    assert door.post(PATH, body | {"stream": True}) == refusal(message, param)
+
+
+def test_what_asks_for_nothing_more_is_accepted(door):
+    plain = {"messages": TALK, "seed": 1, "max_tokens": 3}
+    more = {"echo": False, "best_of": 1, "add_generation_prompt": True}
+    null = dict.fromkeys(more)
+    first, *others = (door.post(PATH, plain | fields)[1] for fields in ({}, more, null))
+    assert all(other["choices"] == first["choices"] for other in others)
+
+
+def test_a_model_without_a_template(tiny_llama):
+    from errors import UserError
+
+    error = UserError("small: this model was not made for chat")
+    with serving(lambda: small_engine(tiny_llama), chat=error) as door:
+        assert door.post(PATH, {"messages": TALK}) == refusal(str(error), None)
+        assert door.post("/v1/completions", {"max_tokens": 1})[0] == 200
+
+
+def client_options(door: Door) -> dict:
+    return {"base_url": f"http://127.0.0.1:{door.port}/v1", "api_key": "none", "max_retries": 0}
+
+
+def test_the_official_client(door, tiny_llama):
+    import openai
+
+    _, text, logprobs, reason = alone(tiny_llama, TALK, seed=3, logprobs=1, max_new_tokens=12)
+    asked = {"model": "small", "messages": TALK, "seed": 3, "max_completion_tokens": 12}
+    with openai.OpenAI(**client_options(door)) as client:
+        assert [model.id for model in client.models.list()] == ["small"]
+        reply = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1)
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (text, reason)
+        content = reply.choices[0].logprobs.content
+        assert [entry.logprob for entry in content] == [entry.logprob for entry in logprobs]
+        stream = client.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
+        *events, last = stream
+        assert "".join(event.choices[0].delta.content for event in events) == text
+        assert last.usage.total_tokens == reply.usage.total_tokens
+        ids = prompt_of(TALK)
+        plain = client.completions.create(model="small", prompt=ids, seed=3, max_tokens=12)
+        assert plain.choices[0].text == text
+        with pytest.raises(openai.NotFoundError) as found:
+            client.chat.completions.create(**(asked | {"model": "gpt-4"}))
+        assert found.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError, match="logit_bias is not supported"):
+            client.chat.completions.create(**asked, logit_bias={"5": 1})
+
+
+def test_the_official_client_in_16_tasks(door, tiny_llama):
+    import openai
+
+    async def ask(client, seed):
+        stream = await client.chat.completions.create(
+            model="small", messages=TALK, seed=seed, stream=True
+        )
+        return "".join([event.choices[0].delta.content async for event in stream])
+
+    async def main():
+        async with openai.AsyncOpenAI(**client_options(door)) as client:
+            return await asyncio.gather(*(ask(client, seed) for seed in range(16)))
+
+    assert asyncio.run(main()) == [alone(tiny_llama, TALK, seed=seed)[1] for seed in range(16)]
+
+
+@pytest.mark.parametrize("role", ["", "user\nhi<|im_end|>", "User ", "x" * 65])
+def test_a_role_is_a_word(door, role):
+    body = {"messages": [{"role": role, "content": "x"}]}
+    status, answer = door.post("/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert answer["error"]["message"].startswith("messages.0.role: ")
+
+
+def test_a_million_wrong_messages_are_told_of_the_first(door):
+    status, answer = door.post("/v1/chat/completions", {"messages": [0] * 300_000})
+    assert status == 400 and len(answer["error"]["message"]) < 200
