@@ -1,10 +1,12 @@
 """What answers with texts have in common, whole or as server-sent events."""
 
+import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic_core import to_json
 
@@ -20,6 +22,27 @@ def api_error(error: Exception) -> APIError:
     if isinstance(error, UserError):
         return APIError(400, str(error))
     return APIError(503 if isinstance(error, EngineDead) else 500, str(error))
+
+
+async def unless_gone(request: Request, work: Coroutine[None, None, Response]) -> Response:
+    """The answer that some work makes. If its client leaves before, the work is cancelled.
+
+    The body of the request has been read, so all that can still be received is that the client is
+    gone; and until an answer begins nobody else listens.
+    """
+    working = asyncio.ensure_future(work)
+    first = {"timeout": 1, "return_when": asyncio.FIRST_COMPLETED}
+    try:
+        done = ()
+        while not done:
+            # Again and again: where bytes come after the body, uvicorn reads on in this call only.
+            leaving = asyncio.ensure_future(request.receive())
+            done, _ = await asyncio.wait((working, leaving), **first)
+            leaving.cancel()
+        return working.result() if working.done() else Response(status_code=499)
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 class EventStream(StreamingResponse):

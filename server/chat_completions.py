@@ -5,7 +5,7 @@ import asyncio
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from server.answers import Answer
+from server.answers import Answer, unless_gone
 from server.engine_thread import Update
 from server.protocol import ChatRequest
 from server.served import Served
@@ -16,7 +16,10 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Reply to messages. A text that outgrows the model's window goes on: the window slides."""
-    served: Served = request.app.state.served
+    return await unless_gone(request, answer(body, request.app.state.served))
+
+
+async def answer(body: ChatRequest, served: Served) -> Response:
     served.check_model(body.model)
     prompt = await asyncio.to_thread(served.encode_chat, body.messages)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

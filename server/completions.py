@@ -5,7 +5,7 @@ import asyncio
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from server.answers import Answer
+from server.answers import Answer, unless_gone
 from server.engine_thread import Update
 from server.protocol import CompletionRequest
 from server.served import Served
@@ -17,20 +17,23 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts. A text that outgrows the model's window goes on: the window slides."""
-    served: Served = request.app.state.served
+    return await unless_gone(request, answer(body, request.app.state.served))
+
+
+async def answer(body: CompletionRequest, served: Served) -> Response:
     served.check_model(body.model)
     params = body.params(16 if body.max_tokens is None else body.max_tokens, body.logprobs)
     # In another thread, because a long text takes long.
     prompts = await asyncio.to_thread(served.encode, body.prompts)
     texts = [prompt for prompt in prompts for _ in params]
     updates = served.thread.generate(texts, params * len(prompts), body.cache_salt or "")
-    answer = Completion(body, served.name, sum(map(len, prompts)), updates)
+    made = Completion(body, served.name, sum(map(len, prompts)), updates)
     if body.echo:
         echoes = await asyncio.to_thread(list, map(served.decode, body.prompts))
-        answer.echoes = [text for text in echoes for _ in params]
+        made.echoes = [text for text in echoes for _ in params]
     if body.logprobs is not None:
-        answer.tables = [LogprobTable(served, body) for _ in texts]
-    return await answer.respond()
+        made.tables = [LogprobTable(served, body) for _ in texts]
+    return await made.respond()
 
 
 class Completion(Answer):
