@@ -25,13 +25,14 @@ from command_line import (
     pick_device,
     run_script,
 )
-from errors import UserError
+from errors import UserError, check_limits
 from load import Source, parse_name
 from server.app import make_app
 from server.engine_thread import EngineThread
 from server.served import Served
 
 LLAMA = STORIES.with_name("stories-llama")
+AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
 
 
 def main(argv=None) -> None:
@@ -41,6 +42,10 @@ def main(argv=None) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
+    waiting_help = "texts that may wait, besides those that run; more are refused with 429"
+    parser.add_argument("--max-waiting", type=int, default=1024, help=waiting_help)
+    tokens_help = "tokens in the prompts of texts that have not begun; more: 429"
+    parser.add_argument("--max-waiting-tokens", type=int, default=2**20, help=tokens_help)
     add_engine_options(parser)
     add_model_options(parser)
     add_stride_option(parser)
@@ -50,6 +55,8 @@ def main(argv=None) -> None:
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input."""
     check_engine_options(args)
+    for name in ("max_waiting", "max_waiting_tokens"):
+        check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
     source = parse_name(args.model)
     device = pick_device(args.device)
     with listen(args.host, args.port) as sock:
@@ -80,7 +87,8 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     except UserError as error:  # for those who want to chat
         chat = error
     name = Path(source.name).resolve().name if source.kind == "directory" else source.label
-    async with EngineThread(functools.partial(load_engine, args, source, device)) as thread:
+    make = functools.partial(load_engine, args, source, device)
+    async with EngineThread(make, args.max_waiting, args.max_waiting_tokens) as thread:
         app = make_app(Served(thread, name, source.label, chat))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         host, port = sock.getsockname()[:2]

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic_core import to_json
 
 from errors import UserError
-from server.engine_thread import EngineDead, Update
+from server.engine_thread import EngineDead, QueueFull, Update
 from server.protocol import APIError, GenerationRequest
 
 
@@ -21,6 +21,8 @@ def api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, UserError):
         return APIError(400, str(error))
+    if isinstance(error, QueueFull):
+        return APIError(429, str(error), code="rate_limit_exceeded")
     return APIError(503 if isinstance(error, EngineDead) else 500, str(error))
 
 

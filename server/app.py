@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from errors import UserError
 from server import chat_completions, completions
 from server.answers import api_error
-from server.engine_thread import EngineDead, TextFailed
+from server.engine_thread import EngineDead, QueueFull, TextFailed
 from server.protocol import APIError
 from server.served import Served
 
@@ -67,7 +67,7 @@ def make_app(served: Served) -> FastAPI:
         served.check_model(name)
         return served.model()
 
-    for kind in (APIError, UserError, EngineDead, TextFailed, Exception):
+    for kind in (APIError, UserError, QueueFull, EngineDead, TextFailed, Exception):
         app.add_exception_handler(kind, tell_error)
     app.add_exception_handler(RequestValidationError, tell_invalid)
     app.add_exception_handler(HTTPException, tell_refused)
@@ -76,7 +76,8 @@ def make_app(served: Served) -> FastAPI:
 
 async def tell_error(request: Request, error: Exception) -> JSONResponse:
     found = api_error(error)
-    return JSONResponse(found.body, found.status)
+    headers = {"Retry-After": "1"} if found.status == 429 else None  # in seconds
+    return JSONResponse(found.body, found.status, headers)
 
 
 async def tell_invalid(request: Request, error: RequestValidationError) -> JSONResponse:

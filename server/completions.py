@@ -22,7 +22,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 async def answer(body: CompletionRequest, served: Served) -> Response:
     served.check_model(body.model)
-    params = body.params(16 if body.max_tokens is None else body.max_tokens, body.logprobs)
+    wanted = 16 if body.max_tokens is None else body.max_tokens
+    params = body.params(wanted, body.logprobs, len(body.prompts))
+    served.thread.admit(len(body.prompts) * len(params))  # before there is work
     # In another thread, because a long text takes long.
     prompts = await asyncio.to_thread(served.encode, body.prompts)
     texts = [prompt for prompt in prompts for _ in params]

@@ -13,7 +13,12 @@ from typing import NamedTuple
 
 from engine.engine import Engine
 from engine.request import Event, Request
+from errors import UserError
 from sampling import SamplingParams, TokenLogprob
+
+
+class QueueFull(Exception):
+    """There is no room now."""
 
 
 class EngineDead(Exception):
@@ -46,15 +51,19 @@ class Update(NamedTuple):
 class Call:
     """Texts that are asked for together, and what is new of them."""
 
-    def __init__(self):
+    def __init__(self, texts: int, tokens: int):
         self.requests: list[Request] = []  # the engine's thread alone has them
         # All else is the event loop's.
+        self.left = texts  # that are not over
+        self.waiting = tokens  # of prompts, until a text begins
         self.updates: dict[int, list[Update]] = {}  # of each text, what nobody has fetched
         self.error: Exception | None = None
         self.changed = asyncio.Event()
 
     def update(self, index: int, update: Update) -> None:
         """Something is new of a text."""
+        self.waiting = 0
+        self.left -= update.finish_reason is not None
         self.updates.setdefault(index, []).append(update)
         self.changed.set()
 
@@ -66,9 +75,10 @@ class Call:
         return updates
 
     def fail(self, error: Exception) -> None:
-        """Nothing more comes but this error."""
-        self.error = error
-        self.changed.set()
+        """Nothing more comes but this error, unless all is there."""
+        if self.left:
+            self.error = error
+            self.changed.set()
 
 
 @dataclass
@@ -84,17 +94,26 @@ class EngineThread:
     """An engine that computes in a thread of its own, for readers in an event loop.
 
     make: a function that makes the engine; it is called in the thread, because it may take long.
+    max_waiting: how many texts there may be besides those that can run at once.
+    max_waiting_tokens: in all prompts together for which no text has begun.
     The engine is that thread's alone. So there is no lock, and nobody waits for a step: what is
     wanted goes in through a queue, and after each step all that is new goes to the event loop.
     Use it as an asynchronous context manager.
     """
 
-    def __init__(self, make: Callable[[], Engine]):
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        max_waiting: int = 1024,
+        max_waiting_tokens: int = 2**20,
+    ):
         self.make = make
+        self.max_waiting = max_waiting
+        self.max_waiting_tokens = max_waiting_tokens
         self.engine: Engine | None = None  # None until it is made
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.texts: dict[Request, Text] = {}  # unfinished ones; the engine's thread alone has it
-        self.calls: set[Call] = set()  # unfinished ones; the event loop's
+        self.calls: set[Call] = set()  # that have a reader; the event loop's
         self.error: str | None = None  # why there is no engine any more
         # A daemon: at exit nobody waits for a step.
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
@@ -116,6 +135,34 @@ class EngineThread:
         self.commands.put(None)
         await asyncio.to_thread(self.thread.join)
 
+    @property
+    def unfinished(self) -> int:
+        """Texts that are not over. Those that nobody has fetched yet are."""
+        return sum(call.left for call in self.calls)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens in the prompts of calls of which no text has begun."""
+        return sum(call.waiting for call in self.calls)
+
+    def admit(self, texts: int, tokens: int = 0) -> None:
+        """See whether there is room for so many texts, with so many tokens in their prompts.
+
+        Raises QueueFull if there is none now, UserError if there never is, and EngineDead.
+        """
+        if self.error:
+            raise EngineDead(self.error)
+        most = self.engine.scheduler.max_rows + self.max_waiting
+        limits = (
+            ("texts", texts, self.unfinished, most),
+            ("tokens of prompts", tokens, self.waiting_tokens, self.max_waiting_tokens),
+        )
+        for what, new, present, most in limits:
+            if new > most:
+                raise UserError(f"{new} {what} in one request; there is room for {most}")
+            if present + new > most:
+                raise QueueFull(f"the queue is full, with {present} {what}: try again")
+
     async def generate(
         self, prompts: list[list[int]], params: list[SamplingParams], salt: str = ""
     ) -> AsyncIterator[dict[int, Update]]:
@@ -123,28 +170,27 @@ class EngineThread:
 
         Each time there is an Update for one or more of them, by their places in `prompts`. What is
         not fetched in time is joined into one. Raises what `Engine.add` raises, TextFailed if one
-        of the texts fails, after what is new of it, and EngineDead.
+        of the texts fails, after what is new of it, and, before anything is done, what `admit`
+        raises; EngineDead later, too.
         However it ends, texts that are not over are aborted. Where you may leave it before, close
         it: `async with contextlib.aclosing(...)`.
         """
-        if self.error:
-            raise EngineDead(self.error)
-        call = Call()
+        tokens = sum(map(len, prompts))
+        self.admit(len(prompts), tokens)
+        call = Call(len(prompts), tokens)
         self.calls.add(call)
         self.commands.put(functools.partial(self.add, call, prompts, params, salt))
-        left = len(prompts)
         try:
-            while left:
+            while call.left or call.updates:
                 await call.changed.wait()
                 updates = call.fetch()
-                left -= sum(update.finish_reason is not None for update in updates.values())
                 if updates:
                     yield updates
                 if call.error:
                     raise call.error
         finally:
             self.calls.remove(call)
-            if left:
+            if call.left:
                 self.commands.put(functools.partial(self.abort, call))
 
     def deliver(self, news: list[tuple[Text, Update, str | None]]) -> None:

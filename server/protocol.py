@@ -20,6 +20,8 @@ from pydantic_core import PydanticCustomError
 from errors import check_limits
 from sampling import LIMITS, SamplingParams
 
+MOST_TOKENS = 2**18  # in all texts of a request; each log-probability is one more
+
 SAMPLING = (  # fields of SamplingParams by the same name
     "ignore_eos",
     "temperature",
@@ -171,8 +173,19 @@ class GenerationRequest(BaseModel):
             raise wrong("best_of", "is not supported, but for the same number as n")
         return self
 
-    def params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
-        """Of each of the n texts that follow a prompt: text i has the seed + i."""
+    def params(
+        self, max_new_tokens: int, logprobs: int | None, prompts: int = 1
+    ) -> list[SamplingParams]:
+        """Of each of the n texts that follow a prompt: text i has the seed + i.
+
+        Raises APIError if all texts together could be too long.
+        """
+        texts = prompts * (self.n or 1)
+        most = MOST_TOKENS // (texts * (1 + (logprobs or 0)))
+        if max_new_tokens > most:
+            what = f"{texts} texts with {logprobs or 0} log-probabilities for each token"
+            message = f"max_tokens is {max_new_tokens}; for {what} it may be {most}"
+            raise APIError(400, message, "max_tokens")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = {name: getattr(self, name) for name in SAMPLING}
         given = {name: value for name, value in given.items() if value is not None}

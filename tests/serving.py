@@ -135,10 +135,10 @@ class Door:
 
 
 @contextlib.contextmanager
-def serving(make, chat=None):
+def serving(make, chat=None, **options):
     """A Door to an engine; the event loop has a thread of its own.
 
-    chat: the template of the model, or an error.
+    chat: the template of the model, or an error. options: of its EngineThread.
     """
     import uvicorn
 
@@ -151,7 +151,7 @@ def serving(make, chat=None):
     started = queue.SimpleQueue()
 
     async def main():
-        async with EngineThread(make) as thread:
+        async with EngineThread(make, **options) as thread:
             app = make_app(Served(thread, "small", "somewhere/small", chat or Chat(SMALL)))
             server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
             sock = listen("127.0.0.1", 0)
