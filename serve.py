@@ -21,6 +21,7 @@ from command_line import (
     add_model_options,
     add_stride_option,
     check_engine_options,
+    check_text,
     load_engine,
     pick_device,
     run_script,
@@ -42,6 +43,10 @@ def main(argv=None) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
+    key_help = "clients must send it as a bearer token; if not given, anyone may ask"
+    parser.add_argument("--api-key", help=key_help)
+    origin_help = "a web page of this origin may ask; repeatable; *: any"
+    parser.add_argument("--allow-origin", action="append", default=[], help=origin_help)
     waiting_help = "texts that may wait, besides those that run; more are refused with 429"
     parser.add_argument("--max-waiting", type=int, default=1024, help=waiting_help)
     tokens_help = "tokens in the prompts of texts that have not begun; more: 429"
@@ -55,6 +60,11 @@ def main(argv=None) -> None:
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input."""
     check_engine_options(args)
+    check_text("--api-key", args.api_key or "")
+    if args.api_key == "":
+        raise UserError("--api-key is empty; leave it out to let anyone ask")
+    if args.api_key and args.api_key != args.api_key.strip():
+        raise UserError("--api-key has a blank at an end, which no client can send")
     for name in ("max_waiting", "max_waiting_tokens"):
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
     source = parse_name(args.model)
@@ -89,7 +99,8 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
     name = Path(source.name).resolve().name if source.kind == "directory" else source.label
     make = functools.partial(load_engine, args, source, device)
     async with EngineThread(make, args.max_waiting, args.max_waiting_tokens) as thread:
-        app = make_app(Served(thread, name, source.label, chat))
+        served = Served(thread, name, source.label, chat)
+        app = make_app(served, args.api_key, args.allow_origin)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         host, port = sock.getsockname()[:2]
         print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

@@ -1,7 +1,11 @@
 """The app: what clients find at which path."""
 
+import secrets
+from collections.abc import Sequence
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
@@ -44,8 +48,31 @@ class BodyLimit:
         await self.app(scope, limited, send)
 
 
-def make_app(served: Served) -> FastAPI:
-    """An app of FastAPI. served: what `request.app.state.served` is."""
+class KeyMiddleware:
+    """Answers 401 to requests below /v1/ without the key, before their body is read."""
+
+    def __init__(self, app, key: str):
+        self.app = app
+        self.key = key.encode()
+
+    async def __call__(self, scope, receive, send) -> None:
+        guarded = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        if guarded and scope["method"] != "OPTIONS":
+            scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            # Not ==, whose time tells how many characters are right.
+            if scheme.lower() != b"bearer" or not secrets.compare_digest(key.strip(), self.key):
+                error = APIError(401, "wrong or no API key", code="invalid_api_key")
+                headers = {"WWW-Authenticate": "Bearer"}
+                await JSONResponse(error.body, error.status, headers)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def make_app(served: Served, api_key: str | None = None, origins: Sequence[str] = ()) -> FastAPI:
+    """An app of FastAPI. served: what `request.app.state.served` is.
+
+    api_key: what clients must send, None if nothing. origins: of web pages that may ask; "*": all.
+    """
     # Without its pages of documentation, which load scripts from elsewhere.
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
     app.add_middleware(BodyLimit)
@@ -71,6 +98,12 @@ def make_app(served: Served) -> FastAPI:
         app.add_exception_handler(kind, tell_error)
     app.add_exception_handler(RequestValidationError, tell_invalid)
     app.add_exception_handler(HTTPException, tell_refused)
+    if api_key is not None:
+        app.add_middleware(KeyMiddleware, key=api_key)
+    if origins:  # the outer one: browsers ask without a key whether they may ask
+        allowed = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        shown = {"expose_headers": ["Retry-After"]}
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed, **shown)
     return app
 
 

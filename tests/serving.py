@@ -135,10 +135,11 @@ class Door:
 
 
 @contextlib.contextmanager
-def serving(make, chat=None, **options):
+def serving(make, chat=None, app_options=None, **options):
     """A Door to an engine; the event loop has a thread of its own.
 
-    chat: the template of the model, or an error. options: of its EngineThread.
+    chat: the template of the model, or an error. app_options: of `make_app`.
+    options: of the EngineThread.
     """
     import uvicorn
 
@@ -152,7 +153,10 @@ def serving(make, chat=None, **options):
 
     async def main():
         async with EngineThread(make, **options) as thread:
-            app = make_app(Served(thread, "small", "somewhere/small", chat or Chat(SMALL)))
+            app = make_app(
+                Served(thread, "small", "somewhere/small", chat or Chat(SMALL)),
+                **(app_options or {}),
+            )
             server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
             sock = listen("127.0.0.1", 0)
             started.put(Door(sock.getsockname()[1], thread, server))

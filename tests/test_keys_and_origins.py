@@ -1,0 +1,106 @@
+"""Who may ask: clients with the key, and web pages of given origins."""
+
+import json
+
+import pytest
+from serving import serving, small_engine
+
+PATH = "/v1/completions"
+KEY = "s3crét"
+BODY = {"max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def door(tiny_llama):
+    options = {"api_key": KEY, "origins": ["https://page.example"]}
+    with serving(lambda: small_engine(tiny_llama), app_options=options) as door:
+        yield door
+
+
+def bearer(key: str) -> dict:
+    return {"Authorization": f"Bearer {key}".encode()}
+
+
+def test_the_key_opens_the_door(door):
+    assert door.post(PATH, BODY, bearer(KEY))[0] == 200
+    spoken = {"Authorization": f"bearer  {KEY}".encode()}  # the scheme's case is free
+    with door.send("GET", "/v1/models", None, spoken) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, bearer(""), bearer("s3cre"), bearer(KEY + "x"), {"Authorization": KEY.encode()}],
+    ids=str,
+)
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/v1/nothing"])
+def test_without_it_nothing_is_told(door, headers, path):
+    error = {"message": "wrong or no API key", "type": "invalid_request_error", "param": None}
+    assert door.post(path, b"no JSON", headers) == (
+        401,
+        {"error": error | {"code": "invalid_api_key"}},
+    )
+
+
+def test_a_body_is_not_read_without_the_key(door):
+    for size in (1000, 2**24):
+        with door.send("POST", PATH, None, {"Content-Length": str(size)}) as answer:
+            assert answer.status == 401
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_health_and_options_need_no_key(door):
+    assert door.get("/health") == (200, None)
+    assert door.ask("OPTIONS", PATH)[0] == 405
+
+
+ASKING = {
+    "Origin": "https://page.example",
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+def test_a_browser_may_ask_whether_it_may_ask(door):
+    with door.send("OPTIONS", PATH, None, ASKING) as answer:
+        assert answer.status == 200
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://page.example"
+        assert "POST" in answer.headers["Access-Control-Allow-Methods"]
+        assert "authorization" in answer.headers["Access-Control-Allow-Headers"].lower()
+    with door.send("OPTIONS", PATH, None, ASKING | {"Origin": "https://other.example"}) as answer:
+        assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+@pytest.mark.parametrize("key, status", [(KEY, 200), ("wrong", 401)])
+def test_a_page_can_read_answers_and_refusals(door, key, status):
+    headers = bearer(key) | {"Origin": "https://page.example"}
+    with door.send("POST", PATH, BODY, headers) as answer:
+        assert answer.status == status
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://page.example"
+        assert answer.headers["Access-Control-Expose-Headers"] == "Retry-After"
+        assert json.loads(answer.read())
+
+
+def test_a_page_can_read_that_its_body_is_too_long(door):
+    headers = bearer(KEY) | {"Origin": "https://page.example"}
+    with door.send("POST", PATH, b" " * 2**22, headers) as answer:
+        assert answer.status == 413
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://page.example"
+        assert json.loads(answer.read())["error"]["message"].startswith("the body is too long")
+
+
+def test_any_origin_or_none(tiny_llama):
+    for origins in (["*"], []):
+        with serving(lambda: small_engine(tiny_llama), app_options={"origins": origins}) as door:
+            with door.send("POST", PATH, BODY, {"Origin": "https://any.example"}) as answer:
+                assert answer.status == 200
+                allowed = answer.headers["Access-Control-Allow-Origin"]
+                assert allowed == ("*" if origins else None)
+
+
+def test_an_empty_key_is_refused(run_main):
+    import serve
+
+    code, out, err = run_main(serve.main, "--port", 0, "--api-key", "")
+    assert (code, out) == (2, "")
+    assert err.endswith("error: --api-key is empty; leave it out to let anyone ask\n")
