@@ -12,6 +12,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import uvicorn
+from fastapi import FastAPI
 
 from chat import Chat
 from command_line import (
@@ -34,6 +35,7 @@ from server.served import Served
 
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
+SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number >= 0")
 
 
 def main(argv=None) -> None:
@@ -51,6 +53,8 @@ def main(argv=None) -> None:
     parser.add_argument("--max-waiting", type=int, default=1024, help=waiting_help)
     tokens_help = "tokens in the prompts of texts that have not begun; more: 429"
     parser.add_argument("--max-waiting-tokens", type=int, default=2**20, help=tokens_help)
+    drain_help = "how long running texts may go on after SIGTERM or Ctrl-C"
+    parser.add_argument("--drain-seconds", type=float, default=30, help=drain_help)
     add_engine_options(parser)
     add_model_options(parser)
     add_stride_option(parser)
@@ -65,12 +69,40 @@ def run(args) -> None:
         raise UserError("--api-key is empty; leave it out to let anyone ask")
     if args.api_key and args.api_key != args.api_key.strip():
         raise UserError("--api-key has a blank at an end, which no client can send")
+    check_limits({"drain_seconds": SECONDS}, drain_seconds=args.drain_seconds)
     for name in ("max_waiting", "max_waiting_tokens"):
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
     source = parse_name(args.model)
     device = pick_device(args.device)
     with listen(args.host, args.port) as sock:
-        asyncio.run(serve(args, source, device, sock))
+        if asyncio.run(serve(args, source, device, sock)) == signal.SIGINT:
+            raise KeyboardInterrupt
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which ends in its own way.
+
+    After a signal nobody new is let in, and running texts may go on for so many seconds; then they
+    end with an error. A second signal ends the process at once.
+    """
+
+    def __init__(self, app: FastAPI, thread: EngineThread, seconds: float):
+        # Who does not read his error either is cut off.
+        options = {"timeout_graceful_shutdown": seconds + 5, "lifespan": "off"}
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, **options))
+        self.thread = thread
+        self.seconds = seconds
+        self.signal: int | None = None
+
+    def handle_exit(self, sig: int, frame) -> None:
+        if self.signal is not None or not self.thread.ready.done():
+            os._exit(128 + sig)
+        self.signal = sig
+        self.should_exit = True
+
+    async def shutdown(self, sockets=None) -> None:
+        asyncio.get_running_loop().call_later(self.seconds, self.thread.stop)
+        await super().shutdown(sockets)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -90,21 +122,36 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve(args, source: Source, device: str, sock: socket.socket) -> None:
-    """Load the model, print the address, and answer until a signal comes."""
+async def serve(args, source: Source, device: str, sock: socket.socket) -> int | None:
+    """Load the model, print the address, and answer until a signal comes, which is returned.
+
+    While the model is loaded, requests are answered with 503.
+    """
     try:
         chat = Chat(source)
     except UserError as error:  # for those who want to chat
         chat = error
     name = Path(source.name).resolve().name if source.kind == "directory" else source.label
     make = functools.partial(load_engine, args, source, device)
-    async with EngineThread(make, args.max_waiting, args.max_waiting_tokens) as thread:
-        served = Served(thread, name, source.label, chat)
-        app = make_app(served, args.api_key, args.allow_origin)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
+    served = Served(thread, name, source.label, chat)
+    app = make_app(served, args.api_key, args.allow_origin)
+    server = Server(app, thread, args.drain_seconds)
+    thread.start()
+    serving = asyncio.ensure_future(server.serve([sock]))
+    await asyncio.wait((thread.ready, serving), return_when=asyncio.FIRST_COMPLETED)
+    if thread.engine:
         host, port = sock.getsockname()[:2]
         print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-        await server.serve([sock])
+    else:
+        server.should_exit = True
+        server.force_exit = True  # nobody waits for a text
+    await serving
+    if not thread.ready.done():  # a signal came first, and no thread can be told to stop loading
+        os._exit(128 + server.signal)
+    await thread.ready  # raises what loading raised
+    await thread.close()
+    return server.signal
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def make_app(served: Served, api_key: str | None = None, origins: Sequence[str] 
 
     @app.get("/health")
     async def health() -> Response:
-        """200 with an empty body; 503 if there is no engine any more."""
+        """200 with an empty body; 503 if there is no engine, any more or yet."""
         return Response(status_code=503 if served.thread.error else 200)
 
     @app.get("/v1/models")

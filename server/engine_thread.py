@@ -22,7 +22,7 @@ class QueueFull(Exception):
 
 
 class EngineDead(Exception):
-    """There is no engine any more."""
+    """There is no engine, any more or yet."""
 
 
 class TextFailed(Exception):
@@ -114,25 +114,37 @@ class EngineThread:
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.texts: dict[Request, Text] = {}  # unfinished ones; the engine's thread alone has it
         self.calls: set[Call] = set()  # that have a reader; the event loop's
-        self.error: str | None = None  # why there is no engine any more
+        # Why there is no engine, None while there is one.
+        self.error: str | None = "the model is being loaded"
         # A daemon: at exit nobody waits for a step.
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
     async def __aenter__(self) -> "EngineThread":
         """Start, and wait for the engine. Raises what `make` raises."""
-        self.loop = asyncio.get_running_loop()
-        self.ready = self.loop.create_future()
-        self.thread.start()
+        self.start()
         try:
             await self.ready
         except asyncio.CancelledError:  # the thread ends when the engine is made
-            self.commands.put(None)
+            self.stop()
             raise
         return self
 
     async def __aexit__(self, *_) -> None:
-        """End after the step that is being computed; no text goes on."""
+        await self.close()
+
+    def start(self) -> None:
+        """Begin to make the engine. `ready` is a future for when that is done."""
+        self.loop = asyncio.get_running_loop()
+        self.ready = self.loop.create_future()
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Let the thread end after the step that is being computed; no text goes on."""
         self.commands.put(None)
+
+    async def close(self) -> None:
+        """The same, and wait for it."""
+        self.stop()
         await asyncio.to_thread(self.thread.join)
 
     @property
@@ -207,6 +219,7 @@ class EngineThread:
         if error:
             self.ready.set_exception(error)
         else:
+            self.error = None
             self.ready.set_result(None)
 
     def end(self, error: str) -> None:

@@ -24,7 +24,8 @@ class Served:
         self.created = int(time.time())
 
     def model(self) -> dict:
-        """What /v1/models says of it."""
+        """What /v1/models says of it. Raises EngineDead if there is no engine."""
+        self.thread.admit(0)
         return {
             "id": self.name,
             "object": "model",
