@@ -42,7 +42,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
-        self.shared = 0  # positions found instead of computed
+        self.looked_up = 0  # positions of requests when they begin to run
+        self.shared = 0  # of these, those found instead of computed
 
     def add(self, request: Request) -> None:
         """Queue a request; one for no new tokens is over at once.
@@ -110,6 +111,7 @@ class Scheduler:
         pool.hold(shared)
         request.pages = shared
         request.computed = len(shared) * pool.page_size
+        self.looked_up += request.length
         self.shared += request.computed
         return pool.grow(request.pages, request.length)
 

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from errors import UserError
@@ -84,6 +85,12 @@ def make_app(served: Served, api_key: str | None = None, origins: Sequence[str] 
     async def health() -> Response:
         """200 with an empty body; 503 if there is no engine, any more or yet."""
         return Response(status_code=503 if served.thread.error else 200)
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        """What Prometheus reads: counts since the start, by the names that vLLM gives them."""
+        served.thread.admit(0)
+        return Response(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def models() -> dict:

@@ -6,10 +6,11 @@ import functools
 import itertools
 import queue
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.engine import Engine
 from engine.request import Event, Request
@@ -48,10 +49,22 @@ class Update(NamedTuple):
         return Update(tuple(tokens), text, tuple(logprobs), parts[-1].finish_reason)
 
 
+class Observer(Protocol):
+    """What hears, in the engine's thread, of each step and of each text that is aborted.
+
+    `EngineThread.texts` still has the requests then.
+    """
+
+    def stepped(self, events: list[Event]) -> None: ...
+
+    def aborted(self, request: Request) -> None: ...
+
+
 class Call:
     """Texts that are asked for together, and what is new of them."""
 
     def __init__(self, texts: int, tokens: int):
+        self.asked = time.perf_counter()
         self.requests: list[Request] = []  # the engine's thread alone has them
         # All else is the event loop's.
         self.left = texts  # that are not over
@@ -113,6 +126,7 @@ class EngineThread:
         self.engine: Engine | None = None  # None until it is made
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.texts: dict[Request, Text] = {}  # unfinished ones; the engine's thread alone has it
+        self.observers: list[Observer] = []
         self.calls: set[Call] = set()  # that have a reader; the event loop's
         # Why there is no engine, None while there is one.
         self.error: str | None = "the model is being loaded"
@@ -278,19 +292,24 @@ class EngineThread:
                 else:
                     self.texts[request] = text
         except Exception as error:  # of this call alone
-            self.abort(call)
+            self.abort(call, tell=False)
             self.tell(call.fail, error)
         else:
             self.tell(self.deliver, over)
 
-    def abort(self, call: Call) -> None:
-        """End the texts of a call that are not over."""
+    def abort(self, call: Call, tell: bool = True) -> None:
+        """End the texts of a call that are not over. tell: the observers, too."""
         for request in call.requests:
-            if self.texts.pop(request, None):
+            if request in self.texts:
                 self.engine.abort(request)
+                for observer in self.observers if tell else ():
+                    observer.aborted(request)
+                del self.texts[request]
 
     def publish(self, events: list[Event]) -> None:
         """Tell the event loop what a step has brought, all at once."""
+        for observer in self.observers:
+            observer.stepped(events)
         news = []
         for request, tokens, reason, error in events:
             text = self.texts[request]

@@ -1,0 +1,230 @@
+"""What /metrics says is what was asked for, and what the engine did."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+from conftest import random_tokens
+from prometheus_client.parser import text_string_to_metric_families
+from serving import serving, small_encoding
+
+COUNTERS = {
+    "num_preemptions",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+}
+GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
+HISTOGRAMS = {
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+}
+
+
+def families(door) -> dict:
+    """What /metrics says: families by name."""
+    with door.send("GET", "/metrics") as answer:
+        assert answer.status == 200
+        assert answer.headers["Content-Type"].startswith("text/plain; version=")
+        text = answer.read().decode()
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    return {name.removeprefix("vllm:"): family for name, family in found.items()}
+
+
+def counts(door) -> dict[str, float]:
+    """The value of each sample, with its labels but for the model's name."""
+    values = {}
+    for family in families(door).values():
+        for name, labels, value, *_ in family.samples:
+            assert labels.pop("model_name") == "small"
+            shown = "".join(f"{{{label}}}" for label in labels.values())
+            values[name.removeprefix("vllm:") + shown] = value
+    return values
+
+
+def write(door, *prompts, tokens=4, **fields) -> None:
+    """Have texts written, to prompts of ids."""
+    body = {"prompt": list(prompts), "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    status, answer = door.post("/v1/completions", body | fields)
+    assert status == 200, answer
+
+
+@pytest.fixture
+def start(tiny):
+    """A function that starts a server of a tiny model. options: of the engine."""
+    from engine.engine import Engine
+
+    with contextlib.ExitStack() as stack:
+
+        def enter(model=None, gate=None, **options):
+            def make():
+                engine = Engine(model or tiny(), encoding=small_encoding(), **options)
+                step = engine.step
+                engine.step = lambda: step() if not gate or gate.acquire() else None
+                return engine
+
+            return stack.enter_context(serving(make))
+
+        yield enter
+
+
+@pytest.fixture
+def gate():
+    """Each step of an engine takes one of it, and waits for that."""
+    gate = threading.Semaphore(0)
+    yield gate
+    gate.release(10**6)  # nobody waits for ever if a test fails
+
+
+def test_names_types_and_label_are_those_of_vllm(start):
+    door = start()
+    kinds = {name: family.type for name, family in families(door).items()}
+    created = {name for name in kinds if name.endswith("_created")}
+    expected = dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(GAUGES, "gauge")
+    expected |= dict.fromkeys(HISTOGRAMS, "histogram")
+    assert {name: kind for name, kind in kinds.items() if name not in created} == expected
+    before = counts(door)
+    assert {value for name, value in before.items() if "_created" not in name} == {0.0}
+    ends = {name for name in before if name.startswith("request_success_total")}
+    assert ends == {
+        f"request_success_total{{{reason}}}" for reason in ("stop", "length", "abort", "error")
+    }
+
+
+def test_tokens_and_requests_are_counted(start):
+    door = start()
+    write(door, random_tokens(5), random_tokens(9, seed=1), tokens=4)
+    write(door, random_tokens(2, seed=2), tokens=7, stream=False)
+    write(door, random_tokens(3), tokens=0)  # is not counted
+    found = counts(door)
+    assert found["prompt_tokens_total"] == 5 + 9 + 2
+    assert found["generation_tokens_total"] == 4 + 4 + 7
+    assert found["request_success_total{length}"] == 3
+    assert found["request_success_total{stop}"] == 0
+    assert found["request_prompt_tokens_sum"] == 5 + 9 + 2
+    assert found["request_prompt_tokens_bucket{5.0}"] == 2
+    assert found["request_generation_tokens_sum"] == 4 + 4 + 7
+    assert found["request_generation_tokens_count"] == 3
+    assert found["inter_token_latency_seconds_count"] == 3 + 3 + 6
+    assert found["num_requests_running"] == found["num_requests_waiting"] == 0
+    assert found["kv_cache_usage_perc"] == 0
+
+
+def test_a_stop_is_no_length(start, tiny):
+    model = tiny(eos_token_ids=tuple(range(61)))
+    door = start(model)
+    write(door, random_tokens(5), ignore_eos=False)
+    found = counts(door)
+    assert found["request_success_total{stop}"] == found["generation_tokens_total"] == 1
+    assert found["request_success_total{length}"] == 0
+
+
+def test_times_are_those_of_the_passes(start, clock):
+    """On the fixture's clock a pass takes a second for each position."""
+    door = start()
+    write(door, random_tokens(5), tokens=4)
+    found = counts(door)
+    assert found["time_to_first_token_seconds_sum"] == 5
+    assert found["time_to_first_token_seconds_bucket{5.0}"] == 1
+    assert found["time_to_first_token_seconds_bucket{2.0}"] == 0
+    assert found["inter_token_latency_seconds_sum"] == 3
+    assert found["inter_token_latency_seconds_bucket{1.0}"] == 3
+    assert found["e2e_request_latency_seconds_sum"] == 8
+    write(door, random_tokens(3, seed=1), random_tokens(4, seed=2), tokens=3)
+    found = counts(door)
+    assert found["time_to_first_token_seconds_sum"] == 5 + 7 + 7
+    assert found["inter_token_latency_seconds_sum"] == 3 + 4 * 2
+    assert found["e2e_request_latency_seconds_sum"] == 8 + 11 + 11
+    assert found["e2e_request_latency_seconds_count"] == 3
+
+
+def test_a_chunk_is_no_token(start, clock):
+    door = start(budget=4)
+    write(door, random_tokens(10), tokens=2)
+    found = counts(door)
+    assert found["time_to_first_token_seconds_sum"] == 10
+    assert found["inter_token_latency_seconds_sum"] == 1
+    assert found["prompt_tokens_total"] == 10
+
+
+def test_found_pages_are_hits_in_tokens(start):
+    door = start(page_size=4)
+    prompt = random_tokens(11)
+    write(door, prompt, tokens=1)
+    found = counts(door)
+    assert (found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]) == (11, 0)
+    write(door, prompt, tokens=1)
+    found = counts(door)
+    assert (found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]) == (22, 8)
+
+
+def test_preemptions_and_drafts_are_the_engines(start):
+    from engine.drafter import LookupDrafter
+
+    door = start(num_pages=6, page_size=4, drafter=LookupDrafter())
+    write(door, [7] * 8, [3] * 8, random_tokens(6), tokens=9)
+    engine = door.thread.engine
+    found = counts(door)
+    assert found["num_preemptions_total"] == engine.scheduler.preemptions > 0
+    assert found["prefix_cache_hits_total"] == engine.scheduler.shared
+    assert found["spec_decode_num_draft_tokens_total"] == engine.drafted > 0
+    assert found["spec_decode_num_accepted_tokens_total"] == engine.accepted
+    assert found["generation_tokens_total"] == 27
+    assert found["prompt_tokens_total"] == 22  # once each, however often they were computed
+
+
+def test_what_runs_and_waits_is_seen_while_it_does(start, tiny, gate):
+    door = start(gate=gate, max_rows=2, num_pages=8, page_size=4)
+    body = {"prompt": [random_tokens(5), random_tokens(6, seed=1), random_tokens(3, seed=2)]}
+    body |= {"max_tokens": 2**16, "ignore_eos": True, "stream": True}
+    gate.release()
+    with door.send("POST", "/v1/completions", body) as answer:
+        assert answer.status == 200  # one step is made, and no other begins
+        found = counts(door)
+        assert (found["num_requests_running"], found["num_requests_waiting"]) == (2, 1)
+        assert found["kv_cache_usage_perc"] == 4 / 8
+        assert found["prompt_tokens_total"] == 11
+        assert found["request_success_total{abort}"] == 0
+    gate.release(10**6)
+    end = time.monotonic() + 30
+    while counts(door)["request_success_total{abort}"] < 3:  # they do not end by themselves
+        assert time.monotonic() < end
+    found = counts(door)
+    assert (found["num_requests_running"], found["num_requests_waiting"]) == (0, 0)
+    assert found["kv_cache_usage_perc"] == found["e2e_request_latency_seconds_count"] == 0
+
+
+def test_an_error_is_no_success_and_has_no_latency(start, tiny):
+    model = tiny()
+    model.wte.weight.data[7] = float("nan")
+    door = start(model)
+    body = {"prompt": [7, 7], "max_tokens": 3}
+    status, _ = door.post("/v1/completions", body)
+    assert status == 500
+    found = counts(door)
+    assert found["request_success_total{error}"] == 1
+    assert found["prompt_tokens_total"] == found["e2e_request_latency_seconds_count"] == 0
+    assert found["time_to_first_token_seconds_count"] == 0
+
+
+def test_a_call_that_is_refused_is_no_abort(start):
+    door = start()
+    status, _ = door.post("/v1/completions", {"prompt": [[1], [10**6]]})
+    assert status == 400
+    assert sum(value for name, value in counts(door).items() if "_created" not in name) == 0
+
+
+def test_each_server_counts_for_itself(start):
+    first = start()
+    write(first, random_tokens(5))
+    second = start()
+    assert counts(second)["generation_tokens_total"] == 0
+    assert counts(first)["generation_tokens_total"] == 4
