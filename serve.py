@@ -90,6 +90,7 @@ class Server(uvicorn.Server):
         # Who does not read his error either is cut off.
         options = {"timeout_graceful_shutdown": seconds + 5, "lifespan": "off"}
         super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, **options))
+        self.live = app.state.served.live
         self.thread = thread
         self.seconds = seconds
         self.signal: int | None = None
@@ -101,6 +102,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets=None) -> None:
+        self.live.close()
         asyncio.get_running_loop().call_later(self.seconds, self.thread.stop)
         await super().shutdown(sockets)
 

@@ -84,6 +84,7 @@ class Engine:
         self.gamma = gamma
         self.trials = trials if drafter else None
         self.encoding = encoding
+        self.works: list[Work] = []  # what the last step computed
         self.steps = 0  # so far
         self.positions = 0  # computed so far
         self.drafted = 0
@@ -132,6 +133,7 @@ class Engine:
         KeyboardInterrupt, leaves `step`: its events are lost, but no text is wrong, and the next
         step goes on from there.
         """
+        self.works = []
         began = time.perf_counter()
         rows = len(self.scheduler.running)
         drafted = self.draft()
@@ -199,6 +201,7 @@ class Engine:
         spans = [Span(work.request.pages, work.request.computed, work.tokens) for work in works]
         keep = [len(work.drafts) + 1 for work in works]
         logits = last_logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
+        self.works = works
         self.steps += 1
         self.positions += sum(len(work.tokens) for work in works)
         finite = logits.isfinite().all(dim=-1)

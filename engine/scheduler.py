@@ -41,6 +41,7 @@ class Scheduler:
         self.stride = stride
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.preempted: list[Request] = []  # by the last step, who may run again already
         self.preemptions = 0
         self.looked_up = 0  # positions of requests when they begin to run
         self.shared = 0  # of these, those found instead of computed
@@ -64,6 +65,7 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """What to compute next: what running requests lack, the oldest first, then waiting ones."""
+        self.preempted = []
         works = []
         budget = self.budget
         while len(works) < len(self.running):
@@ -117,6 +119,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take all pages of a running request; it is the first to run again, and computed anew."""
+        self.preempted.append(request)
         self.preemptions += 1
         self.forget(request)
         self.running.remove(request)

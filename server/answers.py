@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncIterator, Coroutine
 
 from fastapi import Request
@@ -68,15 +67,15 @@ def to_event(data: dict) -> bytes:
 class Answer:
     """Builds the answer to a request from what is new of its texts. A subclass knows its form.
 
-    updates: of `EngineThread.generate`. prompt_tokens: of all prompts.
+    name: its id. updates: of `EngineThread.generate`. prompt_tokens: of all prompts.
     """
 
-    prefix: str  # of the id
     kind: str  # what "object" says
     event_kind: str  # and in an event
 
     def __init__(
         self,
+        name: str,
         body: GenerationRequest,
         model: str,
         prompt_tokens: int,
@@ -90,7 +89,7 @@ class Answer:
         self.include_usage = bool(options and options.include_usage)
         self.always_usage = self.include_usage and options.continuous_usage_stats
         self.head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": name,
             "object": self.event_kind if body.stream else self.kind,
             "created": int(time.time()),
             "model": model,

@@ -14,6 +14,7 @@ from errors import UserError
 from server import chat_completions, completions
 from server.answers import api_error
 from server.engine_thread import EngineDead, QueueFull, TextFailed
+from server.live import LiveStream
 from server.protocol import APIError
 from server.served import Served
 
@@ -50,14 +51,14 @@ class BodyLimit:
 
 
 class KeyMiddleware:
-    """Answers 401 to requests below /v1/ without the key, before their body is read."""
+    """Answers 401 to requests without the key, for /live or below /v1/, before reading them."""
 
     def __init__(self, app, key: str):
         self.app = app
         self.key = key.encode()
 
     async def __call__(self, scope, receive, send) -> None:
-        guarded = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        guarded = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/live"))
         if guarded and scope["method"] != "OPTIONS":
             scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # Not ==, whose time tells how many characters are right.
@@ -91,6 +92,12 @@ def make_app(served: Served, api_key: str | None = None, origins: Sequence[str] 
         """What Prometheus reads: counts since the start, by the names that vLLM gives them."""
         served.thread.admit(0)
         return Response(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/live")
+    async def watch() -> Response:
+        """The engine at work, as server-sent events; server/live.py says what is in them."""
+        served.thread.admit(0)
+        return LiveStream(served.live.watch())
 
     @app.get("/v1/models")
     async def models() -> dict:

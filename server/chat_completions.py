@@ -1,6 +1,7 @@
 """/v1/chat/completions: replies to messages."""
 
 import asyncio
+import uuid
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -27,17 +28,17 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     if wanted is None:  # what the window has room for
         wanted = max(served.thread.engine.model.config.block_size - len(prompt), 1)
     params = body.params(wanted, (body.top_logprobs or 0) if body.logprobs else None)
-    updates = served.thread.generate([prompt] * len(params), params, body.cache_salt or "")
-    return await Reply(body, served, len(prompt), updates).respond()
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    updates = served.thread.generate([prompt] * len(params), params, body.cache_salt or "", name)
+    return await Reply(name, body, served, len(prompt), updates).respond()
 
 
 class Reply(Answer):
-    prefix = "chatcmpl"
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
 
-    def __init__(self, body: ChatRequest, served: Served, prompt_tokens: int, updates):
-        super().__init__(body, served.name, prompt_tokens, updates)
+    def __init__(self, name: str, body: ChatRequest, served: Served, prompt_tokens: int, updates):
+        super().__init__(name, body, served.name, prompt_tokens, updates)
         self.served = served
         self.begun: set[int] = set()  # choices that had an event
 

@@ -1,6 +1,7 @@
 """/v1/completions: texts that go on from prompts."""
 
 import asyncio
+import uuid
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -28,8 +29,9 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
     # In another thread, because a long text takes long.
     prompts = await asyncio.to_thread(served.encode, body.prompts)
     texts = [prompt for prompt in prompts for _ in params]
-    updates = served.thread.generate(texts, params * len(prompts), body.cache_salt or "")
-    made = Completion(body, served.name, sum(map(len, prompts)), updates)
+    name = f"cmpl-{uuid.uuid4().hex}"
+    updates = served.thread.generate(texts, params * len(prompts), body.cache_salt or "", name)
+    made = Completion(name, body, served.name, sum(map(len, prompts)), updates)
     if body.echo:
         echoes = await asyncio.to_thread(list, map(served.decode, body.prompts))
         made.echoes = [text for text in echoes for _ in params]
@@ -39,7 +41,6 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
 
 
 class Completion(Answer):
-    prefix = "cmpl"
     kind = "text_completion"
     event_kind = kind
 

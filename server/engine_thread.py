@@ -63,7 +63,8 @@ class Observer(Protocol):
 class Call:
     """Texts that are asked for together, and what is new of them."""
 
-    def __init__(self, texts: int, tokens: int):
+    def __init__(self, texts: int, tokens: int, name: str):
+        self.name = name
         self.asked = time.perf_counter()
         self.requests: list[Request] = []  # the engine's thread alone has them
         # All else is the event loop's.
@@ -100,6 +101,7 @@ class Text:
 
     call: Call
     index: int
+    number: int  # of this engine's texts
     sent: int = 0  # characters
 
 
@@ -127,6 +129,7 @@ class EngineThread:
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.texts: dict[Request, Text] = {}  # unfinished ones; the engine's thread alone has it
         self.observers: list[Observer] = []
+        self.numbers = itertools.count(1)
         self.calls: set[Call] = set()  # that have a reader; the event loop's
         # Why there is no engine, None while there is one.
         self.error: str | None = "the model is being loaded"
@@ -190,7 +193,7 @@ class EngineThread:
                 raise QueueFull(f"the queue is full, with {present} {what}: try again")
 
     async def generate(
-        self, prompts: list[list[int]], params: list[SamplingParams], salt: str = ""
+        self, prompts: list[list[int]], params: list[SamplingParams], salt: str = "", name: str = ""
     ) -> AsyncIterator[dict[int, Update]]:
         """What is new of the texts of these prompts, again and again until all are over.
 
@@ -203,7 +206,7 @@ class EngineThread:
         """
         tokens = sum(map(len, prompts))
         self.admit(len(prompts), tokens)
-        call = Call(len(prompts), tokens)
+        call = Call(len(prompts), tokens, name)
         self.calls.add(call)
         self.commands.put(functools.partial(self.add, call, prompts, params, salt))
         try:
@@ -286,7 +289,7 @@ class EngineThread:
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
                 request = self.engine.add(prompt, own, salt)
                 call.requests.append(request)
-                text = Text(call, index)
+                text = Text(call, index, next(self.numbers))
                 if request.finish_reason:  # no tokens are wanted, and no event comes
                     over.append((text, Update((), "", (), request.finish_reason), None))
                 else:

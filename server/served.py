@@ -6,6 +6,7 @@ from chat import Chat
 from command_line import check_text
 from errors import UserError
 from server.engine_thread import EngineThread
+from server.live import Live
 from server.metrics import Metrics
 from server.protocol import APIError, Message
 from tokenizer import TextStream
@@ -24,6 +25,7 @@ class Served:
         self.chat = chat
         self.created = int(time.time())
         self.metrics = Metrics(thread, name)
+        self.live = Live(thread, name)
 
     def model(self) -> dict:
         """What /v1/models says of it. Raises EngineDead if there is no engine."""
