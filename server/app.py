@@ -2,11 +2,12 @@
 
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -18,6 +19,7 @@ from server.live import LiveStream
 from server.protocol import APIError
 from server.served import Served
 
+HERE = Path(__file__).parent
 MOST_BYTES = 2**20  # in the body of a request
 MOST_READ = 2**23  # of one that has more
 
@@ -98,6 +100,14 @@ def make_app(served: Served, api_key: str | None = None, origins: Sequence[str] 
         """The engine at work, as server-sent events; server/live.py says what is in them."""
         served.thread.admit(0)
         return LiveStream(served.live.watch())
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(HERE / "page.html")
+
+    @app.get("/player.js", include_in_schema=False)
+    async def player() -> FileResponse:
+        return FileResponse(HERE / "player.js", media_type="text/javascript")
 
     @app.get("/v1/models")
     async def models() -> dict:

@@ -1,0 +1,751 @@
+// The engine at work: rows, queue and pages over time, from frames live or recorded.
+//
+//   const player = new Player(element, setup, told);
+//   player.add(frame);     // live: as they come; recorded: all of them, then player.seek(0)
+//   player.close();        // before another one takes its place
+//
+// setup: max_rows, num_pages, page_size, block_size, budget and gamma (0: no drafts) of the engine;
+// period: seconds from frame to frame, at least; recorded: true if nothing follows. told: a function
+// that hears what is shown, "live", "paused" or "replayed". A frame is what server/live.py makes:
+// how the engine stands, and what it did since the frame before. Each number shown is one of a
+// frame, or a sum over frames.
+// The host's style sheet has the colours --ink, --soft, --paper, --panel, --line and --link.
+"use strict";
+
+const PLAYER_STYLE = `
+.player { --alarm: #b3261e; font: 0.875rem/1.45 var(--plain, system-ui, sans-serif); }
+@media screen and (prefers-color-scheme: dark) { .player { --alarm: #ff8a7a; } }
+.player canvas { display: block; width: 100%; }
+.player .groups { display: flex; flex-wrap: wrap; gap: 0.8rem 2rem; margin: 0 0 1rem; }
+.player .groups p { margin: 0 0 0.3rem; font-weight: 600; font-size: 0.8125rem; }
+.player .groups section + section { padding-left: 2rem; border-left: 1px solid var(--line); }
+.player .figures { display: flex; flex-wrap: wrap; gap: 0.6rem 1.8rem; margin: 0; }
+.player .figures div { min-width: 4.2rem; }
+.player dt { color: var(--soft); font-size: 0.75rem; }
+.player dd { margin: 0; font-size: 1.35rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
+.player dd small { color: var(--soft); font-size: 0.75rem; }
+.player dd.alarm { color: var(--alarm); }
+.player .requests { list-style: none; margin: 0; padding: 0; min-height: 1.5rem; }
+.player .requests:focus-visible, .player .pool:focus-visible { outline-offset: 4px; }
+.player .requests li {
+  display: grid;
+  grid-template-columns: 3.2rem 9.5rem 6.2rem var(--table) minmax(8rem, 1fr);
+  align-items: center;
+  gap: 0 0.8rem;
+  height: 1.6rem;
+  margin: 0;
+  border-radius: 0.25rem;
+}
+.player .requests li.lit { background: var(--panel); }
+.player .requests li.over { color: var(--soft); }
+.player .requests li.over i, .player .requests li.over canvas { opacity: 0.55; }
+.player .requests b { display: flex; align-items: center; gap: 0.4rem; font-weight: 600; }
+.player .requests b, .player .counts { font-variant-numeric: tabular-nums; }
+.player .requests i { width: 0.8rem; height: 0.8rem; border-radius: 0.2rem; }
+.player .counts { color: var(--soft); font-size: 0.8rem; white-space: nowrap; }
+.player .state { white-space: nowrap; }
+.player .state.alarm { color: var(--alarm); }
+.player .heads, .player .legend, .player .note { color: var(--soft); font-size: 0.75rem; }
+.player .heads {
+  display: grid;
+  grid-template-columns: 3.2rem 9.5rem 6.2rem var(--table) minmax(8rem, 1fr);
+  gap: 0 0.8rem;
+  border-bottom: 1px solid var(--line);
+  margin-bottom: 0.3rem;
+}
+.player h3 { margin: 1.1rem 0 0.4rem; font: 600 0.95rem/1.3 var(--plain, system-ui, sans-serif); }
+.player .note { margin: 0.35rem 0; min-height: 1.1rem; }
+.player .note:empty { display: none; }
+.player .legend { display: flex; flex-wrap: wrap; gap: 0.2rem 1.2rem; margin: 0.4rem 0 0; }
+.player .legend span { display: inline-flex; align-items: center; gap: 0.4rem; }
+.player .legend canvas { width: 24px; flex: none; }
+.player .controls { display: flex; gap: 0.4rem; align-items: center; margin-top: 0.9rem; }
+.player .controls button {
+  min-width: 2.4rem;
+  min-height: 2rem;
+  padding: 0.1rem 0.6rem;
+  border: 1px solid var(--soft);
+  border-radius: 0.3rem;
+  background: var(--paper);
+  color: var(--ink);
+  font: inherit;
+  cursor: pointer;
+}
+.player .controls button:disabled { opacity: 1; border-color: var(--line); color: var(--soft); }
+.player .controls input { flex: 1; min-width: 3rem; accent-color: var(--link); }
+.player .controls output {
+  min-width: 6.5rem;
+  color: var(--soft);
+  text-align: right;
+  font-size: 0.8rem;
+  font-variant-numeric: tabular-nums;
+}
+@media (max-width: 60rem) {
+  .player .heads { display: none; }
+  .player .requests li {
+    grid-template-columns: 3.2rem 5fr 4fr 4fr;
+    height: auto;
+    padding: 0.2rem 0 0.35rem;
+    row-gap: 0.15rem;
+  }
+  .player .counts { grid-column: 3 / 5; text-align: right; }
+  .player .requests .past canvas { display: none; }
+  .player .requests canvas { grid-column: 1 / 3; }
+  .player .requests canvas + canvas { grid-column: 3 / 5; }
+  .player .figures { gap: 0.5rem 1.2rem; }
+  .player .groups section + section { padding: 0; border: 0; }
+  .player dd { font-size: 1.15rem; }
+  .player .controls { flex-wrap: wrap; }
+  .player .controls input { order: -1; flex-basis: 100%; }
+  .player .controls output { flex: 1; min-width: 4rem; }
+}
+`;
+
+const HUES = [255, 145, 330, 75, 195, 295, 110, 20, 225, 50, 170, 350];
+const COLUMN = 6; // pixels of a frame in a strip
+const KEPT = 1500; // frames, half a minute at least
+const SLOWLY = 100; // milliseconds for a frame, at least
+const LEAST_ROWS = 12; // requests in the list: the last ones stay in it when they are over
+const MOST_ROWS = 40;
+const STILL = matchMedia("(prefers-reduced-motion: reduce)");
+const DARK = matchMedia("(prefers-color-scheme: dark)");
+const number = new Intl.NumberFormat("en");
+
+function make(tag, parent, className = "", text = "") {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text) element.textContent = text;
+  parent.append(element);
+  return element;
+}
+
+/** A canvas that fits its place, cleared, and its context in CSS pixels. */
+function prepare(canvas, height) {
+  const width = canvas.clientWidth;
+  const ratio = devicePixelRatio || 1;
+  const size = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== size[0] || canvas.height !== size[1]) {
+    [canvas.width, canvas.height] = size;
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return [context, width];
+}
+
+class Player {
+  constructor(element, setup, told = () => {}) {
+    if (!document.getElementById("player-style")) {
+      const style = make("style", document.head, "", PLAYER_STYLE);
+      style.id = "player-style";
+    }
+    this.setup = setup;
+    this.told = told;
+    this.frames = [];
+    this.index = -1;
+    this.playing = !setup.recorded;
+    this.least = 0; // milliseconds for which a frame is shown
+    this.timer = null;
+    this.slots = new Map(); // request -> which colour
+    this.lit = null; // the request that is pointed at
+    this.page = null; // the page that is pointed at
+    this.build(element);
+    this.closing = new AbortController();
+    const { signal } = this.closing;
+    for (const query of [DARK, STILL]) query.addEventListener("change", () => this.draw(), { signal });
+    this.sizes = new ResizeObserver(() => this.draw());
+    this.sizes.observe(this.element);
+    this.draw();
+  }
+
+  /** Let go of what lies outside. */
+  close() {
+    clearTimeout(this.timer);
+    this.closing.abort();
+    this.sizes.disconnect();
+    this.told = () => {};
+  }
+
+  build(parent) {
+    parent.replaceChildren();
+    const root = (this.element = make("div", parent, "player"));
+    const most = Math.ceil(this.setup.block_size / this.setup.page_size);
+    root.style.setProperty("--table", `${Math.min(Math.max(13 * most, 100), 420)}px`);
+    const groups = make("div", root, "groups");
+    this.figures = {};
+    for (const [title, ...names] of [
+      ["Now", "running", "waiting", "pages in use", "pages shared", "tokens a second"],
+      ["Since the start", "preemptions", "positions computed", "positions found in the cache",
+        "drafts accepted"],
+    ]) {
+      const group = make("section", groups);
+      make("p", group, "", title);
+      const figures = make("dl", group, "figures");
+      for (const name of names) {
+        const pair = make("div", figures);
+        make("dt", pair, "", name);
+        this.figures[name] = make("dd", pair, "", "0");
+      }
+    }
+    this.figures["drafts accepted"].parentElement.hidden = !this.setup.gamma;
+
+    const heads = make("div", root, "heads");
+    const column = this.setup.period ? `a step or ${this.setup.period} s` : "a step";
+    for (const text of ["request", "state", "prompt + new", "its pages, in order"]
+      .concat(`what was computed; a column is ${column}`)) make("span", heads, "", text);
+    this.list = make("ol", root, "requests");
+    this.list.tabIndex = 0;
+    this.list.setAttribute("aria-label", "requests; arrow keys mark one and its pages");
+    this.more = make("p", root, "note");
+    this.items = new Map();
+    this.list.addEventListener("keydown", (event) => {
+      const move = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+      if (!move) return;
+      const ids = [...this.items.keys()];
+      const at = ids.indexOf(this.lit);
+      this.light(ids[Math.min(Math.max(at + move, 0), ids.length - 1)] ?? null);
+      event.preventDefault();
+    });
+    this.list.addEventListener("pointerover", (event) => {
+      const item = event.target.closest("li");
+      this.light(item ? item.request : null);
+    });
+    for (const type of ["pointerleave", "blur"]) {
+      this.list.addEventListener(type, () => this.light(null));
+    }
+
+    this.title = make("h3", root);
+    this.pool = make("canvas", root, "pool");
+    this.pool.tabIndex = 0;
+    this.pool.setAttribute("role", "img");
+    this.pool.addEventListener("pointermove", (event) => this.point(this.hit(event)));
+    this.pool.addEventListener("pointerdown", (event) => this.point(this.hit(event)));
+    for (const type of ["pointerleave", "blur"]) {
+      this.pool.addEventListener(type, () => this.point(null));
+    }
+    this.pool.addEventListener("keydown", (event) => {
+      const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.across, ArrowDown: this.across };
+      if (!move[event.key]) return;
+      const page = this.page === null ? 0 : this.page + move[event.key];
+      if (page >= 0 && page < this.setup.num_pages) this.point(page);
+      event.preventDefault();
+    });
+    this.said = make("p", root, "note");
+    this.said.setAttribute("aria-live", "polite");
+    this.legend = make("p", root, "legend");
+    this.samples = {};
+    for (const [kind, text] of Object.entries({
+      own: "of one request",
+      shared: "shared by several, in their colours",
+      cached: "free, and found again by a text that begins alike",
+      free: "free",
+      prompt: "computed: prompt, or anew",
+      token: "computed: a new token",
+      ...(this.setup.gamma ? { refused: "computed for drafts that were refused" } : {}),
+      preempted: "preempted: its pages are given back",
+    })) {
+      const sample = make("span", this.legend);
+      this.samples[kind] = make("canvas", sample);
+      make("span", sample, "", text);
+    }
+
+    const controls = make("div", root, "controls");
+    const button = (text, label, act) => {
+      const made = make("button", controls, "", text);
+      made.type = "button";
+      made.setAttribute("aria-label", label);
+      made.addEventListener("click", act);
+      return made;
+    };
+    this.back = button("\u2039", "one frame back", () => this.step(-1));
+    this.toggle = button("Pause", "play or pause", () => this.play(!this.playing));
+    this.toggle.removeAttribute("aria-label");
+    this.forth = button("\u203a", "one frame on", () => this.step(1));
+    this.range = make("input", controls);
+    this.range.type = "range";
+    this.range.min = 0;
+    this.range.setAttribute("aria-label", "frame");
+    this.range.addEventListener("input", () => {
+      this.play(false);
+      this.seek(Number(this.range.value));
+    });
+    this.clock = make("output", controls);
+    this.again = button("Again, slowly", "", () => {
+      this.index = this.begin(this.frames.length - 1);
+      this.slowly();
+    });
+    this.now = button("Now", "", () => this.follow());
+    for (const made of [this.again, this.now]) {
+      made.hidden = Boolean(this.setup.recorded);
+      made.removeAttribute("aria-label");
+    }
+  }
+
+  /** One more frame; it is shown at once if the last one was and nobody paused. */
+  add(frame) {
+    const requests = new Map();
+    const states = ["running", "waiting", "over"];
+    for (const state of states) {
+      for (const row of frame[state]) requests.set(row.number, { pages: [], ...row, state });
+    }
+    const owners = new Map(); // page -> requests that have it
+    for (const row of frame.running) {
+      for (const page of row.pages) owners.set(page, [...(owners.get(page) || []), row.number]);
+    }
+    const taken = new Set([...requests.keys()].map((id) => this.slots.get(id)));
+    for (const id of requests.keys()) {
+      if (this.slots.has(id)) continue;
+      let slot = id % HUES.length;
+      while (taken.has(slot)) slot += 1;
+      taken.add(slot);
+      this.slots.set(id, slot);
+    }
+    const tokens = [...requests.values()].reduce((sum, row) => sum + row.work[3], 0);
+    const before = this.frames.at(-1)?.requests;
+    for (const [id, row] of requests) {
+      const still = row.state === "waiting" && before?.get(id)?.preempted;
+      row.preempted = frame.preempted.includes(id) || still;
+    }
+    this.frames.push({ ...frame, requests, owners, tokens });
+    if (this.frames.length > KEPT && !this.setup.recorded) {
+      for (const { number: id } of this.frames.shift().over) this.slots.delete(id);
+      this.index = Math.max(this.index - 1, 0);
+    }
+    if (this.index < 0 || (this.playing && !this.timer && !this.least)) {
+      this.index = this.frames.length - 1;
+    }
+    if (this.playing && !this.timer) this.tick();
+    this.draw();
+  }
+
+  seek(index) {
+    this.index = Math.min(Math.max(index, 0), this.frames.length - 1);
+    this.draw();
+  }
+
+  step(by) {
+    this.play(false);
+    this.seek(this.index + by);
+  }
+
+  play(on, least = 0) {
+    clearTimeout(this.timer);
+    this.timer = null;
+    this.playing = on;
+    this.least = least;
+    if (on && this.setup.recorded && this.index === this.frames.length - 1) this.index = 0;
+    if (on) this.tick();
+    this.draw();
+  }
+
+  /** Show the last frame, and those to come. */
+  follow() {
+    this.index = this.frames.length - 1;
+    this.play(true);
+  }
+
+  /** Show what follows, and what is to come, so slowly that it can be seen. */
+  slowly() {
+    this.play(true, SLOWLY);
+  }
+
+  /** Show the frames after this one at the pace at which they came. */
+  tick() {
+    this.timer = null;
+    const [frame, next] = this.frames.slice(this.index, this.index + 2);
+    if (!next) {
+      if (this.setup.recorded) this.playing = false;
+      this.draw();
+      return;
+    }
+    const took = this.setup.recorded ? 250 : 1000 * (next.time - frame.time);
+    const wait = this.rests(this.index) ? 0 : Math.max(Math.min(took, 1000), this.least);
+    this.timer = setTimeout(() => {
+      this.seek(this.index + 1);
+      this.tick();
+    }, wait);
+  }
+
+  /** Where what the engine did last before this frame began. */
+  begin(index) {
+    let first = index;
+    while (first > 0 && this.rests(first - 1)) first -= 1;
+    while (first > 0 && !this.rests(first - 1)) first -= 1;
+    return first;
+  }
+
+  /** Whether the engine has nothing to do. */
+  rests(index) {
+    const { running, waiting } = this.frames[index];
+    return !running.length && !waiting.length;
+  }
+
+  light(request) {
+    if (this.lit === request) return;
+    this.lit = request;
+    this.draw();
+  }
+
+  point(page) {
+    if (this.page === page) return;
+    this.page = page;
+    this.draw();
+  }
+
+  /** Which page is at this place of the pool. */
+  hit(event) {
+    const column = Math.floor(event.offsetX / this.cell);
+    const page = Math.floor(event.offsetY / this.cell) * this.across + column;
+    return column < this.across && page < this.setup.num_pages ? page : null;
+  }
+
+  colour(request) {
+    const slot = this.slots.get(request) ?? request;
+    const ring = Math.floor(slot / HUES.length) % 3;
+    const light = (DARK.matches ? [0.72, 0.58, 0.84] : [0.6, 0.45, 0.74])[ring];
+    return `oklch(${light} 0.13 ${HUES[slot % HUES.length]})`;
+  }
+
+  /** Draw soon, once: with reduced motion half a second later. */
+  draw() {
+    if (this.waits) return;
+    this.waits = true;
+    const now = () => requestAnimationFrame(() => {
+      this.waits = false;
+      this.show();
+    });
+    if (STILL.matches && this.playing) setTimeout(now, 500);
+    else now();
+  }
+
+  show() {
+    const style = getComputedStyle(this.element);
+    this.ink = Object.fromEntries(
+      ["ink", "soft", "paper", "panel", "line", "alarm"]
+        .map((name) => [name, style.getPropertyValue(`--${name}`).trim()]),
+    );
+    this.showLegend();
+    const frame = this.frames[this.index];
+    this.showControls(frame);
+    if (!frame) {
+      this.showPool({ owners: new Map(), cached: [], requests: new Map() });
+      return;
+    }
+    this.showFigures(frame);
+    this.showRequests(frame);
+    this.showPool(frame);
+  }
+
+  showFigures(frame) {
+    const shared = [...frame.owners.values()].filter((ids) => ids.length > 1).length;
+    const set = (name, value, of = "") => {
+      const element = this.figures[name];
+      element.textContent = value;
+      if (of) make("small", element, "", ` ${of}`);
+    };
+    set("running", frame.running.length, `of ${this.setup.max_rows}`);
+    set("waiting", number.format(frame.queued));
+    set("pages in use", number.format(frame.owners.size), `of ${number.format(this.setup.num_pages)}`);
+    set("pages shared", number.format(shared));
+    set("preemptions", number.format(frame.preemptions));
+    this.figures.preemptions.classList.toggle("alarm", frame.preempted.length > 0);
+    set("tokens a second", this.rate());
+    set("positions computed", number.format(frame.positions));
+    set("positions found in the cache", number.format(frame.shared));
+    set("drafts accepted", number.format(frame.accepted), `of ${number.format(frame.drafted)}`);
+  }
+
+  /** New tokens a second over the last second of frames. */
+  rate() {
+    const last = this.frames[this.index];
+    if (this.rests(this.index)) return "0";
+    let first = this.index;
+    let tokens = 0;
+    while (first > 0 && last.time - this.frames[first].time < 1 && !this.rests(first - 1)) {
+      tokens += this.frames[first].tokens;
+      first -= 1;
+    }
+    const seconds = last.time - this.frames[first].time;
+    return seconds < 0.2 ? "\u2013" : number.format(Math.round(tokens / seconds));
+  }
+
+  showRequests(frame) {
+    const count = Math.max(Math.floor((this.strip || 400) / COLUMN), 8);
+    const from = Math.max(this.index - count + 1, 0);
+    const columns = this.frames.slice(from, this.index + 1);
+    const latest = new Map(); // what was last seen of each request
+    for (const column of columns) {
+      for (const [id, row] of column.requests) latest.set(id, row);
+    }
+    for (let index = from - 1; index >= 0 && latest.size < LEAST_ROWS; index--) {
+      const { over, requests } = this.frames[index];
+      for (const { number: id } of over) latest.set(id, requests.get(id));
+    }
+    const order = { running: 0, waiting: 1, over: 2 };
+    const all = [...latest.keys()].sort(
+      (a, b) => order[latest.get(a).state] - order[latest.get(b).state] || a - b,
+    );
+    const ids = all.slice(0, MOST_ROWS).sort((a, b) => a - b);
+    const hidden = all.length - ids.length;
+    this.more.textContent = hidden ? `and ${number.format(hidden)} more` : "";
+    if (!ids.length) this.more.textContent = "Nothing to compute.";
+    for (const [id, item] of this.items) {
+      if (ids.includes(id)) continue;
+      item.remove();
+      this.items.delete(id);
+    }
+    ids.forEach((id, place) => {
+      const item = this.items.get(id) || this.newItem(id);
+      if (this.list.children[place] !== item) this.list.insertBefore(item, this.list.children[place]);
+      this.showRequest(item, latest.get(id), frame, columns);
+    });
+    this.items = new Map(ids.map((id) => [id, this.items.get(id)]));
+  }
+
+  newItem(id) {
+    const item = make("li", this.list);
+    item.request = id;
+    const name = make("b", item);
+    item.chip = make("i", name);
+    make("span", name, "", String(id));
+    item.state = make("span", item, "state");
+    item.counts = make("span", item, "counts");
+    item.table = make("canvas", item);
+    item.strip = make("canvas", item);
+    for (const canvas of [item.table, item.strip]) canvas.setAttribute("aria-hidden", "true");
+    this.items.set(id, item);
+    return item;
+  }
+
+  showRequest(item, row, frame, columns) {
+    const id = row.number;
+    const lacking = row.tokens - row.start - row.computed;
+    const owns = this.page !== null && (frame.owners.get(this.page) || []).includes(id);
+    let state = row.state === "over" ? `over: ${row.reason}` : row.state;
+    const again = row.state === "waiting" && row.preempted;
+    if (again) state = "preempted, waits";
+    if (row.state === "running") {
+      state = lacking > 1 ? `reads, ${number.format(lacking)} to go` : "writes";
+    }
+    item.state.textContent = state;
+    item.state.classList.toggle("alarm", again || row.reason === "error");
+    item.classList.toggle("over", row.state === "over");
+    item.classList.toggle("past", !columns.some(({ requests }) => requests.has(id)));
+    item.classList.toggle("lit", id === this.lit || owns);
+    item.chip.style.background = this.colour(id);
+    item.counts.textContent = `${number.format(row.prompt)} + ${number.format(row.tokens - row.prompt)}`;
+    this.showTable(item.table, row, frame);
+    this.showStrip(item.strip, id, columns);
+  }
+
+  /** The pages of a request in the order of its text, each as full as what is computed in it. */
+  showTable(canvas, row, frame) {
+    const [context, width] = prepare(canvas, 14);
+    const most = Math.ceil(this.setup.block_size / this.setup.page_size);
+    const cell = Math.min(13, Math.max(width / most, 2));
+    const side = cell > 4 ? cell - 2 : cell - 0.5;
+    const top = (14 - side) / 2;
+    row.pages.forEach((page, index) => {
+      const left = index * cell;
+      const filled = row.computed - index * this.setup.page_size;
+      const share = Math.min(Math.max(filled / this.setup.page_size, 0), 1);
+      context.globalAlpha = 0.28;
+      context.fillStyle = this.colour(row.number);
+      context.fillRect(left, top, side, side);
+      context.globalAlpha = 1;
+      context.fillRect(left, top, side * share, side);
+      if (frame.owners.get(page)?.length > 1 && side > 4) {
+        context.fillStyle = this.ink.paper;
+        context.beginPath();
+        context.arc(left + side / 2, top + side / 2, side / 5, 0, 7);
+        context.fill();
+      }
+      if (page === this.page) this.mark(context, left, top, side);
+    });
+  }
+
+  /** What each frame computed for a request: the higher, the more positions, by their logarithm. */
+  showStrip(canvas, id, columns) {
+    const height = 22;
+    const [context, width] = prepare(canvas, height);
+    if (width) this.strip = width;
+    columns.forEach((frame, index) => {
+      const left = index * COLUMN;
+      const before = columns[index - 1];
+      if (before && !before.running.length && !before.waiting.length) {
+        context.fillStyle = this.ink.line; // nothing happened for a while
+        context.fillRect(left, 0, 1, height);
+      }
+      const row = frame.requests.get(id);
+      if (!row) return;
+      this.bar(context, left, row, height);
+      const old = before?.requests.get(id);
+      if (old && row.start !== old.start) { // the window hopped
+        context.fillStyle = this.ink.ink;
+        context.fillRect(left - 1, 0, 1, height);
+      }
+      if (frame.preempted.includes(id)) this.cross(context, left, height / 2);
+      if (row.state === "over") {
+        context.fillStyle = row.reason === "error" ? this.ink.alarm : this.ink.ink;
+        context.fillRect(left + COLUMN - 2, 2, 2, height - 2);
+      }
+    });
+  }
+
+  bar(context, left, row, height) {
+    const [positions, drafts, accepted, tokens] = row.work;
+    if (!positions) {
+      context.fillStyle = this.ink.soft;
+      if (row.state === "waiting") context.fillRect(left, height - 3, COLUMN - 2, 1);
+      return;
+    }
+    const more = Math.log2(positions) / Math.log2(Math.max(this.setup.budget, 2));
+    const full = 5 + (height - 6) * Math.min(more, 1);
+    const refused = (full * (drafts - accepted)) / positions;
+    // A step that gives tokens has one position for the first, and one for each accepted draft.
+    const anew = (full * Math.max(positions - drafts - (tokens - accepted), 0)) / positions;
+    context.fillStyle = this.colour(row.number);
+    context.fillRect(left, height - full + refused, COLUMN - 1, full - refused);
+    if (refused) {
+      context.fillStyle = this.ink.soft;
+      context.fillRect(left, height - full, COLUMN - 1, 1);
+      context.fillRect(left, height - full, 1, refused);
+      context.fillRect(left + COLUMN - 2, height - full, 1, refused);
+    }
+    if (anew) {
+      context.globalAlpha = 0.62;
+      context.fillStyle = this.ink.paper;
+      context.fillRect(left, height - full + refused, COLUMN - 1, anew);
+      context.globalAlpha = 1;
+    }
+  }
+
+  cross(context, left, middle) {
+    context.strokeStyle = this.ink.alarm;
+    context.lineWidth = 2;
+    context.beginPath();
+    context.moveTo(left - 2, middle - 4);
+    context.lineTo(left + 6, middle + 4);
+    context.moveTo(left + 6, middle - 4);
+    context.lineTo(left - 2, middle + 4);
+    context.stroke();
+  }
+
+  mark(context, left, top, side) {
+    context.strokeStyle = this.ink.ink;
+    context.lineWidth = 1.5;
+    context.strokeRect(left - 1, top - 1, side + 2, side + 2);
+  }
+
+  /** Each page of the cache as a square, in the colours of its owners. */
+  showPool(frame) {
+    const pages = this.setup.num_pages;
+    const width = this.pool.clientWidth;
+    let cell = 24;
+    while (cell > 4 && Math.ceil(pages / Math.floor((width - 2) / cell)) * cell > 150) cell -= 1;
+    this.cell = cell;
+    this.across = Math.max(Math.floor((width - 2) / cell), 1);
+    const [context] = prepare(this.pool, Math.ceil(pages / this.across) * cell + 2);
+    const side = cell > 6 ? cell - 3 : cell - 1;
+    const cached = new Set(frame.cached);
+    for (let page = 0; page < pages; page++) {
+      const left = (page % this.across) * cell + 1;
+      const top = Math.floor(page / this.across) * cell + 1;
+      const ids = frame.owners.get(page) || [];
+      const dim = this.lit !== null && !ids.includes(this.lit);
+      this.square(context, left, top, side, ids, cached.has(page), dim);
+      if (page === this.page) this.mark(context, left, top, side);
+    }
+    const size = this.setup.page_size;
+    this.title.textContent = `The cache: ${number.format(pages)} pages of ${size} positions`;
+    const use = frame.owners.size;
+    this.pool.setAttribute(
+      "aria-label",
+      `${use} pages in use, ${cached.size} free that can be found again, `
+        + `${pages - use - cached.size} free otherwise. Arrow keys tell of each page.`,
+    );
+    this.said.textContent = this.page === null ? this.hint() : this.tell(this.page, frame, cached);
+  }
+
+  square(context, left, top, side, ids, cached, dim) {
+    context.globalAlpha = dim ? 0.22 : 1;
+    if (!ids.length) {
+      context.strokeStyle = this.ink.line;
+      context.lineWidth = 1;
+      context.strokeRect(left + 0.5, top + 0.5, side - 1, side - 1);
+      if (cached) {
+        context.fillStyle = this.ink.soft;
+        context.globalAlpha *= 0.4;
+        context.fillRect(left, top, side, side);
+      }
+    }
+    const shown = ids.slice(0, 4);
+    shown.forEach((id, index) => {
+      context.fillStyle = this.colour(id);
+      const part = side / shown.length;
+      context.fillRect(left + index * part, top, part, side);
+    });
+    if (ids.length > 1) {
+      context.fillStyle = this.ink.paper;
+      context.beginPath();
+      context.arc(left + side / 2, top + side / 2, side / 5, 0, 7);
+      context.fill();
+    }
+    context.globalAlpha = 1;
+  }
+
+  hint() {
+    const { num_pages, max_rows, block_size, page_size } = this.setup;
+    const whole = max_rows * Math.ceil(block_size / page_size);
+    if (num_pages >= whole && !this.setup.recorded) {
+      return `All ${max_rows} rows have room for their whole windows: nobody is ever preempted. `
+        + "Start the server with a smaller --num-pages to see it.";
+    }
+    return "Point at a page, or tap it.";
+  }
+
+  tell(page, frame, cached) {
+    const ids = frame.owners.get(page) || [];
+    const { page_size } = this.setup;
+    if (!ids.length) {
+      const why = cached.has(page) ? ", and found again by a text that begins alike" : "";
+      return `Page ${page}: free${why}.`;
+    }
+    const index = frame.requests.get(ids[0]).pages.indexOf(page);
+    const from = index * page_size;
+    const who = ids.length > 1 ? `shared by requests ${ids.join(", ")}` : `of request ${ids[0]}`;
+    return `Page ${page}: ${who}, positions ${from} to ${from + page_size - 1}.`;
+  }
+
+  showLegend() {
+    const works = { prompt: [64, 0, 0, 0], token: [2, 0, 0, 2], refused: [4, 3, 0, 1] };
+    for (const [kind, canvas] of Object.entries(this.samples)) {
+      const [context] = prepare(canvas, 18);
+      const ids = { own: [0], shared: [0, 1] }[kind] || [];
+      if (kind === "preempted") this.cross(context, 10, 9);
+      else if (works[kind]) {
+        for (const left of [3, 9, 15]) {
+          this.bar(context, left, { number: 0, work: works[kind] }, 18);
+        }
+      } else this.square(context, 4, 1, 16, ids, kind === "cached", false);
+    }
+  }
+
+  showControls(frame) {
+    const last = this.frames.length - 1;
+    this.range.max = Math.max(last, 0);
+    this.range.value = Math.max(this.index, 0);
+    this.range.disabled = last < 1;
+    this.back.disabled = this.index <= 0;
+    this.forth.disabled = this.index >= last;
+    this.toggle.textContent = this.playing ? "Pause" : "Play";
+    this.now.disabled = this.playing && this.index === last;
+    this.again.disabled = last < 1;
+    const behind = frame ? this.frames[last].time - frame.time : 0;
+    const late = behind && !this.setup.recorded ? `, ${behind.toFixed(1)} s ago` : "";
+    this.clock.textContent = frame ? `step ${number.format(frame.steps)}${late}` : "";
+    if (this.playing) this.told(this.index < last ? "replayed" : "live");
+    else this.told("paused");
+  }
+}
