@@ -8,16 +8,21 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import read_json
 from llama import LlamaConfig, Rotations
 from load import architecture_of
 from model import Model
+from tokenizer import PATTERNS, read_tokenizer_json
+
+SPLITS = {"GPT-2": "gpt-2", "Llama 3": "llama-bpe", "Qwen2": "qwen2"}  # as llama.cpp names them
 
 
-def write_gguf(model: Model, path: Path, dtype: str) -> None:
-    """Write a float32 model on the CPU, for token ids: the file has no vocabulary.
+def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = None) -> None:
+    """Write a float32 model on the CPU.
 
     dtype: "float32", or "int8" for Q8_0, in which each 32 numbers of a matrix's row are int8 and
     share a scale; rows that are no multiple of 32, vectors and learned positions stay float32.
+    tokenizer: a tokenizer.json. None: the file has no vocabulary, and is for token ids only.
     """
     import gguf
 
@@ -25,8 +30,11 @@ def write_gguf(model: Model, path: Path, dtype: str) -> None:
     is_llama = isinstance(config, LlamaConfig)
     kind = "llama" if is_llama else "gpt2"
     writer = gguf.GGUFWriter(path, kind)
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_vocab_size(config.vocab_size)
+    if tokenizer:
+        add_vocabulary(writer, tokenizer, config)
+    else:
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.block_size)
     writer.add_block_count(config.n_layer)
     writer.add_head_count(config.n_head)
@@ -65,6 +73,31 @@ def write_gguf(model: Model, path: Path, dtype: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_vocabulary(writer, tokenizer: Path, config) -> None:
+    """Add the tokens and merges of a tokenizer.json. Raises UserError as `read_tokenizer_json`."""
+    import gguf
+
+    encoding = read_tokenizer_json(tokenizer)
+    raw = read_json(tokenizer)
+    added = {token["content"]: token["id"] for token in raw["added_tokens"]}
+    ids = raw["model"]["vocab"] | added
+    tokens = [f"<unused {token}>" for token in range(config.vocab_size)]
+    kinds = [gguf.TokenType.UNUSED] * config.vocab_size
+    for text, token in ids.items():
+        tokens[token] = text
+        kinds[token] = gguf.TokenType.CONTROL if text in added else gguf.TokenType.NORMAL
+    merges = raw["model"]["merges"]
+    names = {pattern: SPLITS[name] for name, pattern in PATTERNS.items()}
+    writer.add_tokenizer_model("gpt2")  # BPE of bytes
+    writer.add_tokenizer_pre(names[encoding._pat_str])
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_ids[0])
+    writer.add_add_bos_token(bool(encoding.prefix))
 
 
 def pairs_together(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Lesson 29: engines over batch sizes; those that are missing are left out."""
 
+import json
 import os
 import signal
 import sys
@@ -7,7 +8,7 @@ import types
 
 import pytest
 import torch
-from conftest import passed_widths
+from conftest import CHECKPOINTS, passed_widths
 
 pytestmark = pytest.mark.usefixtures("compiled")
 OURS = ["no cache", "cache", "bfloat16", "int8", "native", "native int8"]
@@ -454,3 +455,30 @@ def test_a_text_that_does_not_fit_is_one_line(bench):
     assert rows is None
     assert err.count("\n") == 1
     assert "65 tokens do not fit the window of" in err
+
+
+def test_a_gguf_file_has_the_vocabulary(tmp_path):
+    import gguf
+
+    from export_gguf import write_gguf
+    from load import load_model
+    from tokenizer import load_encoding
+
+    directory = CHECKPOINTS / "stories-draft"
+    model = load_model(directory, torch.float32, "cpu")
+    write_gguf(model, tmp_path / "model.gguf", "float32", directory / "tokenizer.json")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    found = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges")}
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    assert len(found["tokens"]) == model.config.vocab_size == len(kinds)
+    ids = load_encoding(directory, model.config.vocab_size).encode("One day, a dog saw 12 cats.")
+    assert "".join(found["tokens"][token] for token in ids) == "OneĠday,ĠaĠdogĠsawĠ12Ġcats."
+    end = model.config.eos_token_ids[0]
+    assert found["tokens"][end] == "<|endoftext|>"
+    assert (kinds[end], kinds[ids[0]]) == (gguf.TokenType.CONTROL, gguf.TokenType.NORMAL)
+    raw = json.loads((directory / "tokenizer.json").read_text())
+    pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in raw["model"]["merges"]]
+    assert [pair.split(" ") for pair in found["merges"]] == pairs
+    names = ("model", "pre", "eos_token_id", "add_bos_token")
+    about = [fields[f"tokenizer.ggml.{name}"].contents() for name in names]
+    assert about == ["gpt2", "gpt-2", end, False]
