@@ -206,6 +206,33 @@ class ResultsFile:
         return True
 
 
+class Measures(ResultsFile):
+    """A CSV file with a row for each value, for a benchmark that measures different things.
+
+    Its columns are those in which runs differ, then "measure", "value" and "repeat", and what ran
+    on what. A subclass says in `setting` which of them a summary keeps apart.
+    """
+
+    setting: list[str]
+    about = {}  # what ran on what
+
+    def add(self, which: str, run: dict, values: dict) -> None:
+        """Add the values of a run, measure -> number, and show them on stderr after its name."""
+        for measure, value in values.items():
+            self.rows.append(self.about | run | {"measure": measure, "value": value})
+            self.append(self.rows[-1] | {"value": four_digits(value)})
+        shown = "; ".join(f"{measure} {value:.4g}" for measure, value in values.items())
+        print(f"{which}: {shown}", file=sys.stderr)
+
+    def summarise(self, baseline):
+        """A table with a line for each measure of each setting: median, min and max of repeats."""
+        import pandas
+
+        values = pandas.DataFrame(self.rows).groupby(self.setting, sort=False)["value"]
+        table = values.agg(["median", "min", "max"]).map(four_digits)
+        return table.assign(runs=values.size()).reset_index()
+
+
 def run_benchmark(
     parser: argparse.ArgumentParser,
     measure,

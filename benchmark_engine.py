@@ -69,11 +69,11 @@ DRAWS = {  # how tokens are chosen
 }
 
 
-class Results(common.ResultsFile):
-    """A CSV file with a row for each value, because the parts measure different things."""
+class Results(common.Measures):
+    """A CSV file with a row for each value."""
 
     columns = COLUMNS
-    about = {}  # what ran on what
+    setting = SETTING
 
     def write(
         self,
@@ -86,25 +86,13 @@ class Results(common.ResultsFile):
         temperature: float = 0.0,
         library: str = "",
     ) -> None:
-        """Add values, measure -> number, and show them on stderr."""
+        """Add values, measure -> number."""
         run = {"part": part, "backend": backend, "mode": mode, "rows": rows}
-        run |= self.about | {"temperature": temperature, "repeat": repeat, "library": library}
-        for measure, value in values.items():
-            self.rows.append(run | {"measure": measure, "value": value})
-            self.append(self.rows[-1] | {"value": common.four_digits(value)})
+        run |= {"temperature": temperature, "repeat": repeat, "library": library}
         which = (
             f"{part}  {mode}, {backend}, {rows} rows  temperature {temperature}  repeat {repeat}"
         )
-        shown = "; ".join(f"{measure} {value:.4g}" for measure, value in values.items())
-        print(f"{which}: {shown}", file=sys.stderr)
-
-    def summarise(self, baseline):
-        """A table with a line for each measure of each mode: median, min and max over repeats."""
-        import pandas
-
-        values = pandas.DataFrame(self.rows).groupby(SETTING, sort=False)["value"]
-        table = values.agg(["median", "min", "max"]).map(common.four_digits)
-        return table.assign(runs=values.size()).reset_index()
+        self.add(which, run, values)
 
 
 class Bench(NamedTuple):
