@@ -1,0 +1,309 @@
+"""What clients that wait for their answers see of a server, on a clock that only waiting moves."""
+
+import itertools
+import math
+import socket
+import statistics
+
+import pytest
+from conftest import CHECKPOINTS
+from loads import (
+    END,
+    STREAM,
+    URL,
+    chunk,
+    client_table,
+    counts,
+    fake_server,
+    found,
+    near,
+    piece,
+    whole,
+)
+
+DONE = "data: [DONE]\n\n"
+
+
+def send(*wanted, seconds=10.0):
+    """What came of a client for each request, for so many tokens each, all sent at 0."""
+    import benchmark_client as client
+
+    exchanges = [client.Exchange(URL, {"prompt": "x", "max_tokens": count}) for count in wanted]
+    return client.run(client.closed_loop(iter(exchanges), len(wanted), seconds))
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return fake_server(monkeypatch)
+
+
+@pytest.fixture
+def table(capsys):
+    return client_table(capsys)
+
+
+def test_known_times_give_exactly_these_figures(fake):
+    times = {3: (0.5, 0.7, 1.1), 2: (1.0, 1.25)}
+    fake.answer = lambda body: whole(*times[body["max_tokens"]])
+    load = send(3, 2, seconds=0.8)
+    values = found(load, ttft=600, tpot=301)
+    # Of the five tokens two come in those 0.8 seconds, both of the first text.
+    expected = {"requests": 2, "failed": 0, "tokens/s": 2 / 0.8, "goodput, requests/s": 2 / 3 / 0.8}
+    expected |= {"ttft, ms, p50": 750, "ttft, ms, p99": 995}
+    expected |= {"tpot, ms, p50": 275, "tpot, ms, p99": 299.5}
+    expected |= {"itl, ms, p50": 250, "itl, ms, p99": 397, "itl, ms, p100": 400}
+    for name, value in expected.items():
+        assert values[name] == near(value), name
+    assert values["client CPU, us a token"] > 0
+    assert found(load, ttft=400)["goodput, requests/s"] == 0
+    assert found(load)["goodput, requests/s"] == near(2 / 3 / 0.8)
+    assert found(send(3, 2, seconds=1.2))["goodput, requests/s"] == near(1.5 / 1.2)
+
+
+def test_a_text_of_one_token_has_no_time_per_token(fake):
+    fake.answer = lambda body: whole(*[0.5 + 0.25 * at for at in range(body["max_tokens"])])
+    values = found(send(1, 1, 3), tpot=1)
+    assert (values["tpot, ms, p50"], values["tpot, ms, p99"]) == (near(250), near(250))
+    assert values["goodput, requests/s"] == near(2 / 10)  # one token is within any limit
+    values = found(send(1, 1))
+    assert values["ttft, ms, p50"] == near(500)
+    assert not [name for name in values if name.startswith(("tpot", "itl", "chunk gap"))]
+
+
+def test_clients_wait_for_their_answers(fake):
+    import benchmark_client as client
+
+    fake.answer = lambda body: whole(*[float(at) for at in range(1, body["max_tokens"] + 1)])
+    bodies = itertools.repeat({"prompt": "x", "max_tokens": 2})
+    endless = (client.Exchange(URL, body) for body in bodies)
+    load = client.run(client.closed_loop(endless, 3, 5.0))
+    assert [came for came, _ in fake.asked] == [near(at) for at in (0, 0, 0, 2, 2, 2, 4, 4, 4)]
+    assert fake.most == 3
+    assert [reply.sent for reply in load.answers] == [came for came, _ in fake.asked]
+    assert [reply.ttft for reply in load.answers] == [near(1000)] * 9
+    # Tokens at 1, 2, 3, 4, then 5 and 6: those come when nobody is to ask any more.
+    assert found(load)["tokens/s"] == near(3 * 4 / 5)
+    three = [client.Exchange(URL, {"prompt": "x", "max_tokens": 1}) for _ in range(3)]
+    assert len(client.run(client.closed_loop(iter(three), 2, math.inf)).answers) == 3
+
+
+def test_tokens_of_one_chunk_came_together(fake):
+    first, second = chunk(" a b", tokens=2), chunk(" c d e", "length", tokens=5)
+    fake.answer = lambda body: [(1, STREAM + piece(first)), (3, piece(second + DONE) + END)]
+    load = send(5)
+    (reply,) = load.answers
+    assert (reply.times, reply.text) == ([1, 1, 3, 3, 3], " a b c d e")
+    values = found(load)
+    assert (values["itl, ms, p50"], values["itl, ms, p100"]) == (0, near(2000))
+    assert values["tpot, ms, p50"] == near(500)
+
+
+def test_gaps_between_chunks_are_not_called_gaps_between_tokens(fake):
+    events = [chunk(" a b"), chunk(" c"), chunk("", "length"), counts(4) + DONE]
+    fake.answer = lambda body: [(0, STREAM), *enumerate(map(piece, events), 1), (4, END)]
+    values = found(send(4))
+    assert "itl, ms, p50" not in values
+    assert values["chunk gap, ms, p50"] == near(1000)
+    assert values["tpot, ms, p50"] == near(1000 / 3)
+
+
+@pytest.mark.parametrize("last", ["usage in an event", "usage in the last chunk", "no usage"])
+def test_without_counts_a_chunk_is_a_token_if_the_sum_agrees(fake, last):
+    end = {"usage in an event": chunk("", "length") + counts(2) + DONE}
+    end |= {"usage in the last chunk": chunk("", "length", tokens=2)}  # as transformers
+    end |= {"no usage": chunk("", "length") + DONE}  # as llama_cpp.server
+    events = [chunk(" a"), chunk(" b"), end[last]]
+    fake.answer = lambda body: [(0, STREAM), *enumerate(map(piece, events), 1), (4, END)]
+    load = send(2)
+    assert load.answers[0].times == [1, 2]
+    assert found(load)["itl, ms, p50"] == near(1000)
+
+
+def test_however_the_bytes_come(fake):
+    text = "é 🙂"
+    events = (chunk(text, tokens=1) + ": ping\n\n" + chunk(" b", "length", 2) + DONE).encode()
+    windows = events.replace(b"\n", b"\r\n")
+    plain = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(windows)
+    until_close = b"HTTP/1.0 200 OK\r\n\r\n"
+    for data in (STREAM + piece(events) + END, plain + windows, until_close + events):
+        fake.answer = lambda body, data=data: [(0, data[i : i + 1]) for i in range(len(data))]
+        (reply,) = send(2).answers
+        assert (reply.failure, reply.text, reply.tokens) == ("", f"{text} b", 2)
+    first, second = events[:40], events[40:]  # it counts from when all of an event was there
+    fake.answer = lambda body: [(0, STREAM + piece(first)), (2, piece(second) + END)]
+    assert send(2).answers[0].times == [2, 2]
+
+
+def stream(*events: str, end: bytes = END) -> list[tuple[float, bytes]]:
+    return [(1, STREAM), *((2, piece(event)) for event in events), (3, end)]
+
+
+ERROR = 'data: {"error": {"message": "no memory", "type": "server_error"}}\n\n'
+FAILURES = {  # what is written -> why it does not count
+    "429": ([(1, b"HTTP/1.1 429 Busy\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n")], "HTTP 429"),
+    "500": ([(1, b"HTTP/1.1 500 Oh\r\nContent-Length: 2\r\n\r\nno")], "HTTP 500"),
+    "404": ([(1, b"HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n")], "HTTP 404"),
+    "error": (stream(chunk(), ERROR, DONE), "error event"),
+    "closed": (stream(chunk(), chunk(), end=b""), "cut off"),
+    "closed in an event": (stream(chunk(), end=piece(chunk())[:20]), "cut off"),
+    "closed after the last chunk": (stream(chunk(), chunk(reason="length"), end=b""), "cut off"),
+    "no reason": (stream(chunk(), chunk()), "cut off"),
+    "nothing": ([], "cut off"),
+    "head only": ([(1, STREAM[:20])], "cut off"),
+    "no event": (stream(), "cut off"),
+    "too few": (stream(chunk(), chunk(reason="stop")), "other number of tokens"),
+    "too many": (stream(*[chunk()] * 3, chunk(reason="length")), "other number of tokens"),
+    "too many by usage": (
+        stream(chunk(tokens=2), chunk(reason="length", tokens=4)),
+        "other number of tokens",
+    ),
+    "too few by usage": (
+        stream(chunk(), chunk(reason="length"), counts(2)),
+        "other number of tokens",
+    ),
+    "too few by each usage": (
+        stream(chunk(tokens=1), chunk(reason="length", tokens=2), counts(2)),
+        "other number of tokens",
+    ),
+    "counted but not there": (stream(chunk("", "length"), counts(3)), "other number of tokens"),
+    "no JSON": (stream("data: {\n\n"), "no completion"),
+    "a list": (stream("data: []\n\n"), "no completion"),
+    "no choices": (stream('data: {"object": "x"}\n\n'), "no completion"),
+    "no number": (stream(chunk(reason="length", tokens="3")), "no completion"),
+    "never ends": ([(1, STREAM), (10_000, b"")], "no end in 120 s"),
+}
+
+
+@pytest.mark.parametrize("written, why", FAILURES.values(), ids=list(FAILURES))
+def test_failures_are_counted_and_nothing_else_of_them_is(fake, written, why):
+    fake.answer = lambda body: written if body["max_tokens"] == 3 else whole(0.5, 0.75)
+    load = send(2, 3, 2)
+    assert [reply.failure for reply in load.answers] == ["", why, ""]
+    values = found(load, ttft=1000)
+    assert (values["requests"], values["failed"], values[f"failed: {why}"]) == (3, 1, 1)
+    assert (values["tokens/s"], values["goodput, requests/s"]) == (near(0.4), near(0.2))
+    assert values["ttft, ms, p99"] == near(500)
+    alone = found(send(3))
+    assert (alone["requests"], alone["failed"], alone["tokens/s"]) == (1, 1, 0)
+    assert "ttft, ms, p50" not in alone
+
+
+def test_nobody_listens(table):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]  # bound, so nobody else has it, and nobody listens
+        where = ("--url", f"http://127.0.0.1:{port}")
+        code, values, _ = table(*where, "--clients", 2, "--seconds", 1e-9)
+    assert code == 0
+    assert (values["failed"], values["failed: no connection"]) == (2, 2)  # each asks once
+    code, values, _ = table("--url", "http://a..b:80", "--clients", 1, "--seconds", 1e-9)
+    assert (code, values["failed: no connection"]) == (0, 1)  # a name that nobody can have
+
+
+def test_each_reason_has_its_column(fake, table):
+    fake.answer = lambda body: stream(chunk(), chunk(reason="stop"))
+    code, values, _ = table("--clients", 1, "--seconds", 1e-9)
+    assert (code, values["failed: other number of tokens"]) == (0, 1)
+
+
+def test_percentiles_are_those_of_numpy_and_statistics():
+    import benchmark_client as client
+
+    values = [float(value) for value in (5, 1, 4, 4, 9, 2.5, 7)]
+    named = client.percentiles("x", values, 50, 99, 100)
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    expected = {"x, ms, p50": cuts[49], "x, ms, p99": cuts[98], "x, ms, p100": 9}
+    assert named == {name: near(value) for name, value in expected.items()}
+    assert client.percentiles("x", [3.0], 1, 50) == {"x, ms, p1": 3, "x, ms, p50": 3}
+
+
+def test_words_are_tokens():
+    from benchmark_client import WORDS, bodies
+    from tokenizer import load_encoding
+
+    assert len(set(WORDS)) == len(WORDS) > 50
+    for name in ("stories", "stories-llama"):
+        encoding = load_encoding(CHECKPOINTS / name, 4096)
+        assert all(len(encoding.encode(f" {word}")) == 1 for word in WORDS)
+    some = list(itertools.islice(bodies("seed", (2, 4), (3, 5)), 50))
+    assert some == list(itertools.islice(bodies("seed", (2, 4), (3, 5)), 50))
+    assert some != list(itertools.islice(bodies("other", (2, 4), (3, 5)), 50))
+    assert {body["max_tokens"] for body in some} == {3, 4, 5}
+    assert {len(body["prompt"].split()) for body in some} == {2, 3, 4}
+    begun = next(bodies("seed", (2, 4), (3, 5), " Once upon"))
+    assert begun["prompt"] == " Once upon" + some[0]["prompt"]
+
+
+def test_the_command_line_asks_what_it_says(fake, table):
+    fake.answer = lambda body: whole(*[0.25 * at for at in range(1, body["max_tokens"] + 1)])
+    sizes = ("--prompt-words", 2, 6, "--new-tokens", 4, 8, "--goodput", 251, 251)
+    line = ("--clients", 3, *sizes, "--fields", '{"model": "x", "ignore_eos": null}')
+    code, values, err = table(*line)
+    assert (code, err) == (0, "")
+    assert values["requests"] == len(fake.asked) and values["failed"] == 0
+    assert 4 < fake.asked[-1][0] < 5 and fake.most == 3
+    assert (values["ttft, ms, p99"], values["itl, ms, p50"]) == (250, 250)
+    # 12 a second, but for those that come later than in the five seconds.
+    assert values["tokens/s"] == pytest.approx(12, abs=0.7)
+    shares = []
+    for came, body in fake.asked:
+        early = [came + 0.25 * at < 5 for at in range(1, body["max_tokens"] + 1)]
+        shares.append(sum(early) / len(early))
+    assert 0 < min(shares) < 1
+    assert values["goodput, requests/s"] == pytest.approx(sum(shares) / 5, rel=1e-3)
+    for _, body in fake.asked:
+        assert 2 <= len(body["prompt"].split()) <= 6 and 4 <= body["max_tokens"] <= 8
+        assert body["stream"] is True
+        assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+        assert (body["model"], body["ignore_eos"], body["temperature"]) == ("x", None, 0)
+    first = list(fake.asked)
+    for seed, same in ((0, True), (1, False)):
+        fake.asked.clear()
+        table(*line, "--seed", seed)
+        assert (fake.asked == first) is same
+    fake.asked.clear()
+    table("--clients", 2, "--seconds", 10)
+    assert all(body["ignore_eos"] is True for _, body in fake.asked)
+
+
+def test_a_real_server(table, tiny_llama):
+    from serving import serving, small_engine
+
+    with serving(lambda: small_engine(tiny_llama, max_rows=2, page_size=8)) as door:
+        url = ("--url", f"http://127.0.0.1:{door.port}")
+        few = ("--prompt-words", 2, 4, "--new-tokens", 3, 6, "--seconds", 0.3)
+        code, values, err = table(*url, *few, "--clients", 3)
+    assert (code, err, values["failed"]) == (0, "", 0)
+    assert values["requests"] >= 3
+    assert 0 < values["ttft, ms, p50"] <= values["ttft, ms, p99"]
+    assert "itl, ms, p50" in values  # it counts its tokens
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ((), "--clients"),
+        (("--clients", 0), "--clients"),
+        (("--clients", 1, "--seconds", "nan"), "'nan': it must be a number above 0"),
+        (("--clients", 1, "--seconds", 0), "'0': it must be a number above 0"),
+        (("--clients", 1, "--goodput", 500), "--goodput"),
+        (("--clients", 1, "--prompt-words", 6, 5), "--prompt-words: the first number"),
+        (("--clients", 1, "--new-tokens", 6, 5), "--new-tokens: the first number"),
+        (("--clients", 1, "--url", "127.0.0.1:80"), "127.0.0.1:80: it must be http://HOST:PORT"),
+        (("--clients", 1, "--url", "http://a:99999"), "http://a:99999: it must be"),
+        (("--clients", 1, "--fields", "[]"), "--fields []: it must be a JSON object"),
+        (("--clients", 1, "--fields", "{"), "--fields {: it must be a JSON object"),
+    ],
+)
+def test_bad_input_is_one_line(table, args, said):
+    code, values, err = table(*args)
+    assert (code, values) == (2, {})
+    assert said in err and err.count("\n") == 1
+
+
+def test_help_names_the_measures(run_file):
+    code, out = run_file("benchmark_client.py", "--help")
+    assert code == 0
+    joined = " ".join(out.split())
+    for name in ("ttft", "itl", "tpot", "goodput", "client CPU", "chunk gap", "default: 5"):
+        assert name in joined
