@@ -7,6 +7,7 @@ came when, and reads them afterwards.
 import argparse
 import asyncio
 import contextlib
+import errno
 import gc
 import itertools
 import json
@@ -27,17 +28,20 @@ from command_line import Parser, run_script
 from errors import UserError
 
 MEASURES = {
-    "ttft": "time to first token, from when the request was sent",
+    "ttft": "time to first token, from when the request was due; vLLM and guidellm count from when"
+    " they sent it, so they do not see that a client was late",
     "itl": "from one token of a text to the next, of all texts; 0 for tokens that came together."
     " vLLM has the gaps between chunks, guidellm the mean of each text",
     "chunk gap": "the same between chunks, where it is not known which tokens each had",
     "tpot": "time per output token of a text, without the first, so of texts with more than one;"
     " guidellm's has the first, too",
     "p50, p99, p100": "percentiles, linear as numpy's and vLLM's; the last is the largest",
-    "tokens/s": "that came while requests were sent",
+    "tokens/s": "that came while requests were due",
     "goodput": "requests a second whose ttft and tpot are within the limits of --goodput; as of"
-    " tokens, what came of them while requests were sent. vLLM has the time to the last answer",
-    "failed": "requests without all their tokens, and why; they are in no other measure",
+    " tokens, what came of them while requests were due. vLLM has the time to the last answer",
+    "failed": "requests without all their tokens, and why; they are in no other measure but the"
+    " send lag",
+    "send lag": "how late requests were sent: whether the client kept up",
     "client CPU": "what the client itself took",
 }
 # Each is one token after a blank, in most vocabularies.
@@ -50,6 +54,8 @@ ASKED = {
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
 PATIENCE = 120  # seconds for an answer
+MOST = 10**6  # requests of an open loop, which are all made before it begins
+OURS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # no socket, so the server heard nothing
 
 
 # Requests
@@ -68,6 +74,16 @@ def bodies(seed: str, prompt, tokens, first: str = "") -> Iterator[dict]:
         yield {"prompt": text, "max_tokens": source.randint(*tokens), "temperature": 0}
 
 
+def arrivals(count: int, rate: float, seed: str) -> list[float]:
+    """When so many requests are due, in seconds: `rate` of them a second, a Poisson process.
+
+    As in vLLM the last one is due at count / rate, so that each run has just that rate.
+    """
+    source = random.Random(seed)
+    moments = list(itertools.accumulate(source.expovariate(1) for _ in range(count)))
+    return [moment / moments[-1] * count / rate for moment in moments]
+
+
 class Exchange(asyncio.Protocol):
     """A request for a completion, in a connection of its own, and the bytes that come back."""
 
@@ -84,10 +100,11 @@ class Exchange(asyncio.Protocol):
         parts = (h11.Request(**head, headers=list(fields.items())), h11.Data(data))
         self.request = b"".join(map(self.http.send, (*parts, h11.EndOfMessage())))
 
-    async def run(self) -> None:
+    async def run(self, due: float) -> None:
         """Send it, and wait until the server closes the connection."""
         self.loop = asyncio.get_running_loop()
         self.over = self.loop.create_future()
+        self.due = due
         self.sent = self.loop.time()
         address = (self.url.hostname, self.url.port)
         try:
@@ -97,8 +114,9 @@ class Exchange(asyncio.Protocol):
                     await asyncio.shield(self.over)
         except TimeoutError:
             self.failure = f"no end in {PATIENCE} s"
-        except (OSError, UnicodeError):  # Unicode's for a host that no address can have
-            self.failure = "no connection"
+        except (OSError, UnicodeError) as error:  # Unicode's for a host that no address can have
+            ours = getattr(error, "errno", None) in OURS
+            self.failure = f"client: {error.strerror}" if ours else "no connection"
 
     def connection_made(self, transport) -> None:
         transport.write(self.request)
@@ -108,6 +126,21 @@ class Exchange(asyncio.Protocol):
 
     def connection_lost(self, error) -> None:
         self.over.set_result(None)
+
+
+async def open_loop(exchanges: list[Exchange], moments: list[float]) -> tuple:
+    """Send each one when it is due, whatever became of those before it.
+
+    Returns them, when the load began, and the seconds to the moment of the last one.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    tasks = []
+    for exchange, moment in zip(exchanges, moments, strict=True):
+        await asyncio.sleep(began + moment - loop.time())  # late once is not late for ever
+        tasks.append(asyncio.create_task(exchange.run(began + moment)))
+    await asyncio.gather(*tasks)
+    return exchanges, began, moments[-1]
 
 
 async def closed_loop(exchanges: Iterator[Exchange], clients: int, seconds: float) -> tuple:
@@ -122,7 +155,7 @@ async def closed_loop(exchanges: Iterator[Exchange], clients: int, seconds: floa
     async def client() -> None:
         for exchange in exchanges:
             sent.append(exchange)
-            await exchange.run()
+            await exchange.run(loop.time())
             if loop.time() >= began + seconds:
                 return
 
@@ -140,6 +173,7 @@ class Failed(Exception):
 class Answer(NamedTuple):
     """What came back, or as much as did."""
 
+    due: float
     sent: float
     times: list[float]  # of each token; of each chunk if it is not known which tokens it had
     tokens: int
@@ -149,7 +183,7 @@ class Answer(NamedTuple):
     @property
     def ttft(self) -> float:
         """In milliseconds, as tpot is."""
-        return 1000 * (self.times[0] - self.sent)
+        return 1000 * (self.times[0] - self.due)
 
     @property
     def tpot(self) -> float:
@@ -188,7 +222,7 @@ def read(exchange: Exchange) -> Answer:
     except (ValueError, LookupError, TypeError, AttributeError):
         failure = failure or "no completion"
     text = "".join(text for _, _, text in chunks)
-    return Answer(exchange.sent, times, exchange.wanted, text, failure)
+    return Answer(exchange.due, exchange.sent, times, exchange.wanted, text, failure)
 
 
 def events(exchange: Exchange) -> Iterator[tuple[float, bytes]]:
@@ -222,12 +256,12 @@ class Load(NamedTuple):
 
     answers: list[Answer]
     began: float
-    seconds: float  # in which requests were sent
+    seconds: float  # in which requests were due
     cpu: float  # seconds that this process took
 
 
 def run(load: Coroutine) -> Load:
-    """Do what `closed_loop` says, then read what came back."""
+    """Do what `open_loop` or `closed_loop` says, then read what came back."""
     gc.collect()
     gc.freeze()  # the libraries are a million objects; looking through them takes many steps' time
     before = time.process_time()
@@ -256,6 +290,8 @@ def measures(load: Load, ttft: float, tpot: float) -> dict[str, float]:
     values = {"requests": len(load.answers), "failed": reasons.total()}
     values |= {f"failed: {reason}": count for reason, count in sorted(reasons.items())}
     values |= {"tokens/s": tokens / load.seconds, "goodput, requests/s": within / load.seconds}
+    lags = [1000 * (answer.sent - answer.due) for answer in load.answers]
+    values |= percentiles("send lag", lags, 99, 100)
     if good:
         values |= percentiles("ttft", [answer.ttft for answer in good], 50, 99)
         values |= percentiles("tpot", [answer.tpot for answer in good if answer.tokens > 1], 50, 99)
@@ -283,7 +319,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     """The options that say what is asked for, and for how long, and what the measures are."""
     number = {"type": whole_number(1)}
     positive = {"type": above_zero}
-    parser.add_argument("--seconds", **positive, default=5.0, help="in which requests are sent")
+    parser.add_argument("--seconds", **positive, default=5.0, help="in which requests are due")
     pair = {"nargs": 2, "metavar": ("LEAST", "MOST")}
     parser.add_argument("--prompt-words", **pair, **number, default=[5, 60], help="drawn ones")
     what = "of each answer; it goes on after EOS where the server can do that"
@@ -309,11 +345,14 @@ def main(argv=None) -> None:
     parser = Parser(description="Put a server of OpenAI's API under load.")
     what = "http://HOST:PORT, without /v1"
     parser.add_argument("--url", default="http://127.0.0.1:8000", help=what)
+    how = parser.add_mutually_exclusive_group(required=True)
+    what = "open loop: requests a second, at random moments"
+    how.add_argument("--rate", type=above_zero, help=what)
     what = "closed loop: so many, each of which waits for its answer before it asks again"
-    parser.add_argument("--clients", type=whole_number(1), required=True, help=what)
+    how.add_argument("--clients", type=whole_number(1), help=what)
     what = "as JSON: more fields of each request, such as model"
     parser.add_argument("--fields", default="{}", help=what)
-    parser.add_argument("--seed", default="0", help="for other requests")
+    parser.add_argument("--seed", default="0", help="for other requests at other moments")
     add_load_options(parser)
     run_script(parser, show, argv)
 
@@ -332,7 +371,15 @@ def show(args) -> None:
         raise UserError(f"--fields {args.fields}: it must be a JSON object") from None
     texts = bodies(args.seed, args.prompt_words, args.new_tokens)
     exchanges = (Exchange(args.url, body | fields) for body in texts)
-    load = closed_loop(exchanges, args.clients, args.seconds)
+    if args.clients:
+        load = closed_loop(exchanges, args.clients, args.seconds)
+    else:
+        if args.rate * args.seconds > MOST:
+            line = f"--rate {args.rate:g} --seconds {args.seconds:g}"
+            raise UserError(f"{line}: at most {MOST} requests, which is their product")
+        count = max(round(args.rate * args.seconds), 1)
+        moments = arrivals(count, args.rate, args.seed)
+        load = open_loop(list(itertools.islice(exchanges, count)), moments)
     for name, value in measures(run(load), *args.goodput).items():
         print(f"{name:32}{value:>10.4g}")
 
