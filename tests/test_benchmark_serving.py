@@ -1,0 +1,417 @@
+"""Servers under load, fake ones on a clock that only waiting moves, and a real one."""
+
+import asyncio
+import contextlib
+import itertools
+import subprocess
+from types import SimpleNamespace
+
+import pandas
+import pytest
+from conftest import save_speaking
+from loads import fake_server, near, whole
+from matplotlib.figure import Figure
+
+BUSY = b"HTTP/1.1 429 Busy\r\nContent-Length: 0\r\n\r\n"
+SHARE = "share that the first server writes too"
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return fake_server(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def speaking(tiny, tmp_path_factory):
+    """A model in which each token is an EOS, so a text that does not ignore EOS ends after one."""
+    return save_speaking(tiny, tmp_path_factory.mktemp("model"), eos_token_ids=tuple(range(4096)))
+
+
+@pytest.fixture
+def bench(speaking, tmp_path, capsys, monkeypatch):
+    """A function that runs the benchmark with few requests: its exit code, rows and stderr."""
+    import benchmark_serving as script
+
+    small = ["--device", "cpu", "--model", speaking, "--clients", 2, "--seconds", 10]
+    small += ["--prompt-words", 2, 6, "--new-tokens", 3, 8, "--long-prompt", 20]
+
+    def run(*args):
+        output = tmp_path / "run.csv"
+        code = 0
+        try:
+            script.main([str(arg) for arg in ("--output", output, *small, *args)])
+        except SystemExit as end:
+            code = end.code
+        err = capsys.readouterr().err
+        return code, pandas.read_csv(output) if output.exists() else None, err
+
+    run.plot = script.plot
+    monkeypatch.setattr(script, "plot", lambda summary: Figure())  # the real one takes a while
+    return run
+
+
+@pytest.fixture
+def simulated(bench, fake, monkeypatch):
+    """The same where servers are fake, and write a token each 50 ms, the first after 200 ms.
+
+    The engine alone writes 56 a second.
+    """
+    import benchmark_serving as script
+
+    @contextlib.contextmanager
+    def server(line):
+        bench.started.append([str(part) for part in line])
+        bench.beside.append(bench.running)
+        bench.running += 1
+        try:
+            yield "http://127.0.0.1:1"
+        finally:
+            bench.running -= 1
+
+    def worker(name, *_):
+        def work(function, args, rows, seed):
+            assert function is script.alone
+            bench.engines.append((name, rows, seed))
+            return bench.own
+
+        work.close = lambda: None
+        return work
+
+    bench.started = []
+    bench.running = 0
+    bench.beside = []  # how many ran when each one started
+    bench.engines = []
+    bench.own = {"tokens/s": 56.0, "plain step, ms": 25.0}
+    monkeypatch.setattr(script, "server", server)
+    monkeypatch.setattr(script, "Worker", worker)
+    monkeypatch.setattr(script, "missing", lambda name, device: "")
+    fake.answer = lambda body: whole(*[0.2 + 0.05 * at for at in range(body["max_tokens"])])
+    return bench
+
+
+def values(rows, mode, load, repeat=0):
+    """measure -> value of one run."""
+    found = rows[(rows["mode"] == mode) & (rows["load"] == load) & (rows["repeat"] == repeat)]
+    return dict(zip(found["measure"], found["value"]))
+
+
+def test_all_loads_in_turns_with_summary_and_plot(simulated, fake, tmp_path, monkeypatch):
+    import benchmark_serving as script
+
+    figures = []
+
+    def plot(summary):
+        figures.append(simulated.plot(summary))
+        return figures[0]
+
+    monkeypatch.setattr(script, "plot", plot)
+    modes = ["one at a time", "engine native int8"]
+    code, rows, _ = simulated("--modes", *modes, "--shares", 0.5, 2, "--repeats", 2)
+    assert code == 0
+    assert list(rows) == list(script.COLUMNS)
+    loads = ["engine alone", "2 clients", "0.5 of capacity", "2 of capacity"]
+    loads += ["long prompts", "long prompts, shared"]
+    expected = [[0, mode, "texts"] for mode in modes]
+    expected += [list(run) for run in itertools.product((0, 1), modes, loads)]
+    assert rows[["repeat", "mode", "load"]].drop_duplicates().values.tolist() == expected
+    assert rows.groupby("mode", sort=False)["dtype"].first().to_list() == ["float32", "int8"]
+    asked = [("cache", 1), ("native int8", 2)]
+    expected = [(*mode, f"2 clients {repeat}") for repeat in (0, 1) for mode in asked]
+    assert simulated.engines == expected
+    summary = pandas.read_csv(tmp_path / "run_summary.csv")
+    assert set(summary["runs"]) == {1, 2}
+    assert (summary["min"] <= summary["median"]).all()
+    drawn = []
+    for axes in figures[0].axes:
+        labels = [label.get_text() for label in axes.get_yticklabels()][::-1]
+        drawn.append((labels, axes.get_legend_handles_labels()[1]))
+    random = [f"{mode}, {share} of capacity" for mode in modes for share in (0.5, 2)]
+    assert drawn == [
+        (modes, ["engine alone", "2 clients"]),
+        (modes, ["long prompts", "long prompts, shared"]),
+        (random, ["ttft, ms, p50", "ttft, ms, p99"]),
+        (random, ["itl, ms, p50", "itl, ms, p99"]),
+    ]
+    for mode in modes:
+        busy = values(rows, mode, "2 clients", 1)
+        assert (busy["ttft, ms, p50"], busy["itl, ms, p99"]) == (near(200), near(50))
+        assert busy["x engine alone"] == pytest.approx(busy["tokens/s"] / 56, rel=1e-3)
+        for share in (0.5, 2):
+            random = values(rows, mode, f"{share:g} of capacity", 1)
+            assert random["failed"] == 0 == random["send lag, ms, p100"]
+            assert (random["ttft, plain steps, p99"], random["itl, plain steps, p50"]) == (8, 2)
+            # In ten seconds, but for the tokens of the last answers.
+            assert random["tokens/s"] == pytest.approx(share * busy["tokens/s"], rel=0.12)
+
+
+def test_servers_get_the_same_requests_and_new_ones_in_each_repeat(simulated, fake):
+    modes = ("--modes", "engine", "engine native")
+    code, _, _ = simulated(*modes, "--shares", 0.5, "--repeats", 2)
+    assert code == 0
+    longest = []
+    prompts = []
+    for _, body in fake.asked:
+        assert body["temperature"] == 0 and body["stream"] is True and body["ignore_eos"] is True
+        assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+        words = len(body["prompt"].split())
+        assert body["max_tokens"] == 8 if words == 28 else 3 <= body["max_tokens"] <= 8
+        assert 2 <= words <= 6 or words == 28
+        (longest if words == 28 else prompts).append(body["prompt"])
+    assert len(set(prompts)) < 0.7 * len(prompts)  # two servers, so twice each
+    first, second, third, fourth = (longest[at : at + 18] for at in range(0, 72, 18))
+    assert (first, third) == (second, fourth)
+    assert len(set(first + third)) == 36
+    beginnings = [" ".join(text.split()[:20]) for text in first]
+    assert len(set(beginnings[:9])) == 9
+    assert len(set(beginnings[9:])) == 1
+    assert not third[9].startswith(f" {beginnings[9]}")
+
+
+def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeypatch):
+    import importlib.metadata
+
+    import benchmark_serving as script
+
+    fake.answer = lambda body: whole(*range(1, body["max_tokens"] + 1))
+    written = []
+    monkeypatch.setattr(script, "write_gguf", lambda model, *rest: written.append(rest))
+    have = importlib.metadata.version
+    name = "llama-cpp-python"
+    monkeypatch.setattr(importlib.metadata, "version", lambda of: "9" if of == name else have(of))
+    code, rows, err = simulated("--shares", 0.5)
+    assert (code, err.count("without")) == (0, 0)
+    commands = dict(zip(script.MODES, simulated.started))
+    one, plain, native, int8, theirs, llama = (" ".join(line) for line in commands.values())
+    assert "serve.py" in one and f"--model {speaking} " in one and "--device cpu" in one
+    assert "--max-rows 1 " in one and "--backend torch" in one
+    assert "--max-rows 2 " in plain and "--backend torch" in plain and "float32" in plain
+    assert "--backend native" in native and "--dtype float32" in native
+    assert "--backend native" in int8 and "--dtype int8" in int8
+    assert f"transformers serve {speaking} " in theirs and "--cb-num-blocks 8" in theirs
+    assert "llama_cpp.server" in llama and "--n_ctx 64" in llama
+    ((file, dtype, tokenizer),) = written
+    assert f"--model {file} " in llama and dtype == "float32"
+    assert tokenizer == speaking / "tokenizer.json"
+    common = {"prompt", "max_tokens", "temperature", "stream"}
+    kinds = {frozenset(body) - common for _, body in fake.asked}
+    own = frozenset({"ignore_eos", "stream_options"})
+    assert kinds == {own, frozenset({"generation_config"}), frozenset({"min_tokens"})}
+    libraries = rows.groupby("mode", sort=False)["library"].first()
+    assert libraries["llama.cpp"] == "llama-cpp-python 9"
+    assert libraries["transformers"].startswith("transformers 5")
+    assert "engine alone" not in set(rows[rows["mode"] == "llama.cpp"]["load"])
+
+
+def test_a_server_that_cannot_run_is_named_and_left_out(simulated, fake, monkeypatch):
+    import benchmark_serving as script
+
+    reasons = {"native": "no C compiler", "llama.cpp": "pip install llama-cpp-python"}
+    monkeypatch.setattr(script, "missing", lambda name, device: reasons.get(name, ""))
+    code, rows, err = simulated("--modes", "engine native", "engine", "llama.cpp")
+    assert code == 0
+    assert "without engine native: no C compiler\n" in err
+    assert "without llama.cpp: pip install llama-cpp-python\n" in err
+    assert set(rows["mode"]) == {"engine"}
+    assert SHARE in values(rows, "engine", "texts")
+
+
+def test_a_server_that_fails_at_first_is_named_and_left_out(simulated, fake):
+    good = fake.answer
+    fake.answer = lambda body: [(1, BUSY)] if len(simulated.started) == 1 else good(body)
+    modes = ("engine native int8", "engine", "engine native")
+    code, rows, err = simulated("--modes", *modes, "--shares", 0.5)
+    assert (code, err.count("without")) == (0, 1)
+    assert list(rows["mode"].unique()) == ["engine", "engine native"]
+    assert (simulated.beside, simulated.running) == ([0, 0, 1], 0)  # it ended before the next
+
+
+def test_no_server_is_left(simulated, fake, tmp_path):
+    fake.answer = lambda body: [(1, BUSY)]
+    code, rows, err = simulated("--modes", "engine")
+    assert rows is None
+    assert "without engine: its server fails: HTTP 429\n" in err
+    assert (code, list(tmp_path.glob("run*"))) == (2, [])
+    assert err.endswith("error: no server is left\n")
+
+
+def test_failures_under_load_have_rows(simulated, fake):
+    good = fake.answer
+    numbers = itertools.count()
+    fake.answer = lambda body: [(1, BUSY)] if next(numbers) % 3 == 2 else good(body)
+    code, rows, _ = simulated("--modes", "engine")
+    assert code == 0
+    found = values(rows, "engine", "2 clients")
+    assert found["failed"] == found["failed: HTTP 429"] > 0
+    assert found["failed"] == pytest.approx(found["requests"] / 3, abs=1)
+    assert values(rows, "engine", "long prompts")["failed"] == 3
+
+
+def test_other_texts_are_not_timed(simulated, fake):
+    right = fake.answer
+
+    def answer(body):
+        changed = len(simulated.started) == 2 and len(fake.asked) % 2
+        return [(at, data.replace(b" a", b" b") if changed else data) for at, data in right(body)]
+
+    fake.answer = answer
+    # It is first, and may write others than the two that must agree.
+    code, rows, _ = simulated("--modes", "engine native int8", "engine native", "--shares", 0.5)
+    assert code == 0
+    assert values(rows, "engine native", "texts") == {SHARE: 0.5}
+    simulated.started.clear()
+    code, rows, _ = simulated("--modes", "engine", "engine native")
+    assert code == "engine native: other texts than engine: no timing of wrong results"
+    assert "2 clients" not in set(rows["load"])
+    for mode in ("engine native int8", "transformers"):  # they may write others
+        simulated.started.clear()
+        code, rows, _ = simulated("--modes", "engine", mode)
+        assert code == 0
+        assert values(rows, mode, "texts") == {SHARE: 0.5}
+
+
+def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatch):
+    import benchmark_serving as script
+    from load import load_model
+
+    engines = []
+    make = script.Engine
+
+    def note(*args, **options):
+        engines.append(make(*args, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(script, "Engine", note)
+    args = SimpleNamespace(model=speaking, clients=1, seconds=120.0)
+    args.prompt_words = [5, 5]
+    args.new_tokens = [8, 8]
+    model = load_model(speaking)
+    # A second for each position: 5 + 7 of them make 8 tokens.
+    alone = {"tokens/s": near(8 / 12), "plain step, ms": 1000}
+    assert script.alone("cache", model, args, 1, "seed") == alone
+    (engine,) = engines
+    assert engine.encoding is not None  # it makes text, as a server does
+    assert engine.positions > 120  # and was warm before
+    args.clients = 3
+    assert script.alone("cache", model, args, 3, "seed")["plain step, ms"] == 3000
+    assert script.alone("cache", model, args, 1, "seed") == alone
+    args.new_tokens = [1, 1]
+    assert script.alone("cache", model, args, 1, "seed") == {"tokens/s": near(1 / 5)}
+
+
+def test_what_is_not_known_has_no_row(simulated):
+    simulated.own = {"tokens/s": 0.0}  # too short a time
+    code, rows, _ = simulated("--modes", "engine", "--shares", 0.5)
+    assert code == 0
+    assert "x engine alone" not in values(rows, "engine", "2 clients")
+    random = values(rows, "engine", "0.5 of capacity")
+    assert "ttft, ms, p99" in random and "ttft, plain steps, p99" not in random
+    assert rows["value"].notna().all()
+
+
+def test_a_real_server_under_real_load(bench, tiny_llama, monkeypatch):
+    from serving import serving, small_engine
+
+    import benchmark_serving as script
+    import serve
+
+    @contextlib.contextmanager
+    def server(line):
+        parsed = []
+        monkeypatch.setattr(serve, "run_script", lambda parser, *_: parsed.append(parser))
+        serve.main([])
+        args = parsed[0].parse_args([str(part) for part in line[1:]])
+        assert line[0].name == "serve.py"
+        options = {"max_rows": args.max_rows, "page_size": args.page_size}
+        with serving(lambda: small_engine(tiny_llama, **options)) as door:
+            yield f"http://127.0.0.1:{door.port}"
+
+    def worker(*_):  # in this process, because one more takes seconds to start
+        def work(function, *arguments):
+            return function("cache", small_engine(tiny_llama).model, *arguments)
+
+        work.close = lambda: None
+        return work
+
+    closed_loop = script.client.closed_loop
+
+    async def until_the_end(*options):  # so that all tokens count, however slow the machine is
+        sent, began, _ = await closed_loop(*options)
+        return sent, began, asyncio.get_running_loop().time() - began
+
+    monkeypatch.setattr(script.client, "closed_loop", until_the_end)
+    monkeypatch.setattr(script, "server", server)
+    monkeypatch.setattr(script, "Worker", worker)
+    code, rows, err = bench("--modes", "engine", "--seconds", 0.2, "--shares", 0.5)
+    assert (code, err.count("without")) == (0, 0)
+    for load in ("2 clients", "0.5 of capacity"):
+        found = values(rows, "engine", load)
+        assert found["failed"] == 0 < found["requests"]
+        assert 0 < found["ttft, ms, p50"] <= found["ttft, ms, p99"]
+    assert values(rows, "engine", "long prompts, shared")["failed"] == 0
+
+
+SCRIPT = """
+import http.server, sys
+statuses = [200, 503, None]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if not (status := statuses.pop()):
+            return self.wfile.write(b"no HTTP")
+        self.send_response(status)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_waited_for_and_ended(monkeypatch):
+    import benchmark_serving as script
+
+    processes = []
+
+    class Process(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    with script.server(["-c", SCRIPT]) as url:
+        assert url.startswith("http://127.0.0.1:")
+        assert processes[0].poll() is None
+        assert not script.is_ready(1)
+    assert processes[0].poll() is not None
+
+
+def test_a_server_that_ends_says_why():
+    import benchmark_serving as script
+    from errors import UserError
+
+    with pytest.raises(UserError, match="its server did not start: no such model"):
+        with script.server(["-c", "import sys; sys.exit('first\\nno such model')"]):
+            pass
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("--modes", "nothing"), "--modes"),
+        (("--clients", 0), "--clients"),
+        (("--shares", 0.5, -1), "'-1': it must be a number above 0"),
+        (("--prompt-words", 6, 5), "--prompt-words: the first number"),
+        (("--new-tokens", 3, 59), "65 tokens do not fit the window"),
+        (("--long-prompt", 49), "65 tokens do not fit the window"),
+        (("--model", "nowhere"), "nowhere"),
+        (("--output", "x.txt"), "x.txt"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(simulated, tmp_path, args, said):
+    code, rows, err = simulated("--modes", "engine", *args)
+    assert code == 2
+    assert said in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_names_columns_and_measures(run_file):
+    code, out = run_file("benchmark_serving.py", "--help")
+    assert code == 0
+    for name in ("ttft", "itl", "goodput", "send lag", "serving_cpu.csv", "plain step"):
+        assert name in out
