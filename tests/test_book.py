@@ -662,7 +662,7 @@ def test_the_parts_have_names():
 
     part = {id: make_book.part_of(course.Lesson(f"{id}-any", "", "")) for id in ("19", "20", "99")}
     assert part["19"].startswith("Part I: ") and part["20"].startswith("Part II-A: ")
-    assert part["99"] == "Part III-A: the engine at the machine's limit"
+    assert part["99"] == "Part III-B: the door"
 
 
 def test_a_plot_without_a_text_is_no_book(here, monkeypatch, tmp_path, capsys):

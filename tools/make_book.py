@@ -51,6 +51,7 @@ TITLES = {  # of the parts, by their first lesson
     "30": "Part II-B: Llama and Qwen",
     "37": "Part II-C: the engine",
     "48": "Part III-A: the engine at the machine's limit",
+    "55": "Part III-B: the door",
 }
 ARXIV = "https://arxiv.org/abs/"
 PAPERS = {  # as lessons and docstrings name them
