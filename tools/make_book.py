@@ -738,6 +738,10 @@ PLOTS = {
     "prompt arrives; what draws cost and what drafts gain.",
     "engine_cpu_gpt2.png": "The engine with a model of GPT-2's shape: tokens a second, and what "
     "draws cost.",
+    "serving_cpu.png": "Servers under load, in torch, in C, and in C with int8 weights, beside "
+    "transformers' and llama.cpp's: tokens a second of 32 clients beside the engine alone; time to "
+    "the first token of long prompts; requests at random moments: to the first token, and from one "
+    "to the next.",
 }
 
 
