@@ -170,21 +170,44 @@ def call(command: list[str]) -> bytes:
     name = "ziglang" if "ziglang" in command[:3] else command[0]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     english = os.environ | {"LC_ALL": "C"}
-    try:
-        process = subprocess.Popen(command, **pipes, env=english, start_new_session=True)
-    except OSError as error:
-        raise BuildError(f"the C compiler {name} cannot be run: {error.strerror}") from None
-    with process:
+    with contextlib.ExitStack() as held:
+        held.enter_context(sigterm_held_back())
         try:
-            output, errors = process.communicate(timeout=SECONDS)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # a compiler has processes of its own
-            raise
+            process = subprocess.Popen(command, **pipes, env=english, start_new_session=True)
+        except OSError as error:
+            raise BuildError(f"the C compiler {name} cannot be run: {error.strerror}") from None
+        with process:
+            try:
+                held.close()
+                output, errors = process.communicate(timeout=SECONDS)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)  # a compiler has processes of its own
+                raise
     if process.returncode:
         lines = errors.decode(errors="replace").splitlines() or ["no reason given"]
         reason = next((line for line in lines if "error:" in line), lines[0])
         raise BuildError(f"the C compiler {name} failed: {reason}")
     return output
+
+
+@contextlib.contextmanager
+def sigterm_held_back() -> Iterator[None]:
+    """A SIGTERM in this block, where a program handles it, has its effect at the end of it.
+
+    Its exception in the midst of starting a process would leave nobody who knows the process.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    late = []
+    signal.signal(signal.SIGTERM, lambda *about: late.append(about))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    for about in late[:1]:
+        handler(*about)
 
 
 @contextlib.contextmanager

@@ -262,6 +262,24 @@ def test_a_process_that_is_ended_while_it_compiles_leaves_nothing(fresh, hanging
     wait_until(lambda: not alive(hanging.read_text()))
 
 
+def test_a_signal_while_a_compiler_is_started_ends_it_too(fresh, hanging, monkeypatch):
+    start = subprocess.Popen
+
+    def started(command, **options):
+        process = start(command, **options)
+        if "-dM" not in command:
+            wait_until(lambda: hanging.exists() and hanging.read_text())
+            assert callable(signal.getsignal(signal.SIGTERM))
+            os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(fresh.subprocess, "Popen", started)
+    with pytest.raises(SystemExit):
+        fresh.load()
+    wait_until(lambda: not alive(hanging.read_text()))
+    assert files(fresh) == []
+
+
 def test_another_way_to_end_is_left_alone(fresh, monkeypatch):
     def own(*args):
         pass
