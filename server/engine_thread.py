@@ -298,7 +298,8 @@ class EngineThread:
             self.abort(call, tell=False)
             self.tell(call.fail, error)
         else:
-            self.tell(self.deliver, over)
+            if over:
+                self.tell(self.deliver, over)
 
     def abort(self, call: Call, tell: bool = True) -> None:
         """End the texts of a call that are not over. tell: the observers, too."""
