@@ -23,7 +23,7 @@ from errors import UserError
 from export_gguf import write_gguf
 from infer import generate, pass_logits
 from load import load_model, save_model
-from native import BuildError, kernel, use_native
+from native import use_native
 from sampling import SamplingParams
 
 
@@ -271,14 +271,10 @@ def strays(text: list, worker, prompts: list[list[int]], expected: list, tie: fl
 def missing(name: str, device: str) -> str:
     """Why an engine cannot run here, or ""."""
     package = ENGINES[name].package
-    if package in ("native", "ctranslate2", "llama_cpp") and device != "cpu":
-        return f"for the CPU only, not {device}"
     if package == "native":
-        try:
-            kernel()
-        except BuildError as error:
-            return str(error)
-        return ""
+        return common.native_refusal(device)
+    if package in ("ctranslate2", "llama_cpp") and device != "cpu":
+        return f"for the CPU only, not {device}"
     modules = NEEDS.get(package, {package: package} if package else {})
     absent = [pip for module, pip in modules.items() if not importlib.util.find_spec(module)]
     return f"pip install {' '.join(absent)}" if absent else ""

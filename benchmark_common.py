@@ -336,11 +336,19 @@ def describe(name, model, device: str, draft: str = "") -> dict:
 
 
 def instruction_set(device: str) -> str:
-    """What the C code uses of this CPU; "" where there is none."""
+    """What the C code uses of this CPU; "" where it cannot compute."""
+    return "" if native_refusal(device) else kernel()
+
+
+def native_refusal(device: str) -> str:
+    """Why the C code cannot compute on a device, or ""."""
+    if device != "cpu":
+        return f"for the CPU only, not {device}"
     try:
-        return kernel() if device == "cpu" else ""
-    except BuildError:
-        return ""
+        kernel()
+    except BuildError as error:
+        return str(error)
+    return ""
 
 
 def library(package: str) -> str:

@@ -30,7 +30,7 @@ from errors import UserError
 from infer import generate
 from load import load_model, parse_name, save_model
 from model import Model
-from native import BuildError, kernel, use_native
+from native import use_native
 from sampling import SamplingParams
 from tokenizer import load_encoding
 
@@ -621,12 +621,7 @@ def usable(backends: list[str], device: str) -> list[str]:
 
     Raises UserError if none is left.
     """
-    reason = "" if device == "cpu" else f"for the CPU only, not {device}"
-    if not reason and backends != ["torch"]:
-        try:
-            kernel()
-        except BuildError as error:
-            reason = str(error)
+    reason = "" if backends == ["torch"] else common.native_refusal(device)
     left_out = [name for name in backends if reason and name != "torch"]
     if left_out == backends:
         raise UserError(f"--backend {' '.join(backends)}: {reason}")

@@ -402,9 +402,9 @@ def test_an_engine_that_cannot_run_is_left_out(bench, monkeypatch):
     import benchmark_batching as script
 
     def no_compiler():
-        raise script.BuildError("no compiler here")
+        raise script.common.BuildError("no compiler here")
 
-    monkeypatch.setattr(script, "kernel", no_compiler)
+    monkeypatch.setattr(script.common, "kernel", no_compiler)
     code, rows, err = bench("--engines", "native", "native int8", "int8")
     assert code == 0
     assert "without native, native int8: no compiler here\n" in err

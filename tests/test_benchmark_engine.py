@@ -312,7 +312,7 @@ def test_backends_take_turns_and_torch_is_what_they_are_compared_with(bench, mon
                 rates.append(found["tokens/s"])
                 if backend != "torch":
                     assert found["x torch"] == near(found["tokens/s"] / rates[0])
-    assert set(rows["kernel"].dropna()) == {script.kernel()}
+    assert set(rows["kernel"].dropna()) == {script.common.kernel()}
 
 
 @pytest.mark.parametrize("part", ["overhead", "sampling", "prefix", "speculation"])
@@ -330,9 +330,9 @@ def test_without_a_compiler_torch_runs_alone(bench, monkeypatch):
     import benchmark_engine as script
 
     def kernel():
-        raise script.BuildError("there is no C compiler")
+        raise script.common.BuildError("there is no C compiler")
 
-    monkeypatch.setattr(script, "kernel", kernel)
+    monkeypatch.setattr(script.common, "kernel", kernel)
     code, rows, err = bench("--only", "waste", "--backend", "native", "torch")
     assert (code, set(rows["backend"])) == (0, {"torch"})
     assert "without native: there is no C compiler\n" in err

@@ -54,6 +54,12 @@ def test_health_and_options_need_no_key(door):
     assert door.ask("OPTIONS", PATH)[0] == 405
 
 
+@pytest.mark.parametrize(("path", "status"), [("/metrics", 200), ("/", 200), ("/live", 401)])
+def test_the_page_and_the_metrics_need_no_key_but_the_live_view_does(door, path, status):
+    with door.send("GET", path) as answer:
+        assert answer.status == status
+
+
 ASKING = {
     "Origin": "https://page.example",
     "Access-Control-Request-Method": "POST",

@@ -129,6 +129,13 @@ def test_no_usage_in_events_if_not_asked_for(door, options):
     assert all("usage" not in event for event in door.events(PATH, body))
 
 
+@pytest.mark.parametrize("value", [1, "true"])
+def test_whether_usage_is_asked_for_is_a_boolean(door, value):
+    body = {"stream": True, "stream_options": {"include_usage": value}}
+    status, found = door.post(PATH, body)
+    assert (status, found["error"]["param"]) == (400, "stream_options")
+
+
 def test_still_what_is_refused_is_no_stream(door):
     status, found = door.post(PATH, {"prompt": "x", "stream": True, "temperature": -1})
     assert status == 400 and found["error"]["param"] == "temperature"
