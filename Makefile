@@ -6,7 +6,10 @@ demo: .venv/compiled tags  ## write a story with the embedded model, on the CPU
 test: .venv/compiled tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
-book: .venv/installed tags  ## make the lessons as web pages, in book/
+test-book: .venv/compiled tags  ## run the tests of the book and its pictures
+	.venv/bin/python -m pytest -n auto --dist worksteal tests/book_pages
+
+book: .venv/book tags  ## make the lessons as web pages, in book/
 	.venv/bin/python lessons.py book
 
 tags: .venv/installed  ## make the lessons' tags if this clone lacks them
@@ -17,6 +20,10 @@ tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python -c "from native.build import load; load()" 2>/dev/null || \
 	echo "there is no compiled code (python infer.py --backend native says why); torch does as well"
 	@touch $@
+
+.venv/book: requirements-book.txt .venv/installed
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@ || \
+	echo "there is no compiler for WebAssembly; the book has no page Play then"
 
 NEW = import sys; sys.exit(sys.version_info < (3, 11))
 
@@ -32,4 +39,4 @@ NEW = import sys; sys.exit(sys.version_info < (3, 11))
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: demo test book tags
+.PHONY: demo test test-book book tags

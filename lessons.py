@@ -643,6 +643,17 @@ def cmd_book(lessons, args):
     return subprocess.run([python(), str(script), *output]).returncode
 
 
+def cmd_picture(lessons, args):
+    """draw the picture of a lesson from a run on your own prompt: one HTML file"""
+    script = ROOT / "tools" / "draw_picture.py"
+    if not script.exists():
+        raise LessonError("what draws pictures is on main only; go there with: git switch main")
+    lesson = chosen(lessons, args.id)
+    given = {"--prompt": args.prompt, "--rows": args.rows, "--output": args.output}
+    options = [word for name, value in given.items() if value is not None for word in (name, value)]
+    return subprocess.run([python(), str(script), lesson.id, *options]).returncode
+
+
 def verify(lesson: Lesson, first: bool, whole: bool, tree: Path) -> tuple[str, str]:
     """Run tests at the lesson's commit, and its own on the code before it, in a worktree.
 
@@ -764,6 +775,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     verify.add_argument("--all", action="store_true", help="run the whole suite at each lesson")
     output = "a new one, or an older book; default: book"
     add(cmd_book).add_argument("--output", metavar="FOLDER", help=output)
+    picture = add(cmd_picture)
+    picture.add_argument("id", **here)
+    picture.add_argument("--prompt", metavar="TEXT", help="default: that of the book")
+    rows = "of a benchmark, for 18, 19, 29; default: those of the repository"
+    picture.add_argument("--rows", metavar="FILE", help=rows)
+    words = "default: picture-ID.html, here; FILE.svg for 17 and 38"
+    picture.add_argument("--output", metavar="FILE", help=words)
     return parser.parse_args(argv)
 
 

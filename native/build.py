@@ -165,8 +165,11 @@ def compile_into(directory: Path, compiling: list[str], linking: list[str]) -> P
     raise reason
 
 
-def call(command: list[str]) -> bytes:
-    """What a compiler prints. Raises BuildError with its first error, or TimeoutExpired."""
+def call(command: list[str], seconds: float | None = None) -> bytes:
+    """What a compiler prints. Raises BuildError with its first error, or TimeoutExpired.
+
+    seconds: that it may take; None: SECONDS.
+    """
     name = "ziglang" if "ziglang" in command[:3] else command[0]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     english = os.environ | {"LC_ALL": "C"}
@@ -179,7 +182,7 @@ def call(command: list[str]) -> bytes:
         with process:
             try:
                 held.close()
-                output, errors = process.communicate(timeout=SECONDS)
+                output, errors = process.communicate(timeout=seconds or SECONDS)
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)  # a compiler has processes of its own
                 raise

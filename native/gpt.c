@@ -67,6 +67,17 @@ typedef int8_t Value;
 INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
   return vdotq_s32(sums, vreinterpretq_s8_s32(vdupq_n_s32(values)), vld1q_s8(w));
 }
+#elif defined(__wasm_simd128__)
+#include <wasm_simd128.h>
+const char kernel[64] = "WebAssembly" THREADS;
+enum { WIDTH = 4, GROUP = 2, OFFSET = 0 };
+typedef v128_t Sums;
+typedef int16_t Value;
+#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // in two steps
+INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
+  v128_t wide = wasm_i16x8_load8x8(w);
+  return wasm_i32x4_add(sums, wasm_i32x4_dot_i16x8(wasm_i32x4_splat(values), wide));
+}
 #else
 const char kernel[64] = "plain C" THREADS;
 enum { WIDTH = 4, GROUP = 2, OFFSET = 0 };

@@ -5,10 +5,13 @@
 //   player.close();        // before another one takes its place
 //
 // setup: max_rows, num_pages, page_size, block_size, budget and gamma (0: no drafts) of the engine;
-// period: seconds from frame to frame, at least; recorded: true if nothing follows. told: a function
-// that hears what is shown, "live", "paused" or "replayed". A frame is what server/live.py makes:
-// how the engine stands, and what it did since the frame before. Each number shown is one of a
-// frame, or a sum over frames.
+// period: seconds from frame to frame, at least. told: a function that hears what is shown, "live",
+// "paused" or "replayed". A frame is what server/live.py makes: how the engine stands, and what it
+// did since the frame before. Each number shown is one of a frame, or a sum over frames.
+//
+// Of a recording, which has a frame for each step: recorded: true, nothing follows; shows: which of
+// PARTS there are, the others are not spoken of; most_pages: that a request has; texts: the tokens
+// of each request, by its number.
 // The host's style sheet has the colours --ink, --soft, --paper, --panel, --line and --link.
 "use strict";
 
@@ -27,9 +30,10 @@ const PLAYER_STYLE = `
 .player dd.alarm { color: var(--alarm); }
 .player .requests { list-style: none; margin: 0; padding: 0; min-height: 1.5rem; }
 .player .requests:focus-visible, .player .pool:focus-visible { outline-offset: 4px; }
+.player [hidden] { display: none !important; }
 .player .requests li {
   display: grid;
-  grid-template-columns: 3.2rem 9.5rem 6.2rem var(--table) minmax(8rem, 1fr);
+  grid-template-columns: var(--columns);
   align-items: center;
   gap: 0 0.8rem;
   height: 1.6rem;
@@ -48,7 +52,7 @@ const PLAYER_STYLE = `
 .player .heads, .player .legend, .player .note { color: var(--soft); font-size: 0.75rem; }
 .player .heads {
   display: grid;
-  grid-template-columns: 3.2rem 9.5rem 6.2rem var(--table) minmax(8rem, 1fr);
+  grid-template-columns: var(--columns);
   gap: 0 0.8rem;
   border-bottom: 1px solid var(--line);
   margin-bottom: 0.3rem;
@@ -56,6 +60,7 @@ const PLAYER_STYLE = `
 .player h3 { margin: 1.1rem 0 0.4rem; font: 600 0.95rem/1.3 var(--plain, system-ui, sans-serif); }
 .player .note { margin: 0.35rem 0; min-height: 1.1rem; }
 .player .note:empty { display: none; }
+.player .happened { margin: 0.6rem 0; min-height: 2.9em; font-weight: 600; }
 .player .legend { display: flex; flex-wrap: wrap; gap: 0.2rem 1.2rem; margin: 0.4rem 0 0; }
 .player .legend span { display: inline-flex; align-items: center; gap: 0.4rem; }
 .player .legend canvas { width: 24px; flex: none; }
@@ -92,6 +97,7 @@ const PLAYER_STYLE = `
   .player .requests .past canvas { display: none; }
   .player .requests canvas { grid-column: 1 / 3; }
   .player .requests canvas + canvas { grid-column: 3 / 5; }
+  .player .requests canvas[hidden] + canvas { grid-column: 1 / 5; }
   .player .figures { gap: 0.5rem 1.2rem; }
   .player .groups section + section { padding: 0; border: 0; }
   .player dd { font-size: 1.15rem; }
@@ -101,8 +107,10 @@ const PLAYER_STYLE = `
 }
 `;
 
+const PARTS = ["pages", "preemption", "sharing", "drafts"]; // that setup.shows may have
 const HUES = [255, 145, 330, 75, 195, 295, 110, 20, 225, 50, 170, 350];
-const COLUMN = 6; // pixels of a frame in a strip
+const COLUMN = 6; // pixels of a frame in a strip, at least
+const WIDEST = 16; // where a whole recording fits
 const KEPT = 1500; // frames, half a minute at least
 const SLOWLY = 100; // milliseconds for a frame, at least
 const LEAST_ROWS = 12; // requests in the list: the last ones stay in it when they are over
@@ -142,6 +150,9 @@ class Player {
     }
     this.setup = setup;
     this.told = told;
+    this.shows = new Set(setup.shows || PARTS);
+    if (!setup.gamma) this.shows.delete("drafts");
+    this.column = COLUMN;
     this.frames = [];
     this.index = -1;
     this.playing = !setup.recorded;
@@ -170,8 +181,13 @@ class Player {
   build(parent) {
     parent.replaceChildren();
     const root = (this.element = make("div", parent, "player"));
-    const most = Math.ceil(this.setup.block_size / this.setup.page_size);
-    root.style.setProperty("--table", `${Math.min(Math.max(13 * most, 100), 420)}px`);
+    const { shows } = this;
+    const table = Math.min(Math.max(13 * this.mostPages, 100), 420);
+    root.style.setProperty(
+      "--columns",
+      `3.2rem 9.5rem 6.2rem ${shows.has("pages") ? `${table}px` : ""} minmax(8rem, 1fr)`,
+    );
+    root.addEventListener("keydown", (event) => this.press(event));
     const groups = make("div", root, "groups");
     this.figures = {};
     for (const [title, ...names] of [
@@ -188,15 +204,25 @@ class Player {
         this.figures[name] = make("dd", pair, "", "0");
       }
     }
-    this.figures["drafts accepted"].parentElement.hidden = !this.setup.gamma;
+    for (const [name, shown] of Object.entries({
+      "pages in use": shows.has("pages"),
+      "pages shared": shows.has("sharing"),
+      "tokens a second": !this.setup.recorded,
+      preemptions: shows.has("preemption"),
+      "positions found in the cache": shows.has("sharing"),
+      "drafts accepted": shows.has("drafts"),
+    })) this.figures[name].parentElement.hidden = !shown;
 
     const heads = make("div", root, "heads");
     const column = this.setup.period ? `a step or ${this.setup.period} s` : "a step";
     for (const text of ["request", "state", "prompt + new", "its pages, in order"]
-      .concat(`what was computed; a column is ${column}`)) make("span", heads, "", text);
+      .concat(`what was computed; a column is ${column}`)) {
+      make("span", heads, "", text).hidden = text.includes("pages") && !shows.has("pages");
+    }
     this.list = make("ol", root, "requests");
     this.list.tabIndex = 0;
-    this.list.setAttribute("aria-label", "requests; arrow keys mark one and its pages");
+    const marks = shows.has("pages") ? "one and its pages" : "one";
+    this.list.setAttribute("aria-label", `requests; arrow keys up and down mark ${marks}`);
     this.more = make("p", root, "note");
     this.items = new Map();
     this.list.addEventListener("keydown", (event) => {
@@ -211,19 +237,16 @@ class Player {
       const item = event.target.closest("li");
       this.light(item ? item.request : null);
     });
-    for (const type of ["pointerleave", "blur"]) {
-      this.list.addEventListener(type, () => this.light(null));
-    }
+    this.leaves(this.list, () => this.light(null));
 
     this.title = make("h3", root);
     this.pool = make("canvas", root, "pool");
+    this.title.hidden = this.pool.hidden = !shows.has("pages");
     this.pool.tabIndex = 0;
     this.pool.setAttribute("role", "img");
     this.pool.addEventListener("pointermove", (event) => this.point(this.hit(event)));
     this.pool.addEventListener("pointerdown", (event) => this.point(this.hit(event)));
-    for (const type of ["pointerleave", "blur"]) {
-      this.pool.addEventListener(type, () => this.point(null));
-    }
+    this.leaves(this.pool, () => this.point(null));
     this.pool.addEventListener("keydown", (event) => {
       const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.across, ArrowDown: this.across };
       if (!move[event.key]) return;
@@ -235,22 +258,27 @@ class Player {
     this.said.setAttribute("aria-live", "polite");
     this.legend = make("p", root, "legend");
     this.samples = {};
-    for (const [kind, text] of Object.entries({
-      own: "of one request",
-      shared: "shared by several, in their colours",
-      cached: "free, and found again by a text that begins alike",
-      free: "free",
-      prompt: "computed: prompt, or anew",
-      token: "computed: a new token",
-      ...(this.setup.gamma ? { refused: "computed for drafts that were refused" } : {}),
-      preempted: "preempted: its pages are given back",
-    })) {
+    for (const [kind, text, part] of [
+      ["own", "of one request", "pages"],
+      ["shared", "shared by several, in their colours", "sharing"],
+      ["cached", "free, and found again by a text that begins alike", "sharing"],
+      ["free", "free", "pages"],
+      ["prompt", shows.has("preemption") ? "computed: prompt, or anew" : "computed: prompt"],
+      ["token", "computed: a new token"],
+      ["refused", "computed for drafts that were refused", "drafts"],
+      ["preempted", "preempted: its pages are given back", "preemption"],
+    ]) {
+      if (part && !shows.has(part)) continue;
       const sample = make("span", this.legend);
       this.samples[kind] = make("canvas", sample);
       make("span", sample, "", text);
     }
 
     const controls = make("div", root, "controls");
+    if (this.setup.recorded) { // what happens is below the hand that moves it
+      this.happened = make("p", root, "happened");
+      root.prepend(controls, this.happened);
+    }
     const button = (text, label, act) => {
       const made = make("button", controls, "", text);
       made.type = "button";
@@ -280,6 +308,30 @@ class Player {
       made.hidden = Boolean(this.setup.recorded);
       made.removeAttribute("aria-label");
     }
+  }
+
+  /** Pages of one request, at most. */
+  get mostPages() {
+    const { block_size, page_size, most_pages } = this.setup;
+    return most_pages || Math.ceil(block_size / page_size);
+  }
+
+  /** What to do when a pointer that hovers leaves, or the focus; a tap stays until the next one. */
+  leaves(element, act) {
+    element.addEventListener("blur", act);
+    element.addEventListener("pointerleave", (event) => {
+      if (event.pointerType !== "touch") act();
+    });
+  }
+
+  /** Left and right are one frame back and on, but where they move something else. */
+  press(event) {
+    if (!event.key.startsWith("Arrow")) return;
+    event.stopPropagation(); // a page around it may use these keys
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!by || event.defaultPrevented || event.target === this.range) return;
+    this.step(by);
+    event.preventDefault();
   }
 
   /** One more frame; it is shown at once if the last one was and nobody paused. */
@@ -428,13 +480,42 @@ class Player {
     this.showLegend();
     const frame = this.frames[this.index];
     this.showControls(frame);
-    if (!frame) {
-      this.showPool({ owners: new Map(), cached: [], requests: new Map() });
-      return;
+    if (frame) {
+      this.showFigures(frame);
+      this.showRequests(frame);
+      if (this.setup.recorded) this.happened.textContent = this.story(frame);
     }
-    this.showFigures(frame);
-    this.showRequests(frame);
-    this.showPool(frame);
+    const shown = frame || { owners: new Map(), cached: [], requests: new Map() };
+    if (this.shows.has("pages")) this.showPool(shown);
+    this.said.textContent = this.say(shown);
+  }
+
+  /** What a step of a recording did, in words. */
+  story(frame) {
+    const earlier = this.frames[this.index - 1];
+    const parts = [];
+    const tell = (ids, one, many = one) => {
+      if (ids.length) parts.push(`${ids.join(", ")} ${ids.length > 1 ? many : one}`);
+    };
+    const rows = [...frame.requests.values()];
+    const ids = (holds) => rows.filter(holds).map((row) => row.number).sort((a, b) => a - b);
+    const worked = ({ work }) => work[0] > 0;
+    const begins = (row) => worked(row) && (earlier?.requests.get(row.number)?.state ?? "waiting") === "waiting";
+    tell(frame.preempted, "is preempted", "are preempted");
+    tell(ids(begins), "joins", "join");
+    const found = frame.shared - (earlier?.shared ?? 0);
+    if (found && this.shows.has("sharing")) parts.push(`${found} positions are found in the cache`);
+    for (const row of rows.filter((row) => row.work[0] - row.work[1] > 1)) {
+      parts.push(`${row.number} reads ${row.work[0] - row.work[1]} tokens`);
+    }
+    for (const row of rows.filter((row) => row.work[1])) {
+      parts.push(`${row.number} keeps ${row.work[2]} of ${row.work[1]} drafts`);
+    }
+    tell(ids((row) => row.work[3]), "writes", "write");
+    tell(ids((row) => row.state === "over"), "is done", "are done");
+    const waits = (row) => row.state === "waiting" && !frame.preempted.includes(row.number);
+    tell(ids(waits), "waits", "wait");
+    return `Step ${number.format(frame.steps)}: ${parts.join("; ")}.`;
   }
 
   showFigures(frame) {
@@ -471,7 +552,11 @@ class Player {
   }
 
   showRequests(frame) {
-    const count = Math.max(Math.floor((this.strip || 400) / COLUMN), 8);
+    const room = this.strip || 400;
+    const { recorded } = this.setup;
+    const widest = recorded ? Math.floor(room / this.frames.length) : COLUMN;
+    this.column = Math.max(Math.min(widest, WIDEST), COLUMN);
+    const count = Math.max(Math.floor(room / this.column), 8);
     const from = Math.max(this.index - count + 1, 0);
     const columns = this.frames.slice(from, this.index + 1);
     const latest = new Map(); // what was last seen of each request
@@ -512,6 +597,7 @@ class Player {
     item.state = make("span", item, "state");
     item.counts = make("span", item, "counts");
     item.table = make("canvas", item);
+    item.table.hidden = !this.shows.has("pages");
     item.strip = make("canvas", item);
     for (const canvas of [item.table, item.strip]) canvas.setAttribute("aria-hidden", "true");
     this.items.set(id, item);
@@ -535,15 +621,14 @@ class Player {
     item.classList.toggle("lit", id === this.lit || owns);
     item.chip.style.background = this.colour(id);
     item.counts.textContent = `${number.format(row.prompt)} + ${number.format(row.tokens - row.prompt)}`;
-    this.showTable(item.table, row, frame);
+    if (this.shows.has("pages")) this.showTable(item.table, row, frame);
     this.showStrip(item.strip, id, columns);
   }
 
   /** The pages of a request in the order of its text, each as full as what is computed in it. */
   showTable(canvas, row, frame) {
     const [context, width] = prepare(canvas, 14);
-    const most = Math.ceil(this.setup.block_size / this.setup.page_size);
-    const cell = Math.min(13, Math.max(width / most, 2));
+    const cell = Math.min(13, Math.max(width / this.mostPages, 2));
     const side = cell > 4 ? cell - 2 : cell - 0.5;
     const top = (14 - side) / 2;
     row.pages.forEach((page, index) => {
@@ -569,9 +654,12 @@ class Player {
   showStrip(canvas, id, columns) {
     const height = 22;
     const [context, width] = prepare(canvas, height);
-    if (width) this.strip = width;
+    if (width && width !== this.strip) {
+      this.strip = width;
+      this.draw(); // with columns that fit
+    }
     columns.forEach((frame, index) => {
-      const left = index * COLUMN;
+      const left = index * this.column;
       const before = columns[index - 1];
       if (before && !before.running.length && !before.waiting.length) {
         context.fillStyle = this.ink.line; // nothing happened for a while
@@ -585,19 +673,19 @@ class Player {
         context.fillStyle = this.ink.ink;
         context.fillRect(left - 1, 0, 1, height);
       }
-      if (frame.preempted.includes(id)) this.cross(context, left, height / 2);
+      if (frame.preempted.includes(id)) this.cross(context, left + this.column / 2 - 3, height / 2);
       if (row.state === "over") {
         context.fillStyle = row.reason === "error" ? this.ink.alarm : this.ink.ink;
-        context.fillRect(left + COLUMN - 2, 2, 2, height - 2);
+        context.fillRect(left + this.column - 2, 2, 2, height - 2);
       }
     });
   }
 
-  bar(context, left, row, height) {
+  bar(context, left, row, height, wide = this.column) {
     const [positions, drafts, accepted, tokens] = row.work;
     if (!positions) {
       context.fillStyle = this.ink.soft;
-      if (row.state === "waiting") context.fillRect(left, height - 3, COLUMN - 2, 1);
+      if (row.state === "waiting") context.fillRect(left, height - 3, wide - 2, 1);
       return;
     }
     const more = Math.log2(positions) / Math.log2(Math.max(this.setup.budget, 2));
@@ -606,17 +694,17 @@ class Player {
     // A step that gives tokens has one position for the first, and one for each accepted draft.
     const anew = (full * Math.max(positions - drafts - (tokens - accepted), 0)) / positions;
     context.fillStyle = this.colour(row.number);
-    context.fillRect(left, height - full + refused, COLUMN - 1, full - refused);
+    context.fillRect(left, height - full + refused, wide - 1, full - refused);
     if (refused) {
       context.fillStyle = this.ink.soft;
-      context.fillRect(left, height - full, COLUMN - 1, 1);
+      context.fillRect(left, height - full, wide - 1, 1);
       context.fillRect(left, height - full, 1, refused);
-      context.fillRect(left + COLUMN - 2, height - full, 1, refused);
+      context.fillRect(left + wide - 2, height - full, 1, refused);
     }
     if (anew) {
       context.globalAlpha = 0.62;
       context.fillStyle = this.ink.paper;
-      context.fillRect(left, height - full + refused, COLUMN - 1, anew);
+      context.fillRect(left, height - full + refused, wide - 1, anew);
       context.globalAlpha = 1;
     }
   }
@@ -648,7 +736,7 @@ class Player {
     this.across = Math.max(Math.floor((width - 2) / cell), 1);
     const [context] = prepare(this.pool, Math.ceil(pages / this.across) * cell + 2);
     const side = cell > 6 ? cell - 3 : cell - 1;
-    const cached = new Set(frame.cached);
+    const cached = new Set(this.shows.has("sharing") ? frame.cached : []);
     for (let page = 0; page < pages; page++) {
       const left = (page % this.across) * cell + 1;
       const top = Math.floor(page / this.across) * cell + 1;
@@ -665,7 +753,6 @@ class Player {
       `${use} pages in use, ${cached.size} free that can be found again, `
         + `${pages - use - cached.size} free otherwise. Arrow keys tell of each page.`,
     );
-    this.said.textContent = this.page === null ? this.hint() : this.tell(this.page, frame, cached);
   }
 
   square(context, left, top, side, ids, cached, dim) {
@@ -695,27 +782,49 @@ class Player {
     context.globalAlpha = 1;
   }
 
+  /** Of the page or request that is pointed at; else how to ask. */
+  say(frame) {
+    if (this.page !== null) return this.tell(this.page, frame);
+    const row = frame.requests.get(this.lit);
+    const text = row && this.textOf(row.number, 0, row.tokens);
+    return text ? `Request ${row.number}: ${text}` : this.hint();
+  }
+
+  /** Part of the text of a request, if it is known. */
+  textOf(id, from, to) {
+    const tokens = this.setup.texts?.[id];
+    return tokens ? `\u201c${tokens.slice(from, to).join("")}\u201d` : "";
+  }
+
   hint() {
+    if (this.setup.recorded) {
+      const what = this.shows.has("pages") ? "a request or a page" : "a request";
+      return `Point at ${what}, or tap it, for its text.`;
+    }
     const { num_pages, max_rows, block_size, page_size } = this.setup;
     const whole = max_rows * Math.ceil(block_size / page_size);
-    if (num_pages >= whole && !this.setup.recorded) {
+    if (num_pages >= whole) {
       return `All ${max_rows} rows have room for their whole windows: nobody is ever preempted. `
         + "Start the server with a smaller --num-pages to see it.";
     }
     return "Point at a page, or tap it.";
   }
 
-  tell(page, frame, cached) {
+  tell(page, frame) {
     const ids = frame.owners.get(page) || [];
     const { page_size } = this.setup;
     if (!ids.length) {
-      const why = cached.has(page) ? ", and found again by a text that begins alike" : "";
+      const found = this.shows.has("sharing") && frame.cached.includes(page);
+      const why = found ? ", and found again by a text that begins alike" : "";
       return `Page ${page}: free${why}.`;
     }
-    const index = frame.requests.get(ids[0]).pages.indexOf(page);
-    const from = index * page_size;
+    const row = frame.requests.get(ids[0]);
+    const from = row.pages.indexOf(page) * page_size;
     const who = ids.length > 1 ? `shared by requests ${ids.join(", ")}` : `of request ${ids[0]}`;
-    return `Page ${page}: ${who}, positions ${from} to ${from + page_size - 1}.`;
+    const to = Math.min(from + page_size, row.computed);
+    const text = to > from && this.textOf(ids[0], row.start + from, row.start + to);
+    const holds = text ? `: ${text}` : ".";
+    return `Page ${page}: ${who}, positions ${from} to ${from + page_size - 1}${holds}`;
   }
 
   showLegend() {
@@ -726,7 +835,7 @@ class Player {
       if (kind === "preempted") this.cross(context, 10, 9);
       else if (works[kind]) {
         for (const left of [3, 9, 15]) {
-          this.bar(context, left, { number: 0, work: works[kind] }, 18);
+          this.bar(context, left, { number: 0, work: works[kind] }, 18, COLUMN);
         }
       } else this.square(context, 4, 1, 16, ids, kind === "cached", false);
     }

@@ -1,6 +1,5 @@
 """What native/build.py compiles, when, and which files it loads."""
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -319,14 +318,13 @@ def hide_cc(build, monkeypatch) -> None:
 
 def test_without_a_compiler_the_package_ziglang_is_one(fresh, compilations, monkeypatch, tmp_path):
     hide_cc(fresh, monkeypatch)
-    if not importlib.util.find_spec("ziglang"):  # then one that passes everything on
-        package = tmp_path / "packages" / "ziglang"
-        package.mkdir(parents=True)
-        call = "import os, sys\nos.execvp(sys.argv[1], sys.argv[1:])\n"
-        (package / "__main__.py").write_text(call)
-        (package / "__init__.py").write_text("")
-        monkeypatch.syspath_prepend(package.parent)
-        monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    package = tmp_path / "packages" / "ziglang"  # one that passes everything on
+    package.mkdir(parents=True)
+    call = "import os, sys\nos.execvp(sys.argv[1], sys.argv[1:])\n"
+    (package / "__main__.py").write_text(call)
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
     assert fresh.load().linear
     assert all(command[1:4] == ["-m", "ziglang", "cc"] for command in compilations)
     fresh.SOURCE.write_text("int broken(\n")

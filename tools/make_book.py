@@ -1,4 +1,6 @@
-"""Write the book: the lessons on main as web pages that need no server, JavaScript or network.
+"""Write the book: the lessons on main as web pages that need no server and no network.
+
+Only the search, the copy buttons, the engine's player and the page Play need JavaScript.
 
 `python lessons.py book` runs it. Lessons, diffs, answers and plots are read from git, so the book
 cannot disagree with the code. The story on the first page is written by the embedded model while
@@ -39,6 +41,7 @@ except ImportError as error:
     sys.exit(2)
 
 import lessons as course  # noqa: E402
+from book import glossary, pictures  # noqa: E402
 from lessons import Lesson, LessonError, git  # noqa: E402
 
 TEMPLATES = Path(__file__).with_name("book")
@@ -80,6 +83,7 @@ PAPERS = {  # as lessons and docstrings name them
     "Zhang & Sennrich 2019": ARXIV + "1910.07467",
     "Zheng et al. 2023": ARXIV + "2312.07104",
 }
+SUFFIXES = (".py", ".c", ".h", ".js", ".html")  # of code
 NUMBER = r"\b\d\d(?:0[1-9]|1[0-2])\.\d{5}\b"  # of a paper on arXiv: year, month, and a count
 TRACKERS = {"transformers": "huggingface/transformers", "vllm": "vllm-project/vllm"}
 
@@ -124,7 +128,7 @@ class Change:
 
     @property
     def is_code(self) -> bool:
-        return Path(self.path).suffix in (".py", ".c", ".h") and not self.is_test
+        return Path(self.path).suffix in SUFFIXES and not self.is_test
 
 
 @dataclass
@@ -207,6 +211,20 @@ def read_bytes(name: str) -> bytes:
     if result.returncode:
         raise LessonError(f"git cat-file blob {name} failed")
     return result.stdout
+
+
+@functools.cache
+def places_of(name: str, path: str) -> list[tuple[int, str]]:
+    """What a file defines: (line, name) of each function, class and constant, lines from 0."""
+    found = []
+    if path.endswith(".py"):
+        found += [(first, words) for first, _, words in definitions(name)]
+    for number, line in enumerate(blob(name).split("\n")):
+        method = re.match(r"  (?:async )?(?!if|for|while|switch)(\w+)\(.*\{$", line)
+        if method and not path.endswith(".py"):  # of JavaScript
+            found.append((number, method[1]))
+        found += [(number, words) for words in defined(line) if not line.startswith(" ")]
+    return found
 
 
 @functools.cache
@@ -309,12 +327,17 @@ def colour(text: str, path: str) -> list[str]:
 FOLD = 4  # unchanged lines from which on they are folded
 
 
-def show_change(change: Change, folded: bool) -> str:
-    """The hunks of a change. folded: the lines between them are there too, one click away."""
+def show_change(change: Change, folded: bool, marks: dict[int, str] | None = None) -> str:
+    """The hunks of a change. folded: the lines between them are there too, one click away.
+
+    marks: the ids of lines of the new file that links lead to.
+    """
     if not change.hunks:
         return "<p>Data: left out here.</p>"
     old = highlight(change.old, change.path)
-    new = highlight(change.new, change.path)
+    new = list(highlight(change.new, change.path))
+    for number, id in (marks or {}).items():
+        new[number] = f'<span class="at" id="{id}"></span>{new[number]}'
     parts = []
     shown = 0  # lines of the new file so far
     for hunk in change.hunks:
@@ -613,33 +636,43 @@ def lesson_pages(
     commit: Commit,
     before: list[Commit],
     names: frozenset[str],
+    ids: dict[str, str],
     make: Callable[..., str],
     **context,
 ) -> dict[str, str]:
     """The pages of a lesson, name -> HTML.
 
     before: the commits that prepare it. names: functions and classes, to be marked where a text
-    without backticks says what to read.
+    without backticks says what to read. ids: of all lessons, by slug.
     """
     parts = course.read_message(message)
     changes = [change for change in commit.changes if not change.is_test]
-    changes.sort(key=lambda change: (change.path != "infer.py", not change.is_code))
+    reading = parts.get("Read", "")
+    paths = [change.path for change in changes]
+    changes.sort(key=lambda change: (not change.is_code, place_in(reading, change, paths)))
+    code = [change for change in changes if change.is_code]
+    shown_reading, marks = link_code(prose(reading.strip(), names), code)
     files = []
     for change in changes:
         closed = not change.is_code or context["previous"] is None
-        files.append(file_diff(change, change.is_code, closed))
+        files.append(file_diff(change, change.is_code, closed, marks.get(change.path)))
     preparing = [
         diff_section(f"{lesson.id}.before-{number}", each) for number, each in enumerate(before, 1)
     ]
     tests = test_section(lesson, [change for change in commit.changes if change.is_test])
     sections = preparing + tests
+    explain = glossary.linker(lesson.id, ids)
     classes = frozenset(name for name in names if not name.islower())  # others may well be words
+    problem, _, idea = parts[""].partition("\n\n")
+    names_why = names_in(parts[""], frozenset())
     context |= {
         "lesson": lesson,
-        "why": prose(parts[""]),
-        "trying": commands(message),
-        "reading": prose(parts.get("Read", "").strip(), names),
-        "testing": prose(capital(parts.get("Tests", ""))),
+        "problem": explain(prose(problem, names_why)),
+        "idea": explain(prose(idea, names_why)),
+        "trying": explain(commands(message)),
+        "reading": explain(shown_reading),
+        "testing": explain(prose(capital(parts.get("Tests", "")))),
+        "exercise": explain(context["exercise"]),
         "implement": specification(parts.get("Implement", ""), classes),
         "files": files,
         "tests": tests,
@@ -650,6 +683,79 @@ def lesson_pages(
         if section.apart:
             pages[f"{section.name}.html"] = make("part.html", **context | {"section": section})
     return pages
+
+
+def place_in(reading: str, change: Change, paths: list[str]) -> int:
+    """Where a text on what to read first names a file, or what a change defines or alters in it.
+
+    paths: of all changed files. What is said of another file counts only if nothing else is found.
+    """
+    names = [change.path, Path(change.path).name]
+    for hunk in change.hunks:
+        names += heading(change, hunk).split(".")
+        names += defined(
+            "\n".join(
+                blob(change.new).split("\n")[line.new] for line in hunk.lines if line.kind != "-"
+            )
+        )
+    words = "|".join(re.escape(name) for name in names if name)
+    own = []
+    others = []
+    for start, clause in clauses(reading):
+        about = files_in(clause, paths)
+        for found in re.finditer(rf"(?<![\w/.])(?:{words})(?!\w)", clause):
+            (own if not about or change.path in about else others).append(start + found.start())
+    return min(own or others or [len(reading)])
+
+
+def clauses(reading: str) -> Iterator[tuple[int, str]]:
+    """The parts of a text on what to read, each with its place: each is about some files."""
+    for found in re.finditer(r"(?:(?!;\s|\.\s).)+", reading, re.DOTALL):
+        yield found.start(), found[0]
+
+
+def files_in(clause: str, paths: list[str]) -> list[str]:
+    """Those of the paths that a text names, by their last part or whole."""
+    named = re.findall(r"[\w/.-]*\w", clause)
+    return [path for path in paths if path in named or Path(path).name in named]
+
+
+def link_code(reading: str, changes: list[Change]) -> tuple[str, dict[str, dict[int, str]]]:
+    """What to read, as HTML, with a link from each name to where the page shows it.
+
+    changes: of code, in the order of the page. Returns the ids of lines too, path -> line -> id.
+    """
+    paths = [change.path for change in changes]
+    marks = {path: {} for path in paths}
+    shown = ""
+    end = 0
+    owner = ""  # "Engine" after `Engine.step`: `compute` is then its own rather than another's
+    for start, clause in clauses(reading):
+        about = files_in(re.sub(r"<[^>]*>", " ", clause), paths)
+        named = [change for change in changes if change.path in about]
+        for found in re.finditer(r"<code>([\w.]+)(?:\([^<]*)?</code>", clause):
+            place = find_code(found[1], owner, named) or find_code(found[1], owner, changes)
+            if place:
+                path, line, name = place
+                owner = name.rpartition(".")[0]
+                id = marks[path].setdefault(line, f"code-{paths.index(path)}-{line + 1}")
+                shown += reading[end : start + found.start()] + f'<a href="#{id}">{found[0]}</a>'
+                end = start + found.end()
+    return shown + reading[end:], marks
+
+
+def find_code(name: str, owner: str, changes: list[Change]) -> tuple[str, int, str] | None:
+    """Where a name is defined: (path, line, full name); None if these files do not define it."""
+    places = [
+        (change.path, line, found)
+        for change in changes
+        for line, found in places_of(change.new, change.path)
+    ]
+    for wanted in (f"{owner}.{name}", name):
+        for path, line, found in places:
+            if found == wanted:
+                return path, line, found
+    return next((place for place in places if place[2].endswith(f".{name}")), None)
 
 
 def fit(render: Callable[[], str], sections: list[Section], name: str) -> str:
@@ -691,11 +797,13 @@ def test_section(lesson: Lesson, changes: list[Change]) -> list[Section]:
     return [Section(f"{lesson.id}.tests", f"Tests: {files}, {added} new lines", body)]
 
 
-def file_diff(change: Change, folded: bool, closed: bool = False) -> str:
-    """folded: as of `show_change`. closed: the whole is behind its name."""
+def file_diff(
+    change: Change, folded: bool, closed: bool = False, marks: dict[int, str] | None = None
+) -> str:
+    """folded, marks: as of `show_change`. closed: the whole is behind its name."""
     counts = f"+{change.count('+')} &minus;{change.count('-')}"
     name = f"<h3><code>{html.escape(change.path)}</code> <small>{counts}</small></h3>"
-    body = show_change(change, folded)
+    body = show_change(change, folded, marks)
     if closed:
         body = f"<details><summary>{name}</summary>{body}</details>"
     else:
@@ -742,6 +850,15 @@ PLOTS = {
     "transformers' and llama.cpp's: tokens a second of 32 clients beside the engine alone; time to "
     "the first token of long prompts; requests at random moments: to the first token, and from one "
     "to the next.",
+}
+
+
+PLOTS_OF = {  # how the name of a plot begins -> slugs of lessons that it belongs to
+    "speculative": ("speculative-decoding", "benchmark-speculative"),
+    "kv_cache": ("benchmark-kv-cache",),
+    "batching": ("benchmark-batching",),
+    "engine": ("continuous-batching", "chunked-prefill", "drafts-that-pay"),
+    "serving": ("benchmark-serving",),
 }
 
 
@@ -798,7 +915,9 @@ def introduction(readme: str) -> tuple[str, str, str]:
             "Readme.md on main has no title, text before `One command`, and section Start"
         )
     parser = markdown_it.MarkdownIt("commonmark", {"html": False})
-    return found[1], parser.render(found[2]), parser.render(found[3])
+    # The pictures stand on the pages of their lessons.
+    words = re.sub(r" [^.\n]*:\n\n(?:\[?!\[[^\n]*\n)+\n", "\n", found[2])
+    return found[1], parser.render(words), parser.render(found[3])
 
 
 def png_size(data: bytes) -> tuple[int, int]:
@@ -808,9 +927,31 @@ def png_size(data: bytes) -> tuple[int, int]:
 # All of it.
 
 
-def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | bytes]:
-    """The files of the book, name -> content."""
-    make = page_maker(ref, lessons)
+def web_scripts() -> dict[str, str]:
+    """What the page Play loads; nothing, and a note on stderr, where it cannot be made."""
+    import web_model
+
+    from native.build import BuildError
+
+    try:
+        return web_model.scripts()
+    except BuildError as error:
+        print(f"note: the book has no page Play: {error}", file=sys.stderr)
+        return {}
+
+
+def make_pages(
+    ref: str,
+    lessons: list[Lesson],
+    story: dict,
+    figures: dict[str, str],
+    scripts: dict[str, str],
+) -> dict[str, str | bytes]:
+    """The files of the book, name -> content.
+
+    figures: id of a lesson -> its picture, as HTML. scripts: as `web_scripts` returns them.
+    """
+    make = page_maker(ref, lessons, bool(scripts))
     names = set(git("ls-tree", "-r", "--name-only", ref).splitlines())
     commits = read_commits(ref)
     places = {commit.hash: place for place, commit in enumerate(commits)}
@@ -818,7 +959,9 @@ def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | 
     sizes = {}
     exercises = []
     entries = []
+    plots, files = read_plots(ref, names)
     last = -1  # the place of the lesson before
+    ids = {lesson.id.partition("-")[2]: lesson.id for lesson in lessons}
     defined_here = set()  # functions and classes so far
     for number, lesson in enumerate(lessons):
         place = places[lesson.commit]
@@ -842,6 +985,7 @@ def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | 
             commit,
             before,
             frozenset(defined_here),
+            ids,
             make,
             part=part_of(lesson),
             adds=title(lesson),
@@ -853,6 +997,9 @@ def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | 
             exercise=exercise,
             answer=answer(git("show", f"{ref}:{path}")) if answered else None,
             answered_at=course.answered_at(ref, path) if answered else None,
+            picture=figures.get(lesson.id, ""),
+            plots=[plot for plot in plots if lesson.id.partition("-")[2] in plot["lessons"]],
+            plays=pictures.RECORDED in figures.get(lesson.id, ""),
         )
         sizes[lesson.id] = {
             "adds": title(lesson),
@@ -860,7 +1007,7 @@ def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | 
             "tests": sum(change.count("+") for change in commit.changes if change.is_test),
         }
         entries.append(search_entry(lesson, message, own, papers))
-    plots, files = read_plots(ref, names)
+    shades = [f"from {least:.0%}" if least else f"below {SHADES[-2]:.0%}" for least in SHADES]
     headline, first, start = introduction(git("show", f"{ref}:Readme.md"))
     pages |= files
     pages["index.html"] = make(
@@ -870,20 +1017,38 @@ def make_pages(ref: str, lessons: list[Lesson], story: dict) -> dict[str, str | 
         start=start,
         lessons=lessons,
         story=story,
-        shades=[f"from {least:.0%}" if least else f"below {SHADES[-2]:.0%}" for least in SHADES],
+        shades=shades,
         sizes=sizes,
         plots=plots,
     )
     pages["exercises.html"] = make("exercises.html", exercises=exercises)
     pages["search.html"] = make("search.html")
+    prompt, pieces = pictures.introduction()
+    first = lessons[1]
+    cache = ids.get("kv-cache-dynamic")
+    pages["transformer.html"] = make(
+        "transformer.html", prompt=prompt, pieces=pieces, first=first, cache=cache
+    )
+    words = [(word, ids.get(word.slug)) for word in glossary.WORDS]
+    pages["glossary.html"] = make("glossary.html", words=words)
     pages["search-index.js"] = f"window.SEARCH_INDEX = {json.dumps(entries, ensure_ascii=False)};\n"
-    for name in ("style.css", "book.js"):
+    own = ["style.css", "pictures.css", "book.js", "pictures.js"]
+    if scripts:
+        pages["play.html"] = make("play.html", ids=ids, shades=shades)
+        pages |= scripts
+        own += ["model.js", "play.js", "live.js"]
+    for name in own:
         pages[name] = (TEMPLATES / name).read_text("utf-8")
+    if any(pictures.RECORDED in page for page in figures.values()):
+        pages["player.js"] = pictures.PLAYER.read_text("utf-8")
     return pages
 
 
-def page_maker(ref: str, lessons: list[Lesson]) -> Callable[..., str]:
-    """A function that fills a template: make(name, **context) -> HTML."""
+def page_maker(ref: str, lessons: list[Lesson], play: bool) -> Callable[..., str]:
+    """A function that fills a template: make(name, **context) -> HTML.
+
+    play: whether there is a page Play.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -898,6 +1063,7 @@ def page_maker(ref: str, lessons: list[Lesson]) -> Callable[..., str]:
         "mark": Markup(MARK),
         "commit": git("rev-parse", "--short", ref),
         "lesson": None,
+        "play": play,
     }
 
     def make(name: str, **context) -> str:
@@ -950,29 +1116,56 @@ def read_plots(ref: str, names: set[str]) -> tuple[list[dict], dict[str, bytes]]
         if name in paths:
             files[name] = read_bytes(f"{ref}:{paths[name]}")
             width, height = png_size(files[name])
-            plots.append({"name": name, "text": text, "width": width, "height": height})
+            of = next((slugs for start, slugs in PLOTS_OF.items() if name.startswith(start)), ())
+            plot = {"name": name, "text": text, "width": width, "height": height, "lessons": of}
+            plots.append(plot)
     return plots, files
 
 
 def search_entry(lesson: Lesson, message: str, code: str, papers: dict[str, str]) -> dict[str, str]:
     """What the search knows of a lesson. code: the lines that it adds."""
-    sentences = [unwrap(searchable(message).replace("`", "")).rstrip(".")]
-    sentences.append(f"Defines {', '.join(sorted(set(defined(code))))}")
+    pieces = list(pieces_of(searchable(message).replace("`", "")))
+    pieces.append(f"Defines {', '.join(sorted(set(defined(code))))}")
     if papers:
-        sentences.append(f"Papers: {'; '.join(papers)}")
+        pieces.append(f"Papers: {'; '.join(papers)}")
     return {
         "page": f"{lesson.id}.html",
         "title": f"{lesson.id}: {title(lesson)}",
-        "text": ". ".join(sentences),
+        "text": "\n".join(pieces),
     }
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """The paragraphs, items and formulas of a message, each in a line, so that none run together.
+
+    A line goes on with the one before if both are indented by nothing and it is no item, if it is
+    indented as an item's second line, or deeper than one that was indented itself.
+    """
+    piece = ""
+    depth = 0
+    for line in [*text.split("\n"), ""]:
+        own = len(line) - len(line.lstrip())
+        goes_on = own > depth if depth else own < 4 and not line.startswith("- ")
+        if piece and line.strip() and goes_on:
+            piece += "\n" + line.strip()
+            continue
+        if piece:
+            yield unwrap(piece)
+        piece = line.strip()
+        depth = own
 
 
 def searchable(message: str) -> str:
     """A lesson's message without its subject and what commands printed."""
     parts = course.read_message(message)
-    trying = " ".join(words for kind, words in course.read_try(message) if kind != "output")
+    trying = []
+    for kind, words in course.read_try(message):
+        if kind == "command":  # each line a piece
+            words = words.replace("\n", "\n\n")
+        if kind != "output":
+            trying.append(words)
     order = ("", "Read", "Tests", "Implement", "Exercise")
-    return "\n".join([*(parts.get(name, "") for name in order), trying])
+    return "\n\n".join([*(parts.get(name, "").strip("\n") for name in order), *trying])
 
 
 def code_lines(commits: list[Commit], kind: str) -> str:
@@ -987,7 +1180,10 @@ def code_lines(commits: list[Commit], kind: str) -> str:
 
 def defined(text: str) -> list[str]:
     """The functions, classes and constants that lines of Python or C define."""
-    names = r"^\s*(?:def|class) (\w+)|^([A-Z][A-Z_]+) = |^(?:static |inline )*\w+ \**(\w+)\([^;]*$"
+    names = (
+        r"^\s*(?:async )?(?:def|class) (\w+)|^([A-Z][A-Z_]+) = "
+        r"|^(?:static |inline |INLINE |async )*\w+\*? \**(\w+)\([^;]*$"
+    )
     return ["".join(found) for found in re.findall(names, text, re.MULTILINE)]
 
 
@@ -1036,7 +1232,8 @@ def main(argv: list[str] | None = None) -> int:
         ref, lessons = course.read_main()
         check_output(output)
         output = output.resolve()  # a link to an older book stays one
-        pages = make_pages(ref, lessons, write_story())
+        figures = {lesson.id: pictures.figure(lesson.id) for lesson in lessons}
+        pages = make_pages(ref, lessons, write_story(), figures, web_scripts())
         write(pages, output)
     except (LessonError, OSError) as error:
         print(f"lessons.py: error: {course.printable(str(error), keep='')}", file=sys.stderr)

@@ -1,4 +1,5 @@
-// Copy buttons, the arrow keys and the search. Without this file only these three are missing.
+// Copy buttons, the arrow keys, a fade where code goes on, and the search. Without this file only
+// these are missing.
 "use strict";
 
 for (const code of document.querySelectorAll("[data-copy]")) {
@@ -33,8 +34,17 @@ addEventListener("keydown", (event) => {
   if (link && !scrolls) location.href = link.href;
 });
 
-for (const block of document.querySelectorAll("pre, .wide")) {
-  if (block.scrollWidth > block.clientWidth) block.tabIndex = 0; // so that the arrow keys move it
+// What is wider than its place can be moved by the arrow keys, and fades where it goes on.
+function fade(block) {
+  const hidden = block.scrollWidth - block.clientWidth;
+  if (hidden > 1 && block.matches("pre, .wide, .panel")) block.tabIndex = 0;
+  block.classList.toggle("goes-on", hidden - block.scrollLeft > 1);
+}
+
+const sizes = new ResizeObserver((entries) => entries.forEach(({ target }) => fade(target)));
+for (const block of document.querySelectorAll("pre, .wide, .panel, .scroll, .where, .prose table")) {
+  sizes.observe(block); // also when what it lies in is unfolded
+  block.addEventListener("scroll", () => fade(block), { passive: true });
 }
 
 const here = document.querySelector(".side [aria-current]");
@@ -43,93 +53,113 @@ if (here) {
   side.scrollTop = here.offsetTop - side.clientHeight / 2;
 }
 
-// The search. Hyphens and underscores are spaces; a word counts where a word begins with it.
+// The search. A word of the query counts where a word begins with it; one with hyphens, or of one
+// or two letters at its end, such as top-p, only where it stands whole. Hyphens, underscores and
+// spaces are the same.
 
 const ALIASES = {
   "key value": "kv",
   quantization: "int8",
   quantisation: "int8",
+  rope: "rotary",
   throughput: "tokens/s",
 };
 
 if (window.SEARCH_INDEX) {
   const query = new URLSearchParams(location.search).get("q") || "";
   document.querySelector("input[name=q]").value = query;
-  let asked = plain(query).trim();
-  for (const [name, other] of Object.entries(ALIASES)) asked = asked.replace(name, other);
-  show(asked.split(/\s+/).filter((word) => /[a-z0-9]/.test(word)), query);
+  show(termsOf(query), query);
 }
 
 function plain(text) {
   return text.toLowerCase().replace(/[-_"'`\u201c\u201d]/g, " ");
 }
 
-function beginning(word) {
-  const escaped = word.replace(/[^\w]/g, "\\$&");
-  return new RegExp(`(?<![a-z0-9])${escaped}`, "g");
+// The words of a query, each as it stands in `plain` texts.
+function termsOf(query) {
+  let asked = query.toLowerCase().trim();
+  for (const [name, other] of Object.entries(ALIASES)) {
+    asked = asked.replace(new RegExp(`(?<![a-z0-9])${name}(?![a-z0-9])`, "g"), other);
+  }
+  const terms = asked.split(/\s+/).map((word) => plain(word).trim().replace(/\s+/g, " "));
+  return terms.filter((term) => /[a-z0-9]/.test(term));
 }
 
-function count(text, word) {
-  return [...text.matchAll(beginning(word))].length;
+function beginning(term) {
+  const escaped = term.replace(/[^\w]/g, "\\$&");
+  const short = /(?<![a-z0-9])[a-z0-9]{1,2}$/.test(term);
+  return new RegExp(`(?<![a-z0-9])${escaped}${short ? "(?![a-z0-9])" : "[a-z0-9]*"}`, "g");
 }
 
-function show(words, query) {
+function count(text, term) {
+  return [...text.matchAll(beginning(term))].length;
+}
+
+function found(index, terms) {
+  const hits = index.map((entry) => score(entry, terms)).filter((hit) => hit.terms);
+  const whole = hits.filter((hit) => hit.terms === terms.length);
+  const best = (whole.length ? whole : hits).sort((a, b) => b.terms - a.terms || b.score - a.score);
+  return { best, some: !whole.length && hits.length > 0 };
+}
+
+function show(terms, query) {
   const line = document.querySelector("#count");
-  if (!words.length) {
+  if (!terms.length) {
     line.textContent = "Write a word above: a term, a function, an option.";
     return;
   }
-  const hits = window.SEARCH_INDEX.map((entry) => score(entry, words)).filter((hit) => hit.words);
-  const whole = hits.filter((hit) => hit.words === words.length);
-  const found = whole.length ? whole : hits;
-  found.sort((a, b) => b.words - a.words || b.score - a.score);
-  const pages = `${found.length} ${found.length === 1 ? "page" : "pages"}`;
-  const some = !whole.length && found.length;
+  const { best, some } = found(window.SEARCH_INDEX, terms);
+  const pages = `${best.length} ${best.length === 1 ? "page" : "pages"}`;
   line.textContent = some
     ? `No page has all of ${query}; ${pages} with some of it`
     : `${pages}: ${query}`;
-  for (const { entry, at } of found) {
+  for (const { entry, at } of best) {
     const item = document.createElement("li");
     const link = document.createElement("a");
     link.href = entry.page;
     link.textContent = entry.title;
     const excerpt = document.createElement("p");
-    mark(excerpt, around(entry.text, at), words);
+    mark(excerpt, around(entry.text, at), terms);
     item.append(link, excerpt);
     document.querySelector("#found").append(item);
   }
 }
 
-function score(entry, words) {
+function score(entry, terms) {
   const [title, text] = [plain(entry.title), plain(entry.text)];
-  const phrase = words.join(" ");
-  const hit = { entry, words: 0, score: 0, at: text.search(beginning(phrase)) };
-  for (const word of words) {
-    const times = Math.min(count(text, word), 20) + 50 * Math.min(count(title, word), 1);
-    hit.words += times > 0;
+  const phrase = terms.join(" ");
+  const hit = { entry, terms: 0, score: 0, at: text.search(beginning(phrase)) };
+  for (const term of terms) {
+    const times = Math.min(count(text, term), 20) + 50 * Math.min(count(title, term), 1);
+    hit.terms += times > 0;
     hit.score += times;
-    if (hit.at < 0) hit.at = text.search(beginning(word));
+    if (hit.at < 0) hit.at = text.search(beginning(term));
   }
   const name = plain(entry.page);
   // Most where the name says little else.
   if (beginning(phrase).test(name)) hit.score += 2000 / name.length;
-  if (words.length > 1) {
+  if (terms.length > 1) {
     hit.score += 300 * Math.min(count(title, phrase), 1);
     hit.score += 10 * Math.min(count(text, phrase), 20);
   }
   return hit;
 }
 
+// The line with a hit, and those after it, with a dot between them, up to 220 letters.
 function around(text, at) {
-  const first = at > 60 ? text.indexOf(" ", at - 60) + 1 : 0;
-  return (first ? "… " : "") + text.slice(first, first + 220).trim() + " …";
+  const start = text.lastIndexOf("\n", Math.max(at, 0) - 1) + 1;
+  const first = at - start > 80 ? text.indexOf(" ", at - 60) + 1 : start;
+  let end = first + 220;
+  if (end < text.length) end = Math.max(text.lastIndexOf(" ", end), first + 100);
+  const shown = text.slice(first, end).trim().replace(/\s*\n\s*/g, " \u00b7 ");
+  return `${first > start ? "\u2026 " : ""}${shown}${end < text.length ? " \u2026" : ""}`;
 }
 
-function mark(element, text, words) {
+function mark(element, text, terms) {
   let end = 0;
-  const places = words
-    .flatMap((word) => [...plain(text).matchAll(beginning(word))])
-    .map((found) => [found.index, found[0].length]);
+  const places = terms
+    .flatMap((term) => [...plain(text).matchAll(beginning(term))])
+    .map((match) => [match.index, match[0].length]);
   for (const [at, length] of places.sort((a, b) => a[0] - b[0])) {
     if (at < end) continue;
     const hit = document.createElement("mark");

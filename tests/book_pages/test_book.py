@@ -141,7 +141,7 @@ def code_is_shown_whole_and_in_order(lessons, pages):
     """What a lesson leaves and adds is the new file, folded lines too; marks count them rightly."""
     for lesson in lessons:
         for path, part in lesson_files(pages, lesson):
-            if path.startswith("tests/") or not path.endswith((".py", ".c", ".h")):
+            if path.startswith("tests/") or not path.endswith((".py", ".c", ".h", ".js", ".html")):
                 continue
             blob = course.run_git("show", f"{lesson.commit}:{path}").stdout
             removed = {id(line) for run in part.iter("del") for line in run.iter()}
@@ -215,7 +215,9 @@ def all_links_lead_somewhere_and_few_of_them_out(lessons, pages):
                 assert (page or name) in pages, (name, address)
                 assert not place or place in ids[page or name], (name, address)
         assert "://" not in re.sub(f"{linked}|{texts}", "", pages[name], flags=re.S), name
-    styles = pages["style.css"] + pages["book.js"]
+    own = {"style.css", "pictures.css", "book.js", "pictures.js"}
+    own |= {"model.js", "play.js", "engine.js", "player.js"} & pages.keys()
+    styles = "".join(pages[name] for name in own)
     assert "://" not in styles and "@import" not in styles and "url(" not in styles
 
 
@@ -229,7 +231,8 @@ def neighbours_and_lists_have_all_lessons(lessons, pages):
         if page.endswith(".html"):
             (side,) = [nav for nav in parse(pages[page]).iter("nav") if nav.get("id") == "lessons"]
             links = [link.get("href") for link in side.iter("a")]
-            assert links == [*names, "exercises.html", "search.html"]
+            play = ["play.html"] if "play.html" in pages else []
+            assert links == [*names, *play, "exercises.html", "search.html"]
     assert [entry["page"] for entry in search_entries(pages)] == names
     exercises = parse(pages["exercises.html"]).find(".//main")
     assert [part.find("h2/a").get("href") for part in exercises.iter("section")] == names
@@ -324,7 +327,7 @@ Exercise: why?"""
 TICKED = """What is `a < b`, `<|end|>` or a call, `f(x,
 y)`, is marked (Kwon et al. 2023); p(x), x_y and --none of these are.
 
-- and no_code in a list
+- and no_code in a list of tokens, each a token
 
 Try: (as `it`
 says)
@@ -333,7 +336,7 @@ says)
 
 Read: `Thing`, then first and the step in `infer.py`.
 
-Tests: it.
+Tests: tokens of a vocabulary.
 
 Implement: in `engine.py`
     `y(a, b) -> c`: of so many words that they take a line
@@ -353,6 +356,11 @@ PNG = b"\x89PNG\r\n\x1a\n" + b"".join(
     for kind, data in PNG_PARTS
 )
 STORY = {"prompt": "Once <", "tokens": []}
+FIGURES = {"01-add": '<figure class="picture">a picture</figure>'}
+SCRIPTS = {
+    "engine.js": "window.ENGINE = {};\n",
+    "recording.js": 'window.RECORDING = {"prompt": "", "tokens": []};\n',
+}
 ANSWER = """# 01 add: because
 
 > Exercise: why?
@@ -418,6 +426,8 @@ def here(repo, monkeypatch):
 
     monkeypatch.setattr(course, "ROOT", repo)
     monkeypatch.setattr(make_book, "write_story", lambda: STORY)
+    monkeypatch.setattr(make_book.pictures, "figure", lambda id: FIGURES.get(id, ""))
+    monkeypatch.setattr(make_book, "web_scripts", lambda: SCRIPTS)
     make_book.blob.cache_clear()
     return repo
 
@@ -429,12 +439,33 @@ def pages(repo):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(course, "ROOT", repo)
         patch.setattr(make_book, "LIMIT", 20_000)
-        return make_book.make_pages(*course.read_main(), STORY)
+        patch.setattr(make_book, "PLOTS_OF", {"engine": ("add",)})
+        return make_book.make_pages(*course.read_main(), STORY, FIGURES, SCRIPTS)
 
 
 @pytest.mark.parametrize("oracle", ORACLES, ids=lambda oracle: oracle.__name__)
 def test_of_a_small_course(here, pages, oracle):
     oracle(course.read_main()[1], pages)
+
+
+def test_without_webassembly_nothing_leads_to_the_page_play(here, pages):
+    import make_book
+
+    assert {"play.html", "model.js", "play.js", "engine.js"} <= pages.keys()
+    without = make_book.make_pages(*course.read_main(), STORY, FIGURES, {})
+    assert not {"play.html", "model.js", "play.js", "engine.js"} & without.keys()
+    assert not any("play.html" in page for page in without.values() if isinstance(page, str))
+    assert 'href="play.html"' in pages["index.html"]
+
+
+def test_without_ziglang_there_is_one_line_and_no_page(monkeypatch, capsys):
+    import make_book
+    import web_model
+
+    monkeypatch.setattr(web_model.importlib.util, "find_spec", lambda name: None)
+    assert make_book.web_scripts() == {}
+    reason = "gpt.c needs a compiler: pip install -r requirements-book.txt"
+    assert capsys.readouterr().err == f"note: the book has no page Play: {reason}\n"
 
 
 def test_tests_that_are_too_long_have_a_page_of_their_own(pages):
@@ -529,13 +560,13 @@ def test_prose(pages):
     links = {text_of(link): link.get("href") for link in main.iter("a")}
     assert links["Kwon et al. 2023"] == "https://arxiv.org/abs/2309.06180"
     assert links["arXiv:2104.09864"] == "https://arxiv.org/abs/2104.09864"
-    why = main.find("div")
+    why, idea = main.findall("div")
     codes = ["read_it(a, b)", "Engine.step", "a/b.py", "--option", "infer.py"]
     assert texts_of(why, "code") == codes
     formulas = [text_of(found) for found in of_class(main, "pre", "formula")]
     assert formulas == ["p(v) ~ exp(x / T)   <- a formula", "indented at once", "with a formula"]
     items = ["one item on two lines;", "two.", "an itemwith a formulaand more"]
-    assert texts_of(why, "li") == items
+    assert texts_of(idea, "li") == items
     assert "endian-ness" in page and "https://github.com/vllm-project/vllm/issues/5" in page
     assert "A remark" in page and "Prose between &lt;them&gt;." in page
     assert "python lessons.py start 01" in page
@@ -554,11 +585,11 @@ def test_what_to_implement_is_a_list(pages):
 
 def test_where_code_is_in_backticks_nothing_else_is(pages):
     page = pages["02-mul.html"]
-    why = parse(page).find(".//main").find("div")
+    why, idea = parse(page).find(".//main").findall("div")
     assert texts_of(why, "code") == ["a < b", "<|end|>", "f(x, y)"]
     assert "is marked (Kwon et al. 2023); p(x), x_y and --none of these are." in text_of(why)
     assert texts_of(why, "a") == ["Kwon et al. 2023"]
-    assert texts_of(why, "li") == ["and no_code in a list"]
+    assert texts_of(idea, "li") == ["and no_code in a list of tokens, each a token"]
     assert first(section(page, "Try it"), "p") == "As it says"
     assert texts_of(section(page, "Read").find("p"), "code") == ["Thing", "infer.py"]
     (asked,) = of_class(parse(page), "details", "fold asked")
@@ -570,6 +601,164 @@ def test_where_code_is_in_backticks_nothing_else_is(pages):
     codes = ["y(a, b) -> c", "more", "Thing", "one() -> 1", "two() -> 2"]
     assert [text for item in asked.iter("li") for text in texts_of(item, "code")] == codes
     assert text_of(section(page, "Exercise").find("p")) == "What is y?"
+
+
+def test_a_page_shows_the_problem_then_its_picture_then_the_idea(pages):
+    """And what to implement apart from it, behind the code and the tests."""
+    main = text_of(parse(pages["01-add.html"]).find(".//main"))
+    order = ["Why ", "a picture", "a formula", "\nTry it\n", "\nRead\n", "\nThe code\n"]
+    order += ["\nThe tests\n", "\nWrite it yourself\n", "\nExercise\n"]
+    places = [main.rindex(words) for words in order]
+    assert places == sorted(places)
+    assert "figure" not in {element.tag for element in parse(pages["02-mul.html"]).iter()}
+
+
+@pytest.mark.parametrize(
+    "reading, expected",
+    [
+        ("`first`, then it", 1),
+        ("`method` in `x.py`", 1),
+        ("see `A`", 5),
+        ("see `x.py`", 5),
+        ("see `dir/x.py`", 5),
+        ("firsts and x.pyc", 16),
+    ],
+)
+def test_code_comes_in_the_order_of_what_to_read(monkeypatch, reading, expected):
+    """Where the text first names a file, a function that the change adds, or one that it alters."""
+    import make_book
+
+    text = "def first():\n    pass\nclass A:\n    def method(self):\n        return 1\n"
+    monkeypatch.setattr(make_book, "blob", {"new": text, "old": text}.get)
+    make_book.definitions.cache_clear()
+    hunks = [make_book.Hunk("", line, [make_book.Line("+", line, line)]) for line in (0, 4)]
+    change = make_book.Change("dir/x.py", "old", "new", hunks)
+    assert make_book.place_in(reading, change, ["dir/x.py"]) == expected
+    make_book.definitions.cache_clear()
+
+
+def test_a_name_counts_for_the_file_that_it_is_said_of(monkeypatch):
+    """`choose` of draw.c is not that of sampling.py; where nothing else is said, it may be."""
+    import make_book
+
+    monkeypatch.setattr(make_book, "blob", {"new": "async def choose():\n    pass\n"}.get)
+    make_book.definitions.cache_clear()
+    hunk = make_book.Hunk("", 0, [make_book.Line("+", 0, 0)])
+    change = make_book.Change("sampling.py", "", "new", [hunk])
+    paths = ["native/draw.c", "sampling.py"]
+    for reading, expected in {
+        "`choose` in `draw.c`; `draw`; `choose` in `sampling.py`": 31,
+        "`choose` in `draw.c`; `choose`": 23,
+        "`choose` in `draw.c`": 1,
+        "`it`. `draw`": 12,
+    }.items():
+        assert make_book.place_in(reading, change, paths) == expected, reading
+    make_book.definitions.cache_clear()
+
+
+def test_what_to_read_leads_to_its_line(pages):
+    """Classes, functions, methods and constants."""
+    tree = parse(pages["01-add.html"])
+    ids = {element.get("id"): element for element in tree.iter() if element.get("id")}
+    parents = {child: parent for parent in tree.iter() for child in parent}
+    (part,) = [part for part in tree.iter("section") if first(part, "h2") == "Read"]
+    lines = {
+        text_of(link): text_of(parents[ids[link.get("href").removeprefix("#")]])
+        for link in part.iter("a")
+        if link.get("href", "").startswith("#code-")
+    }
+    assert lines == {
+        "Thing": "class Thing:",
+        "first": "def first():",
+        "after": "    def after(self):",
+        "MOST": "MOST = 3",
+    }
+
+
+def test_links_into_code_know_owners_and_files(monkeypatch):
+    import make_book
+
+    texts = {
+        "a": "class A:\n    def step(self):\n        pass\n    def draw(self):\n        pass\n",
+        "b": "def draw():\n    pass\n",
+        "c": "INLINE void draw(int a) {\n}\nclass B {\n  step(frame) {\n",
+    }
+    monkeypatch.setattr(make_book, "blob", texts.get)
+    make_book.definitions.cache_clear()
+    make_book.places_of.cache_clear()
+    changes = [make_book.Change(f"{name}.py", "", name) for name in "ab"]
+    changes.append(make_book.Change("c.c", "", "c"))
+    reading = (
+        "<code>A.step</code> and <code>draw</code>; <code>draw(x)</code> in <code>b.py</code>. "
+    )
+    reading += "<code>draw</code> and <code>step</code> in <code>c.c</code>, <code>gone</code>"
+    shown, marks = make_book.link_code(reading, changes)
+    targets = re.findall(r'<a href="#([\w-]+)"><code>([^<]+)</code></a>', shown)
+    assert targets == [
+        ("code-0-2", "A.step"),
+        ("code-0-4", "draw"),
+        ("code-1-1", "draw(x)"),
+        ("code-2-1", "draw"),
+        ("code-2-4", "step"),
+    ]
+    assert marks == {
+        "a.py": {1: "code-0-2", 3: "code-0-4"},
+        "b.py": {0: "code-1-1"},
+        "c.c": {0: "code-2-1", 3: "code-2-4"},
+    }
+    assert re.sub("</?a[^>]*>", "", shown) == reading
+    make_book.definitions.cache_clear()
+    make_book.places_of.cache_clear()
+
+
+# The glossary.
+
+
+def test_the_glossary_names_lessons_and_is_in_order():
+    from book.glossary import WORDS
+
+    _, lessons = course.read_main()
+    slugs = {lesson.id.partition("-")[2] for lesson in lessons}
+    assert {slug for word in WORDS for slug in (word.slug, *word.elsewhere)} <= slugs
+    names = [word.name.lower() for word in WORDS]
+    assert names == sorted(names) and len({word.id for word in WORDS}) == len(WORDS)
+    assert all(word.meaning.endswith(".") for word in WORDS)
+
+
+def test_the_first_use_of_a_word_is_a_link_and_no_other():
+    from book import glossary
+
+    ids = {"init": "00-init", "paged-cache": "39-paged-cache", "page": "70-page"}
+
+    def linked(id: str, *texts: str) -> list[tuple[str, str]]:
+        link = glossary.linker(id, ids)
+        shown = "".join(link(text) for text in texts)
+        return re.findall(r'<a class="word" href="glossary.html#([\w-]+)">([^<]+)</a>', shown)
+
+    tokens = "<p>Tokens, a <b>token</b>.</p>"
+    assert linked("00-init", tokens, tokens) == [("token", "Tokens")]
+    for tag in ("code", "a", "h2", "pre", "summary", "q"):
+        assert linked("00-init", f"<{tag}>token <b>token</b></{tag}>") == []
+        assert linked("00-init", f"<{tag}>token</{tag}> token") == [("token", "token")]
+    assert linked("00-init", "tokenizer, subtoken, a-token, token/x, e_token") == []
+    assert (
+        linked("00-init", "pages") == [] == linked("00-init", "rows, drafts")
+    )  # of lessons to come
+    assert linked("39-paged-cache", "Pages and pages") == [("page", "Pages")]
+    assert linked("70-page", "a page") == []  # on the web
+    assert linked("00-init", "Tests pass. It has a pass.") == [("pass", "pass")]
+
+
+def test_a_lesson_links_words_once_in_prose_and_nowhere_else(pages):
+    """Over all its sections; the small course has words of lesson 00 only."""
+    tree = parse(pages["02-mul.html"])
+    links = [text_of(link) for link in tree.iter("a") if link.get("class") == "word"]
+    assert links == ["tokens", "vocabulary"]
+    for element in tree.iter():
+        if element.tag in ("h1", "h2", "code", "pre"):
+            assert not [link for link in element.iter("a") if link.get("class") == "word"]
+    names = {element.get("id") for element in parse(pages["glossary.html"]).iter("dt")}
+    assert {"token", "vocabulary", "page", "work", "span", "hop"} <= names
 
 
 def test_code_in_backticks_is_no_html():
@@ -665,6 +854,23 @@ def test_the_parts_have_names():
     assert part["99"] == "Part III-B: the door"
 
 
+def test_a_plot_stands_on_the_pages_of_its_lessons(pages):
+    (image,) = section(pages["01-add.html"], "Measured").iter("img")
+    assert image.get("src") == "engine_cpu.png" and len(image.get("alt")) > 40
+    assert 'href="#measured"' in pages["01-add.html"]
+    assert "engine_cpu.png" not in pages["02-mul.html"] and "#measured" not in pages["02-mul.html"]
+
+
+def test_each_plot_of_this_course_has_a_lesson():
+    import make_book
+
+    _, lessons = course.read_main()
+    slugs = {lesson.id.partition("-")[2] for lesson in lessons}
+    assert {slug for found in make_book.PLOTS_OF.values() for slug in found} <= slugs
+    for name in make_book.PLOTS:
+        assert [start for start in make_book.PLOTS_OF if name.startswith(start)], name
+
+
 def test_a_plot_without_a_text_is_no_book(here, monkeypatch, tmp_path, capsys):
     import make_book
 
@@ -678,9 +884,65 @@ def test_the_index_of_the_search_has_no_output(pages):
     entries = search_entries(pages)
     text = entries[1]["text"]
     assert "a formula" in text and "echo c" in text and "after an empty line" not in text
-    assert entries[0]["text"].endswith(". Defines MOST, Thing, after, first, last, method")
+    assert entries[0]["text"].endswith("\nDefines MOST, Thing, after, first, last, method")
     assert "Papers: Kwon et al. 2023; Su et al. 2021" in text
-    assert "Thing, then first and the step in infer.py." in entries[2]["text"]
+    assert "\nThing, then first and the step in infer.py.\n" in entries[2]["text"]
+
+
+def test_pieces_of_a_message_do_not_run_together(pages):
+    """Paragraphs, items, formulas and the lines of commands are lines of the search's index."""
+    lines = search_entries(pages)[1]["text"].split("\n")
+    assert "p(v) ~ exp(x / T)   <- a formula".replace("   ", " ") in lines
+    assert "- one item on two lines;" in lines and "- two." in lines
+    assert "In a list, endian-ness (vllm#5):" in lines and "indented at once" in lines
+    assert "- an item" in lines and "with a formula" in lines
+    assert "import sys" in lines and "echo c" in lines and "--option" in lines
+    named = 'infer.py: read_it(a, b) -> c; UserError "no <such>" of so many words that they'
+    assert any(line.startswith(named) and line.endswith("its member, alone") for line in lines)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="node runs the search")
+@pytest.mark.parametrize(
+    "query, first, marked",
+    [
+        ("top-p", "07", ["Top-p"]),
+        ("Top P", "07", ["Top", "p"]),
+        ("RoPE", "30", ["rotary"]),
+        ("pre-empt", "41", ["pre-emption"]),
+        ("nothing-of-it", None, []),
+    ],
+)
+def test_the_search(query, first, marked):
+    """What it finds first, and the whole words that it marks."""
+    entries = [
+        {
+            "page": "07-top-p.html",
+            "title": "07-top-p: mass p",
+            "text": "First.\nTop-p, p of top-pq",
+        },
+        {"page": "08.html", "title": "08: topics", "text": "top-performing, stop-p, europe"},
+        {"page": "30-llama.html", "title": "30-llama: rotary positions", "text": "rotary angles"},
+        {"page": "31.html", "title": "31: others", "text": "a rotary phone, prerotary, a rope"},
+        {"page": "41.html", "title": "41: pre-emption", "text": "so pre-emption, stop P"},
+    ]
+    script = (ROOT / "tools" / "book" / "book.js").read_text("utf-8")
+    script = "const ALIASES" + script.partition("const ALIASES")[2]
+    script = script.replace("if (window.SEARCH_INDEX)", "if (false)")
+    script += f"""
+const {{ best }} = found({json.dumps(entries)}, termsOf({json.dumps(query)}));
+const marks = [];
+const document = {{ createElement: () => ({{ }}) }};
+const element = {{ append: (...parts) => marks.push(...parts.filter((part) => part.textContent)) }};
+if (best.length) mark(element, around(best[0].entry.text, best[0].at), termsOf(query()));
+function query() {{ return {json.dumps(query)}; }}
+console.log(JSON.stringify([best.map((hit) => hit.entry.page), marks.map((m) => m.textContent)]));
+"""
+    result = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True)
+    names, marks = json.loads(result.stdout)
+    assert [name[:2] for name in names[:1]] == ([first] if first else [])
+    assert marks[: len(marked)] == marked
+    if query == "top-p":
+        assert names == ["07-top-p.html"] and marks == ["Top-p"]
 
 
 def test_the_story_is_that_of_make_demo(cli):

@@ -1,0 +1,386 @@
+"""The engine's player in the book, and the pictures of its lessons, against runs of their own."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from drawings import drawn, of_class, tokens_of, tree_of, words_of
+
+from infer import generate
+from sampling import SamplingParams
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+PLAYED = {  # lesson -> where its recording has the run
+    "continuous-batching": lambda record: record.run,
+    "paged-cache": lambda record: record.run,
+    "preemption": lambda record: record,
+    "prefix-sharing": lambda record: record,
+    "chunked-prefill": lambda record: record.run,
+    "batched-speculation": lambda record: record.run,
+}
+
+
+def drawing_of(slug: str):
+    from book.pictures import PICTURES, recorded
+
+    picture = PICTURES[slug]
+    record = recorded(picture, picture.prompt)
+    return record, picture.draw(record)
+
+
+def data_of(live: str) -> dict:
+    """What is handed to the player."""
+    (script,) = tree_of(live).iter("script")
+    return json.loads(words_of(script))
+
+
+def rows_of(frame) -> list[dict]:
+    return frame["running"] + frame["waiting"] + frame["over"]
+
+
+def total(frames, number: int, which: int) -> int:
+    return sum(
+        row["work"][which] for frame in frames for row in rows_of(frame) if row["number"] == number
+    )
+
+
+def own_text(request) -> list[int]:
+    """What `generate` writes for a request alone."""
+    from book.recordings import load
+
+    prompt = request.tokens[: request.prompt_length]
+    steps = generate(load(), [prompt], request.params)
+    return [token for (token,) in steps]
+
+
+@pytest.mark.parametrize("slug", PLAYED)
+def test_the_player_shows_the_run(slug):
+    """Frames add up to it, tables hold what is computed, and the texts are those of `generate`."""
+    from book import recordings
+
+    record, drawing = drawing_of(slug)
+    run = PLAYED[slug](record)
+    data = data_of(drawing.live)
+    setup = data["setup"]
+    frames = data["frames"]
+    assert 0 <= data["first"] < len(frames) and setup["recorded"] is True
+    assert [frame["steps"] for frame in frames] == [*range(1, len(frames) + 1)]
+    for number, request in enumerate(run.requests, 1):
+        shown = setup["texts"][str(number)]
+        assert shown == [recordings.text_of(id) for id in request.tokens]
+        assert total(frames, number, 3) == len(request.output)
+        assert request.output == own_text(request)
+    whole = [sum(total(frames, number + 1, which) for number in range(len(run.requests)))
+             for which in range(3)]  # fmt: skip
+    assert whole == [frames[-1][name] for name in ("positions", "drafted", "accepted")]
+    assert sum(len(frame["preempted"]) for frame in frames) == frames[-1]["preemptions"]
+    texts = {number: request.tokens for number, request in enumerate(run.requests, 1)}
+    for frame in frames:
+        used = {}
+        for row in frame["running"]:
+            assert len(frame["running"]) <= setup["max_rows"]
+            assert len(row["pages"]) * setup["page_size"] >= row["computed"]
+            assert len(row["pages"]) <= setup["most_pages"]
+            for place, page in enumerate(row["pages"]):
+                size = setup["page_size"]
+                before = texts[row["number"]][: size * (place + 1)]
+                used.setdefault(page, []).append(before[: row["computed"]])
+        assert set(used) <= set(range(setup["num_pages"]))
+        for held in used.values():  # what several have on a page is the same, and all before it
+            assert len(held) == 1 or all(text == held[0] for text in held)
+    assert frames[-1]["running"] == frames[-1]["waiting"] == []
+    hidden = {"preemption": "preemptions", "sharing": "shared", "drafts": "drafted"}
+    for part, name in hidden.items():  # nothing happens that the page does not speak of
+        assert part in setup["shows"] or frames[-1][name] == 0, part
+
+
+def test_frames_are_those_of_the_scheduler():
+    """The run of lesson 41 once more, by hand: pages, counts and preemptions of each step."""
+    from book import recordings
+    from engine.engine import Engine
+
+    record, _ = drawn("preemption")
+    engine = Engine(recordings.load(), max_rows=4, num_pages=10, page_size=4)
+    engine.scheduler.pool.publish = lambda *_: None
+    ids = recordings.encode("Lily", 9)
+    requests = []
+    preempted = 0
+    for step, frame in enumerate(record.frames):
+        for after, length in ((0, 16), (0, 14), (3, 13), (5, 12)):
+            if after == step:
+                params = SamplingParams(length, True, temperature=1.0, seed=len(requests))
+                requests.append(engine.add(ids, params))
+        engine.step()
+        scheduler = engine.scheduler
+        shown = [(row["number"], row["pages"], row["computed"]) for row in frame["running"]]
+        assert shown == [
+            (requests.index(request) + 1, request.pages, request.computed)
+            for request in scheduler.running
+        ]
+        pages = [page for row in frame["running"] for page in row["pages"]]
+        assert dict.fromkeys(pages, 1) == scheduler.pool.holders
+        waiting = [requests[row["number"] - 1] for row in frame["waiting"]]
+        assert waiting == list(scheduler.waiting)
+        preempted += len(frame["preempted"])
+        assert preempted == scheduler.preemptions == frame["preemptions"]
+    assert not engine.busy and preempted == 2
+
+
+def test_rows_of_the_batch_have_the_players_colours():
+    record, tree = drawn("continuous-batching")
+    for steps, part in zip((record.static, record.continuous), of_class(tree, "table", "batch")):
+        for row, line in enumerate(part.iter("tr")):
+            cells = [(cell.get("class"), words_of(cell)) for cell in line.iter("td")]
+            assert cells == [
+                ("idle", "") if step[row] is None else (f"owner{step[row] + 1}", str(step[row] + 1))
+                for step in steps
+            ]
+    for step, frame in zip(record.continuous, record.run.frames):
+        working = {row["number"] - 1 for row in rows_of(frame) if row["work"][3]}
+        assert working == {number for number in step if number is not None}
+
+
+def test_the_pool_is_that_of_its_frame():
+    record, tree = drawn("paged-cache")
+    frame = record.run.frames[record.at]
+    boxes = tree.find(".//ol")
+    for row in frame["running"]:
+        for place, page in enumerate(row["pages"]):
+            box = boxes[page]
+            assert box.get("class") == f"owner{row['number']}"
+            assert words_of(box.find("b")) == f"page {page}"
+            held = record.run.texts()[row["number"] - 1][: row["computed"]]
+            words = [words_of(item) for item in box.iter("li") if item is not box]
+            words = [word for word in words if word != "\xa0"]
+            assert words == held[4 * place : 4 * place + 4]
+
+
+def squares_of(table) -> list[tuple[int, int]]:
+    """Of each row: pages of its own, and repeated ones."""
+    return [
+        (len(of_class(row, "rect", "first")), len(of_class(row, "rect", "waste")))
+        for row in table.iter("tr")
+    ]
+
+
+def test_page_groups_count_what_attention_reads():
+    from book import recordings
+    from book.paging import SHORT
+
+    record, tree = drawn("page-groups")
+    prompts = [recordings.STORY, *SHORT]
+    # Two steps: the prompt, and the token that followed it.
+    lengths = [len(recordings.encode(text, 120)) + 1 for text in prompts]
+    assert record.lengths == lengths
+    own = [-(-length // 4) for length in lengths]
+    together, apart = of_class(tree, "div", "panel")
+    plain = [squares_of(table) for table in of_class(together, "table", "gather")]
+    assert plain == [[(pages, max(own) - pages) for pages in sorted(own, reverse=True)]]
+    groups = [squares_of(table) for table in of_class(apart, "table", "gather")]
+    bits = sorted({pages.bit_length() for pages in own}, reverse=True)
+    expected = []
+    for bit in bits:
+        members = sorted((pages for pages in own if pages.bit_length() == bit), reverse=True)
+        expected.append([(pages, members[0] - pages) for pages in members])
+    assert groups == expected and len(groups) == 3
+    for part, tables in ((together, plain), (apart, groups)):
+        count = sum(sum(pair) for table in tables for pair in table)
+        assert words_of(part.find("p")).endswith(f" {count} pages")
+
+
+def test_levels_and_steps_of_preemption():
+    record, tree = drawn("preemption")
+    (levels,) = of_class(tree, "div", "levels")
+    for frame, column in zip(record.frames, levels, strict=True):
+        shown = {
+            part.get("class"): float(re.fullmatch(r"height:([\d.]+)%", part.get("style"))[1])
+            for part in column
+        }
+        held = {f"owner{row['number']}": 10.0 * len(row["pages"]) for row in frame["running"]}
+        assert shown == held and sum(shown.values()) <= 100
+        assert list(shown) == sorted(shown, reverse=True)  # the youngest on top
+    for number, line in enumerate(of_class(tree, "div", "steps"), 1):
+        computed = 0
+        for frame, cell in zip(record.frames, line, strict=True):
+            kind = cell.get("class", "").split()
+            assert ("lost" in kind) == (number in frame["preempted"])
+            if "one" in kind:
+                computed += 1
+            if "many" in kind:
+                computed += int(words_of(cell))
+        assert computed == total(record.frames, number, 0)
+    _, drawing = drawing_of("preemption")
+    extra = record.frames[-1]["positions"] - sum(len(each.tokens) - 1 for each in record.requests)
+    assert extra > 0 and f"2 preemptions cost {extra} positions" in drawing.caption
+
+
+def test_shared_pages_stand_once():
+    record, tree = drawn("prefix-sharing")
+    boxes = {
+        int(words_of(box.find("b")).removeprefix("page ")): box
+        for pool in of_class(tree, "ol", "pool")
+        for box in pool
+    }
+    chips = {page: [words_of(chip) for chip in box.iter("span")] for page, box in boxes.items()}
+    (tables,) = of_class(tree, "table", "rows")
+    entries = {}
+    for line in tables.iter("tr"):
+        number = words_of(line.find("th"))
+        pages = [int(words_of(code)) for code in line.iter("code")]
+        text = ""
+        for page in pages:
+            entries.setdefault(page, []).append(number)
+            items = [item for item in boxes[page].iter("li") if item is not boxes[page]]
+            text += "".join(words_of(item) for item in items).replace("\xa0", "")
+        whole = "".join(record.texts()[int(number) - 1])
+        assert whole.startswith(text) and len(text) > 60
+    assert set(entries) == set(boxes)
+    for page, numbers in entries.items():
+        assert chips[page] == (numbers if len(numbers) > 1 else [])
+        kind = "common" if len(numbers) > 1 else f"owner{numbers[0]}"
+        assert boxes[page].get("class") == kind
+    assert sorted(map(len, entries.values())) == [1] * 8 + [4] * 3
+    # Twelve tokens fill three pages; the last one is computed, so that its logits are there.
+    last = record.frames[-1]
+    assert last["shared"] == 3 * 8 and last["positions"] == 12 + 3 * 4 + 4 * 8
+
+
+def test_drafts_that_rows_copy():
+    """What is accepted and what is the model's own make the text of `generate`."""
+    record, tree = drawn("batched-lookup")
+    (table,) = of_class(tree, "table", "verdicts")
+    lines = [list(line.iter("td")) for line in table.iter("tr")][1:]
+    assert len(lines) == len(record.frames)
+    counts = {"accepted": 0, "drafted": 0}
+    for column, request in enumerate(record.requests):
+        from book.recordings import text_of
+
+        written = []
+        for line in lines:
+            cell = line[column]
+            good, bad, rest, own = (tokens_of(cell, kind) for kind in ("new", "out", "gone", "own"))
+            assert len(own) == (1 if tokens_of(cell) else 0) and len(bad) <= 1
+            assert bad or not rest
+            assert not bad or bad != own
+            written += good + own
+            counts["accepted"] += len(good)
+            counts["drafted"] += len(good + bad + rest)
+        assert written == [text_of(id) for id in own_text(request)]
+    assert counts == {name: record.frames[-1][name] for name in counts}
+    assert 0 < counts["accepted"] < counts["drafted"]
+
+
+def test_both_models_draw_with_the_same_numbers():
+    """Each draft and each token wins the race over the whole vocabulary."""
+    from book import recordings
+    from sampling import keyed_noise
+
+    record, drawing = drawing_of("batched-speculation")
+    tree = tree_of(drawing.body)
+    assert len(record.races) > 30
+    for race in record.races:
+        number, position = race.place
+        text = record.run.requests[number - 1].tokens
+        speeds = []
+        for name in ("stories", "stories-draft"):
+            logits = recordings.next_logits(text[:position], name).double()
+            probs = (logits / 0.8).softmax(dim=-1)
+            noise = keyed_noise(logits[None], [(number, position)])[0]
+            speeds.append(probs / noise)
+        winners = [recordings.text_of(each.argmax().item()) for each in speeds]
+        assert winners == [race.drawn, race.draft]
+        for word, p, q, e in race.rows:
+            id = recordings.encoding().encode_single_token(word)
+            assert [p / e, q / e] == pytest.approx([each[id].item() for each in speeds], rel=1e-3)
+        assert race.drawn == recordings.text_of(text[position])
+        assert 0 < race.chance < race.common <= 1
+    last = record.run.frames[-1]
+    right = sum(race.drawn == race.draft for race in record.races)
+    assert right == last["accepted"]
+    tables = of_class(tree, "table", "figures")
+    assert len(tables) == 2
+    pair = []
+    for title, accepted in zip(of_class(tree, "p", "title"), (True, False)):
+        pair += [
+            race
+            for race in record.races
+            if tokens_of(title) == [race.after] and (race.drawn == race.draft) is accepted
+        ]
+    assert len(pair) == 2
+    for table, race in zip(tables, pair):
+        lines = [[words_of(cell) for cell in line.iter("td")] for line in table.iter("tr")][1:]
+        for (_, p, q, e), line in zip(race.rows, lines, strict=True):
+            shown = [float(cell.removesuffix("\xa0%")) for cell in line]
+            assert shown[:3] == pytest.approx([100 * p, 100 * q, e], rel=0.06, abs=0.051)
+            assert shown[3:] == pytest.approx([p / e, q / e], abs=0.0051)
+        assert tokens_of(table) == [row[0] for row in race.rows]
+        wins = [
+            [cell.get("class") == "win" for cell in line.iter("td")] for line in table.iter("tr")
+        ]
+        assert sum(sum(line) for line in wins) == 2
+        assert (sum(map(any, wins)) == 1) == (race.drawn == race.draft)
+    bar = of_class(tree, "table", "bars")[0]
+    values = [float(words_of(cell)[:-2]) for cell in of_class(bar, "td", "value")]
+    assert values[0] < values[1] < values[2]
+    assert values[3] == pytest.approx(100 * right / len(record.races), abs=0.5)
+
+
+def test_trials_go_by_their_clock():
+    from book import recordings
+
+    record, tree = drawn("drafts-that-pay")
+    sizes = [
+        sum(weight.numel() for weight in recordings.load(name).parameters())
+        for name in ("stories", "stories-draft")
+    ]
+    share = sizes[1] / sizes[0]
+    for each, ways in zip(record, ([16, 32], [16])):
+        drafted = [step[0] for step in each.steps]
+        assert drafted == [True] * 16 + [False] * 16 + [len(ways) == 2] * 16
+        assert all(took == 1 and count == 1 for way, count, took in each.steps if not way)
+        assert all(1 <= count <= 4 for _, count, _ in each.steps)
+    weights, products = record
+    assert all(took == pytest.approx(1 + 3 * share) for way, _, took in weights.steps if way)
+    for way, _, took in products.steps:
+        # The draft model reads the last token, its own drafts, and one more after three right ones.
+        assert not way or took in (pytest.approx(4 + 3 * share), pytest.approx(4 + 4 * share))
+    strips = of_class(tree, "div", "trial")
+    for each, strip, panel in zip(record, strips, of_class(tree, "div", "panel")):
+        for (way, count, _), bar in zip(each.steps, strip, strict=True):
+            assert bar.get("class") == ("good" if way else "soft")
+            assert bar.get("style") == f"height:{25 * count}%"
+        lines = [[float(words_of(cell)) for cell in line.iter("td")] for line in panel.iter("tr")]
+        for way, (count, took, rate) in zip((True, False), lines[1:]):
+            mean = torch.tensor([float(n) for own, n, _ in each.steps if own == way]).mean().item()
+            assert count == pytest.approx(mean, abs=0.006)
+            assert rate == pytest.approx(mean / took, abs=0.02)
+        (win,) = of_class(panel, "td", "win")
+        assert float(words_of(win)) == max(lines[1][2], lines[2][2])
+        words = [words_of(span) for span in of_class(panel, "div", "thirds")[0]]
+        assert words[2] == ("then with" if each.steps[-1][0] else "then without")
+
+
+@pytest.mark.parametrize("slug", ["batched-speculation", "drafts-that-pay"])
+def test_a_prompt_of_one_token(slug):
+    from book.pictures import page
+
+    assert "<figcaption>" in page(f"00-{slug}", "Tom")
+
+
+def test_the_player_is_in_the_page_that_wants_it():
+    from book.pictures import page
+
+    script = (ROOT / "server" / "player.js").read_text("utf-8")
+    assert script in page("41-preemption")
+    assert script not in page("40-page-groups")
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="node reads the script")
+def test_the_player_s_script_is_read():
+    subprocess.run(["node", "--check", ROOT / "server" / "player.js"], check=True)

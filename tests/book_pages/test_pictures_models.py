@@ -1,0 +1,556 @@
+"""Pictures of lessons 08, 21, 31 to 33, 35, 37, 46 and 47 show what their runs gave."""
+
+import copy
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run, run_rows
+from drawings import drawn, of_class, tokens_of, tree_of, widths, words_of
+
+from infer import beam_search, generate
+from sampling import SamplingParams
+
+TEXT = "Once upon a time"
+
+
+def signed(number: float, digits: int = 2) -> str:
+    return f"{number:.{digits}f}".replace("-", "\u2212")
+
+
+def words(elements) -> list[str]:
+    return [words_of(element) for element in elements]
+
+
+def logprobs_of(name: str, ids: list[int], start: int) -> torch.Tensor:
+    """What a pass over a text says of each token from a place on, (tokens, vocab_size)."""
+    from book.recordings import load
+
+    with torch.inference_mode():
+        return load(name)(torch.tensor([ids]))[0, start - 1 : -1].double().log_softmax(dim=-1)
+
+
+def test_nonsense_is_what_torch_makes_of_it(cli):
+    from book.recordings import encoding, load
+
+    record, tree = drawn("sanity-checks")
+    given = {each.given: each for each in record}
+    ids = encoding().encode(TEXT)
+    greedy = [token for (token,) in run(load(), [ids], max_new_tokens=6)]
+    generator = torch.Generator().manual_seed(1)
+    free = run(load(), [ids], max_new_tokens=6, temperature=1.0, generator=generator)
+    generator = torch.Generator().manual_seed(1)
+    # With equal probabilities the smallest random number wins.
+    uniform = [torch.empty(4096).exponential_(generator=generator).argmin() for _ in range(6)]
+    expected = {
+        "temperature = nan": [0] * 6,
+        "temperature = inf": uniform,
+        "temperature = -1": greedy,
+        "top_p = 1.5": [token for (token,) in free],
+        "top_k = -3": [],
+        "max_new_tokens = -1": greedy,
+    }
+    for name, tokens in expected.items():
+        assert given[name].tokens == [encoding().decode([token]) for token in tokens], name
+        option, value = name.split(" = ")
+        code, out, err = cli(f"--{option.replace('_', '-')}={value}")
+        assert (code, out) == (2, "") and err.endswith(f"error: {given[name].line}\n")
+    with pytest.raises(RuntimeError) as raised:
+        torch.zeros(4096).topk(-3)
+    assert given["top_k = -3"].verdict.endswith(str(raised.value))
+    assert given["temperature = inf"].verdict == "Any token: the most likely one has 1 in 4,096."
+    assert "until the text has 3 tokens" in given["max_new_tokens = -1"].verdict
+    broken = record[-1]
+    assert broken.tokens == ["!"] * 6 and broken.line.startswith("the model returned logits that")
+    assert broken.given == f"one NaN among {sum(w.numel() for w in load().parameters()):,} weights"
+    assert all(weight.isfinite().all() for weight in load().parameters())
+    cards = [card for card in tree.iter("li") if card.find("p") is not None]
+    shown = [token.replace("\n", "\\n") for each in record for token in each.tokens]
+    assert [token for card in cards for token in tokens_of(card)] == shown
+    for kind, texts in (
+        ("title", [each.given for each in record]),
+        ("wrong", [each.verdict for each in record]),
+        ("refused", [each.line for each in record]),
+    ):
+        assert words(of_class(tree, "p", kind)) == texts and all(texts)
+
+
+def test_sums_and_means_of_beams():
+    from book.recordings import encoding, load, watch
+    from book.scoring import overtaken
+
+    record, tree = drawn("length-penalty")
+    ids = encoding().encode("They went home and slept.")
+    texts = []
+    for text, n, total in record.texts:
+        tokens = encoding().encode(text, allowed_special="all")
+        texts.append(tokens)
+        rows = logprobs_of("stories", ids + tokens, len(ids))
+        own = sum(row[token].item() for row, token in zip(rows, tokens))
+        assert len(tokens) == n and own == pytest.approx(total, abs=1e-3)
+    short, long = record.won
+    assert max(range(len(texts)), key=lambda at: record.texts[at][2]) == short
+    assert max(range(len(texts)), key=lambda at: record.texts[at][2] / record.texts[at][1]) == long
+    for penalty, place, hopes in zip((0, 1), record.won, record.hopes):
+        with watch(load()) as passes:
+            best = beam_search(load(), ids, 4, record.most, length_penalty=penalty)
+        assert best[0].tokens == texts[place] and len(passes) == len(hopes)
+        # It stops at the first step after which nobody can get among the finished ones.
+        longest = record.most if penalty else 1
+        over = [
+            each.worst is not None and each.total / longest**penalty <= each.worst for each in hopes
+        ]
+        assert not any(over[:-1]) and (over[-1] or len(hopes) == record.most)
+    penalty, at = overtaken(record)
+
+    def scores(penalty: float) -> list[float]:
+        return [total / n**penalty for _, n, total in record.texts]
+
+    assert scores(penalty)[at] == pytest.approx(scores(penalty)[short])
+    assert max(scores(penalty - 0.01)) == scores(penalty - 0.01)[short]
+    assert max(scores(penalty + 0.01)) > scores(penalty + 0.01)[short]
+
+    rows = [words(row.iter("td")) for row in tree.find(".//tbody").iter("tr")]
+    assert rows == [
+        [text.replace("<|endoftext|>", "\u25a0"), str(n), signed(total), signed(total / n)]
+        for text, n, total in record.texts
+    ]
+    assert words(of_class(tree, "b", "won")) == [
+        signed(record.texts[short][2]),
+        signed(record.texts[long][2] / record.texts[long][1]),
+    ]
+    # Each line goes from the sum to the mean on one logarithmic scale.
+    lines = {}
+    for kind in ("first", "second"):
+        (line,) = of_class(tree, "polyline", kind)
+        lines[kind] = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
+    ends = [y for kind in ("first", "second") for _, y in lines[kind]]
+    logs = [math.log(-s) for at in (short, long) for s in (scores(0)[at], scores(1)[at])]
+    slope = (ends[3] - ends[2]) / (logs[3] - logs[2])
+    assert ends == pytest.approx([ends[2] + slope * (each - logs[2]) for each in logs], abs=0.2)
+    assert len(of_class(tree, "polyline", "mark")) == len(texts) - 2
+    (dot,) = of_class(tree, "circle", "good")
+    left, right = lines["first"][0][0], lines["first"][1][0]
+    assert float(dot.get("cx")) == pytest.approx(left + penalty * (right - left), abs=0.2)
+    assert float(dot.get("cy")) == pytest.approx(lines["first"][0][1], abs=0.2)  # it has one token
+    total, worst = record.hopes[0][-1]
+    whole = words_of(of_class(tree, "div", "whole")[0])
+    assert f"sum is {signed(total)}," in whole and f"it: {signed(worst)}," in whole
+    of_means = record.hopes[1][len(record.hopes[0]) - 1]
+    assert f"/ {record.most} = {signed(of_means.total / record.most)};" in whole
+    assert f"against it: {signed(of_means.worst)}: it goes on" in whole
+
+
+def arc(path) -> float:
+    """The angle of a sector."""
+    numbers = [float(number) for number in re.findall(r"[-\d.]+", path.get("d"))]
+    middle = numbers[:2]
+    start, end = (
+        math.atan2(middle[1] - y, x - middle[0]) for x, y in (numbers[2:4], numbers[9:11])
+    )
+    return (end - start) % (2 * math.pi)
+
+
+def test_dials_of_slow_turns():
+    """Against the lesson's formula, and the model's own tables of cosines."""
+    import llama
+    from book.recordings import load
+    from book.turning import SCALING
+
+    record, tree = drawn("llama-3")
+    assert (record.trained, record.long) == (256, 512) and len(record.pairs) == 16
+    for pair, (plain, slow) in enumerate(record.pairs):
+        wave = 2 * math.pi * 10000 ** (pair / 16)
+        kept = min(max((256 / wave - 1) / 3, 0), 1)
+        assert 2 * math.pi / plain == pytest.approx(wave, rel=1e-5)
+        assert slow == pytest.approx(plain * (kept + (1 - kept) / 2), rel=1e-5)
+    panels = of_class(tree, "div", "panel")
+    for which, part in enumerate(panels[:2]):
+        dials = list(part.iter("li"))
+        assert words(dials) == [f"{2 * math.pi / pair[which]:,.0f}" for pair in record.pairs]
+        for dial, pair in zip(dials, record.pairs):
+            known = min(256 * pair[0], 2 * math.pi)
+            angle = min(512 * pair[which], 2 * math.pi)
+            red = of_class(dial, "path", "bad")
+            assert len(red) == (angle > known * 1.001)
+            if red:
+                assert arc(red[0]) == pytest.approx(angle - known, abs=2e-2)
+            if known < 2 * math.pi:
+                assert arc(of_class(dial, "path", "kept")[0]) == pytest.approx(known, abs=2e-2)
+    assert len(of_class(panels[0], "path", "bad")) == 9
+    assert not of_class(panels[1], "path", "bad")
+
+    model = load("stories-llama")
+    assert model.config.block_size == 256 and model.config.rope_scaling is None  # as before
+    ids = encoding_of(TEXT)
+    text = [token for row in drawn_rows(model, ids) for token in [4095, *ids, *row]]
+    assert len(text) == 512
+    config = copy.copy(model.config.__dict__) | {"block_size": 512}
+    losses = []
+    for scaling in (None, SCALING):
+        other = llama.Llama(llama.LlamaConfig(**config | {"rope_scaling": scaling}))
+        other.load_state_dict(model.state_dict())
+        with torch.inference_mode():
+            logprobs = other(torch.tensor([text]))[0, :-1].double().log_softmax(dim=-1)
+        own = -logprobs[torch.arange(511), text[1:]]
+        losses.append((own[:255].mean().item(), own[255:].mean().item()))
+    for found, expected in zip(record.losses, losses):
+        assert found == pytest.approx(expected, abs=1e-3)
+    (plain, slow) = record.losses
+    bars = [loss[place] for place in (0, 1) for loss in (plain, slow)]
+    assert widths(panels[2]) == pytest.approx([100 * each / max(bars) for each in bars], abs=0.01)
+    assert words(of_class(panels[2], "td", "value")) == [f"{each:.2f}" for each in bars]
+
+
+def encoding_of(text: str) -> list[int]:
+    from book.recordings import encoding
+
+    return encoding().encode(text)
+
+
+def drawn_rows(model, ids: list[int]) -> list[list[int]]:
+    """The beginnings of stories; one of them also by itself."""
+    params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 31 - len(ids)}
+    each = [SamplingParams(seed=seed, **params) for seed in range(16)]
+    steps = list(generate(model, [ids] * 16, each))
+    rows = [[step[row] for step in steps] for row in range(16)]
+    assert run_rows(model, [ids], seed=9, **params) == rows[9:10]
+    return rows
+
+
+def in_cells(part) -> list[str]:
+    """The texts in boxes; each is as wide as its characters are many."""
+    boxes = of_class(part, "code", "cell")
+    assert [box.get("style") for box in boxes] == [f"--size:{len(words_of(box))}" for box in boxes]
+    return [text.replace("\u00b7", " ") for text in words(boxes)]
+
+
+def test_merges_are_those_of_the_library(monkeypatch):
+    """The ids of its own run on the file, and after each merge what a smaller vocabulary gives."""
+    import tiktoken
+    from tokenizers import Tokenizer
+
+    from book import tokenizing
+
+    record, tree = drawn("llama-3-tokenizer")
+    files = []
+    load = tokenizing.load_encoding
+
+    def noted(directory, size):
+        files.append((Path(directory) / "tokenizer.json").read_text("utf-8"))
+        return load(directory, size)
+
+    monkeypatch.setattr(tokenizing, "load_encoding", noted)
+    encoding, pairs = tokenizing.llama_form()
+    theirs = Tokenizer.from_str(files[0])
+    merges = json.loads(files[0])["model"]["merges"]
+    prompt = "They'LL see 1234 sunflowers"
+    assert [id for _, id in record.tokens] == theirs.encode(prompt).ids
+    assert (record.pairs, record.size) == (len(merges), 4095) == (pairs, 4095)
+    cut = [piece for piece, _ in theirs.pre_tokenizer.pre_tokenize_str(prompt)]
+    assert [piece.replace("\u0120", " ") for piece in cut] == record.pieces["Llama 3"]
+    assert "".join(record.pieces["GPT-2"]) == prompt and "'LL" not in record.pieces["GPT-2"]
+    assert record.word == " sunflowers"
+    ranks = [rank for _, _, rank in record.steps[1:]]
+    assert ranks == sorted(ranks) and record.steps[0] == (list(record.word), None, None)
+    for parts, new, rank in record.steps[1:]:
+        smaller = {
+            token: id for token, id in encoding._mergeable_ranks.items() if id <= max(rank, 255)
+        }
+        until = tiktoken.Encoding("x", pat_str=".+", mergeable_ranks=smaller, special_tokens={})
+        assert [until.decode([id]) for id in until.encode(record.word)] == parts
+        assert encoding._mergeable_ranks[parts[new].encode()] == rank
+    assert "".join(record.steps[-1][0]) == record.word
+
+    first, second, third = of_class(tree, "div", "panel")
+    assert in_cells(first) == record.pieces["GPT-2"] + record.pieces["Llama 3"]
+    assert in_cells(second) == [part for parts, *_ in record.steps for part in parts]
+    assert words(of_class(second, "code", "new")) == [
+        parts[new].replace(" ", "\u00b7") for parts, new, _ in record.steps[1:]
+    ]
+    named = [words_of(row.find("th")) for row in second.iter("tr")]
+    assert named == ["", *(f"rank {rank:,}" for rank in ranks)]
+    shown = [text.replace("\u00b7", " ") for text in tokens_of(third)]
+    assert shown == [text for text, _ in record.tokens]
+    assert [words_of(chip.find("span")) for chip in third.iter("li")] == [
+        f"{id:,}" for _, id in record.tokens
+    ]
+    assert shown[0] == "<|endoftext|>" and tokens_of(third, "out") == shown[:1]
+
+
+def test_digits_and_ends():
+    from tokenizers import Regex, pre_tokenizers
+
+    from book.recordings import encoding, load
+    from book.tokenizing import TOLD
+    from tokenizer import PATTERNS
+
+    record, tree = drawn("qwen")
+    text = "In 2024 they'LL pay $1234567"
+    for name, pieces in record.pieces.items():
+        split = pre_tokenizers.Split(Regex(PATTERNS[name]), "isolated")
+        assert pieces == [piece for piece, _ in split.pre_tokenize_str(text)]
+    assert all(len(piece) == 1 for piece in record.pieces["Qwen2"] if piece.isdigit())
+    assert max(len(piece) for piece in record.pieces["Llama 3"] if piece.isdigit()) == 3
+    ids = encoding().encode(TOLD, allowed_special="all")
+    model = load("stories-llama")
+    (alone,) = run_rows(model, [ids], max_new_tokens=26, ignore_eos=True)
+    (reply,) = run_rows(model, [ids], max_new_tokens=26)
+    assert record.tokens == [encoding().decode([id]) for id in alone]
+    assert record.stops == len(reply) < 26 and reply[-1] == 4095
+    assert "".join(record.tokens[record.stops :]).startswith("Words: ")  # as the user
+    assert record.files == {"config.json": ["!"], "generation_config.json": ["!", "<|endoftext|>"]}
+    left, right = of_class(tree, "div", "panel")
+    assert in_cells(left) == record.pieces["Llama 3"] + record.pieces["Qwen2"]
+    first, second = of_class(right, "p", "flow")
+    written = [text.replace("\n", "\\n") for text in record.tokens]
+    assert tokens_of(first) == written and tokens_of(second) == written[: record.stops]
+    assert tokens_of(first, "out") == written[record.stops :]
+
+
+def test_a_conversation_is_in_each_prompt():
+    from conftest import CHECKPOINTS
+
+    from book.recordings import encoding, load
+    from chat import Chat
+
+    record, tree = drawn("conversation")
+    template = Chat(CHECKPOINTS / "stories-llama")
+    model = load("stories-llama")
+    said = []
+    before = []
+    bars = of_class(tree, "div", "talk")
+    for number, (message, reply, turn) in enumerate(zip(record.said, record.replies, record.turns)):
+        said.append({"role": "user", "content": message})
+        left_out = 0
+        while len(template.encode(said, encoding())) > 256 - 64:
+            assert left_out < 4
+            said = said[2:]
+            left_out += 1
+        prompt = template.encode(said, encoding())
+        assert turn.first == number - len(said) // 2
+        assert sum(turn.parts) == len(prompt) and len(turn.parts) == len(said)
+        new = encoding().encode(reply)
+        if number == 3:
+            (new,) = run_rows(model, [prompt], max_new_tokens=64)
+            assert encoding().decode(new) == reply
+        assert turn.reply == len(new) == 64
+        same = next((n for n, pair in enumerate(zip(prompt, before)) if len({*pair}) > 1), None)
+        assert turn.same == (min(len(prompt), len(before)) if same is None else same)
+        said.append({"role": "assistant", "content": reply})
+        before = prompt + new
+        bar, below = bars[2 * number : 2 * number + 2]
+        shares = [100 * size / 256 for size in [*turn.parts, turn.reply]]
+        assert shares_of(bar) == pytest.approx(shares, abs=0.01)
+        assert sum(shares) <= 100
+        kept = [100 * turn.same / 256] if number else []
+        assert shares_of(below) == pytest.approx(kept, abs=0.01)
+    assert [turn.first for turn in record.turns] == [0, 0, 0, 1] and len(bars) == 8
+    lines = words(of_class(tree, "p", "title"))
+    assert [int(re.search(r"(\d+) tokens", line)[1]) for line in lines] == [
+        sum(turn.parts) for turn in record.turns
+    ]
+    assert tokens_of(tree, "gone") == record.said[:1]
+
+
+def shares_of(bar) -> list[float]:
+    styles = [part.get("style") for part in bar.iter("i")]
+    return [float(style.removeprefix("width:").removesuffix("%")) for style in styles]
+
+
+def bits(state: int, index: int) -> int:
+    """SplitMix64 in Python's integers."""
+    mask = 2**64 - 1
+    z = (state + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
+    return z ^ z >> 31
+
+
+def number_of(seed: int, position: int, id: int) -> float:
+    return -math.log(((bits(bits(seed, position), id) >> 12) + 0.5) / 2**52)
+
+
+def test_draws_by_seed_and_position():
+    from book.recordings import load
+
+    record, tree = drawn("request-seeds")
+    ids = encoding_of("Lily")
+    (alone,) = run_rows(load(), [ids], max_new_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
+    expected = [number_of(3, len(ids) + at, id) for at, id in enumerate(alone)]
+    for draws in record.keyed:
+        assert [text for text, _ in draws] == [text_of(id) for id in alone]
+        assert [e for _, e in draws] == pytest.approx(expected, rel=1e-5)
+    assert record.keyed.alone == record.keyed.among
+    (shared,) = run_rows(
+        load(),
+        [ids],
+        max_new_tokens=12,
+        temperature=0.8,
+        ignore_eos=True,
+        generator=torch.Generator().manual_seed(3),
+    )
+    generator = torch.Generator().manual_seed(3)
+    noise = [torch.empty(1, 4096).exponential_(generator=generator)[0, id] for id in shared]
+    assert [text for text, _ in record.shared.alone] == [text_of(id) for id in shared]
+    assert [e for _, e in record.shared.alone] == pytest.approx([e.item() for e in noise])
+    assert not {e for _, e in record.shared.alone} & {e for _, e in record.shared.among}
+    assert [text for text, _ in record.shared.among] != [text_of(id) for id in shared]
+
+    with torch.inference_mode():
+        probs = (load()(torch.tensor([ids]))[0, -1] / 0.8).softmax(dim=-1)
+    numbers = torch.tensor([number_of(3, 1, id) for id in range(4096)])
+    speeds = (probs / numbers).topk(5)
+    assert record.position == len(ids) == 1
+    for (text, p, e, speed), id, best in zip(record.runners, speeds.indices, speeds.values):
+        assert text == text_of(id.item()) and speed == pytest.approx(best.item(), rel=1e-3)
+        assert (p, e) == pytest.approx((probs[id].item(), numbers[id].item()), rel=1e-3)
+    assert record.runners[0][0] == record.keyed.alone[0][0]
+
+    *tables, race = of_class(tree, "div", "panel")
+    for part, draws in zip(tables, (record.shared, record.keyed)):
+        rows = [words(row.iter("td")) for row in part.find(".//tbody").iter("tr")]
+        assert rows == [
+            [a, f"{e:.4f}", b, f"{f:.4f}"] for (a, e), (b, f) in zip(draws.alone, draws.among)
+        ]
+        pairs = list(zip(draws.alone, draws.among))
+        same = [a[0] for a, b in pairs if a == b for _ in (0, 1)]
+        other = [text for (a, _), (b, _) in pairs if a != b for text in (a, b)]
+        assert tokens_of(part.find(".//tbody"), "new") == same
+        assert tokens_of(part.find(".//tbody"), "out") == other
+    assert words(of_class(race, "td", "value")) == [f"= {row[3]:.2f}" for row in record.runners]
+    assert tokens_of(race.find("table")) == [row[0] for row in record.runners]
+
+
+def text_of(id: int) -> str:
+    from book.recordings import text_of
+
+    return text_of(id)
+
+
+def check_held(record) -> str:
+    """What is shown, after each step against the definition."""
+    text = ""
+    shown = ""
+    for number, (token, new, held) in enumerate(record.steps, 1):
+        text += token
+        shown += new
+        if record.stop in text:
+            assert number == len(record.steps) and record.stopped
+            assert shown == text.partition(record.stop)[0] and held == ""
+            break
+        assert shown + held == text
+        waiting = [size for size in range(1, len(record.stop)) if text.endswith(record.stop[:size])]
+        assert len(held) == max(waiting, default=0)
+    return shown
+
+
+def test_text_that_is_held_back():
+    from book.recordings import load
+
+    record, tree = drawn("stop-strings")
+    (written,) = run_rows(load(), [encoding_of("The dog")], max_new_tokens=24)
+    tokens = [token for token, *_ in record.steps]
+    assert tokens == [text_of(id) for id in written][: len(tokens)]
+    assert record.stop == "a big bag." and check_held(record).endswith("had a big bag with ")
+    rows = list(tree.find(".//tbody").iter("tr"))
+    shown = ""
+    for row, (token, new, held) in zip(rows, record.steps, strict=True):
+        own, seen = row.iter("td")
+        assert tokens_of(own) == [token] and tokens_of(seen, "held") == [held] * bool(held)
+        assert words(of_class(seen, "mark", "now")) == [new] * bool(new)
+        shown += new
+        end = record.stop if row is rows[-1] else held
+        assert words_of(seen) == shown + end
+    assert tokens_of(rows[-1], "gone") == [record.stop]
+
+
+def test_stop_strings_of_other_texts():
+    """The longest beginning that the text has before; never one that is there earlier."""
+    from book.tokenizing import pick_stop
+
+    assert pick_stop("a red cat, a red dog") == "a red d"
+    assert pick_stop("abcdefgh") == "defgh"
+    assert pick_stop("") == ""
+
+
+@pytest.mark.parametrize("prompt", ["Lily", "<b> &\n"])
+def test_text_is_held_back_of_any_prompt(prompt):
+    from book.tokenizing import record_held
+
+    check_held(record_held(prompt))
+
+
+def test_alternatives_of_each_token():
+    from book.recordings import load
+
+    record, tree = drawn("logprobs")
+    ids = encoding_of(TEXT)
+    (written,) = run_rows(load(), [ids], max_new_tokens=12, temperature=1.0, seed=5)
+    assert [text for text, *_ in record.tokens] == [text_of(id) for id in written]
+    rows = logprobs_of("stories", ids + written, len(ids))
+    (lattice,) = of_class(tree, "ol", "lattice")
+    columns = [part for part in lattice if part.tag == "li"]
+    for column, (text, own, top), row, id in zip(
+        columns, record.tokens, rows, written, strict=True
+    ):
+        assert own == pytest.approx(row[id].item(), abs=1e-4)
+        best = row.topk(5)
+        assert [each for each, _ in top] == [text_of(id) for id in best.indices.tolist()]
+        assert [each for _, each in top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        (taken,) = of_class(column, "li", "taken")
+        assert words_of(taken.find("code")).replace("\u00b7", " ") == text
+        cells = list(column.find("ol"))
+        chances = best.values.exp().tolist()
+        if text not in [each for each, _ in top]:  # it takes the last place
+            chances[4] = math.exp(own)
+        weights = [float(cell.get("style").removeprefix("--w:")) for cell in cells]
+        shown = [cell.find("span").text for cell in cells]
+        assert weights == pytest.approx(chances, abs=1e-4)
+        assert [float(p.partition("\u00a0")[0]) for p in shown] == pytest.approx(
+            [100 * weight for weight in weights], abs=0.51
+        )
+        assert words_of(column.find("b")) == signed(own)
+    (note,) = of_class(tree, "p", "note")
+    mean = sum(own for _, own, _ in record.tokens) / 12
+    assert f"= {math.exp(-mean):.2f}:" in words_of(note)
+    assert f"= {signed(12 * mean)};" in words_of(note)
+
+
+@pytest.mark.parametrize("slug", ["sanity-checks", "llama-3", "request-seeds", "length-penalty"])
+def test_odd_prompts(slug):
+    from book.pictures import PICTURES
+
+    picture = PICTURES[slug]
+    drawing = picture.draw(picture.record("<b> &\n"))
+    tree_of(drawing.body + drawing.caption)
+
+
+@pytest.mark.parametrize(
+    "slug, prompt, line",
+    [
+        ("conversation", "", "this picture shows 1 to 5 messages"),
+        ("conversation", "a/b/c/d/e/f", "this picture shows 1 to 5 messages"),
+        ("qwen", "x" * 41, "the prompt has 41 characters; this picture shows 1 to 40"),
+        ("llama-3-tokenizer", "", "the prompt has 0 characters"),
+        ("llama-3", "a " * 20, "this picture shows 1 to 16"),
+    ],
+)
+def test_prompts_that_cannot_be_drawn(slug, prompt, line):
+    from book.pictures import PICTURES
+    from errors import UserError
+
+    with pytest.raises(UserError, match=line):
+        PICTURES[slug].record(prompt)
+
+
+def test_one_merge_or_none():
+    from book.tokenizing import draw_merges, record_merges
+
+    assert "0 merges make" in draw_merges(record_merges("a")).caption
+    record = record_merges("\u00e9\U0001f642")
+    assert "\ufffd" in record.steps[0][0] and record.steps[0][1] is None
+    tree_of(draw_merges(record).body)

@@ -1,0 +1,1 @@
+"""What `make_book.py` makes pages of: templates, and pictures drawn from runs of the models."""

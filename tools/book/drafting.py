@@ -1,0 +1,344 @@
+"""Pictures of lessons 44, 45 and 54: drafts in the engine."""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+import engine.engine as engine_module
+from book import recordings
+from book.draw import Drawing, Picture, bars, key, panel, panels, percent, token
+from book.playing import Arrival, Run, play, player, row_of
+from engine.drafter import LookupDrafter, PagedDrafter
+from engine.engine import Engine
+from engine.trials import TRIAL, Trial, Trials
+from sampling import SamplingParams, noise_of
+
+OTHER = "The dog was very happy. He had a big bag with a"
+
+
+def record_lookup(prompt: str) -> Run:
+    """Two texts, each with drafts from itself."""
+    params = SamplingParams(16, ignore_eos=True)
+    prompts = [recordings.encode(prompt, 120), recordings.encode(OTHER, 20)]
+    engine = Engine(recordings.load(), max_rows=2, num_pages=30, drafter=LookupDrafter())
+    return play(engine, [Arrival(0, ids, params) for ids in prompts], "pages", "drafts")
+
+
+class Verdict(NamedTuple):
+    """What a step did to a text."""
+
+    drafts: list[str]
+    accepted: int
+    own: list[str]  # the target's token after those that were accepted
+
+
+def verdict_of(run: Run, step: int, number: int) -> Verdict | None:
+    """None if a step has done nothing to a text."""
+    row = row_of(run.frames[step], number)
+    if row is None or not row["work"][3]:
+        return None
+    _, _, accepted, count = row["work"]
+    shown = recordings.text_of
+    new = run.requests[number - 1].tokens[row["tokens"] - count : row["tokens"]]
+    drafts = [shown(id) for id in run.drafts[step].get(number, [])]
+    return Verdict(drafts, accepted, [shown(id) for id in new[accepted:]])
+
+
+def chips_of(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    chips = ""
+    for index, draft in enumerate(verdict.drafts):
+        later = "out" if index == verdict.accepted else "gone"
+        chips += token(draft, "new" if index < verdict.accepted else later)
+    return chips + "".join(token(text, "own") for text in verdict.own)
+
+
+LEGEND = (
+    '<ul class="key"><li><code class="tok new">accepted</code></li>'
+    '<li><code class="tok out">refused</code></li>'
+    '<li><code class="tok gone">not looked at</code></li>'
+    '<li><code class="tok own">the model&rsquo;s own</code></li></ul>'
+)
+
+
+def draw_lookup(record: Run) -> Drawing:
+    numbers = range(1, len(record.requests) + 1)
+    rows = ""
+    steps = [0 for _ in numbers]
+    for step in range(len(record.frames)):
+        verdicts = [verdict_of(record, step, number) for number in numbers]
+        steps = [before + (each is not None) for before, each in zip(steps, verdicts)]
+        cells = "".join(f"<td>{chips_of(each)}</td>" for each in verdicts)
+        rows += f'<tr><th scope="row">{step + 1}</th>{cells}</tr>'
+    heads = "".join(f'<th><b class="owner{number}">text {number}</b></th>' for number in numbers)
+    table = f'<table class="verdicts"><thead><tr><th>step</th>{heads}</tr></thead>{rows}</table>'
+    last = record.frames[-1]
+    counts = " and ".join(map(str, steps))
+    length = len(record.requests[0].output)
+    caption = (
+        "Each text guesses for itself what comes next, by what followed the same tokens before: "
+        f"{last['accepted']} of {last['drafted']} guesses were right. The texts, of {length} "
+        f"tokens each, took {counts} steps, and are the same as without drafts."
+    )
+    text = (
+        f"A table with a line for each of {len(record.frames)} steps and a column for each of "
+        f"{len(steps)} texts: drafts accepted or refused, and the token that the model adds."
+    )
+    return Drawing(table + LEGEND, caption, text)
+
+
+class Race(NamedTuple):
+    """Draws of two models with the same noise, in the place of one draft."""
+
+    place: tuple[int, int]  # number of the text, which is its seed too, and position
+    after: str  # the end of the text before it
+    rows: list[tuple[str, float, float, float]]  # tokens with p, q and noise
+    drawn: str  # by the target
+    draft: str
+    common: float  # sum of min(p, q)
+    chance: float  # sum of p * q: what two draws that know nothing of each other have in common
+
+
+class Coupled(NamedTuple):
+    run: Run
+    races: list[Race]  # each draft that was looked at
+
+
+TEMPERATURE = 0.8
+
+
+def record_coupled(prompt: str) -> Coupled:
+    """Texts with a draft model, and the distributions of both models behind each draft."""
+    prompts = [recordings.encode(text, 20) for text in (prompt, "Lily", "The dog")]
+    target = recordings.load()
+    draft = recordings.load("stories-draft")
+    engine = Engine(target, 3, 9, drafter=PagedDrafter(draft, target, 3))
+    arrivals = [
+        Arrival(0, ids, SamplingParams(24, True, temperature=TEMPERATURE, seed=seed))
+        for seed, ids in enumerate(prompts, 1)
+    ]
+    run = play(engine, arrivals, "pages", "drafts")
+    races = []
+    for number, request in enumerate(run.requests, 1):
+        text = request.tokens
+        p, q = (probs_of(text, name) for name in ("stories", "stories-draft"))
+        for step, frame in enumerate(run.frames):
+            drafts = run.drafts[step].get(number)
+            if not drafts:
+                continue
+            _, _, accepted, count = row_of(frame, number)["work"]
+            first = row_of(frame, number)["tokens"] - count
+            for place, each in enumerate(drafts[: accepted + 1], first):
+                if place < len(text):
+                    pair = (p[place - 1], q[place - 1])
+                    races.append(race(*pair, text[: place + 1], each, number))
+    return Coupled(run, races)
+
+
+@torch.inference_mode()
+def probs_of(text: list[int], name: str) -> torch.Tensor:
+    """What a model gives each token after each place of a text, (T, vocab_size), float64."""
+    logits = recordings.load(name)(torch.tensor([text]))[0]
+    return (logits.double() / TEMPERATURE).softmax(dim=-1)
+
+
+def race(p: torch.Tensor, q: torch.Tensor, text: list[int], draft: int, seed: int) -> Race:
+    """text: up to the token that the target drew there. p, q: (vocab_size,)."""
+    drawn = text[-1]
+    ids = torch.maximum(p, q).argsort(descending=True)[:4].tolist()
+    ids += [id for id in dict.fromkeys((drawn, draft)) if id not in ids]
+    place = (seed, len(text) - 1)
+    noise = noise_of(torch.tensor([ids]), [place])[0].tolist()
+    shown = recordings.text_of
+    rows = [(shown(id), p[id].item(), q[id].item(), e) for id, e in zip(ids, noise)]
+    after = recordings.encoding().decode(text[-7:-1])
+    common = torch.minimum(p, q).sum().item()
+    return Race(place, after, rows, shown(drawn), shown(draft), common, (p @ q).item())
+
+
+def plain(found: Race) -> tuple[bool, float]:
+    """How much a race can show: its winners are likely ones, but not the likeliest of both."""
+    chances = {word: (p, q) for word, p, q, _ in found.rows}
+    best = [max(pair[which] for pair in chances.values()) for which in (0, 1)]
+    won = [chances[found.drawn][0], chances[found.draft][1]]
+    return won != best, min(*chances[found.drawn], *chances[found.draft])
+
+
+def draw_coupled(record: Coupled) -> Drawing:
+    races = record.races
+    right = [each for each in races if each.draft == each.drawn]
+    wrong = [each for each in races if each.draft != each.drawn]
+    parts = []
+    if right:
+        parts.append(race_panel(max(right, key=plain)))
+    if wrong:
+        parts.append(race_panel(max(wrong, key=plain)))
+    if races:
+        apart = [1 - each.common for each in races]  # total variation
+        count = len(races)
+        share = len(right) / count
+        rows = [
+            ("its own numbers", sum(each.chance for each in races) / count, "other"),
+            ("the same, at least", sum((1 - tv) / (1 + tv) for tv in apart) / count, "other"),
+            ("the same, at most", sum(1 - tv for tv in apart) / count, "other"),
+            (f"here: {len(right)} of {count}", share, ""),
+        ]
+        rows = [(name, length, percent(length), kind) for name, length, kind in rows]
+        note = (
+            "Gray: the chance in these places, by p and q alone. Of two draws that know nothing of "
+            "each other it is the sum of p &times; q; with the same numbers, where p and q have c "
+            "in common, c / (2 &minus; c) to c."
+        )
+        parts.append(panel("How often a draft is right: expected, and here", bars(rows, 1.0), note))
+        caption = (
+            "Both models draw with the same random numbers: the token with the largest probability "
+            f"divided by its number wins. So the small model&rsquo;s draft is often the large "
+            f"model&rsquo;s token: {len(right)} of {len(races)} here."
+        )
+    else:
+        caption = "No draft was made in this text."
+    text = (
+        f"Tables of p, q, noise and their quotients for a draft that was right and one that was "
+        f"not; of {len(races)} drafts that were looked at {len(right)} were right."
+    )
+    middle = min(3, len(record.run.frames) - 1)
+    body = f'<div class="coupled">{panels(*parts)}</div>'
+    return Drawing(body, caption, text, player(record.run, middle))
+
+
+def small_percent(p: float) -> str:
+    """With a digit that is not 0."""
+    return percent(p) if p >= 0.001 else f"{100 * p:.1g}\u00a0%"
+
+
+def race_panel(found: Race) -> str:
+    """Five numbers of each token, and who wins."""
+    speeds = [(p / e, q / e) for _, p, q, e in found.rows]
+    fastest = [max(pair[which] for pair in speeds) for which in (0, 1)]
+    rows = ""
+    for (text, p, q, e), pair in zip(found.rows, speeds):
+        cells = "".join(
+            f'<td class="{"win" if speed == best else ""}">{speed:.2f}</td>'
+            for speed, best in zip(pair, fastest)
+        )
+        numbers = f"<td>{small_percent(p)}</td><td>{small_percent(q)}</td><td>{e:.2g}</td>"
+        rows += f'<tr><th scope="row">{token(text)}</th>{numbers}{cells}</tr>'
+    heads = "".join(f"<th>{name}</th>" for name in ("", "p", "q", "e", "p / e", "q / e"))
+    table = f'<table class="figures"><thead><tr>{heads}</tr></thead>{rows}</table>'
+    if found.drawn == found.draft:
+        words = f"Both draw {token(found.drawn)}: the draft is accepted."
+    else:
+        words = f"{token(found.draft)} is drafted, {token(found.drawn)} drawn: it is refused."
+    note = (
+        f"{words} p is the large model&rsquo;s, q the small one&rsquo;s, e the random number of "
+        f"this token in this place. p and q have {percent(found.common)} in common."
+    )
+    return panel(f"After &ldquo;&hellip;{token(found.after)}&rdquo;", table, note)
+
+
+class Tried(NamedTuple):
+    """An engine on a clock that counts."""
+
+    clock: str
+    steps: list[tuple[bool, int, float]]  # of each: with drafts? tokens, and what it took
+    took: tuple[float, float]  # a step with drafts and one without, medians as Trials has them
+    rates: tuple[float, float]  # tokens per unit with drafts and without
+
+
+STEPS = 3 * TRIAL
+KINDS = {True: "good", False: "soft"}  # CSS classes of steps with drafts and without
+CLOCKS = {"weights": "the weights are read", "products": "the products are computed"}
+
+
+def record_trials(prompt: str) -> list[Tried]:
+    """The same text on two clocks: a pass takes what it reads, or what it computes."""
+    ids = recordings.encode(prompt, 20)
+    return [tried(ids, clock) for clock in CLOCKS]
+
+
+def tried(ids: list[int], clock: str) -> Tried:
+    """A pass of the target over one token takes 1."""
+    target = recordings.load()
+    draft = recordings.load("stories-draft")
+    sizes = [sum(weight.numel() for weight in model.parameters()) for model in (target, draft)]
+    trials = Trials()
+    trial = trials.trials.setdefault(1, Trial())  # of one row
+    drafter = PagedDrafter(draft, target, 1)
+    engine = Engine(target, 1, 20, drafter=drafter, trials=trials)
+    engine.add(ids, SamplingParams(230, True, temperature=0.8, seed=1))
+    steps = []
+    with recordings.watch(target) as large, recordings.watch(draft) as small:
+
+        def now() -> float:
+            return sum(
+                size / sizes[0] * (1 if clock == "weights" else len(each.tokens))
+                for size, passes in zip(sizes, (large, small))
+                for each in passes
+            )
+
+        timer = SimpleNamespace(perf_counter=now)
+        with mock.patch.object(engine_module, "time", timer):
+            while len(steps) < STEPS:
+                counted = trial.steps
+                began = now()
+                drafted = len(small)
+                (event,) = engine.step()
+                if trial.steps != counted:
+                    took = now() - began
+                    steps.append((len(small) > drafted, len(event.tokens), took))
+    took = tuple(sorted(trial.seconds[way])[len(trial.seconds[way]) // 2] for way in (True, False))
+    return Tried(clock, steps, took, (trial.rate(True), trial.rate(False)))
+
+
+def draw_trials(record: list[Tried]) -> Drawing:
+    parts = []
+    for each in record:
+        most = max(tokens for _, tokens, _ in each.steps)
+        columns = "".join(
+            f'<i class="{KINDS[drafted]}" style="height:{100 * tokens / most:g}%"></i>'
+            for drafted, tokens, _ in each.steps
+        )
+        rows = ""
+        for way, kind in enumerate(("with drafts", "without")):
+            counts = [tokens for drafted, tokens, _ in each.steps if drafted == (way == 0)]
+            mean = sum(counts) / len(counts)
+            win = "win" if each.rates[way] == max(each.rates) else ""
+            rows += (
+                f'<tr><th scope="row">{kind}</th><td>{mean:.2f}</td><td>{each.took[way]:.2f}</td>'
+                f'<td class="{win}">{each.rates[way]:.2f}</td></tr>'
+            )
+        heads = "".join(
+            f"<th>{name}</th>" for name in ("a step", "tokens", "time", "tokens / time")
+        )
+        table = f'<table class="figures"><thead><tr>{heads}</tr></thead>{rows}</table>'
+        strip = f'<div class="trial">{columns}</div>'
+        thirds = '<div class="thirds"><span>16 with</span><span>16 without</span>'
+        chosen = "with" if each.rates[0] > each.rates[1] else "without"
+        thirds += f"<span>then {chosen}</span></div>"
+        parts.append(panel(f"Time goes by as {CLOCKS[each.clock]}", strip + thirds + table))
+    legend = key(good="tokens of a step with drafts", soft="of one without")
+    ways = ["pay" if each.rates[0] > each.rates[1] else "do not pay" for each in record]
+    caption = (
+        "The same drafts on two clocks. Where reading the weights takes the time, a pass over "
+        f"four tokens takes as long as one over one, and drafts {ways[0]}; where the products do, "
+        f"it takes four times as long, and they {ways[1]}. The engine tries both, and measures."
+    )
+    text = "; ".join(
+        f"on the clock of {each.clock} {each.rates[0]:.2f} tokens with drafts and "
+        f"{each.rates[1]:.2f} without in the time of a pass over one token"
+        for each in record
+    )
+    note = '<p class="note">Time 1: a pass of the large model over one token. Tokens are means.</p>'
+    return Drawing(panels(*parts) + legend + note, caption, f"Two rows of steps: {text}.")
+
+
+PICTURES = {  # slug of a lesson -> its picture
+    "batched-lookup": Picture(
+        f"{recordings.STORY}<|endoftext|>Once upon a time", record_lookup, draw_lookup
+    ),
+    "batched-speculation": Picture("One day", record_coupled, draw_coupled),
+    "drafts-that-pay": Picture("Lily", record_trials, draw_trials),
+}

@@ -1,0 +1,113 @@
+// The embedded models in this page. Play uses it, and pictures of the reader's own prompt do:
+//
+//   const model = new PageModel();
+//   await model.load(["stories-llama", "stories-draft"]); // the first one writes, others draft
+//   model.write("Once upon a time", { temperature: 0.8, seed: 7 }, (event) => ...);
+//   model.stop();
+//   await model.ask("record", "temperature", "Once upon a time"); // a function of the worker
+//
+// Names and defaults of parameters: DEFAULTS in inference.js, which runs in a worker. Events, in
+// order; each list has {token, text}, and what stands here beside it:
+//   {prompt: [...]}
+//   {start, known, computed,   of the window: its first position in the text, how many positions
+//                              were in the cache, and how many this pass of the model computed
+//    drafts: [{q, p}],         what each was drawn from, in the draft model and in the target
+//    accepted,                 how many of them
+//    tokens: [{logprob, p, top: [{logprob, p}]}],   logprob: by the model itself; p: after
+//                              penalties, temperature and filters, 0 where these cut
+//    over}                     null, "stop" or "length"
+//   {rest, over}               text of a character that is not whole
+//   {error}
+"use strict";
+
+const SLOWEST = 0.4; // seconds for a token; what is slower is no pleasure
+
+class PageModel {
+  #worker;
+  #loaded = {}; // name -> promise
+  #asked = new Map(); // id of a question -> what its answer goes to
+  #writing = 0; // id of what is being written
+  #hear; // who hears the events of that
+  #id = 0;
+
+  // Fails with the reason, in words, where the models cannot run.
+  async load(names) {
+    const reason = unable();
+    if (reason) throw new Error(reason);
+    await loadScript("engine.js");
+    this.#worker ??= this.#start();
+    for (const name of names) {
+      this.#loaded[name] ??= this.#open(name);
+      const { seconds } = await this.#loaded[name];
+      if (seconds > SLOWEST) throw new Error(`a token takes ${seconds.toFixed(1)} s`);
+    }
+  }
+
+  // It ends what was being written before.
+  write(prompt, params, hear) {
+    this.#hear = hear;
+    this.#writing = this.#send({ write: { prompt, params } });
+  }
+
+  stop() {
+    this.#writing = this.#send({});
+  }
+
+  // What a function of the worker returns: (models, ...values).
+  ask(name, ...values) {
+    const id = this.#send({ ask: { name, values } });
+    return new Promise((done, fail) => this.#asked.set(id, { done, fail }));
+  }
+
+  // From a Blob, because a page in a file may have no worker in another file, and read none.
+  #start() {
+    const source = new Blob([window.ENGINE.source, "\nserve();\n"], { type: "text/javascript" });
+    const worker = new Worker(URL.createObjectURL(source));
+    worker.onmessage = ({ data: { id, event, answer } }) => {
+      const asked = this.#asked.get(id);
+      this.#asked.delete(id);
+      if (asked && event?.error) asked.fail(new Error(event.error));
+      else if (asked) asked.done(answer);
+      else if (id === this.#writing) this.#hear(event);
+    };
+    worker.onerror = ({ message }) => {
+      for (const { fail } of this.#asked.values()) fail(new Error(message));
+      this.#hear?.({ error: message });
+    };
+    return worker;
+  }
+
+  async #open(name) {
+    await loadScript(`weights-${name}.js`);
+    return this.ask("open", window.ENGINE.code, name, window.WEIGHTS[name]);
+  }
+
+  #send(message) {
+    this.#worker?.postMessage({ id: ++this.#id, ...message });
+    return this.#id;
+  }
+}
+
+// Why there can be no model in this browser; "" if there can.
+function unable() {
+  // A program that has one vector of 128 bits: SIMD, which gpt.c is compiled for.
+  const program = [
+    0, 97, 115, 109, 1, 0, 0, 0, 1, 5, 1, 96, 0, 1, 123, 3, 2, 1, 0, 10, 10, 1, 8, 0, 65, 0, 253,
+    15, 253, 98, 11,
+  ];
+  const simd = typeof WebAssembly === "object" && WebAssembly.validate(new Uint8Array(program));
+  return simd ? "" : "this browser has no WebAssembly with SIMD";
+}
+
+const scripts = {}; // name -> promise
+
+function loadScript(name) {
+  scripts[name] ??= new Promise((done, fail) => {
+    const script = document.createElement("script");
+    script.src = name;
+    script.onload = done;
+    script.onerror = () => fail(new Error(`there is no ${name} beside this page`));
+    document.head.append(script);
+  });
+  return scripts[name];
+}

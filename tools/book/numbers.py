@@ -1,0 +1,148 @@
+"""Pictures of lessons 12 and 24: what is left of a number in 16 bits, and of weights in 8."""
+
+from typing import NamedTuple
+
+import torch
+
+from book import recordings
+from book.draw import Drawing, Picture, key, panel, panels, rows_of, signed
+from int8 import quantize
+
+
+class Rounded(NamedTuple):
+    """A number in three formats."""
+
+    token: str  # whose logit it is
+    rows: list[tuple[str, str, float]]  # format, its bits, and the value that they stand for
+
+
+FORMATS = {  # name: dtype, bits of the exponent, of the fraction
+    "float32": (torch.float32, 8, 23),
+    "float16": (torch.float16, 5, 10),
+    "bfloat16": (torch.bfloat16, 8, 7),
+}
+
+
+def record_rounded(prompt: str) -> Rounded:
+    """The largest logit after a prompt."""
+    logits = recordings.next_logits(recordings.encode(prompt, 200))
+    best = logits.argmax().item()
+    rows = []
+    for name, (dtype, exponent, fraction) in FORMATS.items():
+        value = logits[best].to(dtype)
+        width = 1 + exponent + fraction
+        integer = value.view(torch.int32 if width == 32 else torch.int16).item() % 2**width
+        rows.append((name, f"{integer:0{width}b}", value.item()))
+    return Rounded(recordings.text_of(best), rows)
+
+
+def draw_rounded(record: Rounded) -> Drawing:
+    exact = record.rows[0][2]
+    lines = ""
+    for name, bits, value in record.rows:
+        _, exponent, _ = FORMATS[name]
+        kinds = ["bad"] + ["second"] * exponent + ["first"] * (len(bits) - 1 - exponent)
+        cells = "".join(f'<i class="bit {kind}">{bit}</i>' for kind, bit in zip(kinds, bits))
+        off = f"off by {abs(value - exact):.2g}" if value != exact else "as the model gave it"
+        title = f"{name}: {len(bits)} bits, {value:.10g}, {off}"
+        lines += f'<p class="title">{title}</p><p class="bits">{cells}</p>'
+    legend = key(bad="sign", second="exponent: the range", first="fraction: the digits")
+    half, brain = (abs(row[2] - exact) for row in record.rows[1:])
+    caption = (
+        "The same number in three formats. float16 has more digits, bfloat16 float32's range, and "
+        f"is it rounded to its first 16 bits: off by {half:.2g} and {brain:.2g} here."
+    )
+    text = "; ".join(f"{name} {value:.10g}" for name, _, value in record.rows)
+    text = f"The bits of the logit of {record.token!r}: sign, exponent and fraction of {text}."
+    return Drawing(lines + legend, caption, text)
+
+
+class Products(NamedTuple):
+    """A row of weights times an input, exactly and in int8."""
+
+    weights: list[tuple[float, float, int, float]]  # w, w / scale, rounded, rounded * scale
+    scale: float
+    exact: float  # the sum of all products
+    rounded: float
+    sum: int  # of the products of whole numbers
+    x_scale: float
+
+
+@torch.inference_mode()
+def record_products(prompt: str) -> Products:
+    """The first output of the first MLP at the last position of a prompt."""
+    model = recordings.load()
+    layer = model.h[0].mlp.c_fc
+    seen = []
+    hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, -1]))
+    recordings.next_logits(recordings.encode(prompt, 200))
+    hook.remove()
+    (x,) = seen
+    w = layer.weight[0]
+    values, scale = quantize(w)
+    x_values, x_scale = quantize(x)
+    sums = (x_values.int() * values.int()).sum().item()
+    largest = w.abs().argmax().item()
+    shown = [*range(5), largest]
+    return Products(
+        [
+            (w[at].item(), (w[at] / scale).item(), values[at].item(), (values[at] * scale).item())
+            for at in shown
+        ],
+        scale.item(),
+        (x @ w).item(),
+        (sums * x_scale * scale).item(),
+        sums,
+        x_scale.item(),
+    )
+
+
+def draw_products(record: Products) -> Drawing:
+    rows = ""
+    for number, (w, ratio, value, back) in enumerate(record.weights):
+        name = "the largest" if number == len(record.weights) - 1 else f"weight {number}"
+        cells = (signed(w, 4), signed(ratio), f"<b>{signed(value, 0)}</b>", signed(back, 4))
+        rows += f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in cells)
+        rows += "</tr>"
+    head = "<th></th><th>w</th><th>w / scale</th><th>int8</th><th>int8 &times; scale</th>"
+    table = (
+        f'<div class="scroll"><table class="figures"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+    off = abs(record.rounded - record.exact)
+    sums = rows_of(
+        [
+            ("256 products in float32", signed(record.exact, 4), ""),
+            ("of int8, a whole number", f"{record.sum:,}".replace("-", "\u2212"), ""),
+            ("times both scales", signed(record.rounded, 4), ""),
+        ],
+        "figures",
+    )
+    body = panels(
+        panel(
+            "Five of 256 weights, and the largest",
+            table,
+            f"scale = the largest / 127 = {record.scale:.6f}",
+        ),
+        panel(
+            "Its product with an input",
+            sums,
+            f"The input is rounded as well, with scale {record.x_scale:.6f}.",
+        ),
+    )
+    caption = (
+        "A row keeps one scale, each weight one byte. Products of whole numbers add up exactly, "
+        f"and the scales come last: {signed(record.rounded, 4)} for {signed(record.exact, 4)}, "
+        f"off by {off:.4f}."
+    )
+    text = (
+        f"A table of weights as float32 and int8, and the sum of 256 products: {record.exact:.4f} "
+        f"exactly, {record.rounded:.4f} with int8."
+    )
+    return Drawing(body, caption, text)
+
+
+PICTURES = {  # slug of a lesson -> its picture
+    "fp16-bf16": Picture("Once upon a time", record_rounded, draw_rounded),
+    "int8-weights": Picture("Once upon a time", record_products, draw_products),
+}

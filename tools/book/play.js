@@ -1,0 +1,229 @@
+// The page Play: a form, what model.js writes, and the alternatives of each token.
+"use strict";
+
+const find = (id) => document.getElementById(id);
+const form = find("play");
+const model = new PageModel();
+const SHADES = [0.9, 0.5, 0.2, 0.05, 0]; // as on the first page
+const OFF = {
+  top_k: 0,
+  top_p: 1,
+  presence_penalty: 0,
+  frequency_penalty: 0,
+  repetition_penalty: 1,
+};
+let shown = []; // what was said of each token of the text
+let kept = 0; // so many of them are the reader's choice
+let turns = 0; // how often a text was begun
+
+function make(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
+}
+
+function percent(p) {
+  if (p === 0) return "cut";
+  if (p < 0.0005) return "< 0.1 %";
+  return `${(100 * p).toFixed(p < 0.095 ? 1 : 0)} %`;
+}
+
+function visible(text) {
+  return text === "" || text === "<|endoftext|>" ? "(the end)" : text.replace(/\n/g, "\\n");
+}
+
+function parameters() {
+  const params = Object.fromEntries(new FormData(form));
+  for (const name of Object.keys(params)) if (name !== "draft") params[name] = +params[name];
+  return params;
+}
+
+// Write on after the tokens that are kept.
+async function write() {
+  const turn = ++turns;
+  const params = { ...parameters(), logprobs: 8, begin: shown.slice(0, kept).map((t) => t.token) };
+  shown.length = kept;
+  find("status").textContent = "Writing …";
+  find("stop").hidden = false;
+  showCommand(params);
+  try {
+    await model.load(["stories-llama"]);
+    if (params.draft === "stories-draft") await model.load([params.draft]);
+  } catch (error) {
+    fail(error.message);
+    return;
+  }
+  if (turn !== turns) return;
+  const counts = { tokens: 0, passes: 0, drafts: 0, accepted: 0, began: performance.now() };
+  counts.own = params.draft ? "own" : ""; // what a token is that was no draft
+  find("drafted").hidden = !params.draft;
+  model.write(find("prompt").value, params, (event) => hear(event, counts));
+}
+
+// Where the model does not run: the recording, and why.
+function fail(reason) {
+  showRecording();
+  find("status").textContent = `The model does not run here: ${reason}. This is a recording.`;
+  find("stop").hidden = true;
+}
+
+function showRecording() {
+  kept = 0;
+  shown = [...RECORDING.tokens];
+  clear(RECORDING.prompt);
+}
+
+function hear(event, counts) {
+  if (event.error) fail(event.error);
+  if (event.prompt) clear(event.prompt.map(({ text }) => text).join(""));
+  for (const [i, token] of (event.tokens ?? []).entries()) {
+    add({ ...token, draft: event.drafts[i], by: i < event.accepted ? "accepted" : counts.own });
+  }
+  if (event.tokens) {
+    counts.passes++;
+    counts.tokens += event.tokens.length;
+    counts.drafts += event.drafts.length;
+    counts.accepted += event.accepted;
+  }
+  if ("rest" in event) end(event.rest, counts);
+}
+
+function end(rest, { tokens, passes, drafts, accepted, began }) {
+  find("text").append(rest);
+  find("stop").hidden = true;
+  const seconds = (performance.now() - began) / 1000;
+  const rate = `${Math.round(tokens / seconds)} a second`;
+  const each = `${(tokens / passes).toFixed(2)} tokens a pass`;
+  const some = drafts ? `; ${accepted} of ${drafts} drafts were right, ${each}` : "";
+  find("status").textContent = `${tokens} tokens in ${seconds.toFixed(2)} s, ${rate}${some}.`;
+}
+
+// The text anew: the prompt, and the tokens that are kept.
+function clear(prompt) {
+  find("text").replaceChildren(prompt.startsWith("<|") ? "" : prompt);
+  find("place").hidden = true;
+  for (const token of shown.splice(0)) add(token);
+}
+
+function add(token) {
+  const shade = SHADES.findIndex((least) => Math.exp(token.logprob) >= least);
+  const element = make("span", { className: `token p${shade}`, tabIndex: shown.length ? -1 : 0 });
+  element.setAttribute("role", "button");
+  element.dataset.index = shown.length;
+  if (token.by) element.classList.add(token.by);
+  const [first, ...rest] = (token.text || "∎").split("\n");
+  element.append(first, ...rest.flatMap((line) => [make("br"), line]));
+  shown.push(token);
+  find("text").append(element);
+}
+
+// The alternatives of a token.
+function showAlternatives(element) {
+  const index = Number(element.dataset.index);
+  const { text, logprob, p, draft, by, top } = shown[index];
+  for (const other of document.querySelectorAll(".chosen")) other.classList.remove("chosen");
+  element.classList.add("chosen");
+  element.focus();
+  const about = [make("code", {}, visible(text)), ` ${percent(Math.exp(logprob))} by the model`];
+  if (by === "taken") about.push("; your choice");
+  else about.push(`, ${percent(p)} in what it was drawn from`);
+  if (by === "accepted") about.push(`; drafted with ${percent(draft.q)}`);
+  else if (draft) {
+    about.push("; the draft ", make("code", {}, visible(draft.text)));
+    about.push(`, drafted with ${percent(draft.q)}, was refused`);
+  }
+  const head = ["token", "by the model", "", "drawn from"].map((words) =>
+    make("th", { textContent: words, scope: "col" }),
+  );
+  find("place").replaceChildren(
+    make("p", { className: "hint" }, ...about, "."),
+    make(
+      "table",
+      {},
+      make("thead", {}, make("tr", {}, ...head)),
+      make("tbody", {}, ...top.map((other) => alternative(other, index))),
+    ),
+  );
+  find("place").hidden = false;
+}
+
+function alternative(other, index) {
+  const own = Math.exp(other.logprob);
+  const button = make("button", { type: "button" }, make("code", {}, visible(other.text)));
+  button.title = "Go on from here with this one";
+  button.addEventListener("click", () => {
+    shown = [...shown.slice(0, index), { ...other, top: shown[index].top, by: "taken" }];
+    if (other.text === "<|endoftext|>") shown[index].text = "";
+    kept = index + 1;
+    write();
+  });
+  const bars = make("span", { className: "chances" }, make("i"), make("i"));
+  bars.firstChild.style.width = `${100 * own}%`;
+  bars.lastChild.style.width = `${100 * other.p}%`;
+  return make(
+    "tr",
+    {},
+    make("td", {}, button),
+    make("td", { className: "count", textContent: percent(own) }),
+    make("td", {}, bars),
+    make("td", { className: "count", textContent: percent(other.p) }),
+  );
+}
+
+// What writes the same in a clone. Of a text with words that the reader chose there is no such.
+function showCommand(params) {
+  const words = ["python infer.py --model checkpoints/stories-llama --dtype int8 --backend native"];
+  words.push(`--prompt='${find("prompt").value.replaceAll("'", `'\\''`)}'`);
+  words.push(`--max-new-tokens ${params.max_new_tokens}`);
+  if (params.temperature) words.push(`--temperature ${params.temperature} --seed ${params.seed}`);
+  for (const [name, off] of Object.entries(OFF))
+    if (params[name] !== off) words.push(`--${name.replaceAll("_", "-")} ${params[name]}`);
+  find("command").textContent = words.join(" ");
+  find("clone").hidden = kept > 0;
+}
+
+function showValues() {
+  for (const output of form.querySelectorAll("output"))
+    output.textContent = find(output.htmlFor.value).value;
+}
+
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  kept = 0;
+  write();
+});
+
+find("prompt").addEventListener("input", () => (kept = 0));
+
+// A slider that moves writes the text anew.
+find("sliders").addEventListener("input", () => {
+  showValues();
+  if (form.checkValidity()) write();
+});
+
+find("stop").addEventListener("click", () => {
+  model.stop();
+  turns++;
+  find("stop").hidden = true;
+  find("status").textContent = "Stopped.";
+});
+
+find("text").addEventListener("click", ({ target }) => {
+  const element = target.closest("[data-index]");
+  if (element) showAlternatives(element);
+});
+
+find("text").addEventListener("keydown", (event) => {
+  const step = { ArrowLeft: -1, ArrowRight: 1, Enter: 0, " ": 0 }[event.key];
+  const index = Number(event.target.dataset.index) + step;
+  const element = find("text").querySelector(`[data-index="${index}"]`);
+  if (!element) return;
+  event.preventDefault();
+  showAlternatives(element);
+});
+
+showValues();
+showRecording();
+showCommand(parameters());
+find("status").textContent =
+  "A recording. Write loads the model, 6 MB, from beside this page; tap a word, or move a slider.";

@@ -1,0 +1,213 @@
+"""Pictures of lessons 30 and 31: a query and a key, turned by their positions; slower turns."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+import llama
+from book import recordings
+from book.draw import Drawing, Picture, bars, key, panel, panels, signed, svg
+from infer import generate
+from llama import RopeScaling, rotate, rotations
+from sampling import SamplingParams
+
+PAIR = 2  # of the numbers of a head: this one turns by 0.32 radians a position
+
+
+class Turned(NamedTuple):
+    """A query and a key at two positions."""
+
+    places: tuple[int, int]  # of the query and of the key
+    arrows: tuple[tuple[float, float], tuple[float, float]]  # one pair of each, after turning
+    score: float  # the product of all pairs
+
+
+class Turns(NamedTuple):
+    query: str
+    key: str
+    shown: list[Turned]
+
+
+@torch.inference_mode()
+def record_turns(prompt: str) -> Turns:
+    """Of the last token's query and the key two before it, in the first head."""
+    model = recordings.load("stories-llama")
+    ids = recordings.encode(prompt, 100)
+    seen = []
+
+    def noted(x, cos, sin):
+        seen.append(x)
+        return rotate(x, cos, sin)
+
+    with mock.patch.object(llama, "rotate", noted):
+        model(torch.tensor([ids]))
+    last = len(ids) - 1
+    other = max(0, last - 2)
+    q = seen[0].flatten(0, -3)[last, :1]  # (1, head_dim), not turned yet
+    k = seen[1].flatten(0, -3)[other, :1]
+    cos, sin = rotations(model.config, torch.float32, torch.device("cpu")).first(64)
+    half = q.shape[-1] // 2
+    found = []
+    for places in (
+        (last, other),
+        (last + 3, other + 3),
+        (last + 8, other + 8),
+        (last + 5, other),
+    ):
+        turned = [rotate(x, cos[at], sin[at])[0] for x, at in zip((q, k), places)]
+        arrows = tuple((x[PAIR].item(), x[PAIR + half].item()) for x in turned)
+        found.append(Turned(places, arrows, (turned[0] @ turned[1]).item()))
+    return Turns(recordings.text_of(ids[last]), recordings.text_of(ids[other]), found)
+
+
+def draw_turns(record: Turns) -> Drawing:
+    radius = 62
+    parts = []
+    for each in record.shown:
+        middle = radius + 14
+        body = f'<circle class="dial-face" cx="{middle}" cy="{middle}" r="{radius}"/>'
+        for (x, y), kind, length in zip(each.arrows, ("first", "second"), (0.95, 0.7)):
+            scale = radius * length / math.hypot(x, y)
+            end = (middle + x * scale, middle - y * scale)
+            body += (
+                f'<path class="line {kind}" d="M{middle},{middle} L{end[0]:.1f},{end[1]:.1f}"/>'
+                f'<circle class="{kind}" cx="{end[0]:.1f}" cy="{end[1]:.1f}" r="4"/>'
+            )
+        q, k = each.places
+        parts.append(
+            f'<div class="turn"><p class="title">{q} and {k}: {q - k} apart</p>'
+            f"{svg(2 * middle, 2 * middle, body)}<p>score {signed(each.score, 3)}</p></div>"
+        )
+    legend = key(first=f"query of {record.query!r}", second=f"key of {record.key!r}")
+    first, *_, far = record.shown
+    distance = first.places[0] - first.places[1]
+    caption = (
+        "A position is a turn. Query and key turn together, so their product knows how far "
+        f"apart they are, not where they stand: {signed(first.score, 3)} at a distance of "
+        f"{distance} anywhere, {signed(far.score, 3)} at {far.places[0] - far.places[1]}."
+    )
+    shown = ", ".join(f"{each.places}: {each.score:.3f}" for each in record.shown)
+    text = (
+        "Four circles, each with an arrow for a query and one for a key, one pair of their 32 "
+        f"numbers; positions and scores: {shown}."
+    )
+    body = f'<div class="turns">{"".join(parts)}</div>{legend}'
+    note = (
+        f"Drawn is pair {PAIR} of 16 of each, not to scale; others turn faster or slower. The "
+        "score is of all."
+    )
+    return Drawing(f'{body}<p class="note">{note}</p>', caption, text)
+
+
+class Slowed(NamedTuple):
+    """Angles that the embedded Llama was trained on, and those of a text twice as long."""
+
+    trained: int  # tokens in its window
+    long: int
+    pairs: list[tuple[float, float]]  # radians a position of each pair, as it is and slowed
+    losses: list[tuple[float, float]]  # as it is and slowed: in the window, past it; nats a token
+
+
+SCALING = RopeScaling(2.0, 1.0, 4.0, 256)  # that of the lesson's Try
+
+
+@torch.inference_mode()
+def record_slowed(prompt: str, rows: int = 16) -> Slowed:
+    """The loss is that of a text of so many beginnings of stories, which the model drew itself."""
+    model = recordings.load("stories-llama")
+    config = model.config
+    trained = config.block_size
+    long = 2 * trained
+    each = long // rows
+    ids = recordings.encode(prompt, each // 2)
+    params = [
+        SamplingParams(each - 1 - len(ids), ignore_eos=True, temperature=1.0, seed=row)
+        for row in range(rows)
+    ]
+    columns = zip(*generate(model, [ids] * rows, params))
+    text = torch.tensor([id for row in columns for id in (config.bos_token_id, *ids, *row)])
+    scaled = dataclasses.replace(config, block_size=long, rope_scaling=SCALING)
+    losses = []
+    frequencies = []
+    try:
+        for model.config in (dataclasses.replace(scaled, rope_scaling=None), scaled):
+            logits = model(text[None])[0].double()
+            loss = torch.nn.functional.cross_entropy(logits[:-1], text[1:], reduction="none")
+            losses.append((loss[: trained - 1].mean().item(), loss[trained - 1 :].mean().item()))
+            turns = rotations(model.config, torch.float32, torch.device("cpu"))
+            frequencies.append(turns.frequencies.tolist())
+    finally:
+        model.config = config
+    return Slowed(trained, long, list(zip(*frequencies)), losses)
+
+
+def dial(angle: float, known: float) -> str:
+    """A circle with the angles up to this one; those that are not known stand out."""
+    middle, radius = 24, 20
+
+    def point(at: float) -> str:
+        return f"{middle + radius * math.cos(at):.2f},{middle - radius * math.sin(at):.2f}"
+
+    def sector(start: float, end: float, kind: str) -> str:
+        if end - start >= 2 * math.pi:
+            return f'<circle class="{kind}" cx="{middle}" cy="{middle}" r="{radius}"/>'
+        large = int(end - start > math.pi)
+        return (
+            f'<path class="{kind}" d="M{middle},{middle} L{point(start)} '
+            f'A{radius},{radius} 0 {large} 0 {point(end)} Z"/>'
+        )
+
+    body = f'<circle class="dial-face" cx="{middle}" cy="{middle}" r="{radius}"/>'
+    body += sector(0, min(angle, known), "kept")
+    if known < min(angle, 2 * math.pi):
+        body += sector(known, min(angle, 2 * math.pi), "bad")
+    return svg(2 * middle, 2 * middle, body)
+
+
+def draw_slowed(record: Slowed) -> Drawing:
+    parts = []
+    unknown = [0, 0]
+    for which, title in enumerate(("As it is", "Slowed, as in Llama 3.1")):
+        dials = ""
+        for pair in record.pairs:
+            known = record.trained * pair[0] * (1 + 1e-6)  # a factor of 2 may round
+            angle = record.long * pair[which]
+            unknown[which] += known < min(angle, 2 * math.pi)
+            wave = f"{2 * math.pi / pair[which]:,.0f}"
+            dials += f"<li>{dial(angle, known)}<span>{wave}</span></li>"
+        parts.append(panel(f"{title}, read to {record.long}", f'<ol class="dials">{dials}</ol>'))
+    largest = max(map(max, record.losses))
+    plain, slow = record.losses
+    rows = []
+    for place, words in enumerate((f"0 to {record.trained}", f"{record.trained} to {record.long}")):
+        for name, kind, loss in (("as it is", "bad", plain), ("slowed", "", slow)):
+            rows.append((f"{words}, {name}", loss[place], f"{loss[place]:.2f}", kind))
+    legend = key(
+        kept=f"angles of {record.trained} positions, those of its training",
+        bad="angles that it never saw",
+    )
+    body = panels(*parts) + legend
+    body += (
+        f'<p class="note">A circle for each of {len(record.pairs)} pairs of numbers in a head, '
+        "below it how many positions make a whole turn. Fast turns tell neighbours apart, and stay "
+        "as they are.</p>"
+    )
+    body += panel("Loss in nats a token, by position in one text", bars(rows, largest))
+    caption = (
+        f"A model trained on {record.trained} positions meets, in a text of {record.long}, angles "
+        f"it never saw: {unknown[0]} of {len(record.pairs)} dials show red. Slower turns leave "
+        f"{unknown[1] or 'none'}, and past the window the loss is {slow[1]:.2f} instead of "
+        f"{plain[1]:.2f}."
+    )
+    waves = "; ".join(f"{2 * math.pi / a:.1f} to {2 * math.pi / b:.1f}" for a, b in record.pairs)
+    text = f"Positions in a turn of each pair, as it is and slowed: {waves}. {caption}"
+    return Drawing(body, caption, text)
+
+
+PICTURES = {  # slug of a lesson -> its picture
+    "llama-3": Picture("Once upon a time", record_slowed, draw_slowed),
+    "llama": Picture("The cat sat on", record_turns, draw_turns),
+}

@@ -1,0 +1,50 @@
+"""Draw the picture of a lesson from a run on a prompt of your own.
+
+`python lessons.py picture 07 --prompt "One day"` runs it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import lessons as course  # noqa: E402
+from errors import UserError  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("id", help="of the lesson: 07-top-p")
+    parser.add_argument("--prompt", help="default: that of the picture in the book")
+    parser.add_argument("--rows", help="file of a benchmark's rows, for what is drawn from these")
+    words = "default: picture-ID.html, here; some lessons have a FILE.svg too"
+    parser.add_argument("--output", type=Path, help=words)
+    args = parser.parse_args(argv)
+    from book import cards, pictures
+
+    output = args.output or Path(f"picture-{args.id}.html")
+    try:
+        as_svg = output.suffix == ".svg"
+        picture = pictures.PICTURES.get(args.id.partition("-")[2])
+        of_rows = picture is not None and picture.rows
+        if (args.prompt if of_rows else args.rows) is not None:
+            what, other = ("--rows", "--prompt") if of_rows else ("--prompt", "--rows")
+            raise UserError(f"the picture of {args.id} takes {what}, not {other}")
+        given = args.rows if of_rows else args.prompt
+        text = (cards.svg_of if as_svg else pictures.page)(args.id, given)
+        if not text:
+            drawn = ", ".join(cards.CARDS if as_svg else pictures.PICTURES)
+            kind = "picture as SVG" if as_svg else "picture"
+            raise UserError(f"{args.id} has no {kind}; these have one: {drawn}")
+        output.write_text(text, "utf-8")
+    except (UserError, OSError) as error:
+        print(f"lessons.py: error: {course.printable(str(error), keep='')}", file=sys.stderr)
+        return 2
+    print(output.absolute())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
