@@ -1,0 +1,548 @@
+"""The pictures of compiled code and of benchmarks show what the runs gave, and the rows."""
+
+import statistics
+import subprocess
+import sys
+
+import pandas
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from drawings import drawn, of_class, tokens_of, tree_of, widths, words_of
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+
+def summary(name: str) -> pandas.DataFrame:
+    return pandas.read_csv(ROOT / "benchmark_results" / f"{name}_summary.csv")
+
+
+def columns_of(table) -> list[list[str]]:
+    """The texts of the cells of each row of a table."""
+    cells = ("th", "td")
+    return [[words_of(cell) for cell in row if cell.tag in cells] for row in table.iter("tr")]
+
+
+def named(element, tag: str) -> list:
+    """Its parts of that name, in HTML or in SVG."""
+    return [part for part in element.iter() if str(part.tag).rpartition("}")[2] == tag]
+
+
+def number(text: str) -> float:
+    return float(text.replace("\u2212", "-").replace(",", ""))
+
+
+# Benchmarks
+
+
+def test_turns_have_the_median_of_the_summary():
+    record, tree = drawn("benchmark-speculative")
+    line = summary("speculative_cpu").query("mode == 'gamma 3' and temperature == 0").iloc[0]
+    ratios = [turn.ratio for turn in record.turns]
+    assert len(ratios) == line["runs"] == 12
+    found = statistics.median(ratios), min(ratios), max(ratios)
+    expected = line[["speedup_median", "speedup_min", "speedup_max"]].tolist()
+    assert found == pytest.approx(expected, rel=1e-3)
+    lines, claims = of_class(tree, "div", "panel")
+    shown = [number(words_of(text)[2:]) for text in named(lines, "text") if "×" in words_of(text)]
+    order = sorted(record.turns, key=lambda turn: turn.rate)
+    assert shown == pytest.approx([turn.ratio for turn in order], abs=0.005)
+    places = [[float(dot.get("cx")) for dot in of_class(lines, "circle", kind)] for kind in ENDS]
+    for turn, left, right in zip(order, *places):
+        assert (right - 8) / (left - 8) == pytest.approx(turn.ratio, abs=0.01)
+    rates = line["decode_tokens_per_s_min"], line["decode_tokens_per_s_max"]
+    target = summary("speculative_cpu").query("mode == 'target' and temperature == 0").iloc[0]
+    slow, fast = target["decode_tokens_per_s_min"], target["decode_tokens_per_s_max"]
+    worst, best = rates[0] / fast, rates[1] / slow
+    shares = [100 * each / best for each in (worst, best, found[0])]
+    assert widths(claims) == pytest.approx(shares, abs=0.1)
+
+
+ENDS = "first", "second"
+
+
+def test_lengths_have_the_medians_of_the_summary():
+    record, tree = drawn("benchmark-kv-cache")
+    lines = summary("kv_cache_cpu").query("batch_size == 1")
+    for _, line in lines.iterrows():
+        runs = record.modes[line["mode"]][line["new_tokens"]]
+        assert len(runs) == line["runs"] == 3
+        rate = 1000 / statistics.median(runs)
+        assert rate == pytest.approx(line["decode_tokens_per_s_median"], rel=1e-3)
+    chart, table = of_class(tree, "div", "panel")
+    assert len(named(chart, "circle")) == 27
+    rows = columns_of(table)[1:]
+    shown = [[number(cell) for cell in row[1:]] for row in rows]
+    turns = [[turn.rate, turn.other, turn.ratio] for turn in record.turns]
+    turns += [[of(column) for column in zip(*turns)] for of in (statistics.mean, statistics.median)]
+    for cells, turn in zip(shown, turns, strict=True):
+        assert cells == pytest.approx(turn, abs=0.051)
+    line = lines.query(f"mode == 'cache' and new_tokens == {record.length}").iloc[0]
+    assert shown[-1][2] == pytest.approx(line["speedup_median"], abs=0.005)
+
+
+def test_shares_are_those_of_the_summary():
+    record, tree = drawn("benchmark-batching")
+    lines = summary("batching_cpu")
+    largest = lines[lines["mode"].isin(record.engines)]["decode_tokens_per_s_median"].max()
+    lengths = []
+    for engine, rates in record.engines.items():
+        for size, rate in rates.items():
+            line = lines.query(f"mode == '{engine}' and batch_size == {size}").iloc[0]
+            assert rate == pytest.approx(line["decode_tokens_per_s_median"], rel=1e-3)
+            parts = [rate / size, rate - rate / size] if size > 1 else [rate]
+            lengths += [100 * part / largest for part in parts]
+    assert widths(tree) == pytest.approx(lengths, abs=0.02) and len(record.engines) == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["", "Tom", "\0", "Readme.md", "checkpoints", "checkpoints/stories/model.safetensors"]
+)
+@pytest.mark.parametrize(
+    "slug", ["benchmark-speculative", "benchmark-kv-cache", "benchmark-batching"]
+)
+def test_a_file_without_rows_is_one_line(capsys, slug, name, tmp_path, monkeypatch):
+    import draw_picture
+
+    monkeypatch.chdir(tmp_path)
+    assert draw_picture.main([f"18-{slug}", "--rows", name]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("id", "given", "line"),
+    [
+        ("18-benchmark-speculative", "--prompt", "takes --rows, not --prompt"),
+        ("07-top-p", "--rows", "takes --prompt, not --rows"),
+    ],
+)
+def test_a_picture_takes_a_prompt_or_rows(id, given, line):
+    command = [sys.executable, ROOT / "lessons.py", "picture", id, given, "x"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"lessons.py: error: the picture of {id} {line}\n"
+
+
+# Compiled code
+
+
+def first_input(prompt: str) -> torch.Tensor:
+    """What goes into the first MLP at the last position, (C,)."""
+    from book.recordings import encoding, load
+
+    model = load()
+    ids = encoding().encode(prompt)
+    kept = []
+
+    def attend(layer, q, k, v):
+        from model import causal_attention
+
+        kept.append(causal_attention(layer, q, k, v))
+        return kept[-1]
+
+    with torch.inference_mode():
+        model.hidden(torch.tensor([ids]), torch.arange(len(ids)), attend)
+        block = model.h[0]
+        x = model.wte.weight[ids] + model.wpe.weight[: len(ids)]
+        attended = kept[0].transpose(1, 2) if kept[0].shape[1] != len(ids) else kept[0]
+        x = x + block.attn.c_proj(attended.reshape(1, len(ids), -1))[0]
+        return block.ln_2(x)[-1]
+
+
+def test_sums_in_three_orders():
+    """Whole numbers give one sum, that of int8.py; and C gives torch's bits."""
+    from book.recordings import load
+    from int8 import int8_linear, quantize
+
+    record, tree = drawn("native-int8")
+    x = first_input("One day")
+    w = load().h[0].mlp.c_fc.weight[0].detach()
+    x_values, w_values = (quantize(each)[0].tolist() for each in (x, w))
+    assert record.x == x_values[:4] and record.w == w_values[:4]
+    total = sum(a * b for a, b in zip(x_values, w_values))
+    assert [whole for _, _, whole in record.orders] == [total] * 3
+    for _, rounded, _ in record.orders:
+        assert rounded == pytest.approx((x.double() @ w.double()).item(), abs=1e-5)
+    values, scale = quantize(w[None])
+    assert record.torch == int8_linear(x[None], values, scale).item() == record.native
+    assert record.torch == pytest.approx(total * record.scale, rel=1e-6)
+    four, table = of_class(tree, "div", "panel")
+    rows = [[number(cell) for cell in row[1:]] for row in columns_of(four)]
+    assert [a * b for a, b in zip(*rows[:2])] == rows[2] and rows[3] == [sum(rows[2])]
+    shown = [[number(cell) for cell in row[1:]] for row in columns_of(table)[1:]]
+    assert [row[1] for row in shown] == [total] * 3
+    assert [row[0] for row in shown] == pytest.approx([each[1] for each in record.orders], abs=1e-8)
+
+
+@pytest.mark.parametrize("backend", ["auto", "native", "torch"])
+def test_what_computes_is_what_load_models_takes(backend):
+    import argparse
+
+    from command_line import load_models
+    from errors import UserError
+
+    record, tree = drawn("native-backend")
+    for row, (place, dtype) in enumerate(
+        [("CPU, float32", "float32"), ("CPU, int8", "int8"), ("CPU, bfloat16", "bfloat16")]
+    ):
+        choice = record.choices[row]
+        answer, said = choice.backends[backend]
+        assert choice.place == place
+        args = argparse.Namespace(backend=backend, dtype=dtype)
+        try:
+            (model,) = load_models([ROOT / "checkpoints" / "stories-draft"], args, "cpu")
+            assert answer == ("C" if model.native else "torch") and not said
+        except UserError as error:
+            assert answer == "error" and said == str(error)
+    assert record.choices[4].backends["auto"][1].startswith("note: there is no C compiler; ")
+    rows = list(of_class(tree, "table", "choices")[0].iter("tr"))[1:]
+    at = ["auto", "native", "torch"].index(backend)
+    shown = [list(row.iter("code"))[at].text for row in rows]
+    assert shown == [choice.backends[backend][0] for choice in record.choices]
+    (said,) = of_class(tree, "ol", "said")
+    notes = {words for choice in record.choices for _, words in choice.backends.values() if words}
+    assert {words_of(line) for line in said} == notes
+
+
+def test_both_backends_write_the_same_tokens():
+    record, tree = drawn("native-backend")
+    (table,) = of_class(tree, "table", "rows")
+    assert record.texts["torch"] == record.texts["C"] == tokens_of(table, "new")
+    assert "".join(record.texts["C"]).startswith(", there was a little girl named Lily.")
+
+
+def test_bytes_and_products_of_a_pass():
+    from book.recordings import load
+
+    record, tree = drawn("native-linear")
+    model = load()
+    weights = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.wpe.weight.numel()
+    assert [each.tokens for each in record] == [1, 2, 4, 8, 16]
+    for each in record:
+        assert each.bytes == 4 * weights and each.products == weights * each.tokens
+    pairs = [(25, 100 * each.tokens / 16) for each in record]
+    assert widths(tree) == pytest.approx([width for pair in pairs for width in pair], abs=0.01)
+
+
+def test_operators_are_those_that_python_calls():
+    """Noted where Python calls them; the picture asks the dispatcher."""
+    from torch.overrides import TorchFunctionMode
+
+    from book.compiled import WORDS
+    from book.recordings import encoding, load
+    from cache import KVCache
+    from infer import next_logits
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            names.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    names = []
+    record, tree = drawn("native-step")
+    model = load()
+    text = encoding().encode("Once upon a time")
+    with torch.inference_mode():
+        cache = KVCache(model, 1, 5)
+        next_logits(model, [text], cache)
+        with Calls():
+            next_logits(model, [text + [11]], cache)
+    kinds = [kind for kinds in record.stages.values() for kind in kinds]
+    products = sum(names.count(name) for name in ("matmul", "linear"))
+    assert kinds.count("first") == products == 4 * 16 + 1 and record.calls == 1
+    assert kinds.count("second") == names.count("scaled_dot_product_attention") == 16
+    computing = ("layer_norm", "gelu", "add", "embedding", "arange", "isfinite", "all")
+    assert kinds.count("good") == sum(names.count(name) for name in computing)
+    copies = names.count("cat") + names.count("__setitem__")
+    assert copies <= kinds.count("other") <= copies + names.count("contiguous")
+    layers = [own for name, own in record.stages.items() if name.startswith("layer")]
+    assert len(layers) == 16 and len(record.stages) == 18
+    assert all(own == layers[0] for own in layers[:-1])
+    python, c = named(tree, "svg")
+    for kind in WORDS:
+        assert len(of_class(python, "rect", kind)) == kinds.count(kind)
+    assert len(named(c, "rect")) == 1
+
+
+def test_parts_of_a_layer():
+    from book.recordings import load
+
+    record, tree = drawn("native-llama")
+    layers = {"GPT-2": load().h[1], "Llama": load("stories-llama").layers[1]}
+    for part, (name, block) in zip(of_class(tree, "div", "panel"), layers.items()):
+        linears = [layer for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
+        kinds = [kind for own in record.parts[name] for kind in own.operators]
+        assert kinds.count("first") == len(linears) and kinds.count("second") == 1
+        sizes = [own.sizes for own in record.parts[name] if "→" in own.sizes]
+        outputs = [int(size) for text in sizes for size in text.split("→")[1].split("+")]
+        assert outputs == [layer.out_features for layer in linears]
+        assert record.calls[name] == 1
+        assert len(named(part, "rect")) == len(kinds)
+        assert [int(row[2]) for row in columns_of(part)] == [
+            len(own.operators) for own in record.parts[name]
+        ]
+    assert record.heads == {"GPT-2": (4, 4), "Llama": (6, 2)}
+
+
+# Draws
+
+
+def logits_after(text: str) -> tuple[torch.Tensor, int]:
+    """And the position of the next token."""
+    from book.recordings import encoding, load
+
+    ids = encoding().encode(text)
+    with torch.inference_mode():
+        return load()(torch.tensor([ids]))[0, -1], len(ids)
+
+
+def test_who_runs_and_who_wins():
+    from book.racing import SEED, P
+    from book.recordings import text_of
+    from sampling import SamplingParams, draw_among_all, keyed_noise
+
+    record, tree = drawn("fast-draws")
+    logits, position = logits_after("The cat")
+    probs = (logits / 0.8).softmax(dim=-1)
+    ordered = probs.sort(descending=True)
+    count = int((ordered.values.cumsum(0) < P).sum()) + 1
+    assert sorted(ordered.indices[:count].tolist()) == record.nucleus
+    assert set(ordered.indices[:256].tolist()) == set(record.few)
+    assert record.held == pytest.approx(ordered.values[:256].sum().item(), rel=1e-4)
+    assert record.certain and record.numbers == 256 and record.size == len(logits)
+    params = SamplingParams(temperature=0.8, top_p=P)
+    draws = [(SEED, position)]
+    winner = draw_among_all(logits[None], params, None, draws).item()
+    assert record.runners[record.winner].text == text_of(winner)
+    speeds = probs / keyed_noise(logits[None], draws)[0]
+    names = {text_of(id): id for id in record.few}
+    for runner in record.runners:
+        assert runner.speed == pytest.approx(speeds[names[runner.text]].item(), rel=1e-4)
+        assert runner.inside == (names[runner.text] in record.nucleus)
+    assert len(of_class(tree, "rect", "second")) == len(record.nucleus)
+    assert len(of_class(tree, "rect", "first")) == 256 - len(record.nucleus)
+    places = [(int(part.get("x")), int(part.get("y"))) for part in of_class(tree, "rect", "second")]
+    assert [y // 6 * 64 + x // 6 for x, y in places] == record.nucleus
+    (table,) = tree.iter("table")
+    assert tokens_of(table) == [runner.text for runner in record.runners]
+    assert tokens_of(table, "new") == [text_of(winner)]
+    shown = [row[3] for row in columns_of(table)[1:]]
+    inside = [runner for runner in record.runners if runner.inside]
+    assert [float(text) for text in shown if text != "outside"] == pytest.approx(
+        [runner.speed for runner in inside], rel=0.006
+    )
+
+
+def test_few_tokens_that_are_not_enough(monkeypatch):
+    """Where the few hold too little, all run, and the picture says so."""
+    import sampling
+    from book import racing
+
+    monkeypatch.setattr(sampling, "FEW", 4)
+    monkeypatch.setattr(racing, "FEW", 4)
+    record = racing.record_few("The cat")
+    assert not record.certain and record.numbers == 4 + 4096 and len(record.few) == 4
+    caption = racing.draw_few(record).caption
+    assert "too much to be certain" in caption and "4,100 random numbers" in caption
+
+
+def test_which_tokens_need_a_logarithm():
+    """As draw.c asks: the most likely one first, then block by block."""
+    from book.racing import SEED
+    from book.recordings import text_of
+    from sampling import SamplingParams, keyed_noise, sample
+
+    record, tree = drawn("native-draws")
+    logits, position = logits_after("The cat")
+    draws = [(SEED, position)]
+    noise = keyed_noise(logits[None].double(), draws)[0].tolist()
+    weights = ((logits - logits.max()) / 0.8).exp().tolist()
+    speeds = [weight / own for weight, own in zip(weights, noise)]
+    rest = [1 - 2.718281828459045**-own for own in noise]
+    first = weights.index(1)
+    best = speeds[first]
+    asked = {first: 0}
+    blocks = []  # the best speed before each
+    for start in range(0, 4096, 256):
+        before = best
+        blocks.append(before)
+        for id in range(start, start + 256):
+            if weights[id] > rest[id] * before:
+                asked.setdefault(id, before)
+                best = max(best, speeds[id])
+    winner = sample(logits[None], SamplingParams(temperature=0.8), None, draws).item()
+    assert winner == max(range(4096), key=speeds.__getitem__)
+    assert record.asked == len(asked) < 10 and record.best == pytest.approx(best, rel=1e-5)
+    shown = [entry for entry in record.entries if entry.asked]
+    ids = [first, *sorted(set(asked) - {first})]
+    assert [entry.text for entry in shown] == [text_of(id) for id in ids]
+    assert [entry.text for entry in shown if entry.winner] == [text_of(winner)]
+    assert [entry.before for entry in shown] == pytest.approx([asked[id] for id in ids], rel=1e-5)
+    for entry in record.entries[1:]:
+        id = min(range(4096), key=lambda id: abs(weights[id] / rest[id] - entry.bound))
+        assert entry.before == pytest.approx(blocks[id // 256], rel=1e-5)
+    for entry in record.entries:
+        assert entry.speed <= entry.bound and (entry.asked or entry.bound <= entry.before)
+    bounds = sorted((w / r for w, r in zip(weights, rest)), reverse=True)
+    assert record.others == pytest.approx(bounds[len(record.entries)], rel=1e-5)
+    assert tokens_of(tree) == [entry.text for entry in record.entries]
+    scale = 100 / (1.25 * record.best)
+    assert widths(tree) == pytest.approx([e.bound * scale for e in record.entries], abs=0.01)
+    ticks = [float(tick.get("style")[5:-1]) for tick in of_class(tree, "b", "tick")]
+    assert ticks == pytest.approx([e.before * scale for e in record.entries[1:]], abs=0.01)
+
+
+# Weights and pages in memory
+
+
+def test_weights_lie_where_gpt_c_reads_them():
+    """Output o and input i are number i * width + o % width of panel o // width."""
+    from book.recordings import load
+
+    record, tree = drawn("packed-weights")
+    weight = load().h[0].mlp.c_fc.weight[:6, :4]
+    assert [cell.value for cell in record.before] == weight.flatten().tolist()
+    assert [(cell.output, cell.input) for cell in record.before] == [
+        (o, i) for o in range(6) for i in range(4)
+    ]
+    assert len(record.after) == 2 * 4 * 4
+    found = {}
+    for at, cell in enumerate(record.after):
+        panel, place = divmod(at, 16)
+        own = panel * 4 + place % 4, place // 4
+        if own[0] < 6:
+            assert (cell.output, cell.input) == own and cell.value == weight[own].item()
+            found[own] = found.get(own, 0) + 1
+        else:
+            assert cell == (0, None, None)
+    assert len(found) == 24 and set(found.values()) == {1}
+    x = first_input("Once upon a time")[:4]
+    assert record.x == pytest.approx(x.tolist(), rel=1e-4, abs=1e-5)
+    sums = F.linear(x, weight).tolist()
+    before, after = of_class(tree, "div", "panel")
+    rows = columns_of(before)[1:]
+    assert [number(row[-1]) for row in rows] == pytest.approx(sums, abs=6e-4)
+    lanes = [number(cell) for row in columns_of(after) if row[0] == "sums" for cell in row[1:5]]
+    assert lanes == pytest.approx([*sums, 0, 0], abs=6e-4)
+    for cell, shown in zip(record.before, [text for row in rows for text in row[1:5]]):
+        assert number(shown) == pytest.approx(cell.value, abs=6e-4)
+    for part, cells in ((before, record.before), (after, record.after)):
+        kinds = [
+            cell.get("class")
+            for row in part.iter("tr")
+            if "sum" not in row.get("class", "")
+            for cell in row.iter("td")
+            if cell.get("class") not in ("value", "x")
+        ]
+        expected = ["pad" if cell.output is None else f"tint{cell.output}" for cell in cells]
+        assert kinds == expected
+
+
+def test_groups_of_int8_weights_and_a_lane():
+    from book.recordings import load
+    from int8 import quantize
+
+    record, tree = drawn("packed-int8")
+    values, _ = quantize(load().h[0].mlp.c_fc.weight[:4, :8].detach())
+    for at, cell in enumerate(record.memory):
+        group, place = divmod(at, 16)
+        assert (cell.output, cell.input) == (place // 4, 4 * group + place % 4)
+        assert cell.value == values[cell.output, cell.input].item()
+    x = quantize(first_input("Once upon a time")[:8])[0].tolist()
+    assert record.x == x and record.weights == values[0, :4].tolist()
+    bytes_, lane = of_class(tree, "div", "panel")
+    groups = of_class(bytes_, "span", "lane")
+    shown = [[number(words_of(byte)) for byte in group] for group in groups]
+    assert shown == [values[o, i : i + 4].tolist() for i in (0, 4) for o in range(4)]
+    rows = columns_of(lane)
+    exact = sum(a * b for a, b in zip(x[:4], record.weights))
+    assert [number(cell) for cell in rows[1][1:5]] == [value + 128 for value in x[:4]]
+    assert number(rows[3][5]) + number(rows[4][2]) == number(rows[5][2]) == exact
+    assert number(rows[4][2]) == -128 * sum(record.weights)
+
+
+def test_bits_of_a_text_cut_into_passes():
+    from book.recordings import native
+    from cache import KVCache, Span
+
+    record, tree = drawn("native-batches")
+    logits, count = logits_after("Once upon a time")
+    text = [token for part in record[0].passes for token in part]
+    model = native()
+    from book.recordings import encoding
+
+    span = Span([0], 0, encoding().encode("".join(text)))
+    alone = model.native.logits(KVCache(model, 1).storage, [span], [1])[0]
+    assert [len(way.passes) for way in record] == [1, 2, count, 1]
+    for way in record:
+        assert [token for part in way.passes for token in part] == text
+        assert way.native == alone.max().item() and way.apart[1] == 0
+        assert way.torch == pytest.approx(logits.max().item(), abs=1e-4)
+    assert record[0].apart == (0, 0)
+    for way, line in zip(record, of_class(tree, "ul", "ways")[0]):
+        boxes = of_class(line, "span", "pass")
+        assert [tokens_of(each) for each in boxes] == way.passes
+        results = [words_of(each) for each in of_class(line, "span", "result")]
+        assert [float(words.split()[1]) for words in results] == pytest.approx(
+            [way.torch, way.native], abs=1e-6
+        )
+        changed = [f"{count:,} logits" if count else "none" for count in way.apart]
+        assert all(words in result for words, result in zip(changed, results))
+
+
+def test_pages_that_a_query_reads():
+    from engine.pages import page_count
+
+    record, tree = drawn("native-pages")
+    number_of = {page: record.pages.index(page) for page in record.pages[: len(record.words)]}
+    assert len({record.owners[page] for page in record.pages}) == 1
+    text = "".join(word for page in record.words for word in page)
+    assert text.startswith("Lily saw") and [len(page) for page in record.words[:-1]] == [4, 4]
+    positions = sum(map(len, record.words))
+    assert positions in record.positions and record.bytes == 16 * 2 * 256 * 4  # as the lesson says
+    for index, length in enumerate(record.positions):
+        assert record.owners.count(index) >= page_count(length, 4)
+    # torch copies whole pages, and fills a group up to its longest text.
+    groups = {}
+    for length in record.positions:
+        used = page_count(length, 4)
+        groups.setdefault(used.bit_length(), []).append(used)
+    whole = sum(max(group) * len(group) for group in groups.values())
+    assert record.copied == whole * 4 * record.bytes
+    copied, direct = named(tree, "svg")
+    for part in (copied, direct):
+        own = of_class(part, "rect", "second")
+        assert sorted(int(float(each.get("x"))) // 33 for each in own) == sorted(number_of)
+        assert len(of_class(part, "polyline", "second")) == len(number_of)
+        assert len(of_class(part, "rect", "empty")) == record.owners.count(None)
+    assert len(of_class(copied, "rect", "other")) == len(number_of)
+    ends = {
+        int(float(line.get("points").split(",")[0])) // 33: float(
+            line.get("points").split()[1].split(",")[0]
+        )
+        for line in of_class(copied, "polyline", "second")
+    }
+    assert sorted(ends, key=ends.get) == list(number_of)
+    share = 100 * sum(record.positions) * record.bytes / (3 * record.copied)
+    assert widths(tree) == pytest.approx([100, share], abs=0.01)
+
+
+def test_a_control_token_is_a_prompt_too():
+    from book import compiled, packing, racing
+
+    for part in (compiled, racing, packing):
+        for picture in part.PICTURES.values():
+            drawing = picture.draw(picture.record("<|endoftext|>"))
+            tree_of(f"{drawing.caption}{drawing.body}")
+
+
+@pytest.mark.parametrize("prompt", ["", "a " * 300])
+def test_prompts_of_no_token_and_of_many(prompt):
+    from book import compiled, packing, racing
+    from errors import UserError
+
+    for part in (compiled, racing, packing):
+        for picture in part.PICTURES.values():
+            with pytest.raises(UserError, match="this picture shows 1 to "):
+                picture.record(prompt)

@@ -1,0 +1,521 @@
+"""Pictures of lessons 27 and 50 to 53: how often and in which order C reads weights, and pages."""
+
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from book import recordings
+from book.compiled import differing
+from book.draw import (
+    Drawing,
+    Picture,
+    bars,
+    box,
+    dot,
+    escape,
+    key,
+    label,
+    panel,
+    panels,
+    path,
+    segment,
+    signed,
+    svg,
+    token,
+)
+from cache import KVCache
+from engine.cache import PagedCache, last_logits
+from engine.engine import Engine
+from infer import pass_logits
+from int8 import quantize
+from native.linear import pack
+from sampling import SamplingParams
+
+
+class Reading(NamedTuple):
+    """What the products of a pass read, and what they compute."""
+
+    tokens: int
+    bytes: int  # of weights
+    products: int  # multiply-adds
+
+
+@torch.inference_mode()
+def record_reading(prompt: str) -> list[Reading]:
+    """The first 1, 2, 4, ... tokens of a text in one pass."""
+    model = recordings.load()
+    ids = recordings.encode(prompt, 60)
+    text = ids + recordings.write(ids, max_new_tokens=16, ignore_eos=True)
+    found = []
+    for count in (1, 2, 4, 8, 16):
+        sizes = []
+
+        def note(layer, args, out, sizes=sizes):
+            sizes.append((layer.weight.nbytes, out.numel() * layer.in_features))
+
+        layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+        hooks = [layer.register_forward_hook(note) for layer in layers]
+        model(torch.tensor([text[:count]]))
+        for hook in hooks:
+            hook.remove()
+        found.append(Reading(count, *(sum(column) for column in zip(*sizes))))
+    return found
+
+
+def draw_reading(record: list[Reading]) -> Drawing:
+    most = record[-1]
+    rows = ""
+    for each in record:
+        name = "1 token" if each.tokens == 1 else f"{each.tokens} tokens"
+        both = segment(each.bytes / most.bytes / 4, "second")
+        both += segment(each.products / most.products, "first")
+        words = f"{each.bytes / each.products:g} bytes each"
+        rows += f'<tr><th scope="row">{name}</th><td>{both}</td><td class="value">{words}</td></tr>'
+    one = record[0]
+    body = f'<table class="bars pairs">{rows}</table>' + key(
+        second=f"weights read: {one.bytes / 1e6:.1f} MB, each time",
+        first=f"multiply-adds: {one.products / 1e6:.1f} million for each token",
+    )
+    body += (
+        '<p class="note">To the right, bytes read for each multiply-add. The two bars of a row are '
+        "not to one scale: where they cross depends on how fast a machine reads and computes.</p>"
+    )
+    caption = (
+        f"For one token each weight is read, {one.bytes / one.products:g} bytes, used once, and "
+        "the processor waits for the next: a step takes as long as memory takes to bring "
+        f"{one.bytes / 1e6:.1f} MB. {most.tokens} tokens in one pass read the same bytes and share "
+        "them."
+    )
+    text = "Bytes of weights and multiply-adds of a pass: " + "; ".join(
+        f"{each.tokens} tokens {each.bytes:,} and {each.products:,}" for each in record
+    )
+    return Drawing(body, caption, text + ".")
+
+
+class Cell(NamedTuple):
+    """A place in memory."""
+
+    value: float
+    output: int | None  # whose weight it is, None for a zero that fills up
+    input: int | None
+
+
+class Layout(NamedTuple):
+    """A small weight in memory, before and after packing, and its product with an input."""
+
+    weight: list[list[float]]  # (out, in)
+    x: list[float]  # (in)
+    before: list[Cell]
+    after: list[Cell]
+    width: int  # outputs in a panel
+
+
+WIDTH = 4  # outputs in a panel, so that it can be drawn; on a processor 8, 16 or 32
+
+
+@torch.inference_mode()
+def first_product(prompt: str, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A corner of the first MLP's weight, and the input of these at a prompt's last position."""
+    layer = recordings.load().h[0].mlp.c_fc
+    seen = []
+    hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, -1]))
+    recordings.next_logits(recordings.encode(prompt, 200))
+    hook.remove()
+    return layer.weight[:outputs, :inputs].detach().clone(), seen[0][:inputs].clone()
+
+
+def cells(values: torch.Tensor, places: torch.Tensor, inputs: int) -> list[Cell]:
+    """places: 1 for the first weight, row by row, and so on; 0 for a zero that fills up."""
+    return [
+        Cell(value, *((place - 1) // inputs, (place - 1) % inputs) if place else (None, None))
+        for value, place in zip(values.flatten().tolist(), places.flatten().int().tolist())
+    ]
+
+
+def record_layout(prompt: str, outputs: int = 6, inputs: int = 4) -> Layout:
+    weight, x = first_product(prompt, outputs, inputs)
+    places = torch.arange(1.0, outputs * inputs + 1).view(outputs, inputs)
+    before = cells(weight, places, inputs)
+    rows = weight.tolist()
+    packed = [
+        torch.cat([part.flatten() for part in pack(each, WIDTH)]).view(torch.float32)
+        for each in (weight, places)
+    ]
+    return Layout(rows, x.tolist(), before, cells(*packed, inputs), WIDTH)
+
+
+def vector(own: list[Cell], begin: str, end: str, digits: int = 3) -> str:
+    """A row of memory: what stands before it, its numbers, what stands behind."""
+    shown = "".join(
+        f'<td class="{"pad" if cell.output is None else f"tint{cell.output}"}">'
+        f"{signed(cell.value, digits)}</td>"
+        for cell in own
+    )
+    return f'<tr><th scope="row">{begin}</th>{shown}<td class="value">{end}</td></tr>'
+
+
+def draw_layout(record: Layout) -> Drawing:
+    width = record.width
+    before = ""
+    for start in range(0, len(record.before), width):
+        own = record.before[start : start + width]
+        total = sum(cell.value * record.x[cell.input] for cell in own)
+        output = own[0].output
+        sums = f'<b class="tint{output}">{signed(total, 3)}</b>'
+        before += vector(own, f"row {output}", sums)
+    across = "".join(f'<td class="x">{signed(x)}</td>' for x in record.x)
+    before = f'<tr><th scope="row">times x</th>{across}<td class="value">sum</td></tr>{before}'
+    after = ""
+    size = width * len(record.x)
+    for start in range(0, len(record.after), size):
+        held = record.after[start : start + size]
+        lanes = [0.0] * width
+        for number, x in enumerate(record.x):
+            own = held[number * width : (number + 1) * width]
+            after += vector(own, f"{signed(x)} &times;", "")
+            for lane, cell in enumerate(own):
+                lanes[lane] += x * cell.value
+        sums = [Cell(total, cell.output, None) for total, cell in zip(lanes, held)]
+        after += vector(sums, "sums", "").replace("<tr>", '<tr class="sum">')
+    body = panels(
+        panel(
+            "Before: row by row",
+            f'<table class="memory">{before}</table>',
+            "A line is a vector of neighbours in memory, a colour an output. Its products have to "
+            "be added to one number, four lanes to one.",
+        ),
+        panel(
+            f"After: panels of {width} outputs",
+            f'<table class="memory">{after}</table>',
+            "A line has a weight of each output, times one number of x. The second panel is "
+            "filled up with zeros.",
+        ),
+    )
+    outputs = len(record.weight)
+    caption = (
+        f"The same {outputs} &times; {len(record.x)} weights in the order of memory. Packed, each "
+        "lane of a vector belongs to an output, so the sums stand side by side and nothing is "
+        "left to add at the end."
+    )
+    text = (
+        f"Two tables of {len(record.before)} weights in memory: row by row, and in panels of "
+        f"{width} outputs, input by input. Before: {shown(record.before)}. After: "
+        f"{shown(record.after)}."
+    )
+    return Drawing(body, caption, text)
+
+
+def shown(own: list[Cell]) -> str:
+    """Output and input of each place, in words."""
+    return " ".join("0" if cell.output is None else f"{cell.output}.{cell.input}" for cell in own)
+
+
+class Lanes(NamedTuple):
+    """Weights in int8, packed in groups of four inputs, and one of the products."""
+
+    memory: list[Cell]  # in the order of memory
+    x: list[int]  # all values
+    weights: list[int]  # of the first output and the first four inputs
+    taken: int  # back from its sum, for what was added to the values
+
+
+GROUP = 4  # weights of one output side by side
+ADDED = 128  # to each value, because the instruction takes unsigned ones
+
+
+def record_lanes(prompt: str, outputs: int = 4, inputs: int = 8) -> Lanes:
+    weight, x = first_product(prompt, outputs, inputs)
+    values, _ = quantize(weight)
+    places = torch.arange(1, outputs * inputs + 1, dtype=torch.int8).view(outputs, inputs)
+    memory = [pack(each.clone(), outputs, GROUP)[0].view(torch.int8) for each in (values, places)]
+    own = values[0, :GROUP]
+    return Lanes(
+        cells(*memory, inputs),
+        quantize(x)[0].tolist(),
+        own.tolist(),
+        -ADDED * own.sum(dtype=torch.int32).item(),
+    )
+
+
+def draw_lanes(record: Lanes) -> Drawing:
+    rows = ""
+    wide = len({cell.output for cell in record.memory}) * GROUP
+    for start in range(0, len(record.memory), wide):
+        own = record.memory[start : start + wide]
+        inputs = own[0].input
+        groups = "".join(
+            '<span class="lane">'
+            + "".join(
+                f'<i class="tint{cell.output}">{signed(cell.value, 0)}</i>'
+                for cell in own[at : at + GROUP]
+            )
+            + "</span>"
+            for at in range(0, wide, GROUP)
+        )
+        rows += f'<p class="title">inputs {inputs} to {inputs + GROUP - 1}</p>'
+        rows += f'<p class="lanes">{groups}</p>'
+    values = record.x[:GROUP]
+    raised = [value + ADDED for value in values]
+    products = [a * b for a, b in zip(raised, record.weights)]
+    lines = {
+        "x": values,
+        f"x + {ADDED}": raised,
+        "weights": record.weights,
+        "products": products,
+    }
+    table = ""
+    for name, numbers in lines.items():
+        total = ""
+        if name == "products":
+            total = f"<b>{signed(sum(numbers), 0)}</b>"
+        numbers = "".join(f"<td>{signed(number, 0)}</td>" for number in numbers)
+        table += f'<tr><th scope="row">{name}</th>{numbers}<td>{total}</td></tr>'
+    weights = " + ".join(f"({w})" if w < 0 else str(w) for w in record.weights)
+    result = sum(products) + record.taken
+    for name, number in (("taken back", record.taken), ("sum of x w", result)):
+        number = f"<td><b>{signed(number, 0)}</b></td>"
+        table += f'<tr><th scope="row">{name}</th><td colspan="{GROUP}"></td>{number}</tr>'
+    table = f'<table class="figures">{table}</table>'
+    body = panels(
+        panel("A panel of four outputs in memory", rows, "A colour an output, a box a lane."),
+        panel(
+            "What one lane of one instruction adds",
+            table,
+            f"Taken back: {ADDED} &times; ({escape(weights).replace('-', '&minus;')}), known when "
+            "the weight is packed.",
+        ),
+    )
+    caption = (
+        "Four weights of an output lie side by side. One instruction of AVX-512 VNNI multiplies "
+        "them with four values of x and adds all four to the output&rsquo;s own sum. It wants x "
+        f"without a sign, so {ADDED} is added and taken back: {signed(result, 0)} is left."
+    )
+    text = (
+        f"Weights of {wide // GROUP} outputs in groups of {GROUP}: {shown(record.memory)}. One "
+        f"lane: values {values}, weights {record.weights}, {sum(products)} with {ADDED} added, "
+        f"{record.taken} taken back, {result} left."
+    )
+    return Drawing(body, caption, text)
+
+
+class Way(NamedTuple):
+    """A text cut into passes, and a logit at its end."""
+
+    passes: list[list[str]]  # tokens of each
+    beside: int  # other texts in the same passes
+    torch: float
+    native: float
+    apart: tuple[int, int]  # logits with other bits than in the first way, in torch and in C
+
+
+@torch.inference_mode()
+def record_ways(prompt: str, others: int = 7) -> list[Way]:
+    text = recordings.encode(prompt, 8)
+    half = len(text) // 2
+    parts = [[text[:half], text[half:]], [[id] for id in text]] if half else []
+    cuts = [([text], 0), *((each, 0) for each in parts), ([text], others)]
+    models = recordings.load(), recordings.native()
+    first = [last_of(model, [text], 0) for model in models]
+    best = first[0].argmax()
+    ways = []
+    for passes, beside in cuts:
+        logits = [last_of(model, passes, beside) for model in models]
+        apart = tuple((a != b).sum().item() for a, b in zip(logits, first))
+        words = [[recordings.text_of(id) for id in each] for each in passes]
+        ways.append(Way(words, beside, *(row[best].item() for row in logits), apart))
+    return ways
+
+
+def last_of(model, passes: list[list[int]], beside: int) -> torch.Tensor:
+    """The logits after a text, which other texts of its length accompany."""
+    cache = KVCache(model, 1 + beside)
+    rows = list(range(1 + beside))
+    for tokens in passes:
+        logits = pass_logits(model, [tokens, *[tokens[::-1]] * beside], rows, cache, 1)
+    return logits[0, -1]
+
+
+def draw_ways(record: list[Way]) -> Drawing:
+    rows = ""
+    eager = differing([f"{way.torch:.7f}" for way in record], f"{record[0].torch:.7f}")
+    native = differing([f"{way.native:.7f}" for way in record], f"{record[0].native:.7f}")
+    for way, *numbers in zip(record, eager, native):
+        parts = "".join(
+            f'<span class="pass">{"".join(token(text) for text in each)}</span>'
+            for each in way.passes
+        )
+        others = f" and {way.beside} other texts" if way.beside else ""
+        results = "".join(
+            f'<span class="result">{name} <b>{number}</b> <small>'
+            f"{f'{count:,} logits changed' if count else 'none changed'}</small></span>"
+            for name, number, count in zip(("torch", "C"), numbers, way.apart)
+        )
+        rows += f'<li><span class="cuts">{parts}{others}</span>{results}</li>'
+    body = f'<ul class="ways">{rows}</ul>' + (
+        '<p class="note">A box is a pass. The number is the largest logit after the text; changed '
+        "are those of all logits that have other bits than in the first line.</p>"
+    )
+    different = [max(way.apart[at] for way in record) for at in (0, 1)]
+    eager = "torch&rsquo;s logits have the same bits too here"
+    if different[0]:
+        eager = f"in torch up to {different[0]:,} logits get other bits"
+    own = "all logits keep their bits" if not different[1] else f"{different[1]:,} change"
+    caption = (
+        f"The same text, cut into passes in {len(record)} ways. In C {own}, because "
+        f"no sum is made in an order that depends on how many tokens there are; {eager}."
+    )
+    text = "A logit after the text, in torch and in C: " + "; ".join(
+        f"{len(way.passes)} passes and {way.beside} other texts {way.torch:.7f} and "
+        f"{way.native:.7f}, {way.apart[0]} and {way.apart[1]} logits with other bits"
+        for way in record
+    )
+    return Drawing(body, caption, text + ".")
+
+
+class Pages(NamedTuple):
+    """A step of an engine, and what attention reads in it."""
+
+    owners: list[int | None]  # of each page: which of the step's texts
+    pages: list[int]  # of the text whose query is drawn, in order
+    words: list[list[str]]  # on each of these
+    positions: list[int]  # of each text
+    bytes: int  # of a position
+    copied: int  # bytes that the gather of a step writes
+
+
+NUM_PAGES = 10
+
+
+@torch.inference_mode()
+def record_pages(prompt: str) -> Pages:
+    """Four texts in three rows: when the last one runs, the first has left."""
+    ids = recordings.encode(prompt, 6)
+    model = recordings.native()
+    engine = Engine(model, max_rows=3, num_pages=NUM_PAGES, page_size=4)
+    options = {"ignore_eos": True, "temperature": 1.0}
+    requests = [
+        engine.add(ids, SamplingParams(length, seed=seed, **options), str(seed))
+        for seed, length in enumerate((4, 20, 16, 14))
+    ]
+    seen = []
+    logits = model.native.logits
+
+    def noted(storage, spans, keep):
+        before = storage.clone()
+        seen[:] = [(before, spans, keep)]
+        return logits(storage, spans, keep)
+
+    with mock.patch.object(model.native, "logits", noted):
+        while requests[3].computed < 10 and engine.busy:
+            engine.step()
+    ((storage, spans, keep),) = seen
+    asking = requests[3]
+    last = next(span for span in spans if span.pages == asking.pages)
+    owners = [None] * NUM_PAGES
+    for number, span in enumerate(spans):
+        for page in span.pages:
+            owners[page] = number
+    held = [recordings.text_of(id) for id in asking.window[: last.start + len(last.tokens)]]
+    config = model.config
+    size = 2 * config.n_layer * config.n_kv_head * config.head_dim * storage.itemsize
+    return Pages(
+        owners,
+        list(last.pages),
+        [held[start : start + 4] for start in range(0, len(held), 4)],
+        [span.start + len(span.tokens) for span in spans],
+        size,
+        gathered(storage, spans, keep),
+    )
+
+
+def gathered(storage: torch.Tensor, spans: list, keep: list[int]) -> int:
+    """The bytes that torch copies out of the pages in the same step."""
+    model = recordings.load()
+    cache = PagedCache(model, storage.shape[2], storage.shape[4])
+    cache.storage.copy_(storage)
+    sizes = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function.overloadpacket.__name__ == "index_select":
+                sizes.append(result.nbytes)
+            return result
+
+    with Copies():
+        last_logits(model, cache, spans, keep)
+    return sum(sizes)
+
+
+def draw_pages(record: Pages) -> Drawing:
+    used = len(record.words)
+    reads = sum(record.positions) * record.bytes
+    traffic = [
+        ("torch", 3 * record.copied, f"{3 * record.copied / 1e6:.2f} MB", "second"),
+        ("C", reads, f"{reads / 1e6:.2f} MB", "first"),
+    ]
+    legend = key(
+        second="pages of this text", kept="of other texts", empty="free", other="a copy, in order"
+    )
+    body = panels(
+        panel("torch: copy, then attend", route(record, copy=True)),
+        panel("C: read the pages where they are", route(record, copy=False)),
+    )
+    body += legend + '<p class="title one">Keys and values moved in this step</p>' + bars(traffic)
+    body += (
+        f'<p class="note">{len(record.positions)} texts of {", ".join(map(str, record.positions))} '
+        f"positions, {record.bytes:,} bytes each. torch reads {record.copied:,} bytes, whole pages "
+        "and padding, writes them and reads them again.</p>"
+    )
+    order = ", ".join(map(str, record.pages[:used]))
+    caption = (
+        f"The text lies in pages {order}. torch first copies them side by side, because its "
+        "attention knows no pages; in C a query looks each page up in the table as it goes, and "
+        f"{reads / 1e6:.2f} MB move instead of {3 * record.copied / 1e6:.2f}."
+    )
+    tokens = "; ".join(f"page {page} {words}" for page, words in zip(record.pages, record.words))
+    text = (
+        f"Two drawings of a pool of {len(record.owners)} pages: {tokens}. With a copy {order} lie "
+        f"side by side before a query reads them; without it, the query reads each in its place. "
+        f"{3 * record.copied} bytes against {reads}."
+    )
+    return Drawing(body, caption, text)
+
+
+def route(record: Pages, copy: bool, side: int = 30) -> str:
+    """The pool, and how a query gets to the keys of its text: by a copy or by itself."""
+    width = len(record.owners) * (side + 3) + 4
+    used = len(record.words)
+    body = label(2, 12, "pages of the pool", "soft")
+    height = 168
+    asked = (width / 2, height - 14)
+    left = width / 2 - used * (side + 3) / 2
+    lines = ""
+    for page, owner in enumerate(record.owners):
+        x = 2 + page * (side + 3)
+        own = page in record.pages[:used]
+        kind = "second" if own else "empty" if owner is None else "kept"
+        body += box(x, 36, side, 22, kind)
+        body += label(x + side / 2, 32, str(page), "middle")
+        if not own:
+            continue
+        order = record.pages.index(page)
+        middle = left + order * (side + 3) + side / 2
+        end = (middle, 92) if copy else asked
+        lines += path([(x + side / 2, 58), end], "second")
+        if copy:
+            body += box(middle - side / 2, 92, side, 22, "other")
+            lines += path([(middle, 114), asked], "other")
+    body += lines + dot(*asked, "first") + label(asked[0] + 10, asked[1] + 5, "query")
+    return svg(width, height, body, "chart")
+
+
+PICTURES = {  # slug of a lesson -> its picture
+    "native-linear": Picture("Once upon a time", record_reading, draw_reading),
+    "packed-weights": Picture("Once upon a time", record_layout, draw_layout),
+    "packed-int8": Picture("Once upon a time", record_lanes, draw_lanes),
+    "native-batches": Picture("Once upon a time", record_ways, draw_ways),
+    "native-pages": Picture("Lily saw", record_pages, draw_pages),
+}
