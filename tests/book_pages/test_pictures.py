@@ -4,7 +4,6 @@ import html
 import json
 import re
 import subprocess
-import sys
 
 import html5lib
 import pytest
@@ -13,8 +12,6 @@ from conftest import ROOT, run
 from drawings import drawn, of_class, tokens_of, tree_of, widths, words_of
 
 import lessons as course
-
-sys.path.insert(0, str(ROOT / "tools"))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from drawings import drawn, of_class, tokens_of, tree_of, words_of
 
 from infer import generate
 from sampling import SamplingParams
-
-sys.path.insert(0, str(ROOT / "tools"))
 
 PLAYED = {  # lesson -> where its recording has the run
     "continuous-batching": lambda record: record.run,

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from conftest import ROOT
 from drawings import drawn, of_class, tokens_of, tree_of, widths, words_of
 
-sys.path.insert(0, str(ROOT / "tools"))
-
 
 def summary(name: str) -> pandas.DataFrame:
     return pandas.read_csv(ROOT / "benchmark_results" / f"{name}_summary.csv")

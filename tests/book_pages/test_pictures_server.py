@@ -5,14 +5,11 @@ import contextlib
 import json
 import math
 import re
-import sys
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT, run_rows
+from conftest import CHECKPOINTS, run_rows
 from drawings import drawn, of_class, tokens_of, tree_of, words_of
-
-sys.path.insert(0, str(ROOT / "tools"))
 
 LESSONS = (
     "engine-thread early-ends server completions request-fields streaming choices token-tables "

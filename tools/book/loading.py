@@ -12,6 +12,7 @@ from typing import NamedTuple
 import benchmark_client as client
 from benchmark_common import ROOT
 from book import recordings
+from book.door import check_prompt
 from book.draw import (
     Drawing,
     Picture,
@@ -25,7 +26,6 @@ from book.draw import (
     svg,
     token,
 )
-from command_line import check_text
 from engine.engine import Engine
 from sampling import SamplingParams
 
@@ -144,11 +144,6 @@ class Stream:
         """The client has all."""
 
 
-def short(prompt: str, most: int = 8) -> list[int]:
-    check_text("--prompt", prompt)
-    return recordings.encode(prompt, most)
-
-
 def exchanges(prompt: str, sizes):
     """Requests for so many tokens each."""
     for size in sizes:
@@ -181,7 +176,7 @@ LASTS = 13.0
 
 def record_stall(prompt: str) -> Stalled:
     """The same server, as many requests: first each waits for the one before, then none does."""
-    short(prompt)
+    check_prompt(prompt, 8)
 
     def seen(name: str, load: Callable) -> Seen:
         server = Server(lambda positions: STEP, STALL, max_rows=32)
@@ -281,7 +276,7 @@ SIZES = (6, 9, 5, 4, 7, 6, 5, 8, 4, 6, 7, 5)
 
 def record_clients(prompt: str) -> Closed:
     """Three clients, an engine with three rows; a position takes 2 ms, and a step 4 ms more."""
-    short(prompt, 30)
+    check_prompt(prompt, 30)
     server = Server(
         lambda positions: 0.004 + 0.002 * positions, name="stories-llama", max_rows=CLIENTS
     )
@@ -406,7 +401,7 @@ FIGURES = ROOT / "benchmark_results" / "serving_cpu.csv"
 
 def record_shares(prompt: str) -> Shares:
     """A server of four rows at 0.7 and 1.2 of what four clients get; and committed figures."""
-    short(prompt)
+    check_prompt(prompt, 8)
 
     def sizes():
         while True:

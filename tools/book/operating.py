@@ -24,6 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import serve
 from book import recordings
+from book.door import check_prompt
 from book.draw import (
     Drawing,
     Picture,
@@ -35,7 +36,6 @@ from book.draw import (
     percent,
     token,
 )
-from command_line import check_text
 from engine.engine import Engine
 from engine.request import Request
 from errors import UserError
@@ -202,12 +202,6 @@ async def serving(
                     await task
 
 
-def short(prompt: str, most: int = 8) -> list[int]:
-    """The ids of a prompt that a client can send. Raises UserError as `recordings.encode` does."""
-    check_text("--prompt", prompt)
-    return recordings.encode(prompt, most)
-
-
 def name_of(client: int) -> str:
     """The letter of a client, in its colour."""
     return f'<b class="tint{client % 6} letter">{LETTERS[client]}</b>'
@@ -240,7 +234,7 @@ SHAPE = {"max_rows": 3, "num_pages": NUM_PAGES, "page_size": 8, "budget": 26}
 
 def record_leaving(prompt: str) -> Leaving:
     """Five clients, three rows: one leaves the queue, one in his prompt, one in his text."""
-    short(prompt)
+    check_prompt(prompt, 8)
     return asyncio.run(leave(prompt))
 
 
@@ -375,7 +369,7 @@ ROWS, WAITING = 2, 2
 
 def record_queue(prompt: str) -> Queue:
     """Requests come to a server with two rows that lets two more wait."""
-    length = len(short(prompt))
+    length = len(check_prompt(prompt, 8))
     long = len(recordings.encoding().encode(recordings.STORY))
     most = long + 4 * length
     return Queue(ROWS + WAITING, most, asyncio.run(queue(prompt, most)))
@@ -499,7 +493,7 @@ OURS, THEIRS = "https://page.example", "https://other.example"
 
 def record_visits(prompt: str) -> list[Visit]:
     """Programs and web pages ask a server that has a key and knows one web page."""
-    short(prompt)
+    check_prompt(prompt, 8)
     return asyncio.run(visit(prompt))
 
 
@@ -639,7 +633,7 @@ LASTING = {1: 7, 2: 2**10}  # tokens of clients
 
 def record_lives(prompt: str) -> list[Life]:
     """A server that gets a signal, and one that gets two."""
-    short(prompt)
+    check_prompt(prompt, 8)
     return [asyncio.run(live_once(prompt, second)) for second in (False, True)]
 
 
@@ -826,7 +820,7 @@ OUTPUTS = (3, 9, 5, 4, 7, 3, 8, 6)  # tokens
 
 def record_metrics(prompt: str) -> Counted:
     """Eight texts in two rows, on a clock on which a position takes a millisecond."""
-    short(prompt)
+    check_prompt(prompt, 8)
     return asyncio.run(measure(prompt))
 
 
@@ -959,7 +953,7 @@ async def look(prompt: str) -> Look:
 
 def record_look(prompt: str) -> Look:
     """Three clients of an engine with two rows, and one that looks."""
-    short(prompt)
+    check_prompt(prompt, 8)
     return asyncio.run(look(prompt))
 
 
@@ -1043,7 +1037,7 @@ class Written(NamedTuple):
 
 def record_page(prompt: str) -> Written:
     """A text of 48 tokens from the server, with what the page asks for."""
-    short(prompt, 20)
+    check_prompt(prompt, 20)
     page = Path(app_module.HERE, "page.html").read_text("utf-8")
     shades = json.loads(re.search(r"const SHADES = (\[.*?\]);", page)[1])
     asked = int(re.search(r"const ASKED = (\d+);", page)[1])
