@@ -454,6 +454,15 @@ def test_int8_products():
     assert record.weights[-1][2] in (-127, 127)
     shown = [words_of(cell) for cell in tree.find(".//tbody").iter("b")]
     assert shown == [str(value).replace("-", "\u2212") for _, _, value, _ in record.weights]
+    # A byte is 7 wide in lines of 64; no byte is drawn twice, and none left out.
+    assert record.bytes == (layer.weight[0].nbytes, values.nbytes, scale.nbytes) == (1024, 256, 4)
+    for part, weight, extra in zip(of_class(tree, "svg", "bytes"), (4, 1), (0, 4)):
+        boxes = of_class(part, "rect", "first") + of_class(part, "rect", "second")
+        sizes = [(int(each.get("width")) + 1) // 7 for each in boxes]
+        assert sizes == [weight] * 256 + [4] * (extra > 0)
+        places = [int(each.get("x")) // 7 + int(each.get("y")) // 10 * 64 for each in boxes]
+        taken = [at + byte for at, size in zip(places, sizes) for byte in range(size)]
+        assert taken == list(range(256 * weight + extra))
 
 
 def test_a_message_is_no_control_token():

@@ -80,7 +80,6 @@ def test_nonsense_is_what_torch_makes_of_it(cli):
 
 def test_sums_and_means_of_beams():
     from book.recordings import encoding, load, watch
-    from book.scoring import overtaken
 
     record, tree = drawn("length-penalty")
     ids = encoding().encode("They went home and slept.")
@@ -94,54 +93,24 @@ def test_sums_and_means_of_beams():
     short, long = record.won
     assert max(range(len(texts)), key=lambda at: record.texts[at][2]) == short
     assert max(range(len(texts)), key=lambda at: record.texts[at][2] / record.texts[at][1]) == long
-    for penalty, place, hopes in zip((0, 1), record.won, record.hopes):
+    for penalty, place, steps in zip((0, 1), record.won, record.steps):
         with watch(load()) as passes:
-            best = beam_search(load(), ids, 4, record.most, length_penalty=penalty)
-        assert best[0].tokens == texts[place] and len(passes) == len(hopes)
-        # It stops at the first step after which nobody can get among the finished ones.
-        longest = record.most if penalty else 1
-        over = [
-            each.worst is not None and each.total / longest**penalty <= each.worst for each in hopes
-        ]
-        assert not any(over[:-1]) and (over[-1] or len(hopes) == record.most)
-    penalty, at = overtaken(record)
+            best = beam_search(load(), ids, 4, 24, length_penalty=penalty)
+        assert best[0].tokens == texts[place] and len(passes) == steps
+    assert record.steps == (10, 24)
 
-    def scores(penalty: float) -> list[float]:
-        return [total / n**penalty for _, n, total in record.texts]
-
-    assert scores(penalty)[at] == pytest.approx(scores(penalty)[short])
-    assert max(scores(penalty - 0.01)) == scores(penalty - 0.01)[short]
-    assert max(scores(penalty + 0.01)) > scores(penalty + 0.01)[short]
-
-    rows = [words(row.iter("td")) for row in tree.find(".//tbody").iter("tr")]
-    assert rows == [
-        [text.replace("<|endoftext|>", "\u25a0"), str(n), signed(total), signed(total / n)]
-        for text, n, total in record.texts
-    ]
-    assert words(of_class(tree, "b", "won")) == [
-        signed(record.texts[short][2]),
-        signed(record.texts[long][2] / record.texts[long][1]),
-    ]
-    # Each line goes from the sum to the mean on one logarithmic scale.
-    lines = {}
-    for kind in ("first", "second"):
-        (line,) = of_class(tree, "polyline", kind)
-        lines[kind] = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
-    ends = [y for kind in ("first", "second") for _, y in lines[kind]]
-    logs = [math.log(-s) for at in (short, long) for s in (scores(0)[at], scores(1)[at])]
-    slope = (ends[3] - ends[2]) / (logs[3] - logs[2])
-    assert ends == pytest.approx([ends[2] + slope * (each - logs[2]) for each in logs], abs=0.2)
-    assert len(of_class(tree, "polyline", "mark")) == len(texts) - 2
-    (dot,) = of_class(tree, "circle", "good")
-    left, right = lines["first"][0][0], lines["first"][1][0]
-    assert float(dot.get("cx")) == pytest.approx(left + penalty * (right - left), abs=0.2)
-    assert float(dot.get("cy")) == pytest.approx(lines["first"][0][1], abs=0.2)  # it has one token
-    total, worst = record.hopes[0][-1]
-    whole = words_of(of_class(tree, "div", "whole")[0])
-    assert f"sum is {signed(total)}," in whole and f"it: {signed(worst)}," in whole
-    of_means = record.hopes[1][len(record.hopes[0]) - 1]
-    assert f"/ {record.most} = {signed(of_means.total / record.most)};" in whole
-    assert f"against it: {signed(of_means.worst)}: it goes on" in whole
+    rows = list(tree.find(".//tbody").iter("tr"))
+    worst = [min(total for *_, total in record.texts), min(s / n for _, n, s in record.texts)]
+    for at, (row, (text, n, total)) in enumerate(zip(rows, record.texts, strict=True)):
+        cells = list(row.iter("td"))
+        assert tokens_of(row) == [text.replace("<|endoftext|>", "\u25a0")]
+        assert words_of(cells[1]) == str(n)
+        for cell, score, longest, best in zip(cells[2:], (total, total / n), worst, record.won):
+            assert words_of(cell) == signed(score) + " wins" * (at == best)
+            assert widths(cell) == pytest.approx([100 * score / longest], abs=0.01)
+            assert len(of_class(cell, "i", "good")) == (at == best)
+    (note,) = of_class(tree, "p", "note")
+    assert "ends after 10 steps" in words_of(note) and "takes 24" in words_of(note)
 
 
 def arc(path) -> float:
@@ -303,12 +272,36 @@ def test_digits_and_ends():
     assert record.stops == len(reply) < 26 and reply[-1] == 4095
     assert "".join(record.tokens[record.stops :]).startswith("Words: ")  # as the user
     assert record.files == {"config.json": ["!"], "generation_config.json": ["!", "<|endoftext|>"]}
+    # No number in the vocabulary has two digits, so both patterns give one list of ids.
+    assert record.ids["Llama 3"] == record.ids["Qwen2"]
+    for name, ids in record.ids.items():
+        own = [encoding().encode(piece) for piece in record.pieces[name]]
+        assert ids == [id for each in own for id in each]
     left, right = of_class(tree, "div", "panel")
-    assert in_cells(left) == record.pieces["Llama 3"] + record.pieces["Qwen2"]
-    first, second = of_class(right, "p", "flow")
+    assert in_cells(right) == record.pieces["Llama 3"] + record.pieces["Qwen2"]
+    assert f"Both give the same {len(ids)} ids" in words_of(right)
+    (flow,) = of_class(left, "p", "flow")
     written = [text.replace("\n", "\\n") for text in record.tokens]
-    assert tokens_of(first) == written and tokens_of(second) == written[: record.stops]
-    assert tokens_of(first, "out") == written[record.stops :]
+    assert tokens_of(flow) == written
+    assert tokens_of(flow, "new") == written[: record.stops]
+    assert tokens_of(flow, "out") == written[record.stops :]
+    first, second = of_class(left, "p", "cut-by")
+    assert (tokens_of(first), tokens_of(second)) == tuple(record.files.values())
+    assert "all 26 tokens" in words_of(first) and f"{record.stops} green" in words_of(second)
+
+
+def test_digits_that_would_give_other_ids():
+    from book.tokenizing import draw_ends, record_ends
+
+    assert record_ends(" 3").ids == dict.fromkeys(
+        ("Llama 3", "Qwen2"), encoding_of(" ") + encoding_of("3")
+    )
+    assert encoding_of(" 3") != encoding_of(" ") + encoding_of(
+        "3"
+    )  # GPT-2's pattern takes both together
+    record, _ = drawn("qwen")
+    drawing = draw_ends(record._replace(ids={"Llama 3": [1], "Qwen2": [1, 2]}))
+    assert "The ids differ." in drawing.body and "same ids" not in drawing.caption
 
 
 def test_a_conversation_is_in_each_prompt():

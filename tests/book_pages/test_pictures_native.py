@@ -55,9 +55,18 @@ def test_turns_have_the_median_of_the_summary():
     worst, best = rates[0] / fast, rates[1] / slow
     shares = [100 * each / best for each in (worst, best, found[0])]
     assert widths(claims) == pytest.approx(shares, abs=0.1)
+    median, low, high = found
+    told = f"{median:.2f} times as fast: the median of 12 turns, from {low:.2f} to {high:.2f}. "
+    assert told in caption_of("benchmark-speculative")
 
 
 ENDS = "first", "second"
+
+
+def caption_of(slug: str) -> str:
+    from book.pictures import PICTURES
+
+    return PICTURES[slug].draw(drawn(slug)[0]).caption
 
 
 def test_lengths_have_the_medians_of_the_summary():
@@ -78,6 +87,9 @@ def test_lengths_have_the_medians_of_the_summary():
         assert cells == pytest.approx(turn, abs=0.051)
     line = lines.query(f"mode == 'cache' and new_tokens == {record.length}").iloc[0]
     assert shown[-1][2] == pytest.approx(line["speedup_median"], abs=0.005)
+    median, low, high = (line[f"speedup_{name}"] for name in ("median", "min", "max"))
+    told = f"{median:.2f} times as fast, the median of 3 turns from {low:.2f} to {high:.2f}. "
+    assert told in caption_of("benchmark-kv-cache")
 
 
 def test_shares_are_those_of_the_summary():
@@ -85,13 +97,22 @@ def test_shares_are_those_of_the_summary():
     lines = summary("batching_cpu")
     largest = lines[lines["mode"].isin(record.engines)]["decode_tokens_per_s_median"].max()
     lengths = []
-    for engine, rates in record.engines.items():
-        for size, rate in rates.items():
+    for engine, runs in record.engines.items():
+        for size, each in runs.items():
             line = lines.query(f"mode == '{engine}' and batch_size == {size}").iloc[0]
+            rate = statistics.median(each)
+            ends = line["decode_tokens_per_s_min"], line["decode_tokens_per_s_max"]
+            assert (min(each), max(each)) == pytest.approx(ends, rel=1e-3)
             assert rate == pytest.approx(line["decode_tokens_per_s_median"], rel=1e-3)
             parts = [rate / size, rate - rate / size] if size > 1 else [rate]
             lengths += [100 * part / largest for part in parts]
     assert widths(tree) == pytest.approx(lengths, abs=0.02) and len(record.engines) == 3
+    best = lines.sort_values("decode_tokens_per_s_median").iloc[-1]
+    most, low, high = (best[f"decode_tokens_per_s_{name}"] for name in ("median", "min", "max"))
+    told = f"{best['mode']} makes most: {most:,.0f} tokens a second for {best['batch_size']} texts"
+    assert f"{told} at once, in 3 runs {low:,.0f} to {high:,.0f}. " in caption_of(
+        "benchmark-batching"
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,24 +231,47 @@ def test_both_backends_write_the_same_tokens():
     assert "".join(record.texts["C"]).startswith(", there was a little girl named Lily.")
 
 
-def test_bytes_and_products_of_a_pass():
+def test_weights_are_read_in_two_orders():
+    """Each line once, with the sums of torch's product; the speeds are those of the message."""
+    import lessons as course
     from book.recordings import load
 
     record, tree = drawn("native-linear")
     model = load()
     weights = sum(p.numel() for p in model.parameters() if p.ndim == 2) - model.wpe.weight.numel()
-    assert [each.tokens for each in record] == [1, 2, 4, 8, 16]
-    for each in record:
-        assert each.bytes == 4 * weights and each.products == weights * each.tokens
-    pairs = [(25, 100 * each.tokens / 16) for each in record]
-    assert widths(tree) == pytest.approx([width for pair in pairs for width in pair], abs=0.01)
+    assert record.bytes == 4 * weights
+    fast, slow = record.orders
+    assert fast.lines == list(range(64))
+    assert slow.lines == [16 * row + line for line in range(16) for row in range(4)]
+    _, lessons = course.read_main()
+    said = " ".join(course.message(course.find(lessons, "native-linear")).split())
+    assert f"speed ({slow.speed} GB/s instead of {fast.speed}, when this code" in said
+    sums = F.linear(first_input("Once upon a time"), model.h[0].mlp.c_fc.weight[:4])
+    for order, part, kind in zip(record.orders, of_class(tree, "div", "panel"), ("good", "bad")):
+        assert order.sums == pytest.approx(sums.tolist(), abs=1e-4)
+        texts = [words_of(text) for text in named(part, "text")]
+        assert [number(text) for text in texts[1:8:2]] == pytest.approx(sums.tolist(), abs=6e-3)
+        assert words_of(part).startswith(f"{order.name}: {order.speed} GB/s")
+        (line,) = of_class(part, "polyline", kind)
+        points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
+        assert [int(y * 64 / (4 * 36)) for _, y in points] == order.lines
+        assert [int((x - 44) * 64 / 240) for x, _ in points] == list(range(64))
+        beside = sum(b - a == 1 for a, b in zip(order.lines, order.lines[1:]))
+        assert f"beside the last one {beside} of 63 times" in words_of(part)
+    assert widths(tree) == pytest.approx([100 * slow.speed / fast.speed, 100], abs=0.01)
+    times = [4 * weights / order.speed / 1e6 for order in record.orders]
+    assert words(of_class(tree, "td", "value")) == [f"{ms:.1f} ms" for ms in times]
 
 
-def test_operators_are_those_that_python_calls():
-    """Noted where Python calls them; the picture asks the dispatcher."""
+def words(elements) -> list[str]:
+    return [words_of(element) for element in elements]
+
+
+def names_called(name: str) -> tuple[list[str], int]:
+    """What Python calls in one decode step in torch, and how many operators that are."""
     from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    from book.compiled import WORDS
     from book.recordings import encoding, load
     from cache import KVCache
     from infer import next_logits
@@ -237,16 +281,31 @@ def test_operators_are_those_that_python_calls():
             names.append(function.__name__)
             return function(*args, **(kwargs or {}))
 
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            asked.append(function)
+            return function(*args, **(kwargs or {}))
+
     names = []
-    record, tree = drawn("native-step")
-    model = load()
+    asked = []
+    model = load(name)
     text = encoding().encode("Once upon a time")
     with torch.inference_mode():
         cache = KVCache(model, 1, 5)
         next_logits(model, [text], cache)
-        with Calls():
+        with Calls(), Operators():
             next_logits(model, [text + [11]], cache)
-    kinds = [kind for kinds in record.stages.values() for kind in kinds]
+    return names, len(asked)
+
+
+def test_operators_are_those_that_python_calls():
+    """And in C there is as much of each as torch has, in one call."""
+    from book.compiled import WORDS, c_calls
+
+    names, count = names_called("stories")
+    record, tree = drawn("native-step")
+    kinds = [kind for kinds in record.torch for kind in kinds]
+    assert len(kinds) == count
     products = sum(names.count(name) for name in ("matmul", "linear"))
     assert kinds.count("first") == products == 4 * 16 + 1 and record.calls == 1
     assert kinds.count("second") == names.count("scaled_dot_product_attention") == 16
@@ -254,33 +313,67 @@ def test_operators_are_those_that_python_calls():
     assert kinds.count("good") == sum(names.count(name) for name in computing)
     copies = names.count("cat") + names.count("__setitem__")
     assert copies <= kinds.count("other") <= copies + names.count("contiguous")
-    layers = [own for name, own in record.stages.items() if name.startswith("layer")]
-    assert len(layers) == 16 and len(record.stages) == 18
-    assert all(own == layers[0] for own in layers[:-1])
+    _, *layers, _ = record.torch
+    assert len(layers) == 16 and all(own == layers[0] for own in layers[:-1])
+    in_c = [kind for kinds in record.c for kind in kinds]
+    first, layer, last = c_calls("stories")
+    own = [call.name for call in [*first, *16 * layer, *last]]
+    pairs = {"normalize": "layer_norm", "gelu": "gelu", "products": "matmul"}
+    pairs |= {"attention": "scaled_dot_product_attention", "swiglu": "silu"}
+    for ours, theirs in pairs.items():
+        assert own.count(ours) == names.count(theirs)
+    assert in_c.count("first") == products and in_c.count("second") == 16
+    assert len(in_c) == len(own) and in_c.count("empty") == 0
     python, c = named(tree, "svg")
     for kind in WORDS:
         assert len(of_class(python, "rect", kind)) == kinds.count(kind)
-    assert len(named(c, "rect")) == 1
+        assert len(of_class(c, "rect", kind)) == in_c.count(kind)
+    (frame,) = of_class(tree, "div", "call")
+    assert named(frame, "svg") == [c]
 
 
 def test_parts_of_a_layer():
+    """Sizes are those of the model's own layers; C computes as much of each kind as torch."""
     from book.recordings import load
 
     record, tree = drawn("native-llama")
-    layers = {"GPT-2": load().h[1], "Llama": load("stories-llama").layers[1]}
-    for part, (name, block) in zip(of_class(tree, "div", "panel"), layers.items()):
+    names, _ = names_called("stories-llama")
+    called = [call for part in record.parts for call in part.c]
+    own = [call.name for call in called]
+    assert 8 * own.count("normalize") + 1 == names.count("rms_norm")
+    assert 8 * own.count("swiglu") == names.count("silu") == 8 and "gelu" not in own
+    assert (record.layers, record.calls) == (8, 1)
+    blocks = {"c": load("stories-llama").layers[1], "gpt": load().h[1]}
+    for which, block in blocks.items():
         linears = [layer for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
-        kinds = [kind for own in record.parts[name] for kind in own.operators]
-        assert kinds.count("first") == len(linears) and kinds.count("second") == 1
-        sizes = [own.sizes for own in record.parts[name] if "→" in own.sizes]
-        outputs = [int(size) for text in sizes for size in text.split("→")[1].split("+")]
-        assert outputs == [layer.out_features for layer in linears]
-        assert record.calls[name] == 1
-        assert len(named(part, "rect")) == len(kinds)
-        assert [int(row[2]) for row in columns_of(part)] == [
-            len(own.operators) for own in record.parts[name]
+        calls = [call for part in record.parts for call in getattr(part, which)]
+        sizes = [call.words.split(" → ") for call in calls if call.name == "products"]
+        assert [int(size) for _, after in sizes for size in after.split(" + ")] == [
+            layer.out_features for layer in linears
         ]
-    assert record.heads == {"GPT-2": (4, 4), "Llama": (6, 2)}
+        assert {int(size) for size, _ in sizes} == {layer.in_features for layer in linears}
+    assert "6 heads share the keys of 2, turned by position" in [call.words for call in called]
+    assert [part.operators.count("first") for part in record.parts] == [0, 3, 1, 0, 2, 1]
+    rows = list(tree.find(".//tbody").iter("tr"))
+    for row, part in zip(rows, record.parts, strict=True):
+        left, right = row.iter("td")
+        assert words_of(left) == f"{part.name}: {len(part.operators)}"
+        kinds = [rect.get("class") for rect in named(left, "rect")]
+        assert kinds == part.operators
+        in_c = [kind for call in part.c for kind in call.kinds]
+        assert [rect.get("class") for rect in named(right, "rect")] == in_c
+        assert in_c.count("first") == part.operators.count("first")
+        assert in_c.count("second") == part.operators.count("second")
+        shown = ", ".join(f"{call.name} {call.words}".strip() for call in part.c)
+        assert words_of(right).startswith(shown) and "call" in right.get("class")
+    assert words(tree.find(".//tbody").iter("span")) == [
+        "GPT-2: normalize layer norm",
+        "GPT-2: products 256 → 768, attention 4 heads",
+        "GPT-2: normalize layer norm",
+        "GPT-2: products 256 → 1024, gelu",
+    ]
+    total = sum(len(part.operators) for part in record.parts)
+    assert f"torch: {total} operators" in words_of(tree)
 
 
 # Draws
@@ -318,6 +411,7 @@ def test_who_runs_and_who_wins():
     for runner in record.runners:
         assert runner.speed == pytest.approx(speeds[names[runner.text]].item(), rel=1e-4)
         assert runner.inside == (names[runner.text] in record.nucleus)
+    assert caption_of("fast-draws").startswith(f"With top-p {P}, {count} of 4,096 tokens")
     assert len(of_class(tree, "rect", "second")) == len(record.nucleus)
     assert len(of_class(tree, "rect", "first")) == 256 - len(record.nucleus)
     places = [(int(part.get("x")), int(part.get("y"))) for part in of_class(tree, "rect", "second")]
@@ -453,6 +547,11 @@ def test_groups_of_int8_weights_and_a_lane():
     groups = of_class(bytes_, "span", "lane")
     shown = [[number(words_of(byte)) for byte in group] for group in groups]
     assert shown == [values[o, i : i + 4].tolist() for i in (0, 4) for o in range(4)]
+    (framed,) = of_class(bytes_, "span", "worked")  # the lane that is worked out
+    assert [number(words_of(byte)) for byte in framed] == record.weights
+    (frame,) = of_class(lane, "div", "worked")
+    own = [words_of(cell) for cell in of_class(frame, "td", "tint0")]
+    assert [number(text) for text in own] == record.weights
     rows = columns_of(lane)
     exact = sum(a * b for a, b in zip(x[:4], record.weights))
     assert [number(cell) for cell in rows[1][1:5]] == [value + 128 for value in x[:4]]
@@ -476,8 +575,9 @@ def test_bits_of_a_text_cut_into_passes():
     for way in record:
         assert [token for part in way.passes for token in part] == text
         assert way.native == alone.max().item() and way.apart[1] == 0
+        assert way.size == len(logits) == 4096
         assert way.torch == pytest.approx(logits.max().item(), abs=1e-4)
-    assert record[0].apart == (0, 0)
+    assert record[0].apart == (0, 0) and "4,096 logits" in caption_of("native-batches")
     for way, line in zip(record, of_class(tree, "ul", "ways")[0]):
         boxes = of_class(line, "span", "pass")
         assert [tokens_of(each) for each in boxes] == way.passes
@@ -500,7 +600,9 @@ def test_pages_that_a_query_reads():
     positions = sum(map(len, record.words))
     assert positions in record.positions and record.bytes == 16 * 2 * 256 * 4  # as the lesson says
     for index, length in enumerate(record.positions):
-        assert record.owners.count(index) >= page_count(length, 4)
+        assert record.owners.count(index) >= page_count(length, record.size)
+    assert record.size == max(map(len, record.words)) == 4
+    assert "of 4 tokens each" in caption_of("native-pages")
     # torch copies whole pages, and fills a group up to its longest text.
     groups = {}
     for length in record.positions:
@@ -524,6 +626,32 @@ def test_pages_that_a_query_reads():
     assert sorted(ends, key=ends.get) == list(number_of)
     share = 100 * sum(record.positions) * record.bytes / (3 * record.copied)
     assert widths(tree) == pytest.approx([100, share], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("slug", "same", "other"),
+    [
+        ("int8-weights", "weights", "exact"),
+        ("native-backend", "choices", "texts"),
+        ("native-linear", "bytes", "orders"),
+        ("native-step", "torch", None),
+        ("native-llama", "parts", None),
+        ("packed-weights", "before", "x"),
+        ("packed-int8", "memory", "x"),
+        ("qwen", "tokens", "pieces"),
+    ],
+)
+def test_what_a_prompt_of_ones_own_changes(slug, same, other):
+    """Where that is not all of the picture, the line above the command says it."""
+    from book.pictures import PICTURES, figure
+
+    record, _ = drawn(slug)
+    mine = PICTURES[slug].record("A dog")
+    assert getattr(mine, same) == getattr(record, same)
+    assert mine == record if other is None else getattr(mine, other) != getattr(record, other)
+    (made,) = of_class(tree_of(figure(f"00-{slug}")), "p", "made")
+    assert words_of(made) == f"Drawn from a run of this code. {PICTURES[slug].own}:"
+    assert PICTURES[slug].own.startswith("A ")
 
 
 def test_a_control_token_is_a_prompt_too():

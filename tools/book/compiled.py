@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import re
 from collections import Counter
 from typing import NamedTuple
 from unittest import mock
@@ -21,11 +22,11 @@ from book.draw import (
     key,
     panel,
     panels,
-    rows_of,
     signed,
     svg,
     token,
 )
+from book.numbers import first_product
 from cache import KVCache
 from errors import UserError
 from infer import next_logits
@@ -61,13 +62,8 @@ class Orders(NamedTuple):
 @torch.inference_mode()
 def record_orders(prompt: str) -> Orders:
     """The first output of the first MLP at the last position, as in lesson 24's picture."""
-    layer = recordings.load().h[0].mlp.c_fc
-    seen = []
-    hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, -1]))
-    recordings.next_logits(recordings.encode(prompt, 200))
-    hook.remove()
-    x = seen[0]
-    w = layer.weight[:1].detach().clone()
+    weight, x = first_product(prompt)
+    w = weight[:1].clone()
     x_values, x_scale = quantize(x)
     w_values, w_scale = quantize(w)
     exact = (x * w[0]).numpy()
@@ -286,258 +282,239 @@ KINDS = {
 WORDS = {
     "first": "products with weights",
     "second": "attention",
-    "good": "norms, sums, GELU",
+    "good": "norms, sums and the like",
     "other": "copies",
     "empty": "no number computed: slices, views, transposes",
 }
 
 
-class Operators(TorchDispatchMode):
-    """Notes the operators that torch is asked for: CSS class of their kind, name and stage."""
-
-    def __init__(self):
-        super().__init__()
-        self.stage = ""  # where the pass is
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        self.seen.append((kind_of(name), name, self.stage))
-        return function(*args, **(kwargs or {}))
-
-
-def kind_of(name: str) -> str:
-    return next((kind for kind, names in KINDS.items() if name in names), "empty")
-
-
 @torch.inference_mode()
-def operators(name: str, text: list[int], stages: dict | None = None) -> list[tuple]:
-    """What torch is asked for in one decode step. stages: module of the model -> name of a part."""
-    model = recordings.load(name)
-    cache = KVCache(model, 1, len(text) + 1)
-    logits = next_logits(model, [text], cache)
-    step = text + [logits[0, -1].argmax().item()]
-    noted = Operators()
-    hooks = []
+def operators(name: str, text: list[int], modules: list[torch.nn.Module]) -> list[list[str]]:
+    """The CSS class of each operator that torch is asked for in one decode step.
 
-    def begin(stage):
-        def hook(*_):
-            noted.stage = stage
+    Before the first of these modules is called, from there to the next, and so on.
+    """
+    seen = [[]]
 
-        return hook
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            asked = function.overloadpacket.__name__
+            kinds = (kind for kind, names in KINDS.items() if asked in names)
+            seen[-1].append(next(kinds, "empty"))
+            return function(*args, **(kwargs or {}))
 
-    for module, stage in (stages or {}).items():
-        hooks.append(module.register_forward_pre_hook(begin(stage)))
-    with noted:
-        next_logits(model, [step], cache)
+    hooks = [module.register_forward_pre_hook(lambda *_: seen.append([])) for module in modules]
+    step_in(recordings.load(name), text, Noted())
     for hook in hooks:
         hook.remove()
-    return noted.seen
+    return seen[-1 - len(modules) :]  # those before it are of the pass that nobody noted
 
 
 @torch.inference_mode()
-def calls(name: str, text: list[int]) -> list[str]:
-    """The functions of gpt.c that one decode step calls from Python."""
-    model = recordings.native(name)
+def calls(name: str, text: list[int]) -> int:
+    """How often one decode step calls gpt_pass from Python."""
+    native = recordings.native(name).native
+    counted = mock.Mock(wraps=native.library)
+    step_in(recordings.native(name), text, mock.patch.object(native, "library", counted))
+    return counted.gpt_pass.call_count
+
+
+def step_in(model, text: list[int], context: contextlib.AbstractContextManager) -> None:
+    """Compute a text, and then one token more in this context."""
     cache = KVCache(model, 1, len(text) + 1)
     logits = next_logits(model, [text], cache)
-    step = text + [logits[0, -1].argmax().item()]
-    found = []
-    library = model.native.library
+    longer = text + [logits[0, -1].argmax().item()]
+    with context:
+        next_logits(model, [longer], cache)
 
-    class Counting:
-        def __getattr__(self, called):
-            found.append(called)
-            return getattr(library, called)
 
-    with mock.patch.object(model.native, "library", Counting()):
-        next_logits(model, [step], cache)
-    return [called for called in found if called == "gpt_pass"]
+class Call(NamedTuple):
+    """A function that gpt_pass calls."""
+
+    name: str
+    kinds: list[str]  # CSS class of what it computes
+    words: str  # what its structs say
+
+
+C_KINDS = {
+    **dict.fromkeys(("embed", "normalize", "swiglu", "gelu"), "good"),
+    "products": "first",
+    "attention": "second",
+}
+CALLED = re.compile(rf"\b({'|'.join(C_KINDS)})\((?:&?(layer|m)->(\w+))?")
+
+
+def c_calls(name: str) -> list[list[Call]]:
+    """What the code of gpt_pass calls before its layers, for each of them, and after them."""
+    native = recordings.native(name).native
+    model = native.model
+    structs = {"m": model, "layer": model.layers[0]}
+    unused = "gelu" if model.layers[0].mlp_in[1].out_features else "swiglu"
+    body = build.SOURCE.read_text("utf-8").partition("void gpt_pass")[2].partition("#include")[0]
+    sections = []
+    for code in re.split(r"for .* m->n_layer; .*|\n    }\n", body):
+        called = []
+        for function, owner, field in CALLED.findall(code):
+            count = 1
+            words = ""
+            if function == "normalize":
+                words = "layer norm" if getattr(structs[owner], field).bias else "RMSNorm"
+            if function == "products":
+                read = getattr(structs[owner], field)
+                used = [each for each in ([read] if "_in" not in field else read) if each.weight]
+                words = f"{used[0].in_features} \u2192 "
+                words += " + ".join(str(each.out_features) for each in used)
+                count = len(used)
+            if function == "attention":
+                words = f"{model.n_head} heads"
+                if model.n_kv_head < model.n_head:
+                    words += f" share the keys of {model.n_kv_head}"
+                words += ", turned by position" * (native.rotations is not None)
+            if function != unused:
+                called.append(Call(function, [C_KINDS[function]] * count, words))
+        sections.append(called)
+    return sections
 
 
 class Step(NamedTuple):
-    """One decode step, in torch and in C."""
+    """One decode step, in torch and in C: the CSS classes of what is computed in each layer."""
 
-    stages: dict[str, list[str]]  # layer -> CSS class of each of torch's operators
+    torch: list[list[str]]  # before, in and after the layers
+    c: list[list[str]]
     calls: int  # of a pass in C
 
 
 def record_step(prompt: str) -> Step:
     text = recordings.encode(prompt, 200)
     model = recordings.load()
-    stages = {block: f"layer {number}" for number, block in enumerate(model.h, 1)}
-    found = {}
-    for kind, _, stage in operators("stories", text, stages | {model.ln_f: "head"}):
-        found.setdefault(stage or "token", []).append(kind)
-    return Step(found, len(calls("stories", text)))
+    seen = operators("stories", text, [*model.h, model.ln_f])
+    kinds = [[kind for call in part for kind in call.kinds] for part in c_calls("stories")]
+    first, layer, last = kinds
+    inside = [first, *[layer] * len(model.h), last]
+    return Step(seen, inside, calls("stories", text))
 
 
 def draw_step(record: Step) -> Drawing:
-    counts = Counter(kind for kinds in record.stages.values() for kind in kinds)
-    total = counts.total()
-    words = {kind: f"{counts[kind]} {words}" for kind, words in WORDS.items() if counts[kind]}
+    python, inside = (Counter(kind for kinds in each for kind in kinds) for each in record[:2])
+    total = python.total()
+    words = {kind: f"{python[kind]} {words}" for kind, words in WORDS.items() if python[kind]}
     called = "one call" if record.calls == 1 else f"{record.calls} calls"
-    wide = max(map(len, record.stages.values()))
     body = (
-        f'<p class="title">torch: {total} operators, one after the other, each called from Python'
-        f"</p>{lines_of(record.stages, wide)}{key(**words)}"
-        f'<p class="title one">C: {called} of gpt_pass, which does all of that</p>'
-        f"{tiles(['bad'] * record.calls, wide)}"
+        f'<p class="title">torch: {total} operators, one after the other</p>'
+        f'{lines_of(record.torch)}{key(**words)}<p class="title one">C: {called} from '
+        f'Python, gpt_pass, and what it computes</p><div class="call">{lines_of(record.c)}'
+        "</div>"
     )
-    layers = len(record.stages) - 2
     caption = (
-        f"One new token in a model of {layers} layers, a row each: every square is an operator "
-        f"that torch runs, {total} in all. {counts['first']} of them multiply with weights, "
-        f"{counts['empty']} only say where numbers are. In C it is {called}."
+        f"One new token, a row for each of {len(record.c) - 2} layers. torch runs {total} "
+        f"operators; {python['empty'] + python['other']} of these copy, or compute nothing. In C "
+        f"all of the step is {called}: the same {inside['first']} products and {inside['second']} "
+        "attentions, in a frame."
     )
-    text = f"{total} squares for torch's operators, {', '.join(words.values())}; {called} of C."
+    text = (
+        f"{total} squares for torch's operators, {', '.join(words.values())}; in a frame, {called} "
+        f"of C, {inside.total()} squares: {inside['first']} products, {inside['second']} "
+        f"attentions and {inside['good']} others."
+    )
     return Drawing(body, caption, text)
 
 
-def lines_of(stages: dict[str, list[str]], wide: int, side: int = 11) -> str:
+def lines_of(lines: list[list[str]], side: int = 11) -> str:
     """A row of squares for each."""
     body = "".join(
         box(x * side, y * side, side - 2, side - 2, kind)
-        for y, kinds in enumerate(stages.values())
+        for y, kinds in enumerate(lines)
         for x, kind in enumerate(kinds)
     )
-    return svg(wide * side, len(stages) * side, body, "tiles")
-
-
-def tiles(kinds: list[str], wide: int, side: int = 11) -> str:
-    """Squares in reading order, so many in a row."""
-    body = "".join(
-        box(at % wide * side, at // wide * side, side - 2, side - 2, kind)
-        for at, kind in enumerate(kinds)
-    )
-    return svg(wide * side, -(-len(kinds) // wide) * side, body, "tiles")
+    return svg(max(map(len, lines)) * side, len(lines) * side, body, "tiles")
 
 
 class Part(NamedTuple):
-    """A part of one layer."""
+    """A part of one layer of a Llama: a norm, or a product and what follows it."""
 
     name: str
     operators: list[str]  # CSS class of each of torch's
-    sizes: str  # what C is told
+    c: list[Call]
+    gpt: list[Call]  # what C calls there for a GPT-2
 
 
-class Layers(NamedTuple):
-    """A layer of each architecture."""
-
-    parts: dict[str, list[Part]]  # GPT-2 and Llama
-    heads: dict[str, tuple[int, int]]  # that ask, and that have keys and values
-    calls: dict[str, int]  # of a pass in C
+class Layer(NamedTuple):
+    parts: list[Part]
+    layers: int  # of the model
+    calls: int  # of a pass in C
 
 
-def record_layers(prompt: str) -> Layers:
+NAMES = ("norm", "queries, keys, values", "attention out", "norm", "MLP in", "MLP out")
+
+
+def record_layer(prompt: str) -> Layer:
     text = recordings.encode(prompt, 200)
-    parts = {}
-    heads = {}
-    called = {}
-    for words, name in (("GPT-2", "stories"), ("Llama", "stories-llama")):
-        model = recordings.load(name)
-        stages, after = (gpt_stages if name == "stories" else llama_stages)(model)
-        seen = operators(name, text, stages | {after: "next layer"})
-        layer = recordings.native(name).native.model.layers[1]
-        sizes = sizes_of(layer, model.config)
-        parts[words] = [
-            Part(stage, [kind for kind, _, own in seen if own == stage], sizes[stage])
-            for stage in sizes
-        ]
-        heads[words] = model.config.n_head, model.config.n_kv_head
-        called[words] = len(calls(name, text))
-    return Layers(parts, heads, called)
-
-
-def gpt_stages(model) -> tuple[dict, torch.nn.Module]:
-    """The modules that begin a part of the second layer, and the one behind it."""
-    block = model.h[1]
-    return {
-        block.ln_1: "norm",
-        block.attn.c_attn: "queries, keys, values",
-        block.attn.c_proj: "attention out",
-        block.ln_2: "norm 2",
-        block.mlp.c_fc: "MLP in",
-        block.mlp.c_proj: "MLP out",
-    }, model.h[2]
-
-
-def llama_stages(model) -> tuple[dict, torch.nn.Module]:
+    model = recordings.load("stories-llama")
     block = model.layers[1]
-    return {
-        block.input_layernorm: "norm",
-        block.self_attn.q_proj: "queries, keys, values",
-        block.self_attn.o_proj: "attention out",
-        block.post_attention_layernorm: "norm 2",
-        block.mlp.gate_proj: "MLP in",
-        block.mlp.down_proj: "MLP out",
-    }, model.layers[2]
+    begins = [
+        *(block.input_layernorm, block.self_attn.q_proj, block.self_attn.o_proj),
+        *(block.post_attention_layernorm, block.mlp.gate_proj, block.mlp.down_proj),
+        model.layers[2],
+    ]
+    _, *seen, _ = operators("stories-llama", text, begins)
+    in_c = map(parts_of, ("stories-llama", "stories"))
+    parts = [Part(*each) for each in zip(NAMES, seen, *in_c, strict=True)]
+    return Layer(parts, len(model.layers), calls("stories-llama", text))
 
 
-def sizes_of(layer, config) -> dict[str, str]:
-    """What the struct of a layer says of each part."""
-
-    def sizes(*structs) -> str:
-        used = [each for each in structs if each.out_features]
-        return f"{used[0].in_features} → " + " + ".join(str(each.out_features) for each in used)
-
-    def norm(struct) -> str:
-        return "layer norm" if struct.bias else "RMSNorm"
-
-    return {
-        "norm": norm(layer.attn_norm),
-        "queries, keys, values": sizes(*layer.attn_in),
-        "attention out": sizes(layer.attn_out),
-        "norm 2": norm(layer.mlp_norm),
-        "MLP in": sizes(*layer.mlp_in),
-        "MLP out": sizes(layer.mlp_out),
-    }
-
-
-def draw_layers(record: Layers) -> Drawing:
+def parts_of(name: str) -> list[list[Call]]:
+    """What C calls for a layer: a norm and a product begin a part, other functions follow them."""
     parts = []
-    for name, own in record.parts.items():
-        rows = [
-            (
-                f"{escape(part.name.removesuffix(' 2'))}<span>{escape(part.sizes)}</span>",
-                tiles(part.operators, 14),
-                str(len(part.operators)),
-            )
-            for part in own
-        ]
-        asking, keys = record.heads[name]
-        shared = (
-            "each with keys of its own" if asking == keys else f"which share the keys of {keys}"
+    for call in c_calls(name)[1]:
+        if call.name in ("normalize", "products"):
+            parts.append([])
+        parts[-1].append(call)
+    return parts
+
+
+def draw_layer(record: Layer) -> Drawing:
+    def shown(calls: list[Call]) -> str:
+        return ", ".join(f"<code>{call.name}</code> {call.words}".strip() for call in calls)
+
+    def form(calls: list[Call]) -> list[str]:
+        """What is computed, but for sizes."""
+        return [re.sub(r"\d+", "", f"{call.name} {call.words}") for call in calls]
+
+    rows = ""
+    for part in record.parts:
+        other = f"<span>GPT-2: {shown(part.gpt)}</span>" if form(part.gpt) != form(part.c) else ""
+        squares = [part.operators[at : at + 12] for at in range(0, len(part.operators), 12)]
+        own = [kind for call in part.c for kind in call.kinds]
+        rows += (
+            f"<tr><td><b>{part.name}: {len(part.operators)}</b>{lines_of(squares)}</td>"
+            f'<td class="call">{lines_of([own])}{shown(part.c)}{other}</td></tr>'
         )
-        total = sum(len(part.operators) for part in own)
-        parts.append(
-            panel(
-                f"{name}: {total} operators in a layer",
-                rows_of(rows, "rows stages"),
-                f"{asking} heads, {shared}.",
-            )
-        )
-    body = panels(*parts) + key(**WORDS)
-    totals = [sum(len(part.operators) for part in own) for own in record.parts.values()]
-    (gpt, llama) = (
-        sum(kind == "first" for part in own for kind in part.operators)
-        for own in record.parts.values()
-    )
+    total = sum(len(part.operators) for part in record.parts)
+    called = "one call" if record.calls == 1 else f"{record.calls} calls"
+    head = f"<th>torch: {total} operators</th><th>C: inside {called}</th>"
+    table = f'<table class="stages"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
     caption = (
-        f"In a layer of a Llama torch runs {totals[1]} operators, in one of GPT-2 {totals[0]}: "
-        f"{llama} products for {gpt}, and turns for each query and key. In C both are the same six "
-        f"parts, and a pass is one call: the products of a part write side by side."
+        f"A layer of a Llama. torch runs {total} operators for it, a square each; the frame is "
+        f"what C computes: the same {len(record.parts)} parts, with {called} for all "
+        f"{record.layers} layers. Grey: what lesson 28&rsquo;s pass did there for GPT-2."
     )
-    text = "Operators in each part of a layer: " + "; ".join(
-        f"{name} " + ", ".join(f"{part.name} {len(part.operators)} ({part.sizes})" for part in own)
-        for name, own in record.parts.items()
+    text = "Parts of a layer, torch's calls and C's functions: " + "; ".join(
+        f"{part.name} {len(part.operators)}, "
+        + ", ".join(f"{call.name} {call.words}" for call in part.c)
+        for part in record.parts
     )
-    return Drawing(body, caption, text + ".")
+    return Drawing(table + key(**WORDS), caption, text + ".")
 
 
+SAME = "A prompt of your own makes the same calls"
 PICTURES = {  # slug of a lesson -> its picture
     "native-int8": Picture("One day", record_orders, draw_orders),
-    "native-backend": Picture("Once upon a time", record_choices, draw_choices),
-    "native-step": Picture("Once upon a time", record_step, draw_step),
-    "native-llama": Picture("Once upon a time", record_layers, draw_layers),
+    "native-backend": Picture(
+        "Once upon a time",
+        record_choices,
+        draw_choices,
+        own="A prompt of your own gives other texts; the table stays",
+    ),
+    "native-step": Picture("Once upon a time", record_step, draw_step, own=SAME),
+    "native-llama": Picture("Once upon a time", record_layer, draw_layer, own=SAME),
 }

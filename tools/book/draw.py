@@ -22,6 +22,7 @@ class Picture(NamedTuple):
     record: Callable[[str], Any]  # runs the embedded models on a prompt; UserError if too long
     draw: Callable[[Any], Drawing]  # what it recorded
     rows: bool = False  # it is drawn from rows of a benchmark: its prompt is their file's name
+    own: str = ""  # what a reader's own prompt changes, where that is not all of it
 
 
 def escape(text: str) -> str:

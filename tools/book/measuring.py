@@ -53,7 +53,6 @@ def source(rows: list[dict], name: str) -> str:
 class Turn(NamedTuple):
     """Two neighbouring runs."""
 
-    name: str
     rate: float  # of the baseline, tokens a second
     other: float
 
@@ -74,11 +73,8 @@ def turns_of(rows: list[dict], baseline: str, mode: str) -> list[Turn]:
     for row in rows:
         place = row["new_tokens"], row["batch_size"], row["prompt"], row["repeat"]
         found.setdefault(place, {})[row["mode"]] = row[RATE]
-    return [
-        Turn(f"prompt {place[2]}, run {place[3]}", each[baseline], each[mode])
-        for place, each in found.items()
-        if baseline in each and mode in each
-    ]
+    pairs = (each for each in found.values() if {baseline, mode} <= each.keys())
+    return [Turn(each[baseline], each[mode]) for each in pairs]
 
 
 def record_turns(name: str, baseline: str = "target", mode: str = "gamma 3") -> Turns:
@@ -102,26 +98,25 @@ def draw_turns(record: Turns) -> Drawing:
         ("the best pair", high, f"{max(others):.0f} / {slowest.rate:.0f} = {high:.2f}", "bad"),
         ("<b>median of the turns</b>", middle, f"<b>{middle:.2f}</b>", "good"),
     ]
-    shown = [(name, ratio, words, kind) for name, ratio, words, kind in claims]
     body = panels(
         panel(
             f"{len(turns)} turns: the target alone, then with drafts",
             dumbbells(turns)
             + key(first="target alone, tokens a second", second=f"with drafts, {record.mode}"),
-            "A line a turn, with its ratio; the slowest target first.",
+            "A line a turn, with its ratio; the slowest target first. Gamma: so many tokens are "
+            "drafted at once.",
         ),
         panel(
             "How many times as fast? Three answers from the same runs",
-            bars(shown),
-            f"Ratios within a turn go from {ratios[0]:.2f} to {ratios[-1]:.2f}. "
+            bars(claims),
             f"Rows of {escape(record.source)}.",
         ),
     )
     caption = (
-        f"The same target makes {slowest.rate:.0f} tokens a second in one turn and "
-        f"{fastest.rate:.0f} in another. Who picks two runs can say {low:.2f} or {high:.2f} times "
-        f"as fast. Two runs right after each other share most of what disturbs them, and the "
-        f"median of their ratios is {middle:.2f}."
+        f"With drafts the target is {middle:.2f} times as fast: the median of {len(turns)} turns, "
+        f"from {ratios[0]:.2f} to {ratios[-1]:.2f}. Who picks two runs can say {low:.2f} or "
+        f"{high:.2f}, because the target alone makes {slowest.rate:.0f} tokens a second in one "
+        f"turn and {fastest.rate:.0f} in another. Neighbours share what disturbs them."
     )
     text = (
         f"{len(turns)} turns with the rates of the target and of {record.mode}: "
@@ -209,17 +204,18 @@ def draw_lengths(record: Lengths) -> Drawing:
         panel(
             f"Tokens a second, in texts of {record.length}",
             table,
-            f"{len(rates)} turns. A run that is far off moves the mean, "
-            f"the median hardly. Rows of {escape(record.source)}.",
+            "A turn is a run of each, one right after the other. A run that is far off moves "
+            f"the mean, the median hardly. Rows of {escape(record.source)}.",
         ),
     )
     plain = medians[PLAIN]
     cached = medians["cache"]
     caption = (
-        f"In texts of {shortest} tokens a token takes {plain[shortest]:.0f} ms without the cache "
-        f"and {cached[shortest]:.1f} with it, in texts of {longest} {plain[longest]:.0f} and "
-        f"{cached[longest]:.1f}. Each dot is a run. No one run is believed: what counts is the "
-        f"median of the ratios of neighbours, {statistics.median(ratios):.2f} in the table."
+        f"With the cache a text of {record.length} tokens is made "
+        f"{statistics.median(ratios):.2f} times as fast, the median of {len(ratios)} turns from "
+        f"{min(ratios):.2f} to {max(ratios):.2f}. A token takes {cached[shortest]:.1f} ms in texts "
+        f"of {shortest} and {cached[longest]:.1f} in texts of {longest}; without the cache "
+        f"{plain[shortest]:.0f} and {plain[longest]:.0f}."
     )
     text = "Median milliseconds a token: " + "; ".join(
         f"{mode} " + ", ".join(f"{ms:.1f} at {length}" for length, ms in each.items())
@@ -259,9 +255,9 @@ def chart_of(record: Lengths, modes: dict[str, str], size: int = 320) -> str:
 
 
 class Shares(NamedTuple):
-    """engine -> texts in its batch -> median of tokens a second, of all texts together."""
+    """engine -> texts in its batch -> tokens a second of each run, of all texts together."""
 
-    engines: dict[str, dict[int, float]]
+    engines: dict[str, dict[int, list[float]]]
     source: str
 
 
@@ -273,20 +269,17 @@ def record_shares(name: str) -> Shares:
     runs = {}
     for row in rows:
         runs.setdefault(row["mode"], {}).setdefault(row["batch_size"], []).append(row[RATE])
-    engines = {
-        mode: {size: statistics.median(each) for size, each in sorted(runs[mode].items())}
-        for mode in ENGINES
-        if mode in runs
-    }
+    engines = {mode: dict(sorted(runs[mode].items())) for mode in ENGINES if mode in runs}
     if not engines:
         raise UserError(f"{name!r} has no rows of {', '.join(ENGINES)}")
     return Shares(engines, source(rows, name))
 
 
 def draw_shares(record: Shares) -> Drawing:
-    largest = max(max(rates.values()) for rates in record.engines.values())
+    medians = {engine: medians_of(runs) for engine, runs in record.engines.items()}
+    largest = max(max(rates.values()) for rates in medians.values())
     rows = []
-    for engine, rates in record.engines.items():
+    for engine, rates in medians.items():
         for size, rate in rates.items():
             own = rate / size
             parts = [(own, "second"), (rate - own, "kept")]
@@ -295,18 +288,24 @@ def draw_shares(record: Shares) -> Drawing:
             rows.append((name, parts, f"{rate:,.0f}{each}"))
     body = stacks(rows, largest)
     body += key(second="what one reader gets, tokens a second", kept="what all others get")
-    body += f'<p class="note">Medians of the rows of {escape(record.source)}.</p>'
-    engine, rates = list(record.engines.items())[-1]
-    few, many = min(rates), max(rates)
+    body += (
+        '<p class="note">cache: torch, with lesson 13&rsquo;s cache; native: C. Medians of the '
+        f"rows of {escape(record.source)}.</p>"
+    )
+    best = max(medians, key=lambda engine: max(medians[engine].values()))
+    rates = medians[best]
+    many = max(rates, key=rates.get)
+    few = min(rates)
+    runs = record.engines[best][many]
     caption = (
-        "The whole bar is what a server makes in a second, the orange part what one reader gets. "
-        f"From {few} to {many} texts at once {escape(engine)} makes {rates[many] / rates[few]:.1f} "
-        f"times as many tokens in all, and each reader gets {rates[many] / many:,.0f} a second "
-        f"instead of {rates[few] / few:,.0f}."
+        f"{escape(best)} makes most: {rates[many]:,.0f} tokens a second for {many} texts at once, "
+        f"in {len(runs)} runs {min(runs):,.0f} to {max(runs):,.0f}. That is "
+        f"{rates[many] / rates[few]:.1f} times as many as for {few}, and each reader, the orange "
+        f"part, gets {rates[many] / many:,.0f} instead of {rates[few] / few:,.0f}."
     )
     text = "Tokens a second of all texts: " + "; ".join(
         f"{engine} " + ", ".join(f"{rate:.0f} for {size}" for size, rate in rates.items())
-        for engine, rates in record.engines.items()
+        for engine, rates in medians.items()
     )
     return Drawing(body, caption, text + ".")
 

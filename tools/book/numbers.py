@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from book import recordings
-from book.draw import Drawing, Picture, key, panel, panels, rows_of, signed
+from book.draw import Drawing, Picture, box, key, panel, panels, signed, svg
 from int8 import quantize
 
 
@@ -49,7 +49,8 @@ def draw_rounded(record: Rounded) -> Drawing:
     legend = key(bad="sign", second="exponent: the range", first="fraction: the digits")
     half, brain = (abs(row[2] - exact) for row in record.rows[1:])
     caption = (
-        "The same number in three formats. float16 has more digits, bfloat16 float32's range, and "
+        "The same number, a token&rsquo;s score, in three formats. float16 has more digits, "
+        "bfloat16 float32&rsquo;s range, and "
         f"is it rounded to its first 16 bits: off by {half:.2g} and {brain:.2g} here."
     )
     text = "; ".join(f"{name} {value:.10g}" for name, _, value in record.rows)
@@ -60,6 +61,7 @@ def draw_rounded(record: Rounded) -> Drawing:
 class Products(NamedTuple):
     """A row of weights times an input, exactly and in int8."""
 
+    bytes: tuple[int, int, int]  # of the row in float32, in int8, and of its scale
     weights: list[tuple[float, float, int, float]]  # w, w / scale, rounded, rounded * scale
     scale: float
     exact: float  # the sum of all products
@@ -69,22 +71,28 @@ class Products(NamedTuple):
 
 
 @torch.inference_mode()
-def record_products(prompt: str) -> Products:
-    """The first output of the first MLP at the last position of a prompt."""
-    model = recordings.load()
-    layer = model.h[0].mlp.c_fc
+def first_product(prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight of the first MLP, (out, in), and its input at the last position of a prompt."""
+    layer = recordings.load().h[0].mlp.c_fc
     seen = []
     hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, -1]))
     recordings.next_logits(recordings.encode(prompt, 200))
     hook.remove()
-    (x,) = seen
-    w = layer.weight[0]
+    return layer.weight.detach(), seen[0]
+
+
+@torch.inference_mode()
+def record_products(prompt: str) -> Products:
+    """The first output of that product."""
+    weight, x = first_product(prompt)
+    w = weight[0]
     values, scale = quantize(w)
     x_values, x_scale = quantize(x)
     sums = (x_values.int() * values.int()).sum().item()
     largest = w.abs().argmax().item()
     shown = [*range(5), largest]
     return Products(
+        (w.nbytes, values.nbytes, scale.nbytes),
         [
             (w[at].item(), (w[at] / scale).item(), values[at].item(), (values[at] * scale).item())
             for at in shown
@@ -100,7 +108,7 @@ def record_products(prompt: str) -> Products:
 def draw_products(record: Products) -> Drawing:
     rows = ""
     for number, (w, ratio, value, back) in enumerate(record.weights):
-        name = "the largest" if number == len(record.weights) - 1 else f"weight {number}"
+        name = "largest" if number == len(record.weights) - 1 else f"weight {number}"
         cells = (signed(w, 4), signed(ratio), f"<b>{signed(value, 0)}</b>", signed(back, 4))
         rows += f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in cells)
         rows += "</tr>"
@@ -109,40 +117,54 @@ def draw_products(record: Products) -> Drawing:
         f'<div class="scroll"><table class="figures"><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
-    off = abs(record.rounded - record.exact)
-    sums = rows_of(
-        [
-            ("256 products in float32", signed(record.exact, 4), ""),
-            ("of int8, a whole number", f"{record.sum:,}".replace("-", "\u2212"), ""),
-            ("times both scales", signed(record.rounded, 4), ""),
-        ],
-        "figures",
-    )
+    whole, small, one = record.bytes
+    count = whole // 4
+    exact, rounded = signed(record.exact, 4), signed(record.rounded, 4)
+    sums = f"{record.sum:,}".replace("-", "\u2212")
     body = panels(
         panel(
-            "Five of 256 weights, and the largest",
-            table,
-            f"scale = the largest / 127 = {record.scale:.6f}",
+            f"float32: {count} weights, {whole:,} bytes",
+            in_memory([4] * count)
+            + f'<p class="title one">int8: {small} bytes, and {one} for the scale</p>'
+            + in_memory([1] * small, one)
+            + key(first="a weight, as wide as its bytes", second="the scale of the row"),
         ),
         panel(
-            "Its product with an input",
-            sums,
-            f"The input is rounded as well, with scale {record.x_scale:.6f}.",
+            f"Five of these {count} weights, and the largest",
+            table,
+            f"scale = the largest / 127 = {record.scale:.6f}. Times an input, which is rounded as "
+            f"well: {exact} in float32; {sums} in whole numbers, and times both scales {rounded}.",
         ),
     )
     caption = (
-        "A row keeps one scale, each weight one byte. Products of whole numbers add up exactly, "
-        f"and the scales come last: {signed(record.rounded, 4)} for {signed(record.exact, 4)}, "
-        f"off by {off:.4f}."
+        f"A row of weights in {small + one} bytes instead of {whole:,}: one byte each, and one "
+        "scale for all. Products of whole numbers add up exactly, and the scales come last: "
+        f"{rounded} for {exact}."
     )
     text = (
-        f"A table of weights as float32 and int8, and the sum of 256 products: {record.exact:.4f} "
-        f"exactly, {record.rounded:.4f} with int8."
+        f"A row of {count} weights in memory, {whole} bytes in float32 and {small + one} in int8; "
+        f"a table of some; and the sum of all products: {record.exact:.4f} in float32, "
+        f"{record.rounded:.4f} with int8."
     )
     return Drawing(body, caption, text)
 
 
+def in_memory(sizes: list[int], scale: int = 0, byte: int = 7, line: int = 64) -> str:
+    """A box for each number of so many bytes, in lines of so many, and one for a scale."""
+    body = ""
+    at = 0
+    for size, kind in [*((size, "first") for size in sizes), *[(scale, "second")] * (scale > 0)]:
+        body += box(at % line * byte, at // line * 10, size * byte - 1, 9, kind)
+        at += size
+    return svg(line * byte, -(-at // line) * 10, body, "bytes")
+
+
 PICTURES = {  # slug of a lesson -> its picture
     "fp16-bf16": Picture("Once upon a time", record_rounded, draw_rounded),
-    "int8-weights": Picture("Once upon a time", record_products, draw_products),
+    "int8-weights": Picture(
+        "Once upon a time",
+        record_products,
+        draw_products,
+        own="A prompt of your own is another input for the same weights",
+    ),
 }

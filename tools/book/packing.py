@@ -1,11 +1,13 @@
 """Pictures of lessons 27 and 50 to 53: how often and in which order C reads weights, and pages."""
 
+import re
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lessons as course
 from book import recordings
 from book.compiled import differing
 from book.draw import (
@@ -20,78 +22,113 @@ from book.draw import (
     panel,
     panels,
     path,
-    segment,
     signed,
     svg,
     token,
 )
+from book.numbers import first_product
 from cache import KVCache
 from engine.cache import PagedCache, last_logits
 from engine.engine import Engine
+from errors import UserError
 from infer import pass_logits
 from int8 import quantize
 from native.linear import pack
 from sampling import SamplingParams
 
 
-class Reading(NamedTuple):
-    """What the products of a pass read, and what they compute."""
+class Order(NamedTuple):
+    """The weights of a few outputs, read in one order."""
 
-    tokens: int
-    bytes: int  # of weights
-    products: int  # multiply-adds
+    name: str
+    lines: list[int]  # of memory, in the order in which they are read
+    sums: list[float]  # of each output
+    speed: int  # GB/s, as the lesson's message has it
+
+
+class Reading(NamedTuple):
+    orders: list[Order]
+    bytes: int  # of the weights that a token is multiplied with
+
+
+LINE = 16  # weights in the 64 bytes that memory brings at once
 
 
 @torch.inference_mode()
-def record_reading(prompt: str) -> list[Reading]:
-    """The first 1, 2, 4, ... tokens of a text in one pass."""
-    model = recordings.load()
-    ids = recordings.encode(prompt, 60)
-    text = ids + recordings.write(ids, max_new_tokens=16, ignore_eos=True)
+def record_reading(prompt: str, outputs: int = 4) -> Reading:
+    weight, x = first_product(prompt)
+    try:
+        _, all_lessons = course.read_main()
+        message = course.message(course.find(all_lessons, "native-linear"))
+    except course.LessonError as error:
+        raise UserError(str(error)) from None
+    slow, fast = re.search(r"\((\d+)\s+GB/s\s+instead\s+of\s+(\d+)", message).groups()
+    starts = range(0, len(x), LINE)
+    orders = {
+        "One row after the other": ([(o, i) for o in range(outputs) for i in starts], fast),
+        f"{outputs} rows side by side": ([(o, i) for i in starts for o in range(outputs)], slow),
+    }
     found = []
-    for count in (1, 2, 4, 8, 16):
-        sizes = []
-
-        def note(layer, args, out, sizes=sizes):
-            sizes.append((layer.weight.nbytes, out.numel() * layer.in_features))
-
-        layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-        hooks = [layer.register_forward_hook(note) for layer in layers]
-        model(torch.tensor([text[:count]]))
-        for hook in hooks:
-            hook.remove()
-        found.append(Reading(count, *(sum(column) for column in zip(*sizes))))
-    return found
+    for name, (order, speed) in orders.items():
+        lines = []
+        sums = [0.0] * outputs
+        for output, start in order:
+            part = weight[output, start : start + LINE]
+            lines.append(part.storage_offset() // LINE)
+            sums[output] += (part @ x[start : start + LINE]).item()
+        found.append(Order(name, lines, sums, int(speed)))
+    layers = recordings.load().modules()
+    linears = (layer.weight.nbytes for layer in layers if isinstance(layer, torch.nn.Linear))
+    return Reading(found, sum(linears))
 
 
-def draw_reading(record: list[Reading]) -> Drawing:
-    most = record[-1]
-    rows = ""
-    for each in record:
-        name = "1 token" if each.tokens == 1 else f"{each.tokens} tokens"
-        both = segment(each.bytes / most.bytes / 4, "second")
-        both += segment(each.products / most.products, "first")
-        words = f"{each.bytes / each.products:g} bytes each"
-        rows += f'<tr><th scope="row">{name}</th><td>{both}</td><td class="value">{words}</td></tr>'
-    one = record[0]
-    body = f'<table class="bars pairs">{rows}</table>' + key(
-        second=f"weights read: {one.bytes / 1e6:.1f} MB, each time",
-        first=f"multiply-adds: {one.products / 1e6:.1f} million for each token",
-    )
+def draw_reading(record: Reading) -> Drawing:
+    parts = []
+    rows = []
+    beside = []  # how often the next line is the one beside
+    for order, kind in zip(record.orders, ("good", "bad")):
+        beside.append(sum(b == a + 1 for a, b in zip(order.lines, order.lines[1:])))
+        note = (
+            f"The next line lies beside the last one {beside[-1]} of {len(order.lines) - 1} times."
+        )
+        title = f"{order.name}: {order.speed} GB/s"
+        parts.append(panel(title, way_of(order, kind), note))
+        least = record.bytes / order.speed / 1e6
+        rows.append((order.name, least, f"{least:.1f} ms", kind))
+    title = f"At this speed {record.bytes / 1e6:.1f} MB of weights, those of one token, take"
+    body = panels(*parts) + f'<p class="title one">{title}</p>' + bars(rows)
     body += (
-        '<p class="note">To the right, bytes read for each multiply-add. The two bars of a row are '
-        "not to one scale: where they cross depends on how fast a machine reads and computes.</p>"
+        '<p class="note">A line is 64 bytes, 16 weights. The speeds are those in the lesson, of '
+        "the machine where its code was first measured.</p>"
     )
+    fast, slow = record.orders
     caption = (
-        f"For one token each weight is read, {one.bytes / one.products:g} bytes, used once, and "
-        "the processor waits for the next: a step takes as long as memory takes to bring "
-        f"{one.bytes / 1e6:.1f} MB. {most.tokens} tokens in one pass read the same bytes and share "
-        "them."
+        "A product can be no faster than its weights arrive, and memory is fastest where it can "
+        f"foresee the next read. {fast.name} they came at {fast.speed} GB/s, "
+        f"{slow.name} at {slow.speed}. The sums are the same."
     )
-    text = "Bytes of weights and multiply-adds of a pass: " + "; ".join(
-        f"{each.tokens} tokens {each.bytes:,} and {each.products:,}" for each in record
+    text = "Which line of memory is read, over time: " + "; ".join(
+        f"{order.name} {order.lines[:8]} and so on, {order.speed} GB/s" for order in record.orders
     )
-    return Drawing(body, caption, text + ".")
+    return Drawing(body, caption, text + f". Sums of {len(fast.sums)} outputs.")
+
+
+def way_of(order: Order, kind: str, wide: int = 240, high: int = 36) -> str:
+    """From left to right the reads, from top to bottom the places in memory, row by row."""
+    outputs = len(order.sums)
+    count = len(order.lines)
+    body = ""
+    for output, total in enumerate(order.sums):
+        body += box(44, output * high, wide, high - 2, "empty")
+        body += label(0, (output + 0.6) * high, f"row {output}")
+        body += label(48 + wide, (output + 0.6) * high, signed(total))
+    places = [
+        (44 + (at + 0.5) / count * wide, (line + 0.5) / count * outputs * high)
+        for at, line in enumerate(order.lines)
+    ]
+    body += path(places, kind) + label(44, outputs * high + 14, "time \u2192")
+    body += label(48 + wide, outputs * high + 14, "sums")
+    return svg(wide + 84, outputs * high + 18, body, "chart")
 
 
 class Cell(NamedTuple):
@@ -105,7 +142,6 @@ class Cell(NamedTuple):
 class Layout(NamedTuple):
     """A small weight in memory, before and after packing, and its product with an input."""
 
-    weight: list[list[float]]  # (out, in)
     x: list[float]  # (in)
     before: list[Cell]
     after: list[Cell]
@@ -113,17 +149,6 @@ class Layout(NamedTuple):
 
 
 WIDTH = 4  # outputs in a panel, so that it can be drawn; on a processor 8, 16 or 32
-
-
-@torch.inference_mode()
-def first_product(prompt: str, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A corner of the first MLP's weight, and the input of these at a prompt's last position."""
-    layer = recordings.load().h[0].mlp.c_fc
-    seen = []
-    hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, -1]))
-    recordings.next_logits(recordings.encode(prompt, 200))
-    hook.remove()
-    return layer.weight[:outputs, :inputs].detach().clone(), seen[0][:inputs].clone()
 
 
 def cells(values: torch.Tensor, places: torch.Tensor, inputs: int) -> list[Cell]:
@@ -135,15 +160,15 @@ def cells(values: torch.Tensor, places: torch.Tensor, inputs: int) -> list[Cell]
 
 
 def record_layout(prompt: str, outputs: int = 6, inputs: int = 4) -> Layout:
-    weight, x = first_product(prompt, outputs, inputs)
+    weight, x = (each[..., :inputs] for each in first_product(prompt))
+    weight = weight[:outputs].clone()  # a corner of it
     places = torch.arange(1.0, outputs * inputs + 1).view(outputs, inputs)
     before = cells(weight, places, inputs)
-    rows = weight.tolist()
     packed = [
         torch.cat([part.flatten() for part in pack(each, WIDTH)]).view(torch.float32)
         for each in (weight, places)
     ]
-    return Layout(rows, x.tolist(), before, cells(*packed, inputs), WIDTH)
+    return Layout(x.tolist(), before, cells(*packed, inputs), WIDTH)
 
 
 def vector(own: list[Cell], begin: str, end: str, digits: int = 3) -> str:
@@ -193,11 +218,11 @@ def draw_layout(record: Layout) -> Drawing:
             "filled up with zeros.",
         ),
     )
-    outputs = len(record.weight)
     caption = (
-        f"The same {outputs} &times; {len(record.x)} weights in the order of memory. Packed, each "
-        "lane of a vector belongs to an output, so the sums stand side by side and nothing is "
-        "left to add at the end."
+        f"The same {len(record.before) // len(record.x)} &times; {len(record.x)} weights in the "
+        "order of memory. Packed, each lane, one number of a vector, belongs to an output, so the "
+        "sums stand side by side and "
+        "nothing is left to add at the end."
     )
     text = (
         f"Two tables of {len(record.before)} weights in memory: row by row, and in panels of "
@@ -226,7 +251,8 @@ ADDED = 128  # to each value, because the instruction takes unsigned ones
 
 
 def record_lanes(prompt: str, outputs: int = 4, inputs: int = 8) -> Lanes:
-    weight, x = first_product(prompt, outputs, inputs)
+    weight, x = (each[..., :inputs] for each in first_product(prompt))
+    weight = weight[:outputs].clone()  # a corner of it
     values, _ = quantize(weight)
     places = torch.arange(1, outputs * inputs + 1, dtype=torch.int8).view(outputs, inputs)
     memory = [pack(each.clone(), outputs, GROUP)[0].view(torch.int8) for each in (values, places)]
@@ -242,11 +268,12 @@ def record_lanes(prompt: str, outputs: int = 4, inputs: int = 8) -> Lanes:
 def draw_lanes(record: Lanes) -> Drawing:
     rows = ""
     wide = len({cell.output for cell in record.memory}) * GROUP
+    first = " worked"  # the box that is worked out
     for start in range(0, len(record.memory), wide):
         own = record.memory[start : start + wide]
         inputs = own[0].input
         groups = "".join(
-            '<span class="lane">'
+            f'<span class="lane{first * (start == at == 0)}">'
             + "".join(
                 f'<i class="tint{cell.output}">{signed(cell.value, 0)}</i>'
                 for cell in own[at : at + GROUP]
@@ -270,18 +297,23 @@ def draw_lanes(record: Lanes) -> Drawing:
         total = ""
         if name == "products":
             total = f"<b>{signed(sum(numbers), 0)}</b>"
-        numbers = "".join(f"<td>{signed(number, 0)}</td>" for number in numbers)
+        kind = f' class="tint{record.memory[0].output}"' if name == "weights" else ""
+        numbers = "".join(f"<td{kind}>{signed(number, 0)}</td>" for number in numbers)
         table += f'<tr><th scope="row">{name}</th>{numbers}<td>{total}</td></tr>'
     weights = " + ".join(f"({w})" if w < 0 else str(w) for w in record.weights)
     result = sum(products) + record.taken
     for name, number in (("taken back", record.taken), ("sum of x w", result)):
         number = f"<td><b>{signed(number, 0)}</b></td>"
         table += f'<tr><th scope="row">{name}</th><td colspan="{GROUP}"></td>{number}</tr>'
-    table = f'<table class="figures">{table}</table>'
+    table = f'<div class="worked"><table class="figures">{table}</table></div>'
     body = panels(
-        panel("A panel of four outputs in memory", rows, "A colour an output, a box a lane."),
         panel(
-            "What one lane of one instruction adds",
+            "A panel of four outputs in memory",
+            rows,
+            "A colour an output, a box a lane: the sum of one output.",
+        ),
+        panel(
+            "What one instruction adds in the framed lane",
             table,
             f"Taken back: {ADDED} &times; ({escape(weights).replace('-', '&minus;')}), known when "
             "the weight is packed.",
@@ -289,8 +321,9 @@ def draw_lanes(record: Lanes) -> Drawing:
     )
     caption = (
         "Four weights of an output lie side by side. One instruction of AVX-512 VNNI multiplies "
-        "them with four values of x and adds all four to the output&rsquo;s own sum. It wants x "
-        f"without a sign, so {ADDED} is added and taken back: {signed(result, 0)} is left."
+        "them with four values of x and adds all four to the output&rsquo;s own sum: follow the "
+        f"frame. It wants x without a sign, so {ADDED} is added and taken back: "
+        f"{signed(result, 0)} is left."
     )
     text = (
         f"Weights of {wide // GROUP} outputs in groups of {GROUP}: {shown(record.memory)}. One "
@@ -307,6 +340,7 @@ class Way(NamedTuple):
     beside: int  # other texts in the same passes
     torch: float
     native: float
+    size: int  # of the vocabulary: so many logits
     apart: tuple[int, int]  # logits with other bits than in the first way, in torch and in C
 
 
@@ -324,7 +358,7 @@ def record_ways(prompt: str, others: int = 7) -> list[Way]:
         logits = [last_of(model, passes, beside) for model in models]
         apart = tuple((a != b).sum().item() for a, b in zip(logits, first))
         words = [[recordings.text_of(id) for id in each] for each in passes]
-        ways.append(Way(words, beside, *(row[best].item() for row in logits), apart))
+        ways.append(Way(words, beside, *(row[best].item() for row in logits), len(first[0]), apart))
     return ways
 
 
@@ -354,16 +388,17 @@ def draw_ways(record: list[Way]) -> Drawing:
         )
         rows += f'<li><span class="cuts">{parts}{others}</span>{results}</li>'
     body = f'<ul class="ways">{rows}</ul>' + (
-        '<p class="note">A box is a pass. The number is the largest logit after the text; changed '
-        "are those of all logits that have other bits than in the first line.</p>"
+        f'<p class="note">A box is a pass. The number is the largest logit; changed are those of '
+        f"all {record[0].size:,} that have other bits than in the first line.</p>"
     )
     different = [max(way.apart[at] for way in record) for at in (0, 1)]
     eager = "torch&rsquo;s logits have the same bits too here"
     if different[0]:
-        eager = f"in torch up to {different[0]:,} logits get other bits"
-    own = "all logits keep their bits" if not different[1] else f"{different[1]:,} change"
+        eager = f"in torch up to {different[0]:,} of them get other bits"
+    own = "all keep their bits" if not different[1] else f"{different[1]:,} change"
     caption = (
-        f"The same text, cut into passes in {len(record)} ways. In C {own}, because "
+        f"The same text, cut into passes in {len(record)} ways, and the {record[0].size:,} logits "
+        f"after it, a score for each token of the vocabulary. In C {own}, because "
         f"no sum is made in an order that depends on how many tokens there are; {eager}."
     )
     text = "A logit after the text, in torch and in C: " + "; ".join(
@@ -381,11 +416,13 @@ class Pages(NamedTuple):
     pages: list[int]  # of the text whose query is drawn, in order
     words: list[list[str]]  # on each of these
     positions: list[int]  # of each text
+    size: int  # positions on a page
     bytes: int  # of a position
     copied: int  # bytes that the gather of a step writes
 
 
 NUM_PAGES = 10
+PAGE_SIZE = 4
 
 
 @torch.inference_mode()
@@ -393,7 +430,7 @@ def record_pages(prompt: str) -> Pages:
     """Four texts in three rows: when the last one runs, the first has left."""
     ids = recordings.encode(prompt, 6)
     model = recordings.native()
-    engine = Engine(model, max_rows=3, num_pages=NUM_PAGES, page_size=4)
+    engine = Engine(model, max_rows=3, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     options = {"ignore_eos": True, "temperature": 1.0}
     requests = [
         engine.add(ids, SamplingParams(length, seed=seed, **options), str(seed))
@@ -423,8 +460,9 @@ def record_pages(prompt: str) -> Pages:
     return Pages(
         owners,
         list(last.pages),
-        [held[start : start + 4] for start in range(0, len(held), 4)],
+        [held[at : at + PAGE_SIZE] for at in range(0, len(held), PAGE_SIZE)],
         [span.start + len(span.tokens) for span in spans],
+        PAGE_SIZE,
         size,
         gathered(storage, spans, keep),
     )
@@ -464,15 +502,17 @@ def draw_pages(record: Pages) -> Drawing:
         panel("C: read the pages where they are", route(record, copy=False)),
     )
     body += legend + '<p class="title one">Keys and values moved in this step</p>' + bars(traffic)
+    lengths = " and ".join(map(str, record.positions))
     body += (
-        f'<p class="note">{len(record.positions)} texts of {", ".join(map(str, record.positions))} '
+        f'<p class="note">{len(record.positions)} texts of {lengths} '
         f"positions, {record.bytes:,} bytes each. torch reads {record.copied:,} bytes, whole pages "
         "and padding, writes them and reads them again.</p>"
     )
     order = ", ".join(map(str, record.pages[:used]))
     caption = (
-        f"The text lies in pages {order}. torch first copies them side by side, because its "
-        "attention knows no pages; in C a query looks each page up in the table as it goes, and "
+        f"The text lies in pages {order}, of {record.size} tokens each. torch first copies them "
+        "side by side, because its attention knows no pages; in C a query looks each page up as it "
+        "goes, and "
         f"{reads / 1e6:.2f} MB move instead of {3 * record.copied / 1e6:.2f}."
     )
     tokens = "; ".join(f"page {page} {words}" for page, words in zip(record.pages, record.words))
@@ -512,10 +552,11 @@ def route(record: Pages, copy: bool, side: int = 30) -> str:
     return svg(width, height, body, "chart")
 
 
+INPUT = "A prompt of your own is another input for the same weights"
 PICTURES = {  # slug of a lesson -> its picture
-    "native-linear": Picture("Once upon a time", record_reading, draw_reading),
-    "packed-weights": Picture("Once upon a time", record_layout, draw_layout),
-    "packed-int8": Picture("Once upon a time", record_lanes, draw_lanes),
+    "native-linear": Picture("Once upon a time", record_reading, draw_reading, own=INPUT),
+    "packed-weights": Picture("Once upon a time", record_layout, draw_layout, own=INPUT),
+    "packed-int8": Picture("Once upon a time", record_lanes, draw_lanes, own=INPUT),
     "native-batches": Picture("Once upon a time", record_ways, draw_ways),
     "native-pages": Picture("Lily saw", record_pages, draw_pages),
 }

@@ -87,11 +87,12 @@ def figure(id: str, prompt: str | None = None) -> str:
     command = f"python lessons.py picture {id[:2]} --{option} {shlex.quote(prompt)}"
     file = picture.draw.__module__.rpartition(".")[2]  # its own styles are under this name
     made = "Drawn from rows of a benchmark" if picture.rows else "Drawn from a run of this code"
+    own = picture.own or f"The same of your own {option}"
     return (
         f'<figure class="picture of-{file}"><figcaption>{drawing.caption}</figcaption>'
         f'<div class="drawing" role="img" aria-label="{html.escape(drawing.text)}">'
         f"{drawing.body}</div>{drawing.live}{own_prompt(slug, prompt)}"
-        f'<p class="made">{made}. The same of your own {option}:</p>'
+        f'<p class="made">{made}. {own}:</p>'
         f'<pre class="command"><code data-copy>{html.escape(command, quote=False)}</code></pre>'
         "</figure>"
     )

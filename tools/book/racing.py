@@ -116,13 +116,14 @@ def draw_few(record: Few) -> Drawing:
         panel(
             f"The race after {token(record.after)}",
             f'<div class="scroll">{table}</div>',
-            "The largest p / number inside the nucleus wins (green). Temperature 0.8, top-p 0.9.",
+            f"The largest p / number inside the nucleus wins (green). Temperature 0.8, top-p {P}.",
         ),
     )
     only = f"only {record.numbers}" if record.numbers < record.size else f"{record.numbers:,}"
     caption = (
-        f"Of {record.size:,} tokens {len(record.nucleus)} can be drawn here. {sure} So {only} "
-        "random numbers are made, and the winner is the one of a race of all."
+        f"With top-p {P}, {len(record.nucleus)} of {record.size:,} tokens, the nucleus, can be "
+        f"drawn here. {sure} So {only} random numbers are made; the largest p / number wins, as in "
+        "a race of all."
     )
     text = (
         f"A map of {record.size} tokens with {len(record.few)} marked, {len(record.nucleus)} of "
@@ -262,8 +263,9 @@ def draw_logarithms(record: Logarithms) -> Drawing:
         f"most {record.others:.2g}.</p>"
     )
     caption = (
-        "A token whose bar does not reach the best speed so far cannot win, and to see that takes "
-        f"a product and a comparison. Of {record.size:,} tokens {record.asked} needed a logarithm; "
+        "The token with the largest weight / random number, the fastest, is drawn. One whose bar "
+        "does not reach the best speed so far cannot win, and to see that takes no logarithm. "
+        f"{record.asked} of {record.size:,} tokens needed one; "
         f"{token(winner.text)} wins."
     )
     text = (

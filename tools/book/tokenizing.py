@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import regex
+import tiktoken
 import torch
 
 from book import recordings
@@ -174,6 +175,7 @@ class Ends(NamedTuple):
     """The cuts of a text by two patterns, and a reply by a checkpoint that has two ends."""
 
     pieces: dict[str, list[str]]
+    ids: dict[str, list[int]]  # what both give with a vocabulary whose numbers have one digit
     told: str  # what the model goes on with
     files: dict[str, list[str]]  # file: the tokens that it says end a text
     tokens: list[str]  # that are written where config.json alone is read
@@ -187,6 +189,13 @@ def record_ends(prompt: str) -> Ends:
     """A copy of the embedded Llama, whose config.json names a token that ends no reply."""
     check_length(prompt, 40)
     pieces = {name: regex.findall(PATTERNS[name], prompt) for name in ("Llama 3", "Qwen2")}
+    ranks = recordings.encoding()._mergeable_ranks
+    cut = {
+        name: tiktoken.Encoding(
+            "", pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens={}
+        ).encode(prompt)
+        for name in pieces
+    }
     text_of = recordings.text_of
     ids = recordings.encoding().encode(TOLD, allowed_special="all")
     ends = {"config.json": [text_of(0)]}
@@ -207,45 +216,52 @@ def record_ends(prompt: str) -> Ends:
             steps = generate(model, [ids], SamplingParams(26))
             runs.append([text_of(id) for (id,) in steps])
     ends["generation_config.json"] = [text_of(id) for id in both]
-    return Ends(pieces, TOLD, ends, runs[0], len(runs[1]))
+    return Ends(pieces, cut, TOLD, ends, runs[0], len(runs[1]))
 
 
 def draw_ends(record: Ends) -> Drawing:
-    def flow(tokens: list[tuple[str, str]]) -> str:
-        return f'<p class="flow">{"".join(token(*each) for each in tokens)}</p>'
-
-    reply = [(text, "new") for text in record.tokens[: record.stops]]
-    on = [(text, "out") for text in record.tokens[record.stops :]]
-    names = [", ".join(token(text) for text in ends) for ends in record.files.values()]
+    reply = record.tokens[: record.stops]
+    on = record.tokens[record.stops :]
+    flow = "".join(token(text, "new") for text in reply)
+    flow += "".join(token(text, "out") for text in on)
+    names = [" or ".join(token(text) for text in ends) for ends in record.files.values()]
     first, second = record.files
+    ends = (
+        f'<p class="cut-by">{first} ends it at {names[0]}: all {len(record.tokens)} tokens, green '
+        f'and red.</p><p class="cut-by">{second} ends it at {names[1]}: the {len(reply)} green '
+        "ones.</p>"
+    )
     told = escape(record.told.replace("\n", "\\n"))
+    llama, qwen = record.pieces.values()
+    same = len({tuple(ids) for ids in record.ids.values()}) == 1
+    count = len(record.ids["Qwen2"])
+    digits = (
+        f"Both give the same {count} ids, because no number in the vocabulary here has two digits. "
+        if same
+        else "The ids differ. "
+    )
     body = panels(
         panel(
-            "The same text, cut by both patterns",
-            cut_rows(record.pieces),
-            "Llama 3 takes up to three digits together, Qwen2.5 one.",
-        ),
-        panel(
-            "The same model, with one end and with two",
-            f'<p class="cut-by">It goes on with</p><code class="text-box">'
-            f"{told}</code>"
-            f'<p class="cut-by">{first} alone, which ends at {names[0]}</p>{flow(reply + on)}'
-            f'<p class="cut-by">and {second}, which says {names[1]}</p>{flow(reply)}'
-            '<ul class="key"><li><code class="tok new">the reply</code></li>'
-            '<li><code class="tok out">the model talks on, as the user</code></li></ul>',
+            "Where does the reply end?",
+            f'<code class="text-box">{told}</code><p class="flow">{flow}</p>{ends}',
             f"A copy of the embedded Llama, whose {first} names a token that ends no reply.",
         ),
+        panel(
+            "Digits in threes and one by one",
+            cut_rows(record.pieces),
+            f"{digits}Qwen2.5&rsquo;s has none either; Llama 3&rsquo;s has numbers of three.",
+        ),
     )
-    llama, qwen = (len(parts) for parts in record.pieces.values())
     caption = (
-        f"What Qwen2.5 changes is silent if it is missed: each digit is a piece ({llama} pieces "
-        f"become {qwen}), and a second file names the end of a reply; without it the model goes "
-        f"on and writes {len(on)} more tokens here."
+        f"Two files name the tokens that end a text. Who reads {first} alone gets {len(on)} tokens "
+        "more here: the model talks on, as the user. And each digit is a piece, "
+        f"{len(qwen)} pieces instead of {len(llama)}"
+        + (", which gives the same ids as digits in threes." if same else ".")
     )
     text = (
-        f"A text in {llama} pieces by Llama 3's pattern and in {qwen} by Qwen2's: "
-        f"{list(record.pieces.values())}. A reply of {record.stops} tokens, and the same run with "
-        f"{len(record.tokens)} tokens where one file is not read."
+        f"A reply of {len(reply)} tokens, and the same run with {len(record.tokens)} tokens where "
+        f"one file is not read. A text in {len(llama)} pieces by Llama 3's pattern and in "
+        f"{len(qwen)} by Qwen2's: {llama}, {qwen}; ids {list(record.ids.values())}."
     )
     return Drawing(body, caption, text)
 
@@ -335,6 +351,11 @@ def draw_held(record: Held) -> Drawing:
 
 PICTURES = {  # slug of a lesson -> its picture
     "llama-3-tokenizer": Picture("They'LL see 1234 sunflowers", record_merges, draw_merges),
-    "qwen": Picture("In 2024 they'LL pay $1234567", record_ends, draw_ends),
+    "qwen": Picture(
+        "In 2024 they'LL pay $1234567",
+        record_ends,
+        draw_ends,
+        own="A text of your own is cut into pieces; the reply stays",
+    ),
     "stop-strings": Picture("The dog", record_held, draw_held),
 }
