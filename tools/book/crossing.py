@@ -78,7 +78,7 @@ def record_lanes(prompt: str, count: int = 6) -> Lanes:
                 steps[-1].asked[name] = prompts[name]
                 tasks.append(asyncio.ensure_future(read(name)))
                 await door.settle()
-            await door.turn(thread, turns)
+            await door.turn(turns)
             if number == slow[1]:
                 back.set()
                 await door.settle()
@@ -181,7 +181,7 @@ def record_leaving(prompt: str, wanted: int = 24, steps: int = 6) -> Leaving:
         tasks = {name: asyncio.ensure_future(read(name)) for name in prompts}
         await door.settle()
         for _ in range(steps):
-            await door.turn(thread, turns)
+            await door.turn(turns)
         look()
         tasks["A"].cancel()
         await asyncio.wait([tasks["A"]])
@@ -190,7 +190,7 @@ def record_leaving(prompt: str, wanted: int = 24, steps: int = 6) -> Leaving:
             commands.append(command.func.__name__)
             thread.commands.put(command)
         engine.step = noted
-        await door.turn(thread, turns)
+        await door.turn(turns)
         look()
         for task in tasks.values():
             task.cancel()
@@ -270,10 +270,10 @@ def record_health(prompt: str, most: int = 40) -> Health:
         asked = []
         for _ in range(2):
             for path in paths:
-                status, body = server.ask("GET", path)
+                status, body, _ = server.ask("GET", path)
                 for model in body.get("data", ()) if body else ():
                     model["created"] = 0  # the time, which is another each time
-                shown = "" if body is None else json.dumps(body, ensure_ascii=False)
+                shown = json.dumps(body, ensure_ascii=False) if body else ""
                 asked.append(Answered(path, server.function, status, shown))
             server.thread.commands.put(fail)
             server.thread.thread.join(door.PATIENCE)
@@ -318,5 +318,7 @@ def draw_health(record: Health) -> Drawing:
 PICTURES = {  # slug of a lesson -> its picture
     "engine-thread": Picture("Lily", record_lanes, draw_lanes),
     "early-ends": Picture("Once upon a time, there was a", record_leaving, draw_leaving),
-    "server": Picture("gpt-4", record_health, draw_health),
+    "server": Picture(
+        "gpt-4", record_health, draw_health, own="The same of another model\u2019s name"
+    ),
 }

@@ -7,6 +7,7 @@ import math
 import selectors
 import statistics
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import NamedTuple
 
 import benchmark_client as client
@@ -18,15 +19,17 @@ from book.draw import (
     Picture,
     bars,
     box,
-    key,
+    escape,
     label,
     panel,
     panels,
     path,
+    percent,
     svg,
     token,
 )
 from engine.engine import Engine
+from errors import UserError
 from sampling import SamplingParams
 
 URL = "http://127.0.0.1:1"
@@ -61,7 +64,6 @@ class Server:
         self.seconds = seconds
         self.stall = stall
         self.streams = {}  # request: where its events go
-        self.present = []  # (moment, texts that are not over) after each step
 
     def run(self, load: Coroutine) -> client.Load:
         """What came of a load, as `client.run` says, on a clock that begins at 0."""
@@ -110,10 +112,8 @@ class Server:
             before = self.engine.positions
             events = self.engine.step()
             await asyncio.sleep(self.seconds(self.engine.positions - before))
-            scheduler = self.engine.scheduler
             for request, tokens, reason, _ in events:
                 self.streams[request].tell(request.output, tokens, reason)
-            self.present.append((loop.time(), len(scheduler.running) + len(scheduler.waiting)))
             for _ in range(9):  # who has an answer may ask again before the next step
                 await asyncio.sleep(0)
 
@@ -222,7 +222,7 @@ def draw_stall(record: Stalled) -> Drawing:
     def side(title: str, seen: Seen) -> str:
         late = sum(first - due > limit for due, first in seen.spans)
         p99 = seen.values["ttft, ms, p99"]
-        words = f"{late} late of {len(seen.spans)}; p99 says <b>{p99:,.0f} ms</b>"
+        words = f"{late} late of {len(seen.spans)}; 99th percentile: <b>{p99:,.0f} ms</b>"
         return panel(title, chart(seen), words)
 
     body = panels(
@@ -323,9 +323,17 @@ def draw_clients(record: Closed) -> Drawing:
     every = sorted(gap for each in record.texts for gap in gaps(each))
     count = len(moments) - 1
     lines = [
-        ("ttft", f"{moments[0]:.0f} \u2212 {text.due:.0f}", f"{text.ttft:.0f} ms"),
-        ("gaps", ", ".join(f"{gap:.0f}" for gap in gaps(text)), f"{max(gaps(text)):.0f} at most"),
-        ("tpot", f"({moments[-1]:.0f} \u2212 {moments[0]:.0f}) / {count}", f"{text.tpot:.1f} ms"),
+        ("time to first token", f"{moments[0]:.0f} \u2212 {text.due:.0f}", f"{text.ttft:.0f} ms"),
+        (
+            "between two tokens",
+            ", ".join(f"{gap:.0f}" for gap in gaps(text)),
+            f"{max(gaps(text)):.0f} at most",
+        ),
+        (
+            "a token, on average",
+            f"({moments[-1]:.0f} \u2212 {moments[0]:.0f}) / {count}",
+            f"{text.tpot:.1f} ms",
+        ),
     ]
     table = "".join(
         f'<tr><th scope="row">{name}</th><td>{how}</td><td class="value"><b>{value}</b></td></tr>'
@@ -345,7 +353,7 @@ def draw_clients(record: Closed) -> Drawing:
     longest = max(gaps(text))
     waits = (
         f"When a prompt is read, all wait: a gap of {longest:.0f} ms, where the median of all is "
-        f"{middle:.0f}. One figure for a text, {text.tpot:.1f}, does not show it."
+        f"{middle:.0f}. The average of its text, {text.tpot:.1f} ms, does not show it."
         if longest > 1.5 * middle
         else f"Prompts are short here, so the longest gap is {longest:.0f} ms, and the median of "
         f"all {middle:.0f}."
@@ -367,162 +375,92 @@ def gaps(text: Text) -> list[float]:
 # 73
 
 
-class Share(NamedTuple):
-    """A load that asks for a share of what a server can do."""
-
-    share: float
-    requests: int
-    present: list[tuple[float, int]]  # moments, and the texts that are not over
-    ttft: float  # the median, in milliseconds
-
-
 class Pair(NamedTuple):
-    """Committed figures of a repeat, in tokens a second."""
+    """Figures of a repeat, in tokens a second."""
 
     mode: str
     alone: float  # the engine
     served: float  # the server, to 32 clients
-    ratio: float  # as it was noted
+    step: float  # of the engine alone, without a prompt, in milliseconds
 
 
-class Shares(NamedTuple):
-    rows: int
-    capacity: float  # tokens a second that clients got which wait for their answers
-    loads: list[Share]
+class Measured(NamedTuple):
+    file: str
     pairs: list[Pair]
     commit: str
 
 
-ROWS, TICK, SECONDS = 4, 0.05, 5.0
-LENGTHS = (4, 9, 6, 11, 5, 8)  # of answers, again and again
 MODES = ("engine", "engine native", "engine native int8")
-FIGURES = ROOT / "benchmark_results" / "serving_cpu.csv"
 
 
-def record_shares(prompt: str) -> Shares:
-    """A server of four rows at 0.7 and 1.2 of what four clients get; and committed figures."""
-    check_prompt(prompt, 8)
-
-    def sizes():
-        while True:
-            yield from LENGTHS
-
-    def server():
-        return Server(lambda positions: TICK, max_rows=ROWS)
-
-    busy = server().run(client.closed_loop(exchanges(prompt, sizes()), ROWS, 1.5))
-    capacity = client.measures(busy, math.inf, math.inf)["tokens/s"]
-    loads = []
-    for share in (0.7, 1.2):
-        sent = []
-        tokens = 0
-        for exchange in exchanges(prompt, sizes()):
-            sent.append(exchange)
-            tokens += exchange.wanted
-            if tokens >= share * capacity * SECONDS:
-                break
-        own = server()
-        moments = client.arrivals(len(sent), share * capacity * len(sent) / tokens, "0")
-        values = client.measures(own.run(client.open_loop(sent, moments)), math.inf, math.inf)
-        loads.append(Share(share, len(sent), own.present, values["ttft, ms, p50"]))
-    return Shares(ROWS, capacity, loads, *committed())
+def record_pairs(name: str) -> Measured:
+    """Pairs of runs in the rows of a file, here or of this repository."""
+    wanted = (("engine alone", "tokens/s"), ("32 clients", "tokens/s"))
+    wanted += (("engine alone", "plain step, ms"),)
+    try:
+        with (Path(name) if Path(name).exists() else ROOT / name).open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        found = {
+            (row["mode"], row["repeat"], row["load"], row["measure"]): float(row["value"])
+            for row in rows
+        }
+        repeats = sorted({row["repeat"] for row in rows if row["load"] == "engine alone"})
+        pairs = [
+            Pair(mode, *(found[mode, repeat, *figure] for figure in wanted))
+            for mode in MODES
+            for repeat in repeats
+        ]
+        if min(map(min, (pair[1:] for pair in pairs))) <= 0:
+            raise ValueError
+        return Measured(name, pairs, rows[0]["commit"])
+    except OSError as error:
+        raise UserError(f"{name!r} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, csv.Error):
+        raise UserError(f"{name!r} has no rows of this benchmark") from None
 
 
-def committed() -> tuple[list[Pair], str]:
-    """The pairs of the committed figures, and the commit that they are of."""
-    with FIGURES.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    found = {
-        (row["mode"], row["repeat"], row["load"], row["measure"]): float(row["value"])
-        for row in rows
-    }
-    pairs = []
-    for mode in MODES:
-        for repeat in sorted({row["repeat"] for row in rows if row["load"] == "engine alone"}):
-            of = (mode, repeat)
-            alone = found[*of, "engine alone", "tokens/s"]
-            served = found[*of, "32 clients", "tokens/s"]
-            pairs.append(Pair(mode, alone, served, found[*of, "32 clients", "x engine alone"]))
-    (commit,) = {row["commit"] for row in rows}
-    return pairs, commit
-
-
-def draw_shares(record: Shares) -> Drawing:
-    end = max(moment for load in record.loads for moment, _ in load.present)
-    most = max(count for load in record.loads for _, count in load.present)
-    left, top, wide, high = 22, 8, 296, 130
-
-    def place(moment: float, count: int) -> tuple[float, float]:
-        return left + wide * moment / end, top + high * (1 - count / most)
-
-    body = ""
-    for count in (0, record.rows, most):
-        _, y = place(0, count)
-        body += path([(left, y), (left + wide, y)], "mark" if count == record.rows else "grid")
-        body += label(left - 4, y + 4, str(count), "end soft")
-    x, _ = place(SECONDS, 0)
-    body += path([(x, top), (x, top + high)], "mark")
-    for load, kind in zip(record.loads, ("first", "second")):
-        points = []
-        before = 0
-        for moment, count in load.present:
-            points += [place(moment, before), place(moment, count)]
-            before = count
-        body += path(points, kind)
-    body += label(left, top + high + 16, "0 s", "soft")
-    body += label(left + wide, top + high + 16, f"{end:.1f} s", "end soft")
-    small, large = record.loads
-    legend = key(first=f"{small.share} of capacity", second=f"{large.share} of capacity")
-    chart = svg(left + wide + 4, top + high + 22, body, "chart")
-    waits = (
-        f"Texts that are not over, {record.rows} of which run. Median time to first token: "
-        f"{small.ttft:.0f} ms, and {large.ttft:,.0f} ms. A step takes {1000 * TICK:.0f} ms here; "
-        f"the last request is due after {SECONDS:g} s."
-    )
-    pairs = ""
+def draw_pairs(record: Measured) -> Drawing:
+    parts = ""
+    middles = []
+    notes = ""
     largest = 1.03 * max(max(pair[1:3]) for pair in record.pairs)
     for mode in MODES:
         own = [pair for pair in record.pairs if pair.mode == mode]
-        middle = statistics.median(pair.ratio for pair in own)
-        rows = [
-            (
-                "",
-                each.served,
-                f"{each.served:,.0f} / {each.alone:,.0f} = {each.ratio:.2f}",
-                "",
-                each.alone,
-            )
-            for each in own
-        ]
-        pairs += f'<p class="title">{mode}: {middle:.2f}</p>{bars(rows, largest)}'
+        middles.append(statistics.median(pair.served / pair.alone for pair in own))
+        usual = statistics.median(pair.step for pair in own)
+        rows = []
+        for pair in own:
+            ratio = f"{pair.served:,.0f} / {pair.alone:,.0f} = {pair.served / pair.alone:.2f}"
+            disturbed = pair.step > 1.5 * usual
+            rows.append(("", pair.served, f"{ratio}{' *' * disturbed}", "", pair.alone))
+            if disturbed:
+                notes += (
+                    f" * The engine alone was disturbed: a step took it {pair.step:.0f} ms, in its "
+                    f"other runs {usual:.0f} and less. The median does not see it."
+                )
+        parts += f'<p class="title">{mode}: {percent(middles[-1])}</p>{bars(rows, largest)}'
     note = (
-        "tokens/s with 32 clients (bar) over those of the engine alone (mark), in turns, and the "
-        f"median of three. Rows of benchmark_results/serving_cpu.csv, commit {record.commit}."
+        "Bar: tokens a second that 32 clients got from the server. Mark: those of the engine "
+        f"without a server, in a turn of its own. A title has the median share.{notes} Rows of "
+        f"{escape(record.file)}, commit {escape(record.commit)}."
     )
-    body = panels(
-        panel(f"{len(MODES)} servers, measured", f'<div class="pairs">{pairs}</div>', note),
-        panel(
-            f"What clients ask for: shares of {record.capacity:.0f} tokens/s", chart + legend, waits
-        ),
-    )
-    waiting = [max(c for _, c in load.present) - record.rows for load in record.loads]
+    shares = ", ".join(map(percent, middles[:-1]))
     caption = (
-        "Left, measured: the share of the engine's own tokens that a server delivers, in pairs of "
-        "runs. Right, on a clock that only steps move: requests at random "
-        f"moments: at {small.share} of its capacity at most {waiting[0]} texts wait for a row, at "
-        f"{large.share} there are {waiting[1]}."
+        "What HTTP costs, measured in turns: a server delivers so much of what its engine makes "
+        f"alone: {shares} and {percent(middles[-1])}."
     )
-    ratios = ", ".join(f"{pair.mode} {pair.ratio:.2f}" for pair in record.pairs)
-    text = (
-        f"Pairs of tokens a second, server by engine alone: {ratios}. A chart of texts that are "
-        f"not over: at {small.share} of capacity at most "
-        f"{max(count for _, count in small.present)}, at {large.share} at most {most}."
-    )
+    if middles == sorted(middles, reverse=True):
+        caption += " The faster the engine, the more the server\u2019s own work counts."
+    ratios = ", ".join(f"{pair.mode} {pair.served / pair.alone:.2f}" for pair in record.pairs)
+    text = f"Pairs of tokens a second, server by engine alone: {ratios}. Medians: {shares}."
+    body = f'<div class="panel pairs">{parts}</div><p class="note">{note}</p>'
     return Drawing(body, caption, text)
 
 
 PICTURES = {  # slug of a lesson -> its picture
     "closed-loop": Picture(PROMPT, record_clients, draw_clients),
     "open-loop": Picture("Once upon a time", record_stall, draw_stall),
-    "benchmark-serving": Picture("Once upon a time", record_shares, draw_shares),
+    "benchmark-serving": Picture(
+        "benchmark_results/serving_cpu.csv", record_pairs, draw_pairs, rows=True
+    ),
 }

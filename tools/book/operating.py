@@ -8,198 +8,33 @@ import itertools
 import json
 import math
 import os
+import queue
 import re
+import select
 import signal
+import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from email.parser import BytesHeaderParser
+from collections.abc import Iterator
+from concurrent import futures
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
-import uvicorn
-from pydantic_core import to_json
 from starlette.middleware.cors import CORSMiddleware
 
 import serve
 from book import recordings
-from book.door import check_prompt
-from book.draw import (
-    Drawing,
-    Picture,
-    bars,
-    escape,
-    key,
-    panel,
-    panels,
-    percent,
-    token,
-)
-from engine.engine import Engine
-from engine.request import Request
-from errors import UserError
+from book.door import NAME, PATH, PATIENCE, Door, Turns, check_prompt, make_engine, open_door, read
+from book.draw import Drawing, Picture, escape, key, panel, panels, percent, stacks, token
 from load import parse_name
 from server import app as app_module
-from server import completions, engine_thread, live, metrics
-from server.app import make_app
-from server.engine_thread import EngineThread
-from server.served import Served
+from server import completions
 
 LETTERS = "ABCDEFGH"  # of clients
-NO_CHAT = UserError("there is no chat here")
-PATH = "/v1/completions"
 YES, NO = "\u2713", "\u2715"
 GREEDY = {"ignore_eos": True, "temperature": 0}
-
-
-class Answer(NamedTuple):
-    """What a server answers to a request."""
-
-    status: int
-    headers: dict[str, str]  # names in small letters
-    body: bytes
-
-
-class Gate(threading.Semaphore):
-    """What each step of an engine takes one of. waiting: whether a step waits for it."""
-
-    waiting = False
-
-    def pass_through(self) -> None:
-        self.waiting = True
-        self.acquire()
-        self.waiting = False
-
-
-class Door:
-    """A server, and an engine that waits for leave to make each of its steps."""
-
-    def __init__(self, thread: EngineThread, port: int, gate: Gate):
-        self.thread = thread
-        self.port = port
-        self.gate = gate
-        self.stepped = asyncio.Event()
-        publish = thread.publish
-
-        def published(events) -> None:
-            publish(events)
-            thread.tell(self.stepped.set)
-
-        thread.publish = published
-
-    def hold(self) -> threading.Event:
-        """Until it is set, nothing is added; then what was asked for is, in that order."""
-        held = threading.Event()
-        self.thread.commands.put(held.wait)
-        return held
-
-    async def step(self) -> None:
-        """Let the engine make a step, hand out what it brought, and come to the next one.
-
-        What happens after that happens during the next step, as nearly all does in a server.
-        """
-        await self.until(lambda: self.gate.waiting)
-        self.stepped.clear()
-        self.gate.release()
-        await asyncio.wait_for(self.stepped.wait(), 20)
-        await self.until(lambda: self.gate.waiting or not self.thread.engine.busy)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for what other threads or the system do; so many seconds are for ever."""
-        async with asyncio.timeout(20):
-            while not holds():
-                await asyncio.sleep(0.001)
-
-    async def send(self, method: str, path: str, body=None, **headers) -> tuple:
-        """A reader and a writer of a connection on which a request has been sent."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        data = b"" if body is None else to_json(body)
-        fields = {"Host": "x", "Content-Type": "application/json", "Content-Length": len(data)}
-        fields |= {name.replace("_", "-"): value for name, value in headers.items()}
-        lines = [f"{method} {path} HTTP/1.0", *(f"{name}: {fields[name]}" for name in fields)]
-        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + data)
-        return reader, writer
-
-    async def ask(self, method: str, path: str, body=None, **headers) -> Answer:
-        """The whole answer to a request."""
-        return await read(*await self.send(method, path, body, **headers))
-
-    async def call(self, body: dict) -> tuple:
-        """Ask for a text, as `send` does, and wait until the server knows of it."""
-        known = len(self.thread.calls)
-        connection = await self.send("POST", PATH, body)
-        await self.until(lambda: len(self.thread.calls) > known)
-        return connection
-
-
-async def read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer:
-    """The rest of an answer, to the end of the connection."""
-    data = await asyncio.wait_for(reader.read(), 20)
-    writer.close()
-    head, _, body = data.partition(b"\r\n\r\n")
-    first, _, fields = head.partition(b"\r\n")
-    headers = BytesHeaderParser().parsebytes(fields)
-    named = {name.lower(): value for name, value in headers.items()}
-    return Answer(int(first.split()[1]), named, body)
-
-
-def gated(gate: Gate, clock: SimpleNamespace | None = None, **options) -> Engine:
-    """An engine that takes one of a gate for each step. clock: its `now` grows
-    by `position` for each one computed.
-    """
-    model = recordings.load("stories-llama")
-    engine = Engine(model, encoding=recordings.encoding(), **options)
-    step = engine.step
-
-    def one_step():
-        gate.pass_through()
-        events = step()
-        if clock:
-            clock.now = clock.position * engine.positions
-        return events
-
-    engine.step = one_step
-    return engine
-
-
-@contextlib.asynccontextmanager
-async def serving(
-    app_options: dict | None = None,
-    bounds: dict | None = None,
-    around: Callable | None = None,
-    clock: SimpleNamespace | None = None,
-    **options,
-) -> AsyncIterator[Door]:
-    """A Door. app_options: of `make_app`. bounds: of the EngineThread. options: of the Engine.
-
-    around: makes another app of the app. clock: what the server takes for the time.
-    """
-    gate = Gate(0)
-    with contextlib.ExitStack() as stack:
-        for module in (engine_thread, metrics, live) if clock else ():
-            time = SimpleNamespace(perf_counter=lambda: clock.now)
-            stack.enter_context(mock.patch.object(module, "time", time))
-        thread = EngineThread(lambda: gated(gate, clock, **options), **(bounds or {}))
-        async with thread:
-            served = Served(thread, "stories-llama", "here", NO_CHAT)
-            app = make_app(served, **(app_options or {}))
-            app = around(app) if around else app
-            config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off")
-            config.timeout_graceful_shutdown = 1
-            server = uvicorn.Server(config)
-            with serve.listen("127.0.0.1", 0) as sock:
-                door = Door(thread, sock.getsockname()[1], gate)
-                door.served = served
-                task = asyncio.create_task(server.serve([sock]))
-                try:
-                    yield door
-                finally:
-                    served.live.close()
-                    thread.stop()
-                    gate.release(1000)
-                    server.should_exit = True
-                    await task
 
 
 def name_of(client: int) -> str:
@@ -210,136 +45,102 @@ def name_of(client: int) -> str:
 # 64
 
 
-class Step(NamedTuple):
-    """What an engine did in a step, and how it stood then. Clients are numbers."""
+class Vanishing(NamedTuple):
+    """What a server does when a client vanishes. Clients are numbers."""
 
-    work: dict[int, int]  # positions computed for each client
-    waiting: list[int]
-    owners: list[int | None]  # of each page
-    left: dict[int, str]  # who left while it was computed, and where his text was
-
-
-class Leaving(NamedTuple):
-    steps: list[Step]
-    ends: list[str]  # how the text of each client ended
-    free: int  # pages in the end
+    heard: list[str]  # what its handler received
+    work: list[dict[int, int]]  # of each step: positions computed for each client
+    waiting: list[list[int]]  # before each step
+    ends: list[str]  # how each text ended
 
 
-STAYS, LEAVES_LATE, LONG, LEAVES_QUEUE, COMES = range(5)
-TOKENS = {STAYS: 10, LEAVES_LATE: 100, LONG: 20, LEAVES_QUEUE: 100, COMES: 6}
-LEAVES = {2: [LEAVES_QUEUE, LONG], 5: [LEAVES_LATE]}  # step: who leaves while it is computed
-NUM_PAGES = 14
-SHAPE = {"max_rows": 3, "num_pages": NUM_PAGES, "page_size": 8, "budget": 26}
+GONE, STAYS, WAITS = range(3)
+TOKENS = {GONE: 11, STAYS: 7, WAITS: 4}
+LEAVES = 3  # after this step
+ROWS = 2
 
 
-def record_leaving(prompt: str) -> Leaving:
-    """Five clients, three rows: one leaves the queue, one in his prompt, one in his text."""
+def record_leaving(prompt: str) -> list[Vanishing]:
+    """Three clients of two rows; one vanishes, and nobody listens, or somebody does."""
     check_prompt(prompt, 8)
-    return asyncio.run(leave(prompt))
+    with mock.patch.object(completions, "unless_gone", lambda request, work: work):
+        plain = leave(prompt, False)
+    return [plain, leave(prompt, True)]
 
 
-async def leave(prompt: str) -> Leaving:
-    steps = []
-    requests = {}
-    async with serving(**SHAPE) as door:
+def leave(prompt: str, listens: bool) -> Vanishing:
+    work = []
+    waiting = []
+    with open_door(by_turns=True, max_rows=ROWS) as door:
+        calls = [
+            door.call(GREEDY | {"prompt": prompt, "max_tokens": tokens, "cache_salt": str(tokens)})
+            for tokens in TOKENS.values()
+        ]
         engine = door.thread.engine
-        scheduler = engine.scheduler
-
-        class Notes:
-            """What the engine's thread tells."""
-
-            def stepped(self, events) -> None:
-                for request, text in door.thread.texts.items():
-                    requests[text.number - 1] = request
-                numbers = {request: number for number, request in requests.items()}
-                owners = [None] * NUM_PAGES
-                for request in scheduler.running:
-                    for page in request.pages:
-                        owners[page] = numbers[request]
-                work = {numbers[work.request]: len(work.tokens) for work in engine.works}
-                waiting = [numbers[request] for request in scheduler.waiting]
-                left = {
-                    client: where(requests[client], client in waiting)
-                    for client in LEAVES.get(len(steps) + 1, [])
-                }
-                steps.append(Step(work, waiting, owners, left))
-
-            def aborted(self, request: Request) -> None:
-                pass
-
-        door.thread.observers.append(Notes())
-        held = door.hold()
-        clients = []
-        for client, tokens in TOKENS.items():
-            text = 2 * recordings.STORY if client == LONG else prompt
-            # The same texts, and with salts of their own they share no pages.
-            body = GREEDY | {"prompt": text, "max_tokens": tokens, "cache_salt": LETTERS[client]}
-            body["stream"] = client == STAYS
-            clients.append(await door.call(body))
-        held.set()
-        while len(steps) < max(TOKENS[STAYS], TOKENS[COMES]):
-            for client in LEAVES.get(len(steps) + 1, []):
-                known = len(door.thread.calls)
-                clients[client][1].close()
-                await door.until(lambda known=known: len(door.thread.calls) < known)
-            await door.step()
-        for client in (STAYS, COMES):
-            await read(*clients[client])
-        ends = [requests[client].finish_reason for client in TOKENS]
-        return Leaving(steps, ends, scheduler.pool.available)
+        while not work or engine.busy:
+            if len(work) == LEAVES:
+                calls[GONE][0].close()
+                door.until(lambda: len(door.server.server_state.connections) < len(TOKENS))
+                if listens:
+                    door.until(lambda: len(door.thread.calls) < len(TOKENS))
+            door.step()
+            requests = [call.requests[0] for _, call in calls]
+            work.append({requests.index(each.request): len(each.tokens) for each in engine.works})
+            waiting.append([requests.index(request) for request in engine.scheduler.waiting])
+        for client in (STAYS, WAITS):
+            read(calls[client][0])
+    ends = [request.finish_reason for request in requests]
+    return Vanishing(door.heard[GONE], work, waiting, ends)
 
 
-def where(request: Request, waits: bool) -> str:
-    if waits:
-        return "leaves the queue"
-    return "leaves while writing" if request.output else "leaves in the prompt"
+def draw_leaving(record: list[Vanishing]) -> Drawing:
+    columns = max(len(run.work) for run in record)
 
-
-def draw_leaving(record: Leaving) -> Drawing:
-    left = {client: words for step in record.steps for client, words in step.left.items()}
-    rows = ""
-    for client in range(len(record.ends)):
-        cells = ""
-        for step in record.steps:
-            count = step.work.get(client, "")
-            kind = f"tint{client}" if count else "idle" if client in step.waiting else ""
-            cross = f'<b class="gone-here">{NO}</b>' if client in step.left else ""
-            cells += f'<td class="{kind}">{cross or count}</td>'
-        words = left.get(client, "stays to the end")
-        rows += (
-            f'<tr><th scope="row">{name_of(client)}</th>{cells}<td class="says">{words}</td></tr>'
+    def table(run: Vanishing) -> str:
+        rows = ""
+        for client in TOKENS:
+            cells = ""
+            for number in range(columns):
+                count = run.work[number].get(client, "") if number < len(run.work) else ""
+                lost = count and client == GONE and number >= LEAVES
+                waits = number < len(run.work) and client in run.waiting[number]
+                kind = "lost" if lost else f"tint{client}" if count else "idle" if waits else ""
+                cells += f'<td class="{kind}{" after" * (number == LEAVES - 1)}">{count}</td>'
+            rows += f'<tr><th scope="row">{name_of(client)}</th>{cells}</tr>'
+        head = "".join(f"<th>{number}</th>" for number in range(1, columns + 1))
+        return (
+            f'<table class="batch over-time life"><thead><tr><th></th>{head}</tr></thead>'
+            f"<tbody>{rows}</tbody></table>"
         )
-    pages = ""
-    for page in range(NUM_PAGES):
-        owners = [step.owners[page] for step in record.steps]
-        cells = "".join(
-            f'<td class="{"free" if owner is None else f"tint{owner}"}"></td>' for owner in owners
-        )
-        pages += f"<tr><th></th>{cells}"
-        if page == 0:
-            pages += f'<td class="says" rowspan="{NUM_PAGES}">the cache: {NUM_PAGES} pages</td>'
-        pages += "</tr>"
-    head = "".join(f"<th>{number}</th>" for number in range(1, len(record.steps) + 1))
-    body = (
-        f'<table class="batch over-time"><thead><tr><th></th>{head}<th>steps</th></tr></thead>'
-        f'<tbody>{rows}</tbody><tbody class="pages">{pages}</tbody></table>'
+
+    plain, ours = record
+    notes = [f"A\u2019s handler has received: {', '.join(run.heard)}." for run in record]
+    body = panels(
+        panel("A handler that only writes", table(plain), notes[0]),
+        panel("One that listens to the socket, too", table(ours), notes[1]),
     )
-    note = (
-        "A number is how many positions a step computed for a client; hatched: it waits for one "
-        "of three rows; \u2715: it leaves during that step."
+    body += (
+        '<ul class="key"><li><i class="bad"></i>A vanishes: its socket is closed</li>'
+        '<li><i class="lost"></i>computed for nobody</li>'
+        '<li><i class="idle"></i>waits for one of two rows</li></ul>'
+        '<p class="note">A column is a step; a number is how many positions it computed.</p>'
     )
-    aborted = record.ends.count("abort")
-    kept = [LETTERS[client] for client, end in enumerate(record.ends) if end != "abort"]
+    wasted = sum(GONE in step for step in plain.work[LEAVES:])
+    begins = [next(n for n, step in enumerate(run.work, 1) if WAITS in step) for run in record]
     caption = (
-        "Once the server has noticed that a client has left, its text costs nothing from the next "
-        "step on, wherever it was: its row goes to who waits, and its pages are free."
+        "A client that vanishes does not say so: its socket is closed, and only a handler that "
+        f"listens there hears of it. One that only writes lets {wasted} steps compute for nobody, "
+        f"and C waits until step {begins[0]}; one that listens aborts the text, and C begins in "
+        f"step {begins[1]}."
     )
-    text = (
-        f"A grid of {len(record.steps)} steps and {len(record.ends)} clients, of which {aborted} "
-        f"leave and {' and '.join(kept)} get their texts; below it who owns each of {NUM_PAGES} "
-        f"pages after each step, of which {record.free} are free in the end."
+    said = "; ".join(
+        f"having received {' and '.join(run.heard)}, the server computes for A in "
+        f"{sum(GONE in step for step in run.work)} steps, its text ends with {run.ends[GONE]}, and "
+        f"C begins in step {begin}"
+        for run, begin in zip(record, begins)
     )
-    return Drawing(f'{body}<p class="note">{note}</p>', caption, text)
+    text = f"Two grids of steps and clients; A vanishes after step {LEAVES}: {said}."
+    return Drawing(body, caption, text)
 
 
 # 65
@@ -364,57 +165,52 @@ class Queue(NamedTuple):
     asked: list[Asked]
 
 
-ROWS, WAITING = 2, 2
+WAITING = 2
 
 
 def record_queue(prompt: str) -> Queue:
     """Requests come to a server with two rows that lets two more wait."""
     length = len(check_prompt(prompt, 8))
-    long = len(recordings.encoding().encode(recordings.STORY))
-    most = long + 4 * length
-    return Queue(ROWS + WAITING, most, asyncio.run(queue(prompt, most)))
-
-
-async def queue(prompt: str, most: int) -> list[Asked]:
+    encode = recordings.encoding().encode
+    most = len(encode(recordings.STORY)) + 4 * length
+    bounds = {"max_waiting": WAITING, "max_waiting_tokens": most}
     asked = []
     owners = {}  # call -> client
-    answers = {}
-    bounds = {"max_waiting": WAITING, "max_waiting_tokens": most}
-    async with serving(bounds=bounds, max_rows=ROWS) as door:
+    connections = {}  # of clients that got in
+    with open_door(by_turns=True, bounds=bounds, max_rows=ROWS) as door:
         calls = door.thread.calls
 
-        async def ask(client: int, text: str, texts: int = 1, tokens: int = 9) -> None:
+        def ask(client: int, text: str, texts: int = 1, tokens: int = 9) -> None:
             known = set(calls)
             body = GREEDY | {"prompt": [text] * texts, "max_tokens": tokens}
-            task = asyncio.create_task(door.ask("POST", PATH, body))
-            await door.until(lambda: calls - known or task.done())
+            connection = door.send("POST", PATH, body)
+            door.until(lambda: calls - known or select.select([connection.sock], [], [], 0)[0])
             status, retry, message = 200, None, ""
-            for call in calls - known:
+            if calls - known:
+                (call,) = calls - known
                 owners[call] = client
-                answers[client] = task
-            if task.done():
-                answer = task.result()
-                status, retry = answer.status, answer.headers.get("retry-after")
-                message = json.loads(answer.body)["error"]["message"]
+                connections[client] = connection
+            else:
+                status, refusal, headers = read(connection)
+                retry = headers["retry-after"]
+                message = refusal["error"]["message"]
             held = [(owners[call], call.left, call.waiting) for call in calls]
-            size = texts * len(recordings.encoding().encode(text, allowed_special="all"))
+            size = texts * len(encode(text, allowed_special="all"))
             steps = door.thread.engine.steps
             asked.append(Asked(client, texts, size, status, retry, message, sorted(held), steps))
 
-        held = door.hold()
-        await ask(0, prompt, tokens=1)
-        await ask(1, prompt, tokens=2)
-        await ask(2, recordings.STORY)
-        await ask(3, recordings.STORY)
-        await ask(4, prompt)
-        await ask(5, prompt)
-        await ask(6, prompt, texts=ROWS + WAITING + 1)
-        held.set()
+        ask(0, prompt, tokens=1)
+        ask(1, prompt, tokens=2)
+        ask(2, recordings.STORY)
+        ask(3, recordings.STORY)
+        ask(4, prompt)
+        ask(5, prompt)
+        ask(6, prompt, texts=ROWS + WAITING + 1)
         for over, client, text in ((0, 5, prompt), (1, 3, recordings.STORY)):
-            await door.step()
-            await answers[over]
-            await ask(client, text)
-    return asked
+            door.step()
+            read(connections[over])
+            ask(client, text)
+    return Queue(ROWS + WAITING, most, asked)
 
 
 def draw_queue(record: Queue) -> Drawing:
@@ -450,17 +246,16 @@ def draw_queue(record: Queue) -> Drawing:
             f'<tr><th scope="row">{what}</th><td>{boxes}</td>'
             f'<td class="tokens"><span class="meter">{parts}</span></td><td>{answer}</td></tr>'
         )
-    head = (
-        f"<th>asks for</th><th>texts, at most {record.most}</th>"
-        f"<th>tokens, at most {record.most_tokens}</th><th>answer</th>"
+    bounds = (
+        f"1: texts not over, {record.most} at most",
+        f"2: prompts not begun, {record.most_tokens} tokens at most",
     )
-    note = (
-        f"Boxes: the texts that count, at most {record.most}, in two rows and a queue of two. Bar: "
-        f"tokens of prompts whose texts have not begun, at most {record.most_tokens}."
-    )
+    head = "".join(f"<th>{words}</th>" for words in ("asks with", *bounds, "is answered"))
     body = (
         f'<table class="queue"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-        f'<p class="note">{note}</p>'
+        '<p class="note">A line is a request, and how full both bounds are after it. The first '
+        f"one counts texts in {ROWS} rows and a queue of {WAITING}; the second one the tokens of a "
+        "prompt until its text has its first token.</p>"
     )
     refused = [each for each in record.asked if each.status != 200]
     again = [LETTERS[each.client] for each in record.asked if each.steps]
@@ -494,10 +289,6 @@ OURS, THEIRS = "https://page.example", "https://other.example"
 def record_visits(prompt: str) -> list[Visit]:
     """Programs and web pages ask a server that has a key and knows one web page."""
     check_prompt(prompt, 8)
-    return asyncio.run(visit(prompt))
-
-
-async def visit(prompt: str) -> list[Visit]:
     entered = []
 
     def noting(name: str, kind: type):
@@ -510,18 +301,6 @@ async def visit(prompt: str) -> list[Visit]:
             await real(self, scope, receive, send)
 
         return mock.patch.object(kind, "__call__", called)
-
-    def around(app):
-        async def outer(scope, receive, send):
-            async def noted():
-                message = await receive()
-                if message["type"] == "http.request":
-                    entered.append("read")
-                return message
-
-            await app(scope, noted, send)
-
-        return outer
 
     body = GREEDY | {"prompt": prompt, "max_tokens": 1}
     asking = {"Access_Control_Request_Method": "POST"}
@@ -537,25 +316,22 @@ async def visit(prompt: str) -> list[Visit]:
         ("page.example", "another key", "POST", PATH, body, wrong | {"Origin": OURS}),
     ]
     visits = []
-    options = {"app_options": {"api_key": "secret", "origins": [OURS]}, "around": around}
+    marks = {"origin": "key", "key": "inside", "body": "http.request"}
+    options = {"api_key": "secret", "origins": [OURS]}
     with (
         noting("cors", CORSMiddleware),
         noting("key", app_module.KeyMiddleware),
         noting("inside", app_module.BodyLimit),
+        open_door(app_options=options) as door,
     ):
-        async with serving(**options) as door:
-            door.gate.release(100)
-            for who, what, method, path, sent, headers in requests:
-                entered.clear()
-                answer = await door.ask(method, path, sent, **headers)
-                marks = {"origin": "key", "key": "inside", "body": "read"}
-                passed = [name for name, mark in marks.items() if mark in entered]
-                origin = answer.headers.get("access-control-allow-origin")
-                text = ""
-                if path == PATH and answer.status == 200 and method == "POST":
-                    text = json.loads(answer.body)["choices"][0]["text"]
-                reads = "Origin" not in headers or origin == headers["Origin"]
-                visits.append(Visit(who, what, passed, answer.status, origin, reads, text))
+        for who, what, method, path, sent, headers in requests:
+            entered.clear()
+            answer = door.ask(method, path, sent, **headers)
+            passed = [name for name, mark in marks.items() if mark in entered + door.heard[-1]]
+            origin = answer.headers["access-control-allow-origin"]
+            text = answer.body["choices"][0]["text"] if "choices" in answer.body else ""
+            reads = "Origin" not in headers or origin == headers["Origin"]
+            visits.append(Visit(who, what, passed, answer.status, origin, reads, text))
     return visits
 
 
@@ -577,14 +353,15 @@ def draw_visits(record: list[Visit]) -> Drawing:
             f'<tr><th scope="row">{escape(each.who)}<span>{escape(each.what)}</span></th>{cells}'
             f"<td>{words}</td></tr>"
         )
-    head = "<th></th><th>origin</th><th>key</th><th>the rest</th><th></th>"
+    doors = ("door 1: origin", "door 2: key", "inside: the answer", "and gets")
+    head = "<th>asks</th>" + "".join(f"<th>{words}</th>" for words in doors)
     body = f'<table class="visits"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
     stopped = [each for each in record if each.status == 401]
     unread = sum("body" not in each.passed for each in stopped)
     note = (
-        f"The server has a key and knows one web page, {OURS}. \u2713: let through. A number: the "
-        f"status, where the answer was made. Of {unread} of {len(stopped)} requests with 401 "
-        "nobody has read the body."
+        f"The server has a key and knows one web page by its address, the origin {OURS}. \u2713: "
+        "let through. A number: the status, where the answer was made. Of "
+        f"{unread} of {len(stopped)} requests with 401 nobody has read the body."
     )
     caption = (
         "Doors, one behind the other. Without the key only /health and questions of browsers are "
@@ -622,127 +399,95 @@ class Life(NamedTuple):
     code: int  # of its exit
 
 
-class Ended(Exception):
-    """Instead of the end of this process."""
-
-
 SIGNAL, LATER, LIMIT, SECOND = 4, 5, 9, 6  # columns
-DRAIN = 1000.0  # seconds, which do not pass: the limit is called
 LASTING = {1: 7, 2: 2**10}  # tokens of clients
 
 
 def record_lives(prompt: str) -> list[Life]:
     """A server that gets a signal, and one that gets two."""
     check_prompt(prompt, 8)
-    return [asyncio.run(live_once(prompt, second)) for second in (False, True)]
+    return [live_once(prompt, second) for second in (False, True)]
 
 
-async def live_once(prompt: str, second: bool) -> Life:
-    loop = asyncio.get_running_loop()
-    args = argparse.Namespace(max_waiting=9, max_waiting_tokens=999, api_key=None)
-    args.__dict__ |= {"allow_origin": [], "drain_seconds": DRAIN}
-    source = parse_name("checkpoints/stories-llama")
-    gate, loading = Gate(0), threading.Event()
-    servers, limits = [], []
+def live_once(prompt: str, second: bool) -> Life:
+    # A thousand seconds do not pass here: what the timer would call is called.
+    args = argparse.Namespace(max_waiting=9, max_waiting_tokens=999, drain_seconds=1000.0)
+    args.__dict__ |= {"api_key": None, "allow_origin": []}
+    loading = threading.Event()
+    servers = queue.SimpleQueue()
 
-    def load_engine(*_) -> Engine:
-        loading.wait(20)
-        return gated(gate)
+    def load_engine(*_):
+        loading.wait(PATIENCE)
+        return make_engine()
 
     class Server(serve.Server):
-        def __init__(self, *given):
-            super().__init__(*given)
-            servers.append(self)
+        def __init__(self, app, *given):
+            super().__init__(app, *given)
+            servers.put((self, app.state.served))
 
-    def end(code: int):
-        raise Ended(code)
-
-    real = loop.call_later
-
-    def call_later(seconds, function, *given):
-        if seconds != DRAIN:
-            return real(seconds, function, *given)
-        limits.append(function)
-
+    body = GREEDY | {"prompt": prompt, "stream": True}
+    got = [[] for _ in LASTING]
+    over = [None] * len(LASTING)
+    code = None
     with (
         mock.patch.object(serve, "load_engine", load_engine),
         mock.patch.object(serve, "Server", Server),
-        mock.patch.object(os, "_exit", end),
-        mock.patch.object(loop, "call_later", call_later),
+        mock.patch.object(os, "_exit", sys.exit),
         contextlib.redirect_stdout(io.StringIO()),
         serve.listen("127.0.0.1", 0) as sock,
+        futures.ThreadPoolExecutor() as pool,
     ):
-        process = asyncio.create_task(serve.serve(args, source, "cpu", sock))
-        while not servers:
-            await asyncio.sleep(0)
-        server = servers[0]
-        door = Door(server.thread, sock.getsockname()[1], gate)
-        body = GREEDY | {"prompt": prompt, "stream": True}
-        early = await door.ask("POST", PATH, body | {"max_tokens": 3})
-        lanes = [Lane(0, [], early.status, message_of(early.body), 0)]
+        source = parse_name(f"checkpoints/{NAME}")
+        process = pool.submit(asyncio.run, serve.serve(args, source, "cpu", sock))
+        server, served = servers.get(timeout=PATIENCE)
+        thread = served.thread
+        door = Door(sock.getsockname()[1], served, server, Turns(thread))
+        early = door.ask("POST", PATH, body | {"max_tokens": 3})
+        lanes = [Lane(0, [], early.status, ending(early.body), 0)]
         loading.set()
-        await asyncio.wait_for(server.thread.ready, 20)
-        held = door.hold()
-        calls = [await door.call(body | {"max_tokens": count}) for count in LASTING.values()]
-        tasks = [asyncio.create_task(read(*call)) for call in calls]
-        held.set()
-        got = [[] for _ in tasks]
-        over = [None] * len(tasks)
-
-        class Notes:
-            def stepped(self, events) -> None:
-                for event in events if noting else ():
-                    client = server.thread.texts[event.request].number - 1
-                    got[client].append(column)
-                    if event.finish_reason:
-                        over[client] = column
-
-            def aborted(self, request: Request) -> None:
-                pass
-
-        code = None
-        noting = True
-        server.thread.observers.append(Notes())
+        door.until(lambda: thread.error is None)
+        calls = [door.call(body | {"max_tokens": count}) for count in LASTING.values()]
+        answers = [pool.submit(read, connection) for connection, _ in calls]
         for column in range(1, LIMIT + 1):
-            await door.step()
+            door.step()
+            for client, (_, call) in enumerate(calls):
+                (request,) = call.requests
+                if any(work.request is request for work in thread.engine.works):
+                    got[client].append(column)
+                    over[client] = column if request.finish_reason else None
             if column == SIGNAL:
                 server.handle_exit(signal.SIGTERM, None)
-                await door.until(lambda: limits)
+                door.until(lambda: server.live.closed)
             if column == LATER:
-                try:
-                    status = (await door.ask("GET", "/health")).status
-                except OSError:
-                    status = None
+                status = None
+                with contextlib.suppress(OSError):
+                    status = door.ask("GET", "/health").status
                 late = Lane(LATER, [], status, "nobody listens", LATER)
             if second and column == SECOND:
                 try:
                     server.handle_exit(signal.SIGTERM, None)
-                except Ended as ended:
-                    code = ended.args[0]
+                except SystemExit as ended:
+                    code = ended.code
                 break
-        noting = False  # of the step that is waiting to be computed
-        for limit in limits:
-            limit()
-        gate.release(1000)
-        result = await asyncio.wait_for(process, 20)
-        answers = await asyncio.gather(*tasks)
+        door.close()
+        if process.result(PATIENCE) == signal.SIGTERM and code is None:
+            code = 0
     for client, answer in enumerate(answers):
+        status, said, _ = answer.result()
         cut = second and over[client] is None
-        said = "the process is gone" if cut else message_of(answer.body)
-        lanes.append(Lane(1, got[client], answer.status, said, over[client] or column))
-    code = {signal.SIGTERM: 0}[result] if code is None else code
+        said = "the process is gone" if cut else ending(said)
+        lanes.append(Lane(1, got[client], status, said, over[client] or column))
     signals = [SIGNAL, SECOND] if second else [SIGNAL]
     return Life(column, signals, None if second else LIMIT, [*lanes, late], code)
 
 
-def message_of(body: bytes) -> str:
+def ending(body: dict | str) -> str:
     """What an answer says in the end: an error, or how its text ended."""
-    if body.startswith(b"{"):
-        return json.loads(body)["error"]["message"]
-    *_, last, done = [part for part in body.decode().split("\n\n") if part]
-    assert done == "data: [DONE]"
-    said = json.loads(last.removeprefix("data: "))
-    return said["error"]["message"] if "error" in said else said["choices"][0]["finish_reason"]
+    if isinstance(body, str):
+        *_, last, done = [part for part in body.split("\n\n") if part]
+        assert done == "data: [DONE]"
+        body = json.loads(last.removeprefix("data: "))
+    return body["error"]["message"] if "error" in body else body["choices"][0]["finish_reason"]
 
 
 def draw_lives(record: list[Life]) -> Drawing:
@@ -810,7 +555,6 @@ class Counted(NamedTuple):
     """A histogram as Prometheus reads it."""
 
     seen: list[float]  # seconds
-    lines: list[str]  # of its buckets
     buckets: list[tuple[float, int]]  # up to so many seconds: how many
 
 
@@ -821,13 +565,8 @@ OUTPUTS = (3, 9, 5, 4, 7, 3, 8, 6)  # tokens
 def record_metrics(prompt: str) -> Counted:
     """Eight texts in two rows, on a clock on which a position takes a millisecond."""
     check_prompt(prompt, 8)
-    return asyncio.run(measure(prompt))
-
-
-async def measure(prompt: str) -> Counted:
     seen = []
-    clock = SimpleNamespace(now=0.0, position=0.001)
-    async with serving(clock=clock, max_rows=2) as door:
+    with open_door(by_turns=True, clock=0.001, max_rows=2) as door:
         histogram = door.served.metrics.first_gap
         observe = histogram.observe
 
@@ -836,19 +575,12 @@ async def measure(prompt: str) -> Counted:
             observe(value)
 
         with mock.patch.object(histogram, "observe", noted):
-            held = door.hold()
-            calls = [
-                await door.call(GREEDY | {"prompt": prompt, "max_tokens": tokens})
-                for tokens in OUTPUTS
-            ]
-            held.set()
-            door.gate.release(1000)
-            for call in calls:
-                await read(*call)
-        text = (await door.ask("GET", "/metrics")).body.decode()
-    lines = [line for line in text.splitlines() if line.startswith(f"{FAMILY}_bucket")]
-    found = [re.search(r'le="([^"]+)".* ([\d.]+)$', line) for line in lines]
-    return Counted(seen, lines, [(float(each[1]), int(float(each[2]))) for each in found])
+            for tokens in OUTPUTS:
+                door.call(GREEDY | {"prompt": prompt, "max_tokens": tokens})
+            door.finish()
+        text = door.ask("GET", "/metrics").body
+    found = re.findall(rf'^{FAMILY}_bucket.*le="([^"]+)".* ([\d.]+)$', text, re.MULTILINE)
+    return Counted(seen, [(float(limit), int(float(count))) for limit, count in found])
 
 
 def quantile(buckets: list[tuple[float, int]], share: float) -> tuple:
@@ -921,62 +653,58 @@ class Look(NamedTuple):
 
     setup: dict
     frame: dict
-    bytes: int
-
-
-async def look(prompt: str) -> Look:
-    clock = SimpleNamespace(now=0.0, position=1.0)
-    ids = itertools.count(1)
-    named = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}"))
-    shape = {"max_rows": 2, "num_pages": 16, "page_size": 4, "budget": 16}
-    with mock.patch.object(completions, "uuid", named):
-        async with serving(clock=clock, **shape) as door:
-            reader, writer = await door.send("GET", "/live")
-            await door.until(lambda: door.thread.calls)
-            held = door.hold()
-            calls = []
-            for text in (prompt, recordings.STORY, prompt):
-                body = GREEDY | {"prompt": text, "max_tokens": 9, "cache_salt": str(len(calls))}
-                calls.append(await door.call(body))
-            held.set()
-            await door.step()
-            await door.step()
-            found = []
-            while not found or found[-1].get("steps") != 2:
-                line = await asyncio.wait_for(reader.readline(), 20)
-                if line.startswith(b"data: "):
-                    found.append(json.loads(line.removeprefix(b"data: ")))
-            for _, each in [(reader, writer), *calls]:
-                each.close()
-    return Look(found[0], found[-1], len(line))
+    sent: str  # as it came
 
 
 def record_look(prompt: str) -> Look:
     """Three clients of an engine with two rows, and one that looks."""
     check_prompt(prompt, 8)
-    return asyncio.run(look(prompt))
+    shape = {"max_rows": 2, "num_pages": 16, "page_size": 4, "budget": 16}
+    with numbered(), open_door(by_turns=True, clock=1.0, **shape) as door:
+        frames = events(door.send("GET", "/live"))
+        setup = json.loads(next(frames))
+        for number, text in enumerate((prompt, recordings.STORY, prompt)):
+            body = {"prompt": text, "max_tokens": 9, "cache_salt": str(number)}
+            door.call(GREEDY | body)
+        door.step()
+        door.step()
+        sent = next(line for line in frames if json.loads(line)["steps"] == 2)
+        frames.close()
+    return Look(setup, json.loads(sent), sent)
+
+
+def numbered():
+    """Names of texts that are the same each time."""
+    ids = itertools.count(1)
+    named = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(ids):032x}"))
+    return mock.patch.object(completions, "uuid", named)
+
+
+def events(connection: HTTPConnection) -> Iterator[str]:
+    """The data of server-sent events, as they come."""
+    with contextlib.closing(connection), connection.getresponse() as answer:
+        for line in answer:
+            if line.startswith(b"data: "):
+                yield line.removeprefix(b"data: ").decode().strip()
 
 
 def draw_look(record: Look) -> Drawing:
     frame, setup = record.frame, record.setup
 
-    def brief(row: dict) -> str:
-        said = row | {"name": f"cmpl-\u2026{row['name'][-3:]}"}
-        return escape(json.dumps(said, separators=(",", ":"), ensure_ascii=False))
+    def shown(data) -> str:
+        return escape(json.dumps(data, separators=(",", ":"), ensure_ascii=False))
 
-    lines = []
-    for name in ("steps", "positions", "queued"):
-        lines.append(f'"{name}":{frame[name]},')
-    for name in ("running", "waiting"):
-        lines.append(f'"{name}":[')
-        for row in frame[name]:
-            kind = f"tint{row['number'] - 1}"
-            lines.append(f'<span class="{kind}">{brief(row)}</span>,')
-        lines.append("],")
+    fields = []
+    for name, value in frame.items():
+        words = shown(value)
+        if name in ("running", "waiting"):
+            lines = [f'<span class="tint{row["number"] - 1}">{shown(row)}</span>' for row in value]
+            words = f"[{',<wbr>'.join(lines)}]"
+        fields.append(f"{shown(name)}:{words}")
     sent = panel(
-        f"Sent: {record.bytes} bytes",
-        f'<pre class="frame">{chr(10).join(lines)}</pre>',
-        "Some of its fields. There are numbers and ids, and nobody\u2019s text.",
+        f"Sent: {len(record.sent.encode())} bytes",
+        f'<pre class="frame">{{{",<wbr>".join(fields)}}}</pre>',
+        "All of it. There are numbers and names of requests, and nobody\u2019s text.",
     )
     rows = ""
     for row in frame["running"] + frame["waiting"]:
@@ -1026,77 +754,99 @@ def draw_look(record: Look) -> Drawing:
 # 70
 
 
+class Moment(NamedTuple):
+    """What the page got after a step, from its two streams."""
+
+    token: str
+    p: float
+    own: int  # positions that the step computed for this text
+    all: int  # for all texts
+    texts: int  # for which it computed any
+    pages: int  # in use
+
+
 class Written(NamedTuple):
     """A text as the page gets it."""
 
     prompt: str
-    tokens: list[tuple[str, float]]  # with their probabilities
-    others: list[list[tuple[str, float]]]  # at each token the likeliest ones
+    moments: list[Moment]  # one a step
     shades: list[float]  # of server/page.html: the least probability of each
 
 
+STEPS = 12
+OTHERS = {0: ("The dog", 7), 5: (recordings.STORY, 5)}  # come after so many steps: prompt, tokens
+
+
 def record_page(prompt: str) -> Written:
-    """A text of 48 tokens from the server, with what the page asks for."""
+    """Somebody writes on the page while two others ask; the frames say which text is the page's."""
     check_prompt(prompt, 20)
     page = Path(app_module.HERE, "page.html").read_text("utf-8")
     shades = json.loads(re.search(r"const SHADES = (\[.*?\]);", page)[1])
-    asked = int(re.search(r"const ASKED = (\d+);", page)[1])
-    return asyncio.run(write(prompt, shades, asked))
-
-
-async def write(prompt: str, shades: list[float], asked: int) -> Written:
-    body = {"prompt": prompt, "max_tokens": 48, "temperature": 0.8, "top_p": 0.95, "seed": 1}
-    async with serving() as door:
-        door.gate.release(1000)
-        answer = await door.ask("POST", PATH, body | {"logprobs": asked})
-    found = json.loads(answer.body)["choices"][0]["logprobs"]
-    tokens = [
-        (text, math.exp(value)) for text, value in zip(found["tokens"], found["token_logprobs"])
-    ]
-    others = [
-        sorted(((text, math.exp(value)) for text, value in top.items()), key=lambda one: -one[1])
-        for top in found["top_logprobs"]
-    ]
-    return Written(prompt, tokens, others, shades)
+    body = {"prompt": prompt, "max_tokens": STEPS, "temperature": 0.8, "top_p": 0.95, "seed": 1}
+    moments = []
+    with open_door(by_turns=True, clock=1.0) as door:
+        frames = events(door.send("GET", "/live"))
+        next(frames)
+        own, _ = door.call(body | {"logprobs": 1, "stream": True, "ignore_eos": True})
+        chunks = events(own)
+        for step in range(STEPS):
+            if step in OTHERS:
+                text, tokens = OTHERS[step]
+                door.call(GREEDY | {"prompt": text, "max_tokens": tokens})
+            door.step()
+            chunk = json.loads(next(chunks))
+            frame = next(each for each in map(json.loads, frames) if each["steps"] == step + 1)
+            rows = frame["running"] + frame["over"]
+            work = {row["name"]: row["work"][0] for row in rows}
+            pages = {page for row in frame["running"] for page in row["pages"]}
+            ((token,), (logprob,), *_) = chunk["choices"][0]["logprobs"].values()
+            counts = (work[f"{chunk['id']}-0"], sum(work.values()), len(work), len(pages))
+            moments.append(Moment(token, math.exp(logprob), *counts))
+        for stream in (frames, chunks):
+            stream.close()
+    return Written(prompt, moments, shades)
 
 
 def draw_page(record: Written) -> Drawing:
-    def shade(p: float) -> int:
-        return next(index for index, least in enumerate(record.shades) if p >= least)
+    def shaded(moment: Moment) -> str:
+        shade = next(index for index, least in enumerate(record.shades) if moment.p >= least)
+        return f'<span class="written p{shade}">{escape(moment.token)}</span>'
 
-    rare = min(range(len(record.tokens)), key=lambda place: record.tokens[place][1])
-    spans = ""
-    for place, (text, p) in enumerate(record.tokens):
-        mark = " at" if place == rare else ""
-        spans += f'<span class="written p{shade(p)}{mark}">{escape(text)}</span>'
+    spans = "".join(map(shaded, record.moments))
+    scale = " ".join(
+        f'<span class="written p{index}">{f"{100 * least:g} %" if least else "less"}</span>'
+        for index, least in enumerate(record.shades)
+    )
     page = (
         f'<p class="page-text"><span class="given">{escape(record.prompt)}</span>{spans}</p>'
-        + '<p class="scale-row">at least '
-        + " ".join(
-            f'<span class="written p{index}">{f"{100 * least:g} %" if least else "less"}</span>'
-            for index, least in enumerate(record.shades)
+        f'<p class="scale-row">probability at least {scale}</p>'
+    )
+    largest = max(moment.all for moment in record.moments)
+    rows = [
+        (
+            shaded(moment),
+            [(moment.own, ""), (moment.all - moment.own, "other")],
+            f"{moment.all}, {moment.pages} pages",
         )
-        + "</p>"
-    )
-    text, p = record.tokens[rare]
-    rows = [(token(name), value, percent(value), "") for name, value in record.others[rare]]
-    if text not in [name for name, _ in record.others[rare]]:
-        rows.append((token(text), p, percent(p), "second"))
+        for moment in record.moments
+    ]
+    title = "The engine, from /live: positions that it computed in the step of each token"
     body = panels(
-        f'<div class="panel page-view">{page}</div>',
-        panel(f"Instead of {token(text)}", bars(rows), "What a tap on a token shows."),
+        panel("Your text, from /v1/completions", f'<div class="page-view">{page}</div>'),
+        panel(title, stacks(rows, largest) + key(first="for your text", soft="for others")),
     )
-    sure = sum(value >= record.shades[0] for _, value in record.tokens)
+    number, most = max(enumerate(record.moments, 1), key=lambda one: one[1].all)
     caption = (
-        f"The page colours each token by its probability: {sure} of {len(record.tokens)} had "
-        f"{percent(record.shades[0])} or more, and the outlined one {percent(p)}."
+        "One page, two streams: your text, each token in the colour of its probability, and the "
+        f"engine that writes it. In the step of your token {number} it computed {most.all} "
+        f"positions: {most.own} for you, {most.all - most.own} for {most.texts - 1} other texts."
     )
-    words = "".join(name for name, _ in record.tokens)
-    text = (
-        f"The text {words!r} after the prompt {record.prompt!r}, shaded by probability, and the "
-        f"likeliest tokens in the place of {text!r}, which had {percent(p)}."
+    said = "; ".join(
+        f"{moment.token!r} with {percent(moment.p)}, {moment.own} of {moment.all} positions, "
+        f"{moment.pages} pages"
+        for moment in record.moments
     )
-    return Drawing(body, caption, text)
+    return Drawing(body, caption, f"The text after {record.prompt!r}, a token a step: {said}.")
 
 
 PICTURES = {  # slug of a lesson -> its picture

@@ -144,7 +144,7 @@ def record_fields(prompt: str) -> Fields:
     with door.open_door() as server:
         text = server.write(base)["choices"][0]["text"]
         for field, value in FIELDS:
-            status, answer = server.ask("POST", PATH, base | {field: value})
+            status, answer, _ = server.ask("POST", door.PATH, base | {field: value})
             if status == 200:
                 kind = "works" if field in CompletionRequest.model_fields else "unknown"
                 kind = "nothing" if field in UNSUPPORTED else kind
@@ -376,9 +376,9 @@ def draw_choices(record: Choices) -> Drawing:
     tokens = record.usage["completion_tokens"]
     alone = count * (length - 1) + tokens
     caption = (
-        f"One question, {count} texts: choice i draws with the seed + i, so each can be had again "
-        f"alone. Here the first is a step ahead, so they have {len(shared)} of {len(first)} pages "
-        "of the prompt in common: "
+        f"One question, {count} texts: choice i draws by a number of its own, seed + i, so each "
+        f"can be had again alone. Here the first is a step ahead, so they have {len(shared)} of "
+        f"{len(first)} pages of the prompt in common: "
         f"{record.computed} positions are computed, for {count} requests apart it would be {alone}."
     )
     text = (
