@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 from conftest import ROOT
-from drawings import drawn, of_class, tokens_of, tree_of, words_of
+from drawings import drawn, of_class, tokens_of, tree_of, widths, words_of
 
 from infer import generate
 from sampling import SamplingParams
@@ -158,6 +158,71 @@ def test_the_pool_is_that_of_its_frame():
             assert words == held[4 * place : 4 * place + 4]
 
 
+def test_pages_are_taken_as_the_lesson_s_own_pool_takes_them():
+    """All that a text may need, when it begins: what was given back last, then new ones."""
+    record, tree = drawn("paged-cache")
+    back = []
+    new = iter(range(15))
+    tables = {}
+    frames = record.run.frames
+    for before, frame in zip([None, *frames], frames):
+        gone = set(tables) - {row["number"] for row in before["running"]} if before else set()
+        for number in gone:
+            back += reversed(tables.pop(number))
+        for row in frame["running"]:
+            request = record.run.requests[row["number"] - 1]
+            needed = -(-(len(request.tokens) - 1) // 4)  # the last token is not computed
+            if row["number"] not in tables:
+                tables[row["number"]] = [back.pop() if back else next(new) for _ in range(needed)]
+            assert row["pages"] == tables[row["number"]]
+    shown = [
+        [int(words_of(code)) for code in row.iter("code")]
+        for row in of_class(tree, "table", "rows")[0].iter("tr")
+    ]
+    assert shown == [row["pages"] for row in frames[record.at]["running"]]
+    assert shown[-1][0] == 0 and max(map(max, shown)) == 10  # text 4 has the page of text 1
+    free = of_class(tree, "li", "free")
+    assert len(free) == 15 - sum(map(len, shown))
+
+
+def test_what_two_budgets_compute():
+    """Bars as a scheduler without a model gives them, and the steps of the first tokens."""
+    from book import recordings
+
+    record, drawing = drawing_of("chunked-prefill")
+    prompts = [recordings.encode(text, 99) for text in ("Lily", "The dog", recordings.STORY)]
+    panels = of_class(tree_of(drawing.body), "div", "panel")
+    first = []
+    for budget, panel in zip((512, 8), panels, strict=True):
+        lacking = [len(prompt) for prompt in prompts]
+        left = [12, 12, 12]
+        lines = list(panel.iter("tr"))
+        for number, line in enumerate(lines, 1):
+            running = [row for row in range(3) if left[row] and (row < 2 or number > 2)]
+            room = budget
+            shares = []
+            for place, row in enumerate(running):
+                count = min(lacking[row], room - (len(running) - place - 1))
+                room -= count
+                shares.append(100 * count / 41)
+                lacking[row] -= count
+                if not lacking[row]:
+                    lacking[row] = 1
+                    left[row] -= 1
+            name, value = words_of(line.find("th")), words_of(of_class(line, "td", "value")[0])
+            assert name == f"step {number}" and int(value.partition(",")[0]) == budget - room
+            assert widths(line) == pytest.approx(shares, abs=0.006)
+            if "first token" in value:
+                first.append(number)
+                assert left[2] == 11 and lacking[2] == 1
+        assert left == [0, 0, 0]
+        words = words_of(of_class(panel, "p", "title")[0])
+        most = 41 if budget == 512 else 8
+        assert words == f"Budget {budget}: {len(lines)} steps of at most {most} tokens"
+    assert first == record.first == [3, 9]
+    assert "in step 9 instead of 3, the end after 20 steps instead of 14." in drawing.caption
+
+
 def squares_of(table) -> list[tuple[int, int]]:
     """Of each row: pages of its own, and repeated ones."""
     return [
@@ -246,6 +311,8 @@ def test_shared_pages_stand_once():
     # Twelve tokens fill three pages; the last one is computed, so that its logits are there.
     last = record.frames[-1]
     assert last["shared"] == 3 * 8 and last["positions"] == 12 + 3 * 4 + 4 * 8
+    _, drawing = drawing_of("prefix-sharing")
+    assert "Of the 36 positions of later prompts 24 were found" in drawing.caption
 
 
 def test_drafts_that_rows_copy():
@@ -285,10 +352,12 @@ def test_both_models_draw_with_the_same_numbers():
         number, position = race.place
         text = record.run.requests[number - 1].tokens
         speeds = []
+        pair = []
         for name in ("stories", "stories-draft"):
             logits = recordings.next_logits(text[:position], name).double()
             probs = (logits / 0.8).softmax(dim=-1)
             noise = keyed_noise(logits[None], [(number, position)])[0]
+            pair.append(probs)
             speeds.append(probs / noise)
         winners = [recordings.text_of(each.argmax().item()) for each in speeds]
         assert winners == [race.drawn, race.draft]
@@ -296,36 +365,33 @@ def test_both_models_draw_with_the_same_numbers():
             id = recordings.encoding().encode_single_token(word)
             assert [p / e, q / e] == pytest.approx([each[id].item() for each in speeds], rel=1e-3)
         assert race.drawn == recordings.text_of(text[position])
-        assert 0 < race.chance < race.common <= 1
+        assert race.chance == pytest.approx((pair[0] * pair[1]).sum().item(), rel=1e-4)
     last = record.run.frames[-1]
     right = sum(race.drawn == race.draft for race in record.races)
     assert right == last["accepted"]
-    tables = of_class(tree, "table", "figures")
-    assert len(tables) == 2
-    pair = []
-    for title, accepted in zip(of_class(tree, "p", "title"), (True, False)):
-        pair += [
-            race
-            for race in record.races
-            if tokens_of(title) == [race.after] and (race.drawn == race.draft) is accepted
-        ]
-    assert len(pair) == 2
-    for table, race in zip(tables, pair):
-        lines = [[words_of(cell) for cell in line.iter("td")] for line in table.iter("tr")][1:]
-        for (_, p, q, e), line in zip(race.rows, lines, strict=True):
-            shown = [float(cell.removesuffix("\xa0%")) for cell in line]
-            assert shown[:3] == pytest.approx([100 * p, 100 * q, e], rel=0.06, abs=0.051)
-            assert shown[3:] == pytest.approx([p / e, q / e], abs=0.0051)
-        assert tokens_of(table) == [row[0] for row in race.rows]
-        wins = [
-            [cell.get("class") == "win" for cell in line.iter("td")] for line in table.iter("tr")
-        ]
-        assert sum(sum(line) for line in wins) == 2
-        assert (sum(map(any, wins)) == 1) == (race.drawn == race.draft)
-    bar = of_class(tree, "table", "bars")[0]
-    values = [float(words_of(cell)[:-2]) for cell in of_class(bar, "td", "value")]
-    assert values[0] < values[1] < values[2]
-    assert values[3] == pytest.approx(100 * right / len(record.races), abs=0.5)
+    chance = sum(race.chance for race in record.races) / len(record.races)
+    assert f"{right} of {len(record.races)} here" in drawing.caption
+    assert f"would agree {100 * chance:.0f}\xa0% of the time" in drawing.caption
+    (table,) = of_class(tree, "table", "figures")
+    (title,) = of_class(tree, "p", "title")
+    (race,) = [
+        race
+        for race in record.races
+        if tokens_of(title) == [race.after] and race.drawn == race.draft
+    ]
+    lines = [[words_of(cell) for cell in line.iter("td")] for line in table.iter("tr")][1:]
+    for (_, p, q, e), line in zip(race.rows, lines, strict=True):
+        shown = [float(cell.removesuffix("\xa0%")) for cell in line]
+        assert shown[:3] == pytest.approx([100 * p, 100 * q, e], rel=0.06, abs=0.051)
+        assert shown[3:] == pytest.approx([p / e, q / e], abs=0.0051)
+    assert tokens_of(table) == [row[0] for row in race.rows]
+    wins = [
+        words_of(line.find("th"))
+        for line in table.iter("tr")
+        for cell in line.iter("td")
+        if cell.get("class") == "win"
+    ]
+    assert wins == [race.drawn] * 2
 
 
 def test_trials_go_by_their_clock():
@@ -348,10 +414,17 @@ def test_trials_go_by_their_clock():
         # The draft model reads the last token, its own drafts, and one more after three right ones.
         assert not way or took in (pytest.approx(4 + 3 * share), pytest.approx(4 + 4 * share))
     strips = of_class(tree, "div", "trial")
+    longest = sum(took for _, _, took in products.steps)
+    highest = 4 / (1 + 3 * share)  # tokens in the time of a step without drafts
     for each, strip, panel in zip(record, strips, of_class(tree, "div", "panel")):
-        for (way, count, _), bar in zip(each.steps, strip, strict=True):
-            assert bar.get("class") == ("good" if way else "soft")
-            assert bar.get("style") == f"height:{25 * count}%"
+        for (way, count, took), block in zip(each.steps, strip, strict=True):
+            assert block.get("class") == ("good" if way else "soft")
+            style = re.fullmatch(r"width:([\d.]+)%;height:([\d.]+)%", block.get("style"))
+            width, height = map(float, style.groups())
+            assert width == pytest.approx(100 * took / longest, abs=0.001)
+            assert height == pytest.approx(100 * count / took / highest, abs=0.001)
+            # The block's area is its tokens.
+            assert width * height == pytest.approx(1e4 * count / longest / highest, rel=1e-3)
         lines = [[float(words_of(cell)) for cell in line.iter("td")] for line in panel.iter("tr")]
         for way, (count, took, rate) in zip((True, False), lines[1:]):
             mean = torch.tensor([float(n) for own, n, _ in each.steps if own == way]).mean().item()
@@ -359,8 +432,12 @@ def test_trials_go_by_their_clock():
             assert rate == pytest.approx(mean / took, abs=0.02)
         (win,) = of_class(panel, "td", "win")
         assert float(words_of(win)) == max(lines[1][2], lines[2][2])
-        words = [words_of(span) for span in of_class(panel, "div", "thirds")[0]]
-        assert words[2] == ("then with" if each.steps[-1][0] else "then without")
+        spans = list(of_class(panel, "div", "thirds")[0])
+        words = [words_of(span) for span in spans]
+        assert words == ["with", "without", "then with" if each.steps[-1][0] else "then without"]
+        parts = [sum(took for _, _, took in each.steps[at : at + 16]) for at in (0, 16, 32)]
+        shown = [float(span.get("style")[6:-1]) for span in spans]
+        assert shown == pytest.approx([100 * part / longest for part in parts], abs=0.001)
 
 
 @pytest.mark.parametrize("slug", ["batched-speculation", "drafts-that-pay"])

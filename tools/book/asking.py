@@ -69,7 +69,9 @@ def record_nonsense(prompt: str) -> list[Nonsense]:
         elif params["temperature"] < 0 and tokens == greedy:
             verdict = "Greedy decoding, without a word."
         elif set(tokens) == {0}:
-            verdict = "Each speed in the race is NaN, and the first of them wins: always token 0."
+            verdict = (
+                "What tokens are drawn by is NaN for each, and the first wins: always token 0."
+            )
         found.append(Nonsense(given, [*map(recordings.text_of, tokens)], verdict, refusal(params)))
     return [*found, broken_weight(model, ids)]
 
@@ -105,7 +107,9 @@ def broken_weight(model: Model, ids: list[int]) -> Nonsense:
         broken.h[0].mlp.c_fc.weight[0, 0] = math.nan
     tokens = unchecked(broken, ids)
     count = sum(weight.numel() for weight in broken.parameters())
-    verdict = "Each logit is NaN, and argmax takes NaN for the largest." * (set(tokens) == {0})
+    verdict = "Each token\u2019s score is NaN, and argmax takes NaN for the largest." * (
+        set(tokens) == {0}
+    )
     try:
         next(generate(broken, [ids], SamplingParams(COUNT)))
         raise AssertionError("nobody saw the NaN")
@@ -366,9 +370,9 @@ def draw_seeds(record: Seeded) -> Drawing:
     )
     body += legend
     caption = (
-        f"The same request after {token(record.prompt)}, alone and beside two others. With a seed "
-        f"of its own {same} of {count} draws are the same, number for number; from a shared "
-        f"generator {alike}."
+        f"The same request after {token(record.prompt)}, alone and beside two others. With a seed, "
+        f"a number from which its draws are made, {same} of {count} are the same, number for "
+        f"number; from a generator that all share, {alike}."
     )
     text = (
         f"With one generator: {record.shared.alone} alone, {record.shared.among} among three. With "

@@ -8,7 +8,7 @@ import torch
 
 import engine.engine as engine_module
 from book import recordings
-from book.draw import Drawing, Picture, bars, key, panel, panels, percent, token
+from book.draw import Drawing, Picture, key, panel, panels, percent, token
 from book.playing import Arrival, Run, play, player, row_of
 from engine.drafter import LookupDrafter, PagedDrafter
 from engine.engine import Engine
@@ -98,7 +98,6 @@ class Race(NamedTuple):
     rows: list[tuple[str, float, float, float]]  # tokens with p, q and noise
     drawn: str  # by the target
     draft: str
-    common: float  # sum of min(p, q)
     chance: float  # sum of p * q: what two draws that know nothing of each other have in common
 
 
@@ -155,8 +154,7 @@ def race(p: torch.Tensor, q: torch.Tensor, text: list[int], draft: int, seed: in
     shown = recordings.text_of
     rows = [(shown(id), p[id].item(), q[id].item(), e) for id, e in zip(ids, noise)]
     after = recordings.encoding().decode(text[-7:-1])
-    common = torch.minimum(p, q).sum().item()
-    return Race(place, after, rows, shown(drawn), shown(draft), common, (p @ q).item())
+    return Race(place, after, rows, shown(drawn), shown(draft), (p @ q).item())
 
 
 def plain(found: Race) -> tuple[bool, float]:
@@ -170,42 +168,23 @@ def plain(found: Race) -> tuple[bool, float]:
 def draw_coupled(record: Coupled) -> Drawing:
     races = record.races
     right = [each for each in races if each.draft == each.drawn]
-    wrong = [each for each in races if each.draft != each.drawn]
-    parts = []
-    if right:
-        parts.append(race_panel(max(right, key=plain)))
-    if wrong:
-        parts.append(race_panel(max(wrong, key=plain)))
     if races:
-        apart = [1 - each.common for each in races]  # total variation
-        count = len(races)
-        share = len(right) / count
-        rows = [
-            ("its own numbers", sum(each.chance for each in races) / count, "other"),
-            ("the same, at least", sum((1 - tv) / (1 + tv) for tv in apart) / count, "other"),
-            ("the same, at most", sum(1 - tv for tv in apart) / count, "other"),
-            (f"here: {len(right)} of {count}", share, ""),
-        ]
-        rows = [(name, length, percent(length), kind) for name, length, kind in rows]
-        note = (
-            "Gray: the chance in these places, by p and q alone. Of two draws that know nothing of "
-            "each other it is the sum of p &times; q; with the same numbers, where p and q have c "
-            "in common, c / (2 &minus; c) to c."
-        )
-        parts.append(panel("How often a draft is right: expected, and here", bars(rows, 1.0), note))
+        chance = sum(each.chance for each in races) / len(races)
+        body = race_table(max(right or races, key=plain))
         caption = (
             "Both models draw with the same random numbers: the token with the largest probability "
             f"divided by its number wins. So the small model&rsquo;s draft is often the large "
-            f"model&rsquo;s token: {len(right)} of {len(races)} here."
+            f"model&rsquo;s token: {len(right)} of {len(races)} here, where draws with numbers of "
+            f"their own would agree {percent(chance)} of the time."
         )
     else:
+        body = ""
         caption = "No draft was made in this text."
     text = (
-        f"Tables of p, q, noise and their quotients for a draft that was right and one that was "
-        f"not; of {len(races)} drafts that were looked at {len(right)} were right."
+        "A table of probabilities, random numbers and their quotients for a draft; of "
+        f"{len(races)} drafts that were looked at {len(right)} were right."
     )
     middle = min(3, len(record.run.frames) - 1)
-    body = f'<div class="coupled">{panels(*parts)}</div>'
     return Drawing(body, caption, text, player(record.run, middle))
 
 
@@ -214,7 +193,7 @@ def small_percent(p: float) -> str:
     return percent(p) if p >= 0.001 else f"{100 * p:.1g}\u00a0%"
 
 
-def race_panel(found: Race) -> str:
+def race_table(found: Race) -> str:
     """Five numbers of each token, and who wins."""
     speeds = [(p / e, q / e) for _, p, q, e in found.rows]
     fastest = [max(pair[which] for pair in speeds) for which in (0, 1)]
@@ -226,15 +205,16 @@ def race_panel(found: Race) -> str:
         )
         numbers = f"<td>{small_percent(p)}</td><td>{small_percent(q)}</td><td>{e:.2g}</td>"
         rows += f'<tr><th scope="row">{token(text)}</th>{numbers}{cells}</tr>'
-    heads = "".join(f"<th>{name}</th>" for name in ("", "p", "q", "e", "p / e", "q / e"))
-    table = f'<table class="figures"><thead><tr>{heads}</tr></thead>{rows}</table>'
+    names = ("large model: p", "small model: q", "random number: e", "p / e", "q / e")
+    heads = "".join(f"<th>{name}</th>" for name in ("", *names))
+    table = f'<table class="figures coupled"><thead><tr>{heads}</tr></thead>{rows}</table>'
     if found.drawn == found.draft:
-        words = f"Both draw {token(found.drawn)}: the draft is accepted."
+        words = f"{token(found.drawn)} wins for both models: the draft is accepted."
     else:
         words = f"{token(found.draft)} is drafted, {token(found.drawn)} drawn: it is refused."
     note = (
-        f"{words} p is the large model&rsquo;s, q the small one&rsquo;s, e the random number of "
-        f"this token in this place. p and q have {percent(found.common)} in common."
+        f"{words} Each token has a number of its own in each place; what is drawn is the token "
+        "with the largest quotient of the whole vocabulary."
     )
     return panel(f"After &ldquo;&hellip;{token(found.after)}&rdquo;", table, note)
 
@@ -243,7 +223,7 @@ class Tried(NamedTuple):
     """An engine on a clock that counts."""
 
     clock: str
-    steps: list[tuple[bool, int, float]]  # of each: with drafts? tokens, and what it took
+    steps: list[tuple[bool, int, float]]  # of each: with drafts? tokens, and time, as Trials has it
     took: tuple[float, float]  # a step with drafts and one without, medians as Trials has them
     rates: tuple[float, float]  # tokens per unit with drafts and without
 
@@ -283,24 +263,31 @@ def tried(ids: list[int], clock: str) -> Tried:
         with mock.patch.object(engine_module, "time", timer):
             while len(steps) < STEPS:
                 counted = trial.steps
-                began = now()
                 drafted = len(small)
                 (event,) = engine.step()
                 if trial.steps != counted:
-                    took = now() - began
-                    steps.append((len(small) > drafted, len(event.tokens), took))
+                    way = len(small) > drafted
+                    steps.append((way, len(event.tokens), trial.seconds[way][-1]))
     took = tuple(sorted(trial.seconds[way])[len(trial.seconds[way]) // 2] for way in (True, False))
     return Tried(clock, steps, took, (trial.rate(True), trial.rate(False)))
 
 
 def draw_trials(record: list[Tried]) -> Drawing:
+    longest = max(sum(took for _, _, took in each.steps) for each in record)
+    highest = max(tokens / took for each in record for _, tokens, took in each.steps)
     parts = []
     for each in record:
-        most = max(tokens for _, tokens, _ in each.steps)
-        columns = "".join(
-            f'<i class="{KINDS[drafted]}" style="height:{100 * tokens / most:g}%"></i>'
-            for drafted, tokens, _ in each.steps
+        blocks = "".join(
+            f'<i class="{KINDS[drafted]}" style="width:{100 * took / longest:.3f}%;'
+            f'height:{100 * tokens / took / highest:.3f}%"></i>'
+            for drafted, tokens, took in each.steps
         )
+        spans = ""
+        for first, words in enumerate(("with", "without", "")):
+            part = each.steps[first * TRIAL : (first + 1) * TRIAL]
+            width = 100 * sum(took for _, _, took in part) / longest
+            words = words or f"then {'with' if part[0][0] else 'without'}"
+            spans += f'<span style="width:{width:.3f}%">{words}</span>'
         rows = ""
         for way, kind in enumerate(("with drafts", "without")):
             counts = [tokens for drafted, tokens, _ in each.steps if drafted == (way == 0)]
@@ -310,28 +297,28 @@ def draw_trials(record: list[Tried]) -> Drawing:
                 f'<tr><th scope="row">{kind}</th><td>{mean:.2f}</td><td>{each.took[way]:.2f}</td>'
                 f'<td class="{win}">{each.rates[way]:.2f}</td></tr>'
             )
-        heads = "".join(
-            f"<th>{name}</th>" for name in ("a step", "tokens", "time", "tokens / time")
-        )
+        names = ("a step", "tokens", "time", "tokens / time")
+        heads = "".join(f"<th>{name}</th>" for name in names)
         table = f'<table class="figures"><thead><tr>{heads}</tr></thead>{rows}</table>'
-        strip = f'<div class="trial">{columns}</div>'
-        thirds = '<div class="thirds"><span>16 with</span><span>16 without</span>'
-        chosen = "with" if each.rates[0] > each.rates[1] else "without"
-        thirds += f"<span>then {chosen}</span></div>"
-        parts.append(panel(f"Time goes by as {CLOCKS[each.clock]}", strip + thirds + table))
-    legend = key(good="tokens of a step with drafts", soft="of one without")
+        strip = f'<div class="trial">{blocks}</div><div class="thirds">{spans}</div>'
+        parts.append(panel(f"Time goes by as {CLOCKS[each.clock]}", strip + table))
+    legend = key(good="a step with drafts", soft="one without")
     ways = ["pay" if each.rates[0] > each.rates[1] else "do not pay" for each in record]
     caption = (
-        "The same drafts on two clocks. Where reading the weights takes the time, a pass over "
-        f"four tokens takes as long as one over one, and drafts {ways[0]}; where the products do, "
-        f"it takes four times as long, and they {ways[1]}. The engine tries both, and measures."
+        "A block is a step: as wide as its time, as high as its tokens in that time. Where reading "
+        f"the weights takes the time, drafts {ways[0]}: a pass over four tokens takes as long as "
+        f"one over one. Where the products do, it takes four times as long, and they {ways[1]}. "
+        f"The engine measures {TRIAL} steps of each way, and takes the better one."
     )
     text = "; ".join(
         f"on the clock of {each.clock} {each.rates[0]:.2f} tokens with drafts and "
         f"{each.rates[1]:.2f} without in the time of a pass over one token"
         for each in record
     )
-    note = '<p class="note">Time 1: a pass of the large model over one token. Tokens are means.</p>'
+    note = (
+        '<p class="note">Both clocks are counted, so that they are the same each time: time 1 is a '
+        "pass of the large model over one token. Tokens are means, times medians.</p>"
+    )
     return Drawing(panels(*parts) + legend + note, caption, f"Two rows of steps: {text}.")
 
 

@@ -118,7 +118,11 @@ def draw_preemption(record: Run) -> Drawing:
     computed = frames[-1]["positions"]
     least = sum(len(request.tokens) - 1 for request in record.requests)
     count = frames[-1]["preemptions"]
-    steps = f"Steps 1 to {len(frames)}. The red line is the end of the pool: {total} pages."
+    steps = (
+        f"Steps 1 to {len(frames)}. A column is the pool after a step, so the pages of a text that "
+        "was preempted in it are free there already; the line above is the end of the pool, "
+        f"{total} pages."
+    )
     legend = (
         '<ul class="key"><li><i class="one"></i>a token computed</li>'
         '<li><i class="many"></i>several at once: a prompt, or anew</li>'
@@ -203,10 +207,12 @@ def draw_sharing(record: Run) -> Drawing:
     entries = sum(map(len, owners.values()))
     shared = [page for page, of in owners.items() if len(of) > 1]
     if shared:
+        later = sum(request.prompt_length for request in record.requests[1:])
         caption = (
             f"{len(frame['running'])} texts that begin alike, in {len(owners)} pages instead of "
-            f"{entries}: what they have in common is there once. {last['shared']} positions were "
-            f"found instead of computed, and {last['positions']} computed."
+            f"{entries}: what they have in common is there once. Of the {later} positions of later "
+            f"prompts {last['shared']} were found, the others computed: the last token always is, "
+            "for its logits (the scores of what may follow), and with it what is on its page."
         )
     else:
         caption = "These texts have no whole page in common, so each has its own."

@@ -9,6 +9,8 @@ from book.draw import Drawing, Picture, escape, key, panel, panels, rows_of, sta
 from book.playing import Arrival, Run, play, player, row_of, work_of
 from command_line import STORIES
 from engine.engine import Engine
+from engine.request import Request
+from engine.scheduler import Scheduler
 from errors import UserError
 from infer import generate
 from sampling import SamplingParams
@@ -180,18 +182,30 @@ class Pool(NamedTuple):
     at: int  # the frame that is drawn
 
 
+def reserve(scheduler: Scheduler) -> None:
+    """Give a text at its beginning all pages that it may need, and keep none, as lesson 39 does."""
+    pool = scheduler.pool
+    shrink = pool.shrink
+    pool.publish = lambda *_: None  # nothing is found again before lesson 42
+    pool.shrink = lambda pages, length: length or shrink(pages, 0)  # pages are full before they go
+
+    def admit(request: Request) -> bool:
+        longest = len(request.tokens) + request.params.max_new_tokens - 1
+        return pool.grow(request.pages, longest)
+
+    scheduler.admit = admit
+
+
 def record_pool(prompt: str) -> Pool:
     """Four texts in three rows: when the last one runs, the first has left."""
     ids = recordings.encode(prompt, 6)
     engine = Engine(recordings.load(), max_rows=3, num_pages=NUM_PAGES, page_size=4)
-    run = play(
-        engine,
-        [  # of one beginning, which none shares before lesson 42
-            Arrival(0, ids, SamplingParams(length, True, temperature=1.0, seed=seed), str(seed))
-            for seed, length in enumerate((4, 16, 14, 9))
-        ],
-        "pages",
-    )
+    reserve(engine.scheduler)
+    arrivals = [
+        Arrival(0, ids, SamplingParams(length, True, temperature=1.0, seed=seed))
+        for seed, length in enumerate((4, 16, 14, 9))
+    ]
+    run = play(engine, arrivals, "pages")
     last = [row_of(frame, 4) for frame in run.frames]
     at = next(index for index, row in enumerate(last) if row and row["computed"] >= 7)
     owned = [(None, [])] * NUM_PAGES
@@ -230,11 +244,14 @@ def draw_pool(record: Pool) -> Drawing:
     body = (
         f'<ol class="pool" start="0">{boxes}</ol>'
         f'<p class="title">Tables: the pages of each request, in the order of its text</p>'
-        f'{rows_of(lines)}<p class="note">{example} Grey pages are free.</p>'
+        f"{rows_of(lines)}"
+        f'<p class="note">{example} Places without a word are kept for what a text still writes; '
+        "pages without a colour are free.</p>"
     )
     caption = (
         "Keys and values of all texts lie in one pool of pages, wherever a page is free. A table "
-        "says where each text goes on; a text that ends gives its pages back."
+        "says where each text goes on. A text takes what it may need when it begins, and when it "
+        "ends others get its pages."
     )
     shown = ", ".join(f"{number + 1} has {pages}" for number, pages in record.tables.items())
     text = f"A pool of {len(record.pages)} pages with the tokens in each; tables: {shown}."
@@ -246,6 +263,7 @@ class Budgets(NamedTuple):
 
     budgets: tuple[int, int]
     steps: list[list[list[int]]]  # of each budget, of each step: a count for each request
+    first: list[int]  # the step in which the long prompt has its first token
     run: Run  # with the smaller one
 
 
@@ -263,42 +281,51 @@ def record_budgets(prompt: str, small: int = 8, arrives: int = 2) -> Budgets:
         for budget in budgets
     ]
     steps = [[[work_of(frame, row) for row in (1, 2, 3)] for frame in run.frames] for run in runs]
-    return Budgets(budgets, steps, runs[1])
+    first = [
+        next(
+            number
+            for number, row in enumerate((row_of(frame, 3) for frame in run.frames), 1)
+            if row and row["tokens"] > row["prompt"]
+        )
+        for run in runs
+    ]
+    return Budgets(budgets, steps, first, runs[1])
 
 
 def draw_budgets(record: Budgets) -> Drawing:
     largest = max(sum(step) for run in record.steps for step in run)
     parts = []
-    for budget, run in zip(record.budgets, record.steps):
+    for budget, run, first in zip(record.budgets, record.steps, record.first):
         rows = [
             (
                 f"step {number}",
                 [(count, f"owner{row}") for row, count in enumerate(step, 1)],
-                str(sum(step)),
+                f"{sum(step)}, first token of 3" if number == first else str(sum(step)),
             )
-            for number, step in enumerate(run[:14], 1)
+            for number, step in enumerate(run, 1)
         ]
         most = max(map(sum, run))
-        parts.append(
-            panel(
-                f"Budget {budget}: the longest step computes {most} tokens",
-                stacks(rows, largest),
-                f"The first 14 of {len(run)} steps; a bar is as long as the step has tokens.",
-            )
-        )
+        title = f"Budget {budget}: {len(run)} steps of at most {most} tokens"
+        parts.append(panel(title, stacks(rows, largest)))
     legend = key(
         owner1="request 1", owner2="request 2", owner3="request 3: a long prompt, then its text"
     )
     long, short = (max(map(sum, run)) for run in record.steps)
     small = record.budgets[1]
+    early, late = record.first
+    few, many = map(len, record.steps)
+    price = f"its first token comes in step {late} instead of {early}, the end after {many} steps"
     caption = (
         f"Computed at once, a long prompt makes one step of {long} tokens, and everybody waits. "
         f"With a budget of {small} no step has more than {short}, and the others get a token in "
         "each."
     )
+    if late > early:
+        caption += f" The long prompt pays: {price} instead of {few}."
     text = (
-        f"Bars of the tokens in each step. With budget {record.budgets[0]} one step has {long}; "
-        f"with {small} the prompt is spread over several steps of at most {short}."
+        f"Bars of the tokens in each step. With budget {record.budgets[0]} one of {few} steps has "
+        f"{long}; with {small} the prompt is spread over several of {many} steps, of at most "
+        f"{short}: {price}."
     )
     live = player(record.run, min(4, len(record.run.frames) - 1))
     return Drawing(panels(*parts) + legend, caption, text, live)
