@@ -1,7 +1,8 @@
 """Check the page Play of a book in Firefox: python .ci/check_firefox.py BOOK [FIREFOX].
 
-Its texts are those of `generate`, and its own controls write what it shows first; a lesson's
-picture is drawn anew. Firefox is driven over Marionette, its own protocol: JSON over a socket.
+Its texts are those of `generate`, and its own controls write what it shows first; two lessons'
+pictures are drawn anew, one by each model. Firefox is driven over Marionette, its own protocol:
+JSON over a socket.
 """
 
 import contextlib
@@ -36,6 +37,7 @@ PREFERENCES = {
     "network.proxy.ssl": "127.0.0.1",
     "network.proxy.ssl_port": 9,
 }
+PICTURES = ("logprobs", "context-window")
 SECONDS = 60  # for Firefox to start, and for a script to end
 # A script of the page itself: others do not see its constants. Its result is an attribute.
 SCRIPT = """const script = document.createElement("script");
@@ -137,14 +139,16 @@ def check(page: Page, address: str) -> tuple[list[str], str]:
     problems = [] if before == after else ["Play does not write what it shows first"]
     wrong, speed = check_play.compare(page, check_play.CASES[2:8:2])
     _, lessons = course.read_main()
-    lesson = course.find(lessons, "top-k").id
-    page.goto(f"{address}/{lesson}.html")
-    text, said = page.evaluate(DRAW, check_live.PROMPTS[0])
-    with check_live.model_of_the_page():
-        picture = check_live.PICTURES["top-k"]
-        wanted = picture.draw(picture.record(check_live.PROMPTS[0])).text
-    if not check_live.same(text, wanted):
-        problems.append(f"{lesson}: {text!r}, not {wanted!r}; {said}")
+    prompt = check_live.PROMPTS[0]
+    for slug in PICTURES:
+        lesson = course.find(lessons, slug).id
+        page.goto(f"{address}/{lesson}.html")
+        text, said = page.evaluate(DRAW, prompt)
+        with check_live.model_of_the_page():
+            picture = check_live.PICTURES[slug]
+            wanted = picture.draw(picture.record(prompt)).text
+        if not check_live.same(text, wanted):
+            problems.append(f"{lesson}: {text!r}, not {wanted!r}; {said}")
     return problems + wrong, speed
 
 

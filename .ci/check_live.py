@@ -1,6 +1,7 @@
 """Pictures of the reader's own prompt: the same HTML as Python draws from the model of the page."""
 
 import contextlib
+import functools
 import re
 from unittest import mock
 
@@ -14,9 +15,16 @@ from errors import UserError
 from load import load_model
 from native import use_native
 
-CHECKPOINT = "checkpoints/stories-llama"
+CHECKPOINTS = {"stories": "checkpoints/stories-llama", "stories-draft": "checkpoints/stories-draft"}
 PROMPTS = ("The little dog was", "She said, \"It's <b>\n")
-SLUG_PROMPTS = {"prompt-lookup": ("One day, Tom saw a cat. One day, Tom", *PROMPTS)}
+SLUG_PROMPTS = {
+    "prompt-lookup": ("One day, Tom saw a cat. One day, Tom", *PROMPTS),
+    "kv-cache-dynamic": ("Lily", "Tom's <b>"),
+    "kv-cache-static": ("Lily", "Tom's <b>"),
+    "variable-batching": ("Lily saw", "Tom and Sue's <b>"),
+    "top-p-without-sorting": ("Once upon a time", PROMPTS[1]),
+    "stop-strings": ("the the the the", PROMPTS[1]),
+}
 RECORD = {"multinomial": lambda prompt: choosing.record_draws(prompt, 200)}  # else the picture's
 STATUS = ".own-prompt [role=status]"
 SHOWN = """([body, caption]) => {
@@ -40,16 +48,39 @@ SHOWN = """([body, caption]) => {
 @contextlib.contextmanager
 def model_of_the_page():
     """What records a picture runs the model that pages have."""
-    model = load_model(CHECKPOINT, torch.int8)
-    use_native(model)
+
+    @functools.cache
+    def load(name: str = "stories"):
+        model = load_model(CHECKPOINTS[name], torch.int8)
+        use_native(model)
+        return model
 
     @torch.inference_mode()
     def next_logits(text: list[int], name: str = "") -> torch.Tensor:
-        return infer.next_logits(model, [text], KVCache(model))[0, -1]
+        return infer.next_logits(load(), [text], KVCache(load()))[0, -1]
+
+    watched = recordings.watch
+
+    @contextlib.contextmanager
+    def watch(model):
+        logits = model.native.logits
+
+        def noted(storage, spans, keep):
+            # C needs no padding; this is what there is without it.
+            longest = max(len(span.tokens) for span in spans)
+            rows = [[min(at, len(span.tokens) - 1) for at in range(longest)] for span in spans]
+            tokens = [[span.tokens[at] for at in row] for span, row in zip(spans, rows)]
+            positions = [[span.start + at for at in row] for span, row in zip(spans, rows)]
+            seen.append(recordings.Pass(tokens, positions))
+            return logits(storage, spans, keep)
+
+        with watched(model) as seen, mock.patch.object(model.native, "logits", noted):
+            yield seen
 
     with (
-        mock.patch.object(recordings, "load", lambda name="": model),
+        mock.patch.object(recordings, "load", load),
         mock.patch.object(recordings, "next_logits", next_logits),
+        mock.patch.object(recordings, "watch", watch),
     ):
         yield
 

@@ -219,6 +219,7 @@ def test_top_p_keeps_as_many_as_the_lesson_says():
         assert each.mass[7] == pytest.approx(total, rel=1e-4)
     _, example = of_class(tree, "div", "panel")
     assert tokens_of(example, "gone") == [text for text, _ in record[1].likely[5:]]
+    assert [each.own for each in record] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -363,7 +364,10 @@ def test_penalties_move_what_was_written(slug, common, own, change):
     best = [max(record.rows, key=lambda row: row[column])[0] for column in (1, 2)]
     assert tuple(best) == record.chosen
     assert any(after != before for _, before, after, _, _ in record.rows)
-    (part, _) = of_class(tree, "div", "panel")
+    part, texts = of_class(tree, "div", "panel")
+    quote = words_of(texts.find(".//q")).removeprefix("\u2026")
+    whole = record.before.startswith(quote) or record.before[: -len(quote)].endswith(" ")
+    assert len(quote) > 20 and record.before.endswith(quote) and whole  # no word is cut
     assert tokens_of(part.find("table")) == [row[0] for row in record.rows]
     assert tokens_of(part, "new") == [record.chosen[1]]
 
@@ -672,8 +676,9 @@ def test_the_command_of_the_course(monkeypatch, tmp_path, capsys):
 
 def test_pictures_of_the_own_prompt_have_a_form_and_their_functions(figures):
     """What these draw is compared in a browser, by .ci/check_live.py."""
-    from book.pictures import LIVE, PICTURES
+    from book.pictures import LIVE, PICTURES, SMALL
 
+    assert SMALL < LIVE
     book = ROOT / "tools" / "book"
     for id, shown in figures.items():
         slug = id.partition("-")[2]
@@ -681,6 +686,8 @@ def test_pictures_of_the_own_prompt_have_a_form_and_their_functions(figures):
         assert [form.get("data-picture") for form in forms] == [slug] * (slug in LIVE)
         for form in forms:
             assert form.get("hidden") is not None  # until live.js is there
+            small = form.get("data-model") == "stories-draft"
+            assert small == (slug in SMALL) == ("2 MB" in words_of(form))
             assert form.find(".//input").get("value") == PICTURES[slug].prompt
     for name, end in (("live.js", "DRAW = {"), ("records.js", "RECORDS = {")):
         text = (book / name).read_text("utf-8").partition(end)[2]

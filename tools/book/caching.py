@@ -23,6 +23,8 @@ from cache import KVCache
 from infer import generate, next_logits
 from sampling import SamplingParams
 
+SIZE = 13  # of a square, so that a row of them fits on a phone
+
 
 class Computed(NamedTuple):
     """The same steps with and without the cache."""
@@ -55,7 +57,7 @@ def draw_computed(record: Computed) -> Drawing:
         for word, positions in zip(record.words, steps):
             kinds = ["kept"] * positions[0] + ["first"] * len(positions)
             kinds += [""] * (len(record.plain[-1]) - len(kinds))
-            rows.append((token(word), squares(kinds), str(len(positions))))
+            rows.append((token(word), squares(kinds, SIZE), str(len(positions))))
         return rows_of(rows)
 
     plain = sum(map(len, record.plain))
@@ -66,7 +68,8 @@ def draw_computed(record: Computed) -> Drawing:
     ) + key(first="computed", kept="keys and values kept from before")
     caption = (
         f"A row a step, a square a position: for {len(record.words)} tokens the model computes "
-        f"{plain} positions, or, if it keeps keys and values, {cached}. The text is the same."
+        f"{plain} positions, or, if it keeps the keys and values that attention reads, {cached}. "
+        "The text is the same."
     )
     text = (
         f"Two grids. Without a cache the steps compute {[len(step) for step in record.plain]} "
@@ -109,8 +112,8 @@ def draw_storage(record: Storage) -> Drawing:
         new = ["first"] * (filled - before)
         rest = record.room - filled
         words = "new" if not before else f"{before} copied"
-        grown.append((token(word), squares(["second"] * before + new + [""] * rest), words))
-        static.append((token(word), squares(["kept"] * before + new + ["empty"] * rest), ""))
+        grown.append((token(word), squares(["second"] * before + new + [""] * rest, SIZE), words))
+        static.append((token(word), squares(["kept"] * before + new + ["empty"] * rest, SIZE), ""))
         copied += before
         before = filled
     size = f"{record.bytes * record.room:,}"

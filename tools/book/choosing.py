@@ -59,11 +59,15 @@ def draw_draws(record: Draws) -> Drawing:
     kinds = len(set(record.drawn))
     body = panels(
         panel(
-            f"The softmax, and how often {count:,} draws took each",
+            f"The probabilities, and how often {count:,} draws took each",
             bars(rows),
             "Bar: probability. Line: share of the draws.",
         ),
-        panel("The first 30 draws, seeds 1 to 30", f'<p class="draws">{chips}</p>'),
+        panel(
+            "The first 30 draws, seeds 1 to 30",
+            f'<p class="draws">{chips}</p>',
+            "A seed is where random numbers begin: the same seed draws the same token.",
+        ),
     )
     best, p = record.likely[0]
     caption = (
@@ -175,7 +179,7 @@ def draw_top_k(record: Cut) -> Drawing:
     return Drawing(body, caption, text, dial_of(record.prompt, temperature=2, k=record.k))
 
 
-BESIDE = ("Once upon a", "One day, a girl named", "They went to the")
+BESIDE = ("Once upon a", "She was very", "They went to the")
 
 
 class Nucleus(NamedTuple):
@@ -185,18 +189,20 @@ class Nucleus(NamedTuple):
     mass: list[float]  # of the 1, 2, ... most likely tokens
     kept: int  # by top-p
     likely: list[Share]
+    own: bool  # the one whose tokens are shown
 
 
 @torch.inference_mode()
 def record_top_p(prompt: str, p: float = 0.9) -> list[Nucleus]:
     """Of a prompt, and of three others beside it."""
     found = []
-    for text in dict.fromkeys([*BESIDE[:2], prompt, BESIDE[2]]):
+    for text in dict.fromkeys([BESIDE[0], prompt, *BESIDE[1:]]):
         logits = recordings.next_logits(recordings.encode(text, 200))
         probs = logits.softmax(dim=-1)
         mass = probs.sort(descending=True).values.cumsum(dim=-1).tolist()
         kept = top_p_filter(logits, p).isfinite().sum().item()
-        found.append(Nucleus(text, mass, kept, recordings.likely(probs, 8)))
+        likely = recordings.likely(probs, 8)
+        found.append(Nucleus(text, mass, kept, likely, text == prompt))
     return found
 
 
@@ -204,7 +210,7 @@ LINES = ("first", "good", "second", "other")
 
 
 def draw_top_p(record: list[Nucleus], p: float = 0.9) -> Drawing:
-    width, height, left, top = 250, 180, 42, 10
+    width, height, left, top = 250, 180, 46, 10
 
     def place(rank: int, mass: float) -> tuple[float, float]:
         return left + width * math.log(rank) / math.log(4096), top + height * (1 - mass)
@@ -226,7 +232,7 @@ def draw_top_p(record: list[Nucleus], p: float = 0.9) -> Drawing:
         body += dot(*place(each.kept, each.mass[each.kept - 1]), kind)
         names += f'<li><i class="{kind}"></i><q>{token(each.prompt)}</q> keeps {each.kept}</li>'
     chart = svg(width + left + 12, height + top + 36, body, "chart")
-    example = min(record, key=lambda each: abs(each.kept - 5))
+    (example,) = (each for each in record if each.own)
     rows = []
     total = 0.0
     for rank, (text, share) in enumerate(example.likely, 1):
@@ -245,7 +251,7 @@ def draw_top_p(record: list[Nucleus], p: float = 0.9) -> Drawing:
             bars(rows),
             f"Before the last that stays they have less than {percent(p)} together, with it enough."
             if example.kept < len(rows)
-            else "",
+            else f"And {example.kept - len(rows):,} more." * (example.kept > len(rows)),
         ),
     )
     counts = ", ".join(f"{each.kept:,}" for each in record)
@@ -263,5 +269,5 @@ PICTURES = {  # slug of a lesson -> its picture
     "multinomial": Picture("The cat", record_draws, draw_draws),
     "temperature": Picture("One day, Tom saw a", record_temperatures, draw_temperatures),
     "top-k": Picture("The cat", record_top_k, draw_top_k),
-    "top-p": Picture("She was very", record_top_p, draw_top_p),
+    "top-p": Picture("One day, a girl named", record_top_p, draw_top_p),
 }

@@ -22,6 +22,8 @@ from book.draw import (
     svg,
     token,
 )
+from cache import KVCache
+from infer import next_logits
 from model import causal_attention
 
 
@@ -94,8 +96,8 @@ def draw_pass(record: PassRecord) -> Drawing:
     rises = f"turns from {token(rival)} to {token(answer)}" if turns else f"becomes {token(answer)}"
     caption = (
         "One pass: ids in, a score for each token that could come next out. In layer "
-        f"{record.layer} the head that looks hardest looks back at {token(seen)}. On its way "
-        f"through the layers the answer {rises}."
+        f"{record.layer} a head, the part that looks back, looks hardest at {token(seen)}. On its "
+        f"way through the layers the answer {rises}."
     )
     shown = ", ".join(repr(text) for text, _ in record.tokens)
     text = (
@@ -165,7 +167,7 @@ def pieces(record: PassRecord) -> dict[str, Piece]:
         ),
         "top": Piece(
             panel(
-                "5. After the last layer: a score for each of 4,096 tokens",
+                "5. After the last layer: a score, the logit, for each of 4,096 tokens",
                 bars(
                     (token(text), p, f"logit {signed(logit, 1)}, {percent(p)}", "")
                     for (text, p), logit in zip(record.top, record.logits)
@@ -210,7 +212,7 @@ def vectors(record: PassRecord) -> str:
 
 def attention(record: PassRecord) -> str:
     """The weights of a head, a row a token."""
-    size = 18
+    size = min(18, 120 // len(record.tokens))  # so that three panels stand side by side
     rows = []
     for at, ((text, _), weights) in enumerate(zip(record.tokens, record.attention.tolist())):
         cells = "".join(
@@ -225,7 +227,7 @@ def attention(record: PassRecord) -> str:
 
 def layers(record: PassRecord) -> str:
     """Two tokens' probabilities after 0, 1, ... layers."""
-    width, height, left, top = 250, 120, 42, 8
+    width, height, left, top = 250, 120, 46, 8
     count = len(record.after) - 1
 
     def place(layer: int, p: float) -> tuple[float, float]:
@@ -309,14 +311,15 @@ def record_ends(prompt: str) -> Ends:
     model = recordings.load()
     text = recordings.encode(prompt, 36)
     written = recordings.write(text)
-    logits = model(torch.tensor([text + written]), logits_to_keep=len(written) + 1)[0, :-1]
+    texts = [text + written[:-1]]  # the last token is not passed
+    logits = next_logits(model, texts, KVCache(model), keep=len(written))[0]
     (eos,) = model.config.eos_token_ids
     chances = logits.softmax(dim=-1)[:, eos].tolist()
     return Ends([recordings.text_of(id) for id in written], chances)
 
 
 def draw_ends(record: Ends) -> Drawing:
-    width, height, left, top = 256, 130, 52, 8
+    width, height, left, top = 256, 130, 56, 8
     count = len(record.chances)
     body = ""
     for power, words in ((0, "1"), (-3, "1/1,000"), (-6, "1/10\u2076"), (-9, "1/10\u2079")):
@@ -352,11 +355,11 @@ def draw_ends(record: Ends) -> Drawing:
     if peaks and all(after_sentence(record.tokens, at) for at in peaks):
         places += ", all of them after a sentence"
     last_chance = percent(record.chances[-1])
-    end = f"At the last it has {last_chance}, more than any other: the text ends." if ended else ""
-    caption = f"The end is a token like any other. It has {places}. {end}"
+    end = f" At the last it has {last_chance}, more than any other: the text ends." * ended
+    caption = f"The end is a token like any other, EOS. It has {places}.{end}"
     text = (
-        f"A chart of the probability of EOS over {count} steps, and bars "
-        f"of the last ones: {percent(record.chances[-2])}, then {percent(record.chances[-1])}."
+        f"A chart of the probability of EOS over {count} steps, and bars of the last ones: "
+        f"{', then '.join(map(percent, record.chances[-2:]))}."
     )
     return Drawing(body, caption, text)
 
@@ -397,7 +400,7 @@ def draw_windows(record: Windows) -> Drawing:
                 cells += f"<td>{token(record.text[at])}<span>{at - start}</span></td>"
         chosen = f"<td>{token(record.text[length], 'new')}</td>"
         rows += f'<tr><th scope="row">{length}</th>{cells}{chosen}</tr>'
-    words = "what the model sees, and at which position"
+    words = "what the model sees, and where"
     head = f'<th>tokens</th><th colspan="7">{words}</th><th>next</th>'
     body = (
         f'<div class="scroll"><table class="windows"><thead><tr>{head}</tr></thead>'

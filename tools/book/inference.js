@@ -109,9 +109,8 @@ class Model {
 
 const MOST_ROWS = 17; // 16 drafts and the token after them
 
-// 15-kv-cache-fix: where the window on a text begins. It moves by half its length, when it must.
-function windowStart(length, blockSize) {
-  const stride = Math.max(1, Math.floor(blockSize / 2));
+// 15-kv-cache-fix: where the window on a text begins. It moves by a stride, when it must.
+function windowStart(length, blockSize, stride = Math.max(1, Math.floor(blockSize / 2))) {
   return Math.max(0, Math.ceil((length - blockSize) / stride)) * stride;
 }
 
@@ -199,11 +198,15 @@ function draw(probs, seed, position) {
   let best = -1;
   probs.forEach((p, id) => {
     if (p === 0) return;
-    const bits = splitmix(state, BigInt(id));
-    const speed = p / -Math.log((Number(bits >> 12n) + 0.5) * 2 ** -52);
+    const speed = p / noise(state, id);
     if (speed > best) [winner, best] = [id, speed];
   });
   return winner;
+}
+
+// The exponential random number of a token.
+function noise(state, id) {
+  return -Math.log((Number(splitmix(state, BigInt(id)) >> 12n) + 0.5) * 2 ** -52);
 }
 
 // Number `index` of the generator SplitMix64 in this state: 64 random bits.

@@ -1,5 +1,6 @@
 // Pictures of the reader's own prompt: what records.js returns, drawn as draw.py, first_steps.py,
-// choosing.py, penalties.py, searching.py and speculating.py draw it when the book is made.
+// choosing.py, penalties.py, caching.py, searching.py, scoring.py, speculating.py and tokenizing.py
+// draw it when the book is made.
 "use strict";
 
 {
@@ -20,6 +21,7 @@
 
   const signed = (number, digits) => number.toFixed(digits).replace("-", "\u2212");
   const short = (number) => String(Number(number.toPrecision(6))); // as Python's :g
+  const tenth = (number) => Number(number.toFixed(1));
   const thousands = (number) => number.toLocaleString("en");
 
   // As Python's repr.
@@ -47,6 +49,18 @@
         `<tr><th scope="row">${name}</th><td>${drawing}</td><td class="value">${words}</td></tr>`,
     );
     return `<table class="rows">${shown.join("")}</table>`;
+  }
+
+  function squares(kinds, size) {
+    const body = kinds.map((kind, x) => kind && box(x * size, 1, size - 2, size - 2, kind));
+    return svg(kinds.length * size, size, body.join(""));
+  }
+
+  function key(kinds) {
+    const items = Object.entries(kinds).map(
+      ([kind, words]) => `<li><i class="${kind}"></i>${escape(words)}</li>`,
+    );
+    return `<ul class="key">${items.join("")}</ul>`;
   }
 
   function panel(title, body, note = "") {
@@ -108,6 +122,93 @@
     };
   }
 
+  // Lessons 02 and 03, as draw_ends and draw_windows of first_steps.py.
+
+  function drawEnds({ tokens, chances }) {
+    const [width, height, left, top] = [256, 130, 56, 8];
+    const count = chances.length;
+    const afterSentence = (at) => at > 0 && /[.!?"]$/.test(tokens[at - 1]);
+    let body = "";
+    for (const [power, words] of [
+      [0, "1"],
+      [-3, "1/1,000"],
+      [-6, "1/10\u2076"],
+      [-9, "1/10\u2079"],
+    ]) {
+      const y = top - (height * power) / 9;
+      body +=
+        path(
+          [
+            [left, y],
+            [left + width, y],
+          ],
+          "grid",
+        ) + label(left - 5, y + 4, words, "end");
+    }
+    const step = width / count;
+    chances.forEach((p, at) => {
+      const tall = tenth(height * Math.max(0, 1 + Math.log10(p) / 9));
+      const kind = afterSentence(at) ? "first" : "kept";
+      const wide = Number((step - 0.2).toFixed(2));
+      body += box(tenth(left + at * step), tenth(top + height - tall), wide, tall, kind);
+    });
+    for (let at = 0; at < count; at += 50)
+      body += label(left + at * step, top + height + 16, String(at), "middle");
+    body += label(left + width / 2, top + height + 32, "tokens written", "middle");
+    const chart = svg(width + left + 12, height + top + 38, body, "chart");
+    const legend = key({ first: "after the end of a sentence", kept: "elsewhere" });
+    const rows = tokens.map((text, at) => [token(text), chances[at], percent(chances[at]), ""]);
+    const peaks = [...chances.keys()].filter((at) => chances[at] >= 0.001);
+    const after =
+      peaks.length && peaks.every(afterSentence) ? ", all of them after a sentence" : "";
+    const end =
+      tokens.at(-1) === "<|endoftext|>"
+        ? ` At the last it has ${percent(chances.at(-1))}, more than any other: the text ends.`
+        : "";
+    return {
+      body: panels(
+        panel("The probability of EOS at each step", chart + legend, "The scale is logarithmic."),
+        panel("The last steps: EOS in the place of each token", bars(rows.slice(-9), 1)),
+      ),
+      caption:
+        "The end is a token like any other, EOS. It has 0.1\u00a0% or more at " +
+        `${peaks.length} of ${count} places${after}.${end}`,
+      text:
+        `A chart of the probability of EOS over ${count} steps, and bars of the last ones: ` +
+        `${chances.slice(-2).map(percent).join(", then ")}.`,
+    };
+  }
+
+  function drawWindows({ size, text }) {
+    let rows = "";
+    for (let length = size - 1; length < text.length; length++) {
+      const start = Math.max(0, length - size);
+      const place = (at) => `<td>${token(text[at])}<span>${at - start}</span></td>`;
+      const out = text
+        .slice(0, start)
+        .map((word) => `<td>${token(word, "gone")}<span>out</span></td>`);
+      const first = [0, 1, 2, 3].slice(start).map(place);
+      const last = [length - 2, length - 1].map(place);
+      rows +=
+        `<tr><th scope="row">${length}</th>${out.join("")}${first.join("")}` +
+        `<td class="dots">&hellip;</td>${last.join("")}<td>${token(text[length], "new")}</td></tr>`;
+    }
+    const words = "what the model sees, and where";
+    const head = `<th>tokens</th><th colspan="7">${words}</th><th>next</th>`;
+    return {
+      body:
+        `<div class="scroll"><table class="windows"><thead><tr>${head}</tr></thead>` +
+        `<tbody>${rows}</tbody></table></div>`,
+      caption:
+        `The model has ${size} positions. When the text is longer, its first tokens fall out of ` +
+        `the window, and all others move: ${token(text[1])} stands at position 1, then 0, then ` +
+        "nowhere.",
+      text:
+        `A table of windows on texts of ${size - 1} to ${text.length - 1} tokens: from ` +
+        `${size + 1} on the first token is out and each other token has a smaller position.`,
+    };
+  }
+
   // Lessons 04 to 07, as draw_draws, draw_temperatures, draw_top_k and draw_top_p of choosing.py.
 
   const massOf = (shares) => shares.reduce((total, [, p]) => total + p, 0);
@@ -128,11 +229,15 @@
     return {
       body: panels(
         panel(
-          `The softmax, and how often ${thousands(count)} draws took each`,
+          `The probabilities, and how often ${thousands(count)} draws took each`,
           bars(rows),
           "Bar: probability. Line: share of the draws.",
         ),
-        panel("The first 30 draws, seeds 1 to 30", `<p class="draws">${chips.join(" ")}</p>`),
+        panel(
+          "The first 30 draws, seeds 1 to 30",
+          `<p class="draws">${chips.join(" ")}</p>`,
+          "A seed is where random numbers begin: the same seed draws the same token.",
+        ),
       ),
       caption:
         `Greedy decoding takes ${token(best)} each time. A draw takes it ${percent(p)} of the ` +
@@ -199,9 +304,9 @@
     };
   }
 
-  function drawTopP({ found, example: chosen }) {
+  function drawTopP({ found }) {
     const p = 0.9;
-    const [width, height, left, top] = [250, 180, 42, 10];
+    const [width, height, left, top] = [250, 180, 46, 10];
     const place = (rank, mass) => [
       left + (width * Math.log(rank)) / Math.log(4096),
       top + height * (1 - mass),
@@ -222,19 +327,25 @@
       const kind = ["first", "good", "second", "other"][index];
       const steps = Array.from({ length: 121 }, (_, step) => Math.round(4096 ** (step / 120)));
       const ranks = [...new Set([...steps, kept])].sort((a, b) => a - b);
-      body += path(ranks.map((rank) => place(rank, mass[rank - 1])), kind);
+      body += path(
+        ranks.map((rank) => place(rank, mass[rank - 1])),
+        kind,
+      );
       body += dot(place(kept, mass[kept - 1]), kind);
       names += `<li><i class="${kind}"></i><q>${token(prompt)}</q> keeps ${kept}</li>`;
     });
     const chart = svg(width + left + 12, height + top + 36, body, "chart");
-    const example = found[chosen];
+    const example = found.find(({ own }) => own);
     const rows = example.likely.map(([text, share], index) => {
       const kind = index < example.kept ? "" : "off";
       const words = `${percent(share)}, together ${percent(example.mass[index])}`;
       return [token(text, kind && "gone"), share, words, kind];
     });
+    const more = example.kept - rows.length;
     const note =
-      `Before the last that stays they have less than ${percent(p)} together, with it enough.`;
+      more < 0
+        ? `Before the last that stays they have less than ${percent(p)} together, with it enough.`
+        : more && `And ${thousands(more)} more.`;
     const shown = found.map(({ prompt, kept }) => `${quoted(prompt)} keeps ${kept}`);
     return {
       body: panels(
@@ -246,7 +357,7 @@
         panel(
           `After <q>${token(example.prompt)}</q>: ${example.kept} stay`,
           bars(rows),
-          example.kept < rows.length ? note : "",
+          note || "",
         ),
       ),
       caption:
@@ -282,6 +393,7 @@
         `${escape(texts[index].slice(chosen[index].length))} &hellip;`,
     );
     const moved = rows.filter(([, from, to]) => from !== to).length;
+    const end = before.length > 60 ? before.slice(-60).replace(/^[^ ]* ?/, "") : before;
     const turn =
       chosen[0] === chosen[1]
         ? "In this text no choice changes."
@@ -295,7 +407,7 @@
         ),
         panel(
           "What is written",
-          `<p class="fork"><q>&hellip;${escape(before.slice(-60))}</q></p>` +
+          `<p class="fork"><q>&hellip;${escape(end)}</q></p>` +
             goesOn.map((words) => `<p class="fork">${words}</p>`).join(""),
         ),
       ),
@@ -303,6 +415,159 @@
       text:
         `Logits of ${rows.length} tokens before and after the penalty, which moves ${moved} of ` +
         `them; ${quoted(chosen[1])} is chosen in place of ${quoted(chosen[0])}.`,
+    };
+  }
+
+  // Lessons 13 to 16, as draw_computed, draw_storage, draw_hops and draw_ragged of caching.py.
+
+  const repeat = (count, kind) => Array(count).fill(kind);
+
+  function drawComputed({ words, plain, cached }) {
+    const size = ([first, end]) => end - first;
+    const sizes = [plain, cached].map((spans) => spans.map(size));
+    const [all, few] = sizes.map((each) => each.reduce((total, count) => total + count));
+    const grid = (spans) =>
+      rowsOf(
+        spans.map(([first, end], step) => {
+          const kinds = [...repeat(first, "kept"), ...repeat(end - first, "first")];
+          kinds.push(...repeat(plain.at(-1)[1] - end, ""));
+          return [token(words[step]), squares(kinds, 13), String(end - first)];
+        }),
+      );
+    return {
+      body:
+        panels(
+          panel(`Without a cache: ${all} positions`, grid(plain)),
+          panel(`With it: ${few} positions`, grid(cached)),
+        ) + key({ first: "computed", kept: "keys and values kept from before" }),
+      caption:
+        `A row a step, a square a position: for ${words.length} tokens the model computes ${all} ` +
+        `positions, or, if it keeps the keys and values that attention reads, ${few}. The ` +
+        "text is the same.",
+      text:
+        `Two grids. Without a cache the steps compute [${sizes[0].join(", ")}] positions, with ` +
+        `it [${sizes[1].join(", ")}].`,
+    };
+  }
+
+  function drawStorage({ words, filled, room, bytes }) {
+    const [grown, fixed] = [[], []];
+    let [before, copied] = [0, 0];
+    words.forEach((word, step) => {
+      const fresh = repeat(filled[step] - before, "first");
+      const rest = room - filled[step];
+      const kinds = [...repeat(before, "second"), ...fresh, ...repeat(rest, "")];
+      const kept = [...repeat(before, "kept"), ...fresh, ...repeat(rest, "empty")];
+      grown.push([token(word), squares(kinds, 13), before ? `${before} copied` : "new"]);
+      fixed.push([token(word), squares(kept, 13), ""]);
+      copied += before;
+      before = filled[step];
+    });
+    const legend = {
+      first: "written",
+      second: "copied",
+      kept: "stays where it is",
+      empty: "zeros, for later",
+    };
+    return {
+      body:
+        panels(
+          panel("torch.cat: a new, longer tensor each time", rowsOf(grown)),
+          panel(`One allocation of ${thousands(bytes * room)} bytes`, rowsOf(fixed)),
+        ) + key(legend),
+      caption:
+        `A cache that grows copies all that it holds in each step: here ${copied} positions of ` +
+        `${thousands(bytes)} bytes. One that is allocated for ${room} positions at once only ` +
+        "writes the new ones.",
+      text:
+        `Two grids of a row a step. In the first all held positions are copied, ${copied} in ` +
+        `all; in the second the filled part of ${room} positions grows to ${before}.`,
+    };
+  }
+
+  function drawHops(runs) {
+    const counts = runs.map(({ spans }) =>
+      spans.reduce((total, [first, end]) => total + end - first, 0),
+    );
+    const each = runs[0].spans.length;
+    const slides = "lesson 03: the window moves by one token";
+    const names = [`Stride ${runs[0].stride}: it moves in hops`, `Stride 1, ${slides}`];
+    const parts = runs.map((run, index) => {
+      const mean = (counts[index] / each).toFixed(1);
+      const note = `${thousands(counts[index])} positions, ${mean} a token`;
+      return panel(names[index], chartOf(run), note);
+    });
+    const [few, all] = counts.map(thousands);
+    return {
+      body:
+        panels(...parts) +
+        key({ first: "computed in this step", kept: "kept keys and values" }) +
+        '<p class="note">From left to right the tokens of the text, from top to bottom the ' +
+        "steps. Run with the small draft model; positions are those of any model with this " +
+        "window.</p>",
+      caption:
+        "Past the window a hop computes half of it anew, and then each token costs one position " +
+        `again: ${few} in all. A window that moves by one token computes all of itself in each ` +
+        `step: ${all}.`,
+      text:
+        `Two charts of what each of ${each} steps computes. With stride ${runs[0].stride} a line ` +
+        `of single positions with a few wide hops, ${few} positions; with stride 1 a wide band, ` +
+        `${all} positions.`,
+    };
+  }
+
+  // Tokens of the text to the right, steps downwards.
+  function chartOf({ stride, spans, starts }) {
+    const [size, left, top] = [240, 34, 30];
+    const ends = spans.map(([, end]) => end);
+    const place = (at, step) => [
+      tenth(left + (at * size) / ends.at(-1)),
+      tenth(top + (step * size) / spans.length),
+    ];
+    const edge = [...starts.map(place), ...ends.map(place).reverse()];
+    const points = edge.map((point) => point.map((number) => number.toFixed(1)).join(","));
+    let body = `<polygon class="kept" points="${points.join(" ")}"/>`;
+    spans.forEach(([first, end], step) => {
+      if (end - first === 1) return;
+      const [x, y] = place(first, step);
+      body += box(x, y, tenth(place(end, step)[0] - x), stride === 1 ? 0.6 : 2, "first");
+    });
+    body += path(
+      ends.map((end, step) => place(end - 1, step)),
+      "first",
+    );
+    for (let at = 0; at < ends.at(-1); at += 100)
+      body += label(place(at, 0)[0], top - 8, String(at), "middle");
+    for (let step = 100; step <= spans.length; step += 100)
+      body += label(left - 4, place(0, step)[1] + 4, String(step), "end");
+    return svg(size + left + 12, size + top + 6, body, "chart");
+  }
+
+  function drawRagged({ lengths, prefill, decode }) {
+    const width = prefill[0].length;
+    const cell = ([text, place], kind) => `<td>${token(text, kind)}<span>${place}</span></td>`;
+    const rows = prefill.map((tokens, row) => {
+      const cells = tokens.map((each, at) => cell(each, at >= lengths[row] ? "pad" : ""));
+      cells.push(...decode.map((pass) => cell(pass[row][0], "new")));
+      return `<tr>${cells.join("")}</tr>`;
+    });
+    const later = decode.map((_, index) => `<th>pass ${index + 2}</th>`).join("");
+    const first = `<th colspan="${width}">pass 1: the prompts, ${lengths.length} x ${width}</th>`;
+    const padding = lengths.reduce((total, length) => total + width - length, 0);
+    return {
+      body:
+        `<div class="scroll"><table class="windows"><thead><tr>${first}${later}</tr></thead>` +
+        `<tbody>${rows.join("")}</tbody></table></div>` +
+        '<ul class="key"><li><code class="tok">prompt</code></li>' +
+        '<li><code class="tok pad">padding</code></li>' +
+        '<li><code class="tok new">new</code></li></ul>',
+      caption:
+        `The number under a token is its position. ${padding} places of the first pass are ` +
+        "padding: they repeat their row's last token at its own position, which changes nothing, " +
+        "and each row goes on from its own length.",
+      text:
+        `A table of a batch: rows of [${lengths.join(", ")}] tokens padded to ${width}, then one ` +
+        "new token a row in each pass, at positions of its own.",
     };
   }
 
@@ -350,6 +615,46 @@
         `A tree of ${steps.length} steps after ${quoted(prompt)}. The best text is ` +
         `${quoted(best.join(""))} with ${two.toFixed(2)}; greedy's, ${quoted(greedy.join(""))}, ` +
         `has ${one.toFixed(2)}.`,
+    };
+  }
+
+  // Lesson 22, as draw_race of searching.py.
+
+  function drawRace({ seed, p: limit, vocab, line, rounds }) {
+    const wide = (share) => `width:${(100 * share).toFixed(2)}%`;
+    const lines = rounds.map(({ token: text, mass, inside }, number) => {
+      const end = number ? Math.min(1, rounds[number - 1].mass) : 1;
+      let start = 0;
+      const marks = line.map(([, p], index) => {
+        const share = Math.min(p, Math.max(end - start, 0));
+        start += p;
+        return `<i class="bar part${index % 2}" style="${wide(share)}"></i>`;
+      });
+      marks.push(`<i class="bar other" style="${wide(Math.max(end - start, 0))}"></i>`);
+      const verdict = inside ? "before p: it is drawn" : "behind p: out, and all behind it";
+      return (
+        `<p class="title">Round ${number + 1}: ${token(text)} is the fastest, with ` +
+        `${percent(mass)} before it, ${verdict}</p><div class="race"><span class="stack">` +
+        `${marks.join("")}</span><b class="limit" style="left:${(100 * limit).toFixed(2)}%"></b>` +
+        `<b class="pin ${inside ? "good" : "bad"}" style="left:${(100 * mass).toFixed(2)}%"></b>` +
+        "</div>"
+      );
+    });
+    const names = line.slice(0, 5).map(([text, p]) => `${token(text)} ${percent(p)}`);
+    const shown = rounds.map(
+      ({ token: text, mass }) => `${quoted(text)}, ${percent(mass)} before it`,
+    );
+    return {
+      body:
+        `<div class="panel whole">${lines.join("")}<p class="note">A line of length 1: the ` +
+        `tokens in their order, each as long as its probability, ${names.join(" ")}, &hellip; ` +
+        `What is left of it is still in the race. Thin mark: p = ${limit}. Thick mark: where the ` +
+        "winner begins.</p></div>",
+      caption:
+        `Top-p without sorting: all ${thousands(vocab)} tokens race, and only the winner is ` +
+        `asked whether it stands before p. After ${rounds.length} round${rounds.length > 1 ? "s" : ""} ` +
+        `${token(rounds.at(-1).token)} does.`,
+      text: `The rounds of the race with seed ${seed}: ${shown.join("; ")}. The last one is drawn.`,
     };
   }
 
@@ -401,8 +706,100 @@
     return `<ol class="passes">${lines.join("")}</ol>${legend}`;
   }
 
+  // Lesson 46, as draw_held of tokenizing.py.
+
+  function drawHeld({ stop, steps, stopped }) {
+    let shown = "";
+    const rows = steps.map(([text, fresh, held], index) => {
+      const ends = stopped && index === steps.length - 1;
+      const chips = ends ? token(stop, "gone") : held && token(held, "held");
+      const now = fresh && `<mark class="now">${escape(fresh)}</mark>`;
+      const row =
+        `<tr><th scope="row">${index + 1}</th><td>${token(text)}</td>` +
+        `<td class="text">${escape(shown)}${now}${chips}</td></tr>`;
+      shown += fresh;
+      return row;
+    });
+    const head =
+      "<thead><tr><th></th><th>the model writes</th><th>the reader sees</th></tr></thead>";
+    const longest = (texts) => texts.reduce((a, b) => (b.length > a.length ? b : a), "");
+    const waited = steps.slice(0, -1).map(([, , held]) => held);
+    const alarm = longest(waited.filter((held, at) => held && steps[at + 1][1].startsWith(held)));
+    const twice = alarm && ` ${token(alarm)} was a false alarm, and came out at the next token.`;
+    const end = stopped
+      ? "When the string is complete, the text ends before it."
+      : "It never comes, so the end of the text gives back what is held.";
+    const words = steps.map(
+      ([text, fresh, held]) => `${quoted(text)}: shown ${quoted(fresh)}, held ${quoted(held)}`,
+    );
+    const most = longest(steps.map(([, , held]) => held));
+    return {
+      body:
+        `<table class="loop held-back">${head}<tbody>${rows.join("")}</tbody></table>` +
+        '<ul class="key"><li><mark class="now">new</mark></li><li><code class="tok held">held ' +
+        "back: it may become the stop string</code></li></ul>" +
+        `<p class="note">Stop string: ${token(stop)}. The model wrote ` +
+        `${steps.map(([text]) => text).join("").length} characters, the reader got ` +
+        `${shown.length}.</p>`,
+      caption:
+        `Nobody can take back what was shown. So with the stop string ${token(stop)} the end of ` +
+        `the text waits while it may be the beginning of that.${twice} ${end}`,
+      text:
+        `A line a token, up to the stop string ${quoted(stop)}; ${quoted(most)} is held. ` +
+        `${words.join("; ")}.`,
+    };
+  }
+
+  // Lesson 47, as draw_chances of scoring.py.
+
+  function drawChances({ prompt, tokens }) {
+    const visible = (text) => text.replaceAll(" ", "\u00b7").replaceAll("\n", "\\n");
+    const columns = tokens.map(([text, own, top]) => {
+      const rows = top.some(([other]) => other === text) ? top : [...top.slice(0, -1), [text, own]];
+      const cells = rows.map(([other, logprob]) => {
+        const p = Math.exp(logprob);
+        const kind = other === text ? "taken" : "";
+        return (
+          `<li class="${kind}" style="--w:${p.toFixed(4)}"><code>${escape(visible(other))}</code>` +
+          `<span>${percent(p)}</span></li>`
+        );
+      });
+      return `<li><ol>${cells.join("")}</ol><b>${signed(own, 2)}</b></li>`;
+    });
+    const values = tokens.map(([, own]) => own);
+    const total = values.reduce((all, own) => all + own);
+    const mean = total / values.length;
+    const terms = values.slice(0, 3).map((own) => signed(own, 2));
+    const surprise = tokens.reduce((least, each) => (each[1] < least[1] ? each : least));
+    const [[unsure, likely]] = surprise[2];
+    const instead =
+      unsure === surprise[0] ? "" : `, where ${token(unsure)} had ${percent(Math.exp(likely))}`;
+    const shown = tokens.map(([text, own]) => `${quoted(text)} ${own.toFixed(3)}`);
+    return {
+      body:
+        `<p class="title">${token(prompt)} goes on, at temperature 1:</p>` +
+        `<ol class="lattice">${columns.join("")}</ol>` +
+        '<ul class="key"><li><i class="taken"></i>the token that was drawn</li>' +
+        "<li>the stronger the colour, the more probable</li>" +
+        "<li>below: its log-probability</li></ul>" +
+        `<p class="note">Sum of all ${values.length}: ${terms.join(" ")} \u2026 = ` +
+        `${signed(total, 2)}; mean ${signed(mean, 2)}; perplexity exp(${signed(-mean, 2)}) = ` +
+        `${Math.exp(-mean).toFixed(2)}: as unsure as among so many equally likely tokens each ` +
+        "time.</p>",
+      caption:
+        "Each column is a place in the text: what the model thought of writing there, and, " +
+        `framed, what it drew. The least likely is ${token(surprise[0])} with ` +
+        `${percent(Math.exp(surprise[1]))}${instead}.`,
+      text:
+        `After ${quoted(prompt)} the model writes ` +
+        `${quoted(tokens.map(([text]) => text).join(""))}, with log-probabilities ${shown.join("; ")}.`,
+    };
+  }
+
   const DRAW = {
     "greedy-decoding": drawSteps,
+    "eos-handling": drawEnds,
+    "context-window": drawWindows,
     multinomial: drawDraws,
     temperature: drawTemperatures,
     "top-k": drawTopK,
@@ -410,13 +807,13 @@
     "presence-penalty": (record) =>
       drawMoved(
         record,
-        "Each token that was written already loses 1 from its logit, once.",
+        "Each token that was written already loses 1 from its logit, its score, once.",
         "Those that were not written do not move.",
       ),
     "frequency-penalty": (record) =>
       drawMoved(
         record,
-        "Each token loses 0.5 for every time it was written: what is frequent costs more.",
+        "Each token's logit loses 0.5 for every time it was written: what is frequent costs more.",
         "A presence penalty of 1 is on in both.",
       ),
     "repetition-penalty": (record) =>
@@ -425,8 +822,15 @@
         "Each token of prompt and output has its logit divided by 1.3; below 0, multiplied.",
         "A large logit loses more than a small one.",
       ),
+    "kv-cache-dynamic": drawComputed,
+    "kv-cache-static": drawStorage,
+    "kv-cache-fix": drawHops,
+    "variable-batching": drawRagged,
     "beam-search": drawTree,
+    "top-p-without-sorting": drawRace,
     "prompt-lookup": drawCopied,
+    "stop-strings": drawHeld,
+    logprobs: drawChances,
   };
 
   // The form below a picture, which puts another into its place.
@@ -440,10 +844,11 @@
       event.preventDefault();
       status.textContent = "Drawing …";
       try {
-        await model.load(["stories-llama"]);
-        const record = await model.ask("record", form.dataset.picture, form.elements.prompt.value);
-        show(figure, DRAW[form.dataset.picture](record), record.dial);
-        status.textContent = "Drawn in this page, by stories-llama with int8 weights.";
+        const { picture, model: name } = form.dataset;
+        await model.load([name]);
+        const record = await model.ask("record", picture, form.elements.prompt.value);
+        show(figure, DRAW[picture](record), record.dial);
+        status.textContent = `Drawn in this page, by ${name} with int8 weights.`;
       } catch (error) {
         status.textContent = `The picture stays as it was: ${error.message}.`;
       }

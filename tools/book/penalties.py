@@ -85,7 +85,8 @@ def draw_moved(record: Moved, rule: str, seen: str) -> Drawing:
         )
         rows.append((token(text, kind), svg(width, 17, body), words + times))
     without, with_it = (escape(text) for text in record.texts)
-    start = escape(record.before[-60:])
+    before = record.before
+    start = escape(before if len(before) <= 60 else before[-60:].partition(" ")[2])
     body = panels(
         panel(
             "The best tokens at the first step that changes",
@@ -118,7 +119,7 @@ def record_presence(prompt: str) -> Moved:
 
 
 def draw_presence(record: Moved) -> Drawing:
-    rule = "Each token that was written already loses 1 from its logit, once."
+    rule = "Each token that was written already loses 1 from its logit, its score, once."
     return draw_moved(record, rule, "Those that were not written do not move.")
 
 
@@ -127,7 +128,9 @@ def record_frequency(prompt: str) -> Moved:
 
 
 def draw_frequency(record: Moved) -> Drawing:
-    rule = "Each token loses 0.5 for every time it was written: what is frequent costs more."
+    rule = (
+        "Each token's logit loses 0.5 for every time it was written: what is frequent costs more."
+    )
     return draw_moved(record, rule, "A presence penalty of 1 is on in both.")
 
 

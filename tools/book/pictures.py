@@ -64,10 +64,14 @@ PICTURES = {  # slug of a lesson -> its picture
 
 
 LIVE = {  # those that live.js makes anew in the page, of the reader's own prompt
-    *("greedy-decoding", "multinomial", "temperature", "top-k", "top-p"),
+    *("greedy-decoding", "eos-handling", "context-window"),
+    *("multinomial", "temperature", "top-k", "top-p"),
     *("presence-penalty", "frequency-penalty", "repetition-penalty"),
-    *("beam-search", "prompt-lookup"),
+    *("kv-cache-dynamic", "kv-cache-static", "kv-cache-fix", "variable-batching"),
+    *("beam-search", "top-p-without-sorting", "prompt-lookup"),
+    *("stop-strings", "logprobs"),
 }
+SMALL = {"context-window", "kv-cache-fix"}  # of many passes, so those of the draft model
 
 
 @functools.cache
@@ -102,11 +106,13 @@ def own_prompt(slug: str, prompt: str) -> str:
     """The form for a prompt of the reader's own, which live.js shows where there is a model."""
     if slug not in LIVE:
         return ""
+    model, size = ("stories-draft", 2) if slug in SMALL else ("stories-llama", 6)
     return (
-        f'<form class="own-prompt" data-picture="{slug}" hidden><label>Your own prompt '
+        f'<form class="own-prompt" data-picture="{slug}" data-model="{model}" hidden>'
+        "<label>Your own prompt "
         f'<input name="prompt" required maxlength="2000" value="{html.escape(prompt)}"></label> '
         '<button type="submit">Draw</button><p class="note" role="status">Draw loads the model, '
-        "6 MB, from beside this page.</p></form>"
+        f"{size} MB, from beside this page.</p></form>"
     )
 
 

@@ -1,6 +1,6 @@
 // What pictures of the reader's own prompt are drawn from, in the worker of inference.js: as the
-// functions record_* of first_steps.py, choosing.py, penalties.py, searching.py and speculating.py
-// return it.
+// functions record_* of first_steps.py, choosing.py, penalties.py, caching.py, searching.py,
+// scoring.py, speculating.py and tokenizing.py return it.
 "use strict";
 
 const PLAIN = { temperature: 1, top_k: 0, top_p: 1 };
@@ -19,13 +19,37 @@ const RECORDS = {
     return { prompt: text.map((id) => textOf(models, id)), steps };
   },
 
+  "eos-handling"(models, prompt) {
+    const text = encode(models, prompt, 36);
+    const [eos] = models.target.config.eos_token_ids;
+    const chances = [];
+    const tokens = write(models, prompt, {}).map((id) => {
+      chances.push(softmax(nextLogits(models, text))[eos]);
+      text.push(id);
+      return textOf(models, id);
+    });
+    return { tokens, chances };
+  },
+
+  "context-window"(models, prompt) {
+    const size = models.target.config.block_size;
+    const text = encode(models, prompt);
+    const steps = passes(models, text, size + 3 - text.length, { stride: 1 });
+    const ids = [...text, ...steps.map(({ id }) => id)];
+    return { size, text: ids.map((id) => textOf(models, id)) };
+  },
+
   multinomial(models, prompt) {
     const text = encode(models, prompt);
     const probs = samplingProbs(nextLogits(models, text), PLAIN);
     const seeds = Array.from({ length: 200 }, (_, index) => index + 1);
     const ids = seeds.map((seed) => draw(probs, seed, text.length));
     const counts = best(probs, 10).map((id) => ids.filter((other) => other === id).length);
-    return { likely: likely(models, probs, 10), counts, drawn: ids.map((id) => textOf(models, id)) };
+    return {
+      likely: likely(models, probs, 10),
+      counts,
+      drawn: ids.map((id) => textOf(models, id)),
+    };
   },
 
   temperature(models, prompt) {
@@ -50,20 +74,16 @@ const RECORDS = {
   },
 
   "top-p"(models, prompt) {
-    const [first, second, third] = ["Once upon a", "One day, a girl named", "They went to the"];
-    const found = [...new Set([first, second, prompt, third])].map((text) => {
+    const [first, second, third] = ["Once upon a", "She was very", "They went to the"];
+    const found = [...new Set([first, prompt, second, third])].map((text) => {
       const logits = nextLogits(models, encode(models, text));
       const probs = samplingProbs(logits, PLAIN);
       let total = 0;
       const mass = [...probs.slice().sort().reverse()].map((p) => (total += p));
       const kept = topP(logits, 0.9).filter((logit) => logit > -Infinity).length;
-      return { prompt: text, mass, kept, likely: likely(models, probs, 8) };
+      return { prompt: text, mass, kept, likely: likely(models, probs, 8), own: text === prompt };
     });
-    // The one that the second panel shows, and the sliders.
-    const apart = found.map(({ kept }) => Math.abs(kept - 5));
-    const example = apart.indexOf(Math.min(...apart));
-    const logits = nextLogits(models, encode(models, found[example].prompt));
-    return { found, example, dial: dial(models, logits) };
+    return { found, dial: dial(models, nextLogits(models, encode(models, prompt))) };
   },
 
   "presence-penalty": (models, prompt) => moved(models, prompt, {}, { presence_penalty: 1 }),
@@ -72,6 +92,49 @@ const RECORDS = {
     moved(models, prompt, { presence_penalty: 1 }, { frequency_penalty: 0.5 }),
 
   "repetition-penalty": (models, prompt) => moved(models, prompt, {}, { repetition_penalty: 1.3 }),
+
+  "kv-cache-dynamic"(models, prompt) {
+    const text = encode(models, prompt, 6);
+    const [cached, plain] = [true, false].map((cache) => passes(models, text, 10, { cache }));
+    const words = cached.map(({ id }) => textOf(models, id));
+    return { words, plain: plain.map(({ span }) => span), cached: cached.map(({ span }) => span) };
+  },
+
+  "kv-cache-static"(models, prompt) {
+    const text = encode(models, prompt, 6);
+    const steps = passes(models, text, 10);
+    const { n_layer, n_kv_head, head_dim } = models.target.config;
+    return {
+      words: steps.map(({ id }) => textOf(models, id)),
+      filled: steps.map(({ span: [, end] }) => end),
+      room: text.length + steps.length - 1,
+      bytes: 4 * n_layer * 2 * n_kv_head * head_dim,
+    };
+  },
+
+  "kv-cache-fix"(models, prompt) {
+    const text = encode(models, prompt, 100);
+    return [models.target.config.block_size / 2, 1].map((stride) => {
+      const steps = passes(models, text, 500, { stride });
+      return {
+        stride,
+        spans: steps.map(({ span }) => span),
+        starts: steps.map(({ start }) => start),
+      };
+    });
+  },
+
+  "variable-batching"(models, prompt) {
+    const beside = ["One day, a big dog", "Lily saw"];
+    const texts = [prompt, ...beside].map((text) => encode(models, text, 8, 2));
+    const lengths = texts.map((ids) => ids.length);
+    const places = [...Array(Math.max(...lengths)).keys()];
+    const prefill = texts.map((ids) =>
+      places.map((at) => Math.min(at, ids.length - 1)).map((at) => [textOf(models, ids[at]), at]),
+    );
+    const next = (ids) => textOf(models, ...best(nextLogits(models, ids), 1));
+    return { lengths, prefill, decode: [texts.map((ids) => [[next(ids), ids.length]])] };
+  },
 
   "beam-search"(models, prompt) {
     const [beams, count] = [2, 5];
@@ -103,6 +166,33 @@ const RECORDS = {
     return { prompt, steps, greedy, scores: [alone.score, running[0].score], best: winner };
   },
 
+  "top-p-without-sorting"(models, prompt) {
+    const p = 0.5;
+    const text = encode(models, prompt);
+    const logits = applyTemperature(nextLogits(models, text), 1);
+    const probs = softmax(logits);
+    const order = [...logits.keys()].sort((a, b) => logits[b] - logits[a] || a - b);
+    const before = []; // each token, of mass
+    order.reduce((mass, id) => (before[id] = mass) + probs[id], 0);
+    let [seed, rounds] = [-1, []];
+    while (rounds.length !== 3 && seed < 199) {
+      const state = splitmix(BigInt(++seed), BigInt(text.length));
+      const speeds = probs.map((own, id) => own / noise(state, id));
+      rounds = [];
+      let left = order;
+      while (!rounds.at(-1)?.inside) {
+        const id = left.reduce((winner, other) =>
+          speeds[other] > speeds[winner] ? other : winner,
+        );
+        const mass = before[id];
+        rounds.push({ token: textOf(models, id), p: probs[id], mass, inside: mass < p });
+        left = left.slice(0, left.indexOf(id)); // it and all behind it are out
+      }
+    }
+    const kept = topP(logits, p).filter((logit) => logit > -Infinity).length;
+    return { seed, p, kept, vocab: probs.length, line: likely(models, probs, 12), rounds };
+  },
+
   "prompt-lookup"(models, prompt) {
     const text = encode(models, prompt, 120);
     const shown = (tokens) => tokens.map(({ token }) => textOf(models, token));
@@ -125,7 +215,73 @@ const RECORDS = {
     }
     return { text: ids.map((id) => textOf(models, id)), found, drafts, verdicts };
   },
+
+  "stop-strings"(models, prompt) {
+    encode(models, prompt, 100);
+    const { eos_token_ids: eos } = models.target.config;
+    const written = write(models, prompt, { max_new_tokens: 24 });
+    const shown = written.filter((id) => !eos.includes(id)).map((id) => textOf(models, id));
+    const stop = pickStop(shown.join(""));
+    const decoder = textDecoder();
+    const steps = [];
+    let [held, stopped] = ["", false];
+    for (const id of written) {
+      if (!eos.includes(id)) held += models.tokenizer.text(id, decoder, true);
+      stopped = stop !== "" && held.includes(stop);
+      let waits = stopped
+        ? held.length - held.indexOf(stop)
+        : Math.min(stop.length - 1, held.length);
+      // What may be the beginning of the stop string is held back.
+      while (!stopped && waits > 0 && !held.endsWith(stop.slice(0, waits))) waits--;
+      const certain = held.slice(0, held.length - Math.max(waits, 0));
+      held = stopped ? "" : held.slice(certain.length);
+      steps.push([textOf(models, id), certain, held]);
+      if (stopped) break;
+    }
+    return { stop, steps, stopped };
+  },
+
+  logprobs(models, prompt) {
+    encode(models, prompt, 100);
+    const params = { max_new_tokens: 12, temperature: 1, seed: 5, logprobs: 5 };
+    const tokens = [...generate(models, prompt, params)].flatMap((pass) => pass.tokens ?? []);
+    const shown = ({ token, logprob }) => [textOf(models, token), logprob];
+    return { prompt, tokens: tokens.map((each) => [...shown(each), each.top.map(shown)]) };
+  },
 };
+
+// Greedy decoding: of each step the token, where the window begins, and the first position of the
+// text that it computes and the one after the last.
+function passes({ target }, text, count, { cache = true, stride } = {}) {
+  const all = [...text];
+  const steps = [];
+  while (steps.length < count) {
+    if (!cache || !steps.length) target.held = [];
+    const start = windowStart(all.length, target.config.block_size, stride);
+    const { rows, known } = target.logits(all.slice(start), 1);
+    const [id] = best(rows[0], 1);
+    steps.push({ id, start, span: [start + known, all.length] });
+    all.push(id);
+  }
+  return steps;
+}
+
+// As pick_stop of tokenizing.py.
+function pickStop(written) {
+  const text = written.replace(/\ufffd+$/, "");
+  let [found, longest] = [text.slice(-5).trim(), 2];
+  for (let end = 0; end < text.length; end++) {
+    for (let start = 0; start < end - longest; start++) {
+      const [begun, stop] = [text.slice(start, end), text.slice(start, end + 1)];
+      const before = text.slice(0, end - 1).includes(begun);
+      if (before && text.indexOf(stop) === start && /^[\p{L}\p{N}]/u.test(begun)) {
+        [found, longest] = [stop, end - start];
+        break;
+      }
+    }
+  }
+  return found;
+}
 
 // The step at which a penalty first changes what greedy decoding takes.
 function moved(models, prompt, common, own) {
@@ -160,10 +316,12 @@ function dial(models, logits) {
   return { logits: [...logits.slice().sort().reverse()], tokens };
 }
 
-function encode({ tokenizer }, prompt, most = 200) {
+function encode({ tokenizer }, prompt, most = 200, least = 1) {
   const ids = tokenizer.encode(prompt);
-  if (ids.length >= 1 && ids.length <= most) return ids;
-  throw new UserError(`the prompt has ${ids.length} tokens; this picture shows 1 to ${most}`);
+  if (ids.length >= least && ids.length <= most) return ids;
+  throw new UserError(
+    `the prompt has ${ids.length} tokens; this picture shows ${least} to ${most}`,
+  );
 }
 
 // Something that the reader can put right.

@@ -227,9 +227,10 @@ def draw_race(record: Race) -> Drawing:
         f"still in the race. Thin mark: p = {record.p:g}. Thick mark: where the winner "
         "begins.</p></div>"
     )
+    rounds = f"{len(record.rounds)} round{'s' * (len(record.rounds) > 1)}"
     caption = (
         f"Top-p without sorting: all {record.vocab:,} tokens race, and only the winner is asked "
-        f"whether it stands before p. After {len(record.rounds)} rounds {token(last.token)} does."
+        f"whether it stands before p. After {rounds} {token(last.token)} does."
     )
     shown = "; ".join(f"{each.token!r}, {percent(each.mass)} before it" for each in record.rounds)
     text = f"The rounds of the race with seed {record.seed}: {shown}. The last one is drawn."
