@@ -22,6 +22,8 @@ SLUG_PROMPTS = {
     "kv-cache-dynamic": ("Lily", "Tom's <b>"),
     "kv-cache-static": ("Lily", "Tom's <b>"),
     "variable-batching": ("Lily saw", "Tom and Sue's <b>"),
+    "length-penalty": ("They went home and slept.", "They all went to bed.", PROMPTS[1]),
+    "fp16-bf16": ("She was very", PROMPTS[1]),
     "top-p-without-sorting": ("Once upon a time", PROMPTS[1]),
     "stop-strings": ("the the the the", PROMPTS[1]),
 }

@@ -691,4 +691,4 @@ def test_pictures_of_the_own_prompt_have_a_form_and_their_functions(figures):
             assert form.find(".//input").get("value") == PICTURES[slug].prompt
     for name, end in (("live.js", "DRAW = {"), ("records.js", "RECORDS = {")):
         text = (book / name).read_text("utf-8").partition(end)[2]
-        assert LIVE <= set(re.findall(r'^ +"?([a-z-]+)"?(?::|\()', text, re.MULTILINE)), name
+        assert LIVE <= set(re.findall(r'^ +"?([a-z0-9-]+)"?(?::|\()', text, re.MULTILINE)), name

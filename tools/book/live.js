@@ -20,7 +20,15 @@
   }
 
   const signed = (number, digits) => number.toFixed(digits).replace("-", "\u2212");
-  const short = (number) => String(Number(number.toPrecision(6))); // as Python's :g
+  const short = (number) => general(number, 6);
+
+  // As Python's :g.
+  function general(number, digits) {
+    const near = Number(number.toPrecision(digits));
+    const small = near !== 0 && Math.abs(near) < 1e-4;
+    return small ? near.toExponential().replace(/-(\d)$/, "-0$1") : String(near);
+  }
+
   const tenth = (number) => Number(number.toFixed(1));
   const thousands = (number) => number.toLocaleString("en");
 
@@ -31,11 +39,14 @@
     return mark + (mark === "'" ? shown.replaceAll("'", "\\'") : shown) + mark;
   }
 
+  const segment = (share, kind) =>
+    share ? `<i class="bar ${kind}" style="width:${(100 * share).toFixed(2)}%"></i>` : "";
+
   function bars(rows, largest) {
     largest ??= Math.max(...rows.flatMap(([, length, , , second]) => [length, second ?? 0])) || 1;
     const width = (length) => ((100 * length) / largest).toFixed(2);
     const shown = rows.map(([name, length, words, kind, second]) => {
-      let bar = length ? `<i class="bar ${kind}" style="width:${width(length)}%"></i>` : "";
+      let bar = segment(length / largest, kind);
       if (second !== undefined) bar += `<b class="tick" style="left:${width(second)}%"></b>`;
       const value = `<td class="value">${words}</td>`;
       return `<tr><th scope="row">${name}</th><td>${bar}</td>${value}</tr>`;
@@ -418,6 +429,35 @@
     };
   }
 
+  // Lesson 12, as draw_rounded of numbers.py.
+
+  function drawRounded({ token: text, rows }) {
+    const [exact, half, brain] = rows.map(([, , value]) => value);
+    const off = (value) => general(Math.abs(value - exact), 2);
+    const lines = rows.map(([name, bits, value]) => {
+      const exponent = name === "float16" ? 5 : 8;
+      const kind = (at) => (at === 0 ? "bad" : at <= exponent ? "second" : "first");
+      const cells = [...bits].map((bit, at) => `<i class="bit ${kind(at)}">${bit}</i>`);
+      const words = value === exact ? "as the model gave it" : `off by ${off(value)}`;
+      return (
+        `<p class="title">${name}: ${bits.length} bits, ${general(value, 10)}, ${words}</p>` +
+        `<p class="bits">${cells.join("")}</p>`
+      );
+    });
+    const legend = { bad: "sign", second: "exponent: the range", first: "fraction: the digits" };
+    const shown = rows.map(([name, , value]) => `${name} ${general(value, 10)}`);
+    return {
+      body: lines.join("") + key(legend),
+      caption:
+        "The same number, a token&rsquo;s score, in three formats. float16 has more digits, " +
+        "bfloat16 has float32&rsquo;s range, for it is float32 rounded to its first 16 bits: off by " +
+        `${off(half)} and ${off(brain)} here.`,
+      text:
+        `The bits of the logit of ${quoted(text)}: sign, exponent and fraction of ` +
+        `${shown.join("; ")}.`,
+    };
+  }
+
   // Lessons 13 to 16, as draw_computed, draw_storage, draw_hops and draw_ragged of caching.py.
 
   const repeat = (count, kind) => Array(count).fill(kind);
@@ -615,6 +655,44 @@
         `A tree of ${steps.length} steps after ${quoted(prompt)}. The best text is ` +
         `${quoted(best.join(""))} with ${two.toFixed(2)}; greedy's, ${quoted(greedy.join(""))}, ` +
         `has ${one.toFixed(2)}.`,
+    };
+  }
+
+  // Lesson 21, as draw_lengths of scoring.py.
+
+  function drawLengths({ texts, won, steps: [first, second] }) {
+    const name = (text) => token(text.replaceAll("<|endoftext|>", "\u25a0"));
+    const scores = texts.map(([, n, total]) => [total, total / n]);
+    const worst = [0, 1].map((which) => Math.min(...scores.map((both) => both[which])));
+    const rows = texts.map(([text, n], at) => {
+      const cells = scores[at].map((score, which) => {
+        const wins = won[which] === at;
+        const words = wins ? `<b>${signed(score, 2)} wins</b>` : signed(score, 2);
+        return `<td>${segment(score / worst[which], wins ? "good" : "kept")}${words}</td>`;
+      });
+      return `<tr><td>${name(text)}</td><td>${n}</td>${cells.join("")}</tr>`;
+    });
+    const head = "<th>text</th><th>n</th><th>sum</th><th>sum / n</th>";
+    const [[short, few, total], [long, many, other]] = won.map((at) => texts[at]);
+    const [mean, better] = [signed(total / few, 2), signed(other / many, 2)];
+    const shown = texts.map(([text, n, sum]) => `${quoted(text)}: ${n} tokens, ${sum.toFixed(2)}`);
+    return {
+      body:
+        `<table class="scores"><thead><tr>${head}</tr></thead><tbody>${rows.join("")}</tbody>` +
+        '</table><p class="note">\u25a0: the end of the text, a token too. n: tokens; sum: of ' +
+        "their log-probabilities, all below 0, so the shortest bar of a column is the best. By " +
+        `its sum a text can only get worse, and the search ends after ${first} steps; by sum / n ` +
+        `a longer one may still win, and it takes ${first === second ? "as many" : second}.</p>`,
+      caption:
+        won[0] === won[1]
+          ? `Here one text, ${name(short)}, wins by its sum and by its mean: ${signed(total, 2)} ` +
+            `and ${mean}.`
+          : `Each token makes a sum smaller, so by its sum ${name(short)} wins, a text of ${few} ` +
+            `token${few === 1 ? "" : "s"}. Divided by its length a text of ${many} does: ` +
+            `${better} a token against ${mean}.`,
+      text:
+        `Bars of the sums of ${texts.length} texts, and of these by length: ${shown.join("; ")}. ` +
+        `Best: ${quoted(short)} by its sum, ${quoted(long)} by sum / n.`,
     };
   }
 
@@ -822,11 +900,13 @@
         "Each token of prompt and output has its logit divided by 1.3; below 0, multiplied.",
         "A large logit loses more than a small one.",
       ),
+    "fp16-bf16": drawRounded,
     "kv-cache-dynamic": drawComputed,
     "kv-cache-static": drawStorage,
     "kv-cache-fix": drawHops,
     "variable-batching": drawRagged,
     "beam-search": drawTree,
+    "length-penalty": drawLengths,
     "top-p-without-sorting": drawRace,
     "prompt-lookup": drawCopied,
     "stop-strings": drawHeld,

@@ -50,8 +50,8 @@ def draw_rounded(record: Rounded) -> Drawing:
     half, brain = (abs(row[2] - exact) for row in record.rows[1:])
     caption = (
         "The same number, a token&rsquo;s score, in three formats. float16 has more digits, "
-        "bfloat16 float32&rsquo;s range, and "
-        f"is it rounded to its first 16 bits: off by {half:.2g} and {brain:.2g} here."
+        "bfloat16 has float32&rsquo;s range, for it is float32 rounded to its first 16 bits: off "
+        f"by {half:.2g} and {brain:.2g} here."
     )
     text = "; ".join(f"{name} {value:.10g}" for name, _, value in record.rows)
     text = f"The bits of the logit of {record.token!r}: sign, exponent and fraction of {text}."

@@ -67,8 +67,9 @@ LIVE = {  # those that live.js makes anew in the page, of the reader's own promp
     *("greedy-decoding", "eos-handling", "context-window"),
     *("multinomial", "temperature", "top-k", "top-p"),
     *("presence-penalty", "frequency-penalty", "repetition-penalty"),
+    "fp16-bf16",
     *("kv-cache-dynamic", "kv-cache-static", "kv-cache-fix", "variable-batching"),
-    *("beam-search", "top-p-without-sorting", "prompt-lookup"),
+    *("beam-search", "length-penalty", "top-p-without-sorting", "prompt-lookup"),
     *("stop-strings", "logprobs"),
 }
 SMALL = {"context-window", "kv-cache-fix"}  # of many passes, so those of the draft model

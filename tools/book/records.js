@@ -93,6 +93,18 @@ const RECORDS = {
 
   "repetition-penalty": (models, prompt) => moved(models, prompt, {}, { repetition_penalty: 1.3 }),
 
+  "fp16-bf16"(models, prompt) {
+    const logits = nextLogits(models, encode(models, prompt));
+    const [id] = best(logits, 1);
+    const formats = [
+      ["float32", 8, 23],
+      ["float16", 5, 10],
+      ["bfloat16", 8, 7],
+    ];
+    const rows = formats.map(([name, ...sizes]) => [name, ...rounded(logits[id], ...sizes)]);
+    return { token: textOf(models, id), rows };
+  },
+
   "kv-cache-dynamic"(models, prompt) {
     const text = encode(models, prompt, 6);
     const [cached, plain] = [true, false].map((cache) => passes(models, text, 10, { cache }));
@@ -164,6 +176,21 @@ const RECORDS = {
       tokens.map((id) => textOf(models, id)),
     );
     return { prompt, steps, greedy, scores: [alone.score, running[0].score], best: winner };
+  },
+
+  "length-penalty"(models, prompt) {
+    const ids = encode(models, prompt, 60);
+    const runs = [0, 1].map((penalty) => beamSearch(models, ids, 4, 24, penalty));
+    const found = new Map();
+    for (const { finished } of runs) for (const each of finished) found.set(`${each.tokens}`, each);
+    const texts = [...found.values()].sort(
+      (a, b) => a.tokens.length - b.tokens.length || b.total - a.total,
+    );
+    return {
+      texts: texts.map(({ tokens, total }) => [textOf(models, ...tokens), tokens.length, total]),
+      won: runs.map(({ finished: [{ tokens }] }) => texts.indexOf(found.get(`${tokens}`))),
+      steps: runs.map(({ steps }) => steps),
+    };
   },
 
   "top-p-without-sorting"(models, prompt) {
@@ -250,6 +277,22 @@ const RECORDS = {
   },
 };
 
+// The bits of a number in a format, and the value that they stand for. exponent, fraction: how many
+// bits it has for these; no number is too large or too small for it.
+function rounded(value, exponent, fraction) {
+  const view = new DataView(new ArrayBuffer(4));
+  view.setFloat32(0, value);
+  const rest = 23 - fraction;
+  let bits = view.getUint32(0);
+  // To the nearest, and from the middle to the even one.
+  if (rest) bits += 2 ** (rest - 1) - 1 + ((bits >>> rest) & 1);
+  view.setUint32(0, bits - (bits % 2 ** rest));
+  const power = ((bits >>> 23) & 255) - 127 + 2 ** (exponent - 1) - 1;
+  const binary = (number, count) => number.toString(2).padStart(count, "0");
+  const shown = binary(power, exponent) + binary((bits & 0x7fffff) >>> rest, fraction);
+  return [`${bits >>> 31}${shown}`, view.getFloat32(0)];
+}
+
 // Greedy decoding: of each step the token, where the window begins, and the first position of the
 // text that it computes and the one after the last.
 function passes({ target }, text, count, { cache = true, stride } = {}) {
@@ -264,6 +307,32 @@ function passes({ target }, text, count, { cache = true, stride } = {}) {
     all.push(id);
   }
   return steps;
+}
+
+// 20-beam-search with the penalty of 21-length-penalty: finished texts, best first, and its steps.
+function beamSearch(models, prompt, beams, most, penalty) {
+  const { eos_token_ids: eos } = models.target.config;
+  const ends = ({ tokens }) => eos.includes(tokens.at(-1)) || tokens.length === most;
+  const wanted = beams * (1 + eos.length);
+  let [running, finished, steps] = [[{ tokens: [], total: 0 }], [], 0];
+  while (running.length) {
+    const longer = running.flatMap(({ tokens, total }) => {
+      const probs = softmax(nextLogits(models, [...prompt, ...tokens]));
+      return best(probs, wanted).map((id) => {
+        return { tokens: [...tokens, id], total: total + Math.log(probs[id]) };
+      });
+    });
+    const found = longer.sort((a, b) => b.total - a.total).slice(0, wanted);
+    const length = ++steps;
+    for (const each of found.slice(0, beams).filter(ends))
+      finished.push({ ...each, score: each.total / length ** penalty });
+    finished = finished.sort((a, b) => b.score - a.score).slice(0, beams);
+    running = found.filter((each) => !ends(each)).slice(0, beams);
+    // A sum can only fall, and its best divisor is that of the longest text.
+    const hope = running[0]?.total / (penalty > 0 ? most : length + 1) ** penalty;
+    if (finished.length === beams && hope <= finished.at(-1).score) break;
+  }
+  return { finished, steps };
 }
 
 // As pick_stop of tokenizing.py.
