@@ -1,6 +1,7 @@
 """What scripts share: options, prompts, where and how a model runs, output, and how a run ends."""
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import os
@@ -14,13 +15,15 @@ from pathlib import Path
 import torch
 
 from chat import Chat
+from engine.cache import follow
 from engine.drafter import LookupDrafter, PagedDrafter
 from engine.engine import Engine
 from engine.trials import Trials
 from errors import UserError, memory_for
-from load import Source, load_model
+from load import Source, load_model, parse_name
 from model import Model
 from native import BuildError, kernel, use_native
+from parallel.ranks import Ranks, follows, launched
 from sampling import SamplingParams
 from tokenizer import TextStream, load_encoding
 
@@ -326,10 +329,20 @@ def load_models(names: list, args, device: str) -> list[Model]:
     return models
 
 
-def load_engine(args, source: Source, device: str) -> Engine:
-    """The engine of a command line, with its models and its encoding. Raises UserError."""
-    names = [source] if args.draft in (None, "lookup") else [source, args.draft]
+def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -> Engine:
+    """The engine of a command line, with its models and its encoding. Raises UserError.
+
+    On a rank above 0 it is for its model and its cache only.
+    """
+    leads = ranks is None or ranks.rank == 0
+    if ranks and leads:
+        ranks.tell()  # now the others load, too
+    has_draft = leads and args.draft not in (None, "lookup")
+    names = [source, args.draft] if has_draft else [source]
     model, *drafts = load_models(names, args, device)
+    if ranks:
+        model.ranks = ranks
+        ranks.wait()
     return Engine(
         model,
         max_rows=args.max_rows,
@@ -342,6 +355,30 @@ def load_engine(args, source: Source, device: str) -> Engine:
         trials=Trials() if args.gamma is None else None,
         encoding=load_encoding(source, model.config.vocab_size),
     )
+
+
+@contextlib.contextmanager
+def in_ranks(args) -> Iterator[Ranks | None]:
+    """The processes that torchrun has started, for a block that is rank 0's; None if there is one.
+
+    The others follow its engine, and leave.
+    """
+    if not launched():
+        yield None
+        return
+    with Ranks() as ranks:
+        if ranks.rank == 0:
+            device = pick_device(args.device)
+            if device != "cpu":
+                raise UserError(f"several processes compute with --device cpu; not {device}")
+            yield ranks
+            ranks.tell()
+        else:
+            ranks.tell()  # not before rank 0 has read, which says what is wrong
+            engine = load_engine(args, parse_name(args.model), "cpu", ranks)
+            follow(engine.model, engine.cache)
+    if ranks.rank:
+        sys.exit()
 
 
 def check_engine_options(args) -> None:
@@ -459,9 +496,12 @@ def discard_stdout() -> None:
 
 
 def prepare_streams() -> None:
-    """Let closed streams lead nowhere, and make escapes of what stdout cannot encode."""
+    """Let closed streams lead nowhere, and make escapes of what stdout cannot encode.
+
+    So do those of ranks above 0: what they have to say is what rank 0 says.
+    """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        if getattr(sys, name) is None or follows():
             setattr(sys, name, open(os.devnull, "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

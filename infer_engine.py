@@ -19,6 +19,7 @@ from command_line import (
     check_chat_options,
     check_engine_options,
     check_text,
+    in_ranks,
     load_engine,
     pick_device,
     pick_seed,
@@ -32,6 +33,7 @@ from engine.engine import Engine
 from engine.request import Request
 from errors import UserError
 from load import parse_name
+from parallel.ranks import Ranks
 from sampling import SamplingParams
 
 
@@ -57,6 +59,12 @@ def run(args) -> None:
 
     Raises UserError for bad input.
     """
+    with in_ranks(args) as ranks:
+        write_all(args, ranks)
+
+
+def write_all(args, ranks: Ranks | None) -> None:
+    """Write a text for each prompt, with the processes that compute the model. Raises UserError."""
     check_chat_options(args)
     check_engine_options(args)
     for text in args.stop or []:
@@ -68,7 +76,7 @@ def run(args) -> None:
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
     chat = Chat(source) if args.chat else None
-    engine = load_engine(args, source, device)
+    engine = load_engine(args, source, device, ranks)
     encoding = engine.encoding
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:

@@ -93,6 +93,8 @@ class Model(nn.Module):
 
     # Computes passes, where there is a cache, if native.use_native sets it.
     native = None
+    # The processes that compute it together, if there are several.
+    ranks = None
     EMBEDDING: str  # the attribute that holds the token embedding
     RESIDUAL: tuple[str, ...]  # endings of names of weights that end a residual branch
 

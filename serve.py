@@ -23,12 +23,14 @@ from command_line import (
     add_stride_option,
     check_engine_options,
     check_text,
+    in_ranks,
     load_engine,
     pick_device,
     run_script,
 )
 from errors import UserError, check_limits
 from load import Source, parse_name
+from parallel.ranks import Ranks
 from server.app import make_app
 from server.engine_thread import EngineThread
 from server.served import Served
@@ -72,11 +74,12 @@ def run(args) -> None:
     check_limits({"drain_seconds": SECONDS}, drain_seconds=args.drain_seconds)
     for name in ("max_waiting", "max_waiting_tokens"):
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
-    source = parse_name(args.model)
-    device = pick_device(args.device)
-    with listen(args.host, args.port) as sock:
-        if asyncio.run(serve(args, source, device, sock)) == signal.SIGINT:
-            raise KeyboardInterrupt
+    with in_ranks(args) as ranks:
+        source = parse_name(args.model)
+        device = pick_device(args.device)
+        with listen(args.host, args.port) as sock:
+            if asyncio.run(serve(args, source, device, sock, ranks)) == signal.SIGINT:
+                raise KeyboardInterrupt
 
 
 class Server(uvicorn.Server):
@@ -124,7 +127,9 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve(args, source: Source, device: str, sock: socket.socket) -> int | None:
+async def serve(
+    args, source: Source, device: str, sock: socket.socket, ranks: Ranks | None = None
+) -> int | None:
     """Load the model, print the address, and answer until a signal comes, which is returned.
 
     While the model is loaded, requests are answered with 503.
@@ -134,7 +139,7 @@ async def serve(args, source: Source, device: str, sock: socket.socket) -> int |
     except UserError as error:  # for those who want to chat
         chat = error
     name = Path(source.name).resolve().name if source.kind == "directory" else source.label
-    make = functools.partial(load_engine, args, source, device)
+    make = functools.partial(load_engine, args, source, device, ranks)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     served = Served(thread, name, source.label, chat)
     app = make_app(served, args.api_key, args.allow_origin)

@@ -109,6 +109,20 @@ def last_logits(model, cache: PagedCache, spans: list[Span], keep: list[int]) ->
 
     Their shape is (sum of keep, vocab_size), and they are float32.
     """
+    if model.ranks:
+        model.ranks.tell((spans, keep))
+    return pass_logits(model, cache, spans, keep)
+
+
+@torch.inference_mode()
+def follow(model, cache: PagedCache) -> None:
+    """Compute each pass that rank 0 tells of, for it has the engine, until it has no more."""
+    while work := model.ranks.tell():
+        pass_logits(model, cache, *work)
+
+
+def pass_logits(model, cache: PagedCache, spans: list[Span], keep: list[int]) -> torch.Tensor:
+    """As `last_logits`, without a word to others. Ranks above 0 have no use for the result."""
     if model.native:
         return model.native.logits(cache.storage, spans, keep)
     tokens, positions, ends = cache.arrange(spans)

@@ -1,0 +1,1 @@
+"""One model on several processes, as torchrun starts them."""

@@ -1,0 +1,118 @@
+"""Processes for tests, with what torchrun tells them: forked, so that none imports torch anew."""
+
+import contextlib
+import faulthandler
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import torch
+from conftest import CHECKPOINTS, ROOT
+from serving import Door
+
+SMALL = ["--model", CHECKPOINTS / "stories-draft", "--backend", "torch"]
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+SECONDS = 90  # that a process may take; then it says where it stands, and ends
+
+
+def keep_store(connection) -> None:
+    """The store that torchrun has in a process of its own; it goes on when ranks end."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    time.sleep(2 * SECONDS)  # it is killed before, if the test can do so
+
+
+def start(size: int, action, *arguments) -> list:
+    """So many processes, each of which calls an action."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    keeper = context.Process(target=keep_store, args=(there,), daemon=True)
+    keeper.start()
+    assert here.poll(SECONDS)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(here.recv())}
+    shared |= {"WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": LOOPBACK}
+    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+    def work(rank):
+        faulthandler.register(signal.SIGALRM, file=sys.__stderr__, chain=True)
+        signal.alarm(SECONDS)
+        os.environ.update(shared, RANK=str(rank))
+        action(*arguments)
+
+    processes = [context.Process(target=work, args=(rank,)) for rank in range(size)]
+    for process in processes:
+        process.keeper = keeper
+        process.start()
+    return processes
+
+
+def wait(processes, seconds: float = SECONDS + 10) -> list[int]:
+    """Their exit codes, after so long at most. All that was started is ended afterwards."""
+    end = time.monotonic() + seconds
+    try:
+        for process in processes:
+            process.join(max(0, end - time.monotonic()))
+        return [process.exitcode for process in processes]
+    finally:
+        for process in [*processes, processes[0].keeper]:
+            process.kill()
+            process.join()
+
+
+def script(directory, main, arguments) -> None:
+    """A process of a script: stdout and stderr are files out0, err0, ... of a directory."""
+    for number, name in ((1, "out"), (2, "err")):
+        with open(directory / f"{name}{os.environ['RANK']}", "w") as file:
+            os.dup2(file.fileno(), number)
+        stream = io.TextIOWrapper(io.FileIO(number, "w", closefd=False), write_through=True)
+        setattr(sys, f"std{name}", stream)
+        setattr(sys, f"__std{name}__", stream)
+    main(["--device", "cpu", *map(str, arguments)])
+
+
+def texts_of(size, directory, *arguments) -> tuple[str, str]:
+    """What infer_engine.py writes on so many ranks: rank 0 to stdout, and the others nothing."""
+    import infer_engine
+
+    assert wait(start(size, script, directory, infer_engine.main, arguments)) == [0] * size
+    (out, err), *others = written(directory, size)
+    assert others == [("", "")] * (size - 1)
+    return out, err
+
+
+def appears(directory, process, sign: str) -> str:
+    """What the first process has written to stdout, as soon as that has a sign in it."""
+    out = directory / "out0"
+    while not (out.exists() and sign in out.read_text()):
+        assert process.is_alive()
+        process.join(0.05)
+    return out.read_text()
+
+
+@contextlib.contextmanager
+def serving(directory, *arguments):
+    """Two processes of a server, and a Door to it. They are no more after the block."""
+    import serve
+
+    processes = start(2, script, directory, serve.main, [*SMALL, "--port", 0, *arguments])
+    try:
+        address = appears(directory, processes[0], "\n")
+        yield processes, Door(int(address.rsplit(":", 1)[1]), None, None)
+    finally:
+        wait(processes, 0)
+
+
+def written(directory, size: int) -> list[tuple[str, str]]:
+    """What each rank has written."""
+    names = [("out", "err")] * size
+    return [
+        tuple((directory / f"{name}{rank}").read_text() for name in pair)
+        for rank, pair in enumerate(names)
+    ]
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+SCRIPT = str(ROOT / "infer_engine.py")
