@@ -81,7 +81,7 @@ def generate(
         starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
         windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
         logits = next_logits(model, windows, cache)[:, 0]
-        next_tokens = choose(logits, each, sequences, prompt_lengths, generator, model.native)
+        next_tokens = choose(logits, each, sequences, prompt_lengths, generator, model.draws)
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, token in enumerate(step):

@@ -91,8 +91,9 @@ class Model(nn.Module):
     One of them adds `hidden` and `head`, and an `lm_head`.
     """
 
-    # Computes passes, where there is a cache, if native.use_native sets it.
+    # Computes passes, where there is a cache, if native.use_native sets it; and what draws in C.
     native = None
+    draws = None
     # The processes that compute it together, if there are several.
     ranks = None
     EMBEDDING: str  # the attribute that holds the token embedding

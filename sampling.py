@@ -91,7 +91,7 @@ CHOICE = operator.attrgetter(
 
 
 class NativeDraws(Protocol):
-    """What draws in C on a CPU: a model's `native`."""
+    """What draws in C on a CPU: a model's `draws`."""
 
     def draw(self, rows: list[torch.Tensor], params: list, positions: list[int]) -> list[int]:
         """As `sample` for each row of float32 logits, greedily or with a seed, but for rounding."""

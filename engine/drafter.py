@@ -69,7 +69,7 @@ class PagedDrafter:
             logits[~finite] = 0  # whatever is chosen there is not used
             params = [request.params for request in drawing]
             lengths = [request.prompt_length for request in drawing]
-            tokens = choose(logits, params, texts, lengths, None, self.model.native)
+            tokens = choose(logits, params, texts, lengths, None, self.model.draws)
             for row, span, token, good in zip(rows, spans, tokens, finite.tolist()):
                 if good:
                     self.held[requests[row]].tokens.extend(span.tokens)

@@ -214,7 +214,7 @@ class Engine:
         ]
         params = [request.params for request in requests]
         lengths = [request.prompt_length for request in requests]
-        tokens = choose(logits, params, texts, lengths, None, self.model.native)
+        tokens = choose(logits, params, texts, lengths, None, self.model.draws)
         parts = [slice(end - count, end) for end, count in zip(itertools.accumulate(keep), keep)]
         good = finite.tolist()
         return [(tokens[part], logits[part]) if all(good[part]) else None for part in parts]

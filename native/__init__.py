@@ -12,4 +12,4 @@ def use_native(model: torch.nn.Module) -> None:
     Its weights are packed, in place. Raises BuildError and ValueError as `NativePass`; then the
     model is as it was.
     """
-    model.native = NativePass(model)
+    model.native = model.draws = NativePass(model)

@@ -19,7 +19,18 @@ PassStruct = struct(
 )
 
 
-class NativePass:
+class NativeChoice:
+    """The choice of tokens, in C."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self.library = library
+
+    def draw(self, rows: list[torch.Tensor], params: list, positions: list[int]) -> list[int]:
+        """The next token of each row, as `draw.draw`."""
+        return draw.draw(self.library, rows, params, positions)
+
+
+class NativePass(NativeChoice):
     """The passes of one model, in C.
 
     Its weights are packed, in place: what is loaded or moved later is not seen, and it cannot be
@@ -31,7 +42,7 @@ class NativePass:
 
     def __init__(self, model, target: tuple[str, ...] | None = None):
         self.config = model.config
-        self.library = build.load(target)
+        super().__init__(build.load(target))
         self.library.work_floats.restype = INT
         model_struct(model)  # each tensor is checked before the first is packed
         native_layers(model, self.library)
@@ -94,7 +105,3 @@ class NativePass:
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(job), *buffers, threads)
         return logits
-
-    def draw(self, rows: list[torch.Tensor], params: list, positions: list[int]) -> list[int]:
-        """The next token of each row, as `draw.draw`."""
-        return draw.draw(self.library, rows, params, positions)
