@@ -312,9 +312,10 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return dtype
 
 
-def load_models(names: list, args, device: str) -> list[Model]:
+def load_models(names: list, args, device: str, ranks: Ranks | None = None) -> list[Model]:
     """The models of a command line, in its dtype and with its backend.
 
+    ranks: the processes that are to compute the first of them together.
     Raises UserError for a model that cannot be loaded, or a backend, a dtype and a device that do
     not go together.
     """
@@ -323,7 +324,9 @@ def load_models(names: list, args, device: str) -> list[Model]:
     if args.backend == "native" and not native:
         allowed = "--device cpu and --dtype float32 or int8"
         raise UserError(f"--backend native is for {allowed}; not {device} and {args.dtype}")
-    models = [load_model(name, dtype, device) for name in names]
+    first, *others = names
+    models = [load_model(first, dtype, device, ranks)]
+    models += [load_model(name, dtype, device) for name in others]
     if native and args.backend != "torch":
         go_native(models, named=args.backend == "native")
     return models
@@ -339,9 +342,8 @@ def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -
         ranks.tell()  # now the others load, too
     has_draft = leads and args.draft not in (None, "lookup")
     names = [source, args.draft] if has_draft else [source]
-    model, *drafts = load_models(names, args, device)
+    model, *drafts = load_models(names, args, device, ranks)
     if ranks:
-        model.ranks = ranks
         ranks.wait()
     return Engine(
         model,
@@ -405,7 +407,7 @@ def go_native(models: list[Model], named: bool) -> None:
         except ValueError as error:  # an architecture that gpt.c does not know
             if named:
                 print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
-    is_native = any(model.native for model in models)
+    is_native = any(model.draws for model in models)
     if named and is_native and ("plain C" in kernel() or "one thread" in kernel()):
         note = f"without what makes it fast: {kernel()}"
         print(f"note: --backend native: {note}", file=sys.stderr)

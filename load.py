@@ -22,6 +22,8 @@ from errors import UserError, memory_for
 from int8 import Int8Embedding, store, to_int8, with_int8_layers
 from llama import Llama, LlamaConfig
 from model import GPT, GPTConfig, Model
+from parallel.ranks import Ranks
+from parallel.shards import shard
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 PRESETS = {  # shapes that are known without a file: `random:` stands before their names
@@ -257,13 +259,17 @@ def load_config(name):
     return dataclasses.replace(config, eos_token_ids=tuple(ids))
 
 
-def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
+def load_model(
+    name, dtype: torch.dtype = torch.float32, device="cpu", ranks: Ranks | None = None
+) -> Model:
     """Load a model for inference, straight to its dtype and device; torch.int8: as int8.py has it.
 
     name: what `parse_name` understands: a directory in Hugging Face form, a model of the hub
     (`gpt2`, its sizes, or `org/name`), or `random:` before a name in PRESETS, for that shape with
-    random weights. Raises UserError, in one line that says what is wrong, for anything else, and if
-    memory runs out.
+    random weights. ranks: the processes that are to compute it together; this one keeps its part
+    only.
+    Raises UserError, in one line that says what is wrong, for anything else, and if memory runs
+    out.
     """
     source = parse_name(name)
     config = load_config(source)
@@ -277,7 +283,7 @@ def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
             seeded = torch.Generator(device).manual_seed(0)  # the same weights in each process
             model = model.to(floats).to_empty(device=device).tie_weights()
             model.init_weights(generator=seeded).eval()
-            return to_int8(model) if dtype == torch.int8 else model
+            return shard(to_int8(model) if dtype == torch.int8 else model, ranks)
         shapes = {key: weight.shape for key, weight in model.named_parameters()}
         if dtype == torch.int8:
             with_int8_layers(model)
@@ -295,7 +301,7 @@ def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
         for key, rows, block in blocks:
             store(weights, key, rows, block)
     model.load_state_dict(weights, assign=True, strict=False)
-    return model.tie_weights().eval()
+    return shard(model.tie_weights().eval(), ranks)
 
 
 def save_model(model: Model, directory) -> None:

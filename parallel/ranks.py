@@ -1,9 +1,13 @@
-"""The processes that compute a model together, and what rank 0 tells the others."""
+"""The processes that compute a model together, and what crosses between them."""
 
 import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 FOREVER = timedelta(days=365)  # between two passes of a server
 
@@ -22,6 +26,8 @@ class Ranks:
     """The processes of this run: rank is which one this is, from 0 on, size how many there are.
 
     Rank 0 leads: it reads and prints, and tells the others each pass.
+    collectives, traffic, seconds: how often ranks met in passes, how many bytes this one sent, and
+    how long it took, waiting included. What `tell` sends is not counted.
     Use it as a context manager; all ranks leave it together.
     """
 
@@ -30,6 +36,17 @@ class Ranks:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.news = dist.new_group(timeout=FOREVER)
+        self.collectives = 0
+        self.traffic = 0
+        self.seconds = 0.0
+
+    def all_gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        """The parts of all ranks, (..., widths[rank]), side by side: (..., sum(widths))."""
+        # gloo takes parts of one size.
+        padded = F.pad(x, (0, max(widths) - x.shape[-1]))
+        parts = [torch.empty_like(padded) for _ in widths]
+        self.call((self.size - 1) * padded.nbytes, dist.all_gather, parts, padded)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths)], dim=-1)
 
     def tell(self, work=None):
         """Broadcast what rank 0 has to say: it is returned on each rank. It may take its time."""
@@ -40,6 +57,21 @@ class Ranks:
     def wait(self) -> None:
         """A barrier: until all ranks are here, however long that takes."""
         dist.barrier(self.news)
+
+    def call(self, traffic: int, collective: Callable, *arguments) -> None:
+        """Meet the other ranks, and count it. traffic: bytes that this one sends."""
+        began = time.perf_counter()
+        collective(*arguments)
+        self.collectives += 1
+        self.traffic += traffic
+        self.seconds += time.perf_counter() - began
+
+    def statistics(self, passes: int) -> str:
+        """What a pass took of meetings, on average."""
+        passes = max(passes, 1)
+        each = f"{self.collectives / passes:.0f} collectives a step"
+        cost = f"{self.traffic / passes:,.0f} bytes sent, {1000 * self.seconds / passes:.1f} ms"
+        return f"{self.size} ranks: {each}, {cost}"
 
     def __enter__(self) -> "Ranks":
         return self

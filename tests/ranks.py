@@ -5,9 +5,13 @@ import faulthandler
 import io
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import tempfile
 import time
+import traceback
+from pathlib import Path
 
 import torch
 from conftest import CHECKPOINTS, ROOT
@@ -62,6 +66,24 @@ def wait(processes, seconds: float = SECONDS + 10) -> list[int]:
             process.join()
 
 
+def results(size: int, action, *arguments) -> list:
+    """What an action returns on each rank."""
+    with tempfile.TemporaryDirectory() as directory:
+
+        def work():
+            try:
+                found = action(*arguments)
+            except BaseException:
+                found = traceback.format_exc()
+            Path(directory, os.environ["RANK"]).write_bytes(pickle.dumps(found))
+
+        assert wait(start(size, work)) == [0] * size
+        found = [pickle.loads(Path(directory, str(rank)).read_bytes()) for rank in range(size)]
+    for result in found:
+        assert not isinstance(result, str), result
+    return found
+
+
 def script(directory, main, arguments) -> None:
     """A process of a script: stdout and stderr are files out0, err0, ... of a directory."""
     for number, name in ((1, "out"), (2, "err")):
@@ -112,6 +134,52 @@ def written(directory, size: int) -> list[tuple[str, str]]:
         tuple((directory / f"{name}{rank}").read_text() for name in pair)
         for rank, pair in enumerate(names)
     ]
+
+
+def parallel_model(name, ranks, dtype=torch.float32, native=True):
+    """This rank's part of a model. native: C computes its products."""
+    from load import load_model
+    from native import use_native
+
+    model = load_model(name, dtype, ranks=ranks)
+    if native:
+        use_native(model)
+    return model
+
+
+def logits_of(name, tokens, *way, dtype=torch.float32, native=True):
+    """On a rank: its logits of tokens, (1, T), and what they took."""
+    from parallel.ranks import Ranks
+
+    with Ranks(*way) as ranks, torch.inference_mode():
+        model = parallel_model(name, ranks, dtype, native)
+        logits = model(tokens)
+        counts = ranks.collectives, ranks.traffic
+        return logits.numpy(), counts
+
+
+def alone(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
+    """Those of one process."""
+    from load import load_model
+    from native import build
+    from native.linear import native_layers
+
+    model = load_model(name, dtype)
+    if native:
+        native_layers(model, build.load())
+    with torch.inference_mode():
+        return model(tokens)
+
+
+def save_uneven(build, directory, kind: str):
+    """Save a random model of which no number of ranks divides all widths."""
+    from load import save_model
+
+    shape = {"vocab_size": 61, "n_embd": 160, "n_head": 5, "block_size": 64}
+    if kind == "tiny_llama":
+        shape |= {"n_head": 10, "n_kv_head": 5, "head_dim": 32, "n_inner": 224, "n_embd": 70}
+    save_model(build(dtype=torch.float32, **shape), directory)
+    return directory
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -297,5 +297,6 @@ def test_imports_are_light(name):
     imports = [node for node in statements if isinstance(node, ast.Import)]
     names = {alias.name for node in imports for alias in node.names}
     names |= {node.module for node in statements if isinstance(node, ast.ImportFrom)}
-    allowed = sys.stdlib_module_names | {"torch", "safetensors", "tiktoken"} | LIBRARIES
+    light = {"torch", "safetensors", "tiktoken", "parallel"}
+    allowed = sys.stdlib_module_names | light | LIBRARIES
     assert {name.partition(".")[0] for name in names} <= allowed
