@@ -108,6 +108,11 @@ class Model(nn.Module):
                 self.lm_head.scale = embedding.scale
         return self
 
+    @functools.cached_property
+    def n_kv_head(self) -> int:
+        """Heads with keys and values in this process."""
+        return self.config.n_kv_head
+
     @property
     def dtype(self) -> torch.dtype:
         """Of activations and caches, and of all weights that are not int8."""
@@ -116,7 +121,7 @@ class Model(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.lm_head.weight.device
+        return next(self.parameters()).device
 
     def forward(self, tokens: torch.Tensor, logits_to_keep: int = 0) -> torch.Tensor:
         """Logits for the token after each position of whole texts.
@@ -152,12 +157,12 @@ class Model(nn.Module):
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.heads = (3, config.n_head, config.head_dim)
+        self.head_dim = config.head_dim
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, attend):
-        qkv = self.c_attn(x).view(*x.shape[:-1], *self.heads)  # (..., 3, n_head, head_dim)
+        qkv = self.c_attn(x).unflatten(-1, (3, -1, self.head_dim))  # (..., 3, n_head, head_dim)
         q, k, v = qkv.unbind(-3)
         return self.c_proj(attend(q, k, v).flatten(-2))
 

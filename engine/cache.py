@@ -21,7 +21,7 @@ class PagedCache:
 
     def __init__(self, model, num_pages: int, page_size: int):
         config = model.config
-        shape = (config.n_layer, 2, num_pages, config.n_kv_head, page_size, config.head_dim)
+        shape = (config.n_layer, 2, num_pages, model.n_kv_head, page_size, config.head_dim)
         try:
             self.storage = torch.empty(shape, dtype=model.dtype, device=model.device)
         except (RuntimeError, TypeError):  # TypeError: a size beyond 64 bits
