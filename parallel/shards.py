@@ -4,40 +4,80 @@ After Shoeybi et al. 2019 (1909.08053), "Megatron-LM: Training multi-billion par
 models using model parallelism".
 """
 
+from typing import NamedTuple
+
+import torch
 import torch.nn as nn
 
+from errors import UserError
 from model import GPT, Model
 from parallel.ranks import Ranks
 
 UNIT = 32  # numbers: torch computes the last few of a tensor without vectors, and rounds otherwise
 
 
-def split(width: int, size: int) -> list[range]:
+class Part(NamedTuple):
+    """What a rank has of a layer's weight and bias: these rows, one range after the other."""
+
+    rows: list[range]
+
+
+def split(width: int, size: int, unit: int = UNIT) -> list[range]:
     """For each of so many ranks a range of a width, as equal as can be; in units, if that goes."""
-    unit = UNIT if width % UNIT == 0 and width >= UNIT * size else 1
+    unit = unit if width % unit == 0 and width >= unit * size else 1
     units, left = divmod(width // unit, size)
     ends = [unit * (units * rank + min(rank, left)) for rank in range(size + 1)]
     return [range(*pair) for pair in zip(ends, ends[1:])]
 
 
+def keys_of(heads: range, group: int) -> list[int]:
+    """The keys that these query heads need, if so many neighbours share one.
+
+    One for each query head, where not all are shared by as many here.
+    """
+    needed = [head // group for head in heads]
+    keys = sorted(set(needed))
+    shared = len(needed) // len(keys)
+    return keys if needed == [key for key in keys for _ in range(shared)] else needed
+
+
 class Plan:
-    """What a rank has of each layer of a model."""
+    """What a rank has of each layer of a model. Raises UserError where there are too few heads."""
 
     def __init__(self, model: Model, ranks: Ranks):
         config = model.config
+        if ranks.size > config.n_head:
+            few = f"this model has {config.n_head} heads"
+            raise UserError(f"{ranks.size} processes: {few}, and each process needs one")
         C = config.n_embd
+        D = config.head_dim
         self.ranks = ranks
+        group = config.n_head // config.n_kv_head
+        if config.n_kv_head >= ranks.size:
+            own = split(config.n_kv_head, ranks.size, unit=1)
+            self.heads = [range(group * keys.start, group * keys.stop) for keys in own]
+        else:  # who shares a key with others has a copy of it
+            self.heads = split(config.n_head, ranks.size, unit=1)
         self.inner = split(4 * C if isinstance(model, GPT) else config.n_inner, ranks.size)
         self.outputs = split(C, ranks.size)
+        heads = self.heads[ranks.rank]
+        self.keys = keys_of(heads, group)
+        queries = range(heads.start * D, heads.stop * D)
+        keys = [range(key * D, key * D + D) for key in self.keys]
         inner = self.inner[ranks.rank]
-        last = self.outputs[ranks.rank]
-        # By the ends of names: rows of a layer's weight, which are its outputs.
+        last = Part([self.outputs[ranks.rank]])
+        # By the ends of names.
         if isinstance(model, GPT):
-            self.parts = {"c_fc": inner, "mlp.c_proj": last}
+            own = [range(part * C + queries.start, part * C + queries.stop) for part in range(3)]
+            self.parts = {"c_attn": Part(own), "attn.c_proj": last}
+            self.parts |= {"c_fc": Part([inner]), "mlp.c_proj": last}
         else:
-            self.parts = {"gate_proj": inner, "up_proj": inner, "down_proj": last}
+            self.parts = {"q_proj": Part([queries])}
+            self.parts |= dict.fromkeys(("k_proj", "v_proj"), Part(keys))
+            self.parts |= dict.fromkeys(("gate_proj", "up_proj"), Part([inner]))
+            self.parts |= {"o_proj": last, "down_proj": last}
 
-    def part(self, name: str) -> range | None:
+    def part(self, name: str) -> Part | None:
         """Of a layer of this name; None: each rank has all of it."""
         return next((part for end, part in self.parts.items() if name.endswith(end)), None)
 
@@ -57,15 +97,26 @@ def cut(model: Model, plan: Plan) -> None:
         if part := plan.part(name):
             parameters = dict(layer.named_parameters())
             for key, tensor in layer.state_dict().items():
-                own = tensor[part.start : part.stop].clone()
+                own = pick(tensor, part.rows)
                 setattr(layer, key, nn.Parameter(own) if key in parameters else own)
     model.ranks = plan.ranks
+    model.n_kv_head = len(plan.keys)
+
+
+def pick(tensor: torch.Tensor, rows: list[range]) -> torch.Tensor:
+    """These rows, one range after the other."""
+    return torch.cat([tensor[own.start : own.stop] for own in rows])
 
 
 def join_blocks(model: Model, plan: Plan) -> None:
     """Let the layers that end a residual branch give what those of all ranks together do."""
     ranks = plan.ranks
-    widths = dict.fromkeys(("mlp.c_proj", "down_proj"), [len(inner) for inner in plan.inner])
+    D = model.config.head_dim
+    widths = {
+        "attn.c_proj": [len(heads) * D for heads in plan.heads],
+        "mlp.c_proj": [len(inner) for inner in plan.inner],
+    }
+    widths |= {"o_proj": widths["attn.c_proj"], "down_proj": widths["mlp.c_proj"]}
     outputs = [len(own) for own in plan.outputs]
     for name, layer in list(model.named_modules()):
         for end, inputs in widths.items():

@@ -148,14 +148,14 @@ def parallel_model(name, ranks, dtype=torch.float32, native=True):
 
 
 def logits_of(name, tokens, *way, dtype=torch.float32, native=True):
-    """On a rank: its logits of tokens, (1, T), and what they took."""
+    """On a rank: its logits of tokens, (1, T), what they took, and how many heads it caches."""
     from parallel.ranks import Ranks
 
     with Ranks(*way) as ranks, torch.inference_mode():
         model = parallel_model(name, ranks, dtype, native)
         logits = model(tokens)
         counts = ranks.collectives, ranks.traffic
-        return logits.numpy(), counts
+        return logits.numpy(), counts, model.n_kv_head
 
 
 def alone(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
@@ -171,14 +171,14 @@ def alone(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
         return model(tokens)
 
 
-def save_uneven(build, directory, kind: str):
-    """Save a random model of which no number of ranks divides all widths."""
+def save_uneven(build, directory, kind: str, **sizes):
+    """Save a random model of which no number of ranks divides all widths. sizes: others."""
     from load import save_model
 
     shape = {"vocab_size": 61, "n_embd": 160, "n_head": 5, "block_size": 64}
     if kind == "tiny_llama":
         shape |= {"n_head": 10, "n_kv_head": 5, "head_dim": 32, "n_inner": 224, "n_embd": 70}
-    save_model(build(dtype=torch.float32, **shape), directory)
+    save_model(build(dtype=torch.float32, **shape | sizes), directory)
     return directory
 
 
