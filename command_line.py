@@ -24,6 +24,7 @@ from load import Source, load_model, parse_name
 from model import Model
 from native import BuildError, kernel, use_native
 from parallel.ranks import Ranks, follows, launched
+from parallel.shards import join_vocabulary
 from sampling import SamplingParams
 from tokenizer import TextStream, load_encoding
 
@@ -329,6 +330,8 @@ def load_models(names: list, args, device: str, ranks: Ranks | None = None) -> l
     models += [load_model(name, dtype, device) for name in others]
     if native and args.backend != "torch":
         go_native(models, named=args.backend == "native")
+    if ranks:
+        join_vocabulary(models[0])
     return models
 
 

@@ -267,7 +267,7 @@ def load_model(
     name: what `parse_name` understands: a directory in Hugging Face form, a model of the hub
     (`gpt2`, its sizes, or `org/name`), or `random:` before a name in PRESETS, for that shape with
     random weights. ranks: the processes that are to compute it together; this one keeps its part
-    only.
+    only. Call `join_vocabulary` when no layer is replaced any more.
     Raises UserError, in one line that says what is wrong, for anything else, and if memory runs
     out.
     """

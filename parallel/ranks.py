@@ -42,11 +42,23 @@ class Ranks:
 
     def all_gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
         """The parts of all ranks, (..., widths[rank]), side by side: (..., sum(widths))."""
-        # gloo takes parts of one size.
-        padded = F.pad(x, (0, max(widths) - x.shape[-1]))
-        parts = [torch.empty_like(padded) for _ in widths]
+        padded, parts = of_one_size(x, widths)
         self.call((self.size - 1) * padded.nbytes, dist.all_gather, parts, padded)
-        return torch.cat([part[..., :width] for part, width in zip(parts, widths)], dim=-1)
+        return side_by_side(parts, widths)
+
+    def gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        """The same on rank 0 alone; the others send it their parts, and get them back."""
+        padded, parts = of_one_size(x, widths)
+        if self.rank:
+            self.call(padded.nbytes, dist.gather, padded)
+            return x
+        self.call(0, dist.gather, padded, parts)
+        return side_by_side(parts, widths)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Those of all ranks added up, in place: an all-reduce."""
+        self.call(2 * (self.size - 1) * x.nbytes // self.size, dist.all_reduce, x)
+        return x
 
     def tell(self, work=None):
         """Broadcast what rank 0 has to say: it is returned on each rank. It may take its time."""
@@ -80,3 +92,14 @@ class Ranks:
         if kind is None:
             self.wait()
             dist.destroy_process_group()
+
+
+def of_one_size(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A part filled up to the widest, as gloo takes it, and room for those of all ranks."""
+    padded = F.pad(x, (0, max(widths) - x.shape[-1]))
+    return padded, [torch.empty_like(padded) for _ in widths]
+
+
+def side_by_side(parts: list[torch.Tensor], widths: list[int]) -> torch.Tensor:
+    """What was filled up, in its own width again: (..., sum(widths))."""
+    return torch.cat([part[..., :width] for part, width in zip(parts, widths)], dim=-1)

@@ -64,15 +64,16 @@ class Plan:
         self.keys = keys_of(heads, group)
         queries = range(heads.start * D, heads.stop * D)
         keys = [range(key * D, key * D + D) for key in self.keys]
+        vocab = Part([split(config.vocab_size, ranks.size)[ranks.rank]])
         inner = self.inner[ranks.rank]
         last = Part([self.outputs[ranks.rank]])
         # By the ends of names.
         if isinstance(model, GPT):
             own = [range(part * C + queries.start, part * C + queries.stop) for part in range(3)]
-            self.parts = {"c_attn": Part(own), "attn.c_proj": last}
+            self.parts = {"wte": vocab, "c_attn": Part(own), "attn.c_proj": last}
             self.parts |= {"c_fc": Part([inner]), "mlp.c_proj": last}
         else:
-            self.parts = {"q_proj": Part([queries])}
+            self.parts = {"embed_tokens": vocab, "lm_head": vocab, "q_proj": Part([queries])}
             self.parts |= dict.fromkeys(("k_proj", "v_proj"), Part(keys))
             self.parts |= dict.fromkeys(("gate_proj", "up_proj"), Part([inner]))
             self.parts |= {"o_proj": last, "down_proj": last}
@@ -99,6 +100,7 @@ def cut(model: Model, plan: Plan) -> None:
             for key, tensor in layer.state_dict().items():
                 own = pick(tensor, part.rows)
                 setattr(layer, key, nn.Parameter(own) if key in parameters else own)
+    model.tie_weights()
     model.ranks = plan.ranks
     model.n_kv_head = len(plan.keys)
 
@@ -126,6 +128,19 @@ def join_blocks(model: Model, plan: Plan) -> None:
                 setattr(model.get_submodule(parent), child, joined)
 
 
+def join_vocabulary(model: Model) -> None:
+    """The same for the token embedding, and for the head, whose logits are rank 0's alone.
+
+    These two may be one tensor, so this comes last, when no layer is replaced any more.
+    """
+    ranks = model.ranks
+    vocab = split(model.config.vocab_size, ranks.size)
+    embedding = getattr(model, model.EMBEDDING)
+    own = vocab[ranks.rank]
+    setattr(model, model.EMBEDDING, VocabParallelEmbedding(embedding, ranks, own))
+    model.lm_head = ParallelHead(model.lm_head, ranks, [len(part) for part in vocab])
+
+
 class ColumnParallelLinear(nn.Module):
     """A layer that has some of its outputs on each rank.
 
@@ -142,3 +157,35 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x):
         y = self.layer(self.ranks.all_gather(x, self.inputs))
         return self.ranks.all_gather(y, self.outputs)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A token embedding that has some of its rows on each rank."""
+
+    def __init__(self, layer, ranks: Ranks, own: range):
+        super().__init__()
+        self.layer = layer
+        self.ranks = ranks
+        self.own = own
+
+    def forward(self, tokens):
+        ids = tokens - self.own.start
+        elsewhere = (ids < 0) | (ids >= len(self.own))
+        rows = self.layer(ids.masked_fill(elsewhere, 0))
+        return self.ranks.sum(rows.masked_fill(elsewhere[..., None], 0))
+
+
+class ParallelHead(nn.Module):
+    """A head that has the logits of some tokens on each rank: rank 0 gets all, (..., vocab_size).
+
+    widths: how many each rank has.
+    """
+
+    def __init__(self, layer, ranks: Ranks, widths: list[int]):
+        super().__init__()
+        self.layer = layer
+        self.ranks = ranks
+        self.widths = widths
+
+    def forward(self, x):
+        return self.ranks.gather(self.layer(x), self.widths)

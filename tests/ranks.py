@@ -140,10 +140,12 @@ def parallel_model(name, ranks, dtype=torch.float32, native=True):
     """This rank's part of a model. native: C computes its products."""
     from load import load_model
     from native import use_native
+    from parallel.shards import join_vocabulary
 
     model = load_model(name, dtype, ranks=ranks)
     if native:
         use_native(model)
+    join_vocabulary(model)
     return model
 
 
