@@ -23,7 +23,7 @@ from errors import UserError, memory_for
 from load import Source, load_model, parse_name
 from model import Model
 from native import BuildError, kernel, use_native
-from parallel.ranks import Ranks, follows, launched
+from parallel.ranks import WAYS, Ranks, follows, launched
 from parallel.shards import join_vocabulary
 from sampling import SamplingParams
 from tokenizer import TextStream, load_encoding
@@ -125,6 +125,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
     draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
     parser.add_argument("--draft", help=draft_help)
+    join_help = "of several processes: gather keeps every bit, reduce sends less"
+    parser.add_argument("--join", default="gather", choices=WAYS, help=join_help)
     gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
     parser.add_argument("--gamma", type=int, help=gamma_help)
 
@@ -371,7 +373,7 @@ def in_ranks(args) -> Iterator[Ranks | None]:
     if not launched():
         yield None
         return
-    with Ranks() as ranks:
+    with Ranks(args.join) as ranks:
         if ranks.rank == 0:
             device = pick_device(args.device)
             if device != "cpu":

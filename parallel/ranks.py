@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+WAYS = "gather", "reduce"
 FOREVER = timedelta(days=365)  # between two passes of a server
 
 
@@ -25,13 +26,14 @@ def follows() -> bool:
 class Ranks:
     """The processes of this run: rank is which one this is, from 0 on, size how many there are.
 
-    Rank 0 leads: it reads and prints, and tells the others each pass.
-    collectives, traffic, seconds: how often ranks met in passes, how many bytes this one sent, and
-    how long it took, waiting included. What `tell` sends is not counted.
+    Rank 0 leads: it reads and prints, and tells the others each pass. way: how layers are joined,
+    "gather" or "reduce". collectives, traffic, seconds: how often ranks met in passes, how many
+    bytes this one sent, and how long it took, waiting included. What `tell` sends is not counted.
     Use it as a context manager; all ranks leave it together.
     """
 
-    def __init__(self):
+    def __init__(self, way: str = "gather"):
+        self.way = way
         dist.init_process_group("gloo")
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()

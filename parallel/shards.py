@@ -17,9 +17,13 @@ UNIT = 32  # numbers: torch computes the last few of a tensor without vectors, a
 
 
 class Part(NamedTuple):
-    """What a rank has of a layer's weight and bias: these rows, one range after the other."""
+    """What a rank has of a layer's weight: these rows, one range after the other, of them columns.
+
+    Of its bias it has these rows, too.
+    """
 
     rows: list[range]
+    columns: slice = slice(None)
 
 
 def split(width: int, size: int, unit: int = UNIT) -> list[range]:
@@ -66,17 +70,22 @@ class Plan:
         keys = [range(key * D, key * D + D) for key in self.keys]
         vocab = Part([split(config.vocab_size, ranks.size)[ranks.rank]])
         inner = self.inner[ranks.rank]
-        last = Part([self.outputs[ranks.rank]])
+
+        def last(inputs: range) -> Part:
+            if ranks.way == "reduce":
+                return Part([range(C)], slice(inputs.start, inputs.stop))
+            return Part([self.outputs[ranks.rank]])
+
         # By the ends of names.
         if isinstance(model, GPT):
             own = [range(part * C + queries.start, part * C + queries.stop) for part in range(3)]
-            self.parts = {"wte": vocab, "c_attn": Part(own), "attn.c_proj": last}
-            self.parts |= {"c_fc": Part([inner]), "mlp.c_proj": last}
+            self.parts = {"wte": vocab, "c_attn": Part(own), "attn.c_proj": last(queries)}
+            self.parts |= {"c_fc": Part([inner]), "mlp.c_proj": last(inner)}
         else:
             self.parts = {"embed_tokens": vocab, "lm_head": vocab, "q_proj": Part([queries])}
             self.parts |= dict.fromkeys(("k_proj", "v_proj"), Part(keys))
             self.parts |= dict.fromkeys(("gate_proj", "up_proj"), Part([inner]))
-            self.parts |= {"o_proj": last, "down_proj": last}
+            self.parts |= {"o_proj": last(queries), "down_proj": last(inner)}
 
     def part(self, name: str) -> Part | None:
         """Of a layer of this name; None: each rank has all of it."""
@@ -99,6 +108,7 @@ def cut(model: Model, plan: Plan) -> None:
             parameters = dict(layer.named_parameters())
             for key, tensor in layer.state_dict().items():
                 own = pick(tensor, part.rows)
+                own = own[:, part.columns].contiguous() if own.dim() > 1 else own
                 setattr(layer, key, nn.Parameter(own) if key in parameters else own)
     model.tie_weights()
     model.ranks = plan.ranks
@@ -124,7 +134,10 @@ def join_blocks(model: Model, plan: Plan) -> None:
         for end, inputs in widths.items():
             if name.endswith(end):
                 parent, _, child = name.rpartition(".")
-                joined = ColumnParallelLinear(layer, ranks, inputs, outputs)
+                if ranks.way == "gather":
+                    joined = ColumnParallelLinear(layer, ranks, inputs, outputs)
+                else:
+                    joined = RowParallelLinear(layer, ranks)
                 setattr(model.get_submodule(parent), child, joined)
 
 
@@ -157,6 +170,21 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x):
         y = self.layer(self.ranks.all_gather(x, self.inputs))
         return self.ranks.all_gather(y, self.outputs)
+
+
+class RowParallelLinear(nn.Module):
+    """A layer that has some of its inputs on each rank; their outputs are added up."""
+
+    def __init__(self, layer: nn.Linear, ranks: Ranks):
+        super().__init__()
+        self.bias = layer.bias  # added once
+        layer.bias = None
+        self.layer = layer
+        self.ranks = ranks
+
+    def forward(self, x):
+        y = self.ranks.sum(self.layer(x))
+        return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
