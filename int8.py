@@ -89,14 +89,24 @@ def to_int8(model: nn.Module) -> nn.Module:
     return model
 
 
-def store(tensors: dict[str, torch.Tensor], name: str, rows: slice, block: torch.Tensor) -> None:
-    """Write rows of numbers into a model's tensor: rounded if that is int8, with their scales."""
+def store(
+    tensors: dict[str, torch.Tensor],
+    name: str,
+    rows: slice,
+    block: torch.Tensor,
+    columns: slice = slice(None),
+) -> None:
+    """Write rows of numbers into a model's tensor: rounded if that is int8, with their scales.
+
+    columns: those that the tensor has of each row; a scale is that of the whole row.
+    """
     if tensors[name].dtype == torch.int8:
         values = tensors[name][rows]
         scale = tensors[name.removesuffix("weight") + "scale"][rows]
         # Few rows at a time: rounding takes room for them all.
         pieces = (tensor.split(64) for tensor in (values, scale, block))
         for piece, piece_scale, floats in zip(*pieces):
-            piece[:], piece_scale[:] = quantize(floats.to(scale))
+            whole, piece_scale[:] = quantize(floats.to(scale))
+            piece[:] = whole[:, columns]
     else:
-        tensors[name][rows] = block
+        tensors[name][rows] = block[..., columns]

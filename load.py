@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +19,11 @@ from config import (
     read_token_ids,
 )
 from errors import UserError, memory_for
-from int8 import Int8Embedding, store, to_int8, with_int8_layers
+from int8 import Int8Embedding, store, with_int8_layers
 from llama import Llama, LlamaConfig
 from model import GPT, GPTConfig, Model
 from parallel.ranks import Ranks
-from parallel.shards import shard
+from parallel.shards import Plan, cut, join_blocks, places
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 PRESETS = {  # shapes that are known without a file: `random:` stands before their names
@@ -266,7 +266,7 @@ def load_model(
 
     name: what `parse_name` understands: a directory in Hugging Face form, a model of the hub
     (`gpt2`, its sizes, or `org/name`), or `random:` before a name in PRESETS, for that shape with
-    random weights. ranks: the processes that are to compute it together; this one keeps its part
+    random weights. ranks: the processes that are to compute it together; this one holds its part
     only. Call `join_vocabulary` when no layer is replaced any more.
     Raises UserError, in one line that says what is wrong, for anything else, and if memory runs
     out.
@@ -276,32 +276,52 @@ def load_model(
     architecture = architecture_of(config)
     with torch.device("meta"):
         model = architecture.model(config)
+    shapes = {key: weight.shape for key, weight in model.named_parameters()}
+    plan = None
+    if ranks:
+        plan = Plan(model, ranks)
+        cut(model, plan)
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     floats = torch.float32 if dtype == torch.int8 else dtype  # of all that is not int8
     with memory_for(f"{source.label}: {size:,} bytes of weights"):
-        if source.kind == "random":
-            seeded = torch.Generator(device).manual_seed(0)  # the same weights in each process
-            model = model.to(floats).to_empty(device=device).tie_weights()
-            model.init_weights(generator=seeded).eval()
-            return shard(to_int8(model) if dtype == torch.int8 else model, ranks)
-        shapes = {key: weight.shape for key, weight in model.named_parameters()}
         if dtype == torch.int8:
             with_int8_layers(model)
         weights = {}
         for key, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
             kind = tensor.dtype if tensor.dtype == torch.int8 else floats
             weights[key] = torch.empty(tensor.shape, dtype=kind, device=device)
-        blocks = read_tensors(
-            source.weights(),
-            shapes,
-            architecture.prefix,
-            architecture.skipped,
-            architecture.transposed,
-        )
+        if source.kind == "random":
+            blocks = random_tensors(model, shapes, floats, device)
+        else:
+            blocks = read_tensors(
+                source.weights(),
+                shapes,
+                architecture.prefix,
+                architecture.skipped,
+                architecture.transposed,
+            )
         for key, rows, block in blocks:
-            store(weights, key, rows, block)
+            part = plan and plan.part(key.rpartition(".")[0])
+            if not part:
+                store(weights, key, rows, block)
+                continue
+            columns = part.columns if block.dim() > 1 else slice(None)
+            for own, chosen in places(part.rows, rows):
+                store(weights, key, own, block[chosen], columns)
     model.load_state_dict(weights, assign=True, strict=False)
-    return shard(model.tie_weights().eval(), ranks)
+    if ranks:
+        join_blocks(model, plan)
+    return model.tie_weights().eval()
+
+
+def random_tensors(
+    model: Model, shapes: dict, dtype: torch.dtype, device
+) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    """Random weights of these shapes, as `read_tensors`: the same ones in each process."""
+    seeded = torch.Generator(device).manual_seed(0)
+    for name, shape in shapes.items():
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        yield name, slice(0, shape[0]), model.init_weight(name, weight, generator=seeded)
 
 
 def save_model(model: Model, directory) -> None:

@@ -144,14 +144,18 @@ class Model(nn.Module):
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "Model":
         """GPT-2's: normal weights, those that end a residual branch smaller by sqrt(2 n_layer)."""
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                scale = (2 * self.config.n_layer) ** -0.5 if name.endswith(self.RESIDUAL) else 1.0
-                parameter.normal_(std=std * scale, generator=generator)
+            self.init_weight(name, parameter, std, generator)
         return self
+
+    @torch.no_grad()
+    def init_weight(self, name: str, weight: torch.Tensor, std: float = 0.02, generator=None):
+        """The same for one of them, which need not be in the model. Returns it."""
+        if name.endswith("bias"):
+            return weight.zero_()
+        if weight.dim() == 1:
+            return weight.fill_(1.0)
+        scale = (2 * self.config.n_layer) ** -0.5 if name.endswith(self.RESIDUAL) else 1.0
+        return weight.normal_(std=std * scale, generator=generator)
 
 
 class CausalSelfAttention(nn.Module):

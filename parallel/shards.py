@@ -6,7 +6,6 @@ models using model parallelism".
 
 from typing import NamedTuple
 
-import torch
 import torch.nn as nn
 
 from errors import UserError
@@ -92,32 +91,31 @@ class Plan:
         return next((part for end, part in self.parts.items() if name.endswith(end)), None)
 
 
-def shard(model: Model, ranks: Ranks | None) -> Model:
-    """Leave of a model what is this rank's; with None all of it."""
-    if ranks:
-        plan = Plan(model, ranks)
-        cut(model, plan)
-        join_blocks(model, plan)
-    return model
-
-
 def cut(model: Model, plan: Plan) -> None:
-    """Leave of each layer's weight and bias what is this rank's, and of its scales."""
+    """Leave of each layer's weight and bias what is this rank's. They are empty yet."""
     for name, layer in model.named_modules():
         if part := plan.part(name):
-            parameters = dict(layer.named_parameters())
-            for key, tensor in layer.state_dict().items():
-                own = pick(tensor, part.rows)
-                own = own[:, part.columns].contiguous() if own.dim() > 1 else own
-                setattr(layer, key, nn.Parameter(own) if key in parameters else own)
+            for key, tensor in list(layer.named_parameters()):
+                own = tensor.new_empty(sum(map(len, part.rows)), *tensor.shape[1:])
+                own = own[:, part.columns] if own.dim() > 1 else own
+                setattr(layer, key, nn.Parameter(own))
     model.tie_weights()
     model.ranks = plan.ranks
     model.n_kv_head = len(plan.keys)
 
 
-def pick(tensor: torch.Tensor, rows: list[range]) -> torch.Tensor:
-    """These rows, one range after the other."""
-    return torch.cat([tensor[own.start : own.stop] for own in rows])
+def places(rows: list[range], block: slice) -> list[tuple[slice, slice]]:
+    """Where a block of a weight's rows goes: of a rank's own rows, and of the block, which ones."""
+    found = []
+    first = 0
+    for own in rows:
+        start = max(own.start, block.start)
+        stop = min(own.stop, block.stop)
+        if start < stop:
+            here = slice(first + start - own.start, first + stop - own.start)
+            found.append((here, slice(start - block.start, stop - block.start)))
+        first += len(own)
+    return found
 
 
 def join_blocks(model: Model, plan: Plan) -> None:
