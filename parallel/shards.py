@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch.nn as nn
 
 from errors import UserError
+from int8 import Int8Linear, int8_product, quantize, to_floats
 from model import GPT, Model
 from parallel.ranks import Ranks
 
@@ -135,7 +136,10 @@ def join_blocks(model: Model, plan: Plan) -> None:
                 if ranks.way == "gather":
                     joined = ColumnParallelLinear(layer, ranks, inputs, outputs)
                 else:
-                    joined = RowParallelLinear(layer, ranks)
+                    by_rows = RowParallelLinear
+                    if isinstance(layer, Int8Linear):
+                        by_rows = Int8RowParallelLinear
+                    joined = by_rows(layer, ranks)
                 setattr(model.get_submodule(parent), child, joined)
 
 
@@ -183,6 +187,23 @@ class RowParallelLinear(nn.Module):
     def forward(self, x):
         y = self.ranks.sum(self.layer(x))
         return y if self.bias is None else y + self.bias
+
+
+class Int8RowParallelLinear(nn.Module):
+    """The same with int8 weights: all ranks round inputs by one scale, and sums are exact."""
+
+    def __init__(self, layer: Int8Linear, ranks: Ranks):
+        super().__init__()
+        self.register_buffer("weight", layer.weight)
+        self.register_buffer("scale", layer.scale)
+        self.bias = layer.bias
+        self.ranks = ranks
+
+    def forward(self, x):
+        largest = self.ranks.maximum(x.abs().amax(dim=-1, keepdim=True))
+        values, x_scale = quantize(x, largest)
+        sums = self.ranks.sum(int8_product(values, self.weight))
+        return to_floats(sums, x_scale, self.scale, self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):
