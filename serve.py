@@ -30,7 +30,7 @@ from command_line import (
 )
 from errors import UserError, check_limits
 from load import Source, parse_name
-from parallel.ranks import Ranks
+from parallel.ranks import RankError, Ranks, follows
 from server.app import make_app
 from server.engine_thread import EngineThread
 from server.served import Served
@@ -74,6 +74,9 @@ def run(args) -> None:
     check_limits({"drain_seconds": SECONDS}, drain_seconds=args.drain_seconds)
     for name in ("max_waiting", "max_waiting_tokens"):
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
+    if follows():  # it ends when rank 0 has drained
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with in_ranks(args) as ranks:
         source = parse_name(args.model)
         device = pick_device(args.device)
@@ -132,7 +135,8 @@ async def serve(
 ) -> int | None:
     """Load the model, print the address, and answer until a signal comes, which is returned.
 
-    While the model is loaded, requests are answered with 503.
+    While the model is loaded, requests are answered with 503. Raises RankError if another process
+    that the model needs has ended.
     """
     try:
         chat = Chat(source)
@@ -153,11 +157,17 @@ async def serve(
     else:
         server.should_exit = True
         server.force_exit = True  # nobody waits for a text
+    if ranks:
+        ended = asyncio.ensure_future(asyncio.to_thread(thread.thread.join))
+        await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
     await serving
     if not thread.ready.done():  # a signal came first, and no thread can be told to stop loading
         os._exit(128 + server.signal)
     await thread.ready  # raises what loading raised
     await thread.close()
+    if server.signal is None:
+        raise RankError(thread.error)
     return server.signal
 
 

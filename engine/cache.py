@@ -111,6 +111,9 @@ def last_logits(model, cache: PagedCache, spans: list[Span], keep: list[int]) ->
     """
     if model.ranks:
         model.ranks.tell((spans, keep))
+        # An engine goes on after a pass without memory, but the other ranks are inside of it.
+        with model.ranks.no_way_back():
+            return pass_logits(model, cache, spans, keep)
     return pass_logits(model, cache, spans, keep)
 
 
@@ -118,7 +121,8 @@ def last_logits(model, cache: PagedCache, spans: list[Span], keep: list[int]) ->
 def follow(model, cache: PagedCache) -> None:
     """Compute each pass that rank 0 tells of, for it has the engine, until it has no more."""
     while work := model.ranks.tell():
-        pass_logits(model, cache, *work)
+        with model.ranks.no_way_back():
+            pass_logits(model, cache, *work)
 
 
 def pass_logits(model, cache: PagedCache, spans: list[Span], keep: list[int]) -> torch.Tensor:

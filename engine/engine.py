@@ -131,7 +131,7 @@ class Engine:
         A pass without memory ends its requests. Logits that are not finite, and any error in the
         work for one request alone, end that one. Waiting ones go on. Any other exception, such as
         KeyboardInterrupt, leaves `step`: its events are lost, but no text is wrong, and the next
-        step goes on from there.
+        step goes on from there. With several ranks none does: they are not all at one place.
         """
         self.works = []
         began = time.perf_counter()

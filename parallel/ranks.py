@@ -1,6 +1,10 @@
 """The processes that compute a model together, and what crosses between them."""
 
+import contextlib
 import os
+import re
+import signal
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,8 +13,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from errors import UserError, means_no_memory, memory_for
+
 WAYS = "gather", "reduce"
+LIMIT = timedelta(seconds=60)  # one that does not answer in this time is taken for dead
 FOREVER = timedelta(days=365)  # between two passes of a server
+GONE = re.compile("connect|time.?out|timed out|socket|pipe|barrier", re.IGNORECASE)  # gloo's words
+ENDED = "another of the processes has ended or does not answer"
+
+
+class RankError(Exception):
+    """One of several processes cannot go on, so none can."""
 
 
 def launched() -> bool:
@@ -29,18 +42,24 @@ class Ranks:
     Rank 0 leads: it reads and prints, and tells the others each pass. way: how layers are joined,
     "gather" or "reduce". collectives, traffic, seconds: how often ranks met in passes, how many
     bytes this one sent, and how long it took, waiting included. What `tell` sends is not counted.
-    Use it as a context manager; all ranks leave it together.
+    Use it as a context manager. All ranks leave the block together. If one fails in it, all do: the
+    first one says why, and the others raise SystemExit.
     """
 
     def __init__(self, way: str = "gather"):
         self.way = way
-        dist.init_process_group("gloo")
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        self.news = dist.new_group(timeout=FOREVER)
+        self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=LIMIT))
+        group = {"store": self.store, "rank": self.rank, "world_size": self.size}
+        dist.init_process_group("gloo", timeout=LIMIT, **group)
+        # Who listens has no limit. Who tells has one: it would wait for one that stands still.
+        self.news = dist.new_group(timeout=FOREVER if self.rank else LIMIT)
+        self.patient = dist.new_group(timeout=FOREVER)
         self.collectives = 0
         self.traffic = 0
         self.seconds = 0.0
+        # A rank that waits in a collective does not come to raise KeyboardInterrupt.
+        if self.rank and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def all_gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
         """The parts of all ranks, (..., widths[rank]), side by side: (..., sum(widths))."""
@@ -70,23 +89,41 @@ class Ranks:
         self.call(2 * (self.size - 1) * x.nbytes // self.size, dist.all_reduce, x, operation)
         return x
 
+    @contextlib.contextmanager
+    def no_way_back(self):
+        """Raise RankError if memory runs out inside the block: the others cannot go on."""
+        try:
+            with memory_for("the texts of this step"):
+                yield
+        except UserError as error:
+            raise RankError(str(error)) from None
+
     def tell(self, work=None):
-        """Broadcast what rank 0 has to say: it is returned on each rank. It may take its time."""
+        """Broadcast what rank 0 has to say: it is returned on each rank. Others may wait long."""
         box = [work]
-        dist.broadcast_object_list(box, group=self.news)
+        self.guard(dist.broadcast_object_list, box, group=self.news)
         return box[0]
 
     def wait(self) -> None:
         """A barrier: until all ranks are here, however long that takes."""
-        dist.barrier(self.news)
+        self.guard(dist.barrier, self.patient)
 
     def call(self, traffic: int, collective: Callable, *arguments) -> None:
         """Meet the other ranks, and count it. traffic: bytes that this one sends."""
         began = time.perf_counter()
-        collective(*arguments)
+        self.guard(collective, *arguments)
         self.collectives += 1
         self.traffic += traffic
         self.seconds += time.perf_counter() - began
+
+    def guard(self, collective: Callable, *arguments, **options) -> None:
+        """Meet the other ranks. Raises RankError if one of them is not there any more."""
+        try:
+            collective(*arguments, **options)
+        except RuntimeError as error:
+            if GONE.search(str(error)):
+                raise RankError(ENDED) from error
+            raise
 
     def statistics(self, passes: int) -> str:
         """What a pass took of meetings, on average."""
@@ -98,10 +135,32 @@ class Ranks:
     def __enter__(self) -> "Ranks":
         return self
 
-    def __exit__(self, kind, *_) -> None:
-        if kind is None:
-            self.wait()
-            dist.destroy_process_group()
+    def __exit__(self, kind, error, _) -> None:
+        if error is None:
+            try:
+                self.wait()
+                dist.destroy_process_group()
+                return
+            except RankError as ended:
+                error = ended
+        first = self.is_first()
+        if not isinstance(error, Exception):
+            return  # Ctrl-C
+        if not first:
+            sys.exit(2)
+        sys.stderr = sys.__stderr__  # that of a rank above 0 leads nowhere
+        name = f"rank {self.rank}: " if self.rank else ""
+        if means_no_memory(error):
+            error = UserError("the model and its texts do not fit in memory")
+        if isinstance(error, UserError | RankError):
+            raise UserError(f"{name}{error}") from None
+
+    def is_first(self) -> bool:
+        """Whether no other process has failed before."""
+        try:
+            return self.store.add("failures", 1) == 1
+        except RuntimeError:  # the store was in a process that has ended
+            return True
 
 
 def of_one_size(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:

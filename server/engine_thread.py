@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
+from parallel.ranks import RankError
 from sampling import SamplingParams, TokenLogprob
 
 
@@ -266,6 +267,8 @@ class EngineThread:
         try:
             while self.obey():
                 self.publish(self.engine.step())
+        except RankError as error:
+            reason = str(error)
         except BaseException as error:
             traceback.print_exc()
             reason = f"the engine has failed: {type(error).__name__}: {error}"

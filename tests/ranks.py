@@ -44,6 +44,7 @@ def start(size: int, action, *arguments) -> list:
         faulthandler.register(signal.SIGALRM, file=sys.__stderr__, chain=True)
         signal.alarm(SECONDS)
         os.environ.update(shared, RANK=str(rank))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
         action(*arguments)
 
     processes = [context.Process(target=work, args=(rank,)) for rank in range(size)]

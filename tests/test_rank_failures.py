@@ -1,0 +1,151 @@
+"""A process that cannot go on: all end, and one line says why."""
+
+import json
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+from ranks import SMALL, appears, script, serving, start, wait, written
+
+ARGUMENTS = [*SMALL, "--prompt", "Tom", "--ignore-eos"]
+ENDLESS = [*ARGUMENTS, "--max-new-tokens", 10**9]
+STREAM = {"prompt": "Tom", "ignore_eos": True, "stream": True}
+ENDED = "another of the processes has ended or does not answer\n"
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+
+
+def begin(directory) -> list:
+    """Two processes that write a text without an end, once it has begun."""
+    import infer_engine
+
+    processes = start(2, script, directory, infer_engine.main, ENDLESS)
+    appears(directory, processes[0], "Tom ")
+    return processes
+
+
+def data_of(event: bytes) -> dict:
+    return json.loads(event.strip().removeprefix(b"data: "))
+
+
+def errors_of(directory) -> list[str]:
+    """Lines that the two have written to stderr, but for the three of statistics."""
+    lines = "".join(err for _, err in written(directory, 2)).splitlines(keepends=True)
+    counts = "tokens/s", " positions computed", " collectives a step"
+    return [line for line in lines if not any(count in line for count in counts)]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_is_killed(tmp_path, victim):
+    processes = begin(tmp_path)
+    processes[victim].kill()
+    codes = wait(processes)
+    assert (codes[victim], codes[1 - victim]) == (-signal.SIGKILL, 2)
+    found = errors_of(tmp_path)
+    assert len(found) == 1, found
+    (line,) = found
+    assert line.endswith(f"error: {ENDED if victim else 'rank 1: ' + ENDED}")
+
+
+@pytest.mark.parametrize("place", ["tell", "all_gather"])
+def test_one_stands_still(tmp_path, monkeypatch, place):
+    import infer_engine
+    from parallel import ranks
+
+    real = getattr(ranks.Ranks, place)
+    calls = []
+
+    def stopping(self, *arguments):
+        calls.append(1)
+        if self.rank and len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(ranks, "LIMIT", timedelta(seconds=5))
+    monkeypatch.setattr(ranks.Ranks, place, stopping)
+    processes = start(2, script, tmp_path, infer_engine.main, ENDLESS)
+    processes[0].join(100)
+    assert wait(processes, 0) == [2, None]
+    found = errors_of(tmp_path)
+    assert len(found) == 1, found
+    (line,) = found
+    assert line.endswith(f"error: {ENDED}")
+
+
+def test_ctrl_c(tmp_path):
+    processes = begin(tmp_path)
+    for process in processes:
+        os.kill(process.pid, signal.SIGINT)
+    code, other = wait(processes)
+    assert code == 130 and other in (-signal.SIGINT, 2)  # 2: rank 0 has ended before it hears
+    (out, err), other = written(tmp_path, 2)
+    assert out.startswith("Tom") and out.endswith("\n") and "tokens/s" in err
+    assert (errors_of(tmp_path), other) == ([], ("", ""))
+
+
+@pytest.mark.parametrize(
+    "place, victim", [("load_model", 1), ("pass_logits", 0), ("pass_logits", 1)]
+)
+def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
+    import command_line
+    import infer_engine
+    from engine import cache
+    from parallel.ranks import RankError  # noqa: F401  without it both would wait
+
+    module = command_line if place == "load_model" else cache
+    real = getattr(module, place)
+    calls = []
+
+    def failing(*arguments):
+        calls.append(1)
+        if os.environ["RANK"] == str(victim) and len(calls) == (3 if module is cache else 1):
+            raise RuntimeError(NO_MEMORY)
+        return real(*arguments)
+
+    monkeypatch.setattr(module, place, failing)
+    processes = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 9])
+    assert wait(processes) == [2, 2]
+    found = errors_of(tmp_path)
+    assert len(found) == 1, found
+    (line,) = found
+    what = "texts of this step" if module is cache else "model and its texts"
+    name = "rank 1: " if victim else ""
+    assert line.endswith(f"error: {name}the {what} do not fit in memory\n")
+
+
+def test_a_mistake_has_its_traceback(tmp_path, monkeypatch):
+    import command_line
+    import infer_engine
+
+    def follow(*arguments):
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(command_line, "follow", follow)
+    processes = start(2, script, tmp_path, infer_engine.main, ARGUMENTS)
+    assert wait(processes) == [2, 1]
+    (_, err), (_, other) = written(tmp_path, 2)
+    assert "ZeroDivisionError: a mistake" in other and "error" not in err
+
+
+def test_a_server_drains(tmp_path):
+    with serving(tmp_path) as (processes, door):
+        with door.send("POST", "/v1/completions", STREAM | {"max_tokens": 50}) as answer:
+            answer.readline()
+            for process in processes:
+                os.kill(process.pid, signal.SIGTERM)
+            *_, last, done, end = answer.read().split(b"\n\n")
+        assert data_of(last)["choices"][0]["finish_reason"] == "length"
+        assert (done, end, wait(processes)) == (b"data: [DONE]", b"", [0, 0])
+    assert errors_of(tmp_path) == []
+
+
+def test_a_server_loses_a_process(tmp_path):
+    with serving(tmp_path) as (processes, door):
+        with door.send("POST", "/v1/completions", STREAM | {"max_tokens": 2**18}) as answer:
+            answer.readline()
+            processes[1].kill()
+            *_, error, done, end = answer.read().split(b"\n\n")
+        assert data_of(error)["error"]["message"] == ENDED.rstrip()
+        assert (done, end, wait(processes)) == (b"data: [DONE]", b"", [2, -signal.SIGKILL])
+    (line,) = errors_of(tmp_path)
+    assert line.endswith(f"error: {ENDED}")
