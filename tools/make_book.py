@@ -55,6 +55,7 @@ TITLES = {  # of the parts, by their first lesson
     "37": "Part II-C: the engine",
     "48": "Part III-A: the engine at the machine's limit",
     "55": "Part III-B: the door",
+    "74": "Part III-C: more than one process",
 }
 ARXIV = "https://arxiv.org/abs/"
 PAPERS = {  # as lessons and docstrings name them

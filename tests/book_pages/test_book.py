@@ -851,7 +851,7 @@ def test_the_parts_have_names():
 
     part = {id: make_book.part_of(course.Lesson(f"{id}-any", "", "")) for id in ("19", "20", "99")}
     assert part["19"].startswith("Part I: ") and part["20"].startswith("Part II-A: ")
-    assert part["99"] == "Part III-B: the door"
+    assert part["99"] == "Part III-C: more than one process"
 
 
 def test_a_plot_stands_on_the_pages_of_its_lessons(pages):
