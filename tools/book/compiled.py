@@ -189,7 +189,7 @@ def record_choices(prompt: str, count: int = 12) -> Choices:
 
 def ask(args: argparse.Namespace, device: str, compiler: bool) -> tuple[str, str]:
     """What the repository's own `load_models` does there, with models that do nothing."""
-    model = argparse.Namespace(native=None)
+    model = argparse.Namespace(draws=None)
 
     def use_native(model):
         if not compiler:
@@ -197,7 +197,7 @@ def ask(args: argparse.Namespace, device: str, compiler: bool) -> tuple[str, str
             with mock.patch.object(build.shutil, "which", **nothing):
                 with mock.patch.object(build.importlib.util, "find_spec", **nothing):
                     build.default_compiler()
-        model.native = "C"
+        model.draws = "C"
 
     stand_ins = {
         "use_native": use_native,
@@ -214,7 +214,7 @@ def ask(args: argparse.Namespace, device: str, compiler: bool) -> tuple[str, str
             command_line.load_models(["a model"], args, device)
         except UserError as error:
             return "error", str(error)
-    return model.native or "torch", errors.getvalue().strip()
+    return model.draws or "torch", errors.getvalue().strip()
 
 
 def draw_choices(record: Choices) -> Drawing:

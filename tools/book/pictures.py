@@ -27,6 +27,7 @@ from book import (
     searching,
     serving,
     speculating,
+    spreading,
     tokenizing,
     turning,
 )
@@ -60,6 +61,7 @@ PICTURES = {  # slug of a lesson -> its picture
     **loading.PICTURES,
     **paging.PICTURES,
     **drafting.PICTURES,
+    **spreading.PICTURES,
 }
 
 
