@@ -23,9 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help=words)
     args = parser.parse_args(argv)
     from book import cards, pictures
+    from command_line import check_text
 
     output = args.output or Path(f"picture-{args.id}.html")
     try:
+        check_text("--prompt", args.prompt or "")
         as_svg = output.suffix == ".svg"
         picture = pictures.PICTURES.get(args.id.partition("-")[2])
         of_rows = picture is not None and picture.rows

@@ -642,6 +642,7 @@ def test_odd_prompts(prompt):
         (("16-variable-batching", "--prompt", "Tom"), "shows 2 to 8"),
         (("01-greedy-decoding", "--prompt", "a " * 30), "this picture shows 1 to "),
         (("01-greedy-decoding", "--prompt", ""), "the prompt has 0 tokens"),
+        (("07-top-p", "--prompt", "\udcff"), "--prompt '\\udcff': not UTF-8 text"),
         (("99-nothing",), "99-nothing has no picture"),
         (("00-init", "--output", "nowhere/x.html"), "nowhere/x.html"),
     ],
