@@ -776,11 +776,14 @@ def fit(render: Callable[[], str], sections: list[Section], name: str) -> str:
     return page
 
 
+APART = ("answers/", "pictures/", "tools/book/", "tests/book_pages/")  # not what lessons are about
+
+
 def diff_section(name: str, commit: Commit) -> Section:
-    """A commit between two lessons: its message and its diff, but for data."""
+    """A commit between two lessons: its message and its diff, but for data and the book's code."""
     body = prose(commit.body)
     for change in commit.changes:
-        if Path(change.path).suffix in (".csv", ".json") or change.path.startswith("answers/"):
+        if Path(change.path).suffix in (".csv", ".json") or change.path.startswith(APART):
             path = f"<code>{html.escape(change.path)}</code>"
             body += f"<p>{path}: {change.count('+')} new lines, left out here.</p>"
         else:

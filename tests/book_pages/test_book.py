@@ -397,7 +397,8 @@ def repo(tmp_path_factory):
     }
     (path / "data.bin").write_bytes(bytes(range(256)))
     commit(path, "00 init: a place", body, files, "00-init")
-    files = {"infer.py": INFER + "door = 1\n"}
+    (path / "tools" / "book").mkdir(parents=True)
+    files = {"infer.py": INFER + "door = 1\n", "tools/book/door.py": "window = 2\n" * 9}
     commit(path, "infer: a door, because <two> follow", "It & nothing.", files, None)
     git(path, "rm", "-q", "gone.c")
     files = {
@@ -504,6 +505,7 @@ def test_a_commit_that_prepares_a_lesson_is_folded_behind_its_subject(pages):
     folds = parse(pages["01-add.html"]).iter("details")
     (fold,) = [found for found in folds if text_of(found.find("summary")) == summary]
     assert "It & nothing." in text_of(fold) and lines_of(fold, "ins") == ["door = 1"]
+    assert "tools/book/door.py: 9 new lines, left out here." in text_of(fold)
     assert "a door" not in pages["02-mul.html"] and "Before it" not in pages["02-mul.html"]
 
 
