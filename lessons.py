@@ -597,8 +597,8 @@ def cmd_compare(lessons, args):
 def cmd_verify(lessons, args):
     """check each lesson: green at its commit, its tests red on the code before it
 
-    The whole suite runs for the lessons you name and for the newest; the others run their own tests
-    only, unless --all is given.
+    The whole suite runs for the lessons you name, or with --all for each; otherwise they run their
+    own tests only. (make test runs the suite of the newest code.)
     """
     selected = list(dict.fromkeys(find(lessons, wanted) for wanted in args.ids)) or lessons
     trees = queue.SimpleQueue()  # one for each of two threads; a checkout writes only what differs
@@ -608,7 +608,7 @@ def cmd_verify(lessons, args):
         note = ""
         tree = trees.get()
         try:
-            whole = args.all or bool(args.ids) or lesson == lessons[-1]
+            whole = args.all or bool(args.ids)
             complaint, note = verify(lesson, lesson == lessons[0], whole, tree)
         except LessonError as error:
             complaint = str(error)
@@ -625,7 +625,7 @@ def cmd_verify(lessons, args):
             trees.put(stack.enter_context(worktree(lesson.commit)))
         with ThreadPoolExecutor(2) as pool:
             try:
-                # The newest first, as it takes longest: the two threads end at about one time.
+                # The newest first, as these take longest: the two threads end at about one time.
                 done = list(pool.map(report, reversed(selected)))
             except BaseException:
                 STOPPED.set()
