@@ -843,6 +843,15 @@ def test_verify_names_what_makes_a_lesson_bad(repo, run, monkeypatch, at, before
     assert out.splitlines()[-1] == ("0 passed, 1 failed" if complaint else "1 passed, 0 failed")
 
 
+def test_verify_checks_once_more_what_fails(repo, run, monkeypatch):
+    complaints = ["busy", "", "wrong", "wrong", ""]
+    monkeypatch.setattr(lessons, "verify", lambda *_: (complaints.pop(0), "note"))
+    code, out, _ = run("verify", "2")
+    assert code == 0 and out.startswith("ok     02-mul") and "the first time:\nbusy\n" in out
+    code, out, _ = run("verify", "2")
+    assert code == 1 and out.startswith("FAILED 02-mul") and complaints == [""]
+
+
 def test_verify_wants_a_test_file(repo, run, monkeypatch):
     commit(repo, "03 bare: no new file", "J.", {"tests/test_add.py": TEST_ADD + "\n"}, "03-bare")
     monkeypatch.setattr(lessons, "run_tests", lambda tree, files: ({"test": "passed"}, ""))
@@ -867,6 +876,18 @@ def test_outcomes(repo):
     assert all(outcome in name for name, outcome in results.items())
     (repo / "tests" / "test_all.py").write_text("import nowhere\n")
     assert set(lessons.run_tests(repo, ["tests/test_all.py"])[0].values()) == {"error"}
+
+
+def test_what_hangs_is_ended(repo, monkeypatch):
+    monkeypatch.setattr(lessons, "SECONDS", 1)
+    (repo / "tests" / "test_all.py").write_text(
+        "import subprocess, time\n\n\n"
+        "def test_hangs():\n    subprocess.Popen(['sleep', '60'])\n    time.sleep(60)\n"
+    )
+    began = time.monotonic()
+    results, output = lessons.run_tests(repo, ["tests/test_all.py"])
+    assert results == {"collection": "error"} and "in test_hangs" in output
+    assert time.monotonic() - began < 50
 
 
 def test_a_worktree_holds_one_commit_and_nothing_else(repo):
