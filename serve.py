@@ -5,7 +5,6 @@ import functools
 import os
 import signal
 import socket
-from pathlib import Path
 
 # Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -14,7 +13,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import uvicorn
 from fastapi import FastAPI
 
-from chat import Chat
 from command_line import (
     STORIES,
     Parser,
@@ -33,7 +31,7 @@ from load import Source, parse_name
 from parallel.ranks import RankError, Ranks, follows
 from server.app import make_app
 from server.engine_thread import EngineThread
-from server.served import Served
+from server.served import Served, find_chat, served_name
 
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
@@ -42,6 +40,11 @@ SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number >= 0")
 
 def main(argv=None) -> None:
     parser = Parser(description="Serve a model to clients of OpenAI's API.")
+    add_server_options(parser)
+    run_script(parser, run, argv)
+
+
+def add_server_options(parser: Parser) -> None:
     parser.add_argument(
         "--model", default=LLAMA, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
     )
@@ -60,20 +63,11 @@ def main(argv=None) -> None:
     add_engine_options(parser)
     add_model_options(parser)
     add_stride_option(parser)
-    run_script(parser, run, argv)
 
 
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input."""
-    check_engine_options(args)
-    check_text("--api-key", args.api_key or "")
-    if args.api_key == "":
-        raise UserError("--api-key is empty; leave it out to let anyone ask")
-    if args.api_key and args.api_key != args.api_key.strip():
-        raise UserError("--api-key has a blank at an end, which no client can send")
-    check_limits({"drain_seconds": SECONDS}, drain_seconds=args.drain_seconds)
-    for name in ("max_waiting", "max_waiting_tokens"):
-        check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
+    check_server_options(args)
     if follows():  # it ends when rank 0 has drained
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -83,6 +77,19 @@ def run(args) -> None:
         with listen(args.host, args.port) as sock:
             if asyncio.run(serve(args, source, device, sock, ranks)) == signal.SIGINT:
                 raise KeyboardInterrupt
+
+
+def check_server_options(args) -> None:
+    """Raise UserError for values out of range, or options that do not go together."""
+    check_engine_options(args)
+    check_text("--api-key", args.api_key or "")
+    if args.api_key == "":
+        raise UserError("--api-key is empty; leave it out to let anyone ask")
+    if args.api_key and args.api_key != args.api_key.strip():
+        raise UserError("--api-key has a blank at an end, which no client can send")
+    check_limits({"drain_seconds": SECONDS}, drain_seconds=args.drain_seconds)
+    for name in ("max_waiting", "max_waiting_tokens"):
+        check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
 
 
 class Server(uvicorn.Server):
@@ -138,14 +145,10 @@ async def serve(
     While the model is loaded, requests are answered with 503. Raises RankError if another process
     that the model needs has ended.
     """
-    try:
-        chat = Chat(source)
-    except UserError as error:  # for those who want to chat
-        chat = error
-    name = Path(source.name).resolve().name if source.kind == "directory" else source.label
+    name = served_name(source)
     make = functools.partial(load_engine, args, source, device, ranks)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
-    served = Served(thread, name, source.label, chat)
+    served = Served(thread, name, source.label, find_chat(source))
     app = make_app(served, args.api_key, args.allow_origin)
     server = Server(app, thread, args.drain_seconds)
     thread.start()

@@ -93,13 +93,14 @@ def make_app(served: Served, api_key: str | None = None, origins: Sequence[str] 
     async def read_metrics() -> Response:
         """What Prometheus reads: counts since the start, by the names that vLLM gives them."""
         served.thread.admit(0)
-        return Response(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        text = generate_latest(present(served.metrics).registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/live")
     async def watch() -> Response:
         """The engine at work, as server-sent events; server/live.py says what is in them."""
         served.thread.admit(0)
-        return LiveStream(served.live.watch())
+        return LiveStream(present(served.live).watch())
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
@@ -129,6 +130,13 @@ def make_app(served: Served, api_key: str | None = None, origins: Sequence[str] 
         shown = {"expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed, **shown)
     return app
+
+
+def present(view):
+    """What shows the engine at work. Raises APIError if that is not in this process."""
+    if view is None:
+        raise APIError(404, "the engines are in other processes, and cannot be seen at work here")
+    return view
 
 
 async def tell_error(request: Request, error: Exception) -> JSONResponse:

@@ -26,7 +26,7 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     prompt = await asyncio.to_thread(served.encode_chat, body.messages)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if wanted is None:  # what the window has room for
-        wanted = max(served.thread.engine.model.config.block_size - len(prompt), 1)
+        wanted = max(served.thread.config.block_size - len(prompt), 1)
     params = body.params(wanted, (body.top_logprobs or 0) if body.logprobs else None)
     name = f"chatcmpl-{uuid.uuid4().hex}"
     updates = served.thread.generate([prompt] * len(params), params, body.cache_salt or "", name)

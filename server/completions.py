@@ -69,10 +69,9 @@ class LogprobTable:
     """The log-probabilities of a text, part by part, in the columns of this API."""
 
     def __init__(self, served: Served, body: CompletionRequest):
-        engine = served.thread.engine
         self.served = served
-        silent = () if body.ignore_eos else engine.model.config.eos_token_ids
-        self.stream = TextStream(engine.encoding, silent)
+        silent = () if body.ignore_eos else served.thread.config.eos_token_ids
+        self.stream = TextStream(served.thread.encoding, silent)
         self.offset = 0
 
     def add(self, update: Update) -> dict:

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import tiktoken
+
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
@@ -164,6 +166,15 @@ class EngineThread:
         """The same, and wait for it."""
         self.stop()
         await asyncio.to_thread(self.thread.join)
+
+    @property
+    def config(self):
+        """Of the engine's model."""
+        return self.engine.model.config
+
+    @property
+    def encoding(self) -> tiktoken.Encoding:
+        return self.engine.encoding
 
     @property
     def unfinished(self) -> int:

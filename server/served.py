@@ -1,10 +1,12 @@
 """What an app serves: a model and its engine."""
 
 import time
+from pathlib import Path
 
 from chat import Chat
 from command_line import check_text
 from errors import UserError
+from load import Source
 from server.engine_thread import EngineThread
 from server.live import Live
 from server.metrics import Metrics
@@ -12,20 +14,36 @@ from server.protocol import APIError, Message
 from tokenizer import TextStream
 
 
+def served_name(source: Source) -> str:
+    """What clients call a model."""
+    return Path(source.name).resolve().name if source.kind == "directory" else source.label
+
+
+def find_chat(source: Source) -> Chat | UserError:
+    """A model's template; the error, for those who want to chat, if it has none."""
+    try:
+        return Chat(source)
+    except UserError as error:
+        return error
+
+
 class Served:
     """A model by the name that clients know.
 
     root: where it comes from. chat: its template, or the error that says why it has none.
+    here: whether the engine is in this process, so that it can be seen at work.
     """
 
-    def __init__(self, thread: EngineThread, name: str, root: str, chat: Chat | UserError):
+    def __init__(
+        self, thread: EngineThread, name: str, root: str, chat: Chat | UserError, here: bool = True
+    ):
         self.thread = thread
         self.name = name
         self.root = root
         self.chat = chat
         self.created = int(time.time())
-        self.metrics = Metrics(thread, name)
-        self.live = Live(thread, name)
+        self.metrics = Metrics(thread, name) if here else None
+        self.live = Live(thread, name) if here else None
 
     def model(self) -> dict:
         """What /v1/models says of it. Raises EngineDead if there is no engine."""
@@ -37,7 +55,7 @@ class Served:
             "owned_by": "serve.py",
             "root": self.root,
             "parent": None,
-            "max_model_len": self.thread.engine.model.config.block_size,
+            "max_model_len": self.thread.config.block_size,
         }
 
     def check_model(self, name: str | None) -> None:
@@ -51,13 +69,12 @@ class Served:
 
         Raises UserError for a text that is not UTF-8.
         """
-        engine = self.thread.engine
         ids = []
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_text("prompt", prompt)
-                prompt = engine.encoding.encode(prompt, allowed_special="all")
-            ids.append(prompt or [engine.model.config.bos_token_id])
+                prompt = self.thread.encoding.encode(prompt, allowed_special="all")
+            ids.append(prompt or [self.thread.config.bos_token_id])
         return ids
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
@@ -69,7 +86,7 @@ class Served:
             raise self.chat
         plain = [{"role": message.role, "content": message.text} for message in messages]
         try:
-            return self.chat.encode(plain, self.thread.engine.encoding)
+            return self.chat.encode(plain, self.thread.encoding)
         except UserError as error:
             reason = str(error).removeprefix(
                 f"{self.chat.file}: "
@@ -79,7 +96,7 @@ class Served:
     def token_bytes(self, token: int) -> bytes:
         """What a token writes; nothing for one without text, as padded vocabularies have."""
         try:
-            return self.thread.engine.encoding.decode_single_token_bytes(token)
+            return self.thread.encoding.decode_single_token_bytes(token)
         except KeyError:
             return b""
 
@@ -88,5 +105,5 @@ class Served:
         if isinstance(prompt, str):
             return prompt
         prompt = [token for token in prompt if 0 <= token < 2**32]
-        stream = TextStream(self.thread.engine.encoding)
+        stream = TextStream(self.thread.encoding)
         return "".join(map(stream.add, prompt)) + stream.end()

@@ -141,22 +141,32 @@ def serving(make, chat=None, app_options=None, **options):
     chat: the template of the model, or an error. app_options: of `make_app`.
     options: of the EngineThread.
     """
-    import uvicorn
-
     from chat import Chat
-    from serve import listen
     from server.app import make_app
     from server.engine_thread import EngineThread
     from server.served import Served
 
+    @contextlib.asynccontextmanager
+    async def enter():
+        async with EngineThread(make, **options) as thread:
+            served = Served(thread, "small", "somewhere/small", chat or Chat(SMALL))
+            yield make_app(served, **(app_options or {})), thread
+
+    with serving_app(enter) as door:
+        yield door
+
+
+@contextlib.contextmanager
+def serving_app(enter):
+    """A Door to an app. enter: makes an asynchronous context manager of it and its EngineThread."""
+    import uvicorn
+
+    from serve import listen
+
     started = queue.SimpleQueue()
 
     async def main():
-        async with EngineThread(make, **options) as thread:
-            app = make_app(
-                Served(thread, "small", "somewhere/small", chat or Chat(SMALL)),
-                **(app_options or {}),
-            )
+        async with enter() as (app, thread):
             server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
             sock = listen("127.0.0.1", 0)
             started.put(Door(sock.getsockname()[1], thread, server))
