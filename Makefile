@@ -9,6 +9,9 @@ test: .venv/compiled tags  ## run the tests of this commit
 test-book: .venv/compiled tags  ## run the tests of the book and its pictures
 	.venv/bin/python -m pytest -n auto --dist worksteal tests/book_pages
 
+test-ray: .venv/ray tags  ## run the tests of engines on Ray, which is 490 MB more
+	.venv/bin/python -m pytest tests/ray_serve
+
 book: .venv/book tags  ## make the lessons as web pages, in book/
 	.venv/bin/python lessons.py book
 
@@ -25,6 +28,10 @@ tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@ || \
 	echo "there is no compiler for WebAssembly; the book has no page Play then"
 
+.venv/ray: requirements-ray.txt .venv/installed
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
 NEW = import sys; sys.exit(sys.version_info < (3, 11))
 
 .venv/installed: requirements.txt
@@ -39,4 +46,4 @@ NEW = import sys; sys.exit(sys.version_info < (3, 11))
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: demo test test-book book tags
+.PHONY: demo test test-book test-ray book tags
