@@ -1,0 +1,84 @@
+"""An engine in each of several processes, and what an app has in place of one."""
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+
+from command_line import load_engine, pick_device
+from load import load_config, parse_name
+from sampling import SamplingParams
+from server.app import make_app
+from server.engine_thread import EngineThread, Update
+from server.served import Served, find_chat, served_name
+from tokenizer import load_encoding
+
+
+class Replica:
+    """An engine in a process of its own, which Ray starts. args: of the command line."""
+
+    async def __init__(self, args):
+        make = functools.partial(
+            load_engine, args, parse_name(args.model), pick_device(args.device)
+        )
+        self.thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
+        self.thread.start()
+        await self.thread.ready
+
+    async def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], salt: str, name: str
+    ) -> AsyncIterator[dict[int, Update] | Exception]:
+        """As `EngineThread.generate`. What that raises comes last, as it is: Ray would wrap it."""
+        try:
+            updates = self.thread.generate(prompts, params, salt, name)
+            async with contextlib.aclosing(updates):
+                async for update in updates:
+                    yield update
+        except Exception as error:
+            yield error
+
+
+class Replicas:
+    """Engines in other processes, for an app that takes them for its own EngineThread.
+
+    handle: Ray's, of a deployment of Replica; each call goes to one of them.
+    """
+
+    error = None  # where there is no replica, calls wait until there is one
+
+    def __init__(self, handle, model):
+        self.handle = handle.options(stream=True)
+        self.config = load_config(model)
+        self.encoding = load_encoding(model, self.config.vocab_size)
+
+    def admit(self, texts: int, tokens: int = 0) -> None:
+        """A replica says itself when it is asked."""
+
+    async def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams], salt: str = "", name: str = ""
+    ) -> AsyncIterator[dict[int, Update]]:
+        """As `EngineThread.generate`: all texts of a call come from one replica."""
+        updates = self.handle.generate.remote(prompts, params, salt, name)
+        try:
+            async for update in updates:
+                if isinstance(update, Exception):
+                    raise update
+                yield update
+        finally:
+            updates.cancel()
+
+
+class Door:
+    """Where clients come in: the app, without an engine. replicas: Ray's handle."""
+
+    def __init__(self, args, replicas):
+        self.args = args
+        self.replicas = replicas
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        source = parse_name(self.args.model)
+        thread = Replicas(self.replicas, source)
+        names = served_name(source), source.label
+        served = Served(thread, *names, find_chat(source), here=False)
+        return make_app(served, self.args.api_key, self.args.allow_origin)

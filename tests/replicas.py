@@ -1,0 +1,137 @@
+"""Several engines behind one app, in this process: what Ray's handle does, without Ray."""
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+from conftest import save_speaking
+from serving import serving_app
+
+OPTIONS = ["--device", "cpu", "--backend", "torch", "--page-size", "4"]
+
+
+def save_small(build, directory):
+    """A model that all replicas load. build: as `tiny`."""
+    return save_speaking(build, directory, eos_token_id=4095)
+
+
+def parse(model, *options):
+    from command_line import Parser
+    from serve import add_server_options
+
+    parser = Parser()
+    add_server_options(parser)
+    return parser.parse_args([str(word) for word in ["--model", model, *OPTIONS, *options]])
+
+
+def make_engine(args):
+    """One for itself, as each replica has."""
+    from command_line import load_engine
+    from load import parse_name
+
+    return load_engine(args, parse_name(args.model), "cpu")
+
+
+class Response:
+    """Of a call: what the generator of a replica gives, sent from process to process."""
+
+    def __init__(self, updates):
+        self.updates = updates
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        return pickle.loads(pickle.dumps(await anext(self.updates)))
+
+    def cancel(self):
+        self.closing = asyncio.ensure_future(self.updates.aclose())
+
+
+class Handle:
+    """Calls go to these replicas in turn."""
+
+    def __init__(self, replicas):
+        self.replicas = replicas
+        self.turns = itertools.cycle(replicas)
+        self.generate = self
+
+    def options(self, stream):
+        assert stream
+        return self
+
+    def remote(self, *call):
+        return Response(next(self.turns).generate(*pickle.loads(pickle.dumps(call))))
+
+
+@contextlib.contextmanager
+def serving_replicas(args, count: int):
+    """A Door to an app, and its replicas, so many."""
+    from server.replicas import Door, Replica
+
+    replicas = [object.__new__(Replica) for _ in range(count)]
+
+    @contextlib.asynccontextmanager
+    async def enter():
+        for replica in replicas:
+            await replica.__init__(args)
+        app = Door(args, Handle(replicas)).__serve_build_asgi_app__()
+        try:
+            yield app, replicas[0].thread
+        finally:
+            for replica in replicas:
+                await replica.thread.close()
+
+    with serving_app(enter) as door:
+        yield door, replicas
+
+
+def bodies() -> list[dict]:
+    """Requests for texts of all kinds: each has the same answer, whoever writes it."""
+    prompts = ["Tom", ["cat", "a dog"], [5, 6, 7]]
+    kinds = [
+        {"temperature": 0},
+        {"seed": 7, "top_p": 0.9},
+        {"seed": 8, "n": 3, "stop": ["a", "th"]},
+        {"temperature": 0, "logprobs": 2, "echo": False},
+    ]
+    return [
+        {"prompt": prompt, "max_tokens": 4 + 3 * row, "ignore_eos": True} | kind
+        for row, (prompt, kind) in enumerate(itertools.product(prompts, kinds))
+    ]
+
+
+def same(answer: tuple) -> tuple:
+    """Status and body of an answer, without what is its own."""
+    status, body = answer
+    return status, {
+        key: value for key, value in body.items() if key not in ("id", "created", "model")
+    }
+
+
+def streamed_texts(door, body: dict) -> dict:
+    """The texts of a streamed answer, by index."""
+    texts = {}
+    for event in door.events("/v1/completions", body | {"stream": True}):
+        (choice,) = event["choices"]
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+def check_texts(door, one) -> None:
+    """A server writes what a server with one engine writes."""
+    for body in bodies():
+        whole = same(door.post("/v1/completions", body))
+        assert whole == same(one.post("/v1/completions", body))
+        texts = {choice["index"]: choice["text"] for choice in whole[1]["choices"]}
+        assert streamed_texts(door, body) == texts
+
+
+def check_texts_at_once(door, one, clients: int) -> None:
+    """So does one that has so many clients at a time."""
+    own = [same(one.post("/v1/completions", body))[1]["choices"] for body in bodies()]
+    with ThreadPoolExecutor(clients) as pool:
+        found = list(pool.map(lambda body: streamed_texts(door, body), bodies()))
+    assert found == [{choice["index"]: choice["text"] for choice in choices} for choices in own]

@@ -1,0 +1,107 @@
+"""An app whose engines are elsewhere writes what an app with one of its own writes."""
+
+import importlib
+import json
+import socket
+import time
+
+import pytest
+from replicas import (
+    check_texts,
+    check_texts_at_once,
+    make_engine,
+    parse,
+    save_small,
+    serving_replicas,
+)
+from serving import serving
+
+PATH = "/v1/completions"
+ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama, tmp_path_factory):
+    return save_small(tiny_llama, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def servers(model):
+    """A Door to three engines, these, and a Door to one."""
+    args = parse(model, "--max-rows", 4, "--max-waiting", 20)
+    with serving_replicas(args, 3) as (door, replicas):
+        with serving(lambda: make_engine(args), max_waiting=20) as one:
+            yield door, replicas, one
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def is_free(replica) -> bool:
+    scheduler = replica.thread.engine.scheduler
+    idle = not scheduler.running and not scheduler.waiting and not replica.thread.calls
+    return idle and scheduler.pool.available == scheduler.pool.num_pages
+
+
+def test_texts_are_those_of_one_engine_and_each_has_some(servers):
+    door, replicas, one = servers
+    check_texts(door, one)
+    assert all(replica.thread.engine.steps for replica in replicas)
+
+
+def test_texts_at_once_are_those_of_one_engine(servers):
+    door, _, one = servers
+    check_texts_at_once(door, one, clients=4)
+
+
+def test_what_an_engine_refuses_is_told(servers):
+    door, _, one = servers
+    for body in ({"prompt": [10**6]}, {"prompt": ["a"] * 25}, {"temperature": -1}):
+        answer = door.post(PATH, body)
+        assert answer == one.post(PATH, body) and answer[0] == 400
+
+
+def test_a_full_engine_is_429(servers):
+    door, replicas, _ = servers
+    many = ENDLESS | {"prompt": ["Tom"] * 24, "max_tokens": 10**4, "stream": True}
+    answers = [door.send("POST", PATH, many) for _ in replicas]
+    assert [answer.status for answer in answers] == [200] * 3
+    status, body = door.post(PATH, ENDLESS)
+    assert status == 429
+    assert body["error"]["message"] == "the queue is full, with 24 texts: try again"
+    for answer in answers:
+        answer.close()
+    until(lambda: all(map(is_free, replicas)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_the_engine(servers, stream):
+    door, replicas, _ = servers
+    data = json.dumps(ENDLESS | {"stream": stream}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as client:
+        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        until(lambda: any(replica.thread.calls for replica in replicas))
+    until(lambda: all(map(is_free, replicas)))
+
+
+def test_engines_elsewhere_are_not_seen_at_work(servers):
+    door, _, _ = servers
+    status, body = door.get("/live")
+    assert status == 404
+    message = "the engines are in other processes, and cannot be seen at work here"
+    assert body["error"]["message"] == message
+
+
+def test_an_app_needs_no_engine_to_know_its_model(model):
+    assert importlib.util.find_spec("server.replicas")
+    with serving_replicas(parse(model), 1) as (door, _):
+        (known,) = door.get("/v1/models")[1]["data"]
+        assert (known["id"], known["max_model_len"]) == (model.name, 64)
+        assert door.post(PATH, {"model": "gpt2"})[0] == 404
+        assert door.post("/v1/chat/completions", {"messages": []})[0] == 400
+        assert door.get("/health") == (200, None)
