@@ -137,6 +137,10 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+def url_of(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 async def serve(
     args, source: Source, device: str, sock: socket.socket, ranks: Ranks | None = None
 ) -> int | None:
@@ -155,8 +159,7 @@ async def serve(
     serving = asyncio.ensure_future(server.serve([sock]))
     await asyncio.wait((thread.ready, serving), return_when=asyncio.FIRST_COMPLETED)
     if thread.engine:
-        host, port = sock.getsockname()[:2]
-        print(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        print(f"{name} at {url_of(*sock.getsockname()[:2])}", flush=True)
     else:
         server.should_exit = True
         server.force_exit = True  # nobody waits for a text

@@ -1,0 +1,148 @@
+"""Serve a model with several engines, each in a process of its own, on Ray: python serve_ray.py."""
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import time
+from collections.abc import Iterator
+
+# Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import torch
+
+from command_line import Parser, pick_device, run_script
+from errors import UserError, check_limits
+from load import load_config, parse_name
+from serve import add_server_options, check_server_options, listen, url_of
+from server.replicas import Door, Replica
+from server.served import served_name
+from tokenizer import load_encoding
+
+LIMITS = {
+    "replicas": (int, lambda value: value >= 1, "an integer >= 1"),
+    "cpus": (int | float, lambda value: 1e-4 <= value < 1e6, "a number >= 0.0001"),  # of Ray
+}
+MANY = 2**20  # requests at a time: an engine says itself when it has too many
+SETTINGS = {  # of Ray, which reads them when it is imported
+    "RAY_USAGE_STATS_ENABLED": "0",  # tell nobody that it runs
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # calls by gRPC, and fewer threads
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # no further port
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as there: this machine is 127.0.0.1
+}
+
+
+def main(argv=None) -> None:
+    run_script(make_parser(), run, argv)
+
+
+def make_parser() -> Parser:
+    parser = Parser(description="Serve a model with several engines, each in its own process.")
+    parser.add_argument("--replicas", type=int, default=2, help="how many engines")
+    parser.add_argument("--cpus", type=float, default=1, help="that each engine has for itself")
+    add_server_options(parser)
+    return parser
+
+
+def run(args) -> None:
+    """Serve until a signal comes. Raises UserError for bad input."""
+    check(args)
+    if args.replicas * args.cpus > os.cpu_count():
+        wanted = f"--replicas {args.replicas} --cpus {args.cpus:g}"
+        raise UserError(f"{wanted}: this machine has {os.cpu_count()} CPUs")
+    gpus = torch.cuda.device_count()
+    if pick_device(args.device) == "cuda" and args.replicas > gpus:
+        raise UserError(f"--replicas {args.replicas}: each needs a GPU; this machine has {gpus}")
+    signals = queue.SimpleQueue()
+    with running(args) as address:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: signals.put(number))
+        print(f"{served_name(parse_name(args.model))} at {address}", flush=True)
+        first = signals.get()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)  # it does not wait
+        drain()
+    if first == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def drain() -> None:
+    """Let nobody in, and running texts go on for --drain-seconds at most."""
+    from ray import serve
+
+    serve.delete("default", _blocking=False)  # not serve.shutdown, which cuts connections first
+    while serve.status().applications:
+        time.sleep(0.1)
+
+
+def check(args) -> None:
+    """Raise UserError for what could only fail later, in other processes."""
+    check_server_options(args)
+    check_limits(LIMITS, replicas=args.replicas, cpus=args.cpus)
+    pick_device(args.device)
+    source = parse_name(args.model)
+    load_encoding(source, load_config(source).vocab_size)
+    if source.kind != "random":
+        source.weights()
+
+
+@contextlib.contextmanager
+def running(args) -> Iterator[str]:
+    """The address of the server, inside the block; after it all processes are ended.
+
+    Raises UserError if Ray is not installed, or replicas cannot be made.
+    """
+    with listen(args.host, args.port) as sock:
+        port = sock.getsockname()[1]  # free, where any will do
+    os.environ.update(SETTINGS)
+    try:
+        import ray
+        from ray import serve
+    except ImportError:
+        hint = "pip install -r requirements-ray.txt"
+        raise UserError(f"Ray is not installed here; get it with: {hint}") from None
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    ray.init("local", num_cpus=os.cpu_count(), _node_ip_address="127.0.0.1", **quiet)
+    try:
+        logging.getLogger("ray.serve").setLevel("ERROR")
+        serve.start(http_options={"host": args.host, "port": port})
+        try:
+            serve.run(application(args))
+        except RuntimeError as error:
+            status = serve.status().applications["default"].deployments["Replica"]
+            reason = (status.message or str(error)).strip().rpartition("\n")[2]
+            raise UserError(reason.removeprefix("errors.UserError: ")) from None
+        yield url_of(args.host, port)
+    finally:
+        ray.shutdown()
+
+
+def application(args):
+    """What Ray Serve runs: the app, and behind it the engines."""
+    from ray import serve
+
+    shared = {"max_ongoing_requests": MANY, "graceful_shutdown_timeout_s": args.drain_seconds}
+    needs = {"num_cpus": args.cpus, "num_gpus": int(pick_device(args.device) == "cuda")}
+    engines = serve.deployment(
+        Replica,
+        num_replicas=args.replicas,
+        ray_actor_options=needs,
+        max_constructor_retry_count=1,  # what fails first fails always
+        **shared,
+    )
+    door = serve.deployment(serve.ingress()(Door), ray_actor_options={"num_cpus": 0}, **shared)
+    return door.bind(args, engines.bind(args))
+
+
+def build(options: dict[str, str]):
+    """For `serve run serve_ray:build replicas=3 max-rows=8`: the application with these options."""
+    args = make_parser().parse_args([f"--{name}={value}" for name, value in options.items()])
+    check(args)
+    return application(args)
+
+
+if __name__ == "__main__":
+    main()

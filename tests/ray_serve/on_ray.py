@@ -1,0 +1,68 @@
+"""A server on Ray, as its users start it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from conftest import ROOT
+from replicas import OPTIONS
+from serving import Door
+
+
+class Server:
+    """A process of serve_ray.py, in a session of its own, of which nothing is left after the block.
+
+    directory: for what it says, in files: a pipe is open as long as a process of Ray has it.
+    """
+
+    def __init__(self, model, directory, *options):
+        command = [sys.executable, "serve_ray.py", "--port", 0, "--cpus", 0.1, "--model", model]
+        command = [str(word) for word in [*command, *OPTIONS, *options]]
+        self.out = directory / "stdout"
+        self.err = directory / "stderr"
+        with self.out.open("w") as out, self.err.open("w") as err:
+            own = {"cwd": ROOT, "start_new_session": True}
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, **own)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(20)
+
+    def pids(self, name: str = "") -> list[int]:
+        """Of the processes of its session whose command line has this name in it."""
+        found = subprocess.run(["ps", "-eo", "sid=,pid=,args="], capture_output=True, text=True)
+        lines = [line.split(None, 2) for line in found.stdout.splitlines()]
+        own = str(self.process.pid)
+        return [int(pid) for sid, pid, args in lines if sid == own and name in args]
+
+    def result(self) -> tuple[int, str, list[int]]:
+        """When it has ended: its exit code, what it has said on stderr, what is left."""
+        return self.process.wait(100), self.err.read_text(), self.pids()
+
+
+@contextlib.contextmanager
+def start(model, directory, *options) -> Iterator[tuple[Door, Server]]:
+    """A Door to it, and it. After the block it gets a Ctrl-C, if it has not ended."""
+    with Server(model, directory, *options) as server:
+        until(lambda: server.out.read_text().endswith("\n") or server.process.poll() is not None)
+        assert server.out.read_text(), server.err.read_text()
+        yield Door(int(server.out.read_text().rsplit(":", 1)[1]), None, None), server
+        if server.process.poll() is None:
+            os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does
+            assert server.result() == (130, "", [])
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)

@@ -1,0 +1,19 @@
+"""A server that the tests with Ray share, because a start is the longest part of each."""
+
+import pytest
+from on_ray import start
+from replicas import make_engine, parse, save_small
+from serving import serving
+
+
+@pytest.fixture(scope="session")
+def model(tiny_llama, tmp_path_factory):
+    return save_small(tiny_llama, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def servers(model, tmp_path_factory):
+    """A Door to two engines, these, and a Door to one."""
+    with start(model, tmp_path_factory.mktemp("server")) as (door, server):
+        with serving(lambda: make_engine(parse(model))) as one:
+            yield door, server, one

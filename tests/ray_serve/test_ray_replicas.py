@@ -1,0 +1,32 @@
+"""Engines on Ray write what one engine writes."""
+
+from on_ray import Server
+from replicas import check_texts, check_texts_at_once
+
+pytest_plugins = ["ray_fixtures"]
+PATH = "/v1/completions"
+
+
+def test_texts_are_those_of_one_engine(servers):
+    door, _, one = servers
+    check_texts(door, one)
+
+
+def test_texts_at_once_are_those_of_one_engine(servers):
+    door, _, one = servers
+    check_texts_at_once(door, one, clients=8)
+
+
+def test_what_an_engine_refuses_is_told(servers):
+    door, _, one = servers
+    body = {"prompt": [10**6]}
+    assert door.post(PATH, body) == one.post(PATH, body)
+    assert door.get("/v1/nothing")[0] == 404
+
+
+def test_what_replicas_cannot_make_is_a_line(model, tmp_path):
+    with Server(model, tmp_path, "--num-pages", 10**15) as server:
+        code, said, left = server.result()
+    assert (code, left, server.out.read_text()) == (2, [], "")
+    line = said.partition("error: ")[2]
+    assert line.endswith("\n") and f"{10**15} pages of 4 positions do not fit in memory" in line

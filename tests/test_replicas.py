@@ -1,0 +1,49 @@
+"""The script that starts engines on Ray, as far as that goes without Ray: see tests/ray_serve."""
+
+import os
+import shutil
+import sys
+
+import pytest
+from conftest import CHECKPOINTS, ROOT
+
+
+def run_script(run_main, *arguments) -> tuple[int, str, str]:
+    assert (ROOT / "serve_ray.py").is_file()
+    import serve_ray
+
+    code, out, err = run_main(serve_ray.main, "--port", 0, *arguments)
+    return code, out, err.partition("error: ")[2]
+
+
+def test_without_ray_a_line_says_what_to_install(run_main, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    hint = "get it with: pip install -r requirements-ray.txt"
+    assert run_script(run_main) == (2, "", f"Ray is not installed here; {hint}\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ("--replicas=0", "replicas is 0; it must be an integer >= 1"),
+        ("--cpus=0.00001", "cpus is 1e-05; it must be a number >= 0.0001"),
+        ("--cpus=1e5", f"--replicas 2 --cpus 100000: this machine has {os.cpu_count()} CPUs"),
+        ("--gamma=2", "--gamma is for --draft only"),
+    ],
+)
+def test_bad_options_are_a_line(run_main, option, error):
+    assert run_script(run_main, option) == (2, "", f"{error}\n")
+
+
+def test_each_replica_needs_a_gpu(run_main, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    error = "--replicas 2: each needs a GPU; this machine has 1\n"
+    assert run_script(run_main, "--cpus=0.1", "--device=cuda") == (2, "", error)
+
+
+def test_a_model_without_weights_is_a_line(run_main, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(CHECKPOINTS / "stories-llama" / name, tmp_path)
+    error = f"{tmp_path}: no model.safetensors in this directory\n"
+    assert run_script(run_main, "--model", tmp_path) == (2, "", error)
