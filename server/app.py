@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from errors import UserError
@@ -93,8 +93,7 @@ def make_app(served: Served, api_key: str | None = None, origins: Sequence[str] 
     async def read_metrics() -> Response:
         """What Prometheus reads: counts since the start, by the names that vLLM gives them."""
         served.thread.admit(0)
-        text = generate_latest(present(served.metrics).registry)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return Response(await present(served.metrics).read(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/live")
     async def watch() -> Response:

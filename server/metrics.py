@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine.request import Event, Request
@@ -62,6 +62,10 @@ class Metrics:
         labels = ("model_name",)
         family = Histogram(f"vllm:{name}", says, labels, registry=self.registry, buckets=buckets)
         return family.labels(self.model_name)
+
+    async def read(self) -> bytes:
+        """What Prometheus gets."""
+        return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
         """What the engine counts itself; the registry calls this."""

@@ -2,15 +2,19 @@
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Iterable
 
 from fastapi import FastAPI
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
 
 from command_line import load_engine, pick_device
 from load import load_config, parse_name
 from sampling import SamplingParams
 from server.app import make_app
 from server.engine_thread import EngineThread, Update
+from server.metrics import Metrics
 from server.served import Served, find_chat, served_name
 from tokenizer import load_encoding
 
@@ -23,6 +27,8 @@ class Replica:
             load_engine, args, parse_name(args.model), pick_device(args.device)
         )
         self.thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
+        self.metrics = Metrics(self.thread, served_name(parse_name(args.model)))
+        self.name = uuid.uuid4().hex[:8]
         self.thread.start()
         await self.thread.ready
 
@@ -37,6 +43,44 @@ class Replica:
                     yield update
         except Exception as error:
             yield error
+
+    def read_metrics(self) -> list[Metric]:
+        """What this engine has done and does, each sample with the label engine, as vLLM has it."""
+        families = list(self.metrics.registry.collect())
+        for family in families:
+            family.samples = [
+                sample._replace(labels=sample.labels | {"engine": self.name})
+                for sample in family.samples
+            ]
+        return families
+
+
+class AllMetrics:
+    """Those of all replicas, when somebody asks. handle: Ray's."""
+
+    def __init__(self, handle):
+        self.handle = handle
+
+    async def read(self) -> bytes:
+        """What Prometheus gets. A replica that has just ended is left out.
+
+        Raises TimeoutError if one does not answer in 10 s, which is how long Prometheus waits.
+        """
+        asked = self.handle.broadcast("read_metrics")
+        merged = Families()
+        for families in await asked.results_async(timeout_s=10, return_exceptions=True):
+            for family in families if isinstance(families, list) else ():
+                known = merged.setdefault(family.name, family)
+                if known is not family:
+                    known.samples += family.samples
+        return generate_latest(merged)
+
+
+class Families(dict[str, Metric]):
+    """By name, in the place of a registry."""
+
+    def collect(self) -> Iterable[Metric]:
+        return self.values()
 
 
 class Replicas:
@@ -81,4 +125,5 @@ class Door:
         thread = Replicas(self.replicas, source)
         names = served_name(source), source.label
         served = Served(thread, *names, find_chat(source), here=False)
+        served.metrics = AllMetrics(self.replicas)
         return make_app(served, self.args.api_key, self.args.allow_origin)

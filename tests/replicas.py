@@ -62,8 +62,23 @@ class Handle:
         assert stream
         return self
 
+    def broadcast(self, name):
+        return Broadcast([getattr(replica, name) for replica in self.replicas])
+
     def remote(self, *call):
         return Response(next(self.turns).generate(*pickle.loads(pickle.dumps(call))))
+
+
+class Broadcast:
+    """Of a call to all replicas; one of them, which has ended, gives an exception."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    async def results_async(self, timeout_s, return_exceptions):
+        assert timeout_s == 10 and return_exceptions
+        found = [pickle.loads(pickle.dumps(call())) for call in self.calls]
+        return [*found, RuntimeError("it has ended")]
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 from conftest import ROOT
+from prometheus_client.parser import text_string_to_metric_families
 from replicas import OPTIONS
 from serving import Door
 
@@ -66,3 +67,17 @@ def until(condition) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def samples(door, name: str, **labels) -> dict[str, float]:
+    """The values of a metric, of each engine by its name, which have these labels."""
+    with door.send("GET", "/metrics") as answer:
+        assert answer.status == 200
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    assert len({family.name for family in families}) == len(families)
+    return {
+        sample.labels["engine"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == f"vllm:{name}" and labels.items() <= sample.labels.items()
+    }
