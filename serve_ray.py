@@ -14,6 +14,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import torch
 
+from cache import check_stride
 from command_line import Parser, pick_device, run_script
 from errors import UserError, check_limits
 from load import load_config, parse_name
@@ -43,6 +44,10 @@ def make_parser() -> Parser:
     parser = Parser(description="Serve a model with several engines, each in its own process.")
     parser.add_argument("--replicas", type=int, default=2, help="how many engines")
     parser.add_argument("--cpus", type=float, default=1, help="that each engine has for itself")
+    routing_help = "to the engine that has a prompt's beginning, or to one with little to do"
+    parser.add_argument(
+        "--routing", default="prefix", choices=("prefix", "load"), help=routing_help
+    )
     add_server_options(parser)
     return parser
 
@@ -132,9 +137,24 @@ def application(args):
         ray_actor_options=needs,
         max_constructor_retry_count=1,  # what fails first fails always
         **shared,
+        **routing(args),
     )
     door = serve.deployment(serve.ingress()(Door), ray_actor_options={"num_cpus": 0}, **shared)
     return door.bind(args, engines.bind(args))
+
+
+def routing(args) -> dict:
+    """The options of a deployment that say who chooses a replica; Ray does if there are none."""
+    from ray.serve.config import RequestRouterConfig
+
+    if args.routing == "load":
+        return {}
+    names = ("stride", "page_size", "num_pages", "max_rows")
+    sizes = {name: getattr(args, name) for name in names}
+    sizes["block_size"] = load_config(parse_name(args.model)).block_size
+    check_stride(args.stride, sizes["block_size"])
+    router = {"request_router_class": "server.router:PrefixRouter"}
+    return {"request_router_config": RequestRouterConfig(**router, request_router_kwargs=sizes)}
 
 
 def build(options: dict[str, str]):

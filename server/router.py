@@ -1,0 +1,45 @@
+"""How Ray chooses a replica for a call of `Replica.generate`."""
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from server.prefixes import Prefixes
+
+
+class PrefixRouter(RequestRouter):
+    """The replica that has most of the prompts, unless it has too much to do: see Prefixes.
+
+    Ray makes one for each handle, and calls it in one thread.
+    """
+
+    def initialize_state(self, **options) -> None:
+        self.prefixes = Prefixes(**options)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self.prefixes.keep(set(self.curr_replicas))
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Where Ray is to try first, second, ...: the next one if a replica takes no more."""
+        prompts, _, salt, _ = pending_request.args
+        call = pending_request.metadata.internal_request_id
+        present = {replica.replica_id: replica for replica in candidate_replicas}
+        order = self.prefixes.order(list(present), prompts, salt)
+        first = order[0]
+        self.prefixes.sent(first, call, prompts, salt)  # who comes before Ray has sent it sees it
+        future = pending_request.future
+        future.add_done_callback(lambda _: future.cancelled() and self.prefixes.done(first, call))
+        return [[present[each]] for each in order]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, _) -> None:
+        """Perhaps it is not with the first one, and perhaps it is over."""
+        prompts, _, salt, _ = pending_request.args
+        call = pending_request.metadata.internal_request_id
+        if self.prefixes.calls.get(call, (replica_id, 0))[0] != replica_id:
+            self.prefixes.sent(replica_id, call, prompts, salt)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self.prefixes.done(replica_id, internal_request_id)

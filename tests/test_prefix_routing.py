@@ -1,0 +1,161 @@
+"""Which replica gets a request: the one that has its beginning, unless it has too much to do."""
+
+import importlib
+
+from conftest import make_greedy, random_tokens
+
+from sampling import SamplingParams
+
+SIZES = {"block_size": 64, "stride": None, "page_size": 4, "num_pages": None, "max_rows": 3}
+
+
+def make(*replicas, **sizes):
+    assert importlib.util.find_spec("server.prefixes")
+    from server.prefixes import Prefixes
+
+    prefixes = Prefixes(**SIZES | sizes)
+    prefixes.keep(set(replicas))
+    return prefixes
+
+
+def first(prefixes, *prompts, salt="", replicas="abc"):
+    return prefixes.order(list(replicas), list(prompts), salt)[0]
+
+
+def send(prefixes, replica, *prompts, salt="", over=True):
+    prefixes.sent(replica, replica, list(prompts), salt)
+    if over:
+        prefixes.done(replica, replica)
+
+
+PROMPT = random_tokens(20)
+
+
+def test_a_prompt_goes_where_its_beginning_is():
+    prefixes = make(*"abc")
+    send(prefixes, "b", PROMPT)
+    send(prefixes, "c", PROMPT[:8])
+    assert prefixes.order(list("abc"), [PROMPT[:13] + [1, 2, 3]], "") == ["b", "c", "a"]
+    assert first(prefixes, PROMPT[:7] + [60] * 9) == "c"  # one page: it knows the fewest
+
+
+def test_the_last_token_is_computed_and_a_page_counts_when_it_is_full():
+    prefixes = make(*"ab")
+    send(prefixes, "a", PROMPT[:8])
+    send(prefixes, "b", [60] * 20)
+    assert first(prefixes, PROMPT[:9], replicas="ba") == "a"
+    send(prefixes, "a", [59] * 20)  # from now on it has more pages
+    assert first(prefixes, PROMPT[:5], replicas="ab") == "a"
+    assert first(prefixes, PROMPT[:4], replicas="ab") == "b"
+
+
+def test_a_salt_is_another_beginning():
+    prefixes = make(*"ab")
+    send(prefixes, "a", PROMPT, salt="x")
+    assert first(prefixes, PROMPT, salt="x", replicas="ab") == "a"
+    assert first(prefixes, PROMPT, salt="y", replicas="ab") == "b"
+
+
+def test_without_a_beginning_it_goes_where_least_is_to_do():
+    prefixes = make(*"abc")
+    send(prefixes, "a", [1], [2], over=False)
+    send(prefixes, "b", [3], over=False)
+    assert prefixes.order(list("abc"), [PROMPT], "") == ["c", "b", "a"]
+    prefixes.done("a", "a")
+    assert prefixes.order(list("cba"), [PROMPT], "") == ["c", "a", "b"]
+
+
+def test_pages_are_worth_so_many_texts():
+    prefixes = make(*"ab", max_rows=9)
+    send(prefixes, "a", PROMPT[:12])
+    send(prefixes, "a", *[[1]] * 3, over=False)
+    assert first(prefixes, PROMPT, replicas="ba") == "b"  # equal, but a has more pages
+    prefixes.sent("b", "other", [[1]], "")
+    assert first(prefixes, PROMPT, replicas="ba") == "a"
+
+
+def test_a_page_that_several_prompts_have_counts_once():
+    prefixes = make(*"ab", max_rows=9)
+    send(prefixes, "a", PROMPT[:8])
+    send(prefixes, "a", *[[1]] * 3, over=False)
+    assert first(prefixes, PROMPT, PROMPT[:8] + [60] * 8, replicas="ab") == "b"
+
+
+def test_where_no_row_is_free_pages_do_not_count():
+    prefixes = make(*"ab", max_rows=2)
+    send(prefixes, "a", PROMPT)
+    send(prefixes, "a", [1], over=False)
+    assert first(prefixes, PROMPT, replicas="ba") == "a"
+    prefixes.sent("a", "other", [[1]], "")
+    prefixes.sent("b", "one", [[1]], "")
+    assert first(prefixes, PROMPT, replicas="ba") == "b"
+
+
+def test_what_a_cache_has_no_room_for_is_forgotten_and_the_beginning_last():
+    prefixes = make(*"ab", num_pages=4)
+    send(prefixes, "a", PROMPT)  # five pages
+    assert len(prefixes.pages["a"]) == 4
+    send(prefixes, "a", [60] * 8)
+    assert first(prefixes, PROMPT[:9], replicas="ba") == "a"
+    send(prefixes, "a", [59] * 16)
+    send(prefixes, "b", [58] * 16)
+    assert first(prefixes, PROMPT, replicas="ba") == "b"
+
+
+def test_a_window_is_what_counts_of_a_long_prompt():
+    long = random_tokens(100, seed=1)
+    prefixes = make(*"ab")  # the window of 100 tokens begins at 64
+    send(prefixes, "a", long)
+    assert first(prefixes, long[64:] + [1], replicas="ba") == "a"
+    assert first(prefixes, long[:60], replicas="ab") == "b"
+
+
+def test_a_call_is_with_one_replica():
+    prefixes = make(*"ab")
+    prefixes.sent("a", "call", [[1], [2]], "")
+    assert first(prefixes, PROMPT, replicas="ab") == "b"
+    prefixes.sent("b", "call", [[1], [2]], "")
+    prefixes.done("a", "call")  # late
+    assert first(prefixes, PROMPT, replicas="ba") == "a"
+    prefixes.keep({"a"})
+    assert not prefixes.calls
+
+
+def test_replicas_come_and_go():
+    prefixes = make(*"ab")
+    send(prefixes, "a", PROMPT)
+    prefixes.keep({"b", "c"})
+    prefixes.sent("a", "late", [PROMPT], "")
+    prefixes.done("a", "late")
+    assert set(prefixes.pages) == {"b", "c"} and not prefixes.calls
+    prefixes.keep({"a", "b"})
+    assert not prefixes.pages["a"]
+
+
+def test_pages_found_are_those_that_an_engine_finds(tiny):
+    """Of one replica, of which all is known, where its cache has room for all."""
+    prefixes = make("a", max_rows=32)
+    engine, _ = make_greedy(tiny(block_size=64), [], 1, page_size=4)
+    parts = [random_tokens(6, seed=seed) for seed in range(4)]
+    expected = 0
+    for row in range(20):
+        digits = [row % 2, row % 3, row % 4, row % 5 % 4][: row % 4 + 1]
+        prompt = sum((parts[digit] for digit in digits), [])
+        expected += 4 * sum(name in prefixes.pages["a"] for name in prefixes.names([prompt], "", 1))
+        send(prefixes, "a", prompt)
+        engine.add(prompt, SamplingParams(max_new_tokens=1))
+        while engine.busy:
+            engine.step()
+    assert engine.scheduler.shared == expected > 0
+
+
+def run_script(run_main, *arguments) -> tuple[int, str, str]:
+    import serve_ray
+
+    return run_main(serve_ray.main, "--port", 0, *arguments)
+
+
+def test_ways_to_choose_are_an_option(run_main):
+    code, out, err = run_script(run_main, "--routing", "luck")
+    assert (code, out) == (2, "")
+    assert "argument --routing: invalid choice: 'luck' (choose from" in err
