@@ -136,6 +136,7 @@ def application(args):
         num_replicas=args.replicas,
         ray_actor_options=needs,
         max_constructor_retry_count=1,  # what fails first fails always
+        health_check_period_s=1,  # of which three must fail
         **shared,
         **routing(args),
     )

@@ -13,7 +13,7 @@ from command_line import load_engine, pick_device
 from load import load_config, parse_name
 from sampling import SamplingParams
 from server.app import make_app
-from server.engine_thread import EngineThread, Update
+from server.engine_thread import EngineDead, EngineThread, Update
 from server.metrics import Metrics
 from server.served import Served, find_chat, served_name
 from tokenizer import load_encoding
@@ -43,6 +43,11 @@ class Replica:
                     yield update
         except Exception as error:
             yield error
+
+    def check_health(self) -> None:
+        """Ray asks again and again, and replaces a replica that raises."""
+        if self.thread.error:
+            raise EngineDead(self.thread.error)
 
     def read_metrics(self) -> list[Metric]:
         """What this engine has done and does, each sample with the label engine, as vLLM has it."""
@@ -105,7 +110,14 @@ class Replicas:
         """As `EngineThread.generate`: all texts of a call come from one replica."""
         updates = self.handle.generate.remote(prompts, params, salt, name)
         try:
-            async for update in updates:
+            while True:
+                try:
+                    update = await anext(updates)
+                except StopAsyncIteration:
+                    return
+                except Exception as error:  # of Ray, of many kinds
+                    gone = "the process that wrote this text has ended, or cannot be reached"
+                    raise EngineDead(f"{gone}: {type(error).__name__}") from None
                 if isinstance(update, Exception):
                     raise update
                 yield update

@@ -37,14 +37,18 @@ def make_engine(args):
 class Response:
     """Of a call: what the generator of a replica gives, sent from process to process."""
 
-    def __init__(self, updates):
+    def __init__(self, updates, replica):
         self.updates = updates
+        self.replica = replica
 
     def __aiter__(self):
         return self
 
     async def __anext__(self):
-        return pickle.loads(pickle.dumps(await anext(self.updates)))
+        update = await anext(self.updates)
+        if hasattr(self.replica, "killed"):
+            raise RuntimeError("The actor died unexpectedly before finishing this task.")
+        return pickle.loads(pickle.dumps(update))
 
     def cancel(self):
         self.closing = asyncio.ensure_future(self.updates.aclose())
@@ -66,7 +70,8 @@ class Handle:
         return Broadcast([getattr(replica, name) for replica in self.replicas])
 
     def remote(self, *call):
-        return Response(next(self.turns).generate(*pickle.loads(pickle.dumps(call))))
+        replica = next(self.turns)
+        return Response(replica.generate(*pickle.loads(pickle.dumps(call))), replica)
 
 
 class Broadcast:

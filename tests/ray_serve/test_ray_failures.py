@@ -1,0 +1,85 @@
+"""A client that leaves, and a replica that is killed, on Ray."""
+
+import json
+import os
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from on_ray import samples, until
+from replicas import same
+
+pytest_plugins = ["ray_fixtures"]
+PATH = "/v1/completions"
+ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True}
+REPLICA = "ray::ServeReplica:default:Replica"
+ENDED = "the process that wrote this text has ended, or cannot be reached: "
+
+
+def total(door, name: str, **labels) -> float:
+    return sum(samples(door, name, **labels).values())
+
+
+def test_a_client_that_leaves_frees_the_engine(servers):
+    door, _, _ = servers
+    aborted = {"name": "request_success_total", "finished_reason": "abort"}
+    before = total(door, **aborted)
+    for stream in (True, False):
+        data = json.dumps(ENDLESS | {"stream": stream}).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", door.port), timeout=60) as client:
+            client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            until(lambda: total(door, "num_requests_running") == 1)
+        until(lambda: total(door, "num_requests_running") == 0)
+    assert total(door, **aborted) - before == 2
+    assert total(door, "kv_cache_usage_perc") == 0
+
+
+def read(door, seed: int, progress: dict, ended: dict, stop: threading.Event) -> str:
+    """An endless text, as long as it is wanted; its error, if it ends with one, goes to `ended`."""
+    text = ""
+    with door.send("POST", PATH, ENDLESS | {"seed": seed, "stream": True}) as answer:
+        assert answer.status == 200
+        for line in answer:
+            event = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: {") else {}
+            if "error" in event:
+                assert answer.read() == b"\ndata: [DONE]\n\n"
+                ended[seed] = event["error"]["message"]
+            elif event:
+                text += event["choices"][0]["text"]
+                progress[seed] = progress.get(seed, 0) + 1
+            if stop.is_set():
+                return text
+    return text
+
+
+def test_of_a_killed_replica_texts_end_with_an_error_and_others_go_on(servers):
+    door, server, one = servers
+    pids = server.pids(REPLICA)
+    assert len(pids) == 2
+    progress = {}
+    ended = {}
+    stop = threading.Event()
+    with ThreadPoolExecutor(6) as pool:
+        try:
+            reading = [pool.submit(read, door, seed, progress, ended, stop) for seed in range(6)]
+            until(lambda: len(progress) == 6)
+            os.kill(pids[0], signal.SIGKILL)
+            until(lambda: ended)
+            before = dict(progress)
+            until(
+                lambda: all(seed in ended or progress[seed] > before[seed] + 50 for seed in before)
+            )
+        finally:
+            stop.set()
+        found = [each.result() for each in reading]
+    assert all(error.startswith(ENDED) for error in ended.values()) and len(ended) < 6
+    for seed, text in enumerate(found):
+        _, answer = one.post(PATH, ENDLESS | {"seed": seed, "max_tokens": 100})
+        own = answer["choices"][0]["text"]
+        assert text.startswith(own) or own.startswith(text)
+    until(lambda: len(samples(door, "num_requests_running")) == 2)  # a new one has come
+    assert len(set(server.pids(REPLICA)) - set(pids)) == 1
+    body = {"prompt": "Tom", "seed": 7}
+    assert same(door.post(PATH, body)) == same(one.post(PATH, body))
