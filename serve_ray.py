@@ -23,6 +23,7 @@ from server.replicas import Door, Replica
 from server.served import served_name
 from tokenizer import load_encoding
 
+SECONDS = (int | float, lambda value: 1 <= value < 1e6, "a number >= 1")
 LIMITS = {
     "replicas": (int, lambda value: value >= 1, "an integer >= 1"),
     "cpus": (int | float, lambda value: 1e-4 <= value < 1e6, "a number >= 0.0001"),  # of Ray
@@ -43,6 +44,10 @@ def main(argv=None) -> None:
 def make_parser() -> Parser:
     parser = Parser(description="Serve a model with several engines, each in its own process.")
     parser.add_argument("--replicas", type=int, default=2, help="how many engines")
+    most_help = "how many engines there may be where there is much to do; not given: no more"
+    parser.add_argument("--max-replicas", type=int, help=most_help)
+    scale_help = "for --max-replicas: how long there must be more or less to do"
+    parser.add_argument("--scale-seconds", type=float, default=30, help=scale_help)
     parser.add_argument("--cpus", type=float, default=1, help="that each engine has for itself")
     routing_help = "to the engine that has a prompt's beginning, or to one with little to do"
     parser.add_argument(
@@ -55,12 +60,14 @@ def make_parser() -> Parser:
 def run(args) -> None:
     """Serve until a signal comes. Raises UserError for bad input."""
     check(args)
-    if args.replicas * args.cpus > os.cpu_count():
-        wanted = f"--replicas {args.replicas} --cpus {args.cpus:g}"
-        raise UserError(f"{wanted}: this machine has {os.cpu_count()} CPUs")
+    option = "--replicas" if args.max_replicas is None else "--max-replicas"
+    wanted = f"{option} {most(args)}"
+    cpus = os.cpu_count()
+    if most(args) * args.cpus > cpus:
+        raise UserError(f"{wanted} --cpus {args.cpus:g}: this machine has {cpus} CPUs")
     gpus = torch.cuda.device_count()
-    if pick_device(args.device) == "cuda" and args.replicas > gpus:
-        raise UserError(f"--replicas {args.replicas}: each needs a GPU; this machine has {gpus}")
+    if pick_device(args.device) == "cuda" and most(args) > gpus:
+        raise UserError(f"{wanted}: each needs a GPU; this machine has {gpus}")
     signals = queue.SimpleQueue()
     with running(args) as address:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -87,11 +94,19 @@ def check(args) -> None:
     """Raise UserError for what could only fail later, in other processes."""
     check_server_options(args)
     check_limits(LIMITS, replicas=args.replicas, cpus=args.cpus)
+    check_limits({"scale_seconds": SECONDS}, scale_seconds=args.scale_seconds)
+    if most(args) < args.replicas:
+        raise UserError(f"--max-replicas {most(args)} is less than --replicas {args.replicas}")
     pick_device(args.device)
     source = parse_name(args.model)
     load_encoding(source, load_config(source).vocab_size)
     if source.kind != "random":
         source.weights()
+
+
+def most(args) -> int:
+    """How many replicas there may be."""
+    return args.replicas if args.max_replicas is None else args.max_replicas
 
 
 @contextlib.contextmanager
@@ -133,7 +148,7 @@ def application(args):
     needs = {"num_cpus": args.cpus, "num_gpus": int(pick_device(args.device) == "cuda")}
     engines = serve.deployment(
         Replica,
-        num_replicas=args.replicas,
+        autoscaling_config=scaling(args),
         ray_actor_options=needs,
         max_constructor_retry_count=1,  # what fails first fails always
         health_check_period_s=1,  # of which three must fail
@@ -142,6 +157,19 @@ def application(args):
     )
     door = serve.deployment(serve.ingress()(Door), ray_actor_options={"num_cpus": 0}, **shared)
     return door.bind(args, engines.bind(args))
+
+
+def scaling(args) -> dict:
+    """When Ray begins or ends replicas: each is to have as many requests as its engine has rows."""
+    return {
+        "min_replicas": args.replicas,
+        "max_replicas": most(args),
+        "target_ongoing_requests": args.max_rows,
+        "metrics_interval_s": min(args.scale_seconds / 4, 10),
+        "look_back_period_s": args.scale_seconds,
+        "upscale_delay_s": args.scale_seconds,
+        "downscale_delay_s": args.scale_seconds,
+    }
 
 
 def routing(args) -> dict:
