@@ -116,37 +116,12 @@ class Reply(NamedTuple):
     headers: http.client.HTTPMessage
 
 
-class Door:
-    """A server at a port of 127.0.0.1, and a client of it.
+class Client:
+    """Of a server at a port of 127.0.0.1."""
 
-    asked: of each call of the engine, its ids and parameters. updates: all that was new of texts.
-    heard: of each request, what the server received of it: types of ASGI's messages. function: the
-    name of the one that FastAPI found for the last path, "" for none.
-    """
-
-    def __init__(
-        self, port: int, served: Served, server: uvicorn.Server, turns: Turns | None = None
-    ):
+    def __init__(self, port: int):
         self.port = port
-        self.served = served
-        self.thread = thread = served.thread
-        self.server = server
-        self.turns = turns
-        self.asked: list[tuple[list, list]] = []
-        self.updates: list[dict[int, Update]] = []
-        self.heard: list[list[str]] = []
         self.connections: list[http.client.HTTPConnection] = []  # open while somebody has them
-        self.function = ""
-        generate = thread.generate
-
-        async def noted(prompts, params, *rest):
-            self.asked.append((prompts, params))
-            async with contextlib.aclosing(generate(prompts, params, *rest)) as found:
-                async for updates in found:
-                    self.updates.append(updates)
-                    yield updates
-
-        thread.generate = noted
 
     def send(
         self, method: str, path: str, body: dict | None = None, **headers: str
@@ -171,6 +146,46 @@ class Door:
             raise UserError(reply.body["error"]["message"])
         return reply.body
 
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for what other threads do."""
+        late = time.monotonic() + PATIENCE
+        while not holds():
+            if time.monotonic() > late:
+                raise TimeoutError
+            time.sleep(0.001)
+
+
+class Door(Client):
+    """A server at a port of 127.0.0.1, and a client of it.
+
+    asked: of each call of the engine, its ids and parameters. updates: all that was new of texts.
+    heard: of each request, what the server received of it: types of ASGI's messages. function: the
+    name of the one that FastAPI found for the last path, "" for none.
+    """
+
+    def __init__(
+        self, port: int, served: Served, server: uvicorn.Server, turns: Turns | None = None
+    ):
+        super().__init__(port)
+        self.served = served
+        self.thread = thread = served.thread
+        self.server = server
+        self.turns = turns
+        self.asked: list[tuple[list, list]] = []
+        self.updates: list[dict[int, Update]] = []
+        self.heard: list[list[str]] = []
+        self.function = ""
+        generate = thread.generate
+
+        async def noted(prompts, params, *rest):
+            self.asked.append((prompts, params))
+            async with contextlib.aclosing(generate(prompts, params, *rest)) as found:
+                async for updates in found:
+                    self.updates.append(updates)
+                    yield updates
+
+        thread.generate = noted
+
     def call(self, body: dict) -> tuple[http.client.HTTPConnection, Call]:
         """Ask for a text, and wait until the server knows of it."""
         known = set(self.thread.calls)
@@ -189,14 +204,6 @@ class Door:
         self.step()
         while self.thread.engine.busy:
             self.step()
-
-    def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for what other threads do."""
-        late = time.monotonic() + PATIENCE
-        while not holds():
-            if time.monotonic() > late:
-                raise TimeoutError
-            time.sleep(0.001)
 
     def close(self) -> None:
         """Texts that are not over end with an error."""
