@@ -624,14 +624,15 @@ def test_a_picture_of_the_reader_s_own_prompt(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("prompt", ["Tom", "<b> &\n"])
 def test_odd_prompts(prompt):
     """One token, tokens of no story, and what HTML would take for its own."""
-    from book import spreading
+    from book import replicating, spreading
     from book.pictures import PICTURES, page
 
     slow = {"eos-handling", "context-window", "kv-cache-fix", "prompt-lookup", "chunked-prefill"}
     slow |= {"batched-speculation", "drafts-that-pay"}
     slow |= {slug for slug in PICTURES if slug.endswith("-penalty")}
     slow |= {slug for slug, picture in PICTURES.items() if picture.rows}  # files, not prompts
-    slow |= {"sanity-checks", "llama-3", "request-seeds", *spreading.PICTURES}
+    slow |= {"sanity-checks", "llama-3", "request-seeds"}
+    slow |= {*spreading.PICTURES, *replicating.PICTURES}
     for slug in sorted(set(PICTURES) - slow - {"variable-batching"}):
         html5lib.HTMLParser(strict=True).parse(page(f"00-{slug}", prompt))
 

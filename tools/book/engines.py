@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import multiprocessing
 import pickle
+import random
 import socket
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -43,13 +44,11 @@ class Turns(door.Turns):
     """As those of a server, but an engine that has nothing to do comes back, too."""
 
     def wait(self) -> bool:
-        while True:
-            self.here.release()
-            take(self.turns)
-            while not self.thread.commands.empty():
-                self.thread.commands.get()()
-            if self.thread.engine.busy:
-                return True
+        self.here.release()
+        take(self.turns)
+        while not self.thread.commands.empty():
+            self.thread.commands.get()()
+        return True
 
 
 async def step(replica: Replica) -> bool:
@@ -59,13 +58,13 @@ async def step(replica: Replica) -> bool:
     return replica.thread.engine.busy
 
 
-def be_engine(sock: socket.socket, args, by_turns: bool) -> None:
+def be_engine(number: int, sock: socket.socket, args, by_turns: bool) -> None:
     """What the process of an engine does: what the other end of the socket asks for."""
     torch.set_num_threads(1)
-    asyncio.run(answer(sock, args, by_turns))
+    asyncio.run(answer(number, sock, args, by_turns))
 
 
-async def answer(sock: socket.socket, args, by_turns: bool) -> None:
+async def answer(number: int, sock: socket.socket, args, by_turns: bool) -> None:
     replica = object.__new__(Replica)  # its __init__ is asynchronous, which Ray knows
 
     def make_thread(*arguments) -> EngineThread:
@@ -84,6 +83,7 @@ async def answer(sock: socket.socket, args, by_turns: bool) -> None:
 
     with mock.patch.object(replicas, "EngineThread", make_thread):
         await replica.__init__(args)
+    replica.name = f"{random.Random(number).getrandbits(32):08x}"  # the same each time
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     tasks = {}  # number of a call -> what does it
 
@@ -144,7 +144,7 @@ class Remote:
         context = multiprocessing.get_context("fork")
         self.number = number
         self.sock, there = socket.socketpair()
-        given = there, args, by_turns
+        given = number, there, args, by_turns
         self.process = context.Process(target=be_engine, args=given, daemon=True)
         self.process.start()
         there.close()  # so that this end knows when the process has ended
@@ -280,11 +280,12 @@ class Broadcast:
 class Front(Client):
     """A client of the app, who may also look behind it."""
 
-    def __init__(self, port: int, handle: Handle, loop: asyncio.AbstractEventLoop):
+    loop: asyncio.AbstractEventLoop  # of the app
+
+    def __init__(self, port: int, handle: Handle):
         super().__init__(port)
         self.handle = handle
         self.crossed = handle.crossed
-        self.loop = loop
 
     def on(self, engine: int, action: str | Callable, *arguments) -> Any:
         """What action(its Replica, *arguments) returns in the process of an engine."""
@@ -334,9 +335,9 @@ def open_engines(
     app = replicas.Door(args, made).__serve_build_asgi_app__()
     quiet = {"log_level": "critical", "access_log": False, "lifespan": "off"}
     server = uvicorn.Server(uvicorn.Config(app, **quiet, timeout_graceful_shutdown=1))
-    loop = asyncio.new_event_loop()
 
     async def main():
+        front.loop = asyncio.get_running_loop()
         await asyncio.gather(*(remote.open(made.crossed) for remote in remotes))
         made.crossed.clear()
         await server.serve([sock])
@@ -345,9 +346,9 @@ def open_engines(
         for remote in remotes:
             stack.callback(remote.process.kill)
         sock = stack.enter_context(listen("127.0.0.1", 0))
-        front = Front(sock.getsockname()[1], made, loop)
+        front = Front(sock.getsockname()[1], made)
         pool = stack.enter_context(futures.ThreadPoolExecutor(1))
-        working = pool.submit(loop.run_until_complete, main())
+        working = pool.submit(asyncio.run, main())
         front.until(lambda: server.started or working.done())
         if working.done():
             working.result()

@@ -22,6 +22,7 @@ from book import (
     paging,
     penalties,
     racing,
+    replicating,
     requesting,
     scoring,
     searching,
@@ -62,6 +63,7 @@ PICTURES = {  # slug of a lesson -> its picture
     **paging.PICTURES,
     **drafting.PICTURES,
     **spreading.PICTURES,
+    **replicating.PICTURES,
 }
 
 
