@@ -632,7 +632,7 @@ def test_odd_prompts(prompt):
     slow |= {slug for slug in PICTURES if slug.endswith("-penalty")}
     slow |= {slug for slug, picture in PICTURES.items() if picture.rows}  # files, not prompts
     slow |= {"sanity-checks", "llama-3", "request-seeds"}
-    slow |= {*spreading.PICTURES, *replicating.PICTURES}
+    slow |= {*spreading.PICTURES, *replicating.PICTURES, "replica-failures"}
     for slug in sorted(set(PICTURES) - slow - {"variable-batching"}):
         html5lib.HTMLParser(strict=True).parse(page(f"00-{slug}", prompt))
 

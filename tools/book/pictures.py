@@ -24,6 +24,7 @@ from book import (
     racing,
     replicating,
     requesting,
+    routing,
     scoring,
     searching,
     serving,
@@ -64,6 +65,7 @@ PICTURES = {  # slug of a lesson -> its picture
     **drafting.PICTURES,
     **spreading.PICTURES,
     **replicating.PICTURES,
+    **routing.PICTURES,
 }
 
 
