@@ -49,3 +49,26 @@ def drawn(slug: str):
     picture = PICTURES[slug]
     record = recorded(picture, picture.prompt)
     return record, tree_of(picture.draw(record).body)
+
+
+def caption_of(slug: str, record=None) -> str:
+    """The words over a picture; record: of another run than the book's."""
+    from book.pictures import PICTURES, recorded
+
+    picture = PICTURES[slug]
+    record = record or recorded(picture, picture.prompt)
+    return words_of(tree_of(picture.draw(record).caption))
+
+
+def cells(row) -> list[str]:
+    return [words_of(cell) for cell in row]
+
+
+def number(text: str) -> float:
+    return float(text.replace("\u2212", "-").replace(",", ""))
+
+
+def text_of(*ids) -> str:
+    from book import recordings
+
+    return recordings.encoding().decode(list(ids))

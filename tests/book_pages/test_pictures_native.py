@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from drawings import drawn, of_class, tokens_of, tree_of, widths, words_of
+from drawings import drawn, number, of_class, tokens_of, tree_of, widths, words_of
 
 
 def summary(name: str) -> pandas.DataFrame:
@@ -25,10 +25,6 @@ def columns_of(table) -> list[list[str]]:
 def named(element, tag: str) -> list:
     """Its parts of that name, in HTML or in SVG."""
     return [part for part in element.iter() if str(part.tag).rpartition("}")[2] == tag]
-
-
-def number(text: str) -> float:
-    return float(text.replace("\u2212", "-").replace(",", ""))
 
 
 # Benchmarks

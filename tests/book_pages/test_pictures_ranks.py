@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import CHECKPOINTS, run_rows
-from drawings import drawn, of_class, tokens_of, tree_of, widths, words_of
+from drawings import (
+    caption_of,
+    cells,
+    drawn,
+    number,
+    of_class,
+    text_of,
+    tokens_of,
+    tree_of,
+    widths,
+    words_of,
+)
 
 LESSONS = (
     "leader tensor-parallel split-heads split-vocabulary row-parallel shard-loading "
@@ -31,27 +42,6 @@ def ids():
     from book import recordings
 
     return recordings.encoding().encode(SHOWN)
-
-
-def text_of(*ids) -> str:
-    from book import recordings
-
-    return recordings.encoding().decode(list(ids))
-
-
-def caption_of(slug: str) -> str:
-    from book.pictures import PICTURES, recorded
-
-    picture = PICTURES[slug]
-    return words_of(tree_of(picture.draw(recorded(picture, picture.prompt)).caption))
-
-
-def number(text: str) -> float:
-    return float(text.replace("\u2212", "-").replace(",", ""))
-
-
-def cells(row) -> list[str]:
-    return [words_of(cell) for cell in row]
 
 
 def inputs(model, ids, name: str) -> torch.Tensor:

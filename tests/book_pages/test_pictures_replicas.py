@@ -9,7 +9,17 @@ import time
 
 import pytest
 from conftest import run_rows
-from drawings import drawn, of_class, tokens_of, tree_of, widths, words_of
+from drawings import (
+    caption_of,
+    cells,
+    drawn,
+    of_class,
+    text_of,
+    tokens_of,
+    tree_of,
+    widths,
+    words_of,
+)
 
 LESSONS = "engines-elsewhere", "replicas", "replica-metrics"
 SHOWN = "Tom saw a"
@@ -28,24 +38,6 @@ def ids():
     from book import recordings
 
     return recordings.encoding().encode(SHOWN)
-
-
-def text_of(*ids) -> str:
-    from book import recordings
-
-    return recordings.encoding().decode(list(ids))
-
-
-def caption_of(slug: str, record=None) -> str:
-    from book.pictures import PICTURES, recorded
-
-    picture = PICTURES[slug]
-    record = record or recorded(picture, picture.prompt)
-    return words_of(tree_of(picture.draw(record).caption))
-
-
-def cells(row) -> list[str]:
-    return [words_of(cell) for cell in row]
 
 
 def test_a_picture_is_the_same_each_time(monkeypatch):

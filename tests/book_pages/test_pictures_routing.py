@@ -6,7 +6,7 @@ import random
 import re
 
 import pytest
-from drawings import drawn, of_class, tokens_of, tree_of, words_of
+from drawings import caption_of, drawn, of_class, tokens_of, tree_of, words_of
 
 LESSONS = ("prefix-routing", "replica-failures", "scaling")
 STARTS = (
@@ -24,13 +24,6 @@ def encode():
     from book import recordings
 
     return recordings.encoding().encode
-
-
-def caption_of(slug: str) -> str:
-    from book.pictures import PICTURES, recorded
-
-    picture = PICTURES[slug]
-    return words_of(tree_of(picture.draw(recorded(picture, picture.prompt)).caption))
 
 
 def alone(ids: list[int], length: int, seed: int) -> list[str]:
