@@ -1,17 +1,22 @@
 """The pictures of the lessons show what the runs gave that they are drawn from."""
 
 import html
+import inspect
 import json
+import math
 import re
+import struct
 import subprocess
 
 import html5lib
 import pytest
 import torch
 from conftest import ROOT, run
-from drawings import drawn, of_class, tokens_of, tree_of, widths, words_of
+from drawings import caption_of, drawn, of_class, tokens_of, tree_of, widths, words_of
 
 import lessons as course
+from drafts import lookup
+from sampling import top_p_filter
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +79,14 @@ def test_a_pass(figures):
     turned = [first[1] > second[1] for first, second in record.after]
     assert not turned[record.layer] and turned[-1]
     assert [name for name, _ in record.after[0]] == [" sad", " happy"]
+    assert caption_of("init").endswith(
+        f"In layer {record.layer} attention looks back at  lost; through the layers the answer "
+        "turns from  happy to  sad."
+    )
+    drawn_numbers = len(of_class(tree, "rect", "plus")) + len(of_class(tree, "rect", "minus"))
+    assert f"The first {drawn_numbers // len(ids)} numbers of each" in words
+    assert f"number {record.head} of layer {record.layer}." in words
+    assert f"dashed: layer {record.layer}." in words
     assert tokens_of(of_class(tree, "ol", "chips")[0]) == [text for text, _ in record.tokens]
 
 
@@ -116,7 +129,7 @@ def test_steps_of_greedy_decoding(figures):
     assert [words_of(row) for row in rows] == [
         encoding().decode(ids + tokens[:count]) for count in range(len(steps))
     ]
-    assert tokens_of(tree, "new") == [step.chosen for step in steps]
+    assert tokens_of(tree.find(".//tbody"), "new") == [step.chosen for step in steps]
 
 
 def logits_after(text: str) -> torch.Tensor:
@@ -155,8 +168,10 @@ def test_windows_are_those_that_the_model_saw():
         for row in tree.iter("tr")
         if row.find("td") is not None
     ]
-    assert rows[0][:4] == ["Once0", " upon1", " a2", " time3"]
-    assert rows[2][:4] == ["Onceout", " upon0", " a1", " time2"]
+    assert rows[0][:4] == ["Once0", " upon1", " a2", "\u2026"]
+    assert rows[2][:4] == ["Onceout", " upon0", " a1", "\u2026"]
+    assert rows[3][:4] == ["Onceout", " uponout", " a0", "\u2026"]
+    assert f"sees the last {record.size} tokens, its window." in caption_of("context-window")
     assert all(row[-2].endswith(place) for row, place in zip(rows, ("254", "255", "255", "255")))
     assert [row[-1] for row in rows] == record.text[-4:]
     with torch.inference_mode():
@@ -187,6 +202,9 @@ def test_temperatures_have_the_sums_and_the_figures_of_the_lesson():
     assert [name for name, _ in first] == [" big"] * 3
     assert [round(p, 3) for _, p in first] == [0.956, 0.441, 0.027]  # as its Try prints them
     logits = logits_after("One day, Tom saw a")
+    assert caption_of("temperature").endswith(
+        "big has 96\u00a0% at T = 0.5 and 2.7\u00a0% at T = 2."
+    )
     for each, part in zip(record, of_class(tree, "div", "panel")):
         probs = (logits / each.temperature).softmax(dim=-1)
         assert [p for _, p in each.likely] == pytest.approx(probs.topk(6).values.tolist(), rel=1e-4)
@@ -203,6 +221,9 @@ def test_top_k_gives_the_mass_to_ten_tokens():
     assert record.after == pytest.approx(
         [*(best[:10] / record.kept).tolist(), 0, 0, 0, 0], rel=1e-4
     )
+    told = caption_of("top-k")
+    assert f"had {100 * best[:10].sum():.0f}\u00a0% of the probability" in told
+    assert f"the other {100 - 100 * best[:10].sum():.0f}\u00a0%, cannot be drawn" in told
     before, after = of_class(tree, "div", "panel")
     names = [text for text, _ in record.before]
     assert tokens_of(before) == tokens_of(after) == names and tokens_of(after, "gone") == names[10:]
@@ -220,6 +241,13 @@ def test_top_p_keeps_as_many_as_the_lesson_says():
     _, example = of_class(tree, "div", "panel")
     assert tokens_of(example, "gone") == [text for text, _ in record[1].likely[5:]]
     assert [each.own for each in record] == [False, True, False, False]
+    left = top_p_filter(logits_after(record[1].prompt), 0.9).softmax(dim=-1).max()
+    assert words_of(example).endswith(
+        f"Only these are drawn then,  Lily with {100 * left:.0f}\u00a0%."
+    )
+    assert "90\u00a0% together. How many that are is up to the model: 1, 5, 74, 266 " in (
+        caption_of("top-p")
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,6 +265,7 @@ def test_sliders_have_the_whole_distribution(slug, text, sliders):
     picture = PICTURES[slug]
     tree = tree_of(picture.draw(recorded(picture, picture.prompt)).live)
     assert {part.get("name"): part.get("value") for part in tree.iter("input")} == sliders
+    assert words_of(of_class(tree, "p", "title")[0]) == f"Move it yourself, after {text}"
     (script,) = tree.iter("script")
     data = json.loads(words_of(script))
     ordered = logits_after(text).sort(descending=True)
@@ -266,6 +295,11 @@ def test_the_storage_fills_up():
     grown, static = of_class(tree, "div", "panel")
     assert len(of_class(grown, "rect", "second")) == sum(range(4, 13))
     assert len(of_class(static, "rect", "first")) == 13
+    assert words_of(grown).startswith(
+        f"torch.cat, a longer tensor each time: {sum(range(4, 13))} c"
+    )
+    copied = [int(words_of(cell)) for cell in of_class(grown, "td", "value")]
+    assert copied == [0, *range(4, 13)]
     kinds = [len(of_class(static, "rect", kind)) for kind in ("first", "kept", "empty")]
     assert sum(kinds) == 10 * 13
 
@@ -284,6 +318,10 @@ def test_hops():
     totals = [sum(last - first + 1 for first, last in each.spans) for each in record]
     assert [each.stride for each in record] == [128, 1]
     assert totals[0] == 4 + 499 + 2 * 128 and totals[1] > 80 * totals[0]
+    told = (
+        f"In hops of 128 tokens that is seldom: {totals[0]:,} positions instead of {totals[1]:,}."
+    )
+    assert caption_of("kv-cache-fix").endswith(told)
     for each, part in zip(record, of_class(tree, "div", "panel")):
         wide = sum(last > first for first, last in each.spans)
         assert len(of_class(part, "rect", "first")) == wide
@@ -298,6 +336,8 @@ def test_a_batch_of_different_lengths():
         later = [each[row][0][1] for each in record.decode]
         assert later == [length]
     assert len(tokens_of(tree.find(".//tbody"), "pad")) == 18 - 12
+    assert "3 texts in one pass" in caption_of("variable-batching")
+    assert "padded, here in 6 places, " in caption_of("variable-batching")
     assert len(tokens_of(tree.find(".//tbody"), "new")) == 3
 
 
@@ -311,6 +351,8 @@ def test_drafts_and_a_refusal():
     for each in verdicts:
         assert each.tokens[: each.accepted] == each.drafts[: each.accepted]
         assert len(each.tokens) == each.accepted + 1
+    told = "drafted 36 tokens, the large one kept 28: 12 of its passes made 40 tokens, from its own"
+    assert told in caption_of("speculative-decoding")
     passes, bars = of_class(tree, "div", "panel")
     (lines,) = of_class(passes, "ol", "passes")
     assert len(tokens_of(lines, "new")) == 28 and len(tokens_of(lines, "own")) == 12
@@ -365,9 +407,19 @@ def test_penalties_move_what_was_written(slug, common, own, change):
     assert tuple(best) == record.chosen
     assert any(after != before for _, before, after, _, _ in record.rows)
     part, texts = of_class(tree, "div", "panel")
-    quote = words_of(texts.find(".//q")).removeprefix("\u2026")
-    whole = record.before.startswith(quote) or record.before[: -len(quote)].endswith(" ")
-    assert len(quote) > 20 and record.before.endswith(quote) and whole  # no word is cut
+    quote = words_of(texts.find(".//q"))
+    before = "The big bear" + record.before
+    end = quote.removeprefix("\u2026")
+    whole = quote == before or (quote != end and before[: -len(end)].endswith(" "))
+    assert len(end) > 20 and before.endswith(end) and whole  # no word is cut
+    written = encoding().encode(record.before)
+    for (text, own, penalized, *_), cell in zip(record.rows, of_class(part, "td", "value")):
+        counted = written.count(encoding().encode(text)[0])
+        shown = words_of(cell).partition(", ")[2]
+        if counted or own == penalized:
+            assert shown == ("" if not counted else "once" if counted == 1 else f"{counted} times")
+        else:  # only a penalty on the prompt is left
+            assert shown == "in the prompt" and encoding().encode(text)[0] in ids
     assert tokens_of(part.find("table")) == [row[0] for row in record.rows]
     assert tokens_of(part, "new") == [record.chosen[1]]
 
@@ -383,6 +435,12 @@ def test_bits_stand_for_the_number():
         assert value == (1 + int(bits[1 + exponent :], 2) / 2**fraction) * 2.0**power
     shown = [words_of(line) for line in of_class(tree, "p", "bits")]
     assert shown == [bits for _, bits, _ in record.rows]
+    titles = [words_of(title) for title in of_class(tree, "p", "title")]
+    sizes = (4, 2, 2)
+    assert all(f": {size} bytes, " in title for size, title in zip(sizes, titles, strict=True))
+    off = [abs(value - exact.item()) for _, _, value in record.rows]
+    told = caption_of("fp16-bf16")
+    assert f"off by {off[1]:.2g} in float16" in told and f"by {off[2]:.2g} in bfloat16" in told
 
 
 def test_a_tree_of_beams():
@@ -412,6 +470,8 @@ def test_a_tree_of_beams():
     assert record.best == record.steps[-1][0].text
     assert record.scores == pytest.approx((total(record.greedy), total(record.best)), abs=1e-3)
     assert record.scores[1] > record.scores[0] and record.greedy != record.best
+    times = math.exp(total(record.best) - total(record.greedy))
+    assert caption_of("beam-search").endswith(f"one that is {times:.1f} times as probable.")
     shown = [words_of(part) for part in of_class(tree, "text", "kept-node")]
     assert shown == [node.text[-1].strip() for nodes in record.steps for node in nodes[:2]]
 
@@ -453,11 +513,15 @@ def test_int8_products():
     assert record.exact == pytest.approx((x[0] @ layer.weight[0]).item(), abs=1e-5)
     assert record.rounded == pytest.approx(int8_linear(x[0], values, scale).item(), abs=1e-6)
     assert record.sum * record.x_scale * record.scale == pytest.approx(record.rounded, abs=1e-6)
-    for w, ratio, value, back in record.weights:
-        assert value == round(ratio) and abs(w - back) <= record.scale / 2 + 1e-9
-    assert record.weights[-1][2] in (-127, 127)
+    for w, value, whole, one in record.weights:
+        assert value == round(w / record.scale)
+        assert abs(w - value * record.scale) <= record.scale / 2 + 1e-9
+        assert whole == struct.pack(">f", w) and one == struct.pack("b", value)
+    assert record.weights[-1][1] in (-127, 127)
+    held = [f"{byte:02x}" for *_, whole, one in record.weights for byte in whole + one]
+    assert tokens_of(tree.find(".//tbody")) == held
     shown = [words_of(cell) for cell in tree.find(".//tbody").iter("b")]
-    assert shown == [str(value).replace("-", "\u2212") for _, _, value, _ in record.weights]
+    assert shown == [str(each[1]).replace("-", "\u2212") for each in record.weights]
     # A byte is 7 wide in lines of 64; no byte is drawn twice, and none left out.
     assert record.bytes == (layer.weight[0].nbytes, values.nbytes, scale.nbytes) == (1024, 256, 4)
     for part, weight, extra in zip(of_class(tree, "svg", "bytes"), (4, 1), (0, 4)):
@@ -530,6 +594,9 @@ def test_copied_drafts():
     start, end = record.found
     size = end - start
     assert size == 3 and record.text[start:end] == record.text[-size:]
+    sizes = [each.default for each in inspect.signature(lookup).parameters.values()][-2:]
+    assert sizes == [3, 2] and "last three tokens, or two, occurred" in caption_of("prompt-lookup")
+    assert caption_of("prompt-lookup").endswith("24 of 33 guessed tokens were accepted.")
     assert record.text[end : end + len(record.drafts)] == record.drafts
     (flow,) = of_class(tree, "p", "flow")
     assert tokens_of(flow) == record.text + record.drafts

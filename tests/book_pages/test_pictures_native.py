@@ -1,5 +1,6 @@
 """The pictures of compiled code and of benchmarks show what the runs gave, and the rows."""
 
+import re
 import statistics
 import subprocess
 import sys
@@ -8,8 +9,8 @@ import pandas
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
-from drawings import drawn, number, of_class, tokens_of, tree_of, widths, words_of
+from conftest import ROOT, run
+from drawings import caption_of, drawn, number, of_class, tokens_of, tree_of, widths, words_of
 
 
 def summary(name: str) -> pandas.DataFrame:
@@ -52,44 +53,74 @@ def test_turns_have_the_median_of_the_summary():
     shares = [100 * each / best for each in (worst, best, found[0])]
     assert widths(claims) == pytest.approx(shares, abs=0.1)
     median, low, high = found
-    told = f"{median:.2f} times as fast: the median of 12 turns, from {low:.2f} to {high:.2f}. "
-    assert told in caption_of("benchmark-speculative")
+    told = f"{median:.2f} times as fast, the median of 12 turns from {low:.2f} to {high:.2f}. "
+    told += f"Who picks two runs can say {worst:.2f} or {best:.2f}."
+    assert caption_of("benchmark-speculative").endswith(told)
+    assert "with the code of later lessons" in words_of(claims)
 
 
 ENDS = "first", "second"
 
 
-def caption_of(slug: str) -> str:
-    from book.pictures import PICTURES
-
-    return PICTURES[slug].draw(drawn(slug)[0]).caption
-
-
 def test_lengths_have_the_medians_of_the_summary():
     record, tree = drawn("benchmark-kv-cache")
     lines = summary("kv_cache_cpu").query("batch_size == 1")
+    medians = {}
     for _, line in lines.iterrows():
         runs = record.modes[line["mode"]][line["new_tokens"]]
         assert len(runs) == line["runs"] == 3
         rate = 1000 / statistics.median(runs)
         assert rate == pytest.approx(line["decode_tokens_per_s_median"], rel=1e-3)
-    chart, table = of_class(tree, "div", "panel")
+        medians[line["mode"], line["new_tokens"]] = 1000 / line["decode_tokens_per_s_median"]
+    (chart,) = of_class(tree, "div", "panel")
     assert len(named(chart, "circle")) == 27
-    rows = columns_of(table)[1:]
-    shown = [[number(cell) for cell in row[1:]] for row in rows]
-    turns = [[turn.rate, turn.other, turn.ratio] for turn in record.turns]
-    turns += [[of(column) for column in zip(*turns)] for of in (statistics.mean, statistics.median)]
-    for cells, turn in zip(shown, turns, strict=True):
-        assert cells == pytest.approx(turn, abs=0.051)
-    line = lines.query(f"mode == 'cache' and new_tokens == {record.length}").iloc[0]
-    assert shown[-1][2] == pytest.approx(line["speedup_median"], abs=0.005)
-    median, low, high = (line[f"speedup_{name}"] for name in ("median", "min", "max"))
-    told = f"{median:.2f} times as fast, the median of 3 turns from {low:.2f} to {high:.2f}. "
-    assert told in caption_of("benchmark-kv-cache")
+    zero = max(float(text.get("y")) for text in named(chart, "text") if words_of(text) == "0") - 4
+    plain, cached = (of_class(chart, "polyline", kind)[-1] for kind in ("second", "first"))
+    for line, mode in ((plain, "no cache"), (cached, "cache")):
+        heights = [zero - float(point.split(",")[1]) for point in line.get("points").split()]
+        times = [medians[mode, length] for length in (60, 120, 220)]
+        shares = [height / times[-1] * heights[-1] for height in times]
+        assert heights == pytest.approx(shares, abs=0.2)
+    told = (
+        "Without the cache a token takes longer as the text grows: "
+        f"{medians['no cache', 60]:.0f} ms in texts of 60 tokens, {medians['no cache', 220]:.0f} "
+        f"in texts of 220. With it {medians['cache', 60]:.1f} and {medians['cache', 220]:.1f}."
+    )
+    assert caption_of("benchmark-kv-cache") == told
 
 
-def test_shares_are_those_of_the_summary():
+def test_shares_are_those_that_the_lesson_prints():
+    """Its Try runs its own code: rows first, as they are measured, then the summary of them."""
+    import lessons as course
+
     record, tree = drawn("benchmark-batching")
+    _, lessons = course.read_main()
+    said = course.message(course.find(lessons, "benchmark-batching"))
+    lines = re.findall(r"^ *(\d+),([\w ]+),([\d.]+),[\d.]+$", said, re.MULTILINE)
+    rates = {(mode, int(size)): float(rate) for size, mode, rate in lines}
+    assert list(record.engines) == ["cache", "native", "native int8"]
+    largest = max(rates[engine, size] for engine in record.engines for size in (1, 8))
+    lengths = []
+    ratios = []
+    for engine, runs in record.engines.items():
+        assert list(runs) == [1, 8]
+        for size, (rate,) in runs.items():
+            assert rate == pytest.approx(rates[engine, size], rel=1e-3)
+            parts = [rate / size, rate - rate / size] if size > 1 else [rate]
+            lengths += [100 * part / largest for part in parts]
+        ratios.append(f"{engine} \u00d7\u00a0{rates[engine, 8] / rates[engine, 1]:.1f}")
+    assert widths(tree) == pytest.approx(lengths, abs=0.1)
+    told = f"Tokens a second, 8 against 1: {', '.join(ratios)}."
+    assert caption_of("benchmark-batching").endswith(told)
+    assert "by this lesson\u2019s own code" in words_of(tree)
+
+
+def test_shares_of_a_file_are_those_of_its_summary():
+    from book.pictures import PICTURES
+
+    picture = PICTURES["benchmark-batching"]
+    record = picture.record("benchmark_results/batching_cpu.csv")
+    tree = tree_of(picture.draw(record).body)
     lines = summary("batching_cpu")
     largest = lines[lines["mode"].isin(record.engines)]["decode_tokens_per_s_median"].max()
     lengths = []
@@ -103,12 +134,7 @@ def test_shares_are_those_of_the_summary():
             parts = [rate / size, rate - rate / size] if size > 1 else [rate]
             lengths += [100 * part / largest for part in parts]
     assert widths(tree) == pytest.approx(lengths, abs=0.02) and len(record.engines) == 3
-    best = lines.sort_values("decode_tokens_per_s_median").iloc[-1]
-    most, low, high = (best[f"decode_tokens_per_s_{name}"] for name in ("median", "min", "max"))
-    told = f"{best['mode']} makes most: {most:,.0f} tokens a second for {best['batch_size']} texts"
-    assert f"{told} at once, in 3 runs {low:,.0f} to {high:,.0f}. " in caption_of(
-        "benchmark-batching"
-    )
+    assert "with the code of later lessons" in words_of(tree)
 
 
 @pytest.mark.parametrize(
@@ -190,38 +216,49 @@ def test_sums_in_three_orders():
     assert [row[0] for row in shown] == pytest.approx([each[1] for each in record.orders], abs=1e-8)
 
 
-@pytest.mark.parametrize("backend", ["auto", "native", "torch"])
-def test_what_computes_is_what_load_models_takes(backend):
-    import argparse
-
-    from command_line import load_models
-    from errors import UserError
+def test_what_computes_is_the_rule_of_the_lesson():
+    """C for int8 weights on a CPU alone, and the line that its Try prints."""
+    import lessons as course
 
     record, tree = drawn("native-backend")
-    for row, (place, dtype) in enumerate(
-        [("CPU, float32", "float32"), ("CPU, int8", "int8"), ("CPU, bfloat16", "bfloat16")]
-    ):
-        choice = record.choices[row]
-        answer, said = choice.backends[backend]
-        assert choice.place == place
-        args = argparse.Namespace(backend=backend, dtype=dtype)
-        try:
-            (model,) = load_models([ROOT / "checkpoints" / "stories-draft"], args, "cpu")
-            assert answer == ("C" if model.native else "torch") and not said
-        except UserError as error:
-            assert answer == "error" and said == str(error)
-    assert record.choices[4].backends["auto"][1].startswith("note: there is no C compiler; ")
+    torch_alone = ("torch", "error", "torch")
+    expected = {
+        "CPU, int8": ("C", "C", "torch"),
+        "CPU, float32": torch_alone,
+        "CPU, bfloat16": torch_alone,
+        "GPU, int8": torch_alone,
+        "CPU, int8, no compiler": ("torch", "torch", "torch"),
+    }
+    for choice, (place, answers) in zip(record.choices, expected.items(), strict=True):
+        assert choice.place == place and list(choice.backends) == ["auto", "native", "torch"]
+        assert tuple(answer for answer, _ in choice.backends.values()) == answers
+        for backend, (answer, words) in choice.backends.items():
+            lacks = place.endswith("no compiler") and backend != "torch"
+            assert bool(words) == (answer == "error" or lacks)
+    _, lessons = course.read_main()
+    said = course.message(course.find(lessons, "native-backend"))
+    line = record.choices[2].backends["native"][1]
+    assert f"infer.py: error: {line}\n" in said and line.endswith("not cpu and bfloat16")
+    note = record.choices[4].backends["auto"][1]
+    assert note.startswith("note: there is no C compiler; ")
+    assert note.endswith("; torch computes instead")
     rows = list(of_class(tree, "table", "choices")[0].iter("tr"))[1:]
-    at = ["auto", "native", "torch"].index(backend)
-    shown = [list(row.iter("code"))[at].text for row in rows]
-    assert shown == [choice.backends[backend][0] for choice in record.choices]
+    shown = [tuple(code.text for code in row.iter("code")) for row in rows]
+    assert shown == list(expected.values())
     (said,) = of_class(tree, "ol", "said")
     notes = {words for choice in record.choices for _, words in choice.backends.values() if words}
     assert {words_of(line) for line in said} == notes
 
 
 def test_both_backends_write_the_same_tokens():
+    from book.recordings import encoding
+    from load import load_model
+
     record, tree = drawn("native-backend")
+    ids = encoding().encode("Once upon a time")
+    model = load_model(ROOT / "checkpoints" / "stories", torch.int8)
+    own = [token for (token,) in run(model, [ids], max_new_tokens=12)]
+    assert record.texts["torch"] == [encoding().decode([token]) for token in own]
     (table,) = of_class(tree, "table", "rows")
     assert record.texts["torch"] == record.texts["C"] == tokens_of(table, "new")
     assert "".join(record.texts["C"]).startswith(", there was a little girl named Lily.")
@@ -247,16 +284,16 @@ def test_weights_are_read_in_two_orders():
         assert order.sums == pytest.approx(sums.tolist(), abs=1e-4)
         texts = [words_of(text) for text in named(part, "text")]
         assert [number(text) for text in texts[1:8:2]] == pytest.approx(sums.tolist(), abs=6e-3)
-        assert words_of(part).startswith(f"{order.name}: {order.speed} GB/s")
+        assert words_of(part).startswith(f"{order.name}: ")
         (line,) = of_class(part, "polyline", kind)
         points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
         assert [int(y * 64 / (4 * 36)) for _, y in points] == order.lines
         assert [int((x - 44) * 64 / 240) for x, _ in points] == list(range(64))
         beside = sum(b - a == 1 for a, b in zip(order.lines, order.lines[1:]))
         assert f"beside the last one {beside} of 63 times" in words_of(part)
-    assert widths(tree) == pytest.approx([100 * slow.speed / fast.speed, 100], abs=0.01)
-    times = [4 * weights / order.speed / 1e6 for order in record.orders]
-    assert words(of_class(tree, "td", "value")) == [f"{ms:.1f} ms" for ms in times]
+    note = words_of(of_class(tree, "p", "note")[-1])
+    assert f"came at {fast.speed} GB/s one row after the other, at {slow.speed} with 4 rows" in note
+    assert f"multiplied with {4 * weights / 1e6:.1f} MB of weights" in caption_of("native-linear")
 
 
 def words(elements) -> list[str]:

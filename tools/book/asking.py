@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 import math
 from typing import NamedTuple
 from unittest import mock
@@ -10,7 +9,6 @@ from unittest import mock
 import torch
 
 import command_line
-import infer
 import sampling
 from book import recordings
 from book.draw import Drawing, Picture, escape, panel, panels, percent, rows_of, token
@@ -33,6 +31,7 @@ class Nonsense(NamedTuple):
 
 
 COUNT = 6  # tokens
+LOUD = "A traceback out of torch"
 BAD = {  # how it is given: parameters
     "temperature = nan": {"temperature": math.nan},
     "temperature = inf": {"temperature": math.inf},
@@ -55,23 +54,18 @@ def record_nonsense(prompt: str) -> list[Nonsense]:
             tokens = unchecked(model, ids, **params)
         except RuntimeError as error:
             tokens = []
-            verdict = f"A traceback out of torch: {error}"
+            verdict = f"{LOUD}: {error}"
         if given.endswith("inf"):
             row = recordings.next_logits(ids)
             with mock.patch.object(sampling, "check_limits"):
                 largest = sampling.sampling_probs(row, SamplingParams(**params)).max().item()
             verdict = f"Any token: the most likely one has 1 in {1 / largest:,.0f}."
-        elif "max_new_tokens" in params:
-            wanted = len(ids) + params["max_new_tokens"]
-            verdict = f"It waits until the text has {wanted} tokens, and it has more: no end."
+        elif "max_new_tokens" in params and not tokens:
+            verdict = "Nothing is written, without a word."
         elif "top_p" in params and tokens == unfiltered:
             verdict = "The parameter did nothing, without a word."
-        elif params["temperature"] < 0 and tokens == greedy:
+        elif params.get("temperature", 0) < 0 and tokens == greedy:
             verdict = "Greedy decoding, without a word."
-        elif set(tokens) == {0}:
-            verdict = (
-                "What tokens are drawn by is NaN for each, and the first wins: always token 0."
-            )
         found.append(Nonsense(given, [*map(recordings.text_of, tokens)], verdict, refusal(params)))
     return [*found, broken_weight(model, ids)]
 
@@ -85,20 +79,22 @@ def refusal(params: dict) -> str:
     raise AssertionError(params)
 
 
+@torch.inference_mode()
 def unchecked(model: Model, ids: list[int], max_new_tokens: int = COUNT, **params) -> list[int]:
-    """The tokens of a run without the checks of the lesson, COUNT at most."""
-
-    def logits_of_any_kind(model, windows, cache, keep=1):
-        return model(torch.tensor(windows))[:, -keep:]
-
-    with (
-        mock.patch.object(sampling, "check_limits"),
-        mock.patch.object(infer, "next_logits", logits_of_any_kind),
-    ):
+    """The tokens that lesson 07 writes: `generate` and `sample` as they are there."""
+    with mock.patch.object(sampling, "check_limits"):
         wanted = SamplingParams(max_new_tokens, **params)
-        generator = torch.Generator().manual_seed(1)
-        steps = generate(model, [ids], wanted, generator, use_cache=False)
-        return [id for (id,) in itertools.islice(steps, COUNT)]
+    generator = torch.Generator().manual_seed(1)
+    text = list(ids)
+    for _ in range(max_new_tokens):
+        logits = model(torch.tensor([text]))[0, -1]
+        if wanted.temperature == 0:
+            chosen = logits.argmax()
+        else:
+            probs = sampling.sampling_probs(logits, wanted)
+            (chosen,) = torch.multinomial(probs, 1, generator=generator)
+        text.append(chosen.item())
+    return text[len(ids) :]
 
 
 def broken_weight(model: Model, ids: list[int]) -> Nonsense:
@@ -133,10 +129,10 @@ def draw_nonsense(record: list[Nonsense]) -> Drawing:
         '<ul class="key"><li><i class="bad"></i>what happens without a check</li>'
         '<li><i class="good"></i>the line that says it, where the mistake is made</li></ul>'
     )
-    silent = sum(1 for each in record if each.tokens)
+    silent = sum(not each.verdict.startswith(LOUD) for each in record)
     caption = (
-        f"{len(record)} mistakes, run without a check: {silent} of them write a text and say "
-        "nothing. With the check each is one line that says what is wrong."
+        f"Lesson 07&rsquo;s code is given {len(record)} mistakes, and takes {silent} of them "
+        "without a word. With this lesson each is one line that says what is wrong."
     )
     shown = "; ".join(
         f"{each.given}: {''.join(each.tokens)!r}, {each.verdict} With the check: {each.line}"

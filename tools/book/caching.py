@@ -111,15 +111,15 @@ def draw_storage(record: Storage) -> Drawing:
     for word, filled in zip(record.words, record.filled):
         new = ["first"] * (filled - before)
         rest = record.room - filled
-        words = "new" if not before else f"{before} copied"
+        words = str(before)
         grown.append((token(word), squares(["second"] * before + new + [""] * rest, SIZE), words))
         static.append((token(word), squares(["kept"] * before + new + ["empty"] * rest, SIZE), ""))
         copied += before
         before = filled
     size = f"{record.bytes * record.room:,}"
     body = panels(
-        panel("torch.cat: a new, longer tensor each time", rows_of(grown)),
-        panel(f"One allocation of {size} bytes", rows_of(static)),
+        panel(f"torch.cat, a longer tensor each time: {copied} copied", rows_of(grown)),
+        panel(f"One allocation of {size} bytes: none copied", rows_of(static)),
     ) + key(first="written", second="copied", kept="stays where it is", empty="zeros, for later")
     caption = (
         f"A cache that grows copies all that it holds in each step: here {copied} positions of "
@@ -177,9 +177,9 @@ def draw_hops(record: list[Hops]) -> Drawing:
         "Run with the small draft model; positions are those of any model with this window.</p>"
     )
     caption = (
-        "Past the window a hop computes half of it anew, and then each token costs one position "
-        f"again: {counts[0]:,} in all. A window that moves by one token computes all of itself in "
-        f"each step: {counts[1]:,}."
+        "When the window moves, every kept token gets another position, so all of it is computed "
+        f"anew. In hops of {record[0].stride} tokens that is seldom: {counts[0]:,} positions "
+        f"instead of {counts[1]:,}."
     )
     text = (
         f"Two charts of what each of {len(record[0].spans)} steps computes. With stride "
@@ -260,11 +260,12 @@ def draw_ragged(record: Ragged) -> Drawing:
         '<ul class="key"><li><code class="tok">prompt</code></li>'
         '<li><code class="tok pad">padding</code></li>'
         '<li><code class="tok new">new</code></li></ul>'
+        '<p class="note">The number under a token is its position in its text.</p>'
     )
     caption = (
-        f"The number under a token is its position. {padding} places of the first pass are "
-        "padding: they repeat their row's last token at its own position, which changes nothing, "
-        "and each row goes on from its own length."
+        f"{len(record.lengths)} texts in one pass, each as if it were alone: shorter ones are "
+        f"padded, here in {padding} places, with their last token at its own position, and go on "
+        "from their own length."
     )
     text = (
         f"A table of a batch: rows of {record.lengths} tokens padded to {width}, then one new "

@@ -64,9 +64,9 @@ def draw_draws(record: Draws) -> Drawing:
             "Bar: probability. Line: share of the draws.",
         ),
         panel(
-            "The first 30 draws, seeds 1 to 30",
+            "The first 30 draws",
             f'<p class="draws">{chips}</p>',
-            "A seed is where random numbers begin: the same seed draws the same token.",
+            "Random numbers begin at a seed: the same seed gives the same draws.",
         ),
     )
     best, p = record.likely[0]
@@ -84,7 +84,8 @@ def dial_of(prompt: str, **values: float) -> str:
     """Sliders over what the model says after a prompt."""
     logits = recordings.next_logits(recordings.encode(prompt, 200))
     names = [text for text, _ in recordings.likely(logits, 12)]
-    return dial(logits.sort(descending=True, stable=True).values.tolist(), names, **values)
+    ordered = logits.sort(descending=True, stable=True).values.tolist()
+    return dial(ordered, names, prompt, **values)
 
 
 class Shares(NamedTuple):
@@ -117,9 +118,9 @@ def draw_temperatures(record: list[Shares]) -> Drawing:
     sharp, plain, flat = record
     best = plain.likely[0][0]
     caption = (
-        f"A temperature moves mass and never changes the order: {token(best)} has "
-        f"{percent(sharp.likely[0][1])} at T = 0.5 and {percent(flat.likely[0][1])} at T = 2, "
-        f"where the long tail has {percent(flat.rest)}."
+        "A temperature T sharpens or flattens the probabilities and never changes their order: "
+        f"{token(best)} has {percent(sharp.likely[0][1])} at T = 0.5 and "
+        f"{percent(flat.likely[0][1])} at T = 2."
     )
     shown = "; ".join(
         f"T = {each.temperature:g}: {best!r} {percent(each.likely[0][1])}, all but the first six "
@@ -164,13 +165,13 @@ def draw_top_k(record: Cut) -> Drawing:
     after.append((others, 0.0, "0", ""))
     largest = max(rest, record.after[0])
     body = panels(
-        panel("At temperature 2", bars(before, largest)),
+        panel("At temperature 2; hatched: what is cut", bars(before, largest)),
         panel(f"The same, cut to the {record.k} most likely", bars(after, largest)),
     )
     caption = (
-        f"Top-k keeps {record.k} tokens of 4,096. Here they had {percent(record.kept)} of the "
-        f"mass, and now they share all of it: the {percent(1 - record.kept)} of the tail "
-        "cannot be drawn any more."
+        f"Top-k keeps the {record.k} most likely tokens of 4,096. They had {percent(record.kept)} "
+        "of the probability and now share all of it; the tail, with the other "
+        f"{percent(1 - record.kept)}, cannot be drawn."
     )
     text = (
         f"Bars before and after: {record.before[0][0]!r} has {percent(record.before[0][1])}, then "
@@ -240,24 +241,28 @@ def draw_top_p(record: list[Nucleus], p: float = 0.9) -> Drawing:
         kind = "" if rank <= example.kept else "off"
         words = f"{percent(share)}, together {percent(total)}"
         rows.append((token(text, kind and "gone"), share, words, kind))
+    best, most = example.likely[0]
+    drawn = percent(min(most / example.mass[example.kept - 1], 1))
     body = panels(
         panel(
-            "Mass of the most likely tokens, added up",
+            "Probability of the most likely tokens, added up",
             chart + f'<ul class="key tall">{names}</ul>',
             "Each dot is where a curve first reaches p. The scale of ranks is logarithmic.",
         ),
         panel(
             f"After <q>{token(example.prompt)}</q>: {example.kept} stay",
             bars(rows),
-            f"Before the last that stays they have less than {percent(p)} together, with it enough."
-            if example.kept < len(rows)
-            else f"And {example.kept - len(rows):,} more." * (example.kept > len(rows)),
+            f"And {example.kept - len(rows):,} more. "
+            * (example.kept > len(rows))
+            + f"The last that stays crosses {percent(p)}. Only these are drawn then, {token(best)} "
+            f"with {drawn}.",
         ),
     )
     counts = ", ".join(f"{each.kept:,}" for each in record)
     caption = (
-        f"Top-p cuts where the mass reaches {percent(p)}, so how many tokens stay is up to the "
-        f"model: {counts} after these prompts. Top-k would cut all of them at one rank."
+        f"Top-p keeps the most likely tokens until they have {percent(p)} together. How many "
+        f"that are is up to the model: {counts} after these prompts. Top-k would keep as many "
+        "after each."
     )
     shown = "; ".join(f"{each.prompt!r} keeps {each.kept}" for each in record)
     text = f"Curves of the mass of the most likely tokens over their number: {shown}."

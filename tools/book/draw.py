@@ -149,11 +149,11 @@ SLIDERS = {  # name: words, smallest, largest, step, what turns it off
 }
 
 
-def dial(logits: list[float], tokens: list[str], **values: float) -> str:
+def dial(logits: list[float], tokens: list[str], prompt: str, **values: float) -> str:
     """Sliders that filter a distribution, which `pictures.js` draws.
 
-    logits: all of them, in falling order. tokens: the first of them as text. values: of the sliders
-    that are shown, names as in SLIDERS.
+    logits: those after a prompt, in falling order. tokens: the first of them as text. values: of
+    the sliders that are shown, names as in SLIDERS.
     """
     shown = ""
     for name, value in values.items():
@@ -170,7 +170,8 @@ def dial(logits: list[float], tokens: list[str], **values: float) -> str:
     data = json.dumps({"logits": [round(logit, 4) for logit in logits], "tokens": tokens})
     data = data.replace("<", "\\u003c")  # no tag in it can end the script
     return (
-        f'<form class="dial" hidden><p class="title">Move it yourself</p>{shown}'
+        '<form class="dial" hidden><p class="title">Move it yourself, after '
+        f"<q>{escape(prompt)}</q></p>{shown}"
         f'<table class="bars">{rows}</table><p class="note"></p>'
         f'<script type="application/json">{data}</script></form>'
     )

@@ -95,9 +95,9 @@ def draw_pass(record: PassRecord) -> Drawing:
     turns = any(second > first for (_, first), (_, second) in record.after[1:])
     rises = f"turns from {token(rival)} to {token(answer)}" if turns else f"becomes {token(answer)}"
     caption = (
-        "One pass: ids in, a score for each token that could come next out. In layer "
-        f"{record.layer} a head, the part that looks back, looks hardest at {token(seen)}. On its "
-        f"way through the layers the answer {rises}."
+        "One pass of the model: a text goes in, a score for each token that could come next comes "
+        f"out. In layer {record.layer} attention looks back at {token(seen)}; through the layers "
+        f"the answer {rises}."
     )
     shown = ", ".join(repr(text) for text, _ in record.tokens)
     text = (
@@ -142,7 +142,7 @@ def pieces(record: PassRecord) -> dict[str, Piece]:
             panel(
                 f"2. A vector of {record.vectors.shape[1]} numbers for each",
                 vectors(record),
-                "The first 13 numbers of each, drawn: blue above 0, orange below.",
+                f"The first {FIRST} numbers of each, drawn: blue above 0, orange below.",
             ),
             "The first numbers of each token's vector, as colours.",
         ),
@@ -150,9 +150,9 @@ def pieces(record: PassRecord) -> dict[str, Piece]:
             panel(
                 f"3. Attention: where {token(last)} looks",
                 attention(record),
-                f"One of 64 heads: number {record.head} in layer {record.layer}. Each row is a "
-                "token; the stronger a square, the more it takes from that token. None sees what "
-                "comes later.",
+                f"A head is one way to look back; this is number {record.head} of layer "
+                f"{record.layer}. Each row is a token; the stronger a square, the more it takes "
+                "from that token. None sees what comes later.",
             ),
             f"The weights of a head, a triangle: {last!r} takes {share} from one token.",
         ),
@@ -160,19 +160,21 @@ def pieces(record: PassRecord) -> dict[str, Piece]:
             panel(
                 f"4. What {token(last)} would say after each layer",
                 layers(record),
-                "The probability of two tokens, if the layers above were left out." + leads(record),
+                "The probability of two tokens, if the layers above were left out; dashed: layer "
+                f"{record.layer}.{leads(record)}",
             ),
             f"Lines of the probability of {record.after[0][0][0]!r} and {record.after[0][1][0]!r} "
             "after each layer.",
         ),
         "top": Piece(
             panel(
-                "5. After the last layer: a score, the logit, for each of 4,096 tokens",
+                "5. The end: a score, the logit, for each of 4,096 tokens",
                 bars(
                     (token(text), p, f"logit {signed(logit, 1)}, {percent(p)}", "")
                     for (text, p), logit in zip(record.top, record.logits)
                 ),
-                f"The five most likely ones. {token(answer)} is what lesson 01 takes.",
+                "The five largest; the bars are probabilities, which softmax makes of all of them. "
+                f"{token(answer)} is what lesson 01 takes.",
             ),
             f"Bars of the five most likely tokens; {answer!r} has {percent(p)}.",
         ),
@@ -189,11 +191,14 @@ def leads(record: PassRecord) -> str:
     return f" After layer {last} {token(rival)} is ahead, from layer {last + 1} on {token(answer)}."
 
 
+FIRST = 12  # numbers of a vector that are drawn
+
+
 def vectors(record: PassRecord) -> str:
     """Of each token the first numbers as coloured squares."""
-    count, size = 13, 8
+    size = 8
     rows = []
-    for (text, _), vector in zip(record.tokens, record.vectors[:, :count].tolist()):
+    for (text, _), vector in zip(record.tokens, record.vectors[:, :FIRST].tolist()):
         cells = "".join(
             box(
                 x * size,
@@ -206,13 +211,13 @@ def vectors(record: PassRecord) -> str:
             for x, v in enumerate(vector)
         )
         first = ", ".join(signed(v) for v in vector[:2])
-        rows.append((token(text), svg(count * size, 12, cells), f"{first}, &hellip;"))
+        rows.append((token(text), svg(FIRST * size, 12, cells), f"{first}, &hellip;"))
     return rows_of(rows)
 
 
 def attention(record: PassRecord) -> str:
     """The weights of a head, a row a token."""
-    size = min(18, 120 // len(record.tokens))  # so that three panels stand side by side
+    size = min(18, 112 // len(record.tokens))  # so that three panels stand side by side
     rows = []
     for at, ((text, _), weights) in enumerate(zip(record.tokens, record.attention.tolist())):
         cells = "".join(
@@ -289,10 +294,15 @@ def draw_steps(record: tuple[list[str], list[Step]]) -> Drawing:
             f'<td><ol class="best">{best}</ol></td></tr>'
         )
     head = "<tr><th>step</th><th>the text that goes in</th><th>best three of 4,096 scores</th></tr>"
-    body = f'<table class="loop"><thead>{head}</thead><tbody>{rows}</tbody></table>'
+    body = (
+        f'<table class="loop"><thead>{head}</thead><tbody>{rows}</tbody></table>'
+        '<ul class="key"><li><code class="tok new">taken</code></li>'
+        '<li><code class="tok old">taken in a step before</code></li></ul>'
+        '<p class="note">The number behind a token is its score, the logit.</p>'
+    )
     caption = (
-        "Each step puts the whole text in, takes the token with the largest score and appends it: "
-        f"after {len(steps)} steps the text is longer by {len(steps)} tokens."
+        "Each step puts the whole text into the model, takes the token with the largest score and "
+        f"appends it: after {len(steps)} steps the text is longer by {len(steps)} tokens."
     )
     chosen = ", ".join(repr(step.chosen) for step in steps)
     text = f"A table of {len(steps)} steps after the prompt {''.join(prompt)!r}; chosen: {chosen}."
@@ -351,7 +361,7 @@ def draw_ends(record: Ends) -> Drawing:
     )
     peaks = [at for at, p in enumerate(record.chances) if p >= 0.001]
     ended = record.tokens[-1] == "<|endoftext|>"
-    places = f"0.1\u00a0% or more at {len(peaks)} of {count} places"
+    places = f"a probability of 0.1\u00a0% or more at {len(peaks)} of {count} places"
     if peaks and all(after_sentence(record.tokens, at) for at in peaks):
         places += ", all of them after a sentence"
     last_chance = percent(record.chances[-1])
@@ -392,7 +402,7 @@ def draw_windows(record: Windows) -> Drawing:
         cells = "".join(
             f"<td>{token(text, 'gone')}<span>out</span></td>" for text in record.text[:start]
         )
-        shown = [*range(start, 4), -1, length - 2, length - 1]
+        shown = [*range(start, 3), -1, length - 2, length - 1]
         for at in shown:
             if at < 0:
                 cells += '<td class="dots">&hellip;</td>'
@@ -401,16 +411,16 @@ def draw_windows(record: Windows) -> Drawing:
         chosen = f"<td>{token(record.text[length], 'new')}</td>"
         rows += f'<tr><th scope="row">{length}</th>{cells}{chosen}</tr>'
     words = "what the model sees, and where"
-    head = f'<th>tokens</th><th colspan="7">{words}</th><th>next</th>'
+    head = f'<th>tokens</th><th colspan="6">{words}</th><th>next</th>'
     body = (
         f'<div class="scroll"><table class="windows"><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
     first = record.text[1]
     caption = (
-        f"The model has {record.size} positions. When the text is longer, its first tokens fall "
-        f"out of the window, and all others move: {token(first)} stands at position 1, then 0, "
-        "then nowhere."
+        f"The model sees the last {record.size} tokens, its window. In a longer text the first "
+        f"ones fall out, and all others move: {token(first)} stands at position 1, then 0, then "
+        "nowhere."
     )
     text = (
         f"A table of windows on texts of {record.size - 1} to {len(record.text) - 1} tokens: from "

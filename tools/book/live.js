@@ -123,10 +123,14 @@
       "<tr><th>step</th><th>the text that goes in</th><th>best three of 4,096 scores</th></tr>";
     const chosen = steps.map((step) => quoted(step.chosen)).join(", ");
     return {
-      body: `<table class="loop"><thead>${head}</thead><tbody>${rows.join("")}</tbody></table>`,
+      body:
+        `<table class="loop"><thead>${head}</thead><tbody>${rows.join("")}</tbody></table>` +
+        '<ul class="key"><li><code class="tok new">taken</code></li>' +
+        '<li><code class="tok old">taken in a step before</code></li></ul>' +
+        '<p class="note">The number behind a token is its score, the logit.</p>',
       caption:
-        "Each step puts the whole text in, takes the token with the largest score and appends it: " +
-        `after ${steps.length} steps the text is longer by ${steps.length} tokens.`,
+        "Each step puts the whole text into the model, takes the token with the largest score and " +
+        `appends it: after ${steps.length} steps the text is longer by ${steps.length} tokens.`,
       text:
         `A table of ${steps.length} steps after the prompt ${quoted(prompt.join(""))}; chosen: ` +
         `${chosen}.`,
@@ -182,7 +186,7 @@
         panel("The last steps: EOS in the place of each token", bars(rows.slice(-9), 1)),
       ),
       caption:
-        "The end is a token like any other, EOS. It has 0.1\u00a0% or more at " +
+        "The end is a token like any other, EOS. It has a probability of 0.1\u00a0% or more at " +
         `${peaks.length} of ${count} places${after}.${end}`,
       text:
         `A chart of the probability of EOS over ${count} steps, and bars of the last ones: ` +
@@ -198,22 +202,21 @@
       const out = text
         .slice(0, start)
         .map((word) => `<td>${token(word, "gone")}<span>out</span></td>`);
-      const first = [0, 1, 2, 3].slice(start).map(place);
+      const first = [0, 1, 2].slice(start).map(place);
       const last = [length - 2, length - 1].map(place);
       rows +=
         `<tr><th scope="row">${length}</th>${out.join("")}${first.join("")}` +
         `<td class="dots">&hellip;</td>${last.join("")}<td>${token(text[length], "new")}</td></tr>`;
     }
     const words = "what the model sees, and where";
-    const head = `<th>tokens</th><th colspan="7">${words}</th><th>next</th>`;
+    const head = `<th>tokens</th><th colspan="6">${words}</th><th>next</th>`;
     return {
       body:
         `<div class="scroll"><table class="windows"><thead><tr>${head}</tr></thead>` +
         `<tbody>${rows}</tbody></table></div>`,
       caption:
-        `The model has ${size} positions. When the text is longer, its first tokens fall out of ` +
-        `the window, and all others move: ${token(text[1])} stands at position 1, then 0, then ` +
-        "nowhere.",
+        `The model sees the last ${size} tokens, its window. In a longer text the first ones fall ` +
+        `out, and all others move: ${token(text[1])} stands at position 1, then 0, then nowhere.`,
       text:
         `A table of windows on texts of ${size - 1} to ${text.length - 1} tokens: from ` +
         `${size + 1} on the first token is out and each other token has a smaller position.`,
@@ -245,9 +248,9 @@
           "Bar: probability. Line: share of the draws.",
         ),
         panel(
-          "The first 30 draws, seeds 1 to 30",
+          "The first 30 draws",
           `<p class="draws">${chips.join(" ")}</p>`,
-          "A seed is where random numbers begin: the same seed draws the same token.",
+          "Random numbers begin at a seed: the same seed gives the same draws.",
         ),
       ),
       caption:
@@ -277,9 +280,9 @@
     return {
       body: panels(...parts),
       caption:
-        `A temperature moves mass and never changes the order: ${token(best)} has ` +
-        `${percent(sharp.likely[0][1])} at T = 0.5 and ${percent(flat.likely[0][1])} at T = 2, ` +
-        `where the long tail has ${percent(flat.rest)}.`,
+        "A temperature T sharpens or flattens the probabilities and never changes their order: " +
+        `${token(best)} has ${percent(sharp.likely[0][1])} at T = 0.5 and ` +
+        `${percent(flat.likely[0][1])} at T = 2.`,
       text: `Bars of the same tokens three times. ${shown.join("; ")}.`,
     };
   }
@@ -303,12 +306,13 @@
     const [name, share] = before[0];
     return {
       body: panels(
-        panel("At temperature 2", bars(left, largest)),
+        panel("At temperature 2; hatched: what is cut", bars(left, largest)),
         panel(`The same, cut to the ${k} most likely`, bars(right, largest)),
       ),
       caption:
-        `Top-k keeps ${k} tokens of 4,096. Here they had ${percent(kept)} of the mass, and now ` +
-        `they share all of it: the ${percent(1 - kept)} of the tail cannot be drawn any more.`,
+        `Top-k keeps the ${k} most likely tokens of 4,096. They had ${percent(kept)} of the ` +
+        "probability and now share all of it; the tail, with the other " +
+        `${percent(1 - kept)}, cannot be drawn.`,
       text:
         `Bars before and after: ${quoted(name)} has ${percent(share)}, then ` +
         `${percent(after[0])}; tokens after the ${k}th have nothing.`,
@@ -353,35 +357,35 @@
       return [token(text, kind && "gone"), share, words, kind];
     });
     const more = example.kept - rows.length;
-    const note =
-      more < 0
-        ? `Before the last that stays they have less than ${percent(p)} together, with it enough.`
-        : more && `And ${thousands(more)} more.`;
+    const [best, most] = example.likely[0];
+    const drawn = percent(Math.min(most / example.mass[example.kept - 1], 1));
+    const rest = more > 0 ? `And ${thousands(more)} more. ` : "";
     const shown = found.map(({ prompt, kept }) => `${quoted(prompt)} keeps ${kept}`);
     return {
       body: panels(
         panel(
-          "Mass of the most likely tokens, added up",
+          "Probability of the most likely tokens, added up",
           `${chart}<ul class="key tall">${names}</ul>`,
           "Each dot is where a curve first reaches p. The scale of ranks is logarithmic.",
         ),
         panel(
           `After <q>${token(example.prompt)}</q>: ${example.kept} stay`,
           bars(rows),
-          note || "",
+          `${rest}The last that stays crosses ${percent(p)}. Only these are drawn then, ` +
+            `${token(best)} with ${drawn}.`,
         ),
       ),
       caption:
-        `Top-p cuts where the mass reaches ${percent(p)}, so how many tokens stay is up to the ` +
-        `model: ${found.map(({ kept }) => thousands(kept)).join(", ")} after these prompts. ` +
-        "Top-k would cut all of them at one rank.",
+        `Top-p keeps the most likely tokens until they have ${percent(p)} together. How many ` +
+        `that are is up to the model: ${found.map(({ kept }) => thousands(kept)).join(", ")} ` +
+        "after these prompts. Top-k would keep as many after each.",
       text: `Curves of the mass of the most likely tokens over their number: ${shown.join("; ")}.`,
     };
   }
 
   // Lessons 09 to 11, as draw_moved of penalties.py.
 
-  function drawMoved({ before, rows, chosen, texts }, rule, seen) {
+  function drawMoved({ prompt, before: output, rows, chosen, texts }, rule, seen) {
     const values = rows.flatMap(([, from, to]) => [from, to]);
     const [low, high] = [Math.min(...values), Math.max(...values)];
     const width = 150;
@@ -394,7 +398,8 @@
         body += box(Math.min(x, y), 7, Math.abs(x - y), 3, to < from ? "bad" : "good");
       }
       body += dot([x, 8.5], "hollow") + dot([y, 8.5], "first");
-      const times = count > 1 ? `, ${count} times` : count ? ", once" : "";
+      const inPrompt = from === to ? "" : ", in the prompt";
+      const times = count > 1 ? `, ${count} times` : count ? ", once" : inPrompt;
       const change = from === to ? "" : ` &rarr; ${signed(to, 1)}`;
       return [token(text, kind), svg(width, 17, body), signed(from, 1) + change + times];
     });
@@ -404,7 +409,8 @@
         `${escape(texts[index].slice(chosen[index].length))} &hellip;`,
     );
     const moved = rows.filter(([, from, to]) => from !== to).length;
-    const end = before.length > 60 ? before.slice(-60).replace(/^[^ ]* ?/, "") : before;
+    const before = prompt + output;
+    const end = before.length > 60 ? `\u2026${before.slice(-60).replace(/^[^ ]* ?/, "")}` : before;
     const turn =
       chosen[0] === chosen[1]
         ? "In this text no choice changes."
@@ -412,13 +418,13 @@
     return {
       body: panels(
         panel(
-          "The best tokens at the first step that changes",
+          "The best tokens at the first step that the penalty changes",
           rowsOf(shown),
           `Hollow: the logit before. Full: after the penalty. ${seen}`,
         ),
         panel(
           "What is written",
-          `<p class="fork"><q>&hellip;${escape(end)}</q></p>` +
+          `<p class="fork"><q>${escape(end)}</q></p>` +
             goesOn.map((words) => `<p class="fork">${words}</p>`).join(""),
         ),
       ),
@@ -440,7 +446,7 @@
       const cells = [...bits].map((bit, at) => `<i class="bit ${kind(at)}">${bit}</i>`);
       const words = value === exact ? "as the model gave it" : `off by ${off(value)}`;
       return (
-        `<p class="title">${name}: ${bits.length} bits, ${general(value, 10)}, ${words}</p>` +
+        `<p class="title">${name}: ${bits.length / 8} bytes, ${general(value, 10)}, ${words}</p>` +
         `<p class="bits">${cells.join("")}</p>`
       );
     });
@@ -449,9 +455,9 @@
     return {
       body: lines.join("") + key(legend),
       caption:
-        "The same number, a token&rsquo;s score, in three formats. float16 has more digits, " +
-        "bfloat16 has float32&rsquo;s range, for it is float32 rounded to its first 16 bits: off by " +
-        `${off(half)} and ${off(brain)} here.`,
+        "Half the bytes, nearly the same number: here a token&rsquo;s score is off by " +
+        `${off(half)} in float16, which keeps more digits, and by ${off(brain)} in bfloat16, which ` +
+        "keeps float32&rsquo;s range.",
       text:
         `The bits of the logit of ${quoted(text)}: sign, exponent and fraction of ` +
         `${shown.join("; ")}.`,
@@ -498,7 +504,7 @@
       const rest = room - filled[step];
       const kinds = [...repeat(before, "second"), ...fresh, ...repeat(rest, "")];
       const kept = [...repeat(before, "kept"), ...fresh, ...repeat(rest, "empty")];
-      grown.push([token(word), squares(kinds, 13), before ? `${before} copied` : "new"]);
+      grown.push([token(word), squares(kinds, 13), String(before)]);
       fixed.push([token(word), squares(kept, 13), ""]);
       copied += before;
       before = filled[step];
@@ -512,8 +518,8 @@
     return {
       body:
         panels(
-          panel("torch.cat: a new, longer tensor each time", rowsOf(grown)),
-          panel(`One allocation of ${thousands(bytes * room)} bytes`, rowsOf(fixed)),
+          panel(`torch.cat, a longer tensor each time: ${copied} copied`, rowsOf(grown)),
+          panel(`One allocation of ${thousands(bytes * room)} bytes: none copied`, rowsOf(fixed)),
         ) + key(legend),
       caption:
         `A cache that grows copies all that it holds in each step: here ${copied} positions of ` +
@@ -546,9 +552,9 @@
         "steps. Run with the small draft model; positions are those of any model with this " +
         "window.</p>",
       caption:
-        "Past the window a hop computes half of it anew, and then each token costs one position " +
-        `again: ${few} in all. A window that moves by one token computes all of itself in each ` +
-        `step: ${all}.`,
+        "When the window moves, every kept token gets another position, so all of it is computed " +
+        `anew. In hops of ${runs[0].stride} tokens that is seldom: ${few} positions instead of ` +
+        `${all}.`,
       text:
         `Two charts of what each of ${each} steps computes. With stride ${runs[0].stride} a line ` +
         `of single positions with a few wide hops, ${few} positions; with stride 1 a wide band, ` +
@@ -600,11 +606,12 @@
         `<tbody>${rows.join("")}</tbody></table></div>` +
         '<ul class="key"><li><code class="tok">prompt</code></li>' +
         '<li><code class="tok pad">padding</code></li>' +
-        '<li><code class="tok new">new</code></li></ul>',
+        '<li><code class="tok new">new</code></li></ul>' +
+        '<p class="note">The number under a token is its position in its text.</p>',
       caption:
-        `The number under a token is its position. ${padding} places of the first pass are ` +
-        "padding: they repeat their row's last token at its own position, which changes nothing, " +
-        "and each row goes on from its own length.",
+        `${lengths.length} texts in one pass, each as if it were alone: shorter ones are padded, ` +
+        `here in ${padding} places, with their last token at its own position, and go on from ` +
+        "their own length.",
       text:
         `A table of a batch: rows of [${lengths.join(", ")}] tokens padded to ${width}, then one ` +
         "new token a row in each pass, at positions of its own.",
@@ -641,6 +648,10 @@
       "From top to bottom the steps; below each token the sum of log-probabilities so far. Bold: " +
       "the two that are kept. Grey: dropped.";
     const [one, two] = scores;
+    const found =
+      best.join("\0") === greedy.join("\0")
+        ? "Here both find the same text."
+        : `Here it finds one that is ${Math.exp(two - one).toFixed(1)} times as probable.`;
     const fork = (name, score, text) =>
       `<p class="fork"><b>${name}</b> ${signed(score, 2)} ${escape(text.join(""))}</p>`;
     return {
@@ -649,8 +660,8 @@
         panel("What each finds", fork("greedy", one, greedy) + fork("two beams", two, best)),
       ),
       caption:
-        "Beam search goes on with the two best texts of each step, so one that begins a little " +
-        `worse can still win: ${signed(two, 2)} against greedy's ${signed(one, 2)}.`,
+        "Beam search goes on with the two most probable texts of each step, greedy decoding with " +
+        `one. ${found}`,
       text:
         `A tree of ${steps.length} steps after ${quoted(prompt)}. The best text is ` +
         `${quoted(best.join(""))} with ${two.toFixed(2)}; greedy's, ${quoted(greedy.join(""))}, ` +
@@ -660,7 +671,7 @@
 
   // Lesson 21, as draw_lengths of scoring.py.
 
-  function drawLengths({ texts, won, steps: [first, second] }) {
+  function drawLengths({ texts, won }) {
     const name = (text) => token(text.replaceAll("<|endoftext|>", "\u25a0"));
     const scores = texts.map(([, n, total]) => [total, total / n]);
     const worst = [0, 1].map((which) => Math.min(...scores.map((both) => both[which])));
@@ -674,22 +685,21 @@
     });
     const head = "<th>text</th><th>n</th><th>sum</th><th>sum / n</th>";
     const [[short, few, total], [long, many, other]] = won.map((at) => texts[at]);
+    const tokens = (count) => `${count} token${count === 1 ? "" : "s"}`;
     const [mean, better] = [signed(total / few, 2), signed(other / many, 2)];
     const shown = texts.map(([text, n, sum]) => `${quoted(text)}: ${n} tokens, ${sum.toFixed(2)}`);
     return {
       body:
         `<table class="scores"><thead><tr>${head}</tr></thead><tbody>${rows.join("")}</tbody>` +
         '</table><p class="note">\u25a0: the end of the text, a token too. n: tokens; sum: of ' +
-        "their log-probabilities, all below 0, so the shortest bar of a column is the best. By " +
-        `its sum a text can only get worse, and the search ends after ${first} steps; by sum / n ` +
-        `a longer one may still win, and it takes ${first === second ? "as many" : second}.</p>`,
+        "their log-probabilities, all below 0, so the shortest bar of a column is the best.</p>",
       caption:
         won[0] === won[1]
-          ? `Here one text, ${name(short)}, wins by its sum and by its mean: ${signed(total, 2)} ` +
-            `and ${mean}.`
-          : `Each token makes a sum smaller, so by its sum ${name(short)} wins, a text of ${few} ` +
-            `token${few === 1 ? "" : "s"}. Divided by its length a text of ${many} does: ` +
-            `${better} a token against ${mean}.`,
+          ? `Here one text, of ${tokens(few)}, wins by its sum and by its mean: ` +
+            `${signed(total, 2)} and ${mean}.`
+          : "Each token lowers the sum of log-probabilities, so by its sum a text of " +
+            `${tokens(few)} wins. Divided by its length one of ${many} does: ${better} a token ` +
+            `against ${mean}.`,
       text:
         `Bars of the sums of ${texts.length} texts, and of these by length: ${shown.join("; ")}. ` +
         `Best: ${quoted(short)} by its sum, ${quoted(long)} by sum / n.`,
@@ -709,10 +719,10 @@
         return `<i class="bar part${index % 2}" style="${wide(share)}"></i>`;
       });
       marks.push(`<i class="bar other" style="${wide(Math.max(end - start, 0))}"></i>`);
-      const verdict = inside ? "before p: it is drawn" : "behind p: out, and all behind it";
+      const verdict = inside ? "inside: it is drawn" : "outside: struck, with all behind it";
       return (
         `<p class="title">Round ${number + 1}: ${token(text)} is the fastest, with ` +
-        `${percent(mass)} before it, ${verdict}</p><div class="race"><span class="stack">` +
+        `${percent(mass)} before it; ${verdict}</p><div class="race"><span class="stack">` +
         `${marks.join("")}</span><b class="limit" style="left:${(100 * limit).toFixed(2)}%"></b>` +
         `<b class="pin ${inside ? "good" : "bad"}" style="left:${(100 * mass).toFixed(2)}%"></b>` +
         "</div>"
@@ -726,12 +736,13 @@
       body:
         `<div class="panel whole">${lines.join("")}<p class="note">A line of length 1: the ` +
         `tokens in their order, each as long as its probability, ${names.join(" ")}, &hellip; ` +
-        `What is left of it is still in the race. Thin mark: p = ${limit}. Thick mark: where the ` +
-        "winner begins.</p></div>",
+        `What is left of it is still in the race. Plain mark: top-p, ${limit}. Coloured mark: ` +
+        "where the fastest token begins.</p></div>",
       caption:
-        `Top-p without sorting: all ${thousands(vocab)} tokens race, and only the winner is ` +
-        `asked whether it stands before p. After ${rounds.length} round${rounds.length > 1 ? "s" : ""} ` +
-        `${token(rounds.at(-1).token)} does.`,
+        `Each of ${thousands(vocab)} tokens gets a speed, its probability over a random number. ` +
+        "Only the fastest is asked whether it is inside top-p: no sorting. " +
+        `After ${rounds.length} round${rounds.length > 1 ? "s" : ""} ` +
+        `${token(rounds.at(-1).token)} is.`,
       text: `The rounds of the race with seed ${seed}: ${shown.join("; ")}. The last one is drawn.`,
     };
   }
@@ -751,17 +762,18 @@
     const accepted = total(verdicts.map((each) => each.accepted));
     const count = total(verdicts.map((each) => each.tokens.length));
     const passes = verdicts.length;
-    const legend =
-      '<ul class="key"><li><code class="tok found">the newest tokens, and where they occurred' +
-      '</code></li><li><code class="tok new">what followed there: the drafts</code></li></ul>';
+    const legend = size
+      ? `<ul class="key"><li><code class="tok found">the last ${size} tokens, found before</code>` +
+        '</li><li><code class="tok new">what followed there: the drafts</code></li></ul>'
+      : "";
     return {
       body: panels(
         panel("The first pass with drafts", `<p class="flow">${chips.join("")}</p>${legend}`),
         panel(`${passes} passes, ${count} tokens`, linesOf(verdicts)),
       ),
       caption: drafted
-        ? `No draft model: the last ${size} tokens occurred before, and what followed them there ` +
-          `is the guess. ${accepted} of ${drafted} were accepted.`
+        ? "No draft model: where the text&rsquo;s last three tokens, or two, occurred before, what " +
+          `followed them is the guess. ${accepted} of ${drafted} guessed tokens were accepted.`
         : "No draft model: the last tokens did not occur before, so there is no guess.",
       text:
         `A text of ${text.length} tokens with the place marked that its end repeats, and ` +
@@ -885,19 +897,21 @@
     "presence-penalty": (record) =>
       drawMoved(
         record,
-        "Each token that was written already loses 1 from its logit, its score, once.",
-        "Those that were not written do not move.",
+        "Each token of the output loses 1 from its score, the logit, however often it is there.",
+        "Those that are not in the output do not move.",
       ),
     "frequency-penalty": (record) =>
       drawMoved(
         record,
-        "Each token's logit loses 0.5 for every time it was written: what is frequent costs more.",
+        "Each token of the output loses 0.5 from its score, the logit, for every time that it is " +
+          "there.",
         "A presence penalty of 1 is on in both.",
       ),
     "repetition-penalty": (record) =>
       drawMoved(
         record,
-        "Each token of prompt and output has its logit divided by 1.3; below 0, multiplied.",
+        "Each token of prompt and output has its score, the logit, divided by 1.3; below 0, " +
+          "multiplied.",
         "A large logit loses more than a small one.",
       ),
     "fp16-bf16": drawRounded,
@@ -927,7 +941,7 @@
         const { picture, model: name } = form.dataset;
         await model.load([name]);
         const record = await model.ask("record", picture, form.elements.prompt.value);
-        show(figure, DRAW[picture](record), record.dial);
+        show(figure, DRAW[picture](record), record.dial, form.elements.prompt.value);
         status.textContent = `Drawn in this page, by ${name} with int8 weights.`;
       } catch (error) {
         status.textContent = `The picture stays as it was: ${error.message}.`;
@@ -936,7 +950,7 @@
     form.hidden = false;
   }
 
-  function show(figure, { body, caption, text }, dial) {
+  function show(figure, { body, caption, text }, dial, prompt) {
     const drawing = figure.querySelector(".drawing");
     drawing.innerHTML = body;
     drawing.setAttribute("aria-label", text);
@@ -944,6 +958,7 @@
     const form = dial && figure.querySelector(".dial");
     if (!form) return;
     form.querySelector("script").textContent = JSON.stringify(dial);
+    form.querySelector("q").textContent = prompt;
     const names = form.querySelectorAll("th");
     dial.tokens.forEach((name, index) => (names[index].innerHTML = token(name)));
     form.dispatchEvent(new Event("input"));

@@ -1,15 +1,18 @@
 """Pictures of lessons 18, 19 and 29: what the rows of a benchmark say, and what they do not."""
 
 import csv
+import re
 import statistics
 from pathlib import Path
 from typing import NamedTuple
 
+import lessons as course
 from book import draw
 from book.draw import Drawing, Picture, bars, escape, key, label, panel, panels, stacks, svg
 from errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = "benchmark_results"
 RATE = "decode_tokens_per_s"
 COLUMNS = {"mode", "prompt", "repeat", "commit", "batch_size", "new_tokens", RATE}
 
@@ -47,7 +50,8 @@ def first_of(rows: list[dict]) -> tuple[str, str]:
 
 
 def source(rows: list[dict], name: str) -> str:
-    return f"{name}, measured at commit {rows[0]['commit']}"
+    later = ", with the code of later lessons" if name.startswith(FOLDER) else ""
+    return f"{name}, measured at commit {rows[0]['commit']}{later}"
 
 
 class Turn(NamedTuple):
@@ -103,20 +107,19 @@ def draw_turns(record: Turns) -> Drawing:
             f"{len(turns)} turns: the target alone, then with drafts",
             dumbbells(turns)
             + key(first="target alone, tokens a second", second=f"with drafts, {record.mode}"),
-            "A line a turn, with its ratio; the slowest target first. Gamma: so many tokens are "
-            "drafted at once.",
+            "A line a turn, with its ratio: two runs one right after the other, so both share "
+            "what disturbs them. Gamma: so many tokens are drafted at once.",
         ),
         panel(
-            "How many times as fast? Three answers from the same runs",
+            "How many times as fast? Three answers",
             bars(claims),
             f"Rows of {escape(record.source)}.",
         ),
     )
     caption = (
-        f"With drafts the target is {middle:.2f} times as fast: the median of {len(turns)} turns, "
+        f"With drafts the target is {middle:.2f} times as fast, the median of {len(turns)} turns "
         f"from {ratios[0]:.2f} to {ratios[-1]:.2f}. Who picks two runs can say {low:.2f} or "
-        f"{high:.2f}, because the target alone makes {slowest.rate:.0f} tokens a second in one "
-        f"turn and {fastest.rate:.0f} in another. Neighbours share what disturbs them."
+        f"{high:.2f}."
     )
     text = (
         f"{len(turns)} turns with the rates of the target and of {record.mode}: "
@@ -152,8 +155,6 @@ class Lengths(NamedTuple):
     """Milliseconds a token of each run: mode -> tokens of the text -> runs."""
 
     modes: dict[str, dict[int, list[float]]]
-    length: int  # where the runs without a cache differ most
-    turns: list[Turn]  # there
     source: str
 
 
@@ -168,9 +169,7 @@ def record_lengths(name: str) -> Lengths:
         runs.append(1000 / row[RATE])
     if PLAIN not in modes or "cache" not in modes:
         raise UserError(f"{name!r} has no rows with a cache and without one")
-    length = max(modes[PLAIN], key=lambda at: max(modes[PLAIN][at]) / min(modes[PLAIN][at]))
-    turns = turns_of([row for row in rows if row["new_tokens"] == length], PLAIN, "cache")
-    return Lengths(modes, length, turns, source(rows, name))
+    return Lengths(modes, source(rows, name))
 
 
 COLOURS = "second", "first", "good", "other"
@@ -178,44 +177,20 @@ COLOURS = "second", "first", "good", "other"
 
 def draw_lengths(record: Lengths) -> Drawing:
     modes = dict(zip([PLAIN, *sorted(set(record.modes) - {PLAIN})], COLOURS))
-    rates = [turn.rate for turn in record.turns]
-    ratios = [turn.ratio for turn in record.turns]
-    rows = ""
-    for number, turn in enumerate(record.turns):
-        cells = f"<td>{turn.rate:.1f}</td><td>{turn.other:.1f}</td><td>{turn.ratio:.2f}</td>"
-        odd = ' class="odd"' if turn.rate == min(rates) else ""
-        rows += f'<tr{odd}><th scope="row">turn {number + 1}</th>{cells}</tr>'
-    for words, of in (("mean", statistics.mean), ("median", statistics.median)):
-        columns = rates, [turn.other for turn in record.turns], ratios
-        cells = "".join(
-            f"<td>{of(column):.{digits}f}</td>" for column, digits in zip(columns, (1, 1, 2))
-        )
-        rows += f'<tr class="sum"><th scope="row">{words}</th>{cells}</tr>'
-    head = f"<th></th><th>{PLAIN}</th><th>cache</th><th>ratio</th>"
-    table = f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
     medians = {mode: medians_of(record.modes[mode]) for mode in modes}
-    shortest, longest = (pick(record.modes[PLAIN]) for pick in (min, max))
-    body = panels(
-        panel(
-            "Milliseconds a token, for texts of so many tokens",
-            chart_of(record, modes) + key(**{kind: mode for mode, kind in modes.items()}),
-            "A dot a run, lines through the medians.",
-        ),
-        panel(
-            f"Tokens a second, in texts of {record.length}",
-            table,
-            "A turn is a run of each, one right after the other. A run that is far off moves "
-            f"the mean, the median hardly. Rows of {escape(record.source)}.",
-        ),
-    )
     plain = medians[PLAIN]
     cached = medians["cache"]
+    shortest, longest = (pick(plain) for pick in (min, max))
+    body = panel(
+        "Milliseconds a token, for texts of so many tokens",
+        chart_of(record, modes) + key(**{kind: mode for mode, kind in modes.items()}),
+        f"A dot a run, lines through the medians. Rows of {escape(record.source)}.",
+    )
+    grows = " longer as the text grows" * (plain[longest] > plain[shortest])
     caption = (
-        f"With the cache a text of {record.length} tokens is made "
-        f"{statistics.median(ratios):.2f} times as fast, the median of {len(ratios)} turns from "
-        f"{min(ratios):.2f} to {max(ratios):.2f}. A token takes {cached[shortest]:.1f} ms in texts "
-        f"of {shortest} and {cached[longest]:.1f} in texts of {longest}; without the cache "
-        f"{plain[shortest]:.0f} and {plain[longest]:.0f}."
+        f"Without the cache a token takes{grows}: {plain[shortest]:.0f} ms in texts of {shortest} "
+        f"tokens, {plain[longest]:.0f} in texts of {longest}. With it {cached[shortest]:.1f} and "
+        f"{cached[longest]:.1f}."
     )
     text = "Median milliseconds a token: " + "; ".join(
         f"{mode} " + ", ".join(f"{ms:.1f} at {length}" for length, ms in each.items())
@@ -262,17 +237,36 @@ class Shares(NamedTuple):
 
 
 ENGINES = "cache", "native", "native int8"
+OWN = "benchmark-batching"  # the lesson whose Try prints rows of its own code
+
+
+def printed_rows() -> list[tuple[str, int, float]]:
+    """Engine, texts in its batch and tokens a second, as the message of the lesson has them."""
+    try:
+        _, all_lessons = course.read_main()
+        message = course.message(course.find(all_lessons, OWN))
+    except course.LessonError as error:
+        raise UserError(str(error)) from None
+    found = re.findall(r"  batch (\d+)  .*  repeat \d+  (.+): ([\d.]+)/s$", message, re.MULTILINE)
+    return [(mode, int(size), float(rate)) for size, mode, rate in found]
 
 
 def record_shares(name: str) -> Shares:
-    rows = read_rows(name)
+    """name: of a file with rows, or that of the lesson."""
+    if name == OWN:
+        found = printed_rows()
+        said = "One run of each, by this lesson&rsquo;s own code: its Try."
+    else:
+        rows = read_rows(name)
+        found = [(row["mode"], row["batch_size"], row[RATE]) for row in rows]
+        said = f"Medians of the rows of {escape(source(rows, name))}."
     runs = {}
-    for row in rows:
-        runs.setdefault(row["mode"], {}).setdefault(row["batch_size"], []).append(row[RATE])
+    for mode, size, rate in found:
+        runs.setdefault(mode, {}).setdefault(size, []).append(rate)
     engines = {mode: dict(sorted(runs[mode].items())) for mode in ENGINES if mode in runs}
     if not engines:
         raise UserError(f"{name!r} has no rows of {', '.join(ENGINES)}")
-    return Shares(engines, source(rows, name))
+    return Shares(engines, said)
 
 
 def draw_shares(record: Shares) -> Drawing:
@@ -289,19 +283,19 @@ def draw_shares(record: Shares) -> Drawing:
     body = stacks(rows, largest)
     body += key(second="what one reader gets, tokens a second", kept="what all others get")
     body += (
-        '<p class="note">cache: torch, with lesson 13&rsquo;s cache; native: C. Medians of the '
-        f"rows of {escape(record.source)}.</p>"
+        '<p class="note">cache: torch, with lesson 13&rsquo;s cache; native: C, lesson 28; native '
+        f"int8: C with int8 weights. {record.source}</p>"
     )
-    best = max(medians, key=lambda engine: max(medians[engine].values()))
-    rates = medians[best]
-    many = max(rates, key=rates.get)
-    few = min(rates)
-    runs = record.engines[best][many]
+    sizes = [size for rates in medians.values() for size in rates]
+    few, many = min(sizes), max(sizes)
+    ratios = [
+        f"{escape(engine)} \u00d7\u00a0{rates[many] / rates[few]:.1f}"
+        for engine, rates in medians.items()
+        if {few, many} <= rates.keys()
+    ]
     caption = (
-        f"{escape(best)} makes most: {rates[many]:,.0f} tokens a second for {many} texts at once, "
-        f"in {len(runs)} runs {min(runs):,.0f} to {max(runs):,.0f}. That is "
-        f"{rates[many] / rates[few]:.1f} times as many as for {few}, and each reader, the orange "
-        f"part, gets {rates[many] / many:,.0f} instead of {rates[few] / few:,.0f}."
+        f"{many} texts at once share one reading of the weights, until arithmetic takes longer. "
+        f"Tokens a second, {many} against {few}: {', '.join(ratios)}."
     )
     text = "Tokens a second of all texts: " + "; ".join(
         f"{engine} " + ", ".join(f"{rate:.0f} for {size}" for size, rate in rates.items())
@@ -310,7 +304,6 @@ def draw_shares(record: Shares) -> Drawing:
     return Drawing(body, caption, text + ".")
 
 
-FOLDER = "benchmark_results"
 PICTURES = {  # slug of a lesson -> its picture
     "benchmark-speculative": Picture(
         f"{FOLDER}/speculative_cpu.csv", record_turns, draw_turns, rows=True
@@ -319,6 +312,10 @@ PICTURES = {  # slug of a lesson -> its picture
         f"{FOLDER}/kv_cache_cpu.csv", record_lengths, draw_lengths, rows=True
     ),
     "benchmark-batching": Picture(
-        f"{FOLDER}/batching_cpu.csv", record_shares, draw_shares, rows=True
+        OWN,
+        record_shares,
+        draw_shares,
+        rows=True,
+        own="Of your own rows: in place of the name the .csv file that the benchmark writes",
     ),
 }

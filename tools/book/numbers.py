@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from book import recordings
-from book.draw import Drawing, Picture, box, key, panel, panels, signed, svg
+from book.draw import Drawing, Picture, box, key, panel, panels, signed, svg, token
 from int8 import quantize
 
 
@@ -44,14 +44,14 @@ def draw_rounded(record: Rounded) -> Drawing:
         kinds = ["bad"] + ["second"] * exponent + ["first"] * (len(bits) - 1 - exponent)
         cells = "".join(f'<i class="bit {kind}">{bit}</i>' for kind, bit in zip(kinds, bits))
         off = f"off by {abs(value - exact):.2g}" if value != exact else "as the model gave it"
-        title = f"{name}: {len(bits)} bits, {value:.10g}, {off}"
+        title = f"{name}: {len(bits) // 8} bytes, {value:.10g}, {off}"
         lines += f'<p class="title">{title}</p><p class="bits">{cells}</p>'
     legend = key(bad="sign", second="exponent: the range", first="fraction: the digits")
     half, brain = (abs(row[2] - exact) for row in record.rows[1:])
     caption = (
-        "The same number, a token&rsquo;s score, in three formats. float16 has more digits, "
-        "bfloat16 has float32&rsquo;s range, for it is float32 rounded to its first 16 bits: off "
-        f"by {half:.2g} and {brain:.2g} here."
+        "Half the bytes, nearly the same number: here a token&rsquo;s score is off by "
+        f"{half:.2g} in float16, which keeps more digits, and by {brain:.2g} in bfloat16, which "
+        "keeps float32&rsquo;s range."
     )
     text = "; ".join(f"{name} {value:.10g}" for name, _, value in record.rows)
     text = f"The bits of the logit of {record.token!r}: sign, exponent and fraction of {text}."
@@ -62,7 +62,7 @@ class Products(NamedTuple):
     """A row of weights times an input, exactly and in int8."""
 
     bytes: tuple[int, int, int]  # of the row in float32, in int8, and of its scale
-    weights: list[tuple[float, float, int, float]]  # w, w / scale, rounded, rounded * scale
+    weights: list[tuple[float, int, bytes, bytes]]  # w, w / scale rounded, the bytes of both
     scale: float
     exact: float  # the sum of all products
     rounded: float
@@ -90,13 +90,14 @@ def record_products(prompt: str) -> Products:
     x_values, x_scale = quantize(x)
     sums = (x_values.int() * values.int()).sum().item()
     largest = w.abs().argmax().item()
-    shown = [*range(5), largest]
+    weights = []
+    for at in (*range(3), largest):
+        own = (w[at], values[at])
+        held = (in_order(each[at : at + 1]) for each in (w, values))
+        weights.append((*(number.item() for number in own), *held))
     return Products(
         (w.nbytes, values.nbytes, scale.nbytes),
-        [
-            (w[at].item(), (w[at] / scale).item(), values[at].item(), (values[at] * scale).item())
-            for at in shown
-        ],
+        weights,
         scale.item(),
         (x @ w).item(),
         (sums * x_scale * scale).item(),
@@ -105,14 +106,21 @@ def record_products(prompt: str) -> Products:
     )
 
 
+def in_order(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor, the first one that of the sign."""
+    return tensor.numpy().tobytes()[::-1]
+
+
 def draw_products(record: Products) -> Drawing:
+    def shown(held: bytes, kind: str) -> str:
+        return "".join(token(f"{byte:02x}", kind) for byte in held)
+
     rows = ""
-    for number, (w, ratio, value, back) in enumerate(record.weights):
-        name = "largest" if number == len(record.weights) - 1 else f"weight {number}"
-        cells = (signed(w, 4), signed(ratio), f"<b>{signed(value, 0)}</b>", signed(back, 4))
-        rows += f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in cells)
-        rows += "</tr>"
-    head = "<th></th><th>w</th><th>w / scale</th><th>int8</th><th>int8 &times; scale</th>"
+    for w, value, whole, one in record.weights:
+        number = f"<b>{signed(value, 0)}</b>"
+        cells = signed(w, 4), shown(whole, ""), number, shown(one, "new")
+        rows += "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    head = '<th>w</th><th>float32</th><th colspan="2">int8</th>'
     table = (
         f'<div class="scroll"><table class="figures"><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
@@ -130,16 +138,16 @@ def draw_products(record: Products) -> Drawing:
             + key(first="a weight, as wide as its bytes", second="the scale of the row"),
         ),
         panel(
-            f"Five of these {count} weights, and the largest",
+            f"{len(record.weights) - 1} of these {count} weights and the largest, a box a byte",
             table,
-            f"scale = the largest / 127 = {record.scale:.6f}. Times an input, which is rounded as "
-            f"well: {exact} in float32; {sums} in whole numbers, and times both scales {rounded}.",
+            f"scale = the largest / 127 = {record.scale:.6f}; int8 = w / scale, rounded. Times an "
+            f"input, which is rounded as well: {exact} in float32; {sums} in whole numbers, and "
+            f"times both scales {rounded}.",
         ),
     )
     caption = (
         f"A row of weights in {small + one} bytes instead of {whole:,}: one byte each, and one "
-        "scale for all. Products of whole numbers add up exactly, and the scales come last: "
-        f"{rounded} for {exact}."
+        "scale for all. Products of whole numbers add up exactly; the scales come last."
     )
     text = (
         f"A row of {count} weights in memory, {whole} bytes in float32 and {small + one} in int8; "

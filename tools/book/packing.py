@@ -84,28 +84,21 @@ def record_reading(prompt: str, outputs: int = 4) -> Reading:
 
 def draw_reading(record: Reading) -> Drawing:
     parts = []
-    rows = []
-    beside = []  # how often the next line is the one beside
-    for order, kind in zip(record.orders, ("good", "bad")):
-        beside.append(sum(b == a + 1 for a, b in zip(order.lines, order.lines[1:])))
-        note = (
-            f"The next line lies beside the last one {beside[-1]} of {len(order.lines) - 1} times."
-        )
-        title = f"{order.name}: {order.speed} GB/s"
-        parts.append(panel(title, way_of(order, kind), note))
-        least = record.bytes / order.speed / 1e6
-        rows.append((order.name, least, f"{least:.1f} ms", kind))
-    title = f"At this speed {record.bytes / 1e6:.1f} MB of weights, those of one token, take"
-    body = panels(*parts) + f'<p class="title one">{title}</p>' + bars(rows)
-    body += (
-        '<p class="note">A line is 64 bytes, 16 weights. The speeds are those in the lesson, of '
-        "the machine where its code was first measured.</p>"
-    )
+    names = ("as C reads", "slower")
+    for order, kind, name in zip(record.orders, ("good", "bad"), names):
+        beside = sum(b == a + 1 for a, b in zip(order.lines, order.lines[1:]))
+        note = f"The next line lies beside the last one {beside} of {len(order.lines) - 1} times."
+        parts.append(panel(f"{order.name}: {name}", way_of(order, kind), note))
     fast, slow = record.orders
+    body = panels(*parts) + (
+        '<p class="note">A line is 64 bytes, 16 weights. On the machine where this code was first '
+        f"measured weights came at {fast.speed} GB/s one row after the other, at {slow.speed} with "
+        f"{len(slow.sums)} rows side by side.</p>"
+    )
     caption = (
-        "A product can be no faster than its weights arrive, and memory is fastest where it can "
-        f"foresee the next read. {fast.name} they came at {fast.speed} GB/s, "
-        f"{slow.name} at {slow.speed}. The sums are the same."
+        f"A token is multiplied with {record.bytes / 1e6:.1f} MB of weights, each used once, so "
+        "memory sets the speed. It is fastest where it can foresee the next read: C reads a row to "
+        "its end, then the next."
     )
     text = "Which line of memory is read, over time: " + "; ".join(
         f"{order.name} {order.lines[:8]} and so on, {order.speed} GB/s" for order in record.orders

@@ -24,6 +24,7 @@ from sampling import SamplingParams, penalize
 class Moved(NamedTuple):
     """The step at which a penalty first changes the choice."""
 
+    prompt: str
     before: str  # the text that was written until then
     rows: list[tuple[str, float, float, int, bool]]  # token, logit before and after, count, seen
     chosen: tuple[str, str]  # without the penalty and with it
@@ -50,6 +51,7 @@ def record_moved(prompt: str, common: dict, own: dict, count: int = 60) -> Moved
     output = text[len(ids) :]
     decode = recordings.encoding().decode
     return Moved(
+        prompt,
         decode(output),
         [
             (decode([id]), rows[0][id].item(), rows[1][id].item(), output.count(id), id in text)
@@ -71,6 +73,7 @@ def draw_moved(record: Moved, rule: str, seen: str) -> Drawing:
 
     rows = []
     for text, before, after, count, _ in record.rows:
+        in_prompt = not count and before != after
         kind = "new" if text == record.chosen[1] else "out" if text == record.chosen[0] else ""
         x, y = place(before), place(after)
         body = box(0, 8, width, 1, "empty")
@@ -78,6 +81,7 @@ def draw_moved(record: Moved, rule: str, seen: str) -> Drawing:
             body += box(min(x, y), 7, abs(x - y), 3, "bad" if after < before else "good")
         body += dot(x, 8.5, "hollow") + dot(y, 8.5, "first")
         times = f", {count} times" if count > 1 else ", once" if count else ""
+        times += ", in the prompt" * in_prompt
         words = (
             f"{signed(before, 1)} &rarr; {signed(after, 1)}"
             if before != after
@@ -85,17 +89,17 @@ def draw_moved(record: Moved, rule: str, seen: str) -> Drawing:
         )
         rows.append((token(text, kind), svg(width, 17, body), words + times))
     without, with_it = (escape(text) for text in record.texts)
-    before = record.before
-    start = escape(before if len(before) <= 60 else before[-60:].partition(" ")[2])
+    before = record.prompt + record.before
+    start = before if len(before) <= 60 else f"\u2026{before[-60:].partition(' ')[2]}"
     body = panels(
         panel(
-            "The best tokens at the first step that changes",
+            "The best tokens at the first step that the penalty changes",
             rows_of(rows),
             f"Hollow: the logit before. Full: after the penalty. {seen}",
         ),
         panel(
             "What is written",
-            f'<p class="fork"><q>&hellip;{start}</q></p>'
+            f'<p class="fork"><q>{escape(start)}</q></p>'
             f'<p class="fork"><b>without</b> {token(record.chosen[0], "out")}'
             f"{without.removeprefix(escape(record.chosen[0]))} &hellip;</p>"
             f'<p class="fork"><b>with it</b> {token(record.chosen[1], "new")}'
@@ -119,8 +123,8 @@ def record_presence(prompt: str) -> Moved:
 
 
 def draw_presence(record: Moved) -> Drawing:
-    rule = "Each token that was written already loses 1 from its logit, its score, once."
-    return draw_moved(record, rule, "Those that were not written do not move.")
+    rule = "Each token of the output loses 1 from its score, the logit, however often it is there."
+    return draw_moved(record, rule, "Those that are not in the output do not move.")
 
 
 def record_frequency(prompt: str) -> Moved:
@@ -129,7 +133,8 @@ def record_frequency(prompt: str) -> Moved:
 
 def draw_frequency(record: Moved) -> Drawing:
     rule = (
-        "Each token's logit loses 0.5 for every time it was written: what is frequent costs more."
+        "Each token of the output loses 0.5 from its score, the logit, for every time that it is "
+        "there."
     )
     return draw_moved(record, rule, "A presence penalty of 1 is on in both.")
 
@@ -139,7 +144,10 @@ def record_repetition(prompt: str) -> Moved:
 
 
 def draw_repetition(record: Moved) -> Drawing:
-    rule = "Each token of prompt and output has its logit divided by 1.3; below 0, multiplied."
+    rule = (
+        "Each token of prompt and output has its score, the logit, divided by 1.3; below 0, "
+        "multiplied."
+    )
     return draw_moved(record, rule, "A large logit loses more than a small one.")
 
 

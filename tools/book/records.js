@@ -182,14 +182,13 @@ const RECORDS = {
     const ids = encode(models, prompt, 60);
     const runs = [0, 1].map((penalty) => beamSearch(models, ids, 4, 24, penalty));
     const found = new Map();
-    for (const { finished } of runs) for (const each of finished) found.set(`${each.tokens}`, each);
+    for (const each of runs.flat()) found.set(`${each.tokens}`, each);
     const texts = [...found.values()].sort(
       (a, b) => a.tokens.length - b.tokens.length || b.total - a.total,
     );
     return {
       texts: texts.map(({ tokens, total }) => [textOf(models, ...tokens), tokens.length, total]),
-      won: runs.map(({ finished: [{ tokens }] }) => texts.indexOf(found.get(`${tokens}`))),
-      steps: runs.map(({ steps }) => steps),
+      won: runs.map(([{ tokens }]) => texts.indexOf(found.get(`${tokens}`))),
     };
   },
 
@@ -309,7 +308,7 @@ function passes({ target }, text, count, { cache = true, stride } = {}) {
   return steps;
 }
 
-// 20-beam-search with the penalty of 21-length-penalty: finished texts, best first, and its steps.
+// 20-beam-search with the penalty of 21-length-penalty: finished texts, best first.
 function beamSearch(models, prompt, beams, most, penalty) {
   const { eos_token_ids: eos } = models.target.config;
   const ends = ({ tokens }) => eos.includes(tokens.at(-1)) || tokens.length === most;
@@ -332,7 +331,7 @@ function beamSearch(models, prompt, beams, most, penalty) {
     const hope = running[0]?.total / (penalty > 0 ? most : length + 1) ** penalty;
     if (finished.length === beams && hope <= finished.at(-1).score) break;
   }
-  return { finished, steps };
+  return finished;
 }
 
 // As pick_stop of tokenizing.py.
@@ -367,6 +366,7 @@ function moved(models, prompt, common, own) {
   const shown = [...new Set(rows.flatMap((row) => best(row, 5)))];
   shown.sort((a, b) => rows[0][b] - rows[0][a]);
   return {
+    prompt,
     before: textOf(models, ...output),
     rows: shown.map((id) => [
       textOf(models, id),

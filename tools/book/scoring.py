@@ -24,7 +24,6 @@ class Lengths(NamedTuple):
 
     texts: list[tuple[str, int, float]]  # text, number of tokens, sum of log-probabilities
     won: tuple[int, int]  # which of them is the best one with penalty 0, and with 1
-    steps: tuple[int, int]  # of both searches
 
 
 def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Lengths:
@@ -32,16 +31,13 @@ def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Lengths:
     ids = recordings.encode(prompt, 60)
     found = {}
     winners = []
-    steps = []
     for penalty in (0.0, 1.0):
-        with recordings.watch(model) as passes:
-            best = beam_search(model, ids, beams, most, length_penalty=penalty)
-        steps.append(len(passes))
+        best = beam_search(model, ids, beams, most, length_penalty=penalty)
         winners.append(tuple(best[0].tokens))
         found |= {tuple(beam.tokens): beam.score * len(beam.tokens) ** penalty for beam in best}
     order = sorted(found, key=lambda tokens: (len(tokens), -found[tokens]))
     texts = [(recordings.encoding().decode(list(each)), len(each), found[each]) for each in order]
-    return Lengths(texts, tuple(map(order.index, winners)), tuple(steps))
+    return Lengths(texts, tuple(map(order.index, winners)))
 
 
 def draw_lengths(record: Lengths) -> Drawing:
@@ -60,22 +56,20 @@ def draw_lengths(record: Lengths) -> Drawing:
             )
         rows += "</tr>"
     head = "<th>text</th><th>n</th><th>sum</th><th>sum / n</th>"
-    steps = "as many" if record.steps[0] == record.steps[1] else str(record.steps[1])
     body = (
         f'<table class="scores"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
         '<p class="note">\u25a0: the end of the text, a token too. n: tokens; sum: of their '
-        "log-probabilities, all below 0, so the shortest bar of a column is the best. By its sum a "
-        f"text can only get worse, and the search ends after {record.steps[0]} steps; by sum / n a "
-        f"longer one may still win, and it takes {steps}.</p>"
+        "log-probabilities, all below 0, so the shortest bar of a column is the best.</p>"
     )
     (short, few, total), (long, many, other) = (record.texts[at] for at in record.won)
+    few_tokens = f"{few} token{'s' * (few != 1)}"
     caption = (
-        f"Each token makes a sum smaller, so by its sum {name(short)} wins, a text of {few} "
-        f"token{'s' * (few != 1)}. Divided by its length a text of {many} does: "
-        f"{signed(other / many)} a token against {signed(total / few)}."
-        if record.won[0] != record.won[1]
-        else f"Here one text, {name(short)}, wins by its sum and by its mean: {signed(total)} and "
+        f"Each token lowers the sum of log-probabilities, so by its sum a text of {few_tokens} "
+        f"wins. Divided by its length one of {many} does: {signed(other / many)} a token against "
         f"{signed(total / few)}."
+        if record.won[0] != record.won[1]
+        else f"Here one text, of {few_tokens}, wins by its sum and by its mean: {signed(total)} "
+        f"and {signed(total / few)}."
     )
     shown = "; ".join(f"{text!r}: {n} tokens, {total:.2f}" for text, n, total in record.texts)
     text = (

@@ -1,5 +1,6 @@
 """Pictures of lessons 20 and 22: a tree of beams, and a race that needs no sorting."""
 
+import math
 from typing import NamedTuple
 from unittest import mock
 
@@ -122,9 +123,14 @@ def draw_tree(record: Tree) -> Drawing:
         f'<p class="fork"><b>two beams</b> {signed(best)} {escape("".join(record.best))}</p>'
     )
     body = panels(panel("Two beams", chart + legend, note), panel("What each finds", texts))
+    found = (
+        "Here both find the same text."
+        if record.best == record.greedy
+        else f"Here it finds one that is {math.exp(best - greedy):.1f} times as probable."
+    )
     caption = (
-        "Beam search goes on with the two best texts of each step, so one that begins a little "
-        f"worse can still win: {signed(best)} against greedy's {signed(greedy)}."
+        "Beam search goes on with the two most probable texts of each step, greedy decoding with "
+        f"one. {found}"
     )
     text = (
         f"A tree of {len(record.steps)} steps after {record.prompt!r}. The best text is "
@@ -213,10 +219,10 @@ def draw_race(record: Race) -> Drawing:
         kind = "good" if runner.inside else "bad"
         pin = f'<b class="pin {kind}" style="left:{100 * runner.mass:.2f}%"></b>'
         limit_mark = f'<b class="limit" style="left:{100 * record.p:.2f}%"></b>'
-        verdict = "before p: it is drawn" if runner.inside else "behind p: out, and all behind it"
+        verdict = "inside: it is drawn" if runner.inside else "outside: struck, with all behind it"
         lines += (
             f'<p class="title">Round {number + 1}: {token(runner.token)} is the fastest, with '
-            f"{percent(runner.mass)} before it, {verdict}</p>"
+            f"{percent(runner.mass)} before it; {verdict}</p>"
             f'<div class="race"><span class="stack">{marks}</span>{limit_mark}{pin}</div>'
         )
     names = " ".join(f"{token(text)} {percent(p)}" for text, p in record.line[:5])
@@ -224,13 +230,14 @@ def draw_race(record: Race) -> Drawing:
     body = (
         f'<div class="panel whole">{lines}<p class="note">A line of length 1: the tokens in their '
         f"order, each as long as its probability, {names}, &hellip; What is left of it is "
-        f"still in the race. Thin mark: p = {record.p:g}. Thick mark: where the winner "
-        "begins.</p></div>"
+        f"still in the race. Plain mark: top-p, {record.p:g}. Coloured mark: where the fastest "
+        "token begins.</p></div>"
     )
     rounds = f"{len(record.rounds)} round{'s' * (len(record.rounds) > 1)}"
     caption = (
-        f"Top-p without sorting: all {record.vocab:,} tokens race, and only the winner is asked "
-        f"whether it stands before p. After {rounds} {token(last.token)} does."
+        f"Each of {record.vocab:,} tokens gets a speed, its probability over a random number. Only "
+        "the fastest is asked whether it is inside top-p: no sorting. "
+        f"After {rounds} {token(last.token)} is."
     )
     shown = "; ".join(f"{each.token!r}, {percent(each.mass)} before it" for each in record.rounds)
     text = f"The rounds of the race with seed {record.seed}: {shown}. The last one is drawn."

@@ -113,16 +113,15 @@ def draw_speculation(record: Speculation) -> Drawing:
     passes = len(record.verdicts)
     parts = [
         panel(
-            f"{passes} passes of the target, {count} tokens",
+            f"{passes} passes of the large model, the target: {count} tokens",
             lines_of(record.verdicts),
         )
     ]
     if record.refusal:
         parts.append(refused(record.refusal))
     caption = (
-        f"A small model drafted {drafts} tokens, the large one kept {accepted} of them and needed "
-        f"{passes} passes instead of {count}. A draft is refused just often enough that the text "
-        "has the same distribution as if the large model had written it alone."
+        f"A small model drafted {drafts} tokens, the large one kept {accepted}: {passes} of its "
+        f"passes made {count} tokens, from its own distribution."
     )
     text = (
         f"{passes} lines of drafts, {accepted} of {drafts} accepted; and bars that compare both "
@@ -142,9 +141,10 @@ def refused(found: Refusal) -> str:
     chance = percent(found.chance)
     p, q = next((p, q) for text, p, q in found.rows if text == found.draft)
     note = (
-        f"{token(found.draft)}, p {percent(p)}, q {percent(q)}, is accepted with chance p / q = "
-        f"{chance}. It was refused; one draw from the blue parts, {token(found.drawn)}, takes its "
-        "place. Over all tokens red and blue are equal, so green and blue make exactly p."
+        "p: the probability that the large model gives, q: the small one. "
+        f"{token(found.draft)} is accepted with chance p / q = {chance}. It was refused; one draw "
+        f"from the blue parts, {token(found.drawn)}, takes its place. Over all tokens red and blue "
+        "are equal, so green and blue make exactly p."
     )
     legend = key(
         good="both: min(p, q)", bad="the draft model has too much", first="too little: the residual"
@@ -208,16 +208,16 @@ def draw_copied(record: Copied) -> Drawing:
     count = sum(len(each.tokens) for each in record.verdicts)
     passes = len(record.verdicts)
     legend = (
-        '<ul class="key"><li><code class="tok found">the newest tokens, and where they occurred'
-        '</code></li><li><code class="tok new">what followed there: the drafts</code></li></ul>'
-    )
+        f'<ul class="key"><li><code class="tok found">the last {size} tokens, found before</code>'
+        '</li><li><code class="tok new">what followed there: the drafts</code></li></ul>'
+    ) * (size > 0)
     body = panels(
         panel("The first pass with drafts", f'<p class="flow">{chips}</p>{legend}'),
         panel(f"{passes} passes, {count} tokens", lines_of(record.verdicts)),
     )
     caption = (
-        f"No draft model: the last {size} tokens occurred before, and what followed them there is "
-        f"the guess. {accepted} of {drafts} were accepted."
+        "No draft model: where the text&rsquo;s last three tokens, or two, occurred before, what "
+        f"followed them is the guess. {accepted} of {drafts} guessed tokens were accepted."
         if drafts
         else "No draft model: the last tokens did not occur before, so there is no guess."
     )
