@@ -560,6 +560,8 @@ def test_batches_have_each_token_once():
         for steps in (record.static, record.continuous):
             assert len({step.index(number) for step in steps if number in step}) == 1
     assert len(record.static) == 9 + 7 and len(record.continuous) < 16
+    counted = f"{len(record.continuous)} steps instead of {len(record.static)}."
+    assert caption_of("continuous-batching").endswith(counted)
     for number, step in enumerate(record.continuous):  # no place is idle while somebody waits
         waiting = set(range(6)) - {n for early in record.continuous[: number + 1] for n in early}
         assert None not in step or not waiting
@@ -608,7 +610,13 @@ def test_turned_queries_and_keys():
     """The score that the model has is the one at the text's own places, and at that distance."""
     from book.recordings import encoding, load
 
-    record, _ = drawn("llama")
+    record, tree = drawn("llama")
+    shown = [[words_of(line) for line in part.iter("p")] for part in of_class(tree, "div", "turn")]
+    assert [line[0] for line in shown] == [f"positions {a} and {b}" for (a, b), *_ in record.shown]
+    for each, (_, words) in zip(record.shown, shown, strict=True):
+        apart, score = words.split(" apart: score ")
+        assert int(apart) == each.places[0] - each.places[1]
+        assert float(score.replace("\u2212", "-")) == pytest.approx(each.score, abs=6e-4)
     model = load("stories-llama")
     ids = encoding().encode("The cat sat on")
     scores = []

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 from conftest import ROOT
-from drawings import drawn, of_class, tokens_of, tree_of, widths, words_of
+from drawings import caption_of, drawn, of_class, tokens_of, tree_of, widths, words_of
 
 from infer import generate
 from sampling import SamplingParams
@@ -19,7 +19,7 @@ PLAYED = {  # lesson -> where its recording has the run
     "preemption": lambda record: record,
     "prefix-sharing": lambda record: record,
     "chunked-prefill": lambda record: record.run,
-    "batched-speculation": lambda record: record.run,
+    "batched-lookup": lambda record: record,
 }
 
 
@@ -158,9 +158,8 @@ def test_the_pool_is_that_of_its_frame():
             assert words == held[4 * place : 4 * place + 4]
 
 
-def test_pages_are_taken_as_the_lesson_s_own_pool_takes_them():
+def check_tables(record) -> None:
     """All that a text may need, when it begins: what was given back last, then new ones."""
-    record, tree = drawn("paged-cache")
     back = []
     new = iter(range(15))
     tables = {}
@@ -175,6 +174,17 @@ def test_pages_are_taken_as_the_lesson_s_own_pool_takes_them():
             if row["number"] not in tables:
                 tables[row["number"]] = [back.pop() if back else next(new) for _ in range(needed)]
             assert row["pages"] == tables[row["number"]]
+
+
+def test_pages_are_taken_as_the_lesson_s_own_pool_takes_them():
+    from book.playing import SMALL_PAGES
+    from book.serving import record_pool
+
+    check_tables(record_pool("One day, Lily saw a"))  # the first text gives several back
+    record, tree = drawn("paged-cache")
+    check_tables(record)
+    frames = record.run.frames
+    assert "16" in SMALL_PAGES and record.size == 4
     shown = [
         [int(words_of(code)) for code in row.iter("code")]
         for row in of_class(tree, "table", "rows")[0].iter("tr")
@@ -220,7 +230,10 @@ def test_what_two_budgets_compute():
         most = 41 if budget == 512 else 8
         assert words == f"Budget {budget}: {len(lines)} steps of at most {most} tokens"
     assert first == record.first == [3, 9]
-    assert "in step 9 instead of 3, the end after 20 steps instead of 14." in drawing.caption
+    words = words_of(tree_of(drawing.body))
+    assert "comes after step 2." in words and "41 at once, 8 in chunks" in words
+    assert "in step 9 instead of 3, the end after 20 steps instead of 14." in words
+    assert "budget of 8" in drawing.caption and "step 20 instead of 14." in drawing.caption
 
 
 def squares_of(table) -> list[tuple[int, int]]:
@@ -254,6 +267,11 @@ def test_page_groups_count_what_attention_reads():
     for part, tables in ((together, plain), (apart, groups)):
         count = sum(sum(pair) for table in tables for pair in table)
         assert words_of(part.find("p")).endswith(f" {count} pages")
+    counts = [sum(sum(pair) for table in tables for pair in table) for tables in (plain, groups)]
+    caption = caption_of("page-groups")
+    assert f"{counts[0]} pages for these 5. In groups of similar length {counts[1]} " in caption
+    assert caption.endswith(f"they have {sum(own)}.")
+    assert "A page has 4 positions here" in words_of(tree)
 
 
 def test_levels_and_steps_of_preemption():
@@ -267,6 +285,7 @@ def test_levels_and_steps_of_preemption():
         held = {f"owner{row['number']}": 10.0 * len(row["pages"]) for row in frame["running"]}
         assert shown == held and sum(shown.values()) <= 100
         assert list(shown) == sorted(shown, reverse=True)  # the youngest on top
+    again = 0  # prompts are of one token here
     for number, line in enumerate(of_class(tree, "div", "steps"), 1):
         computed = 0
         for frame, cell in zip(record.frames, line, strict=True):
@@ -274,12 +293,19 @@ def test_levels_and_steps_of_preemption():
             assert ("lost" in kind) == (number in frame["preempted"])
             if "one" in kind:
                 computed += 1
-            if "many" in kind:
-                computed += int(words_of(cell))
+            if "many" in kind:  # so many before its newest token
+                computed += int(words_of(cell)) + 1
+                again += int(words_of(cell))
         assert computed == total(record.frames, number, 0)
     _, drawing = drawing_of("preemption")
     extra = record.frames[-1]["positions"] - sum(len(each.tokens) - 1 for each in record.requests)
-    assert extra > 0 and f"2 preemptions cost {extra} positions" in drawing.caption
+    assert extra == again > 0 and f"once more later: {extra} positions beside" in drawing.caption
+    assert record.frames[-1]["preemptions"] == 2 == len(of_class(tree, "i", "lost"))
+    lost = [at for at, frame in enumerate(record.frames) if frame["preempted"]]
+    for at in lost:  # as many pages as were free before the step were too few
+        gone = {f"owner{number}" for number in record.frames[at]["preempted"]}
+        assert gone & {part.get("class") for part in levels[at - 1]}
+        assert not gone & {part.get("class") for part in levels[at]}
 
 
 def test_shared_pages_stand_once():
@@ -312,7 +338,10 @@ def test_shared_pages_stand_once():
     last = record.frames[-1]
     assert last["shared"] == 3 * 8 and last["positions"] == 12 + 3 * 4 + 4 * 8
     _, drawing = drawing_of("prefix-sharing")
-    assert "Of the 36 positions of later prompts 24 were found" in drawing.caption
+    assert drawing.caption.startswith("4 texts that begin alike, in 11 pages instead of 20:")
+    words = words_of(tree)
+    assert "3 later prompts, of 12 tokens, found 2 pages and computed the other 4 tokens" in words
+    assert "3 \u00d7 8 = 24 positions found" in words
 
 
 def test_drafts_that_rows_copy():
@@ -338,6 +367,10 @@ def test_drafts_that_rows_copy():
         assert written == [text_of(id) for id in own_text(request)]
     assert counts == {name: record.frames[-1][name] for name in counts}
     assert 0 < counts["accepted"] < counts["drafted"]
+    words = words_of(tree)
+    assert f"{counts['accepted']} of {counts['drafted']} were accepted" in words
+    steps = [sum(bool(tokens_of(line[column])) for line in lines) for column in (0, 1)]
+    assert f"16 tokens in {steps[0]} and {steps[1]} steps" in caption_of("batched-lookup")
 
 
 def test_both_models_draw_with_the_same_numbers():
@@ -348,6 +381,12 @@ def test_both_models_draw_with_the_same_numbers():
     record, drawing = drawing_of("batched-speculation")
     tree = tree_of(drawing.body)
     assert len(record.races) > 30
+    frames = record.run.frames
+    for number, request in enumerate(record.run.requests, 1):
+        assert request.output == own_text(request)
+        assert total(frames, number, 3) == len(request.output)
+    for which, name in ((1, "drafted"), (2, "accepted")):
+        assert sum(total(frames, number, which) for number in (1, 2, 3)) == frames[-1][name]
     for race in record.races:
         number, position = race.place
         text = record.run.requests[number - 1].tokens
@@ -366,14 +405,26 @@ def test_both_models_draw_with_the_same_numbers():
             assert [p / e, q / e] == pytest.approx([each[id].item() for each in speeds], rel=1e-3)
         assert race.drawn == recordings.text_of(text[position])
         assert race.chance == pytest.approx((pair[0] * pair[1]).sum().item(), rel=1e-4)
+        tv = (pair[0] - pair[1]).abs().sum().item() / 2
+        assert race.most == pytest.approx(1 - tv, abs=1e-5)  # as the lesson says
     last = record.run.frames[-1]
     right = sum(race.drawn == race.draft for race in record.races)
     assert right == last["accepted"]
-    chance = sum(race.chance for race in record.races) / len(record.races)
-    assert f"{right} of {len(record.races)} here" in drawing.caption
-    assert f"would agree {100 * chance:.0f}\xa0% of the time" in drawing.caption
+    count = len(record.races)
+    assert f"{right} of {count} drafts are right." in drawing.caption
+    most, chance = (
+        sum(getattr(race, name) for race in record.races) / count for name in ("most", "chance")
+    )
+    assert chance < right / count and chance < most < 1
+    (shares,) = of_class(tree, "table", "bars")
+    assert widths(shares) == pytest.approx(
+        [100 * right / count, 100 * most, 100 * chance], abs=0.01
+    )
+    values = [words_of(value) for value in of_class(shares, "td", "value")]
+    assert values == [f"{100 * share:.0f}\xa0%" for share in (right / count, most, chance)]
     (table,) = of_class(tree, "table", "figures")
-    (title,) = of_class(tree, "p", "title")
+    title, other = of_class(tree, "p", "title")
+    assert words_of(other) == f"How many of {count} drafts are accepted"
     (race,) = [
         race
         for race in record.races
@@ -430,6 +481,8 @@ def test_trials_go_by_their_clock():
             mean = torch.tensor([float(n) for own, n, _ in each.steps if own == way]).mean().item()
             assert count == pytest.approx(mean, abs=0.006)
             assert rate == pytest.approx(mean / took, abs=0.02)
+        pays = "pay" if lines[1][2] > lines[2][2] else "do not pay"
+        assert words_of(panel.find("p")).endswith(f": drafts {pays}")
         (win,) = of_class(panel, "td", "win")
         assert float(words_of(win)) == max(lines[1][2], lines[2][2])
         spans = list(of_class(panel, "div", "thirds")[0])

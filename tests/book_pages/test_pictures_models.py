@@ -160,23 +160,41 @@ def test_dials_of_slow_turns():
     model = load("stories-llama")
     assert model.config.block_size == 256 and model.config.rope_scaling is None  # as before
     ids = encoding_of(TEXT)
-    text = [token for row in drawn_rows(model, ids) for token in [4095, *ids, *row]]
-    assert len(text) == 512
+    stories = [[4095, *ids, *row] for row in drawn_rows(model, ids)]
+    assert [len(story) for story in stories] == [32] * 16
+    texts = torch.tensor([stories[at:] + stories[:at] for at in range(16)]).flatten(1)
     config = copy.copy(model.config.__dict__) | {"block_size": 512}
     losses = []
     for scaling in (None, SCALING):
         other = llama.Llama(llama.LlamaConfig(**config | {"rope_scaling": scaling}))
         other.load_state_dict(model.state_dict())
-        with torch.inference_mode():
-            logprobs = other(torch.tensor([text]))[0, :-1].double().log_softmax(dim=-1)
-        own = -logprobs[torch.arange(511), text[1:]]
-        losses.append((own[:255].mean().item(), own[255:].mean().item()))
-    for found, expected in zip(record.losses, losses):
+        own = torch.zeros(512)  # of the token in each place
+        for text in texts:
+            with torch.inference_mode():
+                logprobs = other(text[None])[0, :-1].log_softmax(dim=-1)
+            own[1:] -= logprobs[torch.arange(511), text[1:]] / 16
+        counts = [63] + [64] * 7  # nothing is before the first token
+        losses.append([own[64 * at : 64 * at + 64].sum().item() / n for at, n in enumerate(counts)])
+    for found, expected in zip(zip(*record.losses), losses, strict=True):
         assert found == pytest.approx(expected, abs=1e-3)
-    (plain, slow) = record.losses
-    bars = [loss[place] for place in (0, 1) for loss in (plain, slow)]
-    assert widths(panels[2]) == pytest.approx([100 * each / max(bars) for each in bars], abs=0.01)
-    assert words(of_class(panels[2], "td", "value")) == [f"{each:.2f}" for each in bars]
+    # As in the lesson's table: past the window it rises as it is, and slowed it does not.
+    plain, slow = losses
+    assert max(plain[1:4]) < 1.96 < 2.3 < min(plain[5:])
+    assert max(slow[1:]) - min(slow[1:]) < 0.03 and max(slow[4:]) < max(plain[1:4]) + 0.15
+    (chart,) = of_class(tree, "svg", "chart")
+    for kind, losses in (("bad", plain), ("first", slow)):
+        (line,) = of_class(chart, "polyline", kind)
+        points = [tuple(map(float, pair.split(","))) for pair in line.get("points").split()]
+        places = [34 + 31.5 * (at + 0.5) for at in range(8)]
+        assert [x for x, _ in points] == pytest.approx(places, abs=0.06)
+        heights = [130 - y for _, y in points]
+        assert heights == pytest.approx([120 * loss / max(plain) for loss in losses], abs=0.15)
+    labels = [part for part in chart.iter() if str(part.tag).endswith("text")]
+    shown = words(part for part in labels if part.get("class") != "middle")
+    assert sorted(shown) == sorted(f"{loss:.2f}" for loss in (plain[0], plain[-1], slow[-1]))
+    caption = caption_of("llama-3")
+    assert f"its loss rises to {plain[-1]:.2f}" in caption and caption.endswith(f"{slow[-1]:.2f}.")
+    assert "Red: in 9 circles as it is, in 0 slowed." in words_of(tree)
 
 
 def encoding_of(text: str) -> list[int]:
@@ -255,21 +273,12 @@ def test_merges_are_those_of_the_library(monkeypatch):
     assert shown[0] == "<|endoftext|>" and tokens_of(third, "out") == shown[:1]
 
 
-def test_digits_and_ends():
-    from tokenizers import Regex, pre_tokenizers
-
+def test_ends_of_a_reply():
     from book.recordings import encoding, load
-    from book.tokenizing import TOLD
-    from tokenizer import PATTERNS
 
     record, tree = drawn("qwen")
-    text = "In 2024 they'LL pay $1234567"
-    for name, pieces in record.pieces.items():
-        split = pre_tokenizers.Split(Regex(PATTERNS[name]), "isolated")
-        assert pieces == [piece for piece, _ in split.pre_tokenize_str(text)]
-    assert all(len(piece) == 1 for piece in record.pieces["Qwen2"] if piece.isdigit())
-    assert max(len(piece) for piece in record.pieces["Llama 3"] if piece.isdigit()) == 3
-    ids = encoding().encode(TOLD, allowed_special="all")
+    told = "<|endoftext|>Words: rain, boat\n\nThe boat came home. The moral of the story is"
+    ids = encoding().encode(told, allowed_special="all")
     model = load("stories-llama")
     (alone,) = run_rows(model, [ids], max_new_tokens=26, ignore_eos=True)
     (reply,) = run_rows(model, [ids], max_new_tokens=26)
@@ -277,36 +286,31 @@ def test_digits_and_ends():
     assert record.stops == len(reply) < 26 and reply[-1] == 4095
     assert "".join(record.tokens[record.stops :]).startswith("Words: ")  # as the user
     assert record.files == {"config.json": ["!"], "generation_config.json": ["!", "<|endoftext|>"]}
-    # No number in the vocabulary has two digits, so both patterns give one list of ids.
-    assert record.ids["Llama 3"] == record.ids["Qwen2"]
-    for name, ids in record.ids.items():
-        own = [encoding().encode(piece) for piece in record.pieces[name]]
-        assert ids == [id for each in own for id in each]
-    left, right = of_class(tree, "div", "panel")
-    assert in_cells(right) == record.pieces["Llama 3"] + record.pieces["Qwen2"]
-    assert f"Both give the same {len(ids)} ids" in words_of(right)
-    (flow,) = of_class(left, "p", "flow")
+    assert words(of_class(tree, "code", "text-box")) == [told.replace("\n", "\\n")]
+    first, both = of_class(tree, "div", "panel")
     written = [text.replace("\n", "\\n") for text in record.tokens]
-    assert tokens_of(flow) == written
-    assert tokens_of(flow, "new") == written[: record.stops]
-    assert tokens_of(flow, "out") == written[record.stops :]
-    first, second = of_class(left, "p", "cut-by")
-    assert (tokens_of(first), tokens_of(second)) == tuple(record.files.values())
-    assert "all 26 tokens" in words_of(first) and f"{record.stops} green" in words_of(second)
+    for part, count in ((first, 26), (both, len(reply))):
+        (flow,) = of_class(part, "p", "flow")
+        assert tokens_of(flow) == written[:count]
+        assert tokens_of(flow, "new") == written[: len(reply)]
+        assert tokens_of(flow, "out") == written[len(reply) : count]
+    titles = words(part.find("p") for part in (first, both))
+    assert titles == ["config.json alone", "config.json and generation_config.json"]
+    assert caption_of("qwen").endswith("talks on after its reply, as the user.")
+    notes = [of_class(part, "p", "note")[0] for part in (first, both)]
+    assert [tokens_of(note) for note in notes] == list(record.files.values())
+    assert words_of(notes[0]).endswith("26 tokens, and no end.")
+    assert words_of(notes[1]).endswith(f"{len(reply)} tokens.")
 
 
-def test_digits_that_would_give_other_ids():
+def test_a_reply_that_has_no_end():
     from book.tokenizing import draw_ends, record_ends
 
-    assert record_ends(" 3").ids == dict.fromkeys(
-        ("Llama 3", "Qwen2"), encoding_of(" ") + encoding_of("3")
-    )
-    assert encoding_of(" 3") != encoding_of(" ") + encoding_of(
-        "3"
-    )  # GPT-2's pattern takes both together
-    record, _ = drawn("qwen")
-    drawing = draw_ends(record._replace(ids={"Llama 3": [1], "Qwen2": [1, 2]}))
-    assert "The ids differ." in drawing.body and "same ids" not in drawing.caption
+    record = record_ends("Once upon a time", most=4)
+    drawing = draw_ends(record)
+    assert record.stops == len(record.tokens) == 4
+    assert "has not come to its end in 4 tokens" in drawing.caption
+    assert drawing.body.count("4 tokens, and no end.") == 2
 
 
 def test_a_conversation_is_in_each_prompt():
@@ -352,6 +356,7 @@ def test_a_conversation_is_in_each_prompt():
         sum(turn.parts) for turn in record.turns
     ]
     assert tokens_of(tree, "gone") == record.said[:1]
+    assert "In turn 4 it is too long" in caption_of("conversation")
 
 
 def shares_of(bar) -> list[float]:
@@ -407,6 +412,8 @@ def test_draws_by_seed_and_position():
         assert text == text_of(id.item()) and speed == pytest.approx(best.item(), rel=1e-3)
         assert (p, e) == pytest.approx((probs[id].item(), numbers[id].item()), rel=1e-3)
     assert record.runners[0][0] == record.keyed.alone[0][0]
+    counts = "0 of its 12 random numbers stay the same; with a seed of its own, 12."
+    assert caption_of("request-seeds").endswith(counts)
 
     *tables, race = of_class(tree, "div", "panel")
     for part, draws in zip(tables, (record.shared, record.keyed)):
@@ -464,6 +471,10 @@ def test_text_that_is_held_back():
         end = record.stop if row is rows[-1] else held
         assert words_of(seen) == shown + end
     assert tokens_of(rows[-1], "gone") == [record.stop]
+    (note,) = of_class(tree, "p", "note")
+    _, come_out = tokens_of(note)
+    assert come_out == "a big bag" == record.steps[8][2] and record.steps[9][1].startswith(come_out)
+    assert "wrote 49 characters, the reader got 39." in words_of(note)
 
 
 def test_stop_strings_of_other_texts():
@@ -511,11 +522,15 @@ def test_alternatives_of_each_token():
         assert [float(p.partition("\u00a0")[0]) for p in shown] == pytest.approx(
             [100 * weight for weight in weights], abs=0.51
         )
-        assert words_of(column.find("b")) == signed(own)
+        assert words_of(column.find("b")) == signed(own, 3)
     (note,) = of_class(tree, "p", "note")
     mean = sum(own for _, own, _ in record.tokens) / 12
     assert f"= {math.exp(-mean):.2f}:" in words_of(note)
-    assert f"= {signed(12 * mean)};" in words_of(note)
+    assert f"= {signed(12 * mean, 3)};" in words_of(note)
+    shown = [words_of(part.find("b")).replace("\u2212", "-") for part in columns]
+    assert sum(map(float, shown)) == pytest.approx(12 * mean, abs=0.006)
+    # As the lesson's Try prints them.
+    assert shown[:8] == "-0.158 -0.182 -0.034 -0.028 -0.809 -0.593 -2.915 -2.604".split()
 
 
 @pytest.mark.parametrize("slug", ["sanity-checks", "llama-3", "request-seeds", "length-penalty"])
@@ -532,7 +547,7 @@ def test_odd_prompts(slug):
     [
         ("conversation", "", "this picture shows 1 to 5 messages"),
         ("conversation", "a/b/c/d/e/f", "this picture shows 1 to 5 messages"),
-        ("qwen", "x" * 41, "the prompt has 41 characters; this picture shows 1 to 40"),
+        ("qwen", "a " * 41, "this picture shows 1 to 40"),
         ("llama-3-tokenizer", "", "the prompt has 0 characters"),
         ("llama-3", "a " * 20, "this picture shows 1 to 16"),
     ],

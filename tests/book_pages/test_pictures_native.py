@@ -407,6 +407,12 @@ def test_parts_of_a_layer():
     ]
     total = sum(len(part.operators) for part in record.parts)
     assert f"torch: {total} operators" in words_of(tree)
+    in_c = sum(len(call.kinds) for call in called)
+    assert f"C: {in_c} computations, inside one call" in words_of(tree)
+    idle = len([kind for part in record.parts for kind in part.operators if kind == "empty"])
+    assert f"{idle} of these compute no number" in words_of(tree)
+    words_above = f"torch runs {total} operators, a square each. In C {in_c} computations"
+    assert words_above in caption_of("native-llama")
 
 
 # Draws
@@ -453,6 +459,9 @@ def test_who_runs_and_who_wins():
     assert tokens_of(table) == [runner.text for runner in record.runners]
     assert tokens_of(table, "new") == [text_of(winner)]
     shown = [row[3] for row in columns_of(table)[1:]]
+    assert "hold all but 0.64\xa0%" in words_of(tree) and record.held == pytest.approx(
+        0.9936, abs=5e-5
+    )
     inside = [runner for runner in record.runners if runner.inside]
     assert [float(text) for text in shown if text != "outside"] == pytest.approx(
         [runner.speed for runner in inside], rel=0.006
@@ -499,6 +508,7 @@ def test_which_tokens_need_a_logarithm():
     winner = sample(logits[None], SamplingParams(temperature=0.8), None, draws).item()
     assert winner == max(range(4096), key=speeds.__getitem__)
     assert record.asked == len(asked) < 10 and record.best == pytest.approx(best, rel=1e-5)
+    assert f"{len(asked)} of 4,096 tokens needed one" in caption_of("native-draws")
     shown = [entry for entry in record.entries if entry.asked]
     ids = [first, *sorted(set(asked) - {first})]
     assert [entry.text for entry in shown] == [text_of(id) for id in ids]
@@ -635,7 +645,8 @@ def test_pages_that_a_query_reads():
     for index, length in enumerate(record.positions):
         assert record.owners.count(index) >= page_count(length, record.size)
     assert record.size == max(map(len, record.words)) == 4
-    assert "of 4 tokens each" in caption_of("native-pages")
+    order = ", ".join(map(str, number_of))
+    assert f"lies on pages {order}, of 4 tokens each" in words_of(tree)
     # torch copies whole pages, and fills a group up to its longest text.
     groups = {}
     for length in record.positions:
@@ -657,6 +668,9 @@ def test_pages_that_a_query_reads():
         for line in of_class(copied, "polyline", "second")
     }
     assert sorted(ends, key=ends.get) == list(number_of)
+    reads = sum(record.positions) * record.bytes / 1e6
+    moved = f"{reads:.2f} MB move instead of {3 * record.copied / 1e6:.2f}."
+    assert caption_of("native-pages").endswith(moved)
     share = 100 * sum(record.positions) * record.bytes / (3 * record.copied)
     assert widths(tree) == pytest.approx([100, share], abs=0.01)
 
@@ -671,7 +685,6 @@ def test_pages_that_a_query_reads():
         ("native-llama", "parts", None),
         ("packed-weights", "before", "x"),
         ("packed-int8", "memory", "x"),
-        ("qwen", "tokens", "pieces"),
     ],
 )
 def test_what_a_prompt_of_ones_own_changes(slug, same, other):

@@ -101,10 +101,10 @@ def test_lanes(model, encoding):
     assert kinds == ["in", "out"] * 2 + ["out"] * 5
     assert record.texts == {name: "".join(own) for name, own in texts.items()}
     assert "7 calls for 12 tokens" in caption_of("engine-thread")
-    assert "finds 3 tokens joined" in caption_of("engine-thread")
+    assert "finds 3 tokens joined" in words_of(tree)
 
 
-def test_leaving(encoding):
+def test_two_early_ends(encoding):
     """The same three texts in an engine without threads, one of them aborted between two steps."""
     from book import door
     from sampling import SamplingParams
@@ -114,49 +114,64 @@ def test_leaving(encoding):
     prompts = ("Once upon a time, there was a", "The dog", "Tom")
     params = SamplingParams(24, ignore_eos=True)
     requests = [engine.add(encoding.encode(prompt), params) for prompt in prompts]
+    named = list(zip("ABC", requests))
 
     def state():
         owners = [""] * 10
-        for name, request in zip("ABC", requests):
+        for name, request in named:
             for page in request.pages:
                 owners[page] = name
-        texts = [
-            f"{name} \u201c{encoding.decode(request.tokens)}\u201d"
-            for name, request in zip("ABC", requests)
-            if request in engine.scheduler.running
-        ]
-        waits = [n for n, request in zip("ABC", requests) if request in engine.scheduler.waiting]
-        return texts, waits, owners
+        running = [name for name, request in named if request in engine.scheduler.running]
+        waiting = [name for name, request in named if request in engine.scheduler.waiting]
+        return engine.steps, running, waiting, owners
+
+    def news():
+        return {name: encoding.decode(r.tokens[-1:]) for name, r in named if r.pages}
 
     for _ in range(6):
         engine.step()
     expected = [state()]
+    read = [news()]
     engine.abort(requests[0])
     expected.append(state())
     engine.step()
     expected.append(state())
-    was = [owner == "A" for owner in expected[0][2]]
-    panels = of_class(tree, "div", "panel")
-    for panel, (texts, waits, owners) in zip(panels, expected, strict=True):
-        (places,) = of_class(panel, "ol", "places")
-        shown = [words_of(line) for line in places]
-        assert [line.replace("\u2013 a free row", "") for line in shown] == [
-            re.sub("[\u201c\u201d]", "", text) for text in texts + [""] * (2 - len(texts))
-        ]
-        (line,) = [words_of(words) for words in panel.iter("p") if "waits" in words_of(words)]
-        assert line == "waits: " + (" ".join(waits) or "nobody")
-        (slots,) = of_class(panel, "ol", "slots")
-        assert [words_of(slot) for slot in slots] == owners
-        tints = {"": "idle", "A": "tint0", "B": "tint1", "C": "tint2"}
-        kinds = [slot.get("class").split() for slot in slots]
-        assert [kind[0] for kind in kinds] == [tints[owner] for owner in owners]
-        assert ["was" in kind for kind in kinds] == was
-        assert f"{owners.count('')} of 10 pages free." in words_of(panel)
-    titles = [words_of(of_class(panel, "p", "title")[0]) for panel in panels]
-    assert titles == ["After step 6", "The command: abort A", "After step 7"]
-    words = caption_of("early-ends")
-    assert "after 6 of 24 tokens" in words and f"his {sum(was)} pages" in words
-    assert "18 more tokens" in words and record.commands == ["abort"]
+    read.append(news())
+    assert (record.states, record.read) == (expected, read)
+    assert record.commands == ["abort"]
+    dead = "EngineDead: the engine has failed: RuntimeError: a bug"
+    assert record.failed == "RuntimeError: a bug"
+    assert record.told == {"B": dead, "C": dead} and record.late == dead
+
+    def stands(state):
+        _, running, waiting, owners = state
+        words = " ".join(running) + (" runs" if len(running) == 1 else " run")
+        waits = f", {' '.join(waiting)} waits" if waiting else ""
+        return [words + waits, f"{owners.count('')} of 10 pages free"]
+
+    assert stands(expected[0])[0] == "A B run, C waits" and stands(expected[2])[0] == "B C run"
+    crosses = [" ".join(f"{name}\u00a0{text}" for name, text in each.items()) for each in read]
+    reads = [[f"{name} reads {text}" for name, text in each.items()] for each in read]
+    rows = [
+        (reads[0], [crosses[0]], ["step 6", *stands(expected[0])]),
+        (["A leaves"], ["abort A"], stands(expected[1])),
+        (reads[1], [crosses[1]], ["step 7", *stands(expected[2])]),
+        (
+            [f"B C get {dead}"],
+            ["RuntimeError: a bug"],
+            ["step 8 fails", "no engine any more"],
+        ),
+        (["Who asks later gets the same"], [], []),
+    ]
+    found = [
+        tuple([words_of(words) for words in cell.iter("p")] for cell in row)
+        for row in rows_of(tree, "lanes")
+    ]
+    assert found == rows
+    assert [row.get("class") for row in rows_of(tree, "lanes")] == ["out", "in", "out", "out", ""]
+    (note,) = of_class(tree, "p", "note")
+    assert f"row and {expected[0][3].count('A')} pages are free" in words_of(note)
+    assert record.left == 24 - 6 and "18 more tokens" in words_of(note)
 
 
 def test_health(model):
@@ -452,7 +467,7 @@ def test_turns(model, encoding):
     "slug, parts",
     [
         ("engine-thread", ["step 7 computes {'B': 1}", "A reads ' were playing in'"]),
-        ("early-ends", ["after step 7: running {'B': ", "waiting ['C']"]),
+        ("early-ends", ["after step 7: running ['B', 'C']", "waiting ['C']", "told to B and C"]),
         ("server", ["/health gives 200", "/health gives 503", "a bug"]),
         ("completions", ["4 ids", '"completion_tokens": 12']),
         ("request-fields", ["logit_bias is not supported", "(works)", "(unknown)"]),

@@ -231,17 +231,12 @@ def draw_talk(record: Talk) -> Drawing:
         '<li><i class="same"></i>the same ids as in the turn before</li></ul>'
     )
     forgot = [number for number, turn in enumerate(record.turns) if turn.first]
-    counts = ", ".join(str(sum(turn.parts)) for turn in record.turns)
     then = (
-        f" In turn {forgot[0] + 1} it would not fit, so the oldest message goes with its reply, "
-        "whole."
+        f"In turn {forgot[0] + 1} it is too long, so the oldest message goes, with its reply."
         if forgot
-        else " All of it fits into the window so far."
+        else "All of it fits into the window so far."
     )
-    caption = (
-        f"The model remembers nothing: each prompt is the whole conversation again, {counts} "
-        f"tokens.{then}"
-    )
+    caption = f"The model remembers nothing: each prompt is all that was said, once more. {then}"
     text = "; ".join(
         f"turn {number}: parts of {turn.parts} tokens, a reply of {turn.reply}, {turn.same} as "
         f"before, {turn.first} messages forgotten"
@@ -353,22 +348,23 @@ def draw_seeds(record: Seeded) -> Drawing:
             "who else is there decides which numbers are left.",
         ),
         panel(
-            f"Numbers of seed {record.seed} and the position",
+            f"A seed of its own: {record.seed}",
             table(record.keyed),
-            "e is computed from seed, position and token alone. There is no state to move.",
+            "e is computed from three numbers alone: the seed, the position and the token's id. "
+            "There is no state to move.",
         ),
         panel(
             f"The draw at position {record.position}, worked out",
             rows_of(lines, "figures"),
-            f"A race: probability / e is a token's speed, and {token(record.runners[0][0])} is the "
-            f"fastest of all. e is a hash of ({record.seed}, {record.position}, the token's id).",
+            f"Each token of the vocabulary has an e of its own, here a hash of ({record.seed}, "
+            f"{record.position}, the token's id). The largest probability / e is drawn: "
+            f"{token(record.runners[0][0])}.",
         ),
     )
     body += legend
     caption = (
-        f"The same request after {token(record.prompt)}, alone and beside two others. With a seed, "
-        f"a number from which its draws are made, {same} of {count} are the same, number for "
-        f"number; from a generator that all share, {alike}."
+        "One request, alone and beside two others. With one generator for all "
+        f"{alike} of its {count} random numbers stay the same; with a seed of its own, {same}."
     )
     text = (
         f"With one generator: {record.shared.alone} alone, {record.shared.among} among three. With "

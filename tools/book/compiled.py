@@ -509,19 +509,24 @@ def draw_layer(record: Layer) -> Drawing:
         )
     total = sum(len(part.operators) for part in record.parts)
     called = "one call" if record.calls == 1 else f"{record.calls} calls"
-    head = f"<th>torch: {total} operators</th><th>C: inside {called}</th>"
+    in_c = sum(len(call.kinds) for part in record.parts for call in part.c)
+    head = f"<th>torch: {total} operators</th><th>C: {in_c} computations, inside {called}</th>"
     table = f'<table class="stages"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
     caption = (
-        f"A layer of a Llama. torch runs {total} operators for it, a square each; the frame is "
-        f"what C computes: the same {len(record.parts)} parts, with {called} for all "
-        f"{record.layers} layers. Grey: what lesson 28&rsquo;s pass did there for GPT-2."
+        f"For one layer of a Llama torch runs {total} operators, a square each. In C {in_c} "
+        f"computations are enough, and {called} does all {record.layers} layers."
+    )
+    idle = sum(part.operators.count("empty") for part in record.parts)
+    note = (
+        f'<p class="note">An operator is a function inside torch; {idle} of these compute no '
+        "number. Grey: what lesson 28&rsquo;s C has in this place for GPT-2.</p>"
     )
     text = "Parts of a layer, torch's calls and C's functions: " + "; ".join(
         f"{part.name} {len(part.operators)}, "
         + ", ".join(f"{call.name} {call.words}" for call in part.c)
         for part in record.parts
     )
-    return Drawing(table + key(**WORDS), caption, text + ".")
+    return Drawing(table + key(**WORDS) + note, caption, text + ".")
 
 
 SAME = "A prompt of your own makes the same calls"

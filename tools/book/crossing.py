@@ -8,10 +8,12 @@ import urllib.parse
 from typing import NamedTuple
 
 from book import door
-from book.draw import Drawing, Picture, escape, panel, panels, token
+from book.draw import Drawing, Picture, escape, token
+from book.playing import PAGE
 from command_line import check_text
 from errors import UserError
 from sampling import SamplingParams
+from server.engine_thread import EngineDead
 
 BESIDE = ("The dog", "Tom")  # prompts of those who ask besides the reader
 
@@ -116,9 +118,12 @@ def draw_lanes(record: Lanes) -> Drawing:
     calls = len(record.steps)
     most = max(count for step in record.steps for _, count in step.read.values())
     caption = (
-        "Two threads and no lock. A question goes in between two steps; what a step brings for "
-        f"everybody comes out in one call, {calls} calls for {tokens} tokens. Who does not read "
-        f"delays nobody: A later finds {most} tokens joined into one."
+        f"What a step brings for all readers crosses in one call, {calls} calls for {tokens} "
+        "tokens. A reader who is away delays nobody."
+    )
+    body += (
+        '<p class="note">Two threads and no lock: what is wanted goes in between two steps. When A '
+        f"is back, it finds {most} tokens joined into one.</p>"
     )
     lines = []
     for number, step in enumerate(record.steps, 1):
@@ -132,27 +137,34 @@ class State(NamedTuple):
     """How an engine stands between two steps."""
 
     steps: int  # so far
-    running: dict[str, str]  # row after row: the text so far, with its prompt
+    running: list[str]
     waiting: list[str]
     pages: list[str]  # of each page who has it, "" for nobody
 
 
-class Leaving(NamedTuple):
-    before: State
-    obeyed: State  # when the command has been obeyed, before the next step
-    after: State  # a step later
+class Ends(NamedTuple):
+    """Two ends that come early: a reader's, and the engine's."""
+
+    read: list[dict[str, str]]  # what each reader took of the step before it, and of the one after
+    states: list[State]  # after that step, when the command has been obeyed, and a step later
     commands: list[str]  # that the leaving put into the queue: names of functions
-    asked: int  # tokens that each wanted
-    written: int  # of A's
+    failed: str  # what left the last step
+    told: dict[str, str]  # who waited for a text -> what it was raised
+    late: str  # what somebody was raised who asked when that was over
+    left: int  # tokens that A had still wanted
 
 
-def record_leaving(prompt: str, wanted: int = 24, steps: int = 6) -> Leaving:
-    """Three texts in two rows, and the reader of the first leaves."""
+def record_ends(prompt: str, wanted: int = 24, steps: int = 6) -> Ends:
+    """Three texts in two rows: the reader of the first leaves, and later a step fails."""
     prompts = {"A": prompt, "B": BESIDE[0], "C": BESIDE[1]}
     ids = {name: door.check_prompt(text, 12) for name, text in prompts.items()}
     params = SamplingParams(wanted, ignore_eos=True)
     states = []
     commands = []
+    taken = []
+    told = {}
+    late = []
+    count = dict.fromkeys(prompts, 0)
 
     async def use(thread, turns) -> None:
         engine = thread.engine
@@ -165,8 +177,7 @@ def record_leaving(prompt: str, wanted: int = 24, steps: int = 6) -> Leaving:
             for request in scheduler.running:
                 for page in request.pages:
                     owners[page] = names[request]
-            decode = engine.encoding.decode
-            running = {names[request]: decode(request.tokens) for request in scheduler.running}
+            running = [names[request] for request in scheduler.running]
             waiting = [names[request] for request in scheduler.waiting]
             states.append(State(engine.steps, running, waiting, owners))
 
@@ -174,13 +185,21 @@ def record_leaving(prompt: str, wanted: int = 24, steps: int = 6) -> Leaving:
             look()
             return step()
 
+        def fail():
+            raise RuntimeError("a bug")
+
         async def read(name: str) -> None:
-            async for _ in thread.generate([ids[name]], [params], name=name):
-                pass
+            try:
+                async for updates in thread.generate([ids[name]], [params], name=name):
+                    taken[-1][name] = updates[0].text
+                    count[name] += len(updates[0].tokens)
+            except EngineDead as error:
+                told[name] = f"{type(error).__name__}: {error}"
 
         tasks = {name: asyncio.ensure_future(read(name)) for name in prompts}
         await door.settle()
         for _ in range(steps):
+            taken.append({})
             await door.turn(turns)
         look()
         tasks["A"].cancel()
@@ -190,56 +209,82 @@ def record_leaving(prompt: str, wanted: int = 24, steps: int = 6) -> Leaving:
             commands.append(command.func.__name__)
             thread.commands.put(command)
         engine.step = noted
+        taken.append({})
         await door.turn(turns)
         look()
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.wait(tasks.values())
+        engine.step = fail
+        turns.open()
+        await asyncio.wait([tasks["B"], tasks["C"]])
+        try:
+            async for _ in thread.generate([ids["A"]], [params]):
+                pass
+        except EngineDead as error:
+            late.append(f"{type(error).__name__}: {error}")
 
-    door.in_loop(use, max_rows=2, page_size=4, num_pages=10)
-    return Leaving(*states, commands, wanted, steps)
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        door.in_loop(use, max_rows=2, page_size=PAGE, num_pages=10)
+    failed = stderr.getvalue().strip().split("\n")[-1]
+    told = dict(sorted(told.items()))  # they hear of it in any order
+    return Ends(taken[-2:], states, commands, failed, told, *late, wanted - count["A"])
 
 
-def draw_leaving(record: Leaving) -> Drawing:
-    def slots(owners: list[str]) -> str:
-        cells = ""
-        for owner, first in zip(owners, record.before.pages):
-            kind = f"tint{'ABC'.index(owner)}" if owner else "idle"
-            cells += f'<li class="{kind}{" was" if first == "A" else ""}">{owner}</li>'
-        return f'<ol class="slots">{cells}</ol>'
+def draw_ends(record: Ends) -> Drawing:
+    def row(kind: str, words: list[str], arrow: str, engine: list[str]) -> str:
+        crosses = f'<p class="arrow">{arrow}</p>' if arrow else ""
+        left, right = ("".join(f"<p>{line}</p>" for line in lines) for lines in (words, engine))
+        return f'<tr class="{kind}"><td>{left}</td><td>{crosses}</td><td>{right}</td></tr>'
 
-    def state(title: str, shown: State, note: str) -> str:
-        lines = [(who(name), f"<q>{escape(text)}</q>") for name, text in shown.running.items()]
-        lines += [("&ndash;", "a free row")] * (len(record.before.running) - len(lines))
-        rows = "".join(f"<li>{name} {text}</li>" for name, text in lines)
-        waiting = " ".join(who(name) for name in shown.waiting) or "nobody"
-        free = shown.pages.count("")
-        return panel(
-            title,
-            f'<ol class="places">{rows}</ol><p>waits: {waiting}</p>{slots(shown.pages)}',
-            f"{free} of {len(shown.pages)} pages free. {note}",
+    def stand(state: State) -> list[str]:
+        free = state.pages.count("")
+        waits = f", {' '.join(map(who, state.waiting))} waits" * bool(state.waiting)
+        return [
+            f"{' '.join(map(who, state.running))} run{'s' * (len(state.running) == 1)}{waits}",
+            f"{free} of {len(state.pages)} pages free",
+        ]
+
+    def stepped(read: dict[str, str], state: State) -> str:
+        words = [f"{who(name)} reads {token(text)}" for name, text in read.items()]
+        news = " ".join(
+            f"<span>{who(name)}&nbsp;{token(text)}</span>" for name, text in read.items()
         )
+        return row("out", words, news, [f"step {state.steps}", *stand(state)])
 
-    before, obeyed, after = record[:3]
-    held = before.pages.count("A")
-    left = record.asked - record.written
+    before, obeyed, after = record.states
+    failed = escape(record.failed)
     command = " and ".join(record.commands)
-    body = panels(
-        state(f"After step {before.steps}", before, "Now the reader of A leaves."),
-        state(f"The command: {command} A", obeyed, "No step has been computed in between."),
-        state(f"After step {after.steps}", after, "Outlined: the pages that were A&rsquo;s."),
+    told = [
+        f"{' '.join(who(name) for name in record.told if record.told[name] == error)} get "
+        f"<b>{escape(error)}</b>"
+        for error in dict.fromkeys(record.told.values())
+    ]
+    late = "the same" if record.late in record.told.values() else f"<b>{escape(record.late)}</b>"
+    rows = stepped(record.read[0], before)
+    rows += row("in", [f"{who('A')} leaves"], f"{command} {who('A')}", stand(obeyed))
+    rows += stepped(record.read[1], after)
+    rows += row("out", told, failed, [f"step {after.steps + 1} fails", "no engine any more"])
+    rows += row("", [f"Who asks later gets {late}"], "", [])
+    head = "<th>Event loop: readers</th><th>What crosses</th><th>Engine</th>"
+    held = before.pages.count("A")
+    body = (
+        f'<table class="lanes"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        f'<p class="note">Two rows, and pages of {PAGE} positions. Before the next step A&rsquo;s '
+        f"row and {held} pages are free, and C takes the row. Without the command A would keep "
+        f"them for {record.left} more tokens that nobody reads.</p>"
     )
     caption = (
-        f"A reader leaves after {record.written} of {record.asked} tokens. Before the next step "
-        f"his row and his {held} pages are free, and in it C, who waited, takes the row. Without "
-        f"the command A would have kept them for {left} more tokens that nobody reads."
+        "What a reader leaves behind is aborted before the next step. An engine that dies is told "
+        "to all who read, and to who asks later."
     )
     states = (
         f"after step {shown.steps}: running {shown.running}, waiting {shown.waiting}, pages "
         f"{[owner or 'free' for owner in shown.pages]}"
-        for shown in (before, obeyed, after)
+        for shown in record.states
     )
-    return Drawing(body, caption, "The rows and pages of an engine, " + "; ".join(states) + ".")
+    text = (
+        f"The rows and pages of an engine, {'; '.join(states)}. Then {record.failed}: told to "
+        f"{' and '.join(record.told)}, and later: {record.late}."
+    )
+    return Drawing(body, caption, text)
 
 
 class Answered(NamedTuple):
@@ -303,9 +348,12 @@ def draw_health(record: Health) -> Drawing:
         )
     before, after = (found[0].status for found in (record.works, record.died))
     caption = (
-        "FastAPI finds a function of ours for a path, and makes of its result a status and JSON; "
-        f"errors have one form. /health asks about the engine, not the process: {before} while "
-        f"texts can be written, {after} when its thread has died, so that the process is replaced."
+        f"/health asks about the engine, not the process: {before} while texts can be written, "
+        f"{after} when its thread has died."
+    )
+    body += (
+        '<p class="note">FastAPI finds a function of ours for a path, and makes of its result a '
+        "status and JSON. All errors have one form.</p>"
     )
     text = " ".join(
         f"{state}: "
@@ -317,7 +365,7 @@ def draw_health(record: Health) -> Drawing:
 
 PICTURES = {  # slug of a lesson -> its picture
     "engine-thread": Picture("Lily", record_lanes, draw_lanes),
-    "early-ends": Picture("Once upon a time, there was a", record_leaving, draw_leaving),
+    "early-ends": Picture("Once upon a time, there was a", record_ends, draw_ends),
     "server": Picture(
         "gpt-4", record_health, draw_health, own="The same of another model\u2019s name"
     ),

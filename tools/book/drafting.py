@@ -8,7 +8,7 @@ import torch
 
 import engine.engine as engine_module
 from book import recordings
-from book.draw import Drawing, Picture, key, panel, panels, percent, token
+from book.draw import Drawing, Picture, bars, key, panel, panels, percent, token
 from book.playing import Arrival, Run, play, player, row_of
 from engine.drafter import LookupDrafter, PagedDrafter
 from engine.engine import Engine
@@ -79,15 +79,19 @@ def draw_lookup(record: Run) -> Drawing:
     counts = " and ".join(map(str, steps))
     length = len(record.requests[0].output)
     caption = (
-        "Each text guesses for itself what comes next, by what followed the same tokens before: "
-        f"{last['accepted']} of {last['drafted']} guesses were right. The texts, of {length} "
-        f"tokens each, took {counts} steps, and are the same as without drafts."
+        "Each text drafts from what it has said before, and a step checks that: "
+        f"{length} tokens in {counts} steps, the same as without drafts."
+    )
+    note = (
+        '<p class="note">A draft is what followed the same tokens before, in the same text. '
+        f"{last['accepted']} of {last['drafted']} were accepted, where the model chooses the "
+        "same.</p>"
     )
     text = (
         f"A table with a line for each of {len(record.frames)} steps and a column for each of "
         f"{len(steps)} texts: drafts accepted or refused, and the token that the model adds."
     )
-    return Drawing(table + LEGEND, caption, text)
+    return Drawing(table + LEGEND + note, caption, text, player(record, first=1))
 
 
 class Race(NamedTuple):
@@ -99,6 +103,7 @@ class Race(NamedTuple):
     drawn: str  # by the target
     draft: str
     chance: float  # sum of p * q: what two draws that know nothing of each other have in common
+    most: float  # sum of min(p, q): what lesson 17 accepts
 
 
 class Coupled(NamedTuple):
@@ -119,7 +124,7 @@ def record_coupled(prompt: str) -> Coupled:
         Arrival(0, ids, SamplingParams(24, True, temperature=TEMPERATURE, seed=seed))
         for seed, ids in enumerate(prompts, 1)
     ]
-    run = play(engine, arrivals, "pages", "drafts")
+    run = play(engine, arrivals)
     races = []
     for number, request in enumerate(run.requests, 1):
         text = request.tokens
@@ -154,7 +159,8 @@ def race(p: torch.Tensor, q: torch.Tensor, text: list[int], draft: int, seed: in
     shown = recordings.text_of
     rows = [(shown(id), p[id].item(), q[id].item(), e) for id, e in zip(ids, noise)]
     after = recordings.encoding().decode(text[-7:-1])
-    return Race(place, after, rows, shown(drawn), shown(draft), (p @ q).item())
+    most = torch.minimum(p, q).sum().item()
+    return Race(place, after, rows, shown(drawn), shown(draft), (p @ q).item(), most)
 
 
 def plain(found: Race) -> tuple[bool, float]:
@@ -169,13 +175,25 @@ def draw_coupled(record: Coupled) -> Drawing:
     races = record.races
     right = [each for each in races if each.draft == each.drawn]
     if races:
-        chance = sum(each.chance for each in races) / len(races)
-        body = race_table(max(right or races, key=plain))
+        shares = {
+            "the same random numbers": (len(right) / len(races), "good"),
+            "lesson 17&rsquo;s rule": (sum(each.most for each in races) / len(races), ""),
+            "numbers of their own": (sum(each.chance for each in races) / len(races), "other"),
+        }
+        rows = [(name, share, percent(share), kind) for name, (share, kind) in shares.items()]
+        body = panels(
+            race_table(max(right or races, key=plain)),
+            panel(
+                f"How many of {len(races)} drafts are accepted",
+                bars(rows, 1),
+                f"Counted, {len(right)}, for the first line; expected for the others: the means of "
+                "&Sigma; min(p, q) and &Sigma; p q over the same drafts. Lesson 17 accepts as many "
+                "as can be, but writes another text than without drafts.",
+            ),
+        )
         caption = (
-            "Both models draw with the same random numbers: the token with the largest probability "
-            f"divided by its number wins. So the small model&rsquo;s draft is often the large "
-            f"model&rsquo;s token: {len(right)} of {len(races)} here, where draws with numbers of "
-            f"their own would agree {percent(chance)} of the time."
+            "Both models draw with the same random numbers, so they often draw the same token: "
+            f"{len(right)} of {len(races)} drafts are right."
         )
     else:
         body = ""
@@ -184,8 +202,7 @@ def draw_coupled(record: Coupled) -> Drawing:
         "A table of probabilities, random numbers and their quotients for a draft; of "
         f"{len(races)} drafts that were looked at {len(right)} were right."
     )
-    middle = min(3, len(record.run.frames) - 1)
-    return Drawing(body, caption, text, player(record.run, middle))
+    return Drawing(body, caption, text)
 
 
 def small_percent(p: float) -> str:
@@ -213,8 +230,8 @@ def race_table(found: Race) -> str:
     else:
         words = f"{token(found.draft)} is drafted, {token(found.drawn)} drawn: it is refused."
     note = (
-        f"{words} Each token has a number of its own in each place; what is drawn is the token "
-        "with the largest quotient of the whole vocabulary."
+        f"{words} Each token of the vocabulary has a random number of its own here; the one with "
+        "the largest quotient is drawn."
     )
     return panel(f"After &ldquo;&hellip;{token(found.after)}&rdquo;", table, note)
 
@@ -230,7 +247,16 @@ class Tried(NamedTuple):
 
 STEPS = 3 * TRIAL
 KINDS = {True: "good", False: "soft"}  # CSS classes of steps with drafts and without
-CLOCKS = {"weights": "the weights are read", "products": "the products are computed"}
+CLOCKS = {  # what takes the time: title, note
+    "weights": (
+        "Reading the weights takes the time",
+        "A pass over four tokens takes as long as one over one.",
+    ),
+    "products": (
+        "The products take the time",
+        "A pass over four tokens takes four times as long.",
+    ),
+}
 
 
 def record_trials(prompt: str) -> list[Tried]:
@@ -301,14 +327,13 @@ def draw_trials(record: list[Tried]) -> Drawing:
         heads = "".join(f"<th>{name}</th>" for name in names)
         table = f'<table class="figures"><thead><tr>{heads}</tr></thead>{rows}</table>'
         strip = f'<div class="trial">{blocks}</div><div class="thirds">{spans}</div>'
-        parts.append(panel(f"Time goes by as {CLOCKS[each.clock]}", strip + table))
+        pays = "pay" if each.rates[0] > each.rates[1] else "do not pay"
+        title, note = CLOCKS[each.clock]
+        parts.append(panel(f"{title}: drafts {pays}", strip + table, note))
     legend = key(good="a step with drafts", soft="one without")
-    ways = ["pay" if each.rates[0] > each.rates[1] else "do not pay" for each in record]
     caption = (
-        "A block is a step: as wide as its time, as high as its tokens in that time. Where reading "
-        f"the weights takes the time, drafts {ways[0]}: a pass over four tokens takes as long as "
-        f"one over one. Where the products do, it takes four times as long, and they {ways[1]}. "
-        f"The engine measures {TRIAL} steps of each way, and takes the better one."
+        "Drafts pay where a step with them makes more tokens in its time. The engine measures "
+        f"{TRIAL} steps of each way, and takes the better one."
     )
     text = "; ".join(
         f"on the clock of {each.clock} {each.rates[0]:.2f} tokens with drafts and "
@@ -316,8 +341,10 @@ def draw_trials(record: list[Tried]) -> Drawing:
         for each in record
     )
     note = (
-        '<p class="note">Both clocks are counted, so that they are the same each time: time 1 is a '
-        "pass of the large model over one token. Tokens are means, times medians.</p>"
+        '<p class="note">A block is a step: as wide as its time, as high as its tokens / time. '
+        "Times are counted here, so that they are the same each time: 1 is a pass of the large "
+        "model over one token; with drafts those of the small model come on top. Tokens are means, "
+        "times medians.</p>"
     )
     return Drawing(panels(*parts) + legend + note, caption, f"Two rows of steps: {text}.")
 

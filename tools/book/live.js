@@ -815,10 +815,11 @@
     const longest = (texts) => texts.reduce((a, b) => (b.length > a.length ? b : a), "");
     const waited = steps.slice(0, -1).map(([, , held]) => held);
     const alarm = longest(waited.filter((held, at) => held && steps[at + 1][1].startsWith(held)));
-    const twice = alarm && ` ${token(alarm)} was a false alarm, and came out at the next token.`;
+    const twice =
+      alarm && ` ${token(alarm)} was held once for nothing, and came out with the next token.`;
     const end = stopped
-      ? "When the string is complete, the text ends before it."
-      : "It never comes, so the end of the text gives back what is held.";
+      ? "When that is complete, the text ends before it."
+      : "That never comes, so the end of the text gives back what is held.";
     const words = steps.map(
       ([text, fresh, held]) => `${quoted(text)}: shown ${quoted(fresh)}, held ${quoted(held)}`,
     );
@@ -827,13 +828,14 @@
       body:
         `<table class="loop held-back">${head}<tbody>${rows.join("")}</tbody></table>` +
         '<ul class="key"><li><mark class="now">new</mark></li><li><code class="tok held">held ' +
-        "back: it may become the stop string</code></li></ul>" +
-        `<p class="note">Stop string: ${token(stop)}. The model wrote ` +
+        'back: it may become the stop string</code></li><li><code class="tok gone">the stop ' +
+        "string, never shown</code></li></ul>" +
+        `<p class="note">Stop string: ${token(stop)}.${twice} The model wrote ` +
         `${steps.map(([text]) => text).join("").length} characters, the reader got ` +
         `${shown.length}.</p>`,
       caption:
-        `Nobody can take back what was shown. So with the stop string ${token(stop)} the end of ` +
-        `the text waits while it may be the beginning of that.${twice} ${end}`,
+        "The end of a text is held back while it may become the stop string " +
+        `${token(stop)}. ${end}`,
       text:
         `A line a token, up to the stop string ${quoted(stop)}; ${quoted(most)} is held. ` +
         `${words.join("; ")}.`,
@@ -854,12 +856,12 @@
           `<span>${percent(p)}</span></li>`
         );
       });
-      return `<li><ol>${cells.join("")}</ol><b>${signed(own, 2)}</b></li>`;
+      return `<li><ol>${cells.join("")}</ol><b>${signed(own, 3)}</b></li>`;
     });
     const values = tokens.map(([, own]) => own);
     const total = values.reduce((all, own) => all + own);
     const mean = total / values.length;
-    const terms = values.slice(0, 3).map((own) => signed(own, 2));
+    const terms = values.slice(0, 3).map((own) => signed(own, 3));
     const surprise = tokens.reduce((least, each) => (each[1] < least[1] ? each : least));
     const [[unsure, likely]] = surprise[2];
     const instead =
@@ -873,13 +875,12 @@
         "<li>the stronger the colour, the more probable</li>" +
         "<li>below: its log-probability</li></ul>" +
         `<p class="note">Sum of all ${values.length}: ${terms.join(" ")} \u2026 = ` +
-        `${signed(total, 2)}; mean ${signed(mean, 2)}; perplexity exp(${signed(-mean, 2)}) = ` +
+        `${signed(total, 3)}; mean ${signed(mean, 3)}; perplexity exp(${signed(-mean, 3)}) = ` +
         `${Math.exp(-mean).toFixed(2)}: as unsure as among so many equally likely tokens each ` +
         "time.</p>",
       caption:
-        "Each column is a place in the text: what the model thought of writing there, and, " +
-        `framed, what it drew. The least likely is ${token(surprise[0])} with ` +
-        `${percent(Math.exp(surprise[1]))}${instead}.`,
+        "In each column the likeliest tokens of a place, framed the one that was drawn: once " +
+        `${token(surprise[0])} with ${percent(Math.exp(surprise[1]))}${instead}.`,
       text:
         `After ${quoted(prompt)} the model writes ` +
         `${quoted(tokens.map(([text]) => text).join(""))}, with log-probabilities ${shown.join("; ")}.`,

@@ -201,21 +201,20 @@ def draw_layout(record: Layout) -> Drawing:
         panel(
             "Before: row by row",
             f'<table class="memory">{before}</table>',
-            "A line is a vector of neighbours in memory, a colour an output. Its products have to "
-            "be added to one number, four lanes to one.",
+            "A line is a vector: neighbours in memory, computed at once. A colour is an output. "
+            "The products of a vector have to be added to one number.",
         ),
         panel(
             f"After: panels of {width} outputs",
             f'<table class="memory">{after}</table>',
-            "A line has a weight of each output, times one number of x. The second panel is "
-            "filled up with zeros.",
+            "A line has a weight of each output, times one number of x. Each sum takes its inputs "
+            "in their order, whatever else is computed. The second panel is filled up with zeros. "
+            f"Vectors and panels have {width} numbers here, more on a processor.",
         ),
     )
     caption = (
-        f"The same {len(record.before) // len(record.x)} &times; {len(record.x)} weights in the "
-        "order of memory. Packed, each lane, one number of a vector, belongs to an output, so the "
-        "sums stand side by side and "
-        "nothing is left to add at the end."
+        "Packed, each number of a vector belongs to an output of its own: the sums stand side by "
+        "side, and nothing is left to add at the end."
     )
     text = (
         f"Two tables of {len(record.before)} weights in memory: row by row, and in panels of "
@@ -303,20 +302,19 @@ def draw_lanes(record: Lanes) -> Drawing:
         panel(
             "A panel of four outputs in memory",
             rows,
-            "A colour an output, a box a lane: the sum of one output.",
+            "A colour is an output. A box is what one lane, a part of a vector, has of it.",
         ),
         panel(
-            "What one instruction adds in the framed lane",
+            "The framed box, worked out",
             table,
-            f"Taken back: {ADDED} &times; ({escape(weights).replace('-', '&minus;')}), known when "
-            "the weight is packed.",
+            f"The instruction wants x without a sign, so {ADDED} is added. Taken back: "
+            f"{ADDED} &times; ({escape(weights).replace('-', '&minus;')}), known when the weights "
+            "are packed.",
         ),
     )
     caption = (
-        "Four weights of an output lie side by side. One instruction of AVX-512 VNNI multiplies "
-        "them with four values of x and adds all four to the output&rsquo;s own sum: follow the "
-        f"frame. It wants x without a sign, so {ADDED} is added and taken back: "
-        f"{signed(result, 0)} is left."
+        "One instruction of AVX-512 VNNI adds four products to the sum of each output, so four "
+        "weights of an output lie side by side."
     )
     text = (
         f"Weights of {wide // GROUP} outputs in groups of {GROUP}: {shown(record.memory)}. One "
@@ -381,18 +379,17 @@ def draw_ways(record: list[Way]) -> Drawing:
         )
         rows += f'<li><span class="cuts">{parts}{others}</span>{results}</li>'
     body = f'<ul class="ways">{rows}</ul>' + (
-        f'<p class="note">A box is a pass. The number is the largest logit; changed are those of '
-        f"all {record[0].size:,} that have other bits than in the first line.</p>"
+        f'<p class="note">A box is a pass. A logit is a score, one for each of '
+        f"{record[0].size:,} tokens; the number is the largest, and changed are those that have "
+        "other bits than in the first line. In C no sum is made in an order that depends on how "
+        "many tokens there are.</p>"
     )
     different = [max(way.apart[at] for way in record) for at in (0, 1)]
-    eager = "torch&rsquo;s logits have the same bits too here"
-    if different[0]:
-        eager = f"in torch up to {different[0]:,} of them get other bits"
+    eager = f"up to {different[0]:,} get other bits" if different[0] else "too"
     own = "all keep their bits" if not different[1] else f"{different[1]:,} change"
     caption = (
-        f"The same text, cut into passes in {len(record)} ways, and the {record[0].size:,} logits "
-        f"after it, a score for each token of the vocabulary. In C {own}, because "
-        f"no sum is made in an order that depends on how many tokens there are; {eager}."
+        f"One text, cut into passes in {len(record)} ways, and the {record[0].size:,} logits after "
+        f"it: in C {own}, in torch {eager}."
     )
     text = "A logit after the text, in torch and in C: " + "; ".join(
         f"{len(way.passes)} passes and {way.beside} other texts {way.torch:.7f} and "
@@ -496,17 +493,16 @@ def draw_pages(record: Pages) -> Drawing:
     )
     body += legend + '<p class="title one">Keys and values moved in this step</p>' + bars(traffic)
     lengths = " and ".join(map(str, record.positions))
+    order = ", ".join(map(str, record.pages[:used]))
     body += (
         f'<p class="note">{len(record.positions)} texts of {lengths} '
         f"positions, {record.bytes:,} bytes each. torch reads {record.copied:,} bytes, whole pages "
-        "and padding, writes them and reads them again.</p>"
+        "and padding, writes them and reads them again. The text that is drawn lies on pages "
+        f"{order}, of {record.size} tokens each.</p>"
     )
-    order = ", ".join(map(str, record.pages[:used]))
     caption = (
-        f"The text lies in pages {order}, of {record.size} tokens each. torch first copies them "
-        "side by side, because its attention knows no pages; in C a query looks each page up as it "
-        "goes, and "
-        f"{reads / 1e6:.2f} MB move instead of {3 * record.copied / 1e6:.2f}."
+        "torch copies the pages of a text side by side before a query reads them; C reads them "
+        f"where they are: {reads / 1e6:.2f} MB move instead of {3 * record.copied / 1e6:.2f}."
     )
     tokens = "; ".join(f"page {page} {words}" for page, words in zip(record.pages, record.words))
     text = (

@@ -4,12 +4,10 @@ from typing import NamedTuple
 
 from book import recordings
 from book.draw import Drawing, Picture, escape, key, panel, panels, rows_of, squares
-from book.playing import Arrival, Run, play, player, row_of, work_of
+from book.playing import PAGE, SMALL_PAGES, Arrival, Run, play, player, row_of, work_of
 from engine.engine import Engine
 from engine.pages import page_count
 from sampling import SamplingParams
-
-PAGE = 4  # positions
 
 
 class Gather(NamedTuple):
@@ -68,10 +66,13 @@ def draw_gather(record: Gather) -> Drawing:
         panel(f"Lesson 39: all as wide as the longest, {sums[0]} pages", shown(ways[0])),
         panel(f"In groups: {sums[1]} pages", shown(ways[1])),
     ) + key(first="a page of the text", waste="its last page once more, so that the row is full")
+    body += (
+        '<p class="note">What a step copies and reads, in each layer. Texts of 1 page are a group, '
+        f"those of 2 to 3, of 4 to 7, of 8 to 15, and so on. {SMALL_PAGES}</p>"
+    )
     caption = (
-        f"What a step of {count} texts copies and reads, in each layer: their {needed} pages, and "
-        f"what fills rows up. As one table {sums[0]} pages; in groups of 1, 2 to 3, 4 to 7, 8 to "
-        f"15 pages, and so on, {sums[1]}."
+        f"Texts that attend together are all as wide as the longest: {sums[0]} pages for these "
+        f"{count}. In groups of similar length {sums[1]} are read; they have {needed}."
     )
     text = (
         f"Rows of squares for {count} texts of {own} pages. Side by side as one table they take "
@@ -119,21 +120,21 @@ def draw_preemption(record: Run) -> Drawing:
     least = sum(len(request.tokens) - 1 for request in record.requests)
     count = frames[-1]["preemptions"]
     steps = (
-        f"Steps 1 to {len(frames)}. A column is the pool after a step, so the pages of a text that "
-        "was preempted in it are free there already; the line above is the end of the pool, "
-        f"{total} pages."
+        f"Steps 1 to {len(frames)}. A column is the pages that texts have when a step is over; the "
+        f"line above is the end of the pool, {total} pages. A &times; is a step that needed more "
+        "than were free: before it was computed, the text gave back all of its own."
     )
     legend = (
-        '<ul class="key"><li><i class="one"></i>a token computed</li>'
-        '<li><i class="many"></i>several at once: a prompt, or anew</li>'
+        '<ul class="key"><li><i class="one"></i>the newest token computed</li>'
+        '<li><i class="many"></i>and so many before it: a prompt, or once more</li>'
         '<li><b class="lost">&times;</b>preempted</li><li><i class="idle"></i>waits</li></ul>'
+        f'<p class="note">{SMALL_PAGES}</p>'
     )
     body = f'<div class="tracks">{tracks}<b></b><p>{steps}</p></div>{legend}'
     if count:
         caption = (
-            f"When all {total} pages are in use, the youngest text gives all of its own back, "
-            f"waits, and is computed anew later. {count} preemptions cost {computed - least} "
-            f"positions beside the {least} that the texts need."
+            "When too few pages are free, the youngest text gives its own back, and is computed "
+            f"once more later: {computed - least} positions beside the {least} needed."
         )
     else:
         caption = f"The {total} pages are enough for these texts: nobody is preempted."
@@ -147,7 +148,7 @@ def draw_preemption(record: Run) -> Drawing:
 
 
 def step_of(frame: dict, number: int) -> str:
-    """What a step computed of a text, as a bar."""
+    """What a step computed of a text, as a bar: its newest token, and how many before that."""
     if number in frame["preempted"]:
         return '<i class="lost">&times;</i>'
     row = row_of(frame, number)
@@ -156,7 +157,7 @@ def step_of(frame: dict, number: int) -> str:
         return '<i class="idle"></i>' if row else "<i></i>"
     if work == 1:
         return f'<i class="one owner{number}"></i>'
-    return f'<i class="many owner{number}">{work}</i>'
+    return f'<i class="many owner{number}">{work - 1}</i>'
 
 
 def record_sharing(prompt: str) -> Run:
@@ -207,15 +208,22 @@ def draw_sharing(record: Run) -> Drawing:
     entries = sum(map(len, owners.values()))
     shared = [page for page, of in owners.items() if len(of) > 1]
     if shared:
-        later = sum(request.prompt_length for request in record.requests[1:])
         caption = (
             f"{len(frame['running'])} texts that begin alike, in {len(owners)} pages instead of "
-            f"{entries}: what they have in common is there once. Of the {later} positions of later "
-            f"prompts {last['shared']} were found, the others computed: the last token always is, "
-            "for its logits (the scores of what may follow), and with it what is on its page."
+            f"{entries}: what they have in common is there once."
         )
     else:
         caption = "These texts have no whole page in common, so each has its own."
+    later = len(record.requests) - 1
+    length = record.requests[0].prompt_length
+    found = last["shared"] // later
+    sums = (
+        f"Each of the {later} later prompts, of {length} tokens, found {found // PAGE} pages and "
+        f"computed the other {length - found} tokens: {later} &times; {found} = {last['shared']} "
+        "positions found. The last token is always computed, for its logits (the scores of what "
+        "may follow), and with it what is on its page; of two full pages that are equal one is "
+        "kept."
+    )
 
     def pool(title: str, pages: list[int]) -> str:
         several = "" if len(pages) == 1 else "s"
@@ -229,6 +237,7 @@ def draw_sharing(record: Run) -> Drawing:
         pool("In one table", others),
         panel("Tables", tables),
     )
+    body += f'<p class="note">{sums} {SMALL_PAGES}</p>'
     text = (
         f"{len(owners)} pages with their tokens: {len(shared)} in the tables of several texts, the "
         f"others of one. {last['shared']} positions were found, {last['positions']} computed."

@@ -1,5 +1,6 @@
 """The engine's player on a page: a run, recorded step by step, for `server/player.js`."""
 
+import inspect
 import json
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -10,6 +11,12 @@ from engine.request import Request
 from sampling import SamplingParams
 from server.engine_thread import Text
 from server.live import Frame, Live
+
+PAGE = 4  # positions, so that a picture has several pages
+USUAL = inspect.signature(Engine).parameters["page_size"].default
+SMALL_PAGES = (
+    f"A page has {PAGE} positions here, so that several can be seen; an engine&rsquo;s has {USUAL}."
+)
 
 
 class Arrival(NamedTuple):

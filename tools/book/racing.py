@@ -88,42 +88,44 @@ def draw_few(record: Few) -> Drawing:
     rows = ""
     for number, runner in enumerate(record.runners):
         kind = "new" if number == record.winner else "" if runner.inside else "gone"
-        speed = f"{runner.speed:.3g}"
-        cells = f"<td>{percent(runner.p)}</td><td>{runner.noise:.3g}</td>"
+        speed = f"{runner.speed:#.3g}"
+        cells = f"<td>{percent(runner.p)}</td><td>{runner.noise:#.3g}</td>"
         cells += f"<td><b>{speed}</b></td>" if runner.inside else "<td>outside</td>"
         rows += f'<tr><th scope="row">{token(runner.text, kind)}</th>{cells}</tr>'
-    head = "<th></th><th>p</th><th>its number</th><th>p / number</th>"
+    head = "<th></th><th>p</th><th>random number</th><th>p / number</th>"
     table = f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
     others = record.size - len(record.few)
     missing = f"{100 * max(1 - record.held, 0):.2g}\u00a0%"
     sure = (
-        f"The {len(record.few)} most likely hold all but {missing} of the probability, so none of "
-        f"the {others:,} others can be in the nucleus."
+        f"They are among the {len(record.few)} most likely, so only those get random numbers."
         if record.certain
         else f"The {len(record.few)} most likely lack {missing} of the probability, too much to "
-        "be certain."
+        f"be certain, so {record.numbers:,} random numbers are made."
+    )
+    why = (
+        f"The {len(record.few)} most likely hold all but {missing} of the probability, so none of "
+        f"the {others:,} others can be in the nucleus. {record.numbers} random numbers are made."
     )
     body = panels(
         panel(
             f"The vocabulary, {record.size:,} squares in the order of their ids",
             map_of(record)
             + key(
-                second=f"nucleus: {len(record.nucleus)}",
+                second=f"{len(record.nucleus)} that can be drawn, the nucleus",
                 first=f"the {len(record.few)} most likely",
                 empty="all others",
             ),
+            why if record.certain else "",
         ),
         panel(
-            f"The race after {token(record.after)}",
+            f"The draw after {token(record.after)}",
             f'<div class="scroll">{table}</div>',
-            f"The largest p / number inside the nucleus wins (green). Temperature 0.8, top-p {P}.",
+            "The token of the nucleus with the largest p / number is drawn (green). "
+            f"Temperature 0.8, top-p {P}.",
         ),
     )
-    only = f"only {record.numbers}" if record.numbers < record.size else f"{record.numbers:,}"
     caption = (
-        f"With top-p {P}, {len(record.nucleus)} of {record.size:,} tokens, the nucleus, can be "
-        f"drawn here. {sure} So {only} random numbers are made; the largest p / number wins, as in "
-        "a race of all."
+        f"With top-p {P}, {len(record.nucleus)} of {record.size:,} tokens can be drawn here. {sure}"
     )
     text = (
         f"A map of {record.size} tokens with {len(record.few)} marked, {len(record.nucleus)} of "
@@ -244,29 +246,27 @@ def draw_logarithms(record: Logarithms) -> Drawing:
     rows = []
     for entry in record.entries:
         kind = "good" if entry.winner else "second" if entry.asked else "kept"
-        words = f"{entry.bound:.3g}"
-        words += f" &rarr; <b>{entry.speed:.3g}</b>" if entry.asked else ""
+        words = f"{entry.bound:#.3g}"
+        words += f" &rarr; <b>{entry.speed:#.3g}</b>" if entry.asked else ""
         name = token(entry.text, "new" if entry.winner else "")
         before = [entry.before] if entry.before else []
         rows.append((name, min(entry.bound, longest), words, kind, *before))
     (winner,) = (entry for entry in record.entries if entry.winner)
     others = record.size - len(record.entries)
     table = bars(rows, longest).replace('"bars"', '"bars lined"')
-    body = f'<p class="title">How fast a token is at most: weight / (1 &minus; u)</p>{table}'
+    body = f'<p class="title">A token&rsquo;s speed is at most weight / (1 &minus; u)</p>{table}'
     body += key(good="the winner", second="logarithm computed", kept="cannot win")
     body += (
-        '<p class="note">The most likely token runs first, the others in blocks of '
-        f"{BLOCK}; the line is the best speed when a token's block began. Behind the arrow the "
-        "speed, weight / &minus;ln u, of those whose "
-        f"logarithm was needed. The winner: {winner.weight:.4f} / {winner.rest:.5f} = "
-        f"{winner.bound:.3f} at most, and {winner.speed:.3f}. The other {others:,} tokens have at "
-        f"most {record.others:.2g}.</p>"
+        '<p class="note">A token&rsquo;s speed is weight / &minus;ln u, behind the arrow: u is its '
+        "random number, weight e to the (logit &minus; largest logit) / temperature. The largest "
+        "speed is drawn. The line is the best one before the token&rsquo;s block of "
+        f"{BLOCK} tokens; the most likely token comes before all blocks. The winner: "
+        f"{winner.weight:.4f} / {winner.rest:.5f} = {winner.bound:.3f} at most, and "
+        f"{winner.speed:.3f}. The other {others:,} tokens have at most {record.others:.2g}.</p>"
     )
     caption = (
-        "The token with the largest weight / random number, the fastest, is drawn. One whose bar "
-        "does not reach the best speed so far cannot win, and to see that takes no logarithm. "
-        f"{record.asked} of {record.size:,} tokens needed one; "
-        f"{token(winner.text)} wins."
+        "A token whose bar does not reach the line cannot win the draw, and needs no logarithm: "
+        f"{record.asked} of {record.size:,} tokens needed one."
     )
     text = (
         f"Bars of what the speed of {len(record.entries)} tokens is at most: "

@@ -95,9 +95,8 @@ def draw_completion(record: Asked) -> Drawing:
     )
     usage = record.answer["usage"]
     caption = (
-        "A field of the question, what the engine makes of it, and where that is in the answer, "
-        f"in one colour: {usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out, "
-        f"and finish_reason says why it ended: {reason}."
+        "One colour for a field of the question, what the engine makes of it, and where that is in "
+        f"the answer: {usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out."
     )
     text = (
         f"The request {json_of(record.body)} becomes {len(record.ids)} ids; the engine writes "

@@ -114,11 +114,11 @@ def draw_chances(record: Chances) -> Drawing:
                 f'<li class="{kind}" style="--w:{p:.4f}"><code>{escape(visible(other))}</code>'
                 f"<span>{percent(p)}</span></li>"
             )
-        columns += f"<li><ol>{cells}</ol><b>{signed(own)}</b></li>"
+        columns += f"<li><ol>{cells}</ol><b>{signed(own, 3)}</b></li>"
     values = [own for _, own, _ in record.tokens]
     mean = sum(values) / len(values)
     surprise = min(record.tokens, key=lambda each: each[1])
-    terms = " ".join(signed(own) for own in values[:3])
+    terms = " ".join(signed(own, 3) for own in values[:3])
     written = "".join(text for text, *_ in record.tokens)
     body = (
         f'<p class="title">{token(record.prompt)} goes on, at temperature 1:</p>'
@@ -126,9 +126,9 @@ def draw_chances(record: Chances) -> Drawing:
         '<ul class="key"><li><i class="taken"></i>the token that was drawn</li>'
         "<li>the stronger the colour, the more probable</li>"
         "<li>below: its log-probability</li></ul>"
-        f'<p class="note">Sum of all {len(values)}: {terms} \u2026 = {signed(sum(values))}; mean '
-        f"{signed(mean)}; perplexity exp({signed(-mean)}) = {math.exp(-mean):.2f}: as unsure as "
-        "among so many equally likely tokens each time.</p>"
+        f'<p class="note">Sum of all {len(values)}: {terms} \u2026 = {signed(sum(values), 3)}; '
+        f"mean {signed(mean, 3)}; perplexity exp({signed(-mean, 3)}) = {math.exp(-mean):.2f}: as "
+        "unsure as among so many equally likely tokens each time.</p>"
     )
     unsure = surprise[2][0]
     instead = (
@@ -137,9 +137,8 @@ def draw_chances(record: Chances) -> Drawing:
         else ""
     )
     caption = (
-        "Each column is a place in the text: what the model thought of writing there, and, framed, "
-        f"what it drew. The least likely is {token(surprise[0])} with "
-        f"{percent(math.exp(surprise[1]))}{instead}."
+        "In each column the likeliest tokens of a place, framed the one that was drawn: once "
+        f"{token(surprise[0])} with {percent(math.exp(surprise[1]))}{instead}."
     )
     shown = "; ".join(f"{text!r} {own:.3f}" for text, own, _ in record.tokens)
     text = f"After {record.prompt!r} the model writes {written!r}, with log-probabilities {shown}."

@@ -6,7 +6,7 @@ from unittest import mock
 import chat
 from book import recordings
 from book.draw import Drawing, Picture, escape, key, panel, panels, rows_of, stacks, token
-from book.playing import Arrival, Run, play, player, row_of, work_of
+from book.playing import PAGE, SMALL_PAGES, Arrival, Run, play, player, row_of, work_of
 from command_line import STORIES
 from engine.engine import Engine
 from engine.request import Request
@@ -148,6 +148,7 @@ def draw_batches(record: Batches) -> Drawing:
         panel(
             f"Static batches: {static} steps",
             grid(record.static),
+            "A column is a step, a number a request. "
             f"{idle[0]} places idle (hatched): a batch ends with its longest text.",
         ),
         panel(
@@ -157,9 +158,8 @@ def draw_batches(record: Batches) -> Drawing:
         ),
     )
     caption = (
-        "Six texts in three rows, a column a step. In static batches rows that are done wait for "
-        "the longest; an engine gives them to the next request at once: "
-        f"{continuous} steps instead of {static}."
+        "A row that is done takes the next request at once, and does not wait for the longest "
+        f"text of its batch: {continuous} steps instead of {static}."
     )
     text = (
         f"Two grids of rows and steps for texts of {record.lengths} tokens: {static} steps with "
@@ -199,7 +199,7 @@ def reserve(scheduler: Scheduler) -> None:
 def record_pool(prompt: str) -> Pool:
     """Four texts in three rows: when the last one runs, the first has left."""
     ids = recordings.encode(prompt, 6)
-    engine = Engine(recordings.load(), max_rows=3, num_pages=NUM_PAGES, page_size=4)
+    engine = Engine(recordings.load(), max_rows=3, num_pages=NUM_PAGES, page_size=PAGE)
     reserve(engine.scheduler)
     arrivals = [
         Arrival(0, ids, SamplingParams(length, True, temperature=1.0, seed=seed))
@@ -216,8 +216,8 @@ def record_pool(prompt: str) -> Pool:
         running[number] = row["pages"]
         held = texts[number][: row["computed"]]
         for place, page in enumerate(row["pages"]):
-            owned[page] = (number, held[4 * place : 4 * place + 4])
-    return Pool(4, owned, running, ["".join(text) for text in texts], run, at)
+            owned[page] = (number, held[PAGE * place : PAGE * (place + 1)])
+    return Pool(PAGE, owned, running, ["".join(text) for text in texts], run, at)
 
 
 def draw_pool(record: Pool) -> Drawing:
@@ -245,13 +245,14 @@ def draw_pool(record: Pool) -> Drawing:
         f'<ol class="pool" start="0">{boxes}</ol>'
         f'<p class="title">Tables: the pages of each request, in the order of its text</p>'
         f"{rows_of(lines)}"
-        f'<p class="note">{example} Places without a word are kept for what a text still writes; '
-        "pages without a colour are free.</p>"
+        f'<p class="note">{example} A text takes all pages that it may need when it begins: places '
+        "without a word are kept for what it still writes. Pages without a colour are free. They "
+        "are taken in the order of this lesson&rsquo;s pool, first those that were given back. "
+        f"{SMALL_PAGES}</p>"
     )
     caption = (
-        "Keys and values of all texts lie in one pool of pages, wherever a page is free. A table "
-        "says where each text goes on. A text takes what it may need when it begins, and when it "
-        "ends others get its pages."
+        "The keys and values of all texts lie in one pool of pages, wherever one is free; a table "
+        "says on which pages a text lies."
     )
     shown = ", ".join(f"{number + 1} has {pages}" for number, pages in record.tables.items())
     text = f"A pool of {len(record.pages)} pages with the tokens in each; tables: {shown}."
@@ -265,6 +266,7 @@ class Budgets(NamedTuple):
     steps: list[list[list[int]]]  # of each budget, of each step: a count for each request
     first: list[int]  # the step in which the long prompt has its first token
     run: Run  # with the smaller one
+    arrives: int  # after this step the long prompt comes
 
 
 BESIDE = ("Lily", "The dog")
@@ -289,7 +291,7 @@ def record_budgets(prompt: str, small: int = 8, arrives: int = 2) -> Budgets:
         )
         for run in runs
     ]
-    return Budgets(budgets, steps, first, runs[1])
+    return Budgets(budgets, steps, first, runs[1], arrives)
 
 
 def draw_budgets(record: Budgets) -> Drawing:
@@ -315,20 +317,22 @@ def draw_budgets(record: Budgets) -> Drawing:
     early, late = record.first
     few, many = map(len, record.steps)
     price = f"its first token comes in step {late} instead of {early}, the end after {many} steps"
-    caption = (
-        f"Computed at once, a long prompt makes one step of {long} tokens, and everybody waits. "
-        f"With a budget of {small} no step has more than {short}, and the others get a token in "
-        "each."
+    end = f"; its own end comes after step {many} instead of {few}" * (late > early)
+    caption = f"With a budget of {small} tokens a step nobody waits for the long prompt{end}."
+    note = (
+        f"Request 3 comes after step {record.arrives}. The more tokens a step has, the longer it "
+        f"takes, for everybody in it: {long} at once, {short} in chunks."
     )
     if late > early:
-        caption += f" The long prompt pays: {price} instead of {few}."
+        note += f" The price: {price} instead of {few}."
     text = (
         f"Bars of the tokens in each step. With budget {record.budgets[0]} one of {few} steps has "
         f"{long}; with {small} the prompt is spread over several of {many} steps, of at most "
         f"{short}: {price}."
     )
     live = player(record.run, min(4, len(record.run.frames) - 1))
-    return Drawing(panels(*parts) + legend, caption, text, live)
+    body = f'{panels(*parts)}{legend}<p class="note">{note}</p>'
+    return Drawing(body, caption, text, live)
 
 
 PICTURES = {  # slug of a lesson -> its picture

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import regex
-import tiktoken
 import torch
 
 from book import recordings
@@ -145,9 +144,9 @@ def draw_merges(record: Merges) -> Drawing:
         panel(
             f"2. Merged inside each piece, here {token(word)}",
             f'<div class="scroll">{rows_of(lines)}</div>',
-            "In each line, of all neighbours that make a token, those whose token has the lowest "
-            f"rank. The file lists {record.pairs:,} such pairs for {record.size:,} tokens, and "
-            "their order decides nothing: the rank of what they make does.",
+            "Rank: a token's place in the vocabulary. In each line, of all neighbours that make a "
+            "token, those whose token has the lowest rank are merged. The file lists "
+            f"{record.pairs:,} such pairs for {record.size:,} tokens; their order decides nothing.",
         ),
         panel(
             "3. One token before it all",
@@ -160,8 +159,8 @@ def draw_merges(record: Merges) -> Drawing:
     merges = f"{len(record.steps) - 1} merge{'s' * (len(record.steps) != 2)}"
     tokens = "".join(token(part) for part in last[0])
     caption = (
-        "From text to ids in three moves: cut it, merge neighbours inside each piece, lowest rank "
-        f"first, put one token before. {merges} make {tokens} of {token(word)}."
+        "Text becomes ids in three moves: cut it, merge neighbours in each piece, put one token "
+        f"before. {merges} make {tokens}."
     )
     text = (
         f"The text cut by two patterns: {record.pieces}. The merges of {word!r}: "
@@ -172,32 +171,23 @@ def draw_merges(record: Merges) -> Drawing:
 
 
 class Ends(NamedTuple):
-    """The cuts of a text by two patterns, and a reply by a checkpoint that has two ends."""
+    """A reply by a checkpoint that has two ends of text."""
 
-    pieces: dict[str, list[str]]
-    ids: dict[str, list[int]]  # what both give with a vocabulary whose numbers have one digit
     told: str  # what the model goes on with
     files: dict[str, list[str]]  # file: the tokens that it says end a text
     tokens: list[str]  # that are written where config.json alone is read
     stops: int  # so many of them are written where both files are
 
 
-TOLD = "<|endoftext|>Words: rain, boat\n\nThe boat came home. The moral of the story is"
+ASKED = "<|endoftext|>Words: rain, boat\n\n"  # before the prompt
 
 
-def record_ends(prompt: str) -> Ends:
+def record_ends(prompt: str, most: int = 26) -> Ends:
     """A copy of the embedded Llama, whose config.json names a token that ends no reply."""
-    check_length(prompt, 40)
-    pieces = {name: regex.findall(PATTERNS[name], prompt) for name in ("Llama 3", "Qwen2")}
-    ranks = recordings.encoding()._mergeable_ranks
-    cut = {
-        name: tiktoken.Encoding(
-            "", pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens={}
-        ).encode(prompt)
-        for name in pieces
-    }
+    recordings.encode(prompt, 40)
     text_of = recordings.text_of
-    ids = recordings.encoding().encode(TOLD, allowed_special="all")
+    told = ASKED + prompt
+    ids = recordings.encode(told, 80)
     ends = {"config.json": [text_of(0)]}
     with tempfile.TemporaryDirectory() as parent:
         directory = Path(parent) / "two-ends"
@@ -213,55 +203,48 @@ def record_ends(prompt: str) -> Ends:
                 more.write_text(json.dumps({"eos_token_id": both}), "utf-8")
             model = load_model(directory, torch.float32, "cpu")
             assert list(model.config.eos_token_ids) == found
-            steps = generate(model, [ids], SamplingParams(26))
+            steps = generate(model, [ids], SamplingParams(most))
             runs.append([text_of(id) for (id,) in steps])
     ends["generation_config.json"] = [text_of(id) for id in both]
-    return Ends(pieces, cut, TOLD, ends, runs[0], len(runs[1]))
+    return Ends(told, ends, runs[0], len(runs[1]))
 
 
 def draw_ends(record: Ends) -> Drawing:
     reply = record.tokens[: record.stops]
     on = record.tokens[record.stops :]
-    flow = "".join(token(text, "new") for text in reply)
-    flow += "".join(token(text, "out") for text in on)
-    names = [" or ".join(token(text) for text in ends) for ends in record.files.values()]
     first, second = record.files
-    ends = (
-        f'<p class="cut-by">{first} ends it at {names[0]}: all {len(record.tokens)} tokens, green '
-        f'and red.</p><p class="cut-by">{second} ends it at {names[1]}: the {len(reply)} green '
-        "ones.</p>"
-    )
     told = escape(record.told.replace("\n", "\\n"))
-    llama, qwen = record.pieces.values()
-    same = len({tuple(ids) for ids in record.ids.values()}) == 1
-    count = len(record.ids["Qwen2"])
-    digits = (
-        f"Both give the same {count} ids, because no number in the vocabulary here has two digits. "
-        if same
-        else "The ids differ. "
+    parts = []
+    for file, written in ((f"{first} alone", record.tokens), (f"{first} and {second}", reply)):
+        flow = "".join(
+            token(text, "new" if at < len(reply) else "out") for at, text in enumerate(written)
+        )
+        ends = record.files[first if written is record.tokens else second]
+        names = " and ".join(map(token, ends))
+        count = f"{len(written)} tokens" + ", and no end" * (written[-1] not in ends)
+        parts.append(
+            panel(
+                file,
+                f'<p class="flow">{flow}</p>',
+                f"Told what ends a text: {names}. {count}.",
+            )
+        )
+    body = f'<code class="text-box">{told}</code><p class="cut-by">goes on:</p>{panels(*parts)}'
+    body += (
+        '<p class="note">The embedded Llama with other files: here a reply ends with '
+        f"{token(record.files[second][-1])}, as Qwen2.5&rsquo;s do with "
+        "<code>&lt;|im_end|&gt;</code>, and the first file does not name it.</p>"
     )
-    body = panels(
-        panel(
-            "Where does the reply end?",
-            f'<code class="text-box">{told}</code><p class="flow">{flow}</p>{ends}',
-            f"A copy of the embedded Llama, whose {first} names a token that ends no reply.",
-        ),
-        panel(
-            "Digits in threes and one by one",
-            cut_rows(record.pieces),
-            f"{digits}Qwen2.5&rsquo;s has none either; Llama 3&rsquo;s has numbers of three.",
-        ),
-    )
-    caption = (
-        f"Two files name the tokens that end a text. Who reads {first} alone gets {len(on)} tokens "
-        "more here: the model talks on, as the user. And each digit is a piece, "
-        f"{len(qwen)} pieces instead of {len(llama)}"
-        + (", which gives the same ids as digits in threes." if same else ".")
+    user = ", as the user" * "".join(on).startswith("Words:")
+    caption = f"{first} names one end of a text, {second} all. " + (
+        f"Without the second the model talks on after its reply{user}."
+        if on
+        else f"This reply has not come to its end in {len(reply)} tokens."
     )
     text = (
-        f"A reply of {len(reply)} tokens, and the same run with {len(record.tokens)} tokens where "
-        f"one file is not read. A text in {len(llama)} pieces by Llama 3's pattern and in "
-        f"{len(qwen)} by Qwen2's: {llama}, {qwen}; ids {list(record.ids.values())}."
+        f"After {record.told!r}: where {first} alone is read {record.tokens}, {len(record.tokens)} "
+        f"tokens; where both files are, the first {len(reply)} of them. The files name "
+        f"{record.files}."
     )
     return Drawing(body, caption, text)
 
@@ -329,20 +312,21 @@ def draw_held(record: Held) -> Drawing:
     ]
     legend = (
         '<ul class="key"><li><mark class="now">new</mark></li>'
-        '<li><code class="tok held">held back: it may become the stop string</code></li></ul>'
-    )
-    note = f'<p class="note">Stop string: {token(record.stop)}. The model wrote {len(cut)} '
-    note += f"characters, the reader got {len(shown)}.</p>"
-    end = (
-        "When the string is complete, the text ends before it."
-        if record.stopped
-        else "It never comes, so the end of the text gives back what is held."
+        '<li><code class="tok held">held back: it may become the stop string</code></li>'
+        '<li><code class="tok gone">the stop string, never shown</code></li></ul>'
     )
     longest = max(let_go, key=len, default="")
-    twice = f" {token(longest)} was a false alarm, and came out at the next token." * bool(longest)
+    twice = f" {token(longest)} was held once for nothing, and came out with the next token."
+    note = f'<p class="note">Stop string: {token(record.stop)}.{twice * bool(longest)} The model '
+    note += f"wrote {len(cut)} characters, the reader got {len(shown)}.</p>"
+    end = (
+        "When that is complete, the text ends before it."
+        if record.stopped
+        else "That never comes, so the end of the text gives back what is held."
+    )
     caption = (
-        f"Nobody can take back what was shown. So with the stop string {token(record.stop)} the "
-        f"end of the text waits while it may be the beginning of that.{twice} {end}"
+        "The end of a text is held back while it may become the stop string "
+        f"{token(record.stop)}. {end}"
     )
     words = "; ".join(f"{text!r}: shown {new!r}, held {held!r}" for text, new, held in record.steps)
     text = f"A line a token, up to the stop string {record.stop!r}; {most!r} is held. {words}."
@@ -351,11 +335,6 @@ def draw_held(record: Held) -> Drawing:
 
 PICTURES = {  # slug of a lesson -> its picture
     "llama-3-tokenizer": Picture("They'LL see 1234 sunflowers", record_merges, draw_merges),
-    "qwen": Picture(
-        "In 2024 they'LL pay $1234567",
-        record_ends,
-        draw_ends,
-        own="A text of your own is cut into pieces; the reply stays",
-    ),
+    "qwen": Picture("The boat came home. The moral of the story is", record_ends, draw_ends),
     "stop-strings": Picture("The dog", record_held, draw_held),
 }

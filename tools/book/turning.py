@@ -9,7 +9,7 @@ import torch
 
 import llama
 from book import recordings
-from book.draw import Drawing, Picture, bars, key, panel, panels, signed, svg
+from book.draw import Drawing, Picture, box, key, label, panel, panels, path, signed, svg
 from infer import generate
 from llama import RopeScaling, rotate, rotations
 from sampling import SamplingParams
@@ -78,16 +78,17 @@ def draw_turns(record: Turns) -> Drawing:
             )
         q, k = each.places
         parts.append(
-            f'<div class="turn"><p class="title">{q} and {k}: {q - k} apart</p>'
-            f"{svg(2 * middle, 2 * middle, body)}<p>score {signed(each.score, 3)}</p></div>"
+            f'<div class="turn"><p class="title">positions {q} and {k}</p>'
+            f"{svg(2 * middle, 2 * middle, body)}<p>{q - k} apart: score {signed(each.score, 3)}"
+            "</p></div>"
         )
     legend = key(first=f"query of {record.query!r}", second=f"key of {record.key!r}")
     first, *_, far = record.shown
     distance = first.places[0] - first.places[1]
     caption = (
-        "A position is a turn. Query and key turn together, so their product knows how far "
-        f"apart they are, not where they stand: {signed(first.score, 3)} at a distance of "
-        f"{distance} anywhere, {signed(far.score, 3)} at {far.places[0] - far.places[1]}."
+        "Each position turns query and key a step further, so their score depends only on how far "
+        f"apart they are: {signed(first.score, 3)} at {distance}, {signed(far.score, 3)} at "
+        f"{far.places[0] - far.places[1]}."
     )
     shown = ", ".join(f"{each.places}: {each.score:.3f}" for each in record.shown)
     text = (
@@ -96,8 +97,9 @@ def draw_turns(record: Turns) -> Drawing:
     )
     body = f'<div class="turns">{"".join(parts)}</div>{legend}'
     note = (
-        f"Drawn is pair {PAIR} of 16 of each, not to scale; others turn faster or slower. The "
-        "score is of all."
+        f"One pair of 16 of each is drawn, number {PAIR}; others turn faster or slower. Lengths "
+        "are not to scale. The score is the product of all numbers of both. Of what is new in a "
+        "Llama this is rotary positions alone; norm, shared keys and MLP are in the text."
     )
     return Drawing(f'{body}<p class="note">{note}</p>', caption, text)
 
@@ -108,15 +110,19 @@ class Slowed(NamedTuple):
     trained: int  # tokens in its window
     long: int
     pairs: list[tuple[float, float]]  # radians a position of each pair, as it is and slowed
-    losses: list[tuple[float, float]]  # as it is and slowed: in the window, past it; nats a token
+    losses: list[tuple[float, float]]  # nats a token, as it is and slowed, by BLOCK positions
 
 
+BLOCK = 64  # positions
 SCALING = RopeScaling(2.0, 1.0, 4.0, 256)  # that of the lesson's Try
 
 
 @torch.inference_mode()
 def record_slowed(prompt: str, rows: int = 16) -> Slowed:
-    """The loss is that of a text of so many beginnings of stories, which the model drew itself."""
+    """The loss is that of so many beginnings of stories, which the model drew itself.
+
+    Each of them is once in each place of a long text, so that places can be compared.
+    """
     model = recordings.load("stories-llama")
     config = model.config
     trained = config.block_size
@@ -128,20 +134,26 @@ def record_slowed(prompt: str, rows: int = 16) -> Slowed:
         for row in range(rows)
     ]
     columns = zip(*generate(model, [ids] * rows, params))
-    text = torch.tensor([id for row in columns for id in (config.bos_token_id, *ids, *row)])
+    stories = [[config.bos_token_id, *ids, *row] for row in columns]
+    texts = torch.tensor([sum(stories[at:] + stories[:at], []) for at in range(rows)])
     scaled = dataclasses.replace(config, block_size=long, rope_scaling=SCALING)
     losses = []
     frequencies = []
     try:
         for model.config in (dataclasses.replace(scaled, rope_scaling=None), scaled):
-            logits = model(text[None])[0].double()
-            loss = torch.nn.functional.cross_entropy(logits[:-1], text[1:], reduction="none")
-            losses.append((loss[: trained - 1].mean().item(), loss[trained - 1 :].mean().item()))
+            loss = torch.stack([loss_of(model(text[None])[0], text) for text in texts]).mean(dim=0)
+            parts = loss[: BLOCK - 1], *loss[BLOCK - 1 :].split(BLOCK)
+            losses.append([part.mean().item() for part in parts])
             turns = rotations(model.config, torch.float32, torch.device("cpu"))
             frequencies.append(turns.frequencies.tolist())
     finally:
         model.config = config
-    return Slowed(trained, long, list(zip(*frequencies)), losses)
+    return Slowed(trained, long, list(zip(*frequencies)), list(zip(*losses)))
+
+
+def loss_of(logits: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """Of each token of a text but the first."""
+    return torch.nn.functional.cross_entropy(logits[:-1].double(), text[1:], reduction="none")
 
 
 def dial(angle: float, known: float) -> str:
@@ -170,7 +182,7 @@ def dial(angle: float, known: float) -> str:
 def draw_slowed(record: Slowed) -> Drawing:
     parts = []
     unknown = [0, 0]
-    for which, title in enumerate(("As it is", "Slowed, as in Llama 3.1")):
+    for which, title in enumerate(("As it is", f"Slowed by {SCALING.factor:g}")):
         dials = ""
         for pair in record.pairs:
             known = record.trained * pair[0] * (1 + 1e-6)  # a factor of 2 may round
@@ -179,12 +191,6 @@ def draw_slowed(record: Slowed) -> Drawing:
             wave = f"{2 * math.pi / pair[which]:,.0f}"
             dials += f"<li>{dial(angle, known)}<span>{wave}</span></li>"
         parts.append(panel(f"{title}, read to {record.long}", f'<ol class="dials">{dials}</ol>'))
-    largest = max(map(max, record.losses))
-    plain, slow = record.losses
-    rows = []
-    for place, words in enumerate((f"0 to {record.trained}", f"{record.trained} to {record.long}")):
-        for name, kind, loss in (("as it is", "bad", plain), ("slowed", "", slow)):
-            rows.append((f"{words}, {name}", loss[place], f"{loss[place]:.2f}", kind))
     legend = key(
         kept=f"angles of {record.trained} positions, those of its training",
         bad="angles that it never saw",
@@ -193,18 +199,48 @@ def draw_slowed(record: Slowed) -> Drawing:
     body += (
         f'<p class="note">A circle for each of {len(record.pairs)} pairs of numbers in a head, '
         "below it how many positions make a whole turn. Fast turns tell neighbours apart, and stay "
-        "as they are.</p>"
+        f"as they are. Red: in {unknown[0]} circles as it is, in {unknown[1]} slowed.</p>"
+        '<p class="title one">Loss in nats a token, by position</p>'
     )
-    body += panel("Loss in nats a token, by position in one text", bars(rows, largest))
+    legend = key(bad="as it is", first="slowed", empty="the positions of its training")
+    note = f"Means of {BLOCK} positions, over the same stories in each of them."
+    body += f'{curves(record)}{legend}<p class="note">{note}</p>'
+    plain, slow = record.losses[-1]
+    moved = "rises" if plain > record.losses[record.trained // BLOCK - 1][0] else "falls"
     caption = (
-        f"A model trained on {record.trained} positions meets, in a text of {record.long}, angles "
-        f"it never saw: {unknown[0]} of {len(record.pairs)} dials show red. Slower turns leave "
-        f"{unknown[1] or 'none'}, and past the window the loss is {slow[1]:.2f} instead of "
-        f"{plain[1]:.2f}."
+        f"Past the {record.trained} positions of its training a model meets angles that it never "
+        f"saw, and its loss {moved} to {plain:.2f}. With slower turns it is {slow:.2f}."
     )
     waves = "; ".join(f"{2 * math.pi / a:.1f} to {2 * math.pi / b:.1f}" for a, b in record.pairs)
-    text = f"Positions in a turn of each pair, as it is and slowed: {waves}. {caption}"
+    losses = "; ".join(f"{plain:.2f} and {slow:.2f}" for plain, slow in record.losses)
+    text = (
+        f"Positions in a turn of each pair, as it is and slowed: {waves}. Losses of each {BLOCK} "
+        f"positions: {losses}. {caption}"
+    )
     return Drawing(body, caption, text)
+
+
+def curves(record: Slowed, wide: int = 320, high: int = 130) -> str:
+    """Both losses, from left to right by position, with the first and the last as numbers."""
+    top = max(map(max, record.losses))
+    left, right, foot = 34, 34, 24
+    width = (wide - left - right) / len(record.losses)
+    edge = left + width * record.trained / BLOCK
+    body = box(left, 4, edge - left, high, "empty")
+    for which, kind in enumerate(("bad", "first")):
+        losses = [pair[which] for pair in record.losses]
+        points = [
+            (left + (at + 0.5) * width, 10 + (top - loss) / top * (high - 10))
+            for at, loss in enumerate(losses)
+        ]
+        body += path(points, kind)
+        body += label(wide - right + 2, points[-1][1] + 4, f"{losses[-1]:.2f}")
+        if not which:
+            body += label(left - 4, points[0][1] + 4, f"{losses[0]:.2f}", "end")
+    for place in (0, record.trained, record.long):
+        at = left + width * place / BLOCK
+        body += label(at, high + 20, str(place), "middle")
+    return svg(wide, high + foot, body, "chart")
 
 
 PICTURES = {  # slug of a lesson -> its picture
