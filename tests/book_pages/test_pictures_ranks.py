@@ -111,7 +111,7 @@ def test_what_rank_1_is_told(model, ids):
         work = [Span(*each) for each in data], [1] * len(data)
         size = torch.distributed.distributed_c10d._object_to_tensor(work, "cpu", None)[1].item()
         assert words_of(of_class(middle, "p", "note")[0]) == f"{size} bytes"
-    assert "In 5 of 5 passes both" in caption_of("leader")
+    assert "Logits are equal in 5 of 5 passes" in caption_of("leader")
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,9 @@ def test_columns(model, ids, slug, inner, sizes, words, last):
     words += f"{record.same:,} have"
     assert words in words_of(figures) and record.same > record.total / 2
     exact = record.same == record.total
-    assert ("to the last bit" in caption_of(slug)) == exact
     assert all(row[1] == row[2] for row in shown) or not exact
+    assert "torch computes in float32" in words_of(figures)
+    assert "bit" not in caption_of(slug)  # who asks for the same bits must say of what
 
 
 def test_gathered_numbers_are_counted(monkeypatch):
@@ -187,7 +188,8 @@ def test_gathered_numbers_are_counted(monkeypatch):
     monkeypatch.setattr(spreading, "runs", lambda prompt: changed)
     record = spreading.record_half("MLP", SHOWN)
     assert record.same == kept.same - 1
-    assert "but for torch" in spreading.draw_columns(record).caption
+    words = words_of(tree_of(spreading.draw_columns(record).body))
+    assert f"in this pass {record.same:,} have the bits of one process" in words
 
 
 def test_vocabulary(model, ids):
@@ -287,6 +289,8 @@ def test_loading(model, size):
         plans.append(Plan(part, ranks))
         cut(part, plans[-1])
         sizes.append(sum(weight.numel() for weight in part.parameters()) * 4)
+    shared = "so some rows of k_proj and v_proj are on several."  # of two keys
+    assert (shared in words_of(left)) == (size > 2)
     names = [key for key, _ in model.named_parameters() if "norm" not in key and "." in key]
     names = [key for key in names if "layers." not in key or "layers.0." in key]
     rows = list(left.iter("tr"))
@@ -362,8 +366,8 @@ def test_sums(ids):
     assert different > 1 and f"three orders, {different} sums" in caption_of("exact-int8-sums")
     assert len(marks) == sum(value != sums[0] for value in sums)
     assert record.same["int8"] == record.logits == 4096 > record.same["float32"]
-    assert "4,096 of 4,096 logits are" in caption_of("exact-int8-sums")
-    assert f"4,096 in int8, {record.same['float32']:,} in float32" in words_of(added)
+    assert "one scale for all ranks" in caption_of("exact-int8-sums")
+    assert f"4,096 of 4,096 in int8, {record.same['float32']:,} in float32" in words_of(added)
     whole = [rank[2].whole[0, -1, record.output].item() for rank in spreading.runs(SHOWN)["int8"]]
     assert whole == [sum(numbers)] * 3
 

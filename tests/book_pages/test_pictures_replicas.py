@@ -119,8 +119,8 @@ def test_what_crosses(model, ids):
             assert words_of(last) == work and last.get("class") == f"tint{engine}"
     sizes = [row[4] for row in stays if row[5].startswith("computes")]
     caption = caption_of("engines-elsewhere")
-    assert f"updates of {min(sizes)} to {max(sizes)} bytes" in caption
-    assert "a cancel at the handle" in caption and "after 2 of 40 tokens" in caption
+    assert f"an update has {min(sizes)} to {max(sizes)} bytes" in words_of(tree)
+    assert "leaves is a cancel: 2 of 40 tokens are computed" in caption
     assert "without Ray" in words_of(tree)
 
 
@@ -197,8 +197,8 @@ def test_who_writes_what(model, ids):
         assert tokens_of(row, "new") == [text_of(id) for id in text]
         assert record.texts[client] == text_of(*text)  # what its client got
     caption = caption_of("replicas")
-    assert "7 clients over 3 engines" in caption and "7 of 7 are" in caption
-    assert "8 steps of the busiest one, where one engine alone takes 15" in caption
+    assert "7 texts on 3 engines" in caption and "7 of 7 texts are what" in caption
+    assert "8 steps of the busiest, where one engine takes 15" in caption
     assert "without Ray" in words_of(tree)
 
 
@@ -212,7 +212,7 @@ def test_a_wrong_text_shows():
     tree = tree_of(replicating.draw_texts(changed).body)
     rows = of_class(tree, "table", "written")[0].find("tbody")
     assert [cells(row)[-1] for row in rows] == [*3 * ["\u2713"], "\u2715", *3 * ["\u2713"]]
-    assert "6 of 7 are" in caption_of("replicas", changed)
+    assert "6 of 7 texts are" in caption_of("replicas", changed)
 
 
 # 84
@@ -273,7 +273,7 @@ def test_numbers_of_all_engines():
             ]
     caption = caption_of("replica-metrics")
     assert "4 texts run" in caption and "one engine computes 2 and one 0" in caption
-    assert "falls from 30 to 21" in caption and "without Ray" in words_of(tree)
+    assert "falls from 30 to 21:" in words_of(made) and "without Ray" in words_of(tree)
 
 
 # What starts engines

@@ -60,7 +60,14 @@ def test_who_vanishes_is_missed_only_by_who_listens():
         requests = [
             add("Once upon a time", tokens, str(tokens)) for tokens in operating.TOKENS.values()
         ]
-        rows = list(table.find(".//tbody"))
+        handler, engine_rows = table.findall(".//tbody")
+        _, text, receives = handler
+        assert [words_of(row[0]) for row in (text, receives)] == ["the text", "receive()"]
+        _, *rows = engine_rows
+        heard = cells(receives)[-1]
+        assert words_of(heard) == ("http.disconnect" if listens else "nobody calls it")
+        assert len(cells(receives)) - 1 == (operating.LEAVES if listens else 0)
+        assert int(heard.get("colspan")) + len(cells(receives)) - 1 == columns
         for number in range(columns):
             if listens and number == operating.LEAVES:
                 engine.abort(requests[operating.GONE])
@@ -68,6 +75,9 @@ def test_who_vanishes_is_missed_only_by_who_listens():
             work = {requests.index(work.request): len(work.tokens) for work in engine.works}
             waiting = [requests.index(request) for request in engine.scheduler.waiting]
             assert (each.work[number:] or [{}])[0] == work
+            awaited = cells(text)[number].get("class").split()
+            assert ("tint0" in awaited) is (0 in work and number < operating.LEAVES)
+            assert ("lost" in awaited) is (0 in work and number >= operating.LEAVES)
             assert (each.waiting[number:] or [[]])[0] == waiting
             for client, row in enumerate(rows):
                 cell = cells(row)[number]
@@ -80,10 +90,10 @@ def test_who_vanishes_is_missed_only_by_who_listens():
         assert not engine.busy and each.ends == [request.finish_reason for request in requests]
     assert [run.ends[0] for run in record] == ["length", "abort"]
     wasted = len(of_class(tables[0], "td", "lost"))
-    assert wasted == 11 - 3 and not of_class(tables[1], "td", "lost")
-    words = caption_of("disconnects")
-    assert f"lets {wasted} steps" in words
-    assert "until step 8;" in words and "begins in step 4." in words
+    assert wasted == 2 * (11 - 3) and not of_class(tables[1], "td", "lost")
+    words = words_of(tree)
+    assert "8 steps compute for nobody, and C begins in step 8." in words
+    assert "C begins in step 4." in words
 
 
 def test_who_gets_in_is_what_the_two_bounds_say():
@@ -107,6 +117,9 @@ def test_who_gets_in_is_what_the_two_bounds_say():
     assert statuses == [200, 200, 200, 429, 200, 429, 400, 200, 200]
     assert "tokens of prompts" in record.asked[3].message and " texts" in record.asked[5].message
     rows = [row for row in tree.find(".//tbody") if row.get("class") != "between"]
+    names = [words_of(row.find("th"))[0] for row in rows]
+    colours = {name: tuple(tinted(row.find("th"))) for name, row in zip(names, rows)}
+    assert len(set(colours.values())) == len(set(names)) == 7
     for each, row in zip(record.asked, rows, strict=True):
         slots, meter, answer = cells(row)
         letters = "".join("ABCDEFG"[client] * texts for client, texts, _ in each.held)
@@ -139,6 +152,8 @@ def test_how_far_requests_get():
     assert [each.reads for each in record] == [True] * 5 + [False] + [True] * 2
     for each, row in zip(record, tree.find(".//tbody"), strict=True):
         shown = [words_of(cell) for cell in cells(row)[:3]]
+        why = each.who == "page.example" and each.status == 401
+        assert ("may read why" in words_of(row)) is (why and each.reads)
         doors = sum(name in each.passed for name in ("origin", "key"))
         assert shown == ["\u2713"] * doors + [str(each.status)] + [""] * (2 - doors)
         assert tokens_of(row) == ([each.text] if each.text else [])
@@ -173,41 +188,66 @@ def test_signals():
             assert words_of(said).startswith(str(lane.status or "no connection"))
 
 
-def test_buckets_have_the_texts_of_the_buckets_before_them():
+def test_two_kinds_of_metrics():
+    """By an engine without a server, whose positions are the milliseconds."""
     from book import operating
 
     record, tree = drawn("metrics")
     engine, add = small(max_rows=2)
     requests = [add("Once upon a time", tokens) for tokens in operating.OUTPUTS]
-    first = {}
+    times, gaps, last = [], [], {}
+    firsts = {}
+    (table,) = of_class(tree, "table", "noted")
+    *rows, clock = table.find(".//tbody")
     while engine.busy:
-        for event in engine.step():
-            first.setdefault(event.request, engine.positions / 1000)
-    times = [first[request] for request in requests]
-    assert sorted(record.seen) == pytest.approx(sorted(times))
-    for limit, count in record.buckets:
-        assert count == sum(moment <= limit for moment in times)
-    assert len(record.buckets) == 16
-    rows = [words_of(row.find("th")) for row in tree.find(".//tbody")]
-    limits = [float(name.removeprefix('{le="').removesuffix('"}')) for name in rows]
-    counts = dict(record.buckets)
-    before = 0
-    for limit, row in zip(limits, tree.find(".//tbody")):
-        value, boxes = cells(row)
-        old = of_class(boxes, "i", "old")
-        assert int(words_of(value)) == counts[limit] and len(old) == before
-        new = [box for box in of_class(boxes, "i", "one") if box not in old]
-        ordered = sorted(1000 * moment for moment in times)[before : counts[limit]]
-        assert [float(words_of(box)) for box in new] == pytest.approx(ordered)
-        before = counts[limit]
-    assert before == len(times)
-    finite = [limit for limit, _ in record.buckets[:-1]]
-    ranks = [count for _, count in record.buckets[:-1]]
-    value = numpy.interp(len(times) / 2, ranks, finite)
-    said = words_of(of_class(tree, "p", "worked")[0])
-    assert [float(number) for number in re.findall(r"([\d.]+) ms", said)] == pytest.approx(
-        [1000 * value, 1000 * statistics.median(times)], abs=0.06
+        before = set(last)
+        events = engine.step()
+        times.append(engine.positions)
+        work = {work.request: len(work.tokens) for work in engine.works}
+        for request, row in zip(requests, rows, strict=True):
+            cell = cells(row)[len(times) - 1]
+            kind = "kept" if request in before else "first"
+            waits = request in engine.scheduler.waiting
+            kind = kind if request in work else "idle" if waits else ""
+            assert words_of(cell) == str(work.get(request, ""))
+            after = " after" * (len(times) == operating.LOOKED)
+            assert cell.get("class") == kind + after
+        for event in events:
+            if event.request in last and len(times) <= operating.LOOKED:
+                gaps.append(times[-1] - last[event.request])
+            firsts.setdefault(event.request, times[-1])
+            last[event.request] = times[-1]
+        if len(times) == operating.LOOKED:
+            scheduler = engine.scheduler
+            stands = len(scheduler.running), len(scheduler.waiting), scheduler.preemptions
+            usage = len(scheduler.pool.holders) / scheduler.pool.num_pages
+            seen = list(firsts.values())
+            ends = sum(request.finish_reason == "length" for request in requests)
+    assert [words_of(cell) for cell in cells(clock)] == [str(moment) for moment in times]
+    now, noted = (
+        {words_of(row[0][0]): (row[0][1], words_of(row[1])) for row in table.find("tbody")}
+        for table in of_class(tree, "table", "metrics")
     )
+    numbers = {name: float(value) for name, (_, value) in (now | noted).items()}
+    assert stands == (2, 1, 0) and len(seen) == 3 and ends == 1
+    assert list(numbers.items())[:4] == [
+        ("vllm:num_requests_running", stands[0]),
+        ("vllm:num_requests_waiting", stands[1]),
+        ("vllm:kv_cache_usage_perc", usage),
+        ("vllm:num_preemptions_total", stands[2]),
+    ]
+    first, gap = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
+    buckets = {name: value for name, value in numbers.items() if "bucket" in name}
+    assert len(buckets) == 2
+    for name, value in buckets.items():
+        limit = float(name.removeprefix(f'{first}_bucket{{le="').removesuffix('"}'))
+        assert value == sum(moment <= 1000 * limit for moment in seen)
+    assert numbers[f"{first}_count"] == len(seen) and numbers[f"{gap}_count"] == len(gaps)
+    assert numbers[f"{first}_sum"] == pytest.approx(sum(seen) / 1000)
+    assert numbers[f"{gap}_sum"] == pytest.approx(sum(gaps) / 1000)
+    assert numbers['vllm:request_success_total{finished_reason="length"}'] == ends
+    sums = [words_of(noted[f"{name}_sum"][0]) for name in (first, gap)]
+    assert sums == [" + ".join(map(str, own)) + " ms" for own in (seen, gaps)]
 
 
 def test_a_frame_is_how_the_engine_stands():
@@ -240,7 +280,7 @@ def test_a_frame_is_how_the_engine_stands():
     assert [tinted(page) for page in pages] == owners
     (sent,) = of_class(tree, "pre", "frame")
     assert json.loads(words_of(sent)) == frame == json.loads(record.sent)
-    assert f"Sent: {len(words_of(sent))} bytes" in words_of(tree)
+    assert f"as it is sent: {len(words_of(sent))} bytes of JSON" in words_of(tree)
     for row, span in zip(rows, sent.iter("span"), strict=True):
         assert json.loads(words_of(span)) == row and tinted(span) == [row["number"] - 1]
     assert not re.search("Once|Lily", words_of(sent))
@@ -260,7 +300,7 @@ def test_the_page_s_text_and_the_engine_s_work():
     for place, (moment, id) in enumerate(zip(record.moments, written)):
         probs = next_logits(ids + written[:place], "stories-llama").softmax(dim=-1)
         assert moment.p == pytest.approx(probs[id].item(), rel=1e-3)
-    engine, add = small()
+    engine, add = small(**operating.SHAPE)
     own = engine.add(ids, params)
     for step, moment in enumerate(record.moments):
         if step in operating.OTHERS:
@@ -270,6 +310,13 @@ def test_the_page_s_text_and_the_engine_s_work():
         pool = engine.scheduler.pool
         counts = (work[own], sum(work.values()), len(work), pool.num_pages - pool.available)
         assert counts == (moment.own, moment.all, moment.texts, moment.pages)
+        frame = record.run.frames[step]  # of the player, which shows the same run
+        rows = frame["running"] + frame["over"]
+        work = {row["number"]: row["work"][0] for row in rows}
+        assert (work[1], sum(work.values()), len(work)) == counts[:3]
+        pages = {page for row in frame["running"] for page in row["pages"]}
+        assert len(pages) == moment.pages
+    assert len(record.run.frames) == len(record.moments)
     assert encoding().decode(ids) == record.prompt
     (page,) = of_class(tree, "p", "page-text")
     assert words_of(page) == record.prompt + "".join(map(text_of, written))
@@ -390,7 +437,8 @@ def test_pairs_are_those_of_the_rows():
     titles = []
     for (mode, own), part in zip(ratios.items(), of_class(tree, "table", "bars"), strict=True):
         share = f"{100 * statistics.median(own):.0f}\xa0%"
-        titles.append(f"{mode}: {share}")
+        kind = {"engine": "torch", "engine native": "C", "engine native int8": "C in int8"}[mode]
+        titles.append(f"{mode}, {kind}: {share} at the median")
         assert share in caption
         served, alone = (
             [rates[mode, load, repeat] for repeat in "012"]

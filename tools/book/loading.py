@@ -237,9 +237,8 @@ def draw_stall(record: Stalled) -> Drawing:
         f"{1000 * limit:.0f} ms. Each step of the server takes {1000 * STEP:.0f} ms on this clock."
     )
     caption = (
-        f"The same server stalls for {ends - begins:g} seconds. The closed loop asks nothing "
-        f"meanwhile and sees {lates[0]} late answer: all is well, says its 99th percentile. The "
-        f"open loop sees {lates[1]}."
+        f"A server stalls for {ends - begins:g} seconds. In a closed loop nobody asks meanwhile: "
+        f"{lates[0]} answer is late. In an open one requests do not wait, and {lates[1]} are late."
     )
     text = (
         f"Two charts of {len(record.closed.spans)} requests each. In a closed loop {lates[0]} is "
@@ -323,14 +322,18 @@ def draw_clients(record: Closed) -> Drawing:
     every = sorted(gap for each in record.texts for gap in gaps(each))
     count = len(moments) - 1
     lines = [
-        ("time to first token", f"{moments[0]:.0f} \u2212 {text.due:.0f}", f"{text.ttft:.0f} ms"),
         (
-            "between two tokens",
+            "ttft: time to first token",
+            f"{moments[0]:.0f} \u2212 {text.due:.0f}",
+            f"{text.ttft:.0f} ms",
+        ),
+        (
+            "itl: between two tokens",
             ", ".join(f"{gap:.0f}" for gap in gaps(text)),
             f"{max(gaps(text)):.0f} at most",
         ),
         (
-            "a token, on average",
+            "tpot: a token, on average",
             f"({moments[-1]:.0f} \u2212 {moments[0]:.0f}) / {count}",
             f"{text.tpot:.1f} ms",
         ),
@@ -352,13 +355,13 @@ def draw_clients(record: Closed) -> Drawing:
     middle = statistics.median(every)
     longest = max(gaps(text))
     waits = (
-        f"When a prompt is read, all wait: a gap of {longest:.0f} ms, where the median of all is "
-        f"{middle:.0f}. The average of its text, {text.tpot:.1f} ms, does not show it."
+        f"While others\u2019 prompts are read it waits: a gap of {longest:.0f} ms, and its average "
+        f"of {text.tpot:.1f} does not show it."
         if longest > 1.5 * middle
         else f"Prompts are short here, so the longest gap is {longest:.0f} ms, and the median of "
         f"all {middle:.0f}."
     )
-    caption = f"Each client sends its next request when it has its answer. {waits}"
+    caption = f"A client asks again when it has its answer. {waits}"
     said = ", ".join(f"{moment:.0f}" for moment in moments)
     words = (
         f"Time lines of {CLIENTS} clients with {len(record.texts)} texts. One was sent at "
@@ -390,7 +393,7 @@ class Measured(NamedTuple):
     commit: str
 
 
-MODES = ("engine", "engine native", "engine native int8")
+MODES = {"engine": "torch", "engine native": "C", "engine native int8": "C in int8"}
 
 
 def record_pairs(name: str) -> Measured:
@@ -438,22 +441,26 @@ def draw_pairs(record: Measured) -> Drawing:
                     f" * The engine alone was disturbed: a step took it {pair.step:.0f} ms, in its "
                     f"other runs {usual:.0f} and less. The median does not see it."
                 )
-        parts += f'<p class="title">{mode}: {percent(middles[-1])}</p>{bars(rows, largest)}'
+        title = f"{mode}, {MODES[mode]}: {percent(middles[-1])} at the median"
+        parts += f'<p class="title">{title}</p>{bars(rows, largest)}'
+    legend = (
+        '<ul class="key"><li><i></i>measured: tokens a second of the server, to 32 clients</li>'
+        '<li><i class="mark-key"></i>measured: of its engine alone, without HTTP</li></ul>'
+    )
     note = (
-        "Bar: tokens a second that 32 clients got from the server. Mark: those of the engine "
-        f"without a server, in a turn of its own. A title has the median share.{notes} Rows of "
-        f"{escape(record.file)}, commit {escape(record.commit)}."
+        f"A line is a repeat, in which both had a turn.{notes} Rows of {escape(record.file)}, "
+        f"commit {escape(record.commit)}."
     )
     shares = ", ".join(map(percent, middles[:-1]))
     caption = (
-        "What HTTP costs, measured in turns: a server delivers so much of what its engine makes "
-        f"alone: {shares} and {percent(middles[-1])}."
+        f"What HTTP costs: to 32 clients a server delivers {shares} and {percent(middles[-1])} of "
+        "the tokens that its engine makes alone."
     )
     if middles == sorted(middles, reverse=True):
-        caption += " The faster the engine, the more the server\u2019s own work counts."
+        caption += " The faster the engine, the less."
     ratios = ", ".join(f"{pair.mode} {pair.served / pair.alone:.2f}" for pair in record.pairs)
     text = f"Pairs of tokens a second, server by engine alone: {ratios}. Medians: {shares}."
-    body = f'<div class="panel pairs">{parts}</div><p class="note">{note}</p>'
+    body = f'{legend}<div class="panel pairs">{parts}</div><p class="note">{note}</p>'
     return Drawing(body, caption, text)
 
 

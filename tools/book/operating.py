@@ -28,7 +28,9 @@ import serve
 from book import recordings
 from book.door import NAME, PATH, PATIENCE, Door, Turns, check_prompt, make_engine, open_door, read
 from book.draw import Drawing, Picture, escape, key, panel, panels, percent, stacks, token
+from book.playing import Arrival, Run, play, player
 from load import parse_name
+from sampling import SamplingParams
 from server import app as app_module
 from server import completions
 
@@ -38,8 +40,9 @@ GREEDY = {"ignore_eos": True, "temperature": 0}
 
 
 def name_of(client: int) -> str:
-    """The letter of a client, in its colour."""
-    return f'<b class="tint{client % 6} letter">{LETTERS[client]}</b>'
+    """The letter of a client, in its colour, of which there are six."""
+    kind = f"tint{client} letter" if client < 6 else "letter"
+    return f'<b class="{kind}">{LETTERS[client]}</b>'
 
 
 # 64
@@ -49,6 +52,8 @@ class Vanishing(NamedTuple):
     """What a server does when a client vanishes. Clients are numbers."""
 
     heard: list[str]  # what its handler received
+    working: list[bool]  # before each step: whether that handler awaits the text
+    told: list[bool]  # before each step: whether it has received that its client is gone
     work: list[dict[int, int]]  # of each step: positions computed for each client
     waiting: list[list[int]]  # before each step
     ends: list[str]  # how each text ended
@@ -71,6 +76,8 @@ def record_leaving(prompt: str) -> list[Vanishing]:
 def leave(prompt: str, listens: bool) -> Vanishing:
     work = []
     waiting = []
+    working = []
+    told = []
     with open_door(by_turns=True, max_rows=ROWS) as door:
         calls = [
             door.call(GREEDY | {"prompt": prompt, "max_tokens": tokens, "cache_salt": str(tokens)})
@@ -83,6 +90,8 @@ def leave(prompt: str, listens: bool) -> Vanishing:
                 door.until(lambda: len(door.server.server_state.connections) < len(TOKENS))
                 if listens:
                     door.until(lambda: len(door.thread.calls) < len(TOKENS))
+            working.append(calls[GONE][1] in door.thread.calls)
+            told.append("http.disconnect" in door.heard[GONE])
             door.step()
             requests = [call.requests[0] for _, call in calls]
             work.append({requests.index(each.request): len(each.tokens) for each in engine.works})
@@ -90,11 +99,31 @@ def leave(prompt: str, listens: bool) -> Vanishing:
         for client in (STAYS, WAITS):
             read(calls[client][0])
     ends = [request.finish_reason for request in requests]
-    return Vanishing(door.heard[GONE], work, waiting, ends)
+    return Vanishing(door.heard[GONE], working, told, work, waiting, ends)
 
 
 def draw_leaving(record: list[Vanishing]) -> Drawing:
     columns = max(len(run.work) for run in record)
+
+    def group(words: str, rows: str) -> str:
+        return f'<tbody><tr><th colspan="{columns + 1}">{words}</th></tr>{rows}</tbody>'
+
+    def handler(run: Vanishing) -> str:
+        """What A's handler waits for in each step: the text, and that its client is gone."""
+        cells = ""
+        for number in range(columns):
+            works = number < len(run.work) and run.working[number]
+            kind = "lost" if works and number >= LEAVES else "tint0" if works else ""
+            cells += f'<td class="{kind}{" after" * (number == LEAVES - 1)}"></td>'
+        rows = f'<tr><th scope="row">the text</th>{cells}</tr>'
+        listens = run.told.count(False) if any(run.told) else 0
+        cells = "".join(
+            f'<td class="tint0{" after" * (number == LEAVES - 1)}"></td>'
+            for number in range(listens)
+        )
+        words = "http.disconnect" if listens else "nobody calls it"
+        cells += f'<td class="says" colspan="{columns - listens}">{words}</td>'
+        return f'{rows}<tr><th scope="row">receive()</th>{cells}</tr>'
 
     def table(run: Vanishing) -> str:
         rows = ""
@@ -110,28 +139,34 @@ def draw_leaving(record: list[Vanishing]) -> Drawing:
         head = "".join(f"<th>{number}</th>" for number in range(1, columns + 1))
         return (
             f'<table class="batch over-time life"><thead><tr><th></th>{head}</tr></thead>'
-            f"<tbody>{rows}</tbody></table>"
+            f"{group(f'The handler of {name_of(GONE)} awaits', handler(run))}"
+            f"{group('The engine computes', rows)}</table>"
         )
 
     plain, ours = record
-    notes = [f"A\u2019s handler has received: {', '.join(run.heard)}." for run in record]
+    wasted = sum(GONE in step for step in plain.work[LEAVES:])
+    begins = [next(n for n, step in enumerate(run.work, 1) if WAITS in step) for run in record]
     body = panels(
-        panel("A handler that only writes", table(plain), notes[0]),
-        panel("One that listens to the socket, too", table(ours), notes[1]),
+        panel(
+            "A handler that awaits its text only",
+            table(plain),
+            f"{wasted} steps compute for nobody, and C begins in step {begins[0]}.",
+        ),
+        panel(
+            "The text and receive() race",
+            table(ours),
+            f"receive() is first: the text is aborted, and C begins in step {begins[1]}.",
+        ),
     )
     body += (
         '<ul class="key"><li><i class="bad"></i>A vanishes: its socket is closed</li>'
-        '<li><i class="lost"></i>computed for nobody</li>'
+        '<li><i class="lost"></i>for nobody</li>'
         '<li><i class="idle"></i>waits for one of two rows</li></ul>'
         '<p class="note">A column is a step; a number is how many positions it computed.</p>'
     )
-    wasted = sum(GONE in step for step in plain.work[LEAVES:])
-    begins = [next(n for n, step in enumerate(run.work, 1) if WAITS in step) for run in record]
     caption = (
-        "A client that vanishes does not say so: its socket is closed, and only a handler that "
-        f"listens there hears of it. One that only writes lets {wasted} steps compute for nobody, "
-        f"and C waits until step {begins[0]}; one that listens aborts the text, and C begins in "
-        f"step {begins[1]}."
+        "That a client is gone is a message, for whoever calls receive(). Until an answer begins, "
+        "that call and the text race: the first ends the other."
     )
     said = "; ".join(
         f"having received {' and '.join(run.heard)}, the server computes for A in "
@@ -254,14 +289,15 @@ def draw_queue(record: Queue) -> Drawing:
     body = (
         f'<table class="queue"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
         '<p class="note">A line is a request, and how full both bounds are after it. The first '
-        f"one counts texts in {ROWS} rows and a queue of {WAITING}; the second one the tokens of a "
-        "prompt until its text has its first token.</p>"
+        f"one, {record.most} at most, counts texts in {ROWS} rows and a queue of {WAITING}; the "
+        f"second one, {record.most_tokens} at most, the tokens of a prompt until its text has its "
+        "first token.</p>"
     )
     refused = [each for each in record.asked if each.status != 200]
     again = [LETTERS[each.client] for each in record.asked if each.steps]
     caption = (
-        "Two bounds: the texts that are not over, and the tokens of prompts whose text has not "
-        f"begun. What does not fit is refused at once; {' and '.join(again)} come again and get in."
+        "A queue with two bounds: texts, and tokens of prompts. What does not fit is refused at "
+        f"once, before any work; here {' and '.join(again)} come again and get in."
     )
     said = "; ".join(f"{LETTERS[each.client]}: {each.status}, {each.message}" for each in refused)
     text = f"{len(record.asked)} requests, one after the other; {len(refused)} are refused: {said}."
@@ -305,15 +341,17 @@ def record_visits(prompt: str) -> list[Visit]:
     body = GREEDY | {"prompt": prompt, "max_tokens": 1}
     asking = {"Access_Control_Request_Method": "POST"}
     good, wrong = ({"Authorization": f"Bearer {key}"} for key in ("secret", "guess"))
+    from_ours, from_theirs = {"Origin": OURS}, {"Origin": THEIRS}
+    preflight = "OPTIONS", PATH, None
     requests = [
         ("a program", "the key", "POST", PATH, body, good),
         ("a program", "another key", "POST", PATH, body, wrong),
         ("a program", "no key", "POST", PATH, body, {}),
-        ("a load balancer", "GET /health", "GET", "/health", None, {}),
-        ("a browser", "may page.example ask?", "OPTIONS", PATH, None, asking | {"Origin": OURS}),
-        ("a browser", "may other.example ask?", "OPTIONS", PATH, None, asking | {"Origin": THEIRS}),
-        ("page.example", "the key", "POST", PATH, body, good | {"Origin": OURS}),
-        ("page.example", "another key", "POST", PATH, body, wrong | {"Origin": OURS}),
+        ("a load balancer", "no key: GET /health", "GET", "/health", None, {}),
+        ("a browser", "no key: OPTIONS, may page.example ask?", *preflight, asking | from_ours),
+        ("a browser", "no key: OPTIONS, may other.example ask?", *preflight, asking | from_theirs),
+        ("page.example", "the key", "POST", PATH, body, good | from_ours),
+        ("page.example", "another key", "POST", PATH, body, wrong | from_ours),
     ]
     visits = []
     marks = {"origin": "key", "key": "inside", "body": "http.request"}
@@ -349,11 +387,13 @@ def draw_visits(record: list[Visit]) -> Drawing:
         words = token(each.text) if each.text else ""
         if each.who == "a browser":
             words = "yes" if each.reads else "no"
+        elif each.status != 200 and each.origin:
+            words = "may read why"
         rows += (
             f'<tr><th scope="row">{escape(each.who)}<span>{escape(each.what)}</span></th>{cells}'
             f"<td>{words}</td></tr>"
         )
-    doors = ("door 1: origin", "door 2: key", "inside: the answer", "and gets")
+    doors = ("door 1: origin", "door 2: key, for /v1/", "inside: the answer", "and gets")
     head = "<th>asks</th>" + "".join(f"<th>{words}</th>" for words in doors)
     body = f'<table class="visits"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
     stopped = [each for each in record if each.status == 401]
@@ -361,12 +401,12 @@ def draw_visits(record: list[Visit]) -> Drawing:
     note = (
         f"The server has a key and knows one web page by its address, the origin {OURS}. \u2713: "
         "let through. A number: the status, where the answer was made. Of "
-        f"{unread} of {len(stopped)} requests with 401 nobody has read the body."
+        f"{unread} of {len(stopped)} requests with 401 nobody has read the body. OPTIONS needs no "
+        "key, nor do paths outside of /v1/, like /health."
     )
     caption = (
-        "Doors, one behind the other. Without the key only /health and questions of browsers are "
-        "answered; what else comes is refused before its body is read. Whether a page may ask, a "
-        "browser asks at the first door."
+        "Two doors: at the first a browser asks whether a page may ask; at the second requests to "
+        "/v1/ without the key end, before their body is read."
     )
     said = "; ".join(
         f"{each.who}, {each.what}: {each.status}, passed {' and '.join(each.passed) or 'nothing'}"
@@ -532,11 +572,11 @@ def draw_lives(record: list[Life]) -> Drawing:
     legend = (
         '<ul class="key"><li><i class="bad"></i>a signal comes</li>'
         '<li><i class="second"></i>the time for texts that run is over</li></ul>'
+        '<p class="note">A column is a step, the first one the time while the model is loaded.</p>'
     )
-    cut = next(lane for lane in one.lanes if "shutting" in lane.end)
     caption = (
-        "After a signal nobody new gets in, but what runs may end. Who is not done in time is told "
-        f"why: \u201c{escape(cut.end)}\u201d. A second signal asks nobody."
+        "After a signal nobody new gets in, and texts may go on for a time. Those not over then "
+        "end with an error; a second signal ends all at once."
     )
     said = " ".join(
         f"Signals after steps {life.signals}, exit code {life.code}: "
@@ -552,95 +592,159 @@ def draw_lives(record: list[Life]) -> Drawing:
 
 
 class Counted(NamedTuple):
-    """A histogram as Prometheus reads it."""
+    """Steps of an engine, and what /metrics has after one of them. Texts are numbers."""
 
-    seen: list[float]  # seconds
-    buckets: list[tuple[float, int]]  # up to so many seconds: how many
+    times: list[int]  # at the end of each step, in milliseconds
+    work: list[dict[int, int]]  # of each step: positions computed for each text
+    waiting: list[list[int]]  # before each step
+    running: list[int]  # when somebody asks
+    queue: list[int]  # then
+    pages: tuple[int, int]  # then: in use, and all
+    preempted: int  # then
+    gaps: list[int]  # noted until then, in milliseconds
+    lines: dict[str, float]  # of /metrics
 
 
-FAMILY = "vllm:time_to_first_token_seconds"
-OUTPUTS = (3, 9, 5, 4, 7, 3, 8, 6)  # tokens
+OUTPUTS = (3, 6, 4, 3)  # tokens
+LOOKED = 5  # after this step somebody asks
+FIRST = "vllm:time_to_first_token_seconds"
+GAP = "vllm:inter_token_latency_seconds"
+LENGTH = 'vllm:request_success_total{finished_reason="length"}'
 
 
 def record_metrics(prompt: str) -> Counted:
-    """Eight texts in two rows, on a clock on which a position takes a millisecond."""
+    """Four texts in two rows, on a clock on which a position takes a millisecond."""
     check_prompt(prompt, 8)
-    seen = []
+    times, work, waiting, gaps = [], [], [], []
     with open_door(by_turns=True, clock=0.001, max_rows=2) as door:
-        histogram = door.served.metrics.first_gap
-        observe = histogram.observe
+        observe = door.served.metrics.gap.observe
 
         def noted(value: float) -> None:
-            seen.append(value)
+            gaps.append(round(1000 * value))
             observe(value)
 
-        with mock.patch.object(histogram, "observe", noted):
-            for tokens in OUTPUTS:
-                door.call(GREEDY | {"prompt": prompt, "max_tokens": tokens})
-            door.finish()
-        text = door.ask("GET", "/metrics").body
-    found = re.findall(rf'^{FAMILY}_bucket.*le="([^"]+)".* ([\d.]+)$', text, re.MULTILINE)
-    return Counted(seen, [(float(limit), int(float(count))) for limit, count in found])
+        with mock.patch.object(door.served.metrics.gap, "observe", noted):
+            calls = [
+                door.call(GREEDY | {"prompt": prompt, "max_tokens": tokens})[1]
+                for tokens in OUTPUTS
+            ]
+            requests = None
+            engine = door.thread.engine
+            scheduler = engine.scheduler
+            while not times or engine.busy:
+                door.step()
+                requests = requests or [call.requests[0] for call in calls]
+                times.append(engine.positions)
+                work.append(
+                    {requests.index(each.request): len(each.tokens) for each in engine.works}
+                )
+                waiting.append([requests.index(request) for request in scheduler.waiting])
+                if len(times) == LOOKED:
+                    text = door.ask("GET", "/metrics").body
+                    running, queue = (
+                        [requests.index(request) for request in kind]
+                        for kind in (scheduler.running, scheduler.waiting)
+                    )
+                    pages = len(scheduler.pool.holders), scheduler.pool.num_pages
+                    preempted = scheduler.preemptions
+                    until = list(gaps)
+    lines = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            name = re.sub(r',?model_name="[^"]*"', "", name).replace("{}", "")
+            lines[name] = float(value)
+    return Counted(times, work, waiting, running, queue, pages, preempted, until, lines)
 
 
-def quantile(buckets: list[tuple[float, int]], share: float) -> tuple:
-    """Prometheus' histogram_quantile: the bucket's ends, the counts there, the rank, the value."""
-    rank = share * buckets[-1][1]
-    low, below = 0.0, 0
-    for high, count in buckets:
-        if count >= rank:
-            break
-        low, below = high, count
-    if high == math.inf:
-        return low, high, below, count, rank, low
-    return low, high, below, count, rank, low + (high - low) * (rank - below) / (count - below)
+def firsts_of(record: Counted) -> dict[int, int]:
+    """The step, from 0, of the first token of each text."""
+    found = {}
+    for number, step in enumerate(record.work):
+        for text in step:
+            found.setdefault(text, number)
+    return found
 
 
 def draw_metrics(record: Counted) -> Drawing:
+    firsts = firsts_of(record)
+    head = "".join(f"<th>{number}</th>" for number in range(1, len(record.work) + 1))
+    times = "".join(
+        f'<td class="{"after" if number == LOOKED - 1 else ""}">{moment}</td>'
+        for number, moment in enumerate(record.times)
+    )
     rows = ""
-    before = 0
-    full = record.buckets[-1][1]
-    lowest = min(record.seen)
-    shown = [
-        (limit, count)
-        for limit, count in record.buckets
-        if limit * 3 > lowest
-        and (count < full or limit / 3 < max(record.seen) or limit == math.inf)
-    ]
-    for limit, count in shown:
-        old = '<i class="one old"></i>' * before
-        new = "".join(
-            f'<i class="one">{1000 * value:.0f}</i>' for value in sorted(record.seen)[before:count]
-        )
-        name = "+Inf" if limit == math.inf else f"{limit:g}"
-        rows += (
-            f'<tr><th scope="row"><code>{{le="{name}"}}</code></th>'
-            f'<td class="value"><b>{count}</b></td><td>{old}{new}</td></tr>'
-        )
-        before = count
-    low, high, below, count, rank, value = quantile(record.buckets, 0.5)
-    ordered = sorted(record.seen)
-    middle = 500 * (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2])
-    width = f"({1000 * high:g} \u2212 {1000 * low:g})"
-    part = f"({rank:g} \u2212 {below}) / ({count} \u2212 {below})"
-    sum_of = f"{1000 * low:g} + {width} \u00b7 {part} = <b>{1000 * value:.1f} ms</b>"
-    body = (
-        f'<p class="title">Lines of /metrics: <code>{FAMILY}_bucket</code></p>'
-        f'<table class="buckets"><tbody>{rows}</tbody></table>'
-        '<p class="note">A box is a text, with its time to first token in ms where it is '
-        "new. On this clock a position takes 1 ms.</p>"
-        f'<p class="worked">The median, from these lines alone: {sum_of}; of the boxes: '
-        f"<b>{middle:.1f} ms</b>.</p>"
+    for text in range(len(OUTPUTS)):
+        cells = ""
+        for number, step in enumerate(record.work):
+            kind = "first" if firsts[text] == number else "kept" if text in step else ""
+            kind = "idle" if text in record.waiting[number] else kind
+            after = " after" * (number == LOOKED - 1)
+            cells += f'<td class="{kind}{after}">{step.get(text, "")}</td>'
+        rows += f'<tr><th scope="row">{LETTERS[text]}</th>{cells}</tr>'
+    grid = (
+        f'<table class="batch over-time life noted"><thead><tr><th>step</th>{head}</tr></thead>'
+        f'<tbody>{rows}<tr><th scope="row">ms</th>{times}</tr></tbody></table>'
+        '<ul class="key"><li><i class="first"></i>a first token</li><li><i class="kept"></i>a '
+        'further token</li><li><i class="idle"></i>waits for one of two rows</li><li><i '
+        'class="bad"></i>GET /metrics</li></ul>'
+    )
+
+    def letters(texts: list[int]) -> str:
+        return " ".join(LETTERS[text] for text in texts) or "nobody"
+
+    seen = [text for text, step in firsts.items() if step < LOOKED]
+    waits = {text: record.times[firsts[text]] for text in seen}
+    in_use, pages = record.pages
+    now = {
+        "vllm:num_requests_running": letters(record.running),
+        "vllm:num_requests_waiting": letters(record.queue),
+        "vllm:kv_cache_usage_perc": f"{in_use} of {pages} pages",
+        "vllm:num_preemptions_total": f"{record.preempted} times that a text lost its pages",
+    }
+    noted = {}
+    for name in record.lines:
+        limit = re.fullmatch(FIRST + r'_bucket{le="([\d.]+)"}', name)
+        if limit and min(waits.values()) <= 1000 * float(limit[1]) <= 2 * max(waits.values()):
+            under = [text for text in seen if waits[text] <= 1000 * float(limit[1])]
+            noted[name] = f"{letters(under)}: at most {1000 * float(limit[1]):g} ms"
+    over = [text for text in seen if text not in record.running]
+    noted |= {
+        f"{FIRST}_count": letters(seen),
+        f"{FIRST}_sum": " + ".join(str(waits[text]) for text in seen) + " ms",
+        f"{GAP}_count": "the further tokens",
+        f"{GAP}_sum": " + ".join(map(str, record.gaps)) + " ms",
+        LENGTH: f"{letters(over)}: all tokens are there",
+    }
+    lists = []
+    for which in (now, noted):
+        lines = ""
+        for name, source in which.items():
+            broken = escape(name).replace("_", "_<wbr>").replace("{", "<wbr>{")
+            lines += (
+                f"<tr><td><code>{broken}</code><span>{source}</span></td>"
+                f'<td class="value"><b>{record.lines[name]:g}</b></td></tr>'
+            )
+        lists.append(f'<table class="metrics"><tbody>{lines}</tbody></table>')
+    note = (
+        "The clock of this picture: a position takes 1 ms. A number in the grid is how many "
+        "positions a step computes for a text; all texts are asked for at 0 ms."
+    )
+    body = panels(
+        panel("The engine, step by step", grid, note),
+        panel("Read when somebody asks: what the engine counts", lists[0]),
+        panel("Noted after each step: what happened until then", lists[1]),
     )
     caption = (
-        "A histogram forgets the times and keeps counts: each line says how many were at most so "
-        "long, so a line has those of the line before. Prometheus guesses between two lines."
+        "Two kinds of numbers in /metrics: what the engine counts anyway is read when somebody "
+        "asks; what happens at a moment is noted after its step."
     )
-    said = ", ".join(f"{1000 * value:.0f}" for value in ordered)
-    counts = ", ".join(f"{limit:g}: {count}" for limit, count in shown[:-1])
+    said = ", ".join(
+        f"{name} {record.lines[name]:g} ({source})" for name, source in (now | noted).items()
+    )
     text = (
-        f"Times to first token of {len(ordered)} texts, {said} ms, in buckets, by seconds and "
-        f"count: {counts}. The median is {middle:.1f} ms, and from the buckets {1000 * value:.1f}."
+        f"{len(OUTPUTS)} texts of {', '.join(map(str, OUTPUTS))} tokens in two rows; steps end at "
+        f"{', '.join(map(str, record.times))} ms. After step {LOOKED} /metrics has {said}."
     )
     return Drawing(body, caption, text)
 
@@ -702,7 +806,7 @@ def draw_look(record: Look) -> Drawing:
             words = f"[{',<wbr>'.join(lines)}]"
         fields.append(f"{shown(name)}:{words}")
     sent = panel(
-        f"Sent: {len(record.sent.encode())} bytes",
+        f"A frame, as it is sent: {len(record.sent.encode())} bytes of JSON",
         f'<pre class="frame">{{{",<wbr>".join(fields)}}}</pre>',
         "All of it. There are numbers and names of requests, and nobody\u2019s text.",
     )
@@ -736,8 +840,8 @@ def draw_look(record: Look) -> Drawing:
         f"{frame['positions']} positions in {frame['steps']} steps, {waiting}.",
     )
     caption = (
-        "What /live sends is small: a few numbers of each request, from which whoever looks can "
-        "draw the rows, the queue and the pages, and not read a word."
+        "/live sends a few numbers of each request, and nobody&rsquo;s text: enough to draw the "
+        "rows, the queue and the pages."
     )
     said = "; ".join(
         f"{LETTERS[row['number'] - 1]}: {row['computed']} of {row['tokens']} positions, "
@@ -771,20 +875,22 @@ class Written(NamedTuple):
     prompt: str
     moments: list[Moment]  # one a step
     shades: list[float]  # of server/page.html: the least probability of each
+    run: Run  # the same texts in an engine without a server
 
 
 STEPS = 12
+SHAPE = {"max_rows": 4, "num_pages": 12}
 OTHERS = {0: ("The dog", 7), 5: (recordings.STORY, 5)}  # come after so many steps: prompt, tokens
 
 
 def record_page(prompt: str) -> Written:
     """Somebody writes on the page while two others ask; the frames say which text is the page's."""
-    check_prompt(prompt, 20)
+    ids = check_prompt(prompt, 20)
     page = Path(app_module.HERE, "page.html").read_text("utf-8")
     shades = json.loads(re.search(r"const SHADES = (\[.*?\]);", page)[1])
     body = {"prompt": prompt, "max_tokens": STEPS, "temperature": 0.8, "top_p": 0.95, "seed": 1}
     moments = []
-    with open_door(by_turns=True, clock=1.0) as door:
+    with open_door(by_turns=True, clock=1.0, **SHAPE) as door:
         frames = events(door.send("GET", "/live"))
         next(frames)
         own, _ = door.call(body | {"logprobs": 1, "stream": True, "ignore_eos": True})
@@ -804,7 +910,12 @@ def record_page(prompt: str) -> Written:
             moments.append(Moment(token, math.exp(logprob), *counts))
         for stream in (frames, chunks):
             stream.close()
-    return Written(prompt, moments, shades)
+    params = SamplingParams(STEPS, True, temperature=0.8, top_p=0.95, seed=1)
+    arrivals = [Arrival(0, ids, params)]
+    encode = recordings.encoding().encode
+    for after, (text, tokens) in OTHERS.items():
+        arrivals.append(Arrival(after, encode(text), SamplingParams(tokens, True)))
+    return Written(prompt, moments, shades, play(make_engine(**SHAPE), arrivals, "pages"))
 
 
 def draw_page(record: Written) -> Drawing:
@@ -830,23 +941,26 @@ def draw_page(record: Written) -> Drawing:
         )
         for moment in record.moments
     ]
-    title = "The engine, from /live: positions that it computed in the step of each token"
+    title = (
+        "The engine, from /live: positions computed, and pages in use, in the step of each token"
+    )
     body = panels(
         panel("Your text, from /v1/completions", f'<div class="page-view">{page}</div>'),
         panel(title, stacks(rows, largest) + key(first="for your text", soft="for others")),
     )
     number, most = max(enumerate(record.moments, 1), key=lambda one: one[1].all)
     caption = (
-        "One page, two streams: your text, each token in the colour of its probability, and the "
-        f"engine that writes it. In the step of your token {number} it computed {most.all} "
-        f"positions: {most.own} for you, {most.all - most.own} for {most.texts - 1} other texts."
+        "One page, two streams: your text, and the engine that writes it. In the step of your "
+        f"token {number} it computed {most.all} positions: {most.own} for you, "
+        f"{most.all - most.own} for {most.texts - 1} others."
     )
     said = "; ".join(
         f"{moment.token!r} with {percent(moment.p)}, {moment.own} of {moment.all} positions, "
         f"{moment.pages} pages"
         for moment in record.moments
     )
-    return Drawing(body, caption, f"The text after {record.prompt!r}, a token a step: {said}.")
+    text = f"The text after {record.prompt!r}, a token a step: {said}."
+    return Drawing(body, caption, text, player(record.run, number - 1))
 
 
 PICTURES = {  # slug of a lesson -> its picture

@@ -158,14 +158,13 @@ def draw_followed(record: list[Followed]) -> Drawing:
     updates = sum(each.kind == "update" for each in leaves.passing)
     end = leaves.passing[-1]
     caption = (
-        "The app and its engines are different processes. A prompt crosses as token ids; what "
-        f"comes back is made there, text and all: updates of {min(sizes)} to {max(sizes)} bytes, "
-        f"each an event for the client. A client that leaves is a {end.kind} at the handle, and "
-        f"the engine stops after {updates} of {leaves.asked} tokens."
+        "App and engine are two processes: a prompt crosses as token ids, and text comes back. A "
+        f"client that leaves is a {end.kind}: {updates} of {leaves.asked} tokens are computed."
     )
     note = (
-        '<p class="note">Bytes are those of bodies in HTTP, and of pickled values at the handle, '
-        "where generate has the parameters of the text beside its ids. "
+        '<p class="note">Bytes are those of bodies in HTTP, and of pickled values at the handle: '
+        "generate has the parameters of the text beside its ids, an update has "
+        f"{min(sizes)} to {max(sizes)} bytes. "
         "These processes are started without Ray, and a socket joins them. With Ray (next lesson) "
         "the same values go through its handle, in envelopes of its own.</p>"
     )
@@ -321,10 +320,9 @@ def draw_texts(record: Texts) -> Drawing:
         "and chooses one for each request.</p>"
     )
     caption = (
-        f"Texts of {len(everybody)} clients over {SIZE} engines, which compute at the same time "
-        f"and share nothing: {several} steps of the busiest one, where one engine alone takes "
-        f"{columns}. Who writes a text does not show in it: {equal} of {len(everybody)} are what "
-        "one engine writes, token by token."
+        f"{len(everybody)} texts on {SIZE} engines, which share nothing: {several} steps of the "
+        f"busiest, where one engine takes {columns}. {equal} of {len(everybody)} texts are what "
+        "one engine writes."
     )
     return Drawing(body, caption, "; ".join(said) + ".")
 
@@ -403,9 +401,15 @@ def draw_joined(record: Joined) -> Drawing:
         "at random; here it is the same each time.</p>"
     )
     everything = sum(after.values[TOTAL, None])
+    last = sum(value for value in later.values[TOTAL, None] if value is not None)
     body += panels(
         panel(f"Texts {during.what}", stacks(now, len(TOKENS))),
-        panel("Tokens generated", stacks(over, everything)),
+        panel(
+            "Tokens generated",
+            stacks(over, everything),
+            "An engine that ends takes its counts with it, and the sum falls from "
+            f"{everything:g} to {last:g}: so one adds up how much each part grows.",
+        ),
         panel(
             "Texts of so many tokens, at the end",
             stacks(counts, len(TOKENS)),
@@ -413,13 +417,10 @@ def draw_joined(record: Joined) -> Drawing:
         ),
     )
     running = during.values[RUNNING, None]
-    last = sum(value for value in later.values[TOTAL, None] if value is not None)
     caption = (
-        "The door&rsquo;s /metrics has the numbers of all engines, each with a label of its own. "
-        f"The sum says that {sum(running):g} texts run; only the parts say that one engine "
-        f"computes {max(running):g} and one {min(running):g}. An engine that ends takes its counts "
-        f"with it, and the sum falls from {everything:g} to {last:g}: so one adds up how much each "
-        "part grows."
+        "/metrics has each engine&rsquo;s numbers, with a label. The sum says that "
+        f"{sum(running):g} texts run; only the parts say that one engine computes "
+        f"{max(running):g} and one {min(running):g}."
     )
     text = "; ".join(
         f"{moment.what}: "

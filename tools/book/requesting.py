@@ -174,22 +174,23 @@ def draw_fields(record: Fields) -> Drawing:
         "works": "It works",
         "refused": "Refused by name, with the reason",
         "nothing": "Not supported, but the value asks for nothing",
-        "unknown": "Nobody has heard of it",
+        "unknown": "Nobody has heard of it: it is ignored",
+    }
+    notes = {
+        "works": "Green: where it is another text; struck through: what a stop string cuts off.",
+        "unknown": "A client may be newer than this server.",
     }
     parts = []
-    counts = {}
     for kind, title in titles.items():
-        lines = [line(tried) for tried in record.tried if tried.kind == kind]
-        counts[kind] = len(lines)
-        parts.append(panel(title, f'<ul class="fields">{"".join(lines)}</ul>'))
+        lines = "".join(line(tried) for tried in record.tried if tried.kind == kind)
+        parts.append(panel(title, f'<ul class="fields">{lines}</ul>', notes.get(kind, "")))
     body = (
         f'<p class="draws"><code>{escape(json_of(record.base))}</code> writes '
         f"{token(record.text)}, and with one more field:</p>{panels(*parts)}"
     )
     caption = (
-        f"What a field asks for is done ({counts['works']} here), or the request is refused by the "
-        f"field&rsquo;s name ({counts['refused']}). What the server knows it never passes over in "
-        "silence: the text would not be the one that was asked for."
+        "What a field asks for is done, or the request is refused by the field&rsquo;s name. Only "
+        "fields that nobody has heard of are ignored."
     )
     text = f"Alone the text is {record.text!r}; " + "; ".join(
         f"with {json_of({tried.field: tried.value})} ({tried.kind}) it says {tried.words!r}"
@@ -255,7 +256,7 @@ def record_stream(prompt: str, count: int = 12) -> Stream:
 def draw_stream(record: Stream) -> Drawing:
     rows = ""
     text = ""
-    held = []
+    held = 0
     said = []
     for size, event, tokens in record.chunks:
         if event == "[DONE]":
@@ -271,7 +272,7 @@ def draw_stream(record: Stream) -> Drawing:
             wire = f"data: {{&hellip; {token(own, strong)} &hellip; {why}}}"
         text += words
         kind = "held" if tokens and not words else ""
-        held += tokens if kind else []
+        held += bool(kind)
         chips = "".join(token(name, "out" if kind else "new") for name in tokens)
         said.append(f"{size} bytes for {tokens}: {words!r}")
         rows += (
@@ -279,18 +280,19 @@ def draw_stream(record: Stream) -> Drawing:
             f"<td>{escape(text)}</td></tr>"
         )
     stops = " ".join(token(stop, "own") for stop in record.stop)
-    head = "<th>the engine&rsquo;s token</th><th>one event, one chunk</th><th>the reader has</th>"
+    head = "<th>new in the engine</th><th>one event, one chunk</th><th>the reader has</th>"
     body = (
         f'<p class="draws">Stop strings: {stops}</p>'
         f'<code class="text-box">{"<br>".join(map(escape, record.head))}</code>'
         f'<table class="wire"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-        '<p class="note">Red: the token is there, and its event has no text.</p>'
+        '<p class="note">Red: the token is there, and its event has no text. It may begin a stop '
+        "string or a letter, so it comes with a later token; or it is the stop string and never "
+        "comes.</p>"
     )
     events = len(record.chunks) - 1
     caption = (
-        f"Each token has an event of its own: {events} events and [DONE]. {len(held)} of them have "
-        "no text: it may begin a stop string or a letter, so it comes with a later token, or it is "
-        "the stop string and never comes."
+        "What is new of a text is sent as an event: here a token each; with drafts, or to a slow "
+        f"reader, it may be several. {held} of these {events} events have no text."
     )
     return Drawing(body, caption, f"Stop strings {record.stop}. Chunks: " + "; ".join(said) + ".")
 
@@ -359,6 +361,7 @@ def draw_choices(record: Choices) -> Drawing:
         )
     count = len(record.texts)
     length = record.usage["prompt_tokens"]
+    alone = count * (length - 1) + record.usage["completion_tokens"]
     body = panels(
         panel(
             f"The prompt: {length} tokens in pages of {record.size}",
@@ -369,16 +372,13 @@ def draw_choices(record: Choices) -> Drawing:
             f"n: {count}, and the pages of each",
             f'<ol class="branches">{rows}</ol>',
             f"A step has room for {length} tokens here, so the first text is ahead, and the others "
-            "find the full pages that it has computed.",
+            f"find its full pages: {record.computed} positions are computed. If each text computed "
+            f"the prompt, it would be {alone}.",
         ),
     )
-    tokens = record.usage["completion_tokens"]
-    alone = count * (length - 1) + tokens
     caption = (
-        f"One question, {count} texts: choice i draws by a number of its own, seed + i, so each "
-        f"can be had again alone. Here the first is a step ahead, so they have {len(shared)} of "
-        f"{len(first)} pages of the prompt in common: "
-        f"{record.computed} positions are computed, for {count} requests apart it would be {alone}."
+        f"One request, {count} texts: text i draws with seed + i, so each can be had again alone. "
+        f"Those that begin later find {len(shared)} of the prompt&rsquo;s {len(first)} pages."
     )
     text = (
         f"A prompt of {length} tokens in pages {first}; "
@@ -431,12 +431,12 @@ def draw_columns(record: Columns) -> Drawing:
         f'<p class="title">The text, and after how many characters each token begins</p>'
         f'<ol class="chips offsets">{chips}</ol>'
         f'<table class="columns"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-        '<p class="note">A log-probability of &minus;1 is a probability of e to the power '
-        "&minus;1, 37&nbsp;%.</p>"
+        '<p class="note">Framed: the token of the answer. A log-probability of &minus;1 is a '
+        "probability of e to the power &minus;1, 37&nbsp;%.</p>"
     )
     caption = (
-        "Four columns, and row i of each is token i of the answer. The three likeliest tokens are "
-        f"in top_logprobs, and the drawn one: {outside} of {count} times it was none of these."
+        "Row i of each column is token i of the answer. top_logprobs has the three likeliest, and "
+        f"the drawn one, too: {outside} of {count} times it is none of these."
     )
     text = f"The text {record.text!r}: " + "; ".join(
         f"{name!r} at {offset}, log-probability {signed(own)}, best {list(tops)}"
@@ -533,9 +533,9 @@ def draw_turns(record: Conversation) -> Drawing:
     )
     last = record.turns[-1]
     caption = (
-        "The server remembers no conversation: each turn sends it all again, as one text that the "
-        f"checkpoint&rsquo;s template writes. While its pages are still there, little is computed: "
-        f"of {len(last.tokens)} ids turn {len(record.turns)} computes {last.computed}."
+        "The server remembers nothing: each request has all messages, and a template makes one "
+        f"text of them. Turn {len(record.turns)} finds {last.found} of {len(last.tokens)} ids in "
+        "pages."
     )
     return Drawing(panels(*parts) + legend, caption, "A conversation: " + "; ".join(said) + ".")
 

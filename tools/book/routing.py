@@ -198,7 +198,8 @@ def draw_routing(record: Routing) -> Drawing:
         panel(
             f"By prefix: {by_prefix} of {asked} positions found",
             lanes(record.prefix, lengths),
-            "To the engine that has most pages of the prompt; of equals to that with fewer pages.",
+            "To the engine that has most pages of the prompt; of equals to that with fewer pages. "
+            f"One engine for all finds {record.alone}.",
         ),
         panel(
             f"By load alone: {by_load} of {asked} positions found",
@@ -217,13 +218,13 @@ def draw_routing(record: Routing) -> Drawing:
     body = (
         f'<p class="title">{len(starts)} beginnings; a frame is a full page of {PAGE} tokens</p>'
         f"{rows_of(starts, 'starts')}{legend}{body}"
+        '<p class="note">On Ray Serve a router asks <code>Prefixes</code>, which chooses here, '
+        "too; Ray is not running here, and the engines are in one process.</p>"
     )
     caption = (
-        f"{len(record.prefix)} requests, one after the other, for {COUNT} engines. Sent to the "
-        f"engine that has their beginning, they find {by_prefix} positions computed; sent by load "
-        f"alone, {by_load}. One engine for all finds {record.alone}. On Ray Serve a router asks "
-        "<code>Prefixes</code>, which chooses here, too; Ray is not running here, and the engines "
-        "are in one process."
+        "A request goes to the engine that has its beginning, unless that has much to do: "
+        f"{len(record.prefix)} requests find {by_prefix} positions computed; by load alone, "
+        f"{by_load}."
     )
     ways = [
         f"{name}: " + ", ".join(f"{'ABCD'[each.beginning]} to {each.engine + 1}" for each in way)
@@ -383,17 +384,19 @@ def draw_failure(record: Failure) -> Drawing:
         answers += f'<p>{who(asked)} {way}</p><ul class="said">{said}</ul>'
     legend = key(kept="what the client of A had of its text, and the same when it asks again")
     fates = table("fates", head, rows) + legend
+    same = sum(asked.alone for asked in [*record.asked, record.again])
+    note = (
+        f"{same} of {len(columns)} texts are what they are alone, as far as they came. Ray would "
+        "also start another engine; it is not running here, each engine is a process of this "
+        "picture."
+    )
     body = panels(
-        panel(f"A token a step; engine 1 is killed after {record.steps}", fates),
+        panel(f"A token a step; engine 1 is killed after {record.steps}", fates, note),
         panel("What the clients of engine 1 read at last", answers),
     )
-    same = sum(asked.alone for asked in [*record.asked, record.again])
     caption = (
-        "An engine is killed while it writes. Its texts are lost: a stream ends with an error, a "
-        "text that is awaited whole is a 503. Those of the other engine go on, and who asks again, "
-        f"with the same seed, gets the same text from its beginning. {same} of {len(columns)} "
-        "texts are what they are alone, as far as they came. Ray would also start another engine; "
-        "it is not running here, each engine is a process of this picture."
+        "A killed engine loses its texts: a stream ends with an error, a text awaited whole is a "
+        "503. Others go on, and who asks again with the same seed gets the same text."
     )
     lines = [
         f"{asked.name} on engine {asked.engine + 1}: {asked.before} and then {asked.after}, "
@@ -545,18 +548,21 @@ def draw_scaling(record: Scaling) -> Drawing:
     asking = [second.clients for second in seconds if second.clients]
     clients = ", then ".join(str(number) for number, _ in itertools.groupby(asking))
     title = f'<p class="title">{clients} clients, each with one request at a time</p>'
-    body = f'{title}<div class="tracks">{tracks}</div>{legend}{panels(tables)}'
-    last = max((second.leaving for second in seconds), key=len)
     drained = sum(bool(second.leaving) for second in seconds)
-    goes = f", here in {drained} s" if last else ""
+    goes = f", here in {drained} s" if drained else ""
+    note = (
+        f"Ray is to have an engine for as many requests as one has rows, {target:g} here, on "
+        f"average of {settings['look_back_period_s']:g} s. One that ends gets no new requests, and "
+        f"finishes its texts{goes}. Ray is not running here: its rule is worked out beside real "
+        "engines, which compute a step each second."
+    )
+    body = f'{title}<div class="tracks">{tracks}</div>{legend}{panels(tables)}'
+    body += f'<p class="note">{note}</p>'
     whole = sum(len(tokens) == TOKENS for _, tokens in record.texts)
     caption = (
-        f"Ray wants an engine for every {target:g} requests that are not over, as many as it has "
-        f"rows, on average of {settings['look_back_period_s']:g} s. Where that is not what there "
-        f"is for {settings['upscale_delay_s']:g} s, engines begin or end. One that ends gets no "
-        f"new requests, and finishes its texts{goes}: {whole} of {len(record.texts)} texts are "
-        "whole. Ray is not running here: its rule is worked out beside real engines, which compute "
-        "a step each second."
+        f"An engine for every {target:g} requests that are not over, on average: if other numbers "
+        f"are wanted for {settings['upscale_delay_s']:g} s, engines begin or end. {whole} of "
+        f"{len(record.texts)} texts are whole."
     )
     text = (
         f"{clients} clients, each with one request at a time, in {len(seconds)} seconds. Of each "

@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -219,10 +220,9 @@ def draw_leader(record: list[Heard]) -> Drawing:
     same = sum(heard.same for heard in record)
     largest = max(heard.size for heard in record)
     caption = (
-        "Of two processes rank 0 alone has the engine: it knows texts and seeds, and chooses. "
-        "Before each pass it tells rank 1 which ids to compute, at which positions, in which "
-        f"pages, {largest} bytes at most. In {same} of {len(record)} passes both have the same "
-        "logits."
+        "Rank 0 alone has the engine. Before each pass it tells rank 1 what to compute: ids, "
+        f"positions, pages, here at most {largest} bytes. Logits are equal in {same} of "
+        f"{len(record)} passes."
     )
     body = table("lanes", head, rows)
     return Drawing(body, caption, "What rank 0 tells: " + "; ".join(lines) + ".")
@@ -312,27 +312,25 @@ def draw_columns(record: Shared) -> Drawing:
         f"<td>{signed(alone, 9)}</td></tr>"
         for rank, (number, here, alone) in enumerate(record.outputs)
     )
-    names = "<th>output</th><th>here</th><th>one process</th>"
+    names = f"<th>output</th><th>{size} processes</th><th>one process</th>"
     body = panels(
         panel(f"The first layer's {record.half}, from top to bottom", table("ranks", head, body)),
         panel(
             "Outputs, each made on one rank: the first of each",
             table("figures", names, rows),
             f"Of the {record.total:,} numbers that are gathered there in this pass "
-            f"{record.same:,} have the bits of one process.",
+            f"{record.same:,} have the bits of one process. In both torch computes in float32, and "
+            "it may round a product of another shape in another way; with products in C in both "
+            "all bits are the same.",
         ),
-    )
-    exact = "the same sum as in one process" + (
-        ", to the last bit" if record.same == record.total else ", but for torch's rounding"
     )
     does = {
         "attention": "each has some heads, with their keys and values",
-        "MLP": "each computes some of its inner numbers, and some outputs",
+        "MLP": "each computes some columns of a product",
     }[record.half]
     caption = (
-        f"{size} processes share a layer's {record.half}: {does}, in its colour. What the last "
-        "product needs of the others is gathered before it, and its outputs behind it. Each output "
-        f"is {exact}."
+        f"{size} processes share a layer's {record.half}: {does}, and all gather the whole. No sum "
+        "is divided, so each is made as in one process."
     )
     owned = f"Heads and keys of each rank: {record.heads}. " if record.half == "attention" else ""
     text = (
@@ -418,9 +416,8 @@ def draw_vocabulary(record: Vocabulary) -> Drawing:
         ),
     )
     caption = (
-        "The vocabulary is cut in parts. A token&rsquo;s row is with one rank; the others give "
-        "zeros, so the sum is that row, exactly. At the end each rank has the logits of its own "
-        "tokens, and rank 0, which chooses, gets them all."
+        "Each rank has some tokens. In: the rank of a token gives its row, the others zeros, and "
+        "all get the sum. Out: each has logits of its own, and rank 0 gets all."
     )
     text = "; ".join(
         f"token {text!r}, id {id}: {parts}, sum {whole}" for text, id, parts, whole in record.rows
@@ -490,6 +487,11 @@ def draw_way(way: str) -> str:
     return svg(270, 140, body)
 
 
+def plain(small: float) -> str:
+    """One digit of a small number, without a power of ten."""
+    return f"{Decimal(f'{small:.1g}'):f}"
+
+
 def draw_ways(record: Ways) -> Drawing:
     said = {
         "gather": (
@@ -519,13 +521,13 @@ def draw_ways(record: Ways) -> Drawing:
         f"Output {record.output} of o_proj in the first layer, by reduce",
         f'<table class="figures">{rows}</table>',
         f"{record.differing} of {record.outputs} such outputs differ from those of one process; "
-        f"logits at the end by up to {record.error:.1g}.",
+        f"logits at the end by up to {plain(record.error)}.",
     )
     (many, _), (few, _) = record.meetings.values()
     caption = (
-        "Cut a weight the other way, and a rank multiplies what it just made: no gather before, "
-        f"one sum behind, {few} meetings a layer instead of {many}. The price: a sum is made in "
-        "another order than in one process, so last digits may differ."
+        "Cut a weight the other way, and a rank multiplies what it just made: "
+        f"{few} meetings a layer instead of {many}. But sums have another order, so last digits "
+        "may differ."
     )
     text = (
         f"Meetings and bytes in a layer: {record.meetings}. Output {record.output}: parts "
@@ -587,6 +589,10 @@ def record_loading(prompt: str) -> Loading:
     return Loading(tensors, found, whole, max(size for *_, size in blocks))
 
 
+def short_name(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
 def draw_loading(record: Loading) -> Drawing:
     def megabytes(size: int) -> str:
         return f"{size / 1e6:.1f} MB"
@@ -602,11 +608,22 @@ def draw_loading(record: Loading) -> Drawing:
                 place = f"left:{100 * start / count:.2f}%;width:{100 * (stop - start) / count:.2f}%"
                 parts += f'<i class="{COLOURS[rank]}" style="{place}"></i>'
             lanes += f'<span class="strip">{parts}</span>'
-        short = name.removesuffix(".weight").rpartition(".")[2]
         rows += (
-            f'<tr><th scope="row"><code>{short}</code></th><td>{lanes}</td>'
+            f'<tr><th scope="row"><code>{short_name(name)}</code></th><td>{lanes}</td>'
             f'<td class="value">{size / 1000:,.1f} kB</td></tr>'
         )
+    wide = [
+        short_name(name)
+        for name, (count, _) in record.tensors.items()
+        if "layers.0." in name
+        and "norm" not in name
+        and sum(stop - start for kept in record.ranks for start, stop in kept.rows[name]) > count
+    ]
+    overlap = (
+        f"There are fewer keys than ranks, so some rows of {' and '.join(wide)} are on several. "
+        if wide
+        else ""
+    )
     lines = [("whole model", [(record.whole, "soft")], megabytes(record.whole))]
     for rank, kept in enumerate(record.ranks):
         parts = [(kept.size, COLOURS[rank]), (record.block, "kept")]
@@ -616,8 +633,9 @@ def draw_loading(record: Loading) -> Drawing:
         panel(
             "Embedding and first layer: what each rank keeps",
             f'<table class="rows-kept">{rows}</table>',
-            "A lane for each rank, over the rows of a tensor as they lie in the file. All layers "
-            "are cut like this one; the weights of norms are whole on each rank.",
+            "A lane for each rank, over the rows of a tensor as they lie in the file. "
+            f"{overlap}All layers are cut like this one; the weights of norms are whole on each "
+            "rank.",
         ),
         panel(
             "In memory, at the most",
@@ -628,9 +646,9 @@ def draw_loading(record: Loading) -> Drawing:
     )
     largest = max(kept.size for kept in record.ranks)
     caption = (
-        "Every process reads the file in blocks. Of each block the rows that are its own go to "
-        "their place, and the rest goes nowhere. So no process ever holds the whole model of "
-        f"{megabytes(record.whole)}, but at most {megabytes(largest)} and a block."
+        "Each process reads the file block by block, and keeps its own part of each. So none ever "
+        f"holds the whole model, {megabytes(record.whole)}, but at most {megabytes(largest)} and a "
+        "block."
     )
     name, (count, _) = next(iter(record.tensors.items()))
     text = (
@@ -688,7 +706,7 @@ def draw_sums(record: Sums) -> Drawing:
         for rank, largest in enumerate(record.largest)
     ]
     scale = panel(
-        "The largest |x| that each rank has, and the maximum",
+        "One scale: the largest |x| among each rank&rsquo;s inputs, and the maximum",
         bars(lines),
         f"One maximum, {record.maximum:.4f}, so one scale for all: {record.maximum:.4f} / 127 = "
         f"{record.maximum / 127:.6f}. Each rank rounds its inputs to steps of that size.",
@@ -708,17 +726,17 @@ def draw_sums(record: Sums) -> Drawing:
         )
     head = "<th></th><th>float32</th><th>int8: whole numbers</th>"
     added = panel(
-        f"Output {record.output} of o_proj, added up in three orders of ranks",
+        f"Whole numbers: output {record.output} of o_proj, added up in three orders of ranks",
         table("figures", head, rows),
-        f"Logits at the end that are those of one process bit for bit: {record.same['int8']:,} of "
-        f"{record.logits:,} in int8, {record.same['float32']:,} in float32.",
+        "Logits at the end that are those of one process bit for bit, with torch there, too: "
+        f"{record.same['int8']:,} of {record.logits:,} in int8, {record.same['float32']:,} in "
+        "float32.",
     )
     count = len(set(texts))
     how = f"{count} sums" if count > 1 else "one sum here"
     caption = (
-        "Parts of one output, of three ranks. Floats are rounded at each addition: three orders, "
-        f"{how}. Whole numbers have one sum in any order, so if all ranks round their inputs by "
-        f"one scale, {record.same['int8']:,} of {record.logits:,} logits are those of one process."
+        f"Floats are rounded at each addition: three orders, {how}. Whole numbers have one sum in "
+        "any order: with one scale for all ranks int8 is what one process has."
     )
     text = (
         f"Largest inputs {record.largest}, maximum {record.maximum}. Parts as floats "
@@ -857,11 +875,13 @@ def draw_failures(record: dict[str, Case]) -> Drawing:
     legend = key(computed="a pass that all have computed", wait="waits for others", gone="fails")
     text = escape(record["killed"].text)
     caption = (
-        "Ranks wait for each other, so if one cannot go on, none can. The others notice when its "
-        "connections close, or after a limit when it only stands still. All end, and the first "
-        "to leave says why: one line in all."
+        "Ranks wait for each other: if one cannot go on, all end. The others notice by a closed "
+        "connection or a limit of time, and one line says why."
     )
-    written = f'<p class="note">The limit is {limit}. The text that breaks off: <q>{text}</q></p>'
+    written = (
+        f'<p class="note">The limit is {limit}. A rank that stands still is killed at the end, by '
+        f"this picture as by torchrun. The text that breaks off: <q>{text}</q></p>"
+    )
     return Drawing(panels(*shown) + legend + written, caption, ". ".join(lines) + ".")
 
 
