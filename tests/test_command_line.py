@@ -138,10 +138,13 @@ def test_what_belongs_to_a_closed_stream_goes_nowhere(capsys, monkeypatch, name)
     assert (out, err) == (("", "to stderr\n") if name == "stdout" else ("to stdout\n", ""))
 
 
-def test_ctrl_c_while_torch_is_imported_is_not_a_word(tmp_path):
+@pytest.mark.parametrize(
+    "script", ["infer.py", "infer_engine.py", "infer_speculative.py", "serve.py", "serve_ray.py"]
+)
+def test_ctrl_c_while_torch_is_imported_is_not_a_word(tmp_path, script):
     (tmp_path / "torch.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
     process = subprocess.Popen(
-        [sys.executable, ROOT / "infer.py"],
+        [sys.executable, ROOT / script],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

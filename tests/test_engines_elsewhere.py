@@ -102,6 +102,25 @@ def test_an_app_needs_no_engine_to_know_its_model(model):
     with serving_replicas(parse(model), 1) as (door, _):
         (known,) = door.get("/v1/models")[1]["data"]
         assert (known["id"], known["max_model_len"]) == (model.name, 64)
+        assert known["root"] == str(model)
         assert door.post(PATH, {"model": "gpt2"})[0] == 404
         assert door.post("/v1/chat/completions", {"messages": []})[0] == 400
         assert door.get("/health") == (200, None)
+
+
+def test_keys_and_queues_are_those_of_the_command_line(model):
+    args = parse(model, "--api-key", "secret", "--max-waiting-tokens", 20)
+    with serving_replicas(args, 1) as (door, _):
+        known = {"Authorization": "Bearer secret"}
+        assert door.post(PATH, {"prompt": "Tom"})[0] == 401
+        assert door.post(PATH, {"prompt": "Tom"}, known)[0] == 200
+        status, body = door.post(PATH, {"prompt": [1] * 21}, known)
+        error = "21 tokens of prompts in one request; there is room for 20"
+        assert (status, body["error"]["message"]) == (400, error)
+
+
+def test_a_salt_reaches_the_engine(model):
+    with serving_replicas(parse(model), 1) as (door, (replica,)):
+        for salt, shared in (("x", 0), ("x", 8), ("y", 8)):
+            assert door.post(PATH, {"prompt": [7] * 9, "cache_salt": salt})[0] == 200
+            assert replica.thread.engine.scheduler.shared == shared

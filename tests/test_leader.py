@@ -16,11 +16,15 @@ def test_torchrun_writes_one_text(engine_cli):
     arguments = ["--model", DRAFT, "--prompt", "Lily", "--max-new-tokens", 8]
     code, out, _ = engine_cli(*arguments)
     command = [*TORCHRUN, "2", SCRIPT, "--device", "cpu", *map(str, arguments)]
-    options = {"capture_output": True, "text": True, "cwd": ROOT}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     threads = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, **options, env=threads, timeout=100)
-    assert (done.returncode, done.stdout) == (code, out) == (0, out)
-    assert done.stderr.count("tokens/s") == 1
+    with subprocess.Popen(command, **options, env=threads) as process:
+        try:
+            found, notes = process.communicate(timeout=100)
+        finally:
+            process.terminate()  # then torchrun ends its own processes; a kill would leave them
+    assert (process.returncode, found) == (code, out) == (0, out)
+    assert notes.count("tokens/s") == 1
 
 
 def test_preempted_texts_in_chunks_with_shared_pages(engine_cli, tmp_path):
@@ -60,6 +64,18 @@ def test_bad_input_is_told_once(tmp_path):
     (out, err), other = written(tmp_path, 2)
     assert (out, other) == ("", ("", ""))
     assert err.count("\n") == 1 and "unknown model 'nowhere'" in err
+
+
+def test_other_devices_are_told_once(tmp_path, monkeypatch):
+    import command_line
+    import infer_engine
+
+    monkeypatch.setattr(command_line, "pick_device", lambda name: "cuda")
+    processes = start(2, script, tmp_path, infer_engine.main, ["--prompt", "A"])
+    assert wait(processes) == [2, 2]
+    (out, err), other = written(tmp_path, 2)
+    assert (out, other) == ("", ("", ""))
+    assert err.endswith("error: several processes compute with --device cpu; not cuda\n")
 
 
 def test_a_server(engine_cli, tmp_path):

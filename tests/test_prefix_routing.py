@@ -1,8 +1,13 @@
 """Which replica gets a request: the one that has its beginning, unless it has too much to do."""
 
+import asyncio
 import importlib
+import runpy
+import sys
+from concurrent.futures import Future
+from types import SimpleNamespace
 
-from conftest import make_greedy, random_tokens
+from conftest import ROOT, make_greedy, random_tokens
 
 from sampling import SamplingParams
 
@@ -89,6 +94,8 @@ def test_where_no_row_is_free_pages_do_not_count():
     prefixes.sent("a", "other", [[1]], "")
     prefixes.sent("b", "one", [[1]], "")
     assert first(prefixes, PROMPT, replicas="ba") == "b"
+    send(prefixes, "b", *[[60 - page] * 9 for page in range(9)])  # more pages than a, less to do
+    assert first(prefixes, [58] * 3, replicas="ab") == "b"
 
 
 def test_what_a_cache_has_no_room_for_is_forgotten_and_the_beginning_last():
@@ -100,6 +107,15 @@ def test_what_a_cache_has_no_room_for_is_forgotten_and_the_beginning_last():
     send(prefixes, "a", [59] * 16)
     send(prefixes, "b", [58] * 16)
     assert first(prefixes, PROMPT, replicas="ba") == "b"
+
+
+def test_a_beginning_that_is_asked_for_again_is_kept():
+    prefixes = make(*"ab", num_pages=4)
+    for prompt in (PROMPT[:8], [60] * 8, PROMPT[:8], [59] * 8):  # two pages each
+        send(prefixes, "a", prompt)
+    send(prefixes, "b", [58] * 16)
+    assert first(prefixes, PROMPT[:9], replicas="ba") == "a"
+    assert first(prefixes, [60] * 9, replicas="ba") == "b"
 
 
 def test_a_window_is_what_counts_of_a_long_prompt():
@@ -128,7 +144,9 @@ def test_replicas_come_and_go():
     prefixes.sent("a", "late", [PROMPT], "")
     prefixes.done("a", "late")
     assert set(prefixes.pages) == {"b", "c"} and not prefixes.calls
+    send(prefixes, "b", [1], over=False)
     prefixes.keep({"a", "b"})
+    assert first(prefixes, PROMPT, replicas="ba") == "a"  # b still writes
     assert not prefixes.pages["a"]
 
 
@@ -147,6 +165,50 @@ def test_pages_found_are_those_that_an_engine_finds(tiny):
         while engine.busy:
             engine.step()
     assert engine.scheduler.shared == expected > 0
+
+
+class RequestRouter:
+    """Ray's, as far as ours needs it."""
+
+    def update_replicas(self, replicas):
+        self.curr_replicas = {replica.replica_id: replica for replica in replicas}
+
+
+def test_a_router_knows_where_calls_are(monkeypatch):
+    names = ("PendingRequest", "ReplicaID", "RunningReplica")
+    ray = SimpleNamespace(RequestRouter=RequestRouter, **dict.fromkeys(names, object))
+    for name in ("ray", "ray.serve", "ray.serve.request_router"):
+        monkeypatch.setitem(sys.modules, name, ray)
+    router = runpy.run_path(str(ROOT / "server" / "router.py"))["PrefixRouter"]()
+    router.initialize_state(**SIZES)
+    a, b = [SimpleNamespace(replica_id=name) for name in "ab"]
+    router.update_replicas([a, b])
+    calls = router.prefixes.calls
+
+    def choose(call, prompt):
+        metadata = SimpleNamespace(internal_request_id=call)
+        args = [prompt], "params", "salt", "name"
+        request = SimpleNamespace(args=args, metadata=metadata, future=Future())
+        return request, asyncio.run(router.choose_replicas([a, b], request))
+
+    one, order = choose("one", PROMPT)
+    assert (order, calls) == ([[a], [b]], {"one": ("a", 1)})  # before Ray has sent it
+    one.future.set_result(a)
+    router.on_request_routed(one, "a", None)
+    assert calls == {"one": ("a", 1)}
+    router.on_request_completed("a", "one")
+    router.on_request_routed(one, "a", None)  # late
+    assert not calls
+    two, order = choose("two", [60] * 9)
+    assert (order, calls) == ([[b], [a]], {"two": ("b", 1)})
+    two.future.cancel()
+    assert not calls
+    three, order = choose("three", PROMPT)
+    assert order == [[a], [b]]
+    router.on_request_routed(three, "b", None)  # the first one takes no more
+    assert calls == {"three": ("b", 1)}
+    router.update_replicas([a])
+    assert not router.prefixes.calls
 
 
 def run_script(run_main, *arguments) -> tuple[int, str, str]:

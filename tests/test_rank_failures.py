@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -113,6 +114,52 @@ def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
     assert line.endswith(f"error: {name}the {what} do not fit in memory\n")
 
 
+def test_one_that_fails_when_the_other_is_done_ends_both():
+    from parallel.ranks import Ranks
+
+    def end():
+        with Ranks() as ranks:
+            if ranks.rank:
+                raise ZeroDivisionError("a mistake")
+
+    assert wait(start(2, end)) == [2, 1]
+
+
+def test_without_a_store_each_says_why():
+    from parallel.ranks import Ranks
+
+    class Gone:
+        def add(self, *_):
+            raise RuntimeError("it was in a process that has ended")
+
+    ranks = object.__new__(Ranks)
+    ranks.store = Gone()
+    assert ranks.is_first()
+
+
+def test_who_has_to_wait_has_no_limit(tmp_path, monkeypatch):
+    import command_line
+    import infer_engine
+    from parallel import ranks
+
+    real = command_line.load_model
+
+    def slow(*arguments):
+        time.sleep(6 if os.environ["RANK"] == "1" else 0)
+        return real(*arguments)
+
+    def idle():
+        with ranks.Ranks() as group:
+            time.sleep(0 if group.rank else 6)
+            group.tell()
+
+    monkeypatch.setattr(command_line, "load_model", slow)
+    monkeypatch.setattr(ranks, "LIMIT", timedelta(seconds=5))
+    loading = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 3])
+    codes = [wait(processes) for processes in (start(2, idle), loading)]
+    assert codes == [[0, 0], [0, 0]]
+
+
 def test_a_mistake_has_its_traceback(tmp_path, monkeypatch):
     import command_line
     import infer_engine
@@ -127,15 +174,16 @@ def test_a_mistake_has_its_traceback(tmp_path, monkeypatch):
     assert "ZeroDivisionError: a mistake" in other and "error" not in err
 
 
-def test_a_server_drains(tmp_path):
+@pytest.mark.parametrize("number, codes", [("SIGTERM", [0, 0]), ("SIGINT", [130, 2])])
+def test_a_server_drains(tmp_path, number, codes):
     with serving(tmp_path) as (processes, door):
         with door.send("POST", "/v1/completions", STREAM | {"max_tokens": 50}) as answer:
             answer.readline()
             for process in processes:
-                os.kill(process.pid, signal.SIGTERM)
+                os.kill(process.pid, getattr(signal, number))
             *_, last, done, end = answer.read().split(b"\n\n")
         assert data_of(last)["choices"][0]["finish_reason"] == "length"
-        assert (done, end, wait(processes)) == (b"data: [DONE]", b"", [0, 0])
+        assert (done, end, wait(processes)) == (b"data: [DONE]", b"", codes)
     assert errors_of(tmp_path) == []
 
 
@@ -149,3 +197,23 @@ def test_a_server_loses_a_process(tmp_path):
         assert (done, end, wait(processes)) == (b"data: [DONE]", b"", [2, -signal.SIGKILL])
     (line,) = errors_of(tmp_path)
     assert line.endswith(f"error: {ENDED}")
+
+
+def test_a_server_has_no_memory(tmp_path, monkeypatch):
+    from engine import cache
+
+    real = cache.pass_logits
+
+    def failing(*arguments):
+        if os.environ["RANK"] == "0":
+            raise RuntimeError(NO_MEMORY)
+        return real(*arguments)
+
+    monkeypatch.setattr(cache, "pass_logits", failing)
+    with serving(tmp_path) as (processes, door):
+        status, answer = door.post("/v1/completions", {"prompt": "Tom"})
+        error = "the texts of this step do not fit in memory"
+        assert (status, answer["error"]["message"]) == (503, error)
+        assert wait(processes) == [2, 2]
+    (line,) = errors_of(tmp_path)
+    assert line.endswith(f"error: {error}\n")

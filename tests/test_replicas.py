@@ -22,6 +22,25 @@ def test_without_ray_a_line_says_what_to_install(run_main, monkeypatch):
     assert run_script(run_main) == (2, "", f"Ray is not installed here; {hint}\n")
 
 
+def test_the_least_and_the_most_that_is_allowed(run_main, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    options = "--replicas=1", "--max-replicas=1", "--scale-seconds=1"
+    for cpus in (0.0001, os.cpu_count()):
+        _, _, error = run_script(run_main, *options, f"--cpus={cpus}")
+        assert error.startswith("Ray is not installed here")
+
+
+def test_options_of_serve_run(monkeypatch):
+    from errors import UserError
+    from serve_ray import build
+
+    monkeypatch.setattr("serve_ray.application", lambda args: args)
+    args = build({"replicas": "3", "max-rows": "8"})
+    assert (args.replicas, args.max_rows, args.routing) == (3, 8, "prefix")
+    with pytest.raises(UserError, match="replicas is 0"):
+        build({"replicas": "0"})
+
+
 @pytest.mark.parametrize(
     ("option", "error"),
     [
@@ -40,6 +59,10 @@ def test_each_replica_needs_a_gpu(run_main, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     error = "--replicas 2: each needs a GPU; this machine has 1\n"
     assert run_script(run_main, "--cpus=0.1", "--device=cuda") == (2, "", error)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    _, _, error = run_script(run_main, "--cpus=0.1", "--device=cuda")
+    assert error.startswith("Ray is not installed here")
 
 
 def test_a_model_without_weights_is_a_line(run_main, tmp_path):

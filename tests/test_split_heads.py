@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,15 @@ def test_keys_of_query_heads():
     assert keys_of(range(2, 4), 3) == [0, 1]
     assert keys_of(range(1, 3), 4) == [0]
     assert keys_of(range(0, 4), 3) == [0, 0, 0, 1]  # three and one: each query a copy
+
+
+def test_keys_are_divided_as_equally_as_can_be(tiny_llama):
+    from parallel.shards import Plan
+
+    model = tiny_llama(n_head=12, n_kv_head=6)
+    plans = [Plan(model, SimpleNamespace(size=2, rank=rank, way="gather")) for rank in range(2)]
+    assert [plan.keys for plan in plans] == [[0, 1, 2], [3, 4, 5]]
+    assert plans[0].heads == plans[1].heads == [range(0, 6), range(6, 12)]
 
 
 def test_still_texts_of_one_process(engine_cli, tmp_path):

@@ -54,6 +54,15 @@ def test_what_a_rank_has():
     assert found.min() > 0
 
 
+def test_statistics_are_of_one_pass():
+    from parallel.ranks import Ranks
+
+    ranks = object.__new__(Ranks)
+    ranks.__dict__.update(size=3, collectives=8, traffic=5000, seconds=0.01)
+    assert ranks.statistics(2) == "3 ranks: 4 collectives a step, 2,500 bytes sent, 5.0 ms"
+    assert ranks.statistics(1) == "3 ranks: 8 collectives a step, 5,000 bytes sent, 10.0 ms"
+
+
 def test_draws_are_in_c(compiled):
     from sampling import SamplingParams
 
