@@ -108,14 +108,17 @@ def command(mode: str, args, model: Model, device: str, directory: Path) -> list
 
 
 @contextlib.contextmanager
-def server(line: list) -> Iterator[str]:
-    """Start a server, and end it after the block: its URL. Raises UserError if it ends itself."""
+def server(line: list, threads: int | None = None) -> Iterator[str]:
+    """Start a server, and end it after the block: its URL. Raises UserError if it ends itself.
+
+    threads: of each of its processes; as many as here if not given.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     line = [str(part) for part in [sys.executable, *line, "--port", port]]
     # Offline, because by now the model is here.
-    settings = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HUB_OFFLINE": "1"}
+    settings = {"OMP_NUM_THREADS": str(threads or torch.get_num_threads()), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(line, stdout=log, stderr=log, env=os.environ | settings)
         try:
@@ -137,11 +140,11 @@ def server(line: list) -> Iterator[str]:
 
 
 def is_ready(port: int) -> bool:
-    """Whether a server answers, and not that it still loads its model."""
+    """Whether a server names its models: it may still load them, or a proxy answer before it."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=1)) as asking:
         try:
             asking.request("GET", "/v1/models")
-            return asking.getresponse().status != 503
+            return asking.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return False
 

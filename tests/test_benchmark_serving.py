@@ -352,7 +352,7 @@ def test_a_real_server_under_real_load(bench, tiny_llama, monkeypatch):
 
 SCRIPT = """
 import http.server, sys
-statuses = [200, 503, None]
+statuses = [200, 404, 503, None]
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if not (status := statuses.pop()):
@@ -378,6 +378,7 @@ def test_a_server_is_waited_for_and_ended(monkeypatch):
         assert url.startswith("http://127.0.0.1:")
         assert processes[0].poll() is None
         assert not script.is_ready(1)
+        assert not script.is_ready(int(url.rpartition(":")[2]))  # it has said 200, and says no more
     assert processes[0].poll() is not None
 
 
