@@ -1,0 +1,370 @@
+"""Several processes, measured and predicted: the arithmetic, its rows, and real ones."""
+
+import contextlib
+import importlib.util
+import itertools
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pandas
+import pytest
+import torch
+from conftest import CHECKPOINTS
+from matplotlib.figure import Figure
+from ranks import logits_of, results, save_uneven
+
+LAYERS = 8  # of stories-llama
+# The first of 3 ranks has 2 of 6 query heads and the key that they share, 192 of 512 inner numbers
+# and 1,376 of 4,096 tokens. A whole layer has 393,216 numbers, the head 786,432.
+THIRD = (LAYERS * (3 * 64 * 192 + 3 * 192 * 192) + 1376 * 192) / (LAYERS * 393216 + 786432)
+LINKS = {kind: [1e-3, 1e-3, 1e-3, 3e-3] for kind in ("sum", "all_gather", "gather", "tell")}
+
+
+def config_of(name):
+    from load import load_config
+
+    return load_config(CHECKPOINTS / name)
+
+
+def test_shares_are_those_of_the_rank_with_most():
+    from parallel.predict import shares
+
+    # Of the second rank's two heads each has another key, and there are no more.
+    assert shares(config_of("stories-llama"), 3, "reduce") == pytest.approx((THIRD, 1))
+    for way in ("gather", "reduce"):
+        assert shares(config_of("stories"), 2, way) == (0.5, 0.5)
+        assert shares(config_of("stories"), 4, way) == (0.25, 0.25)
+    # Two of four heads, 352 of 1,024 inner numbers, 96 of 256 outputs, 1,376 of 4,096 tokens.
+    layer = 256 * (3 * 128 + 352) + 96 * (256 + 1024)
+    products = (16 * layer + 1376 * 256) / (16 * 12 * 256**2 + 4096 * 256)
+    assert shares(config_of("stories"), 3, "gather") == pytest.approx((products, 0.5))
+
+
+@pytest.mark.parametrize("way", ["gather", "reduce"])
+@pytest.mark.parametrize("kind", ["tiny", "tiny_llama"])
+def test_meetings_are_those_of_real_ranks(request, tmp_path, kind, way):
+    from load import load_config
+    from parallel.predict import meetings, sent
+
+    model = save_uneven(request.getfixturevalue(kind), tmp_path / "model", kind)
+    tokens = torch.arange(5)[None]
+    found = results(3, logits_of, model, tokens, way)
+    expected = meetings(load_config(model), 3, way, 5)
+    traffic = sum(sent(meeting, 3) for meeting in expected)
+    assert found[0][1] == (len(expected), traffic)
+
+
+def test_weights_are_those_that_a_rank_holds():
+    from load import load_model
+    from parallel.predict import part_of, weights
+
+    config = config_of("stories-draft")
+    whole = part_of(config, 0, 1, "gather")
+    model = load_model(CHECKPOINTS / "stories-draft")
+    assert weights(whole) == sum(weight.nbytes for weight in model.parameters())
+    parts = [weights(part_of(config, rank, 2, "reduce")) for rank in (0, 1)]
+    # Norms, the positions and two biases a layer are on both.
+    twice = 4 * 128 * (256 + 2 + 2 * (4 + 2))
+    assert sum(parts) == weights(whole) + twice
+
+
+def test_a_step_has_a_leader_turns_and_meetings():
+    from parallel.predict import Step, replica_rate, step_seconds
+
+    step = Step(leader=1, each=2, products=8, attention=4)
+    assert step_seconds(step, (1, 1), 1, 0) == 15
+    assert step_seconds(step, (0.5, 0.25), 1, 10) == 1 + 2 + 4 + 1 + 10
+    assert step_seconds(step, (0.5, 0.25), 2, 10) == 1 + 2 * 7 + 10
+    assert replica_rate(100, 0.005, 0.001, 3, 2) == 300
+    assert replica_rate(100, 0.01, 0.001, 3, 2) == 200  # no more time of two cores
+    assert replica_rate(100, 0.01, 0.004, 30, 20) == 250  # nor where clients come in
+
+
+@pytest.fixture
+def bench(tmp_path, capsys, monkeypatch):
+    """A function that runs the benchmark with groups of no processes: exit code, rows, stderr."""
+    import benchmark_scaling as script
+
+    def group(directory, job, size, times=1):
+        bench.asked.append((job["join"], size, times, job["threads"], job["parts"]))
+        seconds = {"product 0": 0.003, "product 1": 0.005, "hidden": 0.02, "head": 0.002}
+        seconds["attention"] = 0.004
+        seconds |= {"step": 0.03 * size, "meeting": 0.001, "tell": 0.003, "sent": 7.0}
+        outputs = [[bench.token(job["join"], size)]]
+        links = [{kind: times[:3] for kind, times in LINKS.items()}, LINKS]
+        found = {"outputs": outputs, "memory": [5e7], "links": links, "collectives": 3}
+        return [found | seconds] * times
+
+    def run(*args):
+        output = tmp_path / "run.csv"
+        small = ["--device", "cpu", "--model", CHECKPOINTS / "stories-llama"]
+        code = 0
+        try:
+            script.main([str(arg) for arg in ("--output", output, *small, *args)])
+        except SystemExit as end:
+            code = end.code
+        rows = pandas.read_csv(output) if output.exists() else None
+        return code, rows, capsys.readouterr().err
+
+    bench = SimpleNamespace(run=run, asked=[], token=lambda join, size: 1, plot=script.plot)
+    monkeypatch.setattr(script, "group", group)
+    monkeypatch.setattr(script, "plot", lambda summary: Figure())
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    return bench
+
+
+def values(rows, mode, processes):
+    """measure -> value."""
+    found = rows[(rows["mode"] == mode) & (rows["processes"] == processes)]
+    return dict(zip(found["measure"], found["value"]))
+
+
+def near(value):
+    return pytest.approx(value, rel=1e-3)
+
+
+def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
+    import benchmark_scaling as script
+
+    code, rows, _ = bench.run("--ranks", 2, 3, "--join", "reduce", "--replicas", "--rows", 3)
+    assert code == 0
+    assert list(rows) == list(script.COLUMNS)
+    one, *others = bench.asked
+    assert one == (None, 1, 1, 2, False)
+    # A rank has a thread; the parts of its step are those of two that compute beside each other.
+    ranks = [("reduce", size, 1, 1, False) for size in (1, 2, 3)]
+    assert others == [ranks[0], ("reduce", 1, 2, 1, True), *ranks[1:]]
+    threads = rows.groupby("mode", sort=False)["threads"].unique().map(list).to_dict()
+    assert threads == {"one process": [2], "reduce": [1], "busy reduce": [1]}
+    assert set(rows["rows"]) == {3} and set(rows["cores"]) == {2}
+    assert values(rows, "one process", 1) == {"tokens/s": 100, "memory, MB": 50}
+    busy = {"leader, ms": 5, "each, ms": 9, "products, ms": 8, "attention, ms": 4}
+    assert values(rows, "busy reduce", 2) == near(busy)
+    two = values(rows, "reduce", 2)
+    assert two["tokens/s"] == 50
+    # A ms each: the embedding, two sums a layer, the logits; and what rank 0 tells.
+    meeting = 1 + 2 * LAYERS + 1
+    assert two["in collectives, ms a step, predicted"] == meeting
+    step = 5 + 9 + 8 / 2 + 4 / 2 + meeting + 1
+    assert two["tokens/s, predicted"] == near(3000 / step)
+    assert two["tokens/s, predicted / measured"] == near(3000 / step / 50)
+    assert (two["in collectives, ms a step"], two["collectives a step"]) == (1, 3)
+    assert two["bytes sent a step"] == 7
+    # Of a sum a rank sends half, twice; rank 0 sends no logits.
+    assert two["bytes sent a step, predicted"] == near((1 + 2 * LAYERS) * 3 * 192 * 4)
+    assert (two["sum of 4 KiB, ms"], two["gather of 4096 KiB, ms"]) == (1, 3)
+    three = values(rows, "reduce", 3)
+    turns = 3000 / three["tokens/s, predicted"] - 5 - meeting - 1
+    assert turns == near(2 * (9 + 8 * THIRD + 4))  # three ranks on two cores
+    assert three["share of texts that are those of one process"] == 1
+
+
+def test_memory_is_less_by_weights_and_keys_that_others_have(bench):
+    code, rows, _ = bench.run("--ranks", 2, "--join", "gather", "--replicas", "--rows", 3)
+    assert code == 0
+    found = values(rows, "gather", 2)
+    assert found["memory of rank 0, MB"] == 50
+    # Half of all matrices, with those of the vocabulary, and one of two keys of 3 * 48 positions.
+    weights = 4 * (LAYERS * 393216 + 786432) / 2
+    keys = 4 * 2 * LAYERS * 32 * 3 * 48
+    assert found["memory of rank 0, MB, predicted"] == near(50 - (weights + keys) / 1e6)
+
+
+def test_other_texts_are_not_timed(bench):
+    bench.token = lambda join, size: size
+    code, rows, _ = bench.run("--replicas")
+    assert code == "gather, 2 ranks: 1 of 1 texts have other tokens: no timing of wrong results"
+    assert values(rows, "gather", 2) == {}
+    bench.token = lambda join, size: size if join == "reduce" else 1  # it adds up in another order
+    code, rows, _ = bench.run("--replicas")
+    assert code == 0
+    assert values(rows, "reduce", 4)["share of texts that are those of one process"] == 0
+
+
+@pytest.fixture
+def served(bench, monkeypatch):
+    """Replicas that are not there: N make 50 + 50 N tokens/s, each token in 8 core ms."""
+    import benchmark_client as client
+    import benchmark_scaling as script
+
+    @contextlib.contextmanager
+    def server(line, threads):
+        assert threads == 1
+        served.lines.append([str(part) for part in line])
+        yield "http://127.0.0.1:1"
+
+    async def load(exchanges, clients, seconds):
+        sent = list(itertools.islice(exchanges, clients))
+        for exchange in sent:
+            exchange.text = served.text(len(served.lines), exchange.wanted)
+        served.asked.append((clients, seconds))
+        served.clock += 0.08 * clients
+        return sent, 0.0, 1.0
+
+    def read(exchange):
+        return client.Answer(0, 0, [1.0], 10, exchange.text, served.failure)
+
+    def clock(name=""):
+        return served.clock * {"": 1, "Door": 0.25, "ProxyActor": 0.125}[name.rpartition(":")[2]]
+
+    find = importlib.util.find_spec
+    served = SimpleNamespace(lines=[], asked=[], clock=0.0, failure="")
+    served.text = lambda servers, wanted: str(wanted)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "ray" or find(name))
+    monkeypatch.setattr(script, "server", server)
+    monkeypatch.setattr(client, "closed_loop", load)
+    monkeypatch.setattr(client, "read", read)
+    rate = lambda load, *_: {"tokens/s": 50 + 50 * len(load.answers) / 4}  # noqa: E731
+    monkeypatch.setattr(client, "measures", rate)
+    monkeypatch.setattr(script, "processor_seconds", clock)
+    monkeypatch.setattr(script, "memory_of", lambda name: 3e8 * served.asked[-1][0] / 4)
+    served.run = lambda *args: bench.run("--ranks", 2, "--join", "gather", "--rows", 4, *args)
+    return served
+
+
+def test_replicas_have_rows_of_what_is_measured_and_predicted(served):
+    code, rows, _ = served.run("--replicas", 2, 3, "--seconds", 7)
+    assert code == 0
+    assert [line[line.index("--replicas") + 1] for line in served.lines] == ["1", "2", "3"]
+    assert [line[line.index("--cpus") + 1] for line in served.lines] == ["1.0", "1.0", "0.6666"]
+    # The same short requests for all, as many as the most replicas have rows.
+    assert served.asked == [(12, math.inf), (4, 7), (12, math.inf), (8, 7), (12, math.inf), (12, 7)]
+    one = {"tokens/s": 100, "core ms a token": 8, "of them at the door": 3}
+    one |= {"of them in its busiest process": 2, "memory of replicas, MB": 300}
+    assert values(rows, "replicas", 1) == near(one)
+    predicted = [values(rows, "replicas", count)["tokens/s, predicted"] for count in (2, 3)]
+    assert predicted == [near(200), near(250)]  # two cores have time for 250
+    three = values(rows, "replicas", 3)
+    assert three["tokens/s, predicted / measured"] == near(250 / 200)
+    assert three["memory of replicas, MB, predicted"] == 900
+
+
+def test_replicas_that_fail_or_write_other_texts_are_not_timed(served):
+    served.text = lambda servers, wanted: str(wanted + servers // 2)
+    code, rows, _ = served.run("--replicas", 2)
+    assert code == "2 replicas: other texts: no timing of wrong results"
+    assert values(rows, "replicas", 2) == {}
+    served.failure = "cut off"
+    code, rows, err = served.run("--replicas", 2)
+    assert code == 2 and err.endswith("error: http://127.0.0.1:1 fails: cut off\n")
+    assert "replicas" not in set(rows["mode"])
+
+
+def test_without_ray_there_are_ranks_alone(bench, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "ray" and find(name))
+    code, rows, err = bench.run("--ranks", 2)
+    assert code == 0
+    assert "without replicas: pip install -r requirements-ray.txt\n" in err
+    assert "replicas" not in set(rows["mode"])
+
+
+def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench, tmp_path):
+    code, _, _ = bench.run("--ranks", 2, 3, "--replicas")
+    assert code == 0
+    (axes,) = bench.plot(pandas.read_csv(tmp_path / "run_summary.csv")).axes
+    assert axes.get_legend_handles_labels()[1] == ["one process", "gather", "reduce"]
+    points = [line.get_xdata().tolist() for line in axes.get_lines()]
+    assert points == [[1], [1, 2, 3], [2, 3], [1, 2, 3], [2, 3]]
+
+
+def measured(model, rows):
+    """On a rank: what it finds."""
+    from benchmark_ranks import decode
+    from parallel.ranks import Ranks
+
+    with Ranks("gather") as ranks:
+        return decode(job_of(model, rows) | {"parts": True}, ranks)
+
+
+def job_of(model, rows):
+    job = {"model": model, "rows": rows, "prompt": 3, "tokens": 6, "native": True}
+    return job | {"join": None, "threads": 1, "parts": False}
+
+
+def test_two_real_ranks_find_what_they_took():
+    from benchmark_ranks import SIZES, decode
+    from parallel.predict import meetings, sent
+
+    model = str(CHECKPOINTS / "stories-draft")
+    first, second = results(2, measured, model, 200)  # more than a step of 512 tokens takes
+    assert second is None
+    expected = meetings(config_of("stories-draft"), 2, "gather", 200)
+    assert first["collectives"] == len(expected)
+    assert first["sent"] == sum(sent(meeting, 2) for meeting in expected)
+    passes = first["hidden"] + first["head"]
+    products = sum(first[name] for name in first if name.startswith("product "))
+    assert 0 < first["meeting"] + products + first["attention"] < passes < first["step"]
+    few, all = ([len(times) for times in links.values()] for links in first["links"])
+    assert (few, all) == ([len(SIZES) - 1] * 4, [len(SIZES)] * 4)
+    assert decode(job_of(model, 200), None)["outputs"] == first["outputs"]
+    assert [len(tokens) for tokens in first["outputs"]] == [6] * 200
+
+
+def test_a_collective_between_sizes_and_beyond():
+    from benchmark_scaling import cost
+
+    links = [{"sum": [1.0, 2.0, 3.0]}, {"sum": [3.0, 4.0, 5.0, 7.0]}]
+    assert cost(links, "sum", 1) == 2
+    assert cost(links, "sum", 2**15) == 3
+    assert cost(links, "sum", (2**12 + 2**15) // 2) == 2.5
+    assert cost(links, "sum", 2**22) == 7
+    assert cost(links, "sum", 2**23) == 14
+
+
+def test_a_real_group_answers_or_says_what_is_wrong(tmp_path):
+    import benchmark_scaling as script
+    from errors import UserError
+
+    found = script.group(tmp_path, job_of(str(CHECKPOINTS / "stories-draft"), 2), 1, times=2)
+    assert [len(each["outputs"]) for each in found] == [2, 2]
+    with pytest.raises(UserError, match="^a group of 1: unknown model 'nowhere'"):
+        script.group(tmp_path, job_of("nowhere", 2), 1)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what Linux tells of processes")
+def test_the_time_and_memory_of_all_processes():
+    import benchmark_scaling as script
+
+    code = "import sys; big = b'x' * 50_000_000; sum(range(10_000_000)); print(); sys.stdin.read()"
+    before = script.processor_seconds()
+    command = [sys.executable, "-c", code, "by-this-name"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert script.processor_seconds() - before > 0.05
+        assert script.processor_seconds("by-(this|that)-name") > 0.05
+        assert script.processor_seconds("by-no-name") == 0
+        assert 50e6 < script.memory_of("by-this-name") < 90e6
+        process.communicate()
+    assert script.memory_of("by-this-name") == 0
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("--ranks", 1), "'1': it must be an integer >= 2"),
+        (("--ranks", 7), "7 processes: this model has 6 heads, and each process needs one"),
+        (("--replicas", 0), "'0': it must be an integer >= 2"),
+        (("--join", "all"), "--join"),
+        (("--new-tokens", 300), "do not fit the window"),
+        (("--new-tokens", 2), "'2': it must be an integer >= 3"),
+        (("--model", "nowhere"), "nowhere"),
+        (("--output", "x.txt"), "x.txt"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(bench, tmp_path, args, said):
+    code, rows, err = bench.run(*args)
+    assert code == 2
+    assert said in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert bench.asked == []
+
+
+def test_help_names_columns(run_file):
+    code, out = run_file("benchmark_scaling.py", "--help")
+    assert code == 0
+    for name in ("one process", "predicted", "scaling_cpu.csv", "serve_ray.py"):
+        assert name in out
