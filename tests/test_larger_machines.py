@@ -1,0 +1,116 @@
+"""Machines that are not here: the prediction by hand, and what is printed of it."""
+
+import pytest
+
+# Of Llama 3's 70 billion: a layer's products, and the head's.
+LAYER = 8192 * (64 * 128) * 2 + 2 * 8192 * (8 * 128) + 3 * 8192 * 28672
+NUMBERS = 80 * LAYER + 8192 * 128256
+
+
+@pytest.fixture
+def run(capsys):
+    """A function that runs the script: exit code, lines of stdout, stderr."""
+
+    def run(*args):
+        import larger_machines
+
+        code = 0
+        try:
+            larger_machines.main([str(arg) for arg in args])
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err
+
+    return run
+
+
+def test_four_ranks_by_hand(run):
+    fast = ["--kernel", 1e-12, "--leader", 1e-12, "--reached", 1]
+    code, lines, _ = run("--gpus", 4, "--texts", 64, "--positions", 1000, *fast, "--machines", 1)
+    assert code == 0
+    gather, reduce = (lines[at].split() for at in (4, 5))
+    assert gather[:3] == ["4", "gather", "64"] and reduce[:3] == ["4", "reduce", "64"]
+    cache = 64 * 1000 * 2 * 80 * 8 * 128 * 2
+    embedding = 8192 * 128256
+    memory = (2 * (NUMBERS + embedding) + cache) / 4 / 1e9
+    assert float(reduce[3]) == pytest.approx(memory, abs=0.06)
+    # The embedding and two sums a layer, of 64 * 8192 bfloat16s: a rank sends 3 / 2 of them. To
+    # rank 0 come the logits that three others have.
+    one = 64 * 8192 * 2
+    logits = 1.5e-5 + 3 * 64 * 128256 * 2 / 4 / 4.5e11
+    meeting = 161 * (1.5e-5 + 1.5 * one / 4.5e11) + logits
+    assert float(reduce[5]) == pytest.approx(1000 * meeting, abs=0.006)
+    step = (2 * NUMBERS + cache) / 4 / 4.8e12 + meeting
+    assert float(reduce[4]) == pytest.approx(1000 * step, abs=0.006)
+    assert float(reduce[6]) == pytest.approx(1 / step, abs=0.06)
+    assert int(reduce[7].replace(",", "")) == pytest.approx(64 / step, abs=1)
+    assert lines[6] == f"1 machines: {reduce[7]} tokens/s"
+    # Of heads, outputs, inner numbers and outputs a rank sends its quarter to three others.
+    quarter = 64 * 2 * (8192 + 8192 + 28672 + 8192) / 4
+    meeting = 1.5e-5 + 1.5 * one / 4.5e11 + 80 * (4 * 1.5e-5 + 3 * quarter / 4.5e11) + logits
+    assert float(gather[5]) == pytest.approx(1000 * meeting, abs=0.006)
+
+
+def test_more_ranks_than_keys_read_them_as_often(run):
+    code, lines, _ = run("--gpus", 16, "--texts", 16, "--positions", 8192, "--machines", 1)
+    assert code == 0
+    eight, sixteen = (float(lines[at].split()[3]) for at in (7, 9))
+    keys = 8192 * 2 * 80 * 128 * 2 / 1e9  # of one text and one of the 8 keys
+    weights = 2 * (NUMBERS + 8192 * 128256) / 1e9
+    assert eight == pytest.approx(weights / 8 + 8 * keys, abs=0.06)
+    # There a key is on two ranks, and so are the weights that make it and its values.
+    twice = 2 * 80 * 2 * 8192 * 1024 / 16 / 1e9
+    assert sixteen == pytest.approx(weights / 16 + twice + 16 * keys, abs=0.06)
+
+
+def test_products_of_many_texts_take_their_operations(run):
+    slow = ["--flops", 1e13, "--reached", 1, "--latency", 1e-12, "--link", 1e18]
+    code, lines, _ = run("--gpus", 2, "--texts", 64, "--positions", 1, *slow, "--machines", 1)
+    assert code == 0
+    step = 1e-3 + 800 * 3e-6 + 2 * NUMBERS * 64 / 2 / 1e13
+    assert float(lines[3].split()[4]) == pytest.approx(1000 * step, rel=1e-3)
+
+
+def test_many_machines_make_as_often_as_much(run):
+    code, lines, _ = run("--machines", 500, "--door", 0.001, "--failures", 0.1)
+    assert code == 0
+    best = max(int(line.split()[-1].replace(",", "")) for line in lines[2:8])
+    total = int(lines[8].removeprefix("500 machines: ").removesuffix(" tokens/s").replace(",", ""))
+    assert total == pytest.approx(500 * best, rel=1e-3)
+    cores = int(lines[9].rpartition(" ")[2].replace(",", ""))
+    assert cores == pytest.approx(total * 0.001, abs=1)
+    assert lines[10] == "texts that end with an error: 25,600 a day"
+
+
+def test_what_does_not_fit_is_said(run):
+    code, lines, err = run()
+    assert code == 0
+    assert lines[1].split() == ["1", "-", "64", "183.1", "does", "not", "fit"]
+    code, _, err = run("--memory", 10e9)
+    assert code == 2
+    assert err.endswith("error: nothing fits into GPUs of 10 GB\n")
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (("--gpus", 0), "'0': it must be an integer from 1 to 64"),
+        (("--bandwidth", 0), "'0': it must be a number above 0"),
+        (("--reached", 1.5), "--reached 1.5: it must be at most 1"),
+        (("--positions", 8193), "'8193': it must be an integer from 1 to 8192"),
+        (("--reached", "x"), "'x': it must be a number above 0"),
+        (("--positions", 0), "'0': it must be an integer from 1 to 8192"),
+    ],
+)
+def test_bad_input_is_one_line(run, args, said):
+    code, _, err = run(*args)
+    assert code == 2
+    assert said in err and err.count("\n") == 1
+
+
+def test_help_names_what_is_assumed(run_file):
+    code, out = run_file("larger_machines.py", "--help")
+    assert code == 0
+    for name in ("--bandwidth", "--latency", "--door", "H200"):
+        assert name in out
