@@ -854,6 +854,9 @@ PLOTS = {
     "transformers' and llama.cpp's: tokens a second of 32 clients beside the engine alone; time to "
     "the first token of long prompts; requests at random moments: to the first token, and from one "
     "to the next.",
+    "scaling_cpu.png": "Tokens a second of the embedded target: one process, ranks by gather and "
+    "by reduce, replicas; measured, and dotted as predicted.",
+    "scaling_cpu_gpt2.png": "The same of ranks with a model of GPT-2's shape.",
 }
 
 
@@ -863,6 +866,7 @@ PLOTS_OF = {  # how the name of a plot begins -> slugs of lessons that it belong
     "batching": ("benchmark-batching",),
     "engine": ("continuous-batching", "chunked-prefill", "drafts-that-pay"),
     "serving": ("benchmark-serving",),
+    "scaling": ("benchmark-scaling",),
 }
 
 
