@@ -345,6 +345,7 @@ def plot(summary):
                     points["processes"], points["median"], color=f"C{number}", label=name, **style
                 )
         axes.set(title=model, xlabel="ranks or replicas", ylabel="tokens/s", ylim=0)
+        axes.set_xticks(sorted(set(rows["processes"])))
         axes.legend()
     figure.suptitle("Several processes: measured, and predicted (dotted)")
     return figure

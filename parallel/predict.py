@@ -5,6 +5,7 @@ and of the keys, and their meetings. Replicas make what one makes, as often as t
 the cores, or the process where clients come in, have no more time.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -40,8 +41,9 @@ class Meeting(NamedTuple):
     size: int
 
 
+@functools.cache
 def part_of(config, rank: int, size: int, way: str) -> Model:
-    """What a rank has of a model, as shapes without numbers.
+    """What a rank has of a model, as shapes without numbers: for reading only, as it is kept.
 
     Raises UserError for more ranks than heads.
     """
