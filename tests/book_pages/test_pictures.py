@@ -699,7 +699,7 @@ def test_a_picture_of_the_reader_s_own_prompt(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("prompt", ["Tom", "<b> &\n"])
 def test_odd_prompts(prompt):
     """One token, tokens of no story, and what HTML would take for its own."""
-    from book import replicating, spreading
+    from book import replicating, scaling, spreading
     from book.pictures import PICTURES, page
 
     slow = {"eos-handling", "context-window", "kv-cache-fix", "prompt-lookup", "chunked-prefill"}
@@ -708,6 +708,7 @@ def test_odd_prompts(prompt):
     slow |= {slug for slug, picture in PICTURES.items() if picture.rows}  # files, not prompts
     slow |= {"sanity-checks", "llama-3", "request-seeds"}
     slow |= {*spreading.PICTURES, *replicating.PICTURES, "replica-failures"}
+    slow |= {*scaling.PICTURES}  # numbers of texts
     for slug in sorted(set(PICTURES) - slow - {"variable-batching"}):
         html5lib.HTMLParser(strict=True).parse(page(f"00-{slug}", prompt))
 

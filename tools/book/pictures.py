@@ -25,6 +25,7 @@ from book import (
     replicating,
     requesting,
     routing,
+    scaling,
     scoring,
     searching,
     serving,
@@ -66,6 +67,7 @@ PICTURES = {  # slug of a lesson -> its picture
     **spreading.PICTURES,
     **replicating.PICTURES,
     **routing.PICTURES,
+    **scaling.PICTURES,
 }
 
 
