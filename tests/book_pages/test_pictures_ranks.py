@@ -112,6 +112,7 @@ def test_what_rank_1_is_told(model, ids):
         size = torch.distributed.distributed_c10d._object_to_tensor(work, "cpu", None)[1].item()
         assert words_of(of_class(middle, "p", "note")[0]) == f"{size} bytes"
     assert "Logits are equal in 5 of 5 passes" in caption_of("leader")
+    assert "a page has 4 positions" in words_of(tree)  # `len(text) // 4` above
 
 
 @pytest.mark.parametrize(
@@ -151,8 +152,10 @@ def test_columns(model, ids, slug, inner, sizes, words, last):
             shares = [100 * size / total for size in expected if size]
             assert widths(cell) == pytest.approx(shares, abs=0.006)
         each = 4 * len(ids) * max(sizes) * 2  # to two others, in float32
+        filled = ", parts filled up to the widest" if len(set(sizes)) > 1 else ""
         assert words_of(rows[at + 2]) == (
-            f"all gather {total} numbers a position: each rank sends {each:,} bytes"
+            f"all gather {total} numbers a position: each rank sends {each:,} bytes, "
+            f"for {len(ids)} positions, to 2 others{filled}"
         )
         for cell in rows[at + 3]:
             assert [bar.get("class") for bar in cell.iter("i")] == [f"bar {k}" for k in KINDS]
@@ -226,7 +229,7 @@ def test_vocabulary(model, ids):
     assert widths(rows_out) == pytest.approx(shares, abs=0.02)
     chosen = text_of(logits.argmax().item())
     assert tokens_of(rows_out, "new") == [chosen, chosen] and record.chosen == chosen
-    assert "5,504 bytes each" in words_of(rows_out)
+    assert f"{4 * 1376:,} bytes each (filled up to the widest)" in words_of(rows_out)
 
 
 def test_ways(model, ids):
@@ -367,7 +370,8 @@ def test_sums(ids):
     assert len(marks) == sum(value != sums[0] for value in sums)
     assert record.same["int8"] == record.logits == 4096 > record.same["float32"]
     assert "one scale for all ranks" in caption_of("exact-int8-sums")
-    assert f"4,096 of 4,096 in int8, {record.same['float32']:,} in float32" in words_of(added)
+    assert "In int8 4,096 of 4,096 logits at the end are those of one process" in words_of(added)
+    assert f"in float32 {record.same['float32']:,} are" in words_of(added)
     whole = [rank[2].whole[0, -1, record.output].item() for rank in spreading.runs(SHOWN)["int8"]]
     assert whole == [sum(numbers)] * 3
 

@@ -127,15 +127,15 @@ def test_what_crosses(model, ids):
 # 83
 
 
-def simulate(clients: list[int], length: int) -> tuple[dict, set]:
-    """Two rows, who comes first is first: of (client, step) what is computed, and who waits."""
+def simulate(clients: list[int], length: int, rows: int = 2) -> tuple[dict, set]:
+    """So many rows, who comes first is first: of (client, step) what is computed, and who waits."""
     work = {}
     waits = set()
     waiting = list(clients)
     running = {}  # tokens left
     step = 0
     while waiting or running:
-        while waiting and len(running) < 2:
+        while waiting and len(running) < rows:
             client = waiting.pop(0)
             running[client] = TOKENS[client]
         for client, left in running.items():
@@ -197,8 +197,11 @@ def test_who_writes_what(model, ids):
         assert tokens_of(row, "new") == [text_of(id) for id in text]
         assert record.texts[client] == text_of(*text)  # what its client got
     caption = caption_of("replicas")
-    assert "7 texts on 3 engines" in caption and "7 of 7 texts are what" in caption
-    assert "8 steps of the busiest, where one engine takes 15" in caption
+    assert "7 texts on 3 engines of 2 rows each" in caption and "7 of 7 texts are what" in caption
+    assert "8 steps of the busiest, where one engine of 2 rows takes 15" in caption
+    work, _ = simulate(everybody, len(ids), 6)
+    large = 1 + max(step for _, step in work)
+    assert f"One engine with 6 rows takes {large} steps" in words_of(one)
     assert "without Ray" in words_of(tree)
 
 
@@ -272,7 +275,7 @@ def test_numbers_of_all_engines():
                 kind for kind, count in zip(kinds, counts) if count
             ]
     caption = caption_of("replica-metrics")
-    assert "4 texts run" in caption and "one engine computes 2 and one 0" in caption
+    assert "4 texts run" in caption and "two engines compute 2 each and one 0" in caption
     assert "falls from 30 to 21:" in words_of(made) and "without Ray" in words_of(tree)
 
 

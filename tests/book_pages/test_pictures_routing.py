@@ -156,10 +156,10 @@ def test_where_requests_go_and_what_is_found(encode):
     titles = [words_of(title) for title in of_class(tree, "p", "title")]
     assert titles[1:3] == [
         f"By prefix: {sums[0]} of {total} positions found",
-        f"By load alone: {sums[1]} of {total} positions found",
+        f"At random, as by load of idle engines: {sums[1]} of {total} found",
     ]
     caption = caption_of("prefix-routing")
-    assert f"12 requests find {sums[0]} positions computed; by load alone, {sums[1]}." in caption
+    assert f"12 requests find {sums[0]} positions computed; at random, {sums[1]}." in caption
     assert f"One engine for all finds {found_alone}." in words_of(tree)
     assert sums[1] < sums[0] == found_alone == record.alone
     assert "Ray is not running here" in words_of(tree)
@@ -349,6 +349,14 @@ def test_engines_come_and_go(encode):
     words = words_of(tree)
     assert f"finishes its texts, here in {drained} s." in words and "on average of 4 s" in words
     assert "Ray is not running here" in words
+    beside = [
+        now
+        for now, (computed, leaving, waiting, *_) in enumerate(expected)
+        if waiting and any(n < 2 for engine, n in computed.items() if engine not in leaving)
+    ]
+    assert f"free rows, here in seconds {beside[0]} to {beside[-1]}." in words
+    assert beside == list(range(beside[0], beside[-1] + 1))
+    assert "wanted for 4 s, engines begin or end" in words
     assert record.settings["max_replicas"] == 3 and record.rows == 2
 
 

@@ -308,7 +308,8 @@ def test_fields(model, encoding):
                 assert own[:start] == shown[:start] and own[start] != new[0]
             lines[words_of(code)] = shown
     assert found == expected
-    assert "nobody has heard of are ignored" in caption_of("request-fields")
+    words = caption_of("request-fields")
+    assert "nobody has heard of are ignored, and, until lessons 60 to 62, n, stream, " in words
 
 
 def test_a_stream(model, encoding):
@@ -381,6 +382,7 @@ def test_choices(model, encoding):
     words = caption_of("choices")
     assert "4 texts" in words and "find 4 of the prompt\u2019s 5 pages" in words
     words = words_of(tree)
+    assert "n: 4, and the pages of each when it began" in words
     assert f"{computed} positions" in words and f"it would be {4 * (len(ids) + 7)}." in words
 
 

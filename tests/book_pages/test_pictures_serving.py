@@ -92,7 +92,7 @@ def test_who_vanishes_is_missed_only_by_who_listens():
     wasted = len(of_class(tables[0], "td", "lost"))
     assert wasted == 2 * (11 - 3) and not of_class(tables[1], "td", "lost")
     words = words_of(tree)
-    assert "8 steps compute for nobody, and C begins in step 8." in words
+    assert "In 8 steps A is computed for nobody, and C begins in step 8." in words
     assert "C begins in step 4." in words
 
 
@@ -380,6 +380,12 @@ def test_clients_of_a_closed_loop():
     expected = [text.ttft, max(numpy.diff(text.times)), text.tpot]
     assert values == pytest.approx(expected, abs=0.06)
     assert tokens_of(tree) == text.tokens
+    (axis,) = of_class(tree, "div", "times")
+    for mark, side, moment in zip(axis, ("left", "right"), (text.due, text.times[-1]), strict=True):
+        assert words_of(mark) == f"{moment:.0f} ms"
+        place = 100 * moment / end if side == "left" else 100 - 100 * moment / end
+        found = re.fullmatch(side + r":([\d.]+)%", mark.get("style"))
+        assert float(found[1]) == pytest.approx(place, abs=0.01)
 
 
 def test_a_stall_seen_by_two_loops():
@@ -434,6 +440,7 @@ def test_pairs_are_those_of_the_rows():
         rate for key, rate in rates.items() if key[1] in ("engine alone", "32 clients")
     )
     caption = caption_of("benchmark-serving")
+    assert caption.startswith("What HTTP and the client cost") and caption.endswith("alone.")
     titles = []
     for (mode, own), part in zip(ratios.items(), of_class(tree, "table", "bars"), strict=True):
         share = f"{100 * statistics.median(own):.0f}\xa0%"

@@ -1,5 +1,6 @@
 """Pictures of lessons 44, 45 and 54: drafts in the engine."""
 
+import statistics
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -80,7 +81,7 @@ def draw_lookup(record: Run) -> Drawing:
     length = len(record.requests[0].output)
     caption = (
         "Each text drafts from what it has said before, and a step checks that: "
-        f"{length} tokens in {counts} steps, the same as without drafts."
+        f"{length} tokens in {counts} steps, the same texts as without drafts."
     )
     note = (
         '<p class="note">A draft is what followed the same tokens before, in the same text. '
@@ -186,13 +187,15 @@ def draw_coupled(record: Coupled) -> Drawing:
             panel(
                 f"How many of {len(races)} drafts are accepted",
                 bars(rows, 1),
-                f"Counted, {len(right)}, for the first line; expected for the others: the means of "
-                "&Sigma; min(p, q) and &Sigma; p q over the same drafts. Lesson 17 accepts as many "
-                "as can be, but writes another text than without drafts.",
+                f"The first line is counted, {len(right)} of these {len(races)} drafts; on average "
+                "it is less than the second. The others are expected: the means of &Sigma; "
+                "min(p, q) and &Sigma; p q over the same drafts. Lesson 17 accepts as many as can "
+                "be, but writes another text than without drafts.",
             ),
         )
         caption = (
-            "Both models draw with the same random numbers, so they often draw the same token: "
+            "Both models draw with the same random numbers, so they often draw the same token, "
+            "and the text is the one without drafts (lesson 17 writes another): "
             f"{len(right)} of {len(races)} drafts are right."
         )
     else:
@@ -241,8 +244,9 @@ class Tried(NamedTuple):
 
     clock: str
     steps: list[tuple[bool, int, float]]  # of each: with drafts? tokens, and time, as Trials has it
-    took: tuple[float, float]  # a step with drafts and one without, medians as Trials has them
-    rates: tuple[float, float]  # tokens per unit with drafts and without
+    # When it is decided, of steps with drafts and without, as Trials has them:
+    took: tuple[float, float]  # medians
+    rates: tuple[float, float]  # tokens per unit
 
 
 STEPS = 3 * TRIAL
@@ -294,8 +298,10 @@ def tried(ids: list[int], clock: str) -> Tried:
                 if trial.steps != counted:
                     way = len(small) > drafted
                     steps.append((way, len(event.tokens), trial.seconds[way][-1]))
-    took = tuple(sorted(trial.seconds[way])[len(trial.seconds[way]) // 2] for way in (True, False))
-    return Tried(clock, steps, took, (trial.rate(True), trial.rate(False)))
+                    if len(steps) == 2 * TRIAL:
+                        took = tuple(statistics.median(trial.seconds[way]) for way in KINDS)
+                        rates = tuple(trial.rate(way) for way in KINDS)
+    return Tried(clock, steps, took, rates)
 
 
 def draw_trials(record: list[Tried]) -> Drawing:
@@ -316,7 +322,8 @@ def draw_trials(record: list[Tried]) -> Drawing:
             spans += f'<span style="width:{width:.3f}%">{words}</span>'
         rows = ""
         for way, kind in enumerate(("with drafts", "without")):
-            counts = [tokens for drafted, tokens, _ in each.steps if drafted == (way == 0)]
+            measured = each.steps[: 2 * TRIAL]
+            counts = [tokens for drafted, tokens, _ in measured if drafted == (way == 0)]
             mean = sum(counts) / len(counts)
             win = "win" if each.rates[way] == max(each.rates) else ""
             rows += (
@@ -343,8 +350,8 @@ def draw_trials(record: list[Tried]) -> Drawing:
     note = (
         '<p class="note">A block is a step: as wide as its time, as high as its tokens / time. '
         "Times are counted here, so that they are the same each time: 1 is a pass of the large "
-        "model over one token; with drafts those of the small model come on top. Tokens are means, "
-        "times medians.</p>"
+        "model over one token; with drafts those of the small model come on top. In the table "
+        f"tokens are means, times medians, of the {TRIAL} steps of each way that are measured.</p>"
     )
     return Drawing(panels(*parts) + legend + note, caption, f"Two rows of steps: {text}.")
 

@@ -308,12 +308,18 @@ def draw_clients(record: Closed) -> Drawing:
         f'<tr><th scope="row">{"ABC"[number]}</th><td><div class="lane">{lane}</div></td></tr>'
         for number, lane in enumerate(lanes)
     )
-    drawing = f'<table class="lanes"><tbody>{rows}</tbody></table>'
     legend = (
         '<ul class="key"><li><i class="wait"></i>sent, no token yet</li>'
         "<li><i></i>a token comes</li></ul>"
     )
     text = max(record.texts, key=lambda text: max(gaps(text)))
+    begins, ends = text.due, text.times[-1]
+    rows += (
+        '<tr><th></th><td><div class="times">'
+        f'<span style="left:{100 * begins / end:.2f}%">{begins:.0f} ms</span>'
+        f'<span style="right:{100 - 100 * ends / end:.2f}%">{ends:.0f} ms</span></div></td></tr>'
+    )
+    drawing = f'<table class="lanes"><tbody>{rows}</tbody></table>'
     shown = "".join(
         f"<li>{token(name)}<span>{moment:.0f}</span></li>"
         for name, moment in zip(text.tokens, text.times)
@@ -453,11 +459,9 @@ def draw_pairs(record: Measured) -> Drawing:
     )
     shares = ", ".join(map(percent, middles[:-1]))
     caption = (
-        f"What HTTP costs: to 32 clients a server delivers {shares} and {percent(middles[-1])} of "
-        "the tokens that its engine makes alone."
+        "What HTTP and the client cost, on the same cores as the engine: to 32 clients a server "
+        f"delivers {shares} and {percent(middles[-1])} of the tokens that its engine makes alone."
     )
-    if middles == sorted(middles, reverse=True):
-        caption += " The faster the engine, the less."
     ratios = ", ".join(f"{pair.mode} {pair.served / pair.alone:.2f}" for pair in record.pairs)
     text = f"Pairs of tokens a second, server by engine alone: {ratios}. Medians: {shares}."
     body = f'{legend}<div class="panel pairs">{parts}</div><p class="note">{note}</p>'

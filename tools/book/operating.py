@@ -150,7 +150,7 @@ def draw_leaving(record: list[Vanishing]) -> Drawing:
         panel(
             "A handler that awaits its text only",
             table(plain),
-            f"{wasted} steps compute for nobody, and C begins in step {begins[0]}.",
+            f"In {wasted} steps A is computed for nobody, and C begins in step {begins[0]}.",
         ),
         panel(
             "The text and receive() race",
@@ -165,8 +165,8 @@ def draw_leaving(record: list[Vanishing]) -> Drawing:
         '<p class="note">A column is a step; a number is how many positions it computed.</p>'
     )
     caption = (
-        "That a client is gone is a message, for whoever calls receive(). Until an answer begins, "
-        "that call and the text race: the first ends the other."
+        "receive() is the server&rsquo;s call that tells what a client sends, and that it is gone. "
+        "Until an answer begins, that call and the text race: the first ends the other."
     )
     said = "; ".join(
         f"having received {' and '.join(run.heard)}, the server computes for A in "
@@ -297,7 +297,7 @@ def draw_queue(record: Queue) -> Drawing:
     again = [LETTERS[each.client] for each in record.asked if each.steps]
     caption = (
         "A queue with two bounds: texts, and tokens of prompts. What does not fit is refused at "
-        f"once, before any work; here {' and '.join(again)} come again and get in."
+        f"once, before anything is computed; here {' and '.join(again)} come again and get in."
     )
     said = "; ".join(f"{LETTERS[each.client]}: {each.status}, {each.message}" for each in refused)
     text = f"{len(record.asked)} requests, one after the other; {len(refused)} are refused: {said}."
@@ -730,9 +730,10 @@ def draw_metrics(record: Counted) -> Drawing:
         "The clock of this picture: a position takes 1 ms. A number in the grid is how many "
         "positions a step computes for a text; all texts are asked for at 0 ms."
     )
+    names = "Names, with vllm: before them, are vLLM&rsquo;s, which dashboards look for."
     body = panels(
         panel("The engine, step by step", grid, note),
-        panel("Read when somebody asks: what the engine counts", lists[0]),
+        panel("Read when somebody asks: what the engine counts", lists[0], names),
         panel("Noted after each step: what happened until then", lists[1]),
     )
     caption = (

@@ -300,9 +300,10 @@ def draw_lanes(record: Lanes) -> Drawing:
     table = f'<div class="worked"><table class="figures">{table}</table></div>'
     body = panels(
         panel(
-            "A panel of four outputs in memory",
+            "Four outputs of a panel, in memory",
             rows,
-            "A colour is an output. A box is what one lane, a part of a vector, has of it.",
+            "A colour is an output. A box has four weights of it, for the four inputs named above. "
+            "A panel has more outputs on a processor, 32 with AVX-512.",
         ),
         panel(
             "The framed box, worked out",
@@ -313,12 +314,12 @@ def draw_lanes(record: Lanes) -> Drawing:
         ),
     )
     caption = (
-        "One instruction of AVX-512 VNNI adds four products to the sum of each output, so four "
-        "weights of an output lie side by side."
+        "One instruction of newer processors (AVX-512 VNNI) adds four products to the sum of each "
+        "output, so four weights of an output lie side by side."
     )
     text = (
         f"Weights of {wide // GROUP} outputs in groups of {GROUP}: {shown(record.memory)}. One "
-        f"lane: values {values}, weights {record.weights}, {sum(products)} with {ADDED} added, "
+        f"group: values {values}, weights {record.weights}, {sum(products)} with {ADDED} added, "
         f"{record.taken} taken back, {result} left."
     )
     return Drawing(body, caption, text)

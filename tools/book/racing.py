@@ -257,11 +257,13 @@ def draw_logarithms(record: Logarithms) -> Drawing:
     body = f'<p class="title">A token&rsquo;s speed is at most weight / (1 &minus; u)</p>{table}'
     body += key(good="the winner", second="logarithm computed", kept="cannot win")
     body += (
-        '<p class="note">A token&rsquo;s speed is weight / &minus;ln u, behind the arrow: u is its '
-        "random number, weight e to the (logit &minus; largest logit) / temperature. The largest "
-        "speed is drawn. The line is the best one before the token&rsquo;s block of "
-        f"{BLOCK} tokens; the most likely token comes before all blocks. The winner: "
-        f"{winner.weight:.4f} / {winner.rest:.5f} = {winner.bound:.3f} at most, and "
+        '<p class="note">A token&rsquo;s speed, behind the arrow, is its weight divided by '
+        "&minus;ln u, and the largest speed is drawn: u is a random number of its own, the weight "
+        "says how likely it is, e to the (logit &minus; largest logit) / temperature. A logarithm "
+        "is slow. 1 &minus; u is never larger than &minus;ln u, so the speed is never above the "
+        "bar. The line is the best speed so far, as it is when the token&rsquo;s block of "
+        f"{BLOCK} tokens begins; the most likely token comes before all blocks, so it has none. "
+        f"The winner: {winner.weight:.4f} / {winner.rest:.5f} = {winner.bound:.3f} at most, and "
         f"{winner.speed:.3f}. The other {others:,} tokens have at most {record.others:.2g}.</p>"
     )
     caption = (

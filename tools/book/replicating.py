@@ -1,6 +1,7 @@
 """Pictures of lessons 82 to 84: an app, and engines in other processes that it asks."""
 
 import functools
+import itertools
 import json
 from typing import Any, NamedTuple
 
@@ -150,7 +151,7 @@ def draw_followed(record: list[Followed]) -> Drawing:
                 f"{each.work}"
             )
     head = (
-        '<th>Client and app: HTTP</th><th class="app"></th><th>App and engine: the handle</th>'
+        '<th>Client and app: HTTP</th><th class="app"></th><th>App and engine</th>'
         "<th>The engine&rsquo;s process</th>"
     )
     stays, leaves = record
@@ -162,11 +163,12 @@ def draw_followed(record: list[Followed]) -> Drawing:
         f"client that leaves is a {end.kind}: {updates} of {leaves.asked} tokens are computed."
     )
     note = (
-        '<p class="note">Bytes are those of bodies in HTTP, and of pickled values at the handle: '
+        '<p class="note">Bytes are those of bodies in HTTP, and between app and engine of values '
+        "as Python writes them (pickle): "
         "generate has the parameters of the text beside its ids, an update has "
         f"{min(sizes)} to {max(sizes)} bytes. "
-        "These processes are started without Ray, and a socket joins them. With Ray (next lesson) "
-        "the same values go through its handle, in envelopes of its own.</p>"
+        "These processes are started without Ray, and a socket joins them. With Ray, which "
+        "starts them from the next lesson on, the same values cross in envelopes of its own.</p>"
     )
     return Drawing(table("lanes", head, rows) + note, caption, "; ".join(said) + ".")
 
@@ -195,6 +197,7 @@ class Texts(NamedTuple):
     several: list[list[Step]]  # of each engine
     alone: list[list[int]]  # tokens that one engine writes, in this process
     one: list[Step]  # of that
+    large: int  # steps of one engine with as many rows as all of these
 
 
 def look(engine: Engine) -> Step:
@@ -249,13 +252,18 @@ def write_texts(front: engines.Front, prompt: str) -> dict[str, Any]:
 
 def record_texts(prompt: str) -> Texts:
     found = runs(prompt)
-    engine = door.make_engine(max_rows=ROWS)
-    requests = [engine.add(*asked) for asked in found["asked"]]
-    steps = []
-    while engine.busy:
-        engine.step()
-        steps.append(look(engine))
-    return Texts(prompt, *found["texts"], [request.output for request in requests], steps)
+
+    def write(rows: int) -> tuple[list[list[int]], list[Step]]:
+        engine = door.make_engine(max_rows=rows)
+        requests = [engine.add(*asked) for asked in found["asked"]]
+        steps = []
+        while engine.busy:
+            engine.step()
+            steps.append(look(engine))
+        return [request.output for request in requests], steps
+
+    _, large = write(SIZE * ROWS)
+    return Texts(prompt, *found["texts"], *write(ROWS), len(large))
 
 
 def draw_texts(record: Texts) -> Drawing:
@@ -309,7 +317,8 @@ def draw_texts(record: Texts) -> Drawing:
             f"One engine: {columns} steps",
             batch(grid(record.one, list(everybody), "tint5")),
             f"Each engine has {ROWS} rows. A number is how many positions a step computes for a "
-            "text; hatched: it waits for a row.",
+            f"text; hatched: it waits for a row. One engine with {SIZE * ROWS} rows takes "
+            f"{record.large} steps: replicas are for more cores and machines.",
         ),
     )
     body += (
@@ -320,9 +329,9 @@ def draw_texts(record: Texts) -> Drawing:
         "and chooses one for each request.</p>"
     )
     caption = (
-        f"{len(everybody)} texts on {SIZE} engines, which share nothing: {several} steps of the "
-        f"busiest, where one engine takes {columns}. {equal} of {len(everybody)} texts are what "
-        "one engine writes."
+        f"{len(everybody)} texts on {SIZE} engines of {ROWS} rows each, which share nothing: "
+        f"{several} steps of the busiest, where one engine of {ROWS} rows takes {columns}. {equal} "
+        f"of {len(everybody)} texts are what one engine writes."
     )
     return Drawing(body, caption, "; ".join(said) + ".")
 
@@ -419,8 +428,7 @@ def draw_joined(record: Joined) -> Drawing:
     running = during.values[RUNNING, None]
     caption = (
         "/metrics has each engine&rsquo;s numbers, with a label. The sum says that "
-        f"{sum(running):g} texts run; only the parts say that one engine computes "
-        f"{max(running):g} and one {min(running):g}."
+        f"{sum(running):g} texts run; only the parts say that {who_computes(running)}."
     )
     text = "; ".join(
         f"{moment.what}: "
@@ -431,6 +439,17 @@ def draw_joined(record: Joined) -> Drawing:
         for moment in record.moments
     )
     return Drawing(body, caption, f"Of the engines {', '.join(record.names)}, {text}.")
+
+
+def who_computes(counts: list[float]) -> str:
+    """How many engines compute how many texts."""
+    parts = []
+    for count, group in itertools.groupby(sorted(counts, reverse=True)):
+        many = len(list(group))
+        verb = "" if parts else " engine computes" if many == 1 else " engines compute"
+        each = " each" * (many > 1)
+        parts.append(f"{('one', 'two', 'three')[many - 1]}{verb} {count:g}{each}")
+    return " and ".join(parts)
 
 
 COUNTED = "The same of your own prompt, with texts as long and so with the same counts"

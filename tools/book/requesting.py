@@ -190,7 +190,8 @@ def draw_fields(record: Fields) -> Drawing:
     )
     caption = (
         "What a field asks for is done, or the request is refused by the field&rsquo;s name. Only "
-        "fields that nobody has heard of are ignored."
+        "fields that nobody has heard of are ignored, and, until lessons 60 to 62, n, stream, "
+        "echo, best_of and logprobs."
     )
     text = f"Alone the text is {record.text!r}; " + "; ".join(
         f"with {json_of({tried.field: tried.value})} ({tried.kind}) it says {tried.words!r}"
@@ -286,8 +287,8 @@ def draw_stream(record: Stream) -> Drawing:
         f'<code class="text-box">{"<br>".join(map(escape, record.head))}</code>'
         f'<table class="wire"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
         '<p class="note">Red: the token is there, and its event has no text. It may begin a stop '
-        "string or a letter, so it comes with a later token; or it is the stop string and never "
-        "comes.</p>"
+        "string, or be a part of a letter of several bytes, so it comes with a later token; or it "
+        "is the stop string and never comes.</p>"
     )
     events = len(record.chunks) - 1
     caption = (
@@ -369,7 +370,7 @@ def draw_choices(record: Choices) -> Drawing:
             "Blue: pages that all texts have.",
         ),
         panel(
-            f"n: {count}, and the pages of each",
+            f"n: {count}, and the pages of each when it began",
             f'<ol class="branches">{rows}</ol>',
             f"A step has room for {length} tokens here, so the first text is ahead, and the others "
             f"find its full pages: {record.computed} positions are computed. If each text computed "

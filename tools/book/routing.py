@@ -202,7 +202,7 @@ def draw_routing(record: Routing) -> Drawing:
             f"One engine for all finds {record.alone}.",
         ),
         panel(
-            f"By load alone: {by_load} of {asked} positions found",
+            f"At random, as by load of idle engines: {by_load} of {asked} found",
             lanes(record.load, lengths),
             "Of two engines at random to the one with fewer requests, as Ray does it by itself. "
             "Here all are idle, so chance alone decides; it has a seed.",
@@ -223,7 +223,7 @@ def draw_routing(record: Routing) -> Drawing:
     )
     caption = (
         "A request goes to the engine that has its beginning, unless that has much to do: "
-        f"{len(record.prefix)} requests find {by_prefix} positions computed; by load alone, "
+        f"{len(record.prefix)} requests find {by_prefix} positions computed; at random, "
         f"{by_load}."
     )
     ways = [
@@ -550,19 +550,35 @@ def draw_scaling(record: Scaling) -> Drawing:
     title = f'<p class="title">{clients} clients, each with one request at a time</p>'
     drained = sum(bool(second.leaving) for second in seconds)
     goes = f", here in {drained} s" if drained else ""
+    beside = [
+        now
+        for now, second in enumerate(seconds)
+        if second.waiting
+        and any(
+            count < record.rows
+            for engine, count in second.texts.items()
+            if engine not in second.leaving
+        )
+    ]
+    stays = (
+        "A request stays with the engine that it was given to, so some wait while others have free "
+        f"rows, here in seconds {beside[0]} to {beside[-1]}. "
+        if beside
+        else ""
+    )
     note = (
-        f"Ray is to have an engine for as many requests as one has rows, {target:g} here, on "
-        f"average of {settings['look_back_period_s']:g} s. One that ends gets no new requests, and "
-        f"finishes its texts{goes}. Ray is not running here: its rule is worked out beside real "
-        "engines, which compute a step each second."
+        f"{stays}Ray is to have an engine for as many requests as one has rows, {target:g} here, "
+        f"on average of {settings['look_back_period_s']:g} s; if other numbers are wanted for "
+        f"{settings['upscale_delay_s']:g} s, engines begin or end. One that ends "
+        f"gets no new requests, and finishes its texts{goes}. Ray is not running here: its rule is "
+        "worked out beside real engines, which compute a step each second."
     )
     body = f'{title}<div class="tracks">{tracks}</div>{legend}{panels(tables)}'
     body += f'<p class="note">{note}</p>'
     whole = sum(len(tokens) == TOKENS for _, tokens in record.texts)
     caption = (
-        f"An engine for every {target:g} requests that are not over, on average: if other numbers "
-        f"are wanted for {settings['upscale_delay_s']:g} s, engines begin or end. {whole} of "
-        f"{len(record.texts)} texts are whole."
+        f"Engines begin and end, so that there is one for every {target:g} requests on average. "
+        f"{whole} of {len(record.texts)} texts are whole."
     )
     text = (
         f"{clients} clients, each with one request at a time, in {len(seconds)} seconds. Of each "

@@ -49,6 +49,7 @@ from sampling import SamplingParams
 PROMPT = "The lonely knight"
 MOST = 8  # tokens of a prompt
 SIZE = 3  # ranks
+PAGE = 4  # positions
 BESIDE = "The dog"  # the prompt of a second text
 COLOURS = ("first", "second", "good", "other", "bad", "soft")  # of ranks, 0 first
 LIMIT = timedelta(seconds=4)  # in the place of parallel.ranks.LIMIT, where a rank stands still
@@ -158,9 +159,9 @@ def lead(ids: list[int]) -> list[tuple]:
 
         with mock.patch.object(engine.cache, "pass_logits", noted):
             if ranks.rank:
-                engine.cache.follow(model, engine.cache.PagedCache(model, 12, 4))
+                engine.cache.follow(model, engine.cache.PagedCache(model, 12, PAGE))
                 return heard
-            leader = Engine(model, max_rows=2, num_pages=12, page_size=4)
+            leader = Engine(model, max_rows=2, num_pages=12, page_size=PAGE)
             texts = [leader.add(ids, SamplingParams(4, ignore_eos=True))]
             while leader.busy:
                 if leader.steps == 2:
@@ -220,11 +221,15 @@ def draw_leader(record: list[Heard]) -> Drawing:
     same = sum(heard.same for heard in record)
     largest = max(heard.size for heard in record)
     caption = (
-        "Rank 0 alone has the engine. Before each pass it tells rank 1 what to compute: ids, "
-        f"positions, pages, here at most {largest} bytes. Logits are equal in {same} of "
-        f"{len(record)} passes."
+        "A rank is a process, numbered from 0. Before each pass rank 0, which alone has the "
+        f"engine, tells rank 1 what to compute, in at most {largest} bytes here. Logits are equal "
+        f"in {same} of {len(record)} passes."
     )
-    body = table("lanes", head, rows)
+    note = (
+        "Here both still do all the work, which the next lessons divide. Told are ids, positions "
+        f"and pages; a page has {PAGE} positions."
+    )
+    body = f'{table("lanes", head, rows)}<p class="note">{note}</p>'
     return Drawing(body, caption, "What rank 0 tells: " + "; ".join(lines) + ".")
 
 
@@ -238,6 +243,7 @@ class Shared(NamedTuple):
     heads: list[tuple[list[int], list[int]]]  # of each rank: queries, keys
     widths: list[list[int]]  # of each gather: numbers that each rank gives
     sent: list[int]  # of each gather: bytes that a rank sends
+    positions: int  # of the text
     outputs: list[tuple[int, float, float]]  # the first one of each rank: which, of it, alone
     same: int  # numbers of all such gathers of the pass with the bits of one process
     total: int
@@ -246,11 +252,11 @@ class Shared(NamedTuple):
 HALVES = {  # of a layer: its stages, each with a gather behind it; which numbers a rank gives
     "attention": (
         ("Its heads attend, with their own keys and values", ""),
-        ("Its outputs of o_proj, from all inputs", "outputs"),
+        ("Its outputs of the product that joins the heads, o_proj, from all inputs", "outputs"),
     ),
     "MLP": (
-        ("Its numbers inside the MLP: gate_proj, up_proj", "numbers"),
-        ("Its outputs of down_proj, from all inputs", "outputs"),
+        ("Its numbers inside the MLP, of its two first products, gate_proj and up_proj", "numbers"),
+        ("Its outputs of the MLP&rsquo;s last product, down_proj, from all inputs", "outputs"),
     ),
 }
 
@@ -274,7 +280,9 @@ def record_half(half: str, prompt: str) -> Shared:
     pairs = list(zip([each.whole for each in gathers[0]], hidden, strict=True))
     pairs = pairs[begin::4] + pairs[begin + 1 :: 4]
     same = sum((own == other).sum().item() for own, other in pairs)
-    return Shared(half, heads, widths, sent, outputs, same, sum(own.numel() for own, _ in pairs))
+    positions = first[0][0].own.shape[1]
+    total = sum(own.numel() for own, _ in pairs)
+    return Shared(half, heads, widths, sent, positions, outputs, same, total)
 
 
 def draw_columns(record: Shared) -> Drawing:
@@ -302,7 +310,10 @@ def draw_columns(record: Shared) -> Drawing:
             after = total - before - width
             bar = (before, "gap"), (width, COLOURS[rank]), (after, "gap")
             own.append(([(count / total, kind) for count, kind in bar], under))
+        many = f"{record.positions} position{'s' * (record.positions > 1)}"
         words = f"all gather {total} numbers a position: each rank sends {sent:,} bytes"
+        words += f", for {many}, to {size - 1} others"
+        words += ", parts filled up to the widest" * (len(set(widths)) > 1)
         body += whole(title, "does", "th") + lanes(own) + whole(words, "meets", "td")
         everything = [(width / total, kind) for width, kind in zip(widths, COLOURS)]
         body += lanes([(everything, "")] * size)
@@ -330,7 +341,7 @@ def draw_columns(record: Shared) -> Drawing:
     }[record.half]
     caption = (
         f"{size} processes share a layer's {record.half}: {does}, and all gather the whole. No sum "
-        "is divided, so each is made as in one process."
+        "is divided, so numbers are those of one process, with torch up to rounding."
     )
     owned = f"Heads and keys of each rank: {record.heads}. " if record.half == "attention" else ""
     text = (
@@ -402,6 +413,7 @@ def draw_vocabulary(record: Vocabulary) -> Drawing:
         for text, logit in best
     ]
     last = token(record.rows[-1][0])
+    full = " (filled up to the widest)" * (len({end - start for start, end in record.own}) > 1)
     body = panels(
         panel(
             "In: the rows of the embedding",
@@ -411,8 +423,8 @@ def draw_vocabulary(record: Vocabulary) -> Drawing:
         panel(
             f"Out: the logits of the token after {last}",
             bars(lines),
-            f"The two largest of each rank. Ranks above 0 send theirs, {record.sent:,} bytes each, "
-            f"to rank 0, and to nobody else: it takes {token(record.chosen, 'new')}.",
+            f"The two largest of each rank. Ranks above 0 send theirs, {record.sent:,} bytes "
+            f"each{full}, to rank 0, and to nobody else: it takes {token(record.chosen, 'new')}.",
         ),
     )
     caption = (
@@ -638,7 +650,7 @@ def draw_loading(record: Loading) -> Drawing:
             "rank.",
         ),
         panel(
-            "In memory, at the most",
+            "In memory, at the most: added up, not measured",
             stacks(lines, record.whole + record.block) + key(kept="the largest block of the file"),
             f"{len(record.tensors)} tensors, read block by block. In the file a number has 2 "
             "bytes, in memory 4.",
@@ -728,15 +740,15 @@ def draw_sums(record: Sums) -> Drawing:
     added = panel(
         f"Whole numbers: output {record.output} of o_proj, added up in three orders of ranks",
         table("figures", head, rows),
-        "Logits at the end that are those of one process bit for bit, with torch there, too: "
-        f"{record.same['int8']:,} of {record.logits:,} in int8, {record.same['float32']:,} in "
-        "float32.",
+        f"In int8 {record.same['int8']:,} of {record.logits:,} logits at the end are those of one "
+        f"process, bit for bit; in float32 {record.same['float32']:,} are. All compute with torch "
+        "here.",
     )
     count = len(set(texts))
     how = f"{count} sums" if count > 1 else "one sum here"
     caption = (
         f"Floats are rounded at each addition: three orders, {how}. Whole numbers have one sum in "
-        "any order: with one scale for all ranks int8 is what one process has."
+        "any order, so with one scale for all ranks int8 gives what one process computes."
     )
     text = (
         f"Largest inputs {record.largest}, maximum {record.maximum}. Parts as floats "
@@ -879,7 +891,9 @@ def draw_failures(record: dict[str, Case]) -> Drawing:
         "connection or a limit of time, and one line says why."
     )
     written = (
-        f'<p class="note">The limit is {limit}. A rank that stands still is killed at the end, by '
+        f'<p class="note">The limit is {limit}. One exception: if rank 0&rsquo;s machine vanishes '
+        "without closing its connections while nothing is asked of a server, the others wait on. "
+        "A rank that stands still is killed at the end, by "
         f"this picture as by torchrun. The text that breaks off: <q>{text}</q></p>"
     )
     return Drawing(panels(*shown) + legend + written, caption, ". ".join(lines) + ".")
