@@ -11,7 +11,7 @@ import subprocess
 import html5lib
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, run, slide
 from drawings import caption_of, drawn, of_class, tokens_of, tree_of, widths, words_of
 
 import lessons as course
@@ -80,12 +80,13 @@ def test_a_pass(figures):
     assert not turned[record.layer] and turned[-1]
     assert [name for name, _ in record.after[0]] == [" sad", " happy"]
     assert caption_of("init").endswith(
-        f"In layer {record.layer} attention looks back at  lost; through the layers the answer "
+        f"One head of layer {record.layer} looks back at  lost; through the layers the answer "
         "turns from  happy to  sad."
     )
     drawn_numbers = len(of_class(tree, "rect", "plus")) + len(of_class(tree, "rect", "minus"))
     assert f"The first {drawn_numbers // len(ids)} numbers of each" in words
     assert f"number {record.head} of layer {record.layer}." in words
+    assert "Then 16 layers change these vectors, one after the other; in each," in words
     assert f"dashed: layer {record.layer}." in words
     assert tokens_of(of_class(tree, "ol", "chips")[0]) == [text for text, _ in record.tokens]
 
@@ -154,6 +155,10 @@ def test_the_end_of_a_text():
     assert record.tokens[-1] == "<|endoftext|>" and record.chances[-1] == max(record.chances)
     assert tokens_of(tree)[-9:] == [token.replace("\n", "\\n") for token in record.tokens[-9:]]
     assert widths(tree)[-1] == pytest.approx(100 * record.chances[-1], abs=0.01)
+    shown = [words_of(cell) for cell in of_class(tree, "td", "value")]
+    small = [p < 0.0005 for p in record.chances[-9:]]
+    assert [text == "< 0.1\u00a0%" for text in shown] == small and True in small
+    assert "0.0\u00a0%" not in shown  # nothing that is possible has no chance
 
 
 def test_windows_are_those_that_the_model_saw():
@@ -177,6 +182,9 @@ def test_windows_are_those_that_the_model_saw():
     with torch.inference_mode():
         best = load("stories-draft")(torch.tensor([ids[2:258]]))[0, -1].argmax().item()
     assert len(ids) == 259 and encoding().decode([best]) == record.text[258]
+    (written,) = slide(load("stories-draft"), [ids[:4]], max_new_tokens=255, ignore_eos=True)
+    assert ids == ids[:4] + written
+    assert "stories-draft, with --ignore-eos." in words_of(of_class(tree, "p", "note")[0])
 
 
 def test_draws_are_counted():
@@ -222,7 +230,7 @@ def test_top_k_gives_the_mass_to_ten_tokens():
         [*(best[:10] / record.kept).tolist(), 0, 0, 0, 0], rel=1e-4
     )
     told = caption_of("top-k")
-    assert f"had {100 * best[:10].sum():.0f}\u00a0% of the probability" in told
+    assert f"At temperature 2 they had {100 * best[:10].sum():.0f}\u00a0% of the prob" in told
     assert f"the other {100 - 100 * best[:10].sum():.0f}\u00a0%, cannot be drawn" in told
     before, after = of_class(tree, "div", "panel")
     names = [text for text, _ in record.before]
@@ -248,6 +256,7 @@ def test_top_p_keeps_as_many_as_the_lesson_says():
     assert "90\u00a0% together. How many that are is up to the model: 1, 5, 74, 266 " in (
         caption_of("top-p")
     )
+    assert caption_of("top-p").endswith("Top-k would keep the same number after each.")
 
 
 @pytest.mark.parametrize(
@@ -322,6 +331,11 @@ def test_hops():
         f"In hops of 128 tokens that is seldom: {totals[0]:,} positions instead of {totals[1]:,}."
     )
     assert caption_of("kv-cache-fix").endswith(told)
+    titles = [words_of(part) for part in of_class(tree, "p", "title")]
+    assert titles == [
+        "Stride 128: the window moves in hops",
+        "Stride 1: lesson 03\u2019s window, with the cache",
+    ]
     for each, part in zip(record, of_class(tree, "div", "panel")):
         wide = sum(last > first for first, last in each.spans)
         assert len(of_class(part, "rect", "first")) == wide
@@ -338,6 +352,9 @@ def test_a_batch_of_different_lengths():
     assert len(tokens_of(tree.find(".//tbody"), "pad")) == 18 - 12
     assert "3 texts in one pass" in caption_of("variable-batching")
     assert "padded, here in 6 places, " in caption_of("variable-batching")
+    for length, tokens in zip(record.lengths, record.prefill):  # what padding writes is there
+        assert tokens[length:] == [tokens[length - 1]] * (6 - length)
+    assert "nothing reads what it answers" in words_of(of_class(tree, "p", "note")[0])
     assert len(tokens_of(tree.find(".//tbody"), "new")) == 3
 
 
@@ -440,7 +457,9 @@ def test_bits_stand_for_the_number():
     assert all(f": {size} bytes, " in title for size, title in zip(sizes, titles, strict=True))
     off = [abs(value - exact.item()) for _, _, value in record.rows]
     told = caption_of("fp16-bf16")
-    assert f"off by {off[1]:.2g} in float16" in told and f"by {off[2]:.2g} in bfloat16" in told
+    assert f"this one, rounded once, is off by {off[1]:.2g} in float16" in told
+    assert f"by {off[2]:.2g} in bfloat16" in told
+    assert "the score of" in words_of(tree) and tokens_of(tree) == [record.token]
 
 
 def test_a_tree_of_beams():
@@ -495,6 +514,7 @@ def test_rounds_of_the_race():
         (id,) = encoding().encode(each.token)
         assert each.p == pytest.approx(probs[id].item(), rel=1e-4)
         assert each.mass == pytest.approx(probs[probs > probs[id]].sum().item(), abs=1e-4)
+    assert "sorted for the eye only" in words_of(of_class(tree, "p", "note")[0])
     left = [sum(widths(line)) for line in of_class(tree, "div", "race")]
     assert left == pytest.approx([100, 100 * masses[0], 100 * masses[1]], abs=0.1)
 
@@ -631,6 +651,8 @@ def test_turned_queries_and_keys():
     with torch.inference_mode():
         model.hidden(torch.tensor([ids]), torch.arange(4), attend)
     assert (record.query, record.key) == (" on", " cat")
+    first, *_ = of_class(tree, "p", "note")  # before the clocks
+    assert words_of(first).endswith("the score is how well they fit.")
     own, *others, far = record.shown
     assert own.places == (3, 1) and own.score == pytest.approx(scores[0], abs=1e-4)
     for each in others:

@@ -233,6 +233,7 @@ def test_what_two_budgets_compute():
     words = words_of(tree_of(drawing.body))
     assert "comes after step 2." in words and "41 at once, 8 in chunks" in words
     assert "in step 9 instead of 3, the end after 20 steps instead of 14." in words
+    assert "budget of 8 tokens a step nobody waits long" in drawing.caption
     assert "budget of 8" in drawing.caption and "step 20 instead of 14." in drawing.caption
 
 
@@ -339,6 +340,8 @@ def test_shared_pages_stand_once():
     assert last["shared"] == 3 * 8 and last["positions"] == 12 + 3 * 4 + 4 * 8
     _, drawing = drawing_of("prefix-sharing")
     assert drawing.caption.startswith("4 texts that begin alike, in 11 pages instead of 20:")
+    titles = [words_of(part) for part in of_class(tree, "p", "title")]
+    assert titles == ["Pages of several texts: 3", "Pages of one text: 8", "Tables"]
     words = words_of(tree)
     assert "3 later prompts, of 12 tokens, found 2 pages and computed the other 4 tokens" in words
     assert "3 \u00d7 8 = 24 positions found" in words

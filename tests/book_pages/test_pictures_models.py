@@ -68,6 +68,7 @@ def test_nonsense_is_what_torch_makes_of_it(cli):
     assert given["max_new_tokens = -1"].verdict == "Nothing is written, without a word."
     told = "is given 7 mistakes, and takes 5 of them without a word."
     assert told in caption_of("sanity-checks")
+    assert "the line that it gets" in words_of(tree)
     broken = record[-1]
     assert broken.tokens == ["!"] * 6 and broken.line.startswith("the model returned logits that")
     assert broken.given == f"one NaN among {sum(w.numel() for w in load().parameters()):,} weights"
@@ -113,7 +114,9 @@ def test_sums_and_means_of_beams():
             assert widths(cell) == pytest.approx([100 * score / longest], abs=0.01)
             assert len(of_class(cell, "i", "good")) == (at == best)
     short, long = (record.texts[at] for at in record.won)
-    told = f"a text of {short[1]} token wins. Divided by its length one of {long[1]} does: "
+    assert max(n for _, n, _ in record.texts) == record.most == 24
+    told = f"of texts of at most 24 tokens, by its sum one of {short[1]} token wins. Divided by "
+    told += f"its length one of {long[1]} does: "
     told += f"{signed(long[2] / long[1])} a token against {signed(short[2] / short[1])}."
     assert short[1] == 1 and caption_of("length-penalty").endswith(told)
 
@@ -195,6 +198,11 @@ def test_dials_of_slow_turns():
     caption = caption_of("llama-3")
     assert f"its loss rises to {plain[-1]:.2f}" in caption and caption.endswith(f"{slow[-1]:.2f}.")
     assert "Red: in 9 circles as it is, in 0 slowed." in words_of(tree)
+    assert record.texts == (len(stories), len(stories[0]))
+    assert "The texts: 16 beginnings of 32 tokens that the model wrote itself" in words_of(tree)
+    slowed = [slow / plain for plain, slow in record.pairs]
+    assert max(slowed) == 1 and min(slowed) == pytest.approx(1 / SCALING.factor)
+    assert words_of(panels[1]).startswith("Slowed, by up to 2, read to 512")
 
 
 def encoding_of(text: str) -> list[int]:
@@ -271,6 +279,11 @@ def test_merges_are_those_of_the_library(monkeypatch):
         f"{id:,}" for _, id in record.tokens
     ]
     assert shown[0] == "<|endoftext|>" and tokens_of(third, "out") == shown[:1]
+    # Where the loader needs an order, and where any would do.
+    assert "of several pairs for one token the order decides nothing" in words_of(second)
+    vocabulary = json.loads(files[0])["model"]["vocab"]
+    made = [vocabulary[a + b] for a, b in merges]
+    assert made == sorted(made) and len(set(made)) < len(made)
 
 
 def test_ends_of_a_reply():
@@ -296,7 +309,11 @@ def test_ends_of_a_reply():
         assert tokens_of(flow, "out") == written[len(reply) : count]
     titles = words(part.find("p") for part in (first, both))
     assert titles == ["config.json alone", "config.json and generation_config.json"]
-    assert caption_of("qwen").endswith("talks on after its reply, as the user.")
+    told = "A reply ends at a token that one file does not name. Told that file alone, the model "
+    assert caption_of("qwen") == f"{told}writes on, as the user."
+    note = of_class(tree, "p", "note")[-1]
+    assert tokens_of(note) == ["!", "<|endoftext|>"]  # the wrong end, and where a reply ends
+    assert "one of several differences" in words_of(note)
     notes = [of_class(part, "p", "note")[0] for part in (first, both)]
     assert [tokens_of(note) for note in notes] == list(record.files.values())
     assert words_of(notes[0]).endswith("26 tokens, and no end.")
@@ -412,7 +429,7 @@ def test_draws_by_seed_and_position():
         assert text == text_of(id.item()) and speed == pytest.approx(best.item(), rel=1e-3)
         assert (p, e) == pytest.approx((probs[id].item(), numbers[id].item()), rel=1e-3)
     assert record.runners[0][0] == record.keyed.alone[0][0]
-    counts = "0 of its 12 random numbers stay the same; with a seed of its own, 12."
+    counts = "for all, 0 of its 12 random numbers stay the same; with a seed of its own, 12."
     assert caption_of("request-seeds").endswith(counts)
 
     *tables, race = of_class(tree, "div", "panel")

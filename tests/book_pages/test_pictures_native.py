@@ -53,13 +53,30 @@ def test_turns_have_the_median_of_the_summary():
     shares = [100 * each / best for each in (worst, best, found[0])]
     assert widths(claims) == pytest.approx(shares, abs=0.1)
     median, low, high = found
-    told = f"{median:.2f} times as fast, the median of 12 turns from {low:.2f} to {high:.2f}. "
+    told = "Greedily, one text at a time, on this CPU, gamma 3: with drafts the target is "
+    told += f"{median:.2f} times as fast, the median of 12 turns from {low:.2f} to {high:.2f}. "
     told += f"Who picks two runs can say {worst:.2f} or {best:.2f}."
-    assert caption_of("benchmark-speculative").endswith(told)
+    assert caption_of("benchmark-speculative") == told
+    assert line["batch_size"] == 1
     assert "with the code of later lessons" in words_of(claims)
 
 
 ENDS = "first", "second"
+
+
+def test_rows_of_ones_own_have_their_own_conditions(tmp_path):
+    from book.measuring import draw_turns, record_turns
+
+    text = (ROOT / "benchmark_results" / "speculative_cpu.csv").read_text("utf-8")
+    lines = [line.split(",") for line in text.splitlines()]
+    places = [lines[0].index(name) for name in ("temperature", "batch_size", "device")]
+    for line in lines[1:]:
+        for place, value in zip(places, ("0.5", "4", "cuda")):
+            line[place] = value
+    path = tmp_path / "own.csv"
+    path.write_text("\n".join(map(",".join, lines)), "utf-8")
+    told = "At temperature 0.5, 4 texts at a time, on this device, gamma 3: with drafts the target"
+    assert draw_turns(record_turns(str(path))).caption.startswith(told)
 
 
 def test_lengths_have_the_medians_of_the_summary():
@@ -87,6 +104,7 @@ def test_lengths_have_the_medians_of_the_summary():
         f"in texts of 220. With it {medians['cache', 60]:.1f} and {medians['cache', 220]:.1f}."
     )
     assert caption_of("benchmark-kv-cache") == told
+    assert "transformers: Hugging Face\u2019s library" in words_of(chart)
 
 
 def test_shares_are_those_that_the_lesson_prints():
@@ -101,18 +119,21 @@ def test_shares_are_those_that_the_lesson_prints():
     assert list(record.engines) == ["cache", "native", "native int8"]
     largest = max(rates[engine, size] for engine in record.engines for size in (1, 8))
     lengths = []
-    ratios = []
+    shown = []
     for engine, runs in record.engines.items():
         assert list(runs) == [1, 8]
         for size, (rate,) in runs.items():
             assert rate == pytest.approx(rates[engine, size], rel=1e-3)
             parts = [rate / size, rate - rate / size] if size > 1 else [rate]
             lengths += [100 * part / largest for part in parts]
-        ratios.append(f"{engine} \u00d7\u00a0{rates[engine, 8] / rates[engine, 1]:.1f}")
+            shown.append(f"{rate:,.0f}" + f", each {rate / size:,.0f}" * (size > 1))
     assert widths(tree) == pytest.approx(lengths, abs=0.1)
-    told = f"Tokens a second, 8 against 1: {', '.join(ratios)}."
-    assert caption_of("benchmark-batching").endswith(told)
-    assert "by this lesson\u2019s own code" in words_of(tree)
+    assert words(of_class(tree, "td", "value")) == shown
+    # One run of each allows no ratio.
+    assert caption_of("benchmark-batching").endswith("one reading of the weights, here 1 or 8.")
+    assert "One run of each, by this lesson\u2019s own code" in words_of(tree)
+    assert "\u00d7" not in words_of(tree) + caption_of("benchmark-batching")
+    assert said.count("  repeat ") == len(set(rates))
 
 
 def test_shares_of_a_file_are_those_of_its_summary():
@@ -294,6 +315,8 @@ def test_weights_are_read_in_two_orders():
     note = words_of(of_class(tree, "p", "note")[-1])
     assert f"came at {fast.speed} GB/s one row after the other, at {slow.speed} with 4 rows" in note
     assert f"multiplied with {4 * weights / 1e6:.1f} MB of weights" in caption_of("native-linear")
+    assert "for few tokens C reads a row to its end" in caption_of("native-linear")
+    assert "With eight rows of x or more arithmetic takes longer" in said  # then two at once
 
 
 def words(elements) -> list[str]:
@@ -363,6 +386,7 @@ def test_operators_are_those_that_python_calls():
         assert len(of_class(c, "rect", kind)) == in_c.count(kind)
     (frame,) = of_class(tree, "div", "call")
     assert named(frame, "svg") == [c]
+    assert "An operator is a function inside torch." in words_of(tree)
 
 
 def test_parts_of_a_layer():
@@ -376,15 +400,13 @@ def test_parts_of_a_layer():
     assert 8 * own.count("normalize") + 1 == names.count("rms_norm")
     assert 8 * own.count("swiglu") == names.count("silu") == 8 and "gelu" not in own
     assert (record.layers, record.calls) == (8, 1)
-    blocks = {"c": load("stories-llama").layers[1], "gpt": load().h[1]}
-    for which, block in blocks.items():
-        linears = [layer for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
-        calls = [call for part in record.parts for call in getattr(part, which)]
-        sizes = [call.words.split(" → ") for call in calls if call.name == "products"]
-        assert [int(size) for _, after in sizes for size in after.split(" + ")] == [
-            layer.out_features for layer in linears
-        ]
-        assert {int(size) for size, _ in sizes} == {layer.in_features for layer in linears}
+    block = load("stories-llama").layers[1]
+    linears = [layer for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
+    sizes = [call.words.split(" → ") for call in called if call.name == "products"]
+    assert [int(size) for _, after in sizes for size in after.split(" + ")] == [
+        layer.out_features for layer in linears
+    ]
+    assert {int(size) for size, _ in sizes} == {layer.in_features for layer in linears}
     assert "6 heads share the keys of 2, turned by position" in [call.words for call in called]
     assert [part.operators.count("first") for part in record.parts] == [0, 3, 1, 0, 2, 1]
     rows = list(tree.find(".//tbody").iter("tr"))
@@ -397,14 +419,11 @@ def test_parts_of_a_layer():
         assert [rect.get("class") for rect in named(right, "rect")] == in_c
         assert in_c.count("first") == part.operators.count("first")
         assert in_c.count("second") == part.operators.count("second")
-        shown = ", ".join(f"{call.name} {call.words}".strip() for call in part.c)
-        assert words_of(right).startswith(shown) and "call" in right.get("class")
-    assert words(tree.find(".//tbody").iter("span")) == [
-        "GPT-2: normalize layer norm",
-        "GPT-2: products 256 → 768, attention 4 heads",
-        "GPT-2: normalize layer norm",
-        "GPT-2: products 256 → 1024, gelu",
-    ]
+        assert words_of(right) == part.does and right.get("class") == "call"
+        looks = any(call.name == "attention" for call in part.c)
+        assert (part.does == "looks back at earlier tokens") == looks
+        evens = any(call.name == "normalize" for call in part.c)
+        assert (part.does == "evens out the numbers") == evens
     total = sum(len(part.operators) for part in record.parts)
     assert f"torch: {total} operators" in words_of(tree)
     in_c = sum(len(call.kinds) for call in called)

@@ -127,7 +127,7 @@ def draw_nonsense(record: list[Nonsense]) -> Drawing:
     body = f'<ol class="cards">{cards}</ol>'
     body += (
         '<ul class="key"><li><i class="bad"></i>what happens without a check</li>'
-        '<li><i class="good"></i>the line that says it, where the mistake is made</li></ul>'
+        '<li><i class="good"></i>the line that it gets with it</li></ul>'
     )
     silent = sum(not each.verdict.startswith(LOUD) for each in record)
     caption = (
@@ -363,7 +363,7 @@ def draw_seeds(record: Seeded) -> Drawing:
     )
     body += legend
     caption = (
-        "One request, alone and beside two others. With one generator for all "
+        "One request, alone and beside two others. With one generator for all, "
         f"{alike} of its {count} random numbers stay the same; with a seed of its own, {same}."
     )
     text = (

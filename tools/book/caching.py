@@ -162,8 +162,10 @@ def record_hops(prompt: str, count: int = 500) -> list[Hops]:
 
 
 def draw_hops(record: list[Hops]) -> Drawing:
-    slides = "lesson 03: the window moves by one token"
-    names = (f"Stride {record[0].stride}: it moves in hops", f"Stride 1, {slides}")
+    names = (
+        f"Stride {record[0].stride}: the window moves in hops",
+        "Stride 1: lesson 03&rsquo;s window, with the cache",
+    )
     counts = [sum(last - first + 1 for first, last in each.spans) for each in record]
     parts = [
         panel(
@@ -260,7 +262,8 @@ def draw_ragged(record: Ragged) -> Drawing:
         '<ul class="key"><li><code class="tok">prompt</code></li>'
         '<li><code class="tok pad">padding</code></li>'
         '<li><code class="tok new">new</code></li></ul>'
-        '<p class="note">The number under a token is its position in its text.</p>'
+        '<p class="note">The number under a token is its position in its text. Padding writes '
+        "what is there already, and nothing reads what it answers.</p>"
     )
     caption = (
         f"{len(record.lengths)} texts in one pass, each as if it were alone: shorter ones are "

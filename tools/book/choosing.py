@@ -169,9 +169,9 @@ def draw_top_k(record: Cut) -> Drawing:
         panel(f"The same, cut to the {record.k} most likely", bars(after, largest)),
     )
     caption = (
-        f"Top-k keeps the {record.k} most likely tokens of 4,096. They had {percent(record.kept)} "
-        "of the probability and now share all of it; the tail, with the other "
-        f"{percent(1 - record.kept)}, cannot be drawn."
+        f"Top-k keeps the {record.k} most likely tokens of 4,096. At temperature 2 they had "
+        f"{percent(record.kept)} of the probability and now share all of it; the tail, with the "
+        f"other {percent(1 - record.kept)}, cannot be drawn."
     )
     text = (
         f"Bars before and after: {record.before[0][0]!r} has {percent(record.before[0][1])}, then "
@@ -261,8 +261,8 @@ def draw_top_p(record: list[Nucleus], p: float = 0.9) -> Drawing:
     counts = ", ".join(f"{each.kept:,}" for each in record)
     caption = (
         f"Top-p keeps the most likely tokens until they have {percent(p)} together. How many "
-        f"that are is up to the model: {counts} after these prompts. Top-k would keep as many "
-        "after each."
+        f"that are is up to the model: {counts} after these prompts. Top-k would keep the same "
+        "number after each."
     )
     shown = "; ".join(f"{each.prompt!r} keeps {each.kept}" for each in record)
     text = f"Curves of the mass of the most likely tokens over their number: {shown}."

@@ -421,7 +421,7 @@ def draw_step(record: Step) -> Drawing:
         f'<p class="title">torch: {total} operators, one after the other</p>'
         f'{lines_of(record.torch)}{key(**words)}<p class="title one">C: {called} from '
         f'Python, gpt_pass, and what it computes</p><div class="call">{lines_of(record.c)}'
-        "</div>"
+        '</div><p class="note">An operator is a function inside torch.</p>'
     )
     caption = (
         f"One new token, a row for each of {len(record.c) - 2} layers. torch runs {total} "
@@ -451,9 +451,9 @@ class Part(NamedTuple):
     """A part of one layer of a Llama: a norm, or a product and what follows it."""
 
     name: str
+    does: str  # in plain words
     operators: list[str]  # CSS class of each of torch's
     c: list[Call]
-    gpt: list[Call]  # what C calls there for a GPT-2
 
 
 class Layer(NamedTuple):
@@ -462,7 +462,14 @@ class Layer(NamedTuple):
     calls: int  # of a pass in C
 
 
-NAMES = ("norm", "queries, keys, values", "attention out", "norm", "MLP in", "MLP out")
+NAMES = {  # part: what it does, in plain words
+    "norm": "evens out the numbers",
+    "queries, keys, values": "looks back at earlier tokens",
+    "attention out": "adds what it saw to the token\u2019s vector",
+    "norm again": "evens out the numbers",
+    "MLP in": "works on each token alone",
+    "MLP out": "adds what came out to the token\u2019s vector",
+}
 
 
 def record_layer(prompt: str) -> Layer:
@@ -475,8 +482,8 @@ def record_layer(prompt: str) -> Layer:
         model.layers[2],
     ]
     _, *seen, _ = operators("stories-llama", text, begins)
-    in_c = map(parts_of, ("stories-llama", "stories"))
-    parts = [Part(*each) for each in zip(NAMES, seen, *in_c, strict=True)]
+    in_c = parts_of("stories-llama")
+    parts = [Part(*name, *each) for name, *each in zip(NAMES.items(), seen, in_c, strict=True)]
     return Layer(parts, len(model.layers), calls("stories-llama", text))
 
 
@@ -491,21 +498,13 @@ def parts_of(name: str) -> list[list[Call]]:
 
 
 def draw_layer(record: Layer) -> Drawing:
-    def shown(calls: list[Call]) -> str:
-        return ", ".join(f"<code>{call.name}</code> {call.words}".strip() for call in calls)
-
-    def form(calls: list[Call]) -> list[str]:
-        """What is computed, but for sizes."""
-        return [re.sub(r"\d+", "", f"{call.name} {call.words}") for call in calls]
-
     rows = ""
     for part in record.parts:
-        other = f"<span>GPT-2: {shown(part.gpt)}</span>" if form(part.gpt) != form(part.c) else ""
         squares = [part.operators[at : at + 12] for at in range(0, len(part.operators), 12)]
         own = [kind for call in part.c for kind in call.kinds]
         rows += (
             f"<tr><td><b>{part.name}: {len(part.operators)}</b>{lines_of(squares)}</td>"
-            f'<td class="call">{lines_of([own])}{shown(part.c)}{other}</td></tr>'
+            f'<td class="call">{lines_of([own])}{part.does}</td></tr>'
         )
     total = sum(len(part.operators) for part in record.parts)
     called = "one call" if record.calls == 1 else f"{record.calls} calls"
@@ -519,7 +518,7 @@ def draw_layer(record: Layer) -> Drawing:
     idle = sum(part.operators.count("empty") for part in record.parts)
     note = (
         f'<p class="note">An operator is a function inside torch; {idle} of these compute no '
-        "number. Grey: what lesson 28&rsquo;s C has in this place for GPT-2.</p>"
+        "number.</p>"
     )
     text = "Parts of a layer, torch's calls and C's functions: " + "; ".join(
         f"{part.name} {len(part.operators)}, "

@@ -11,6 +11,7 @@ from book.draw import (
     Picture,
     bars,
     box,
+    escape,
     key,
     label,
     panel,
@@ -96,7 +97,7 @@ def draw_pass(record: PassRecord) -> Drawing:
     rises = f"turns from {token(rival)} to {token(answer)}" if turns else f"becomes {token(answer)}"
     caption = (
         "One pass of the model: a text goes in, a score for each token that could come next comes "
-        f"out. In layer {record.layer} attention looks back at {token(seen)}; through the layers "
+        f"out. One head of layer {record.layer} looks back at {token(seen)}; through the layers "
         f"the answer {rises}."
     )
     shown = ", ".join(repr(text) for text, _ in record.tokens)
@@ -142,7 +143,9 @@ def pieces(record: PassRecord) -> dict[str, Piece]:
             panel(
                 f"2. A vector of {record.vectors.shape[1]} numbers for each",
                 vectors(record),
-                f"The first {FIRST} numbers of each, drawn: blue above 0, orange below.",
+                f"The first {FIRST} numbers of each, drawn: blue above 0, orange below. "
+                f"Then {len(record.after) - 1} layers change these vectors, one after the other; "
+                "in each, tokens look back.",
             ),
             "The first numbers of each token's vector, as colours.",
         ),
@@ -348,7 +351,7 @@ def draw_ends(record: Ends) -> Drawing:
     chart = svg(width + left + 12, height + top + 38, body, "chart")
     last = range(max(0, count - 9), count)
     rows = [
-        (token(record.tokens[at]), record.chances[at], percent(record.chances[at]), "")
+        (token(record.tokens[at]), record.chances[at], escape(chance(record.chances[at])), "")
         for at in last
     ]
     body = panels(
@@ -369,9 +372,14 @@ def draw_ends(record: Ends) -> Drawing:
     caption = f"The end is a token like any other, EOS. It has {places}.{end}"
     text = (
         f"A chart of the probability of EOS over {count} steps, and bars of the last ones: "
-        f"{', then '.join(map(percent, record.chances[-2:]))}."
+        f"{', then '.join(map(chance, record.chances[-2:]))}."
     )
     return Drawing(body, caption, text)
+
+
+def chance(p: float) -> str:
+    """As `percent`, but nothing that is possible is said to be 0."""
+    return percent(p) if p >= 0.0005 else "< 0.1\u00a0%"
 
 
 def after_sentence(tokens: list[str], at: int) -> bool:
@@ -415,6 +423,8 @@ def draw_windows(record: Windows) -> Drawing:
     body = (
         f'<div class="scroll"><table class="windows"><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
+        '<p class="note">Written by a small checkpoint, stories-draft, with '
+        "<code>--ignore-eos</code>.</p>"
     )
     first = record.text[1]
     caption = (

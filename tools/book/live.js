@@ -172,7 +172,11 @@
     body += label(left + width / 2, top + height + 32, "tokens written", "middle");
     const chart = svg(width + left + 12, height + top + 38, body, "chart");
     const legend = key({ first: "after the end of a sentence", kept: "elsewhere" });
-    const rows = tokens.map((text, at) => [token(text), chances[at], percent(chances[at]), ""]);
+    // Nothing that is possible is said to be 0.
+    const chance = (p) => (p >= 0.0005 ? percent(p) : "< 0.1\u00a0%");
+    const rows = tokens.map((text, at) => {
+      return [token(text), chances[at], escape(chance(chances[at])), ""];
+    });
     const peaks = [...chances.keys()].filter((at) => chances[at] >= 0.001);
     const after =
       peaks.length && peaks.every(afterSentence) ? ", all of them after a sentence" : "";
@@ -190,7 +194,7 @@
         `${peaks.length} of ${count} places${after}.${end}`,
       text:
         `A chart of the probability of EOS over ${count} steps, and bars of the last ones: ` +
-        `${chances.slice(-2).map(percent).join(", then ")}.`,
+        `${chances.slice(-2).map(chance).join(", then ")}.`,
     };
   }
 
@@ -213,7 +217,9 @@
     return {
       body:
         `<div class="scroll"><table class="windows"><thead><tr>${head}</tr></thead>` +
-        `<tbody>${rows}</tbody></table></div>`,
+        `<tbody>${rows}</tbody></table></div>` +
+        '<p class="note">Written by a small checkpoint, stories-draft, with ' +
+        "<code>--ignore-eos</code>.</p>",
       caption:
         `The model sees the last ${size} tokens, its window. In a longer text the first ones fall ` +
         `out, and all others move: ${token(text[1])} stands at position 1, then 0, then nowhere.`,
@@ -310,8 +316,8 @@
         panel(`The same, cut to the ${k} most likely`, bars(right, largest)),
       ),
       caption:
-        `Top-k keeps the ${k} most likely tokens of 4,096. They had ${percent(kept)} of the ` +
-        "probability and now share all of it; the tail, with the other " +
+        `Top-k keeps the ${k} most likely tokens of 4,096. At temperature 2 they had ` +
+        `${percent(kept)} of the probability and now share all of it; the tail, with the other ` +
         `${percent(1 - kept)}, cannot be drawn.`,
       text:
         `Bars before and after: ${quoted(name)} has ${percent(share)}, then ` +
@@ -378,7 +384,7 @@
       caption:
         `Top-p keeps the most likely tokens until they have ${percent(p)} together. How many ` +
         `that are is up to the model: ${found.map(({ kept }) => thousands(kept)).join(", ")} ` +
-        "after these prompts. Top-k would keep as many after each.",
+        "after these prompts. Top-k would keep the same number after each.",
       text: `Curves of the mass of the most likely tokens over their number: ${shown.join("; ")}.`,
     };
   }
@@ -453,9 +459,12 @@
     const legend = { bad: "sign", second: "exponent: the range", first: "fraction: the digits" };
     const shown = rows.map(([name, , value]) => `${name} ${general(value, 10)}`);
     return {
-      body: lines.join("") + key(legend),
+      body:
+        lines.join("") +
+        key(legend) +
+        `<p class="note">The number is the score of ${token(text)}, its logit.</p>`,
       caption:
-        "Half the bytes, nearly the same number: here a token&rsquo;s score is off by " +
+        "Half the bytes, nearly the same number: this one, rounded once, is off by " +
         `${off(half)} in float16, which keeps more digits, and by ${off(brain)} in bfloat16, which ` +
         "keeps float32&rsquo;s range.",
       text:
@@ -536,8 +545,10 @@
       spans.reduce((total, [first, end]) => total + end - first, 0),
     );
     const each = runs[0].spans.length;
-    const slides = "lesson 03: the window moves by one token";
-    const names = [`Stride ${runs[0].stride}: it moves in hops`, `Stride 1, ${slides}`];
+    const names = [
+      `Stride ${runs[0].stride}: the window moves in hops`,
+      "Stride 1: lesson 03&rsquo;s window, with the cache",
+    ];
     const parts = runs.map((run, index) => {
       const mean = (counts[index] / each).toFixed(1);
       const note = `${thousands(counts[index])} positions, ${mean} a token`;
@@ -607,7 +618,8 @@
         '<ul class="key"><li><code class="tok">prompt</code></li>' +
         '<li><code class="tok pad">padding</code></li>' +
         '<li><code class="tok new">new</code></li></ul>' +
-        '<p class="note">The number under a token is its position in its text.</p>',
+        '<p class="note">The number under a token is its position in its text. Padding writes ' +
+        "what is there already, and nothing reads what it answers.</p>",
       caption:
         `${lengths.length} texts in one pass, each as if it were alone: shorter ones are padded, ` +
         `here in ${padding} places, with their last token at its own position, and go on from ` +
@@ -671,7 +683,7 @@
 
   // Lesson 21, as draw_lengths of scoring.py.
 
-  function drawLengths({ texts, won }) {
+  function drawLengths({ texts, won, most }) {
     const name = (text) => token(text.replaceAll("<|endoftext|>", "\u25a0"));
     const scores = texts.map(([, n, total]) => [total, total / n]);
     const worst = [0, 1].map((which) => Math.min(...scores.map((both) => both[which])));
@@ -697,9 +709,9 @@
         won[0] === won[1]
           ? `Here one text, of ${tokens(few)}, wins by its sum and by its mean: ` +
             `${signed(total, 2)} and ${mean}.`
-          : "Each token lowers the sum of log-probabilities, so by its sum a text of " +
-            `${tokens(few)} wins. Divided by its length one of ${many} does: ${better} a token ` +
-            `against ${mean}.`,
+          : `Each token lowers the sum of log-probabilities: of texts of at most ${most} tokens, ` +
+            `by its sum one of ${tokens(few)} wins. Divided by its length one of ${many} does: ` +
+            `${better} a token against ${mean}.`,
       text:
         `Bars of the sums of ${texts.length} texts, and of these by length: ${shown.join("; ")}. ` +
         `Best: ${quoted(short)} by its sum, ${quoted(long)} by sum / n.`,
@@ -735,9 +747,10 @@
     return {
       body:
         `<div class="panel whole">${lines.join("")}<p class="note">A line of length 1: the ` +
-        `tokens in their order, each as long as its probability, ${names.join(" ")}, &hellip; ` +
-        `What is left of it is still in the race. Plain mark: top-p, ${limit}. Coloured mark: ` +
-        "where the fastest token begins.</p></div>",
+        "tokens, sorted for the eye only, each as long as its probability, " +
+        `${names.join(" ")}, &hellip; What is before a token is the sum of all more probable ` +
+        "ones, in any order. What is left of the line is still in the race. Plain mark: top-p, " +
+        `${limit}. Coloured mark: where the fastest token begins.</p></div>`,
       caption:
         `Each of ${thousands(vocab)} tokens gets a speed, its probability over a random number. ` +
         "Only the fastest is asked whether it is inside top-p: no sorting. " +

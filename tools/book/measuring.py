@@ -36,6 +36,7 @@ def read_rows(name: str) -> list[dict[str, str]]:
             row[RATE] = float(row[RATE])
             row["batch_size"] = int(row["batch_size"])
             row["new_tokens"] = int(row["new_tokens"])
+            row["temperature"] = float(row["temperature"])
         if min(row[RATE] for row in rows) <= 0:
             raise ValueError(RATE)
     except OSError as error:
@@ -68,6 +69,7 @@ class Turn(NamedTuple):
 class Turns(NamedTuple):
     mode: str  # what is compared with the baseline
     turns: list[Turn]
+    conditions: str  # of all of them
     source: str
 
 
@@ -86,7 +88,16 @@ def record_turns(name: str, baseline: str = "target", mode: str = "gamma 3") -> 
     turns = turns_of(rows, baseline, mode)
     if not turns:
         raise UserError(f"{name!r} has no rows of {baseline} and of {mode}")
-    return Turns(mode, turns, source(rows, name))
+    return Turns(mode, turns, conditions(rows), source(rows, name))
+
+
+def conditions(rows: list[dict]) -> str:
+    temperature = rows[0]["temperature"]
+    sizes = sorted({row["batch_size"] for row in rows})
+    words = f"At temperature {temperature:g}" if temperature else "Greedily"
+    texts = "one text" if sizes == [1] else f"{' or '.join(map(str, sizes))} texts"
+    place = "CPU" if (rows[0].get("device") or "").startswith("cpu") else "device"
+    return f"{words}, {texts} at a time, on this {place}"
 
 
 def draw_turns(record: Turns) -> Drawing:
@@ -117,9 +128,9 @@ def draw_turns(record: Turns) -> Drawing:
         ),
     )
     caption = (
-        f"With drafts the target is {middle:.2f} times as fast, the median of {len(turns)} turns "
-        f"from {ratios[0]:.2f} to {ratios[-1]:.2f}. Who picks two runs can say {low:.2f} or "
-        f"{high:.2f}."
+        f"{record.conditions}, {record.mode}: with drafts the target is {middle:.2f} times as "
+        f"fast, the median of {len(turns)} turns from {ratios[0]:.2f} to {ratios[-1]:.2f}. Who "
+        f"picks two runs can say {low:.2f} or {high:.2f}."
     )
     text = (
         f"{len(turns)} turns with the rates of the target and of {record.mode}: "
@@ -173,6 +184,7 @@ def record_lengths(name: str) -> Lengths:
 
 
 COLOURS = "second", "first", "good", "other"
+PEER = "transformers: Hugging Face&rsquo;s library, with a cache of its own. "
 
 
 def draw_lengths(record: Lengths) -> Drawing:
@@ -184,7 +196,9 @@ def draw_lengths(record: Lengths) -> Drawing:
     body = panel(
         "Milliseconds a token, for texts of so many tokens",
         chart_of(record, modes) + key(**{kind: mode for mode, kind in modes.items()}),
-        f"A dot a run, lines through the medians. Rows of {escape(record.source)}.",
+        "A dot a run, lines through the medians. "
+        + PEER * ("transformers" in modes)
+        + f"Rows of {escape(record.source)}.",
     )
     grows = " longer as the text grows" * (plain[longest] > plain[shortest])
     caption = (
@@ -255,7 +269,10 @@ def record_shares(name: str) -> Shares:
     """name: of a file with rows, or that of the lesson."""
     if name == OWN:
         found = printed_rows()
-        said = "One run of each, by this lesson&rsquo;s own code: its Try."
+        said = (
+            "One run of each, by this lesson&rsquo;s own code, as its message prints them: a ratio "
+            "would need turns (lesson 18)."
+        )
     else:
         rows = read_rows(name)
         found = [(row["mode"], row["batch_size"], row[RATE]) for row in rows]
@@ -283,19 +300,14 @@ def draw_shares(record: Shares) -> Drawing:
     body = stacks(rows, largest)
     body += key(second="what one reader gets, tokens a second", kept="what all others get")
     body += (
-        '<p class="note">cache: torch, with lesson 13&rsquo;s cache; native: C, lesson 28; native '
+        '<p class="note">cache: torch, with lesson 14&rsquo;s cache; native: C, lesson 28; native '
         f"int8: C with int8 weights. {record.source}</p>"
     )
-    sizes = [size for rates in medians.values() for size in rates]
-    few, many = min(sizes), max(sizes)
-    ratios = [
-        f"{escape(engine)} \u00d7\u00a0{rates[many] / rates[few]:.1f}"
-        for engine, rates in medians.items()
-        if {few, many} <= rates.keys()
-    ]
+    sizes = sorted({size for rates in medians.values() for size in rates})
     caption = (
-        f"{many} texts at once share one reading of the weights, until arithmetic takes longer. "
-        f"Tokens a second, {many} against {few}: {', '.join(ratios)}."
+        "A server asks how many tokens a second come out at all, a reader how many of them are "
+        "his. Both depend on how many texts share one reading of the weights, here "
+        f"{' or '.join(map(str, sizes))}."
     )
     text = "Tokens a second of all texts: " + "; ".join(
         f"{engine} " + ", ".join(f"{rate:.0f} for {size}" for size, rate in rates.items())

@@ -49,13 +49,14 @@ def draw_rounded(record: Rounded) -> Drawing:
     legend = key(bad="sign", second="exponent: the range", first="fraction: the digits")
     half, brain = (abs(row[2] - exact) for row in record.rows[1:])
     caption = (
-        "Half the bytes, nearly the same number: here a token&rsquo;s score is off by "
+        "Half the bytes, nearly the same number: this one, rounded once, is off by "
         f"{half:.2g} in float16, which keeps more digits, and by {brain:.2g} in bfloat16, which "
         "keeps float32&rsquo;s range."
     )
     text = "; ".join(f"{name} {value:.10g}" for name, _, value in record.rows)
     text = f"The bits of the logit of {record.token!r}: sign, exponent and fraction of {text}."
-    return Drawing(lines + legend, caption, text)
+    note = f'<p class="note">The number is the score of {token(record.token)}, its logit.</p>'
+    return Drawing(lines + legend + note, caption, text)
 
 
 class Products(NamedTuple):

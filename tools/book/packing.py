@@ -97,8 +97,8 @@ def draw_reading(record: Reading) -> Drawing:
     )
     caption = (
         f"A token is multiplied with {record.bytes / 1e6:.1f} MB of weights, each used once, so "
-        "memory sets the speed. It is fastest where it can foresee the next read: C reads a row to "
-        "its end, then the next."
+        "memory sets the speed. It is fastest where it can foresee the next read: for few tokens "
+        "C reads a row to its end, then the next."
     )
     text = "Which line of memory is read, over time: " + "; ".join(
         f"{order.name} {order.lines[:8]} and so on, {order.speed} GB/s" for order in record.orders

@@ -226,15 +226,14 @@ def draw_sharing(record: Run) -> Drawing:
     )
 
     def pool(title: str, pages: list[int]) -> str:
-        several = "" if len(pages) == 1 else "s"
         shown = "".join(boxes[page] for page in pages)
         body = f'<ol class="pool">{shown}</ol>'
-        return panel(f"{title}: {len(pages)} page{several}", body) if pages else ""
+        return panel(f"{title}: {len(pages)}", body) if pages else ""
 
     others = [page for page in boxes if page not in shared]
     body = panels(
-        pool("In several tables", shared),
-        pool("In one table", others),
+        pool("Pages of several texts", shared),
+        pool("Pages of one text", others),
         panel("Tables", tables),
     )
     body += f'<p class="note">{sums} {SMALL_PAGES}</p>'

@@ -180,7 +180,8 @@ const RECORDS = {
 
   "length-penalty"(models, prompt) {
     const ids = encode(models, prompt, 60);
-    const runs = [0, 1].map((penalty) => beamSearch(models, ids, 4, 24, penalty));
+    const most = 24;
+    const runs = [0, 1].map((penalty) => beamSearch(models, ids, 4, most, penalty));
     const found = new Map();
     for (const each of runs.flat()) found.set(`${each.tokens}`, each);
     const texts = [...found.values()].sort(
@@ -189,6 +190,7 @@ const RECORDS = {
     return {
       texts: texts.map(({ tokens, total }) => [textOf(models, ...tokens), tokens.length, total]),
       won: runs.map(([{ tokens }]) => texts.indexOf(found.get(`${tokens}`))),
+      most,
     };
   },
 

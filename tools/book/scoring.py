@@ -24,6 +24,7 @@ class Lengths(NamedTuple):
 
     texts: list[tuple[str, int, float]]  # text, number of tokens, sum of log-probabilities
     won: tuple[int, int]  # which of them is the best one with penalty 0, and with 1
+    most: int  # tokens of a text
 
 
 def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Lengths:
@@ -37,7 +38,7 @@ def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Lengths:
         found |= {tuple(beam.tokens): beam.score * len(beam.tokens) ** penalty for beam in best}
     order = sorted(found, key=lambda tokens: (len(tokens), -found[tokens]))
     texts = [(recordings.encoding().decode(list(each)), len(each), found[each]) for each in order]
-    return Lengths(texts, tuple(map(order.index, winners)))
+    return Lengths(texts, tuple(map(order.index, winners)), most)
 
 
 def draw_lengths(record: Lengths) -> Drawing:
@@ -64,9 +65,9 @@ def draw_lengths(record: Lengths) -> Drawing:
     (short, few, total), (long, many, other) = (record.texts[at] for at in record.won)
     few_tokens = f"{few} token{'s' * (few != 1)}"
     caption = (
-        f"Each token lowers the sum of log-probabilities, so by its sum a text of {few_tokens} "
-        f"wins. Divided by its length one of {many} does: {signed(other / many)} a token against "
-        f"{signed(total / few)}."
+        "Each token lowers the sum of log-probabilities: of texts of at most "
+        f"{record.most} tokens, by its sum one of {few_tokens} wins. Divided by its length one of "
+        f"{many} does: {signed(other / many)} a token against {signed(total / few)}."
         if record.won[0] != record.won[1]
         else f"Here one text, of {few_tokens}, wins by its sum and by its mean: {signed(total)} "
         f"and {signed(total / few)}."

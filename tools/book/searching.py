@@ -228,8 +228,9 @@ def draw_race(record: Race) -> Drawing:
     names = " ".join(f"{token(text)} {percent(p)}" for text, p in record.line[:5])
     last = record.rounds[-1]
     body = (
-        f'<div class="panel whole">{lines}<p class="note">A line of length 1: the tokens in their '
-        f"order, each as long as its probability, {names}, &hellip; What is left of it is "
+        f'<div class="panel whole">{lines}<p class="note">A line of length 1: the tokens, sorted '
+        f"for the eye only, each as long as its probability, {names}, &hellip; What is before a "
+        "token is the sum of all more probable ones, in any order. What is left of the line is "
         f"still in the race. Plain mark: top-p, {record.p:g}. Coloured mark: where the fastest "
         "token begins.</p></div>"
     )

@@ -318,7 +318,7 @@ def draw_budgets(record: Budgets) -> Drawing:
     few, many = map(len, record.steps)
     price = f"its first token comes in step {late} instead of {early}, the end after {many} steps"
     end = f"; its own end comes after step {many} instead of {few}" * (late > early)
-    caption = f"With a budget of {small} tokens a step nobody waits for the long prompt{end}."
+    caption = f"With a budget of {small} tokens a step nobody waits long for a long prompt{end}."
     note = (
         f"Request 3 comes after step {record.arrives}. The more tokens a step has, the longer it "
         f"takes, for everybody in it: {long} at once, {short} in chunks."

@@ -146,7 +146,8 @@ def draw_merges(record: Merges) -> Drawing:
             f'<div class="scroll">{rows_of(lines)}</div>',
             "Rank: a token's place in the vocabulary. In each line, of all neighbours that make a "
             "token, those whose token has the lowest rank are merged. The file lists "
-            f"{record.pairs:,} such pairs for {record.size:,} tokens; their order decides nothing.",
+            f"{record.pairs:,} such pairs for {record.size:,} tokens; of several pairs for one "
+            "token the order decides nothing.",
         ),
         panel(
             "3. One token before it all",
@@ -231,13 +232,14 @@ def draw_ends(record: Ends) -> Drawing:
         )
     body = f'<code class="text-box">{told}</code><p class="cut-by">goes on:</p>{panels(*parts)}'
     body += (
-        '<p class="note">The embedded Llama with other files: here a reply ends with '
-        f"{token(record.files[second][-1])}, as Qwen2.5&rsquo;s do with "
-        "<code>&lt;|im_end|&gt;</code>, and the first file does not name it.</p>"
+        '<p class="note">This is one of several differences between Qwen2.5 and a Llama. The '
+        f"embedded Llama stands in: its {first} names a wrong end on purpose, "
+        f"{token(record.files[first][0])}; a reply ends with {token(record.files[second][-1])}, as "
+        "Qwen2.5&rsquo;s do with <code>&lt;|im_end|&gt;</code>.</p>"
     )
     user = ", as the user" * "".join(on).startswith("Words:")
-    caption = f"{first} names one end of a text, {second} all. " + (
-        f"Without the second the model talks on after its reply{user}."
+    caption = "A reply ends at a token that one file does not name. " + (
+        f"Told that file alone, the model writes on{user}."
         if on
         else f"This reply has not come to its end in {len(reply)} tokens."
     )

@@ -95,11 +95,13 @@ def draw_turns(record: Turns) -> Drawing:
         "Four circles, each with an arrow for a query and one for a key, one pair of their 32 "
         f"numbers; positions and scores: {shown}."
     )
-    body = f'<div class="turns">{"".join(parts)}</div>{legend}'
+    body = (
+        '<p class="note">A query is what a token looks for, a key what a token is found by; the '
+        f'score is how well they fit.</p><div class="turns">{"".join(parts)}</div>{legend}'
+    )
     note = (
         f"One pair of 16 of each is drawn, number {PAIR}; others turn faster or slower. Lengths "
-        "are not to scale. The score is the product of all numbers of both. Of what is new in a "
-        "Llama this is rotary positions alone; norm, shared keys and MLP are in the text."
+        "are not to scale. The score is the product of all numbers of both."
     )
     return Drawing(f'{body}<p class="note">{note}</p>', caption, text)
 
@@ -111,6 +113,7 @@ class Slowed(NamedTuple):
     long: int
     pairs: list[tuple[float, float]]  # radians a position of each pair, as it is and slowed
     losses: list[tuple[float, float]]  # nats a token, as it is and slowed, by BLOCK positions
+    texts: tuple[int, int]  # how many beginnings of stories, and the tokens of each
 
 
 BLOCK = 64  # positions
@@ -148,7 +151,8 @@ def record_slowed(prompt: str, rows: int = 16) -> Slowed:
             frequencies.append(turns.frequencies.tolist())
     finally:
         model.config = config
-    return Slowed(trained, long, list(zip(*frequencies)), list(zip(*losses)))
+    pairs = list(zip(*frequencies))
+    return Slowed(trained, long, pairs, list(zip(*losses)), (rows, each))
 
 
 def loss_of(logits: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -182,7 +186,7 @@ def dial(angle: float, known: float) -> str:
 def draw_slowed(record: Slowed) -> Drawing:
     parts = []
     unknown = [0, 0]
-    for which, title in enumerate(("As it is", f"Slowed by {SCALING.factor:g}")):
+    for which, title in enumerate(("As it is", f"Slowed, by up to {SCALING.factor:g}")):
         dials = ""
         for pair in record.pairs:
             known = record.trained * pair[0] * (1 + 1e-6)  # a factor of 2 may round
@@ -203,7 +207,13 @@ def draw_slowed(record: Slowed) -> Drawing:
         '<p class="title one">Loss in nats a token, by position</p>'
     )
     legend = key(bad="as it is", first="slowed", empty="the positions of its training")
-    note = f"Means of {BLOCK} positions, over the same stories in each of them."
+    count, each = record.texts
+    note = (
+        "A loss in nats is &minus;ln of the probability that the token had: 0 would be certain. "
+        f"Means of {BLOCK} positions. The texts: {count} beginnings of {each} tokens that the "
+        "model wrote itself, one after another, each of them once in each place. The "
+        "lesson&rsquo;s table is of other texts."
+    )
     body += f'{curves(record)}{legend}<p class="note">{note}</p>'
     plain, slow = record.losses[-1]
     moved = "rises" if plain > record.losses[record.trained // BLOCK - 1][0] else "falls"
