@@ -92,6 +92,11 @@ def check_server_options(args) -> None:
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
 
 
+# h11 also where httptools is installed, which comes with Ray: with that one reading stops where
+# bytes come after a body, and nobody sees that the client leaves.
+UVICORN = {"http": "h11", "access_log": False}
+
+
 class Server(uvicorn.Server):
     """uvicorn's, which ends in its own way.
 
@@ -102,7 +107,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, thread: EngineThread, seconds: float):
         # Who does not read his error either is cut off.
         options = {"timeout_graceful_shutdown": seconds + 5, "lifespan": "off"}
-        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, **options))
+        super().__init__(uvicorn.Config(app, log_level="warning", **options, **UVICORN))
         self.live = app.state.served.live
         self.thread = thread
         self.seconds = seconds

@@ -161,13 +161,13 @@ def serving_app(enter):
     """A Door to an app. enter: makes an asynchronous context manager of it and its EngineThread."""
     import uvicorn
 
-    from serve import listen
+    from serve import UVICORN, listen
 
     started = queue.SimpleQueue()
 
     async def main():
         async with enter() as (app, thread):
-            server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
+            server = uvicorn.Server(uvicorn.Config(app, log_level="critical", **UVICORN))
             sock = listen("127.0.0.1", 0)
             started.put(Door(sock.getsockname()[1], thread, server))
             await server.serve([sock])

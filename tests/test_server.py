@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -109,6 +110,18 @@ def test_ports_out_of_range(run_main, port):
     code, out, err = run_main(serve.main, f"--port={port}")
     assert (code, out) == (2, "")
     assert err.endswith(f"error: --port {port}: it must be from 0 to 65535\n")
+
+
+def test_a_server_reads_with_h11_whatever_is_installed():
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    import serve
+
+    state = SimpleNamespace(served=SimpleNamespace(live=None))
+    config = serve.Server(SimpleNamespace(state=state), None, 1).config
+    assert config.http == "h11"
+    config.load()
+    assert config.http_protocol_class is H11Protocol
 
 
 def test_bad_options_are_one_line(run_main):

@@ -20,7 +20,7 @@ from chat import Chat
 from command_line import STORIES, check_text
 from engine.engine import Engine
 from errors import UserError
-from serve import listen
+from serve import UVICORN, listen
 from server import engine_thread, live, metrics
 from server.app import make_app
 from server.engine_thread import Call, EngineThread, Update
@@ -258,7 +258,7 @@ def open_door(
             await server.serve([sock])
 
     app = make_app(served, **(app_options or {}))
-    quiet = {"log_level": "critical", "access_log": False, "lifespan": "off"}
+    quiet = UVICORN | {"log_level": "critical", "lifespan": "off"}
     server = uvicorn.Server(uvicorn.Config(noting, **quiet, timeout_graceful_shutdown=1))
     now = SimpleNamespace(perf_counter=lambda: clock * getattr(thread.engine, "positions", 0))
     with contextlib.ExitStack() as stack:

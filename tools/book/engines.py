@@ -23,7 +23,7 @@ import serve_ray
 from book import door
 from book.door import NAME, PATIENCE, Client, settle, take
 from command_line import STORIES
-from serve import listen
+from serve import UVICORN, listen
 from server import replicas
 from server.engine_thread import EngineThread
 from server.replicas import Replica
@@ -333,7 +333,7 @@ def open_engines(
     remotes = [Remote(number, args, by_turns) for number in range(count)]
     made = handle(remotes)
     app = replicas.Door(args, made).__serve_build_asgi_app__()
-    quiet = {"log_level": "critical", "access_log": False, "lifespan": "off"}
+    quiet = UVICORN | {"log_level": "critical", "lifespan": "off"}
     server = uvicorn.Server(uvicorn.Config(app, **quiet, timeout_graceful_shutdown=1))
 
     async def main():
