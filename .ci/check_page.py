@@ -17,7 +17,8 @@ from check_book import CONTRAST, FLAGS, ROOT, SIZES, WIDTH
 from playwright.sync_api import sync_playwright
 from prometheus_client.parser import text_string_to_metric_families
 
-OPTIONS = ["--num-pages", "48", "--draft", "lookup", "--backend", "native"]
+# Without --gamma the engine itself stops drafting where it measures that drafts do not pay.
+OPTIONS = ["--num-pages", "48", "--draft", "lookup", "--gamma", "3", "--backend", "native"]
 
 SMALLEST = """() => Math.min(...[...document.querySelectorAll("body *")]
   .filter((element) => [...element.childNodes].some((node) => node.data?.trim()))
