@@ -370,46 +370,73 @@ static void rotate(const Pass *p, int64_t position, int64_t D, float *x) {
   }
 }
 
+// Ask for n numbers that will be needed soon: pages lie anywhere, so the processor cannot guess.
+INLINE void fetch(int64_t n, const float *x) {
+  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a line of 64 bytes
+}
+
 // The first N * WIDTH numbers of y: the sum of values, each times its score, divided by the sum of
-// scores. v and y are those of `attend`, d numbers further on.
+// scores. v and y are those of `attend_to`, d numbers further on.
 INLINE void weigh(const int N, const int64_t *pages, int64_t size, int64_t stride, int64_t length,
-                  int64_t D, const float *s, float sum, const float *v, float *y) {
+                  int64_t D, const float *s, float sum, const float *v, float *y,
+                  const int fresh) {
   Vector sums[N];
   memset(sums, 0, sizeof sums);
   for (int64_t start = 0; start < length; start += size) {
     const float *page = v + *pages++ * stride;
+    const float *next = fresh && start + size < length ? v + *pages * stride : NULL;
     int64_t n = length - start < size ? length - start : size;
-    for (int64_t i = 0; i < n; i++)
+    for (int64_t i = 0; i < n; i++) {
+      if (next) fetch(N * WIDTH, next + i * D);
       for (int j = 0; j < N; j++) sums[j] += s[start + i] * VECTOR(page + i * D + j * WIDTH);
+    }
   }
   for (int j = 0; j < N; j++) *(Vector *)(y + j * WIDTH) = sums[j] / sum;
 }
 
 // What one query makes of the keys and values at the first `length` positions of a text: y, (D).
 // They are in pages, each of (size, D) numbers for one head; k and v are where page 0 has them,
-// page 1 has them `stride` numbers later. s: room for scores.
-void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
-            const float *q, const float *k, const float *v, float *s, float *y) {
+// page 1 has them `stride` numbers later. s: room for scores. fresh: they are not in the
+// processor's caches yet, so while a page is read, the next one is fetched.
+INLINE void attend_to(const int64_t *pages, int64_t size, int64_t stride, int64_t length,
+                      int64_t D, const float *q, const float *k, const float *v, float *s,
+                      float *y, const int fresh) {
   float largest = -INFINITY, factor = 1 / sqrtf(D);
-  for (int64_t start = 0; start < length; start += size) {
-    const float *page = k + pages[start / size] * stride;
+  for (int64_t start = 0, i = 0; start < length; start += size) {
+    const float *page = k + pages[i++] * stride, *next = NULL;
     int64_t n = length - start < size ? length - start : size;
-    for (int64_t i = 0; i < n; i++) s[start + i] = dot(D, q, page + i * D);
+    if (fresh) next = start + size < length ? k + pages[i] * stride : v + *pages * stride;
+    for (int64_t j = 0; j < n; j++) {
+      if (next) fetch(D, next + j * D);
+      s[start + j] = dot(D, q, page + j * D);
+    }
   }
   for (int64_t i = 0; i < length; i++) largest = s[i] > largest ? s[i] : largest;
   for (int64_t i = 0; i < length; i++) s[i] = exponential((s[i] - largest) * factor);
   float sum = dot(length, s, NULL);
   int64_t d = 0;
   for (; d + 4 * WIDTH <= D; d += 4 * WIDTH)
-    weigh(4, pages, size, stride, length, D, s, sum, v + d, y + d);
+    weigh(4, pages, size, stride, length, D, s, sum, v + d, y + d, fresh);
   for (; d + WIDTH <= D; d += WIDTH)
-    weigh(1, pages, size, stride, length, D, s, sum, v + d, y + d);
+    weigh(1, pages, size, stride, length, D, s, sum, v + d, y + d, fresh);
   for (; d < D; d++) {
     float value = 0;
     for (int64_t i = 0; i < length; i++)
       value += s[i] * v[pages[i / size] * stride + i % size * D + d];
     y[d] = value / sum;
   }
+}
+
+void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
+            const float *q, const float *k, const float *v, float *s, float *y) {
+  attend_to(pages, size, stride, length, D, q, k, v, s, y, 1);
+}
+
+// The same for a text that the token before has read.
+static void attend_again(const int64_t *pages, int64_t size, int64_t stride, int64_t length,
+                         int64_t D, const float *q, const float *k, const float *v, float *s,
+                         float *y) {
+  attend_to(pages, size, stride, length, D, q, k, v, s, y, 0);
 }
 
 // Put the keys and values of all tokens into the cache; then each token attends to its text up to
@@ -436,8 +463,9 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       const float *k = keys + h / (H / K) * head, *v = values + h / (H / K) * head;
       float *q = qkv + t * width + h * D;
       if (p->cos) rotate(p, p->positions[t], D, q);
-      attend(p->pages + p->tables[t], size, stride, p->positions[t] + 1, D, q, k, v, s,
-             y + (t * H + h) * D);
+      (t && p->tables[t] == p->tables[t - 1] ? attend_again : attend)(
+          p->pages + p->tables[t], size, stride, p->positions[t] + 1, D, q, k, v, s,
+          y + (t * H + h) * D);
     }
 }
 
