@@ -116,11 +116,12 @@ def appears(directory, process, sign: str) -> str:
 
 
 @contextlib.contextmanager
-def serving(directory, *arguments):
-    """Two processes of a server, and a Door to it. They are no more after the block."""
+def serving(directory, *arguments, size: int = 2):
+    """So many processes of a server, and a Door to it. They are no more after the block."""
     import serve
 
-    processes = start(2, script, directory, serve.main, [*SMALL, "--port", 0, *arguments])
+    words = [*SMALL, "--port", 0, *arguments]
+    processes = start(size, script, directory, serve.main, words)
     try:
         address = appears(directory, processes[0], "\n")
         yield processes, Door(int(address.rsplit(":", 1)[1]), None, None)

@@ -240,6 +240,22 @@ def test_drafts_of_a_step_that_failed_are_not_tried_again(model):
     assert engine.accepted == engine.drafted > 0
 
 
+def test_nor_are_they_where_the_next_step_has_no_drafts(model):
+    drafter = Scripted(lambda request, count: [model.config.vocab_size] * count)
+    engine = Engine(model, drafter=drafter, gamma=3)
+    request = engine.add(PROMPTS[0], GREEDY)
+    engine.step()
+    with pytest.raises(IndexError):
+        engine.step()
+
+    def fail(request, count):
+        raise MemoryError
+
+    drafter.function = fail
+    finish(engine)
+    assert request.output == own_run(model, PROMPTS[0], GREEDY) and engine.drafted == 0
+
+
 def test_a_drafter_that_leaves_out_a_text_is_seen(model):
     """Its other drafts might be those of another text."""
     engine = Engine(model, drafter=knowing(model), gamma=3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, passed_widths, random_tokens, run_rows
 
+from cache import KVCache
 from errors import UserError
 from load import load_model, save_model
 from model import GPTConfig
@@ -160,6 +161,21 @@ def test_the_prompt_is_computed_once(tiny):
     assert passes == [(1, 1), (4, 1), (16, 1), (20, 1)]
 
 
+def test_the_cache_is_as_long_as_what_is_computed(tiny, monkeypatch):
+    import infer
+
+    lengths = []
+
+    def make(*args):
+        cache = KVCache(*args)
+        lengths.append(cache.storage.shape[4])
+        return cache
+
+    monkeypatch.setattr(infer, "KVCache", make)
+    search(tiny(), [1, 2, 3], 4, 6, ignore_eos=True)
+    assert lengths == [3 + 6 - 1]
+
+
 def test_it_stops_when_no_text_can_get_better():
     """The end has 0.8, so no other text can have more; two beams need another end's 0.2 * 0.49."""
     model = Chain([1, 0, 0], [0.49, 0.51, 0], [0.8, 0.2, 0])
@@ -197,7 +213,6 @@ def test_the_embedded_model_has_texts_more_probable_than_greedy_ones(stories):
 
 @torch.inference_mode()
 def test_selected_rows_are_copies(tiny):
-    from cache import KVCache
     from infer import next_logits
 
     model = tiny()
@@ -223,7 +238,6 @@ def test_rows_of_unequal_lengths_are_selected_whole(tiny, rows):
 
     The number of rows may change or not.
     """
-    from cache import KVCache
     from infer import next_logits
 
     model = tiny()
@@ -282,6 +296,19 @@ def test_the_command_line_searches(cli, tiny_checkpoint):
     total = f"sum of log-probabilities {scores.expected[0]:.6g}"
     assert found.endswith(f"{total}, 50 tokens, the best of 4 texts")
     assert cli(*args, "--num-beams", 4, "--no-cache")[1] == out
+
+
+@pytest.mark.parametrize("options", [(), ("--no-cache",)])
+def test_the_command_line_uses_the_cache_unless_told_not_to(
+    cli, monkeypatch, tiny_checkpoint, options
+):
+    import infer
+
+    made = []
+    monkeypatch.setattr(infer, "KVCache", lambda *args: made.append(args) or KVCache(*args))
+    args = ("--model", tiny_checkpoint, "--max-new-tokens", 2, "--num-beams", 2)
+    assert cli(*args, *options)[0] == 0
+    assert len(made) == (0 if options else 1)
 
 
 def test_the_best_text_of_each_prompt_is_printed(cli, monkeypatch, tiny_checkpoint):

@@ -319,6 +319,46 @@ def test_a_gguf_file_holds_each_weight_under_llama_cpps_name(request, tmp_path, 
             assert ((found - expected).abs() <= bound).all()
 
 
+SHAPES = {  # what llama.cpp reads of a model's shape
+    "gpt2": {"feed_forward_length": 64, "attention.head_count": 2, "attention.head_count_kv": 2}
+    | {"attention.layer_norm_epsilon": 1e-5},
+    "llama": {"feed_forward_length": 24, "attention.head_count": 4, "attention.head_count_kv": 2}
+    | {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000, "rope.dimension_count": 6}
+    | {"attention.key_length": 6, "attention.value_length": 6},
+}
+
+
+@pytest.mark.parametrize("kind", ["tiny", "tiny_llama"])
+def test_a_gguf_file_says_what_shape_the_model_has(request, tmp_path, kind):
+    """And that it is for token ids only, if there is no tokenizer."""
+    import gguf
+
+    from export_gguf import write_gguf
+
+    model = request.getfixturevalue(kind)(dtype=torch.float32, n_layer=3, block_size=20)
+    write_gguf(model, tmp_path / "model.gguf", "float32")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    family = "gpt2" if kind == "tiny" else "llama"
+    about = {"block_count": 3, "context_length": 20, "embedding_length": 16, "vocab_size": 61}
+    for name, value in (about | SHAPES[family]).items():
+        assert fields[f"{family}.{name}"].contents() == pytest.approx(value), name
+    assert fields["tokenizer.ggml.model"].contents() == "no_vocab"
+
+
+def test_llama_cpp_slows_rotations_down_as_we_do():
+    """It divides each frequency, of a theta alone, by a number of the file."""
+    from export_gguf import slowness
+    from llama import LlamaConfig, RopeScaling, Rotations
+
+    scaling = RopeScaling(8.0, 1.0, 4.0, 64)
+    config = LlamaConfig(head_dim=16, rope_theta=1000.0, rope_scaling=scaling)
+    plain = 1000.0 ** -(torch.arange(8) / 8)
+    ours = Rotations(config, torch.float32, "cpu").frequencies
+    assert (plain / slowness(config)).tolist() == pytest.approx(ours.tolist())
+    assert slowness(config).tolist()[::7] == pytest.approx([1, 8])  # the fastest, the slowest
+    assert torch.equal(slowness(LlamaConfig(head_dim=16)), torch.ones(8))
+
+
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_different_tokens_are_not_timed(bench, monkeypatch, engine):
     import benchmark_batching as script
@@ -482,3 +522,29 @@ def test_a_gguf_file_has_the_vocabulary(tmp_path):
     names = ("model", "pre", "eos_token_id", "add_bos_token")
     about = [fields[f"tokenizer.ggml.{name}"].contents() for name in names]
     assert about == ["gpt2", "gpt-2", end, False]
+
+
+def test_a_gguf_file_says_what_a_text_begins_and_ends_with(tiny_llama, tmp_path):
+    """And which ids of the model no token has."""
+    import gguf
+    from test_tokenizer import ADDS_EOT, EOT, MERGES, TEMPLATE, TEXT_A, tokenizer_json
+
+    from export_gguf import write_gguf
+
+    raw = tokenizer_json(MERGES, ("<|end|>", EOT))
+    start, end = (token["id"] for token in reversed(raw["added_tokens"]))
+    special = {EOT: {"id": EOT, "ids": [start], "tokens": [EOT]}}
+    template = {"single": [ADDS_EOT, TEXT_A], "special_tokens": special}
+    raw["post_processor"] = TEMPLATE | template
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
+    ids = {"bos_token_id": start, "eos_token_ids": (end, start)}
+    model = tiny_llama(dtype=torch.float32, vocab_size=start + 3, **ids)
+    write_gguf(model, tmp_path / "model.gguf", "float32", tmp_path / "tokenizer.json")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    found = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type")}
+    unused = [f"<unused {token}>" for token in (start + 1, start + 2)]
+    assert found["tokens"][end:] == ["<|end|>", EOT, *unused]
+    assert found["token_type"][end:] == [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.UNUSED] * 2
+    names = ("bos_token_id", "eos_token_id", "add_bos_token")
+    about = [fields[f"tokenizer.ggml.{name}"].contents() for name in names]
+    assert about == [start, end, True]

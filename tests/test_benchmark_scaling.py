@@ -3,16 +3,18 @@
 import contextlib
 import importlib.util
 import itertools
+import json
 import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
 import pytest
 import torch
-from conftest import CHECKPOINTS
+from conftest import CHECKPOINTS, ROOT
 from matplotlib.figure import Figure
 from ranks import logits_of, results, save_uneven
 
@@ -253,6 +255,26 @@ def test_replicas_that_fail_or_write_other_texts_are_not_timed(served):
     assert "replicas" not in set(rows["mode"])
 
 
+def test_what_is_measured_if_nothing_is_said(bench, tmp_path, monkeypatch):
+    """On the CPU of any machine: where there is a GPU, too, or nobody knows how many cores."""
+    import benchmark_scaling as script
+
+    asked = []
+
+    def measure(args, *others):
+        asked.append((args.join, args.ranks, args.replicas, args.cores))
+        others[-1].write("one process", 1, 0, {"tokens/s": 1.0})
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "ray" or find(name))
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(script, "measure_ranks", measure)
+    monkeypatch.setattr(script, "measure_replicas", measure)
+    script.main(["--output", str(tmp_path / "run.csv")])
+    assert asked == [(["gather", "reduce"], [2, 3, 4], [2, 3], 1)] * 2
+
+
 def test_without_ray_there_are_ranks_alone(bench, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "ray" and find(name))
@@ -313,6 +335,36 @@ def test_a_collective_between_sizes_and_beyond():
     assert cost(links, "sum", (2**12 + 2**15) // 2) == 2.5
     assert cost(links, "sum", 2**22) == 7
     assert cost(links, "sum", 2**23) == 14
+
+
+def test_memory_is_what_was_not_there_before(monkeypatch):
+    import benchmark_common
+    from benchmark_ranks import decode
+
+    known = [300, 100]
+    monkeypatch.setattr(benchmark_common, "memory_in_use", lambda device: known.pop())
+    assert decode(job_of(str(CHECKPOINTS / "stories-draft"), 1), None)["memory"] == [200]
+
+
+def test_torchrun_starts_so_many_ranks(tmp_path, monkeypatch):
+    import benchmark_scaling as script
+
+    started = []
+
+    def start(line, env, **_):
+        *line, job = map(str, line)
+        started.append((line, env["OMP_NUM_THREADS"]))
+        Path(json.loads(job)["output"]).write_text(str(len(started)))
+        return SimpleNamespace(wait=lambda seconds: 0, terminate=lambda: None)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert script.group(tmp_path, {"join": "reduce", "threads": 1}, 3, times=2) == [1, 2]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    line += ["--nproc-per-node", "3", "--log-dir", str(tmp_path), str(ROOT / "benchmark_ranks.py")]
+    assert started == [(line, "1")] * 2
+    started.clear()
+    assert script.group(tmp_path, {"join": None, "threads": 2}, 1) == [1]
+    assert started == [([line[0], line[-1]], "2")]
 
 
 def test_a_real_group_answers_or_says_what_is_wrong(tmp_path):

@@ -434,6 +434,15 @@ def test_files_that_cannot_be_read_are_one_line(cli, written):
     assert is_one_line(result, "tokenizer_config.json: not a JSON object")
 
 
+def test_a_template_that_cannot_be_read_is_not_a_missing_one(tmp_path):
+    from chat import read_text
+    from errors import UserError
+
+    with pytest.raises(UserError) as refused:
+        read_text(tmp_path)
+    assert str(refused.value) == f"{tmp_path}: Is a directory"
+
+
 def test_models_that_were_not_made_for_chat_are_one_line(cli, base):
     for name in (base, "random:gpt2", CHECKPOINTS / "stories"):
         assert is_one_line(cli("--model", name, "--chat", "--prompt", "x"), NOT_FOR_CHAT)

@@ -203,6 +203,7 @@ def test_what_is_refused(door, body, message, param):
 def test_what_asks_for_nothing_more_is_accepted(door):
     plain = {"messages": TALK, "seed": 1, "max_tokens": 3}
     more = {"echo": False, "best_of": 1, "add_generation_prompt": True}
+    more |= {"tool_choice": "auto"}
     null = dict.fromkeys(more)
     first, *others = (door.post(PATH, plain | fields)[1] for fields in ({}, more, null))
     assert all(other["choices"] == first["choices"] for other in others)

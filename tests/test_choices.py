@@ -87,6 +87,12 @@ def test_an_echo_is_the_prompt_before_each_text(door, prompt):
     ]
 
 
+def test_an_echo_has_the_first_and_the_last_id(door):
+    for ids in ([0], [4095, 0, 4095]):
+        body = {"prompt": ids, "max_tokens": 0, "echo": True}
+        assert choices_of(door, body) == [(small_encoding().decode(ids), "length")]
+
+
 def test_usage_counts_each_prompt_once_and_each_text(door):
     options = {"stream_options": {"include_usage": True}}
     body = {"prompt": TEXTS, "n": 2, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
@@ -110,6 +116,7 @@ IDS = "the prompt has the id {}; ids of this model are integers from 0 to 4095"
         ({"prompt": [[1], "a"]}, f"prompt: {PROMPT}", "prompt"),
         ({"prompt": [1, 4096]}, IDS.format(4096), None),
         ({"prompt": [[1], [-1]]}, IDS.format(-1), None),
+        ({"prompt": [2**32]}, IDS.format(2**32), None),
         ({"n": 0}, "n: Input should be greater than or equal to 1", "n"),
         ({"n": 129}, "n: Input should be less than or equal to 128", "n"),
         (

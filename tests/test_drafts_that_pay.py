@@ -126,6 +126,30 @@ def test_a_term_ends_early_when_its_steps_say_so():
     assert trial.drafts
 
 
+def test_a_term_is_decided_again_after_16_steps_and_not_before():
+    from engine.trials import Trial
+
+    trial = Trial()
+    noted(trial, True, 16, 3, 2.0)
+    noted(trial, False, 16, 1, 1.0)
+    noted(trial, True, 15, 0, 100.0)
+    assert trial.drafts
+    noted(trial, True, 1, 0, 100.0)
+    assert not trial.drafts
+
+
+def test_a_rate_is_that_of_the_newest_64_steps():
+    """The mean of their tokens by the median of their seconds."""
+    from engine.trials import Trial
+
+    trial = Trial()
+    noted(trial, False, 1, 1, 1.0)
+    noted(trial, True, 10, 100, 9.0)
+    noted(trial, True, 63, 1, 2.0)
+    noted(trial, True, 1, 65, 50.0)
+    assert trial.rate(True) == 2 / 2.0
+
+
 def test_a_pause_in_one_step_changes_nothing(model, monkeypatch):
     pauses = iter([0.0] * 5 + [100.0] + [0.0] * 500)
 
@@ -186,6 +210,18 @@ def test_an_interrupted_step_does_not_count(model, monkeypatch):
         engine.step()
     engine.compute = compute
     assert engine.trials.trials[1].steps == 3
+
+
+def test_a_drafter_without_memory_does_not_pay(model, monkeypatch):
+    """The time that it took counts, although there were no drafts."""
+
+    def fail(request, count):
+        raise MemoryError
+
+    drafter = Timed(monkeypatch, lambda rows, drafting: 2.0 if drafting else 1.0, fail)
+    engine = trials_engine(model, drafter)
+    engine.add([1, 2], SamplingParams(60, ignore_eos=True))
+    assert runs(drafter.run(engine)) == [(True, 1 + 1 + 16), (False, 60 - 18)]
 
 
 @pytest.mark.parametrize("seed", range(4))

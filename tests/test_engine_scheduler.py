@@ -280,3 +280,19 @@ def test_a_request_reads_its_text():
     assert request.output == [3, 4, 5] and request.window == [2, 3, 4, 5]
     assert request.finish_reason is None and request.computed == 0
     assert Event(request, [5], None).error is None
+
+
+def test_a_request_that_never_runs_has_its_whole_text_in_its_window():
+    (request,) = add(build(), [1, 2, 3], max_new_tokens=0)
+    assert request.finish_reason == "length"
+    assert request.window == request.lacking == [1, 2, 3] and request.length == 3
+
+
+def test_a_preempted_request_takes_no_drafts_along():
+    scheduler = build()
+    (request,) = add(scheduler, [1, 2, 3])
+    step(scheduler)
+    request.drafts = [4]
+    scheduler.preempt(request)
+    (work,) = scheduler.schedule()
+    assert work.tokens == request.tokens[2:] and work.drafts == []  # a page is found again

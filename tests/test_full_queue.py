@@ -101,6 +101,13 @@ def test_nothing_is_encoded_for_a_full_queue(tiny_llama, monkeypatch):
             assert door.post(PATH, {"prompt": "x"}) == (429, full(1, "texts"))
 
 
+def test_a_request_needs_room_for_one_text_if_nothing_is_said(tiny_llama):
+    talk = {"messages": [{"role": "user", "content": "cat"}]}
+    with serving(lambda: small_engine(tiny_llama, max_rows=1), max_waiting=0) as door:
+        for path, body in ((PATH, {}), ("/v1/chat/completions", talk)):
+            assert door.post(path, body | {"max_tokens": 1})[0] == 200
+
+
 @pytest.mark.parametrize("end", ["over", "cancelled", "refused"])
 def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
     from errors import UserError

@@ -33,6 +33,17 @@ def test_the_command_line_takes_int8(cli):
     assert err.startswith("12 tokens, ")
 
 
+def test_a_device_needs_no_products_of_int8(monkeypatch):
+    """A GPU has none in torch: it computes them in float32."""
+    from command_line import pick_dtype
+
+    def ones(*args, **kwargs):
+        raise RuntimeError("not implemented for 'Char'")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    assert pick_dtype("int8", "cpu") == torch.int8
+
+
 def test_still_benchmarks_take_floats_only(run_main):
     import benchmark_kv_cache
 

@@ -52,6 +52,16 @@ def test_four_ranks_by_hand(run):
     assert float(gather[5]) == pytest.approx(1000 * meeting, abs=0.006)
 
 
+def test_one_gpu_meets_nobody(run):
+    code, lines, _ = run("--gpus", 1, "--texts", 1, "--memory", 2e11, "--reached", 1)
+    assert code == 0
+    ranks, join, _, _, took, meeting, *_ = lines[1].split()
+    assert (ranks, join, meeting) == ("1", "-", "0.00")
+    keys = 2000 * 2 * 80 * 8 * 128 * 2
+    step = 1e-3 + 800 * 3e-6 + (2 * NUMBERS + keys) / 4.8e12
+    assert float(took) == pytest.approx(1000 * step, abs=0.006)
+
+
 def test_more_ranks_than_keys_read_them_as_often(run):
     code, lines, _ = run("--gpus", 16, "--texts", 16, "--positions", 8192, "--machines", 1)
     assert code == 0

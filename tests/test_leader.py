@@ -78,20 +78,21 @@ def test_other_devices_are_told_once(tmp_path, monkeypatch):
     assert err.endswith("error: several processes compute with --device cpu; not cuda\n")
 
 
-def test_a_server(engine_cli, tmp_path):
-    text = engine_cli(*SMALL, "--prompt", "Tom", *WRITE)[1].rstrip("\n")
+def test_a_server_of_three_processes(engine_cli, tmp_path):
+    llama = ["--model", CHECKPOINTS / "stories-llama"]  # 6 heads and 2 keys: one rank needs both
+    text = engine_cli(*SMALL, *llama, "--prompt", "Tom", *WRITE)[1].rstrip("\n")
     path = "/v1/completions"
     body = {"prompt": "Tom", "seed": 1, "temperature": 0.8, "max_tokens": 12, "echo": True}
     endless = {"prompt": "Lily", "max_tokens": 2**18, "ignore_eos": True, "stream": True}
-    with serving(tmp_path, "--max-rows", 1) as (processes, door):
+    with serving(tmp_path, "--max-rows", 1, *llama, size=3) as (processes, door):
         for _ in range(2):
             with door.send("POST", path, endless) as answer:
                 assert answer.readline()  # and leaves, so the only row is free
             status, found = door.post(path, body)
             assert status == 200, found
             assert found["choices"][0]["text"] == text
-        assert written(tmp_path, 2)[1] == ("", "")
+        assert written(tmp_path, 3)[1:] == [("", "")] * 2
         os.kill(processes[0].pid, signal.SIGTERM)
-        assert wait(processes) == [0, 0]
-    (out, err), other = written(tmp_path, 2)
-    assert out.count("\n") == 1 and (err, other) == ("", ("", ""))
+        assert wait(processes) == [0, 0, 0]
+    (out, err), *others = written(tmp_path, 3)
+    assert out.count("\n") == 1 and (err, others) == ("", [("", "")] * 2)

@@ -61,12 +61,16 @@ def test_a_penalty_above_0_looks_ahead_to_the_longest_text():
     assert tokens == [[1] * 5] and [(math.log(0.3) + 4 * math.log(0.99)) / 5] == scores
 
 
-def test_a_penalty_below_0_looks_ahead_to_the_next_length():
-    """When two texts are finished, a third one on its way beats one of them, if it ends soon."""
-    rows = [[1, 0, 0, 0, 0], [0.03, 0, 0, 0.97, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
+@pytest.mark.parametrize("end", [0.03, 0.35])
+def test_a_penalty_below_0_looks_ahead_to_the_next_length(end):
+    """When two texts are finished, a third one on its way beats one of them, if it ends soon.
+
+    With 0.35 it does so if it ends at once, and would not one token later.
+    """
+    rows = [[1, 0, 0, 0, 0], [end, 0, 0, 1 - end, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
     model = Chain(*rows, [0.3, 0.6, 0.1, 0, 0])
     tokens, scores = search(model, [4], 2, 10, length_penalty=-1, use_cache=False)
-    assert tokens == [[0], [1, 3, 0]] and [math.log(0.3), 3 * math.log(0.6 * 0.97)] == scores
+    assert tokens == [[0], [1, 3, 0]] and [math.log(0.3), 3 * math.log(0.6 * (1 - end))] == scores
 
 
 @pytest.mark.parametrize("penalty, passes", [(-1, 1), (0, 1), (0.2, 1), (1, 16), (2, 50)])

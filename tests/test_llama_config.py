@@ -1,9 +1,11 @@
 """The shape of a Llama, as its config.json says it."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
+from conftest import random_peer
 
 from errors import UserError
 
@@ -51,6 +53,18 @@ def test_what_is_written_is_read():
     )
     for each in (LlamaConfig(), config):
         assert read_llama_config(Path("config.json"), llama_fields(each)) == each
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_its_class_is_named_as_transformers_does(tmp_path, kind):
+    """Other programs than transformers go by this name, not by model_type."""
+    from config import llama_fields, read_llama_config
+
+    random_peer(kind, tmp_path)
+    theirs = json.loads((tmp_path / "config.json").read_text())
+    ours = llama_fields(read_llama_config(tmp_path, theirs))
+    keys = ("architectures", "model_type")
+    assert [ours[key] for key in keys] == [theirs[key] for key in keys]
 
 
 @pytest.mark.parametrize("value", ["missing", None])

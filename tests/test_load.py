@@ -345,6 +345,8 @@ def test_presets_are_the_published_sizes():
     # Parameters of the models on the hub, but for mask buffers and the second copy of the head.
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in models]
     assert sizes == [124439808, 354823168, 774030080, 1557611200]
+    # Parameters do not tell how many heads there are: each is of 64 numbers.
+    assert all(PRESETS[name].n_embd == 64 * PRESETS[name].n_head for name in HUB_NAMES)
 
 
 def test_random_weights_have_the_shape_of_the_preset(monkeypatch):

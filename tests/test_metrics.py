@@ -1,6 +1,7 @@
 """What /metrics says is what was asked for, and what the engine did."""
 
 import contextlib
+import math
 import threading
 import time
 
@@ -97,6 +98,18 @@ def test_names_types_and_label_are_those_of_vllm(start):
     assert ends == {
         f"request_success_total{{{reason}}}" for reason in ("stop", "length", "abort", "error")
     }
+
+
+def test_buckets_end_at_1_2_and_5_of_each_power_of_ten(start):
+    found = families(start())
+    least = dict.fromkeys(HISTOGRAMS, 0) | {"e2e_request_latency_seconds": -2}
+    least |= {"time_to_first_token_seconds": -3, "inter_token_latency_seconds": -3}
+    for name, first in least.items():
+        samples = found[name].samples
+        ends = [float(sample.labels["le"]) for sample in samples if "le" in sample.labels]
+        powers = range(first, first + 5)
+        expected = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
+        assert ends == [*expected, math.inf]
 
 
 def test_tokens_and_requests_are_counted(start):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -338,6 +339,29 @@ def test_without_a_compiler_an_error_says_where_to_get_one(fresh, monkeypatch):
     monkeypatch.setattr(fresh.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(fresh.BuildError, match="no C compiler; `pip install ziglang` brings one"):
         fresh.load()
+
+
+def test_of_several_openmp_libraries_one_is_linked(fresh, monkeypatch, tmp_path):
+    """That of GCC, if torch has it: with two, two pools of threads would share the cores."""
+    libraries = tmp_path / "torch" / "lib"
+    libraries.mkdir(parents=True)
+    for name in ("libiomp5.so", "libgomp-1.so.1", "libtorch.so"):
+        (libraries / name).write_text("")
+    torch_package = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(fresh.importlib.util, "find_spec", lambda name: torch_package)
+    assert fresh.openmp() == [str(libraries / "libgomp-1.so.1")]
+    (libraries / "libgomp-1.so.1").unlink()
+    assert fresh.openmp() == [str(libraries / "libiomp5.so")]
+
+
+def test_without_torchs_openmp_the_code_is_for_one_thread(fresh, monkeypatch):
+    """It is not left to what this process may have loaded."""
+    several = "#include <omp.h>\nint linear(void) { return omp_get_max_threads(); }"
+    lines = ("#ifdef _OPENMP", several, 'const char kernel[64] = "several";', "#else")
+    lines += ('const char kernel[64] = "one";', "#endif", "")
+    fresh.SOURCE.write_text("\n".join(lines))
+    monkeypatch.setattr(fresh, "openmp", lambda: [])
+    assert fresh.kernel() == "one"
 
 
 def test_a_compiler_without_openmp_makes_code_for_one_thread(fresh, monkeypatch):

@@ -1,6 +1,7 @@
 """Lesson 49: the choice of a token in C, against torch and against whole numbers."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,6 +153,15 @@ def test_the_same_tokens_on_every_processor_with_any_threads(library, fields):
             assert in_c(library, logits, params) == expected
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows, threads, expected", [(500, 1, 1), (500, 2, 2), (2, 5, 2)])
+def test_no_more_threads_than_torch_has_nor_than_rows(monkeypatch, rows, threads, expected):
+    seen = []
+    counting = SimpleNamespace(draw=lambda *arguments: seen.append(arguments[-1]))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    in_c(counting, torch.zeros(rows, 3), params_of({}, rows))
+    assert seen == [expected]
 
 
 def test_the_boundaries_are_those_of_the_filters(library):

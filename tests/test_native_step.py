@@ -360,6 +360,16 @@ def test_nothing_outside_its_arrays_is_touched(tiny, parts, keep, message):
     assert not storage.any()
 
 
+def test_a_span_may_want_no_logits(tiny):
+    """Its keys and values are kept all the same."""
+    model = native(tiny(dtype=torch.float32))
+    storage, alone = torch.zeros(2, 2, 2, 2, 2, 8, 8)
+    logits = model.native.logits(storage, spans(([0], 0, [1, 2]), ([1], 0, [3])), [0, 1])
+    assert torch.equal(logits, model.native.logits(alone, spans(([1], 0, [3])), [1]))
+    model.native.logits(alone, spans(([0], 0, [1, 2])), [2])
+    assert storage[:, :, 0].any() and torch.equal(storage, alone)
+
+
 @pytest.mark.parametrize(
     "new, rows, message",
     [

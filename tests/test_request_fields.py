@@ -58,6 +58,8 @@ def test_a_stop_string_ends_a_text_wherever_tokens_cut_it(door, tiny_llama):
 def test_a_seed_counts_modulo_2_to_the_64th(door):
     texts = [text_of(door, {"prompt": "Tom", "seed": seed}) for seed in (-1, 2**64 - 1, 0)]
     assert texts[0] == texts[1] != texts[2]
+    texts = [text_of(door, {"prompt": "Tom", "seed": seed}) for seed in (-(2**63), 2**63)]
+    assert texts[0] == texts[1]
 
 
 def test_a_salt_keeps_prefixes_apart(tiny_llama):
@@ -75,21 +77,36 @@ def refusal(message: str, param: str) -> dict:
     return {"error": error}
 
 
-ASKING = {
+ASKING = {  # field -> what asks for nothing, and for something
     "add_generation_prompt": (True, False),
+    "add_special_tokens": (True, False),
+    "allowed_token_ids": (None, [3]),
+    "audio": (None, {"voice": "alloy"}),
+    "bad_words": ([], ["dog"]),
+    "chat_template": (None, "{{ messages }}"),
+    "chat_template_kwargs": ({}, {"thinking": True}),
+    "continue_final_message": (False, True),
+    "function_call": ("none", "auto"),
+    "functions": ([], [{"name": "f"}]),
     "suffix": ("", " end"),
     "logit_bias": ({}, {"5": 100}),
+    "modalities": (["text"], ["text", "audio"]),
     "tools": ([], [{"type": "function"}]),
     "tool_choice": ("none", "required"),
     "response_format": ({"type": "text"}, {"type": "json_object"}),
     "min_p": (0.0, 0.1),
     "min_tokens": (0, 3),
     "stop_token_ids": ([], [3]),
+    "structured_outputs": (None, {"regex": "a"}),
     "use_beam_search": (False, True),
     "include_stop_str_in_output": (False, True),
     "skip_special_tokens": (True, False),
+    "prompt_embeds": (None, "AAAA"),
     "prompt_logprobs": (None, 1),
+    "guided_choice": (None, ["a"]),
+    "guided_grammar": (None, "root ::= 'a'"),
     "guided_json": (None, {}),
+    "guided_regex": (None, "a"),
     "truncate_prompt_tokens": (None, 4),
 }
 
@@ -106,7 +123,7 @@ def test_what_is_not_supported_is_refused_by_name(door, field):
 def test_the_list_of_what_is_not_supported():
     from server.protocol import UNSUPPORTED, CompletionRequest
 
-    assert ASKING.keys() <= UNSUPPORTED.keys()
+    assert ASKING.keys() == UNSUPPORTED.keys()
     assert not UNSUPPORTED.keys() & CompletionRequest.model_fields.keys()
 
 
@@ -124,8 +141,18 @@ STOP = "stop: it must be a string or a list of up to 16, each of 1 to 256 charac
             "presence_penalty: presence_penalty is 2.1; it must be a number in [-2, 2]",
         ),
         ("seed", 2**64, f"seed: Input should be less than {2**64}"),
+        (
+            "seed",
+            -(2**63) - 1,
+            f"seed: Input should be greater than or equal to {-(2**63)}",
+        ),
         ("seed", 1.5, "seed: Input should be a valid integer"),
         ("ignore_eos", 1, "ignore_eos: Input should be a valid boolean"),
+        (
+            "stream_options",
+            {"include_usage": 1},
+            "stream_options.include_usage: Input should be a valid boolean",
+        ),
         ("stop", "", STOP),
         ("stop", "x" * 257, STOP),
         ("stop", ["x"] * 17, STOP),

@@ -6,6 +6,7 @@ from conftest import CHECKPOINTS, random_tokens
 from ranks import alone, logits_of, results, save_uneven, texts_of
 
 LLAMA = CHECKPOINTS / "stories-llama"
+GPT2 = CHECKPOINTS / "stories"
 
 
 def summed(size, *arguments, **options):
@@ -38,7 +39,8 @@ def test_texts(engine_cli, tmp_path):
     assert "2 ranks: 18 collectives a step, " in err
 
 
-def test_torch_s_own_way_gives_the_same(compiled):
+@pytest.mark.parametrize("name", [LLAMA, GPT2])
+def test_torch_s_own_way_gives_the_same(compiled, name):
     tokens = torch.tensor([random_tokens(40, 4096)])
 
     def theirs():
@@ -53,19 +55,23 @@ def test_torch_s_own_way_gives_the_same(compiled):
         from load import load_model
 
         mesh = init_device_mesh("cpu", (2,))
-        model = load_model(LLAMA, torch.float64)
-        columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+        model = load_model(name, torch.float64)
+        columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc")
         plan = {}
-        for name, _ in model.named_modules():
-            if name.endswith(columns):
-                plan[name] = ColwiseParallel()
-            if name.endswith(("o_proj", "down_proj")):
-                plan[name] = RowwiseParallel()
+        for path, layer in model.named_modules():
+            if path.endswith("c_attn"):  # of q, k, v each a half to each rank
+                for tensor in layer.parameters():
+                    halves = tensor.data.unflatten(0, (3, 2, -1)).transpose(0, 1)
+                    tensor.data = halves.flatten(0, 2)
+            if path.endswith(columns):
+                plan[path] = ColwiseParallel()
+            if path.endswith(("o_proj", "down_proj", "c_proj")):
+                plan[path] = RowwiseParallel()
         parallelize_module(model, mesh, plan)
         with torch.inference_mode():
             logits = model(tokens).numpy()
         dist.destroy_process_group()
         return logits
 
-    logits, _ = summed(2, LLAMA, tokens, dtype=torch.float64, native=False)
+    logits, _ = summed(2, name, tokens, dtype=torch.float64, native=False)
     assert (logits - torch.from_numpy(results(2, theirs)[0])).abs().max() < 1e-12

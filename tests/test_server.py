@@ -81,6 +81,18 @@ def test_health_of_a_dead_engine(tiny_llama):
         door.thread.commands.put(die)
         door.thread.thread.join(60)
         assert door.get("/health") == (503, None)
+        status, found = door.get("/v1/models")
+        message = "the engine has failed: MemoryError: no more"
+        assert (status, found["error"]["message"]) == (503, message)
+
+
+def test_a_full_queue_still_has_its_model(tiny_llama):
+    endless = {"max_tokens": 2**18, "ignore_eos": True, "stream": True}
+    with serving(lambda: small_engine(tiny_llama, max_rows=1), max_waiting=0) as door:
+        with door.send("POST", "/v1/completions", endless) as answer:
+            assert answer.status == 200
+            assert door.post("/v1/completions", {})[0] == 429
+            assert door.get("/v1/models")[0] == door.get("/health")[0] == 200
 
 
 def test_an_address_that_is_taken(run_main, monkeypatch):
