@@ -58,7 +58,7 @@ def make_parser() -> Parser:
 
 
 def run(args) -> None:
-    """Serve until a signal comes. Raises UserError for bad input."""
+    """Serve until a signal comes. Raises UserError for bad input, or if Ray itself ends."""
     check(args)
     option = "--replicas" if args.max_replicas is None else "--max-replicas"
     wanted = f"{option} {most(args)}"
@@ -73,12 +73,36 @@ def run(args) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: signals.put(number))
         print(f"{served_name(parse_name(args.model))} at {address}", flush=True)
-        first = signals.get()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)  # it does not wait
+        try:
+            first = wait_for(signals)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.default_int_handler)  # it does not wait
         drain()
     if first == signal.SIGINT:
         raise KeyboardInterrupt
+
+
+def wait_for(signals: queue.SimpleQueue) -> int:
+    """The first signal. Raises UserError if Ray itself ends before; what it had started is killed.
+
+    What else ends Ray starts again, or does without.
+    """
+    import psutil  # Ray brings it
+    from ray._private.worker import _global_node as node
+
+    started = psutil.Process().children(recursive=True)
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return signals.get(timeout=1)
+        found = psutil.Process().children(recursive=True)
+        if ended := {name for name, _ in node.dead_processes()} & {"gcs_server", "raylet"}:
+            for process in {*started, *found}:  # those of a raylet that was killed may stay
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            logs = node.get_logs_dir_path()
+            raise UserError(f"Ray's {min(ended)} has ended; its logs are in {logs}")
+        started = found
 
 
 def drain() -> None:

@@ -40,7 +40,7 @@ class Server:
 
     def pids(self, name: str = "") -> list[int]:
         """Of the processes of its session whose command line has this name in it."""
-        found = subprocess.run(["ps", "-eo", "sid=,pid=,args="], capture_output=True, text=True)
+        found = subprocess.run(["ps", "-wweo", "sid=,pid=,args="], capture_output=True, text=True)
         lines = [line.split(None, 2) for line in found.stdout.splitlines()]
         own = str(self.process.pid)
         return [int(pid) for sid, pid, args in lines if sid == own and name in args]
