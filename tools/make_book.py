@@ -843,8 +843,7 @@ PLOTS = {
     "batching_cpu_gpt2.png": "Engines over batch sizes with a model of GPT-2's shape.",
     "batching_cpu_llama.png": "Engines over batch sizes with a Llama of 134.5 million parameters: "
     "cache, bfloat16, native code, transformers and llama.cpp.",
-    "batching_cpu_one_thread.png": "Engines on one thread: cache, native code, CTranslate2 and "
-    "llama.cpp.",
+    "batching_cpu_one_thread.png": "Engines on one thread: cache, native code and CTranslate2.",
     "engine_cpu.png": "The engine, in torch, in C, and in C with int8 weights: tokens a second "
     "beside one text at a time, static batches and transformers; the longest gap while a long "
     "prompt arrives; what draws cost and what drafts gain.",

@@ -80,8 +80,8 @@ def test_a_pass(figures):
     assert not turned[record.layer] and turned[-1]
     assert [name for name, _ in record.after[0]] == [" sad", " happy"]
     assert caption_of("init").endswith(
-        f"One head of layer {record.layer} looks back at  lost; through the layers the answer "
-        "turns from  happy to  sad."
+        "On the way through the layers  very looks back at  lost, and the answer turns from  happy "
+        "to  sad."
     )
     drawn_numbers = len(of_class(tree, "rect", "plus")) + len(of_class(tree, "rect", "minus"))
     assert f"The first {drawn_numbers // len(ids)} numbers of each" in words
@@ -155,6 +155,7 @@ def test_the_end_of_a_text():
     assert record.tokens[-1] == "<|endoftext|>" and record.chances[-1] == max(record.chances)
     assert tokens_of(tree)[-9:] == [token.replace("\n", "\\n") for token in record.tokens[-9:]]
     assert widths(tree)[-1] == pytest.approx(100 * record.chances[-1], abs=0.01)
+    assert "any other: EOS, written <|endoftext|>. It has" in caption_of("eos-handling")
     shown = [words_of(cell) for cell in of_class(tree, "td", "value")]
     small = [p < 0.0005 for p in record.chances[-9:]]
     assert [text == "< 0.1\u00a0%" for text in shown] == small and True in small
@@ -188,6 +189,9 @@ def test_windows_are_those_that_the_model_saw():
 
 
 def test_draws_are_counted():
+    from book.recordings import encoding
+    from sampling import SamplingParams, sample
+
     record, tree = drawn("multinomial")
     probs = logits_after("The cat").softmax(dim=-1)
     assert [p for _, p in record.likely] == pytest.approx(probs.topk(10).values.tolist(), rel=1e-4)
@@ -195,8 +199,15 @@ def test_draws_are_counted():
     assert len(record.drawn) == 1000
     for (_, p), count in zip(record.likely, record.counts):
         assert abs(count - 1000 * p) < 5 * (1000 * p) ** 0.5
-    (bars, _) = of_class(tree, "div", "panel")
-    assert tokens_of(bars) == [text for text, _ in record.likely]
+    (bars, draws) = of_class(tree, "div", "panel")
+    assert tokens_of(bars) == ["The cat", *(text for text, _ in record.likely)]
+    assert "Each draw has a seed of its own, 1 to 1,000" in words_of(draws)
+    ids = encoding().encode("The cat")
+    logits = logits_after("The cat")[None]
+    params = SamplingParams(temperature=1.0)
+    seeds = [[(seed, len(ids))] for seed in (1, 2, 3)]
+    own = [sample(logits, params, None, each).item() for each in seeds]
+    assert [encoding().decode([id]) for id in own] == record.drawn[:3]
     shares = [p for _, p in record.likely] + [1 - sum(p for _, p in record.likely)]
     drawn_shares = [count / 1000 for count in (*record.counts, 1000 - sum(record.counts))]
     longest = max(shares + drawn_shares)
@@ -234,7 +245,8 @@ def test_top_k_gives_the_mass_to_ten_tokens():
     assert f"the other {100 - 100 * best[:10].sum():.0f}\u00a0%, cannot be drawn" in told
     before, after = of_class(tree, "div", "panel")
     names = [text for text, _ in record.before]
-    assert tokens_of(before) == tokens_of(after) == names and tokens_of(after, "gone") == names[10:]
+    for part in (before, after):
+        assert tokens_of(part) == names and tokens_of(part, "gone") == names[10:]
     assert len(widths(before)) == 15 and len(widths(after)) == 10
 
 
@@ -253,8 +265,9 @@ def test_top_p_keeps_as_many_as_the_lesson_says():
     assert words_of(example).endswith(
         f"Only these are drawn then,  Lily with {100 * left:.0f}\u00a0%."
     )
-    assert "90\u00a0% together. How many that are is up to the model: 1, 5, 74, 266 " in (
-        caption_of("top-p")
+    assert (
+        "90\u00a0% together. How many that is depends on how sure the model is: 1, 5, 74, 266 "
+        in (caption_of("top-p"))
     )
     assert caption_of("top-p").endswith("Top-k would keep the same number after each.")
 
@@ -295,6 +308,8 @@ def test_computed_positions():
     assert len(of_class(cached, "rect", "first")) == 13
     assert len(of_class(cached, "rect", "kept")) == 85 - 13
     assert tokens_of(plain) == tokens_of(cached) == record.words
+    told = f"For {len(lengths)} tokens the model computes 85 positions, or, if it keeps the keys"
+    assert told in caption_of("kv-cache-dynamic")
 
 
 def test_the_storage_fills_up():
@@ -305,7 +320,7 @@ def test_the_storage_fills_up():
     assert len(of_class(grown, "rect", "second")) == sum(range(4, 13))
     assert len(of_class(static, "rect", "first")) == 13
     assert words_of(grown).startswith(
-        f"torch.cat, a longer tensor each time: {sum(range(4, 13))} c"
+        f"Joined to a longer array each time (torch.cat): {sum(range(4, 13))} c"
     )
     copied = [int(words_of(cell)) for cell in of_class(grown, "td", "value")]
     assert copied == [0, *range(4, 13)]
@@ -339,6 +354,8 @@ def test_hops():
     for each, part in zip(record, of_class(tree, "div", "panel")):
         wide = sum(last > first for first, last in each.spans)
         assert len(of_class(part, "rect", "first")) == wide
+        axes = {words_of(text) for text in part.iter() if str(text.tag).endswith("text")}
+        assert {"token of the text", "step"} < axes
 
 
 def test_a_batch_of_different_lengths():
@@ -351,10 +368,10 @@ def test_a_batch_of_different_lengths():
         assert later == [length]
     assert len(tokens_of(tree.find(".//tbody"), "pad")) == 18 - 12
     assert "3 texts in one pass" in caption_of("variable-batching")
-    assert "padded, here in 6 places, " in caption_of("variable-batching")
     for length, tokens in zip(record.lengths, record.prefill):  # what padding writes is there
         assert tokens[length:] == [tokens[length - 1]] * (6 - length)
-    assert "nothing reads what it answers" in words_of(of_class(tree, "p", "note")[0])
+    note = words_of(of_class(tree, "p", "note")[0])
+    assert "fills the row, here in 6 places:" in note and note.endswith("its result is ignored.")
     assert len(tokens_of(tree.find(".//tbody"), "new")) == 3
 
 
@@ -368,7 +385,7 @@ def test_drafts_and_a_refusal():
     for each in verdicts:
         assert each.tokens[: each.accepted] == each.drafts[: each.accepted]
         assert len(each.tokens) == each.accepted + 1
-    told = "drafted 36 tokens, the large one kept 28: 12 of its passes made 40 tokens, from its own"
+    told = "drafted 36 tokens, the large one kept 28: 12 of its passes made 40 tokens, with the sam"
     assert told in caption_of("speculative-decoding")
     passes, bars = of_class(tree, "div", "panel")
     (lines,) = of_class(passes, "ol", "passes")
@@ -385,6 +402,8 @@ def test_drafts_and_a_refusal():
     assert found.chance == pytest.approx(p / q) and found.chance < 1
     p, q = next((p, q) for text, p, q in found.rows if text == found.drawn)
     assert p > q
+    note = words_of(of_class(bars, "p", "note")[0])
+    assert "both at temperature 0.8." in note
     names = [text for text, _, _ in found.rows]
     assert len(set(names)) == len(names) and tokens_of(bars.find("table")) == names
 
@@ -459,6 +478,7 @@ def test_bits_stand_for_the_number():
     told = caption_of("fp16-bf16")
     assert f"this one, rounded once, is off by {off[1]:.2g} in float16" in told
     assert f"by {off[2]:.2g} in bfloat16" in told
+    assert f"ends at {torch.finfo(torch.float16).max:,.0f}," in told
     assert "the score of" in words_of(tree) and tokens_of(tree) == [record.token]
 
 
@@ -514,6 +534,9 @@ def test_rounds_of_the_race():
         (id,) = encoding().encode(each.token)
         assert each.p == pytest.approx(probs[id].item(), rel=1e-4)
         assert each.mass == pytest.approx(probs[probs > probs[id]].sum().item(), abs=1e-4)
+    assert "exponential: with them a token is the fastest as often as its probability says." in (
+        words_of(tree)
+    )
     assert "sorted for the eye only" in words_of(of_class(tree, "p", "note")[0])
     left = [sum(widths(line)) for line in of_class(tree, "div", "race")]
     assert left == pytest.approx([100, 100 * masses[0], 100 * masses[1]], abs=0.1)
@@ -653,6 +676,9 @@ def test_turned_queries_and_keys():
     assert (record.query, record.key) == (" on", " cat")
     first, *_ = of_class(tree, "p", "note")  # before the clocks
     assert words_of(first).endswith("the score is how well they fit.")
+    note = words_of(of_class(tree, "p", "note")[-1])
+    assert f"Both have {model.config.head_dim // 2} pairs of numbers; one is drawn" in note
+    assert "The score is the sum of the products of all numbers of both." in note
     own, *others, far = record.shown
     assert own.places == (3, 1) and own.score == pytest.approx(scores[0], abs=1e-4)
     for each in others:

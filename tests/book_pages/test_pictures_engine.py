@@ -270,8 +270,9 @@ def test_page_groups_count_what_attention_reads():
         assert words_of(part.find("p")).endswith(f" {count} pages")
     counts = [sum(sum(pair) for table in tables for pair in table) for tables in (plain, groups)]
     caption = caption_of("page-groups")
-    assert f"{counts[0]} pages for these 5. In groups of similar length {counts[1]} " in caption
-    assert caption.endswith(f"they have {sum(own)}.")
+    told = f"{counts[0]} for these 5. In groups of similar length only {counts[1]}, and"
+    assert told in caption
+    assert caption.endswith(f"these texts have {sum(own)}.")
     assert "A page has 4 positions here" in words_of(tree)
 
 
@@ -300,7 +301,7 @@ def test_levels_and_steps_of_preemption():
         assert computed == total(record.frames, number, 0)
     _, drawing = drawing_of("preemption")
     extra = record.frames[-1]["positions"] - sum(len(each.tokens) - 1 for each in record.requests)
-    assert extra == again > 0 and f"once more later: {extra} positions beside" in drawing.caption
+    assert extra == again > 0 and f"once more later: {extra} positions more than" in drawing.caption
     assert record.frames[-1]["preemptions"] == 2 == len(of_class(tree, "i", "lost"))
     lost = [at for at, frame in enumerate(record.frames) if frame["preempted"]]
     for at in lost:  # as many pages as were free before the step were too few
@@ -343,8 +344,8 @@ def test_shared_pages_stand_once():
     titles = [words_of(part) for part in of_class(tree, "p", "title")]
     assert titles == ["Pages of several texts: 3", "Pages of one text: 8", "Tables"]
     words = words_of(tree)
-    assert "3 later prompts, of 12 tokens, found 2 pages and computed the other 4 tokens" in words
-    assert "3 \u00d7 8 = 24 positions found" in words
+    assert "3 later prompts, of 12 tokens, found 2 pages: 3 \u00d7 8 = 24 positions." in words
+    assert "The other 4 tokens it computed: the last one always is" in words
 
 
 def test_drafts_that_rows_copy():
@@ -373,7 +374,7 @@ def test_drafts_that_rows_copy():
     words = words_of(tree)
     assert f"{counts['accepted']} of {counts['drafted']} were accepted" in words
     steps = [sum(bool(tokens_of(line[column])) for line in lines) for column in (0, 1)]
-    assert f"16 tokens in {steps[0]} and {steps[1]} steps, the same texts" in (
+    assert f"16 tokens each, in {steps[0]} and {steps[1]} steps, the same texts" in (
         caption_of("batched-lookup")
     )
 
@@ -416,10 +417,10 @@ def test_both_models_draw_with_the_same_numbers():
     right = sum(race.drawn == race.draft for race in record.races)
     assert right == last["accepted"]
     count = len(record.races)
-    assert f"{right} of {count} drafts are right." in drawing.caption
+    assert f"{right} of {count} drafts are right, and the text is" in drawing.caption
     assert "the text is the one without drafts" in drawing.caption
     words = words_of(tree)
-    assert f"{right} of these {count} drafts; on average it is less than the second" in words
+    assert f"{right} of these {count} drafts. " in words
     most, chance = (
         sum(getattr(race, name) for race in record.races) / count for name in ("most", "chance")
     )

@@ -71,7 +71,8 @@ def test_nonsense_is_what_torch_makes_of_it(cli):
     assert "the line that it gets" in words_of(tree)
     broken = record[-1]
     assert broken.tokens == ["!"] * 6 and broken.line.startswith("the model returned logits that")
-    assert broken.given == f"one NaN among {sum(w.numel() for w in load().parameters()):,} weights"
+    count = sum(w.numel() for w in load().parameters())
+    assert broken.given == f"one NaN among {count:,} weights, the model\u2019s own numbers"
     assert all(weight.isfinite().all() for weight in load().parameters())
     cards = [card for card in tree.iter("li") if card.find("p") is not None]
     shown = [token.replace("\n", "\\n") for each in record for token in each.tokens]
@@ -115,10 +116,13 @@ def test_sums_and_means_of_beams():
             assert len(of_class(cell, "i", "good")) == (at == best)
     short, long = (record.texts[at] for at in record.won)
     assert max(n for _, n, _ in record.texts) == record.most == 24
-    told = f"of texts of at most 24 tokens, by its sum one of {short[1]} token wins. Divided by "
-    told += f"its length one of {long[1]} does: "
+    told = f"so by its sum a text of {short[1]} token wins. Divided by its length one of {long[1]} "
+    told += "does: "
     told += f"{signed(long[2] / long[1])} a token against {signed(short[2] / short[1])}."
     assert short[1] == 1 and caption_of("length-penalty").endswith(told)
+    note = words_of(of_class(tree, "p", "note")[0])
+    assert "the texts that 4 beams find, of at most 24 tokens. sum is length penalty 0" in note
+    assert "its sum of now / 24, so the search ends only when" in note
 
 
 def arc(path) -> float:
@@ -199,10 +203,16 @@ def test_dials_of_slow_turns():
     assert f"its loss rises to {plain[-1]:.2f}" in caption and caption.endswith(f"{slow[-1]:.2f}.")
     assert "Red: in 9 circles as it is, in 0 slowed." in words_of(tree)
     assert record.texts == (len(stories), len(stories[0]))
-    assert "The texts: 16 beginnings of 32 tokens that the model wrote itself" in words_of(tree)
+    told = "Measured on 16 texts of the same 16 beginnings of stories, of 32 tokens, which the"
+    assert told in words_of(tree)
+    assert slow[3] > plain[3]
+    told = (
+        f"Just before position 256 slower turns cost a little: {slow[3]:.2f}, not {plain[3]:.2f}."
+    )
+    assert told in words_of(tree)
     slowed = [slow / plain for plain, slow in record.pairs]
     assert max(slowed) == 1 and min(slowed) == pytest.approx(1 / SCALING.factor)
-    assert words_of(panels[1]).startswith("Slowed, by up to 2, read to 512")
+    assert words_of(panels[1]).startswith("Slowed up to 2 times, read to 512")
 
 
 def encoding_of(text: str) -> list[int]:
@@ -280,7 +290,9 @@ def test_merges_are_those_of_the_library(monkeypatch):
     ]
     assert shown[0] == "<|endoftext|>" and tokens_of(third, "out") == shown[:1]
     # Where the loader needs an order, and where any would do.
-    assert "of several pairs for one token the order decides nothing" in words_of(second)
+    assert "tokens: some can be made of several pairs." in words_of(second)
+    assert "A piece that is no token stays in several." in words_of(second)
+    assert "'LL" in record.pieces["Llama 3"] and "'LL" not in shown
     vocabulary = json.loads(files[0])["model"]["vocab"]
     made = [vocabulary[a + b] for a, b in merges]
     assert made == sorted(made) and len(set(made)) < len(made)
@@ -309,8 +321,9 @@ def test_ends_of_a_reply():
         assert tokens_of(flow, "out") == written[len(reply) : count]
     titles = words(part.find("p") for part in (first, both))
     assert titles == ["config.json alone", "config.json and generation_config.json"]
-    told = "A reply ends at a token that one file does not name. Told that file alone, the model "
-    assert caption_of("qwen") == f"{told}writes on, as the user."
+    told = "Which token ends a reply stands in a second file. Where only config.json is read, the "
+    told += "model writes on after its reply, with the user\u2019s next message."
+    assert caption_of("qwen") == told
     note = of_class(tree, "p", "note")[-1]
     assert tokens_of(note) == ["!", "<|endoftext|>"]  # the wrong end, and where a reply ends
     assert "one of several differences" in words_of(note)
@@ -543,6 +556,7 @@ def test_alternatives_of_each_token():
     (note,) = of_class(tree, "p", "note")
     mean = sum(own for _, own, _ in record.tokens) / 12
     assert f"= {math.exp(-mean):.2f}:" in words_of(note)
+    assert f"A perplexity of {math.exp(-mean):.2f} says" in caption_of("logprobs")
     assert f"= {signed(12 * mean, 3)};" in words_of(note)
     shown = [words_of(part.find("b")).replace("\u2212", "-") for part in columns]
     assert sum(map(float, shown)) == pytest.approx(12 * mean, abs=0.006)

@@ -1,5 +1,6 @@
 """The pictures of compiled code and of benchmarks show what the runs gave, and the rows."""
 
+import itertools
 import re
 import statistics
 import subprocess
@@ -53,15 +54,27 @@ def test_turns_have_the_median_of_the_summary():
     shares = [100 * each / best for each in (worst, best, found[0])]
     assert widths(claims) == pytest.approx(shares, abs=0.1)
     median, low, high = found
-    told = "Greedily, one text at a time, on this CPU, gamma 3: with drafts the target is "
-    told += f"{median:.2f} times as fast, the median of 12 turns from {low:.2f} to {high:.2f}. "
+    told = "Greedily, one text at a time, on this CPU: with drafts of 3 tokens the target is "
+    told += f"{median:.2f} times as fast, the median of 12 pairs of runs, from {low:.2f} to "
+    told += f"{high:.2f}. "
     told += f"Who picks two runs can say {worst:.2f} or {best:.2f}."
     assert caption_of("benchmark-speculative") == told
     assert line["batch_size"] == 1
+    assert "two runs of the same repeat, close in time" in words_of(lines)
+    rows = pandas.read_csv(ROOT / "benchmark_results" / "speculative_cpu.csv")
+    rows = rows.query("temperature == 0")
+    for turn in record.turns:  # runs with other drafts lie between them
+        at = rows.index[rows["decode_tokens_per_s"].isin(turn)].tolist()
+        modes = rows.loc[at, "mode"].tolist()
+        assert any(
+            a == "target" and b == "gamma 3" and second - first == 3
+            for (first, a), (second, b) in itertools.product(zip(at, modes), repeat=2)
+        )
     assert "with the code of later lessons" in words_of(claims)
 
 
 ENDS = "first", "second"
+ENGINES = "cache", "native int8"
 
 
 def test_rows_of_ones_own_have_their_own_conditions(tmp_path):
@@ -75,7 +88,7 @@ def test_rows_of_ones_own_have_their_own_conditions(tmp_path):
             line[place] = value
     path = tmp_path / "own.csv"
     path.write_text("\n".join(map(",".join, lines)), "utf-8")
-    told = "At temperature 0.5, 4 texts at a time, on this device, gamma 3: with drafts the target"
+    told = "At temperature 0.5, 4 texts at a time, on this device: with drafts of 3 tokens the targ"
     assert draw_turns(record_turns(str(path))).caption.startswith(told)
 
 
@@ -100,11 +113,11 @@ def test_lengths_have_the_medians_of_the_summary():
         assert heights == pytest.approx(shares, abs=0.2)
     told = (
         "Without the cache a token takes longer as the text grows: "
-        f"{medians['no cache', 60]:.0f} ms in texts of 60 tokens, {medians['no cache', 220]:.0f} "
-        f"in texts of 220. With it {medians['cache', 60]:.1f} and {medians['cache', 220]:.1f}."
+        f"{medians['no cache', 60]:.0f} ms each for 60 new tokens, {medians['no cache', 220]:.0f} "
+        f"for 220. With it {medians['cache', 60]:.1f} and {medians['cache', 220]:.1f}."
     )
     assert caption_of("benchmark-kv-cache") == told
-    assert "transformers: Hugging Face\u2019s library" in words_of(chart)
+    assert "transformers, Hugging Face\u2019s library" in words_of(chart)
 
 
 def test_shares_are_those_that_the_lesson_prints():
@@ -130,7 +143,10 @@ def test_shares_are_those_that_the_lesson_prints():
     assert widths(tree) == pytest.approx(lengths, abs=0.1)
     assert words(of_class(tree, "td", "value")) == shown
     # One run of each allows no ratio.
-    assert caption_of("benchmark-batching").endswith("one reading of the weights, here 1 or 8.")
+    told = [f"{rates[mode, 8]:,.0f} instead of {rates[mode, 1]:,.0f}" for mode in ENGINES]
+    told = f"longer: 8 make {told[0]} with torch, {told[1]} with int8 in C (tokens a second, "
+    told += "for all readers)."
+    assert caption_of("benchmark-batching").endswith(told)
     assert "One run of each, by this lesson\u2019s own code" in words_of(tree)
     assert "\u00d7" not in words_of(tree) + caption_of("benchmark-batching")
     assert said.count("  repeat ") == len(set(rates))
@@ -528,6 +544,7 @@ def test_which_tokens_need_a_logarithm():
     assert winner == max(range(4096), key=speeds.__getitem__)
     assert record.asked == len(asked) < 10 and record.best == pytest.approx(best, rel=1e-5)
     assert f"{len(asked)} of 4,096 tokens needed one" in caption_of("native-draws")
+    assert "weight" not in words_of(tree)  # these are the model's own numbers
     shown = [entry for entry in record.entries if entry.asked]
     ids = [first, *sorted(set(asked) - {first})]
     assert [entry.text for entry in shown] == [text_of(id) for id in ids]
@@ -640,6 +657,7 @@ def test_bits_of_a_text_cut_into_passes():
         assert way.size == len(logits) == 4096
         assert way.torch == pytest.approx(logits.max().item(), abs=1e-4)
     assert record[0].apart == (0, 0) and "4,096 logits" in caption_of("native-batches")
+    assert f"The last line is a pass of {4 * (1 + record[-1].beside)} tokens" in words_of(tree)
     for way, line in zip(record, of_class(tree, "ul", "ways")[0]):
         boxes = of_class(line, "span", "pass")
         assert [tokens_of(each) for each in boxes] == way.passes
@@ -666,6 +684,9 @@ def test_pages_that_a_query_reads():
     assert record.size == max(map(len, record.words)) == 4
     order = ", ".join(map(str, number_of))
     assert f"lies on pages {order}, of 4 tokens each" in words_of(tree)
+    assert f"copy pages {order} side by side" in words_of(tree)
+    whole = sum(4 * page_count(count, 4) for count in record.positions) * record.bytes
+    assert ("and padding" in words_of(tree)) is (record.copied != whole)
     # torch copies whole pages, and fills a group up to its longest text.
     groups = {}
     for length in record.positions:

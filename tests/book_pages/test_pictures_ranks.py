@@ -154,8 +154,8 @@ def test_columns(model, ids, slug, inner, sizes, words, last):
         each = 4 * len(ids) * max(sizes) * 2  # to two others, in float32
         filled = ", parts filled up to the widest" if len(set(sizes)) > 1 else ""
         assert words_of(rows[at + 2]) == (
-            f"all gather {total} numbers a position: each rank sends {each:,} bytes, "
-            f"for {len(ids)} positions, to 2 others{filled}"
+            f"exchange (all gather): all get {total} numbers a position, each rank sends "
+            f"{each:,} bytes, for {len(ids)} positions, to 2 others{filled}"
         )
         for cell in rows[at + 3]:
             assert [bar.get("class") for bar in cell.iter("i")] == [f"bar {k}" for k in KINDS]
@@ -167,7 +167,7 @@ def test_columns(model, ids, slug, inner, sizes, words, last):
         assert number(alone) == pytest.approx(outputs[-1, int(own)].item(), abs=1e-8)
         assert number(here) == pytest.approx(number(alone), abs=1e-6)
     assert record.total == 8 * len(ids) * (inner + 192)
-    words = f"Of the {record.total:,} numbers that are gathered there in this pass "
+    words = f"Of the {record.total:,} numbers that are exchanged there in this pass "
     words += f"{record.same:,} have"
     assert words in words_of(figures) and record.same > record.total / 2
     exact = record.same == record.total
@@ -241,7 +241,7 @@ def test_ways(model, ids):
     T = len(ids)
     sent = 2 * 4 * T * (64 + 64 + 192 + 64), 2 * (2 * 2 * 4 * T * 192 // 3)
     for panel, count, traffic in zip((by_columns, by_rows), (4, 2), sent):
-        words = f"{count} meetings a layer, {traffic:,} bytes sent by each rank."
+        words = f"{count} exchanges a layer, {traffic:,} bytes sent by each rank."
         assert words_of(panel).endswith(words)
     weights = []
     for panel in (by_columns, by_rows):
@@ -270,7 +270,7 @@ def test_ways(model, ids):
     words = f"{count} of 192 such outputs differ"
     assert words in words_of(worked) and record.error < 1e-4
     assert (added != outputs[-1])[record.output] or count == 0
-    assert "2 meetings a layer instead of 4" in caption_of("row-parallel")
+    assert "2 exchanges a layer instead of 4" in caption_of("row-parallel")
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
@@ -327,7 +327,8 @@ def test_loading(model, size):
     shares = [100 * each / (whole + block) for each in [whole, *sum(bars, [])]]
     assert widths(right) == pytest.approx(shares, abs=0.006)
     assert (
-        f"at most {max(sizes) / 1e6:.1f} MB and a block" in spreading.draw_loading(record).caption
+        f"at most {max(sizes) / 1e6:.1f} MB and a block of "
+        in spreading.draw_loading(record).caption
     )
 
 
@@ -366,7 +367,9 @@ def test_sums(ids):
     assert {row[0][-1] for row in rows[3:]} == {"0", "1", "2"}  # each one comes last once
     marks = [words_of(mark) for mark in added.iter("mark")]
     different = len({f"{value:.10f}" for value in sums})
-    assert different > 1 and f"three orders, {different} sums" in caption_of("exact-int8-sums")
+    assert different > 1 and f"in three orders gives {different} different sums" in caption_of(
+        "exact-int8-sums"
+    )
     assert len(marks) == sum(value != sums[0] for value in sums)
     assert record.same["int8"] == record.logits == 4096 > record.same["float32"]
     assert "one scale for all ranks" in caption_of("exact-int8-sums")

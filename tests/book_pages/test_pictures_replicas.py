@@ -197,8 +197,11 @@ def test_who_writes_what(model, ids):
         assert tokens_of(row, "new") == [text_of(id) for id in text]
         assert record.texts[client] == text_of(*text)  # what its client got
     caption = caption_of("replicas")
-    assert "7 texts on 3 engines of 2 rows each" in caption and "7 of 7 texts are what" in caption
-    assert "8 steps of the busiest, where one engine of 2 rows takes 15" in caption
+    assert (
+        "7 texts on 3 replicas, engines of 2 rows each" in caption
+        and "7 of 7 texts are what" in caption
+    )
+    assert "after 8 steps all are done; one such engine takes 15" in caption
     work, _ = simulate(everybody, len(ids), 6)
     large = 1 + max(step for _, step in work)
     assert f"One engine with 6 rows takes {large} steps" in words_of(one)

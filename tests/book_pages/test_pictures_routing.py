@@ -162,7 +162,7 @@ def test_where_requests_go_and_what_is_found(encode):
     assert f"12 requests find {sums[0]} positions computed; at random, {sums[1]}." in caption
     assert f"One engine for all finds {found_alone}." in words_of(tree)
     assert sums[1] < sums[0] == found_alone == record.alone
-    assert "Ray is not running here" in words_of(tree)
+    assert "here there is no Ray" in words_of(tree)
 
 
 def test_an_engine_that_has_much_to_do(encode):
@@ -230,8 +230,8 @@ def test_of_a_killed_engine_texts_end_and_others_go_on(encode):
     assert kept == [0] * 9 + [1] * 4 + [0] * 6 + [1] * 4
     title = of_class(tree, "p", "title")[0]
     assert words_of(title) == "A token a step; engine 1 is killed after 4"
-    assert "5 of 5 texts are what they are alone" in words_of(tree)
-    assert "Ray would also" in words_of(tree) and "with the same seed" in caption_of(
+    assert "As far as they came, 5 of 5 texts are the same as without others" in words_of(tree)
+    assert "Ray would also start" in words_of(tree) and "with the same seed" in caption_of(
         "replica-failures"
     )
     assert record.code == -9
@@ -347,8 +347,8 @@ def test_engines_come_and_go(encode):
     caption = caption_of("scaling")
     assert "every 2 requests" in caption and "19 of 19 texts are whole." in caption
     words = words_of(tree)
-    assert f"finishes its texts, here in {drained} s." in words and "on average of 4 s" in words
-    assert "Ray is not running here" in words
+    assert f"finishes its texts, here in {drained} s." in words and "averaged over 4 s" in words
+    assert "Here there is no Ray" in words
     beside = [
         now
         for now, (computed, leaving, waiting, *_) in enumerate(expected)

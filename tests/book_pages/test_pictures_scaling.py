@@ -40,11 +40,13 @@ def write(file, made: list[tuple], other_model: bool = False) -> str:
     """A file of a benchmark with these rows. other_model: then those of another one."""
     with file.open("w", newline="") as opened:
         rows = csv.writer(opened)
-        rows.writerow(["mode", "processes", "measure", "value", "repeat", "model", "commit"])
+        rows.writerow(
+            ["mode", "processes", "measure", "value", "repeat", "model", "commit", "rows"]
+        )
         for repeat, which in enumerate((3, 4, 4)):
-            rows.writerows([*row[:3], row[which], repeat, "a", "abc"] for row in made)
+            rows.writerows([*row[:3], row[which], repeat, "a", "abc", 8] for row in made)
         if other_model:
-            rows.writerows([*row[:3], 10**6, 0, "b", "abc"] for row in made * 4)
+            rows.writerows([*row[:3], 10**6, 0, "b", "abc", 9] for row in made * 4)
     return str(file)
 
 
@@ -124,18 +126,21 @@ def test_measured_and_predicted(case, tmp_path):
     ratios = [value for (*_, name), value in found.items() if name.startswith(RATIO)]
     close = sum(0.8 <= ratio <= 1.2 for ratio in ratios)
     caption = words_of(tree_of(drawing.caption))
-    assert caption.startswith(f"{close} of {len(ratios)} predictions are within 20\xa0%. ")
+    words = f"; by medians of ratios, {close} of {len(ratios)} are within 20\xa0%. "
+    assert words in words_of(left)
+    texts = 32 if case == "of the book" else 8
+    assert words_of(left).startswith(f"Tokens a second, with {texts} texts an engine")
     several = {place: rates[place][0] for place in rates if place[0] in alone and place[1] > 1}
     one = max(rate for (mode, size), (rate, _) in rates.items() if mode != "replicas" and size == 1)
     more = sum(rate > one for rate in several.values())
-    assert ("Several ranks make less than one:" in caption) == (more == 0)
+    assert ("Several processes (ranks) make less than one here:" in caption) == (more == 0)
     words = f"{more} of {len(several)} groups of ranks make more than one. The slowest,"
     assert (words in caption) == (more > 0)
     join, size = min(several, key=several.get)
     spent = times[name_of(join, size)][0]
     assert caption.endswith(
-        f" {size} ({join}) spend {spent:,.1f} ms a step in collectives, one computes it all in "
-        f"{alone[join]:,.1f}."
+        f" {size} ({join}) spend {spent:,.1f} ms a step exchanging numbers; one rank computes all "
+        f"of a step in {alone[join]:,.1f}."
     )
     for name, both in rates.items():
         assert f"{name_of(*name)}: {both[0]:,.0f}" in drawing.text
@@ -148,8 +153,8 @@ def test_medians_and_the_title_by_hand(tmp_path):
     assert "2 replicas900 (725)" in words and "gather, 4 ranks2,000.5 (92.0)" in words
     assert "gather, 1 rank60.0" in words and "commit abc" in words
     assert drawing.caption == (
-        "2 of 3 predictions are within 20\xa0%. Several ranks make less than one: 4 (gather) spend "
-        "2,000.5 ms a step in collectives, one computes it all in 60.0."
+        "Several processes (ranks) make less than one here: 4 (gather) spend 2,000.5 ms a step "
+        "exchanging numbers; one rank computes all of a step in 60.0."
     )
 
 
@@ -157,7 +162,7 @@ def test_medians_and_the_title_by_hand(tmp_path):
     ("rate", "words"),
     [
         (1101, "1 of 2 groups of ranks make more than one. The slowest, 4 (gather) spend"),
-        (1099, "Several ranks make less than one: 4 (gather) spend"),
+        (1099, "Several processes (ranks) make less than one here: 4 (gather) spend"),
     ],
 )
 def test_ranks_that_are_faster_are_counted(rate, words, tmp_path):
@@ -212,14 +217,15 @@ def test_machines_are_those_of_the_lesson_s_own_run(machines, capsys):
         panels = of_class(tree_of(drawing.body), "div", "panel")
         steps = {}
         for texts, panel in zip(map(int, prompt.split()), panels, strict=True):
-            assert words_of(panel).startswith(f"{texts} texts at once: tokens a second")
+            assert words_of(panel).startswith(f"{texts} texts at once: ms a step (bar)")
             lines = printed(texts, capsys)
             fit = [line for line in lines if "fit" not in line]
             best = max(fit, key=lambda line: number(line[-1]))
             assert f"{texts} texts" in drawing.caption and len(record[texts]) == 4
             for row, way in zip(panel.iter("tr"), record[texts], strict=True):
                 name, _, value = cells(row)
-                ranks = name.partition(" ")[0]
+                replicas, _, ranks, _ = name.split(" ")
+                assert int(replicas) * int(ranks) == 8
                 own = [line for line in fit if line[0] == ranks]
                 assert bool(own) == bool(way.parts) == bool(widths(row))
                 if not own:
@@ -260,8 +266,22 @@ def test_the_title_has_the_best_numbers_of_ranks(machines):
     ]
     assert best == [4, 8]
     assert caption_of("larger-machines").startswith(
-        "Predicted for 8 GPUs: 512 texts are fastest with 4 ranks a replica, 8 texts with 8. "
+        "Predicted for 8 GPUs: 512 texts are fastest with 4 GPUs working as one, 8 texts with 8. "
     )
+
+
+def test_a_thousand_machines(machines, capsys):
+    """As many as the script has by itself, with the larger number of texts of both."""
+    import larger_machines
+
+    for prompt, (_, drawing) in machines.items():
+        most = max(map(int, prompt.split()))
+        larger_machines.main(["--texts", str(most)])
+        (line,) = re.findall(r"^1000 machines: (\S+)", capsys.readouterr().out, re.MULTILINE)
+        words = (
+            f"1,000 such machines, each with {most} texts, make {number(line) / 1e6:.1f} million"
+        )
+        assert words in words_of(tree_of(drawing.body))
 
 
 def test_assumptions_are_those_of_the_lesson(machines):

@@ -94,6 +94,7 @@ def test_who_vanishes_is_missed_only_by_who_listens():
     words = words_of(tree)
     assert "In 8 steps A is computed for nobody, and C begins in step 8." in words
     assert "C begins in step 4." in words
+    assert caption_of("disconnects").endswith("C begins in step 4 instead of 8.")
 
 
 def test_who_gets_in_is_what_the_two_bounds_say():
@@ -150,10 +151,12 @@ def test_how_far_requests_get():
     page = "https://page.example"
     assert [each.origin for each in record] == [None] * 4 + [page, None, page, page]
     assert [each.reads for each in record] == [True] * 5 + [False] + [True] * 2
-    for each, row in zip(record, tree.find(".//tbody"), strict=True):
+    shown_in_order = record[4:6] + record[:4] + record[6:]  # a browser asks first
+    for each, row in zip(shown_in_order, tree.find(".//tbody"), strict=True):
+        assert words_of(row.find("th")) == each.who + each.what
         shown = [words_of(cell) for cell in cells(row)[:3]]
         why = each.who == "page.example" and each.status == 401
-        assert ("may read why" in words_of(row)) is (why and each.reads)
+        assert ("may see the error" in words_of(row)) is (why and each.reads)
         doors = sum(name in each.passed for name in ("origin", "key"))
         assert shown == ["\u2713"] * doors + [str(each.status)] + [""] * (2 - doors)
         assert tokens_of(row) == ([each.text] if each.text else [])
@@ -186,6 +189,8 @@ def test_signals():
             after = [n for n, cell in enumerate(shown) if "after" in cell.get("class").split()]
             assert after == life.signals
             assert words_of(said).startswith(str(lane.status or "no connection"))
+            failed = lane.status == 200 and lane.end != "length"
+            assert (f"200, then an error: {lane.end}" == words_of(said)) is failed
 
 
 def test_two_kinds_of_metrics():
@@ -334,6 +339,7 @@ def test_the_page_s_text_and_the_engine_s_work():
         kinds = [bar.get("class") for bar in of_class(row, "i", "bar")]
         assert kinds == ["bar ", "bar other"][: len(counts)]
         assert words_of(of_class(row, "td", "value")[0]) == f"{moment.all}, {moment.pages} pages"
+    assert record.moments[-1].pages == 0 and "all pages are given back" in words_of(tree)
     assert "token 6 it computed 41 positions: 1 for you, 40 for 2 other" in caption_of("page")
 
 
@@ -446,7 +452,7 @@ def test_pairs_are_those_of_the_rows():
         share = f"{100 * statistics.median(own):.0f}\xa0%"
         kind = {"engine": "torch", "engine native": "C", "engine native int8": "C in int8"}[mode]
         titles.append(f"{mode}, {kind}: {share} at the median")
-        assert share in caption
+        assert f"{share} ({kind})" in caption
         served, alone = (
             [rates[mode, load, repeat] for repeat in "012"]
             for load in ("32 clients", "engine alone")
@@ -462,6 +468,7 @@ def test_pairs_are_those_of_the_rows():
         marked = [words.endswith("*") for words in shown]
         assert marked == [ratio > 1 for ratio in own]
     assert [words_of(title) for title in of_class(tree, "p", "title")] == titles
+    assert "at 0.7 and 1.2 of this capacity, are in the same file" in words_of(tree)
     steps = [row for row in rows if row["measure"] == "plain step, ms" and row["mode"] == "engine"]
     values = sorted(float(row["value"]) for row in steps)
     assert f"took it {values[2]:.0f} ms, in its other runs {values[1]:.0f} and less" in words_of(

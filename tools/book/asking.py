@@ -111,7 +111,7 @@ def broken_weight(model: Model, ids: list[int]) -> Nonsense:
         raise AssertionError("nobody saw the NaN")
     except UserError as error:
         line = str(error)
-    given = f"one NaN among {count:,} weights"
+    given = f"one NaN among {count:,} weights, the model\u2019s own numbers"
     return Nonsense(given, [*map(recordings.text_of, tokens)], verdict, line)
 
 
@@ -219,13 +219,15 @@ def draw_talk(record: Talk) -> Drawing:
         again = f", the first {turn.same} as in the turn before" if number else ""
         bracket = part(turn.same, record.window, "same") if number else ""
         rows += (
-            f'<li><p class="title">{token(record.said[number])} {total} tokens{again}.{forgotten}'
-            f'</p><div class="talk">{parts}</div><div class="talk thin">{bracket}</div></li>'
+            f'<li><p class="title">{number + 1}. {token(record.said[number])} {total} '
+            f'tokens{again}.{forgotten}</p><div class="talk">{parts}</div>'
+            f'<div class="talk thin">{bracket}</div></li>'
         )
     body = (
         f'<ol class="turns-of-talk">{rows}</ol>'
         f'<p class="note">The frame is the window of {record.window} tokens, of which {record.new} '
-        "are kept free for the reply. Each prompt is computed from its beginning.</p>"
+        "are kept free for the reply. Each prompt is computed from its beginning; what is the same "
+        "can be kept (lesson 42).</p>"
         '<ul class="key"><li><i class="asked tint0"></i>a message</li><li><i class="tint0"></i>its '
         'reply</li><li><i class="tint0 fresh"></i>the new reply</li>'
         '<li><i class="same"></i>the same ids as in the turn before</li></ul>'

@@ -66,10 +66,13 @@ def draw_computed(record: Computed) -> Drawing:
         panel(f"Without a cache: {plain} positions", grid(record.plain)),
         panel(f"With it: {cached} positions", grid(record.cached)),
     ) + key(first="computed", kept="keys and values kept from before")
+    body += (
+        '<p class="note">Each row is a step, each square a position. Attention finds a token by '
+        "its key, and takes its value: two vectors that each layer makes of each token.</p>"
+    )
     caption = (
-        f"A row a step, a square a position: for {len(record.words)} tokens the model computes "
-        f"{plain} positions, or, if it keeps the keys and values that attention reads, {cached}. "
-        "The text is the same."
+        f"For {len(record.words)} tokens the model computes {plain} positions, or, if it keeps the "
+        f"keys and values that attention reads, {cached}. The text is the same."
     )
     text = (
         f"Two grids. Without a cache the steps compute {[len(step) for step in record.plain]} "
@@ -118,7 +121,7 @@ def draw_storage(record: Storage) -> Drawing:
         before = filled
     size = f"{record.bytes * record.room:,}"
     body = panels(
-        panel(f"torch.cat, a longer tensor each time: {copied} copied", rows_of(grown)),
+        panel(f"Joined to a longer array each time (torch.cat): {copied} copied", rows_of(grown)),
         panel(f"One allocation of {size} bytes: none copied", rows_of(static)),
     ) + key(first="written", second="copied", kept="stays where it is", empty="zeros, for later")
     caption = (
@@ -175,8 +178,8 @@ def draw_hops(record: list[Hops]) -> Drawing:
     ]
     body = panels(*parts) + key(first="computed in this step", kept="kept keys and values")
     body += (
-        '<p class="note">From left to right the tokens of the text, from top to bottom the steps. '
-        "Run with the small draft model; positions are those of any model with this window.</p>"
+        '<p class="note">Run with the small draft model; positions are those of any model with '
+        "this window.</p>"
     )
     caption = (
         "When the window moves, every kept token gets another position, so all of it is computed "
@@ -209,6 +212,8 @@ def chart_of(run: Hops, size: int = 240, left: int = 34, top: int = 30) -> str:
             width = place(last + 1, step)[0] - x
             body += box(x, y, round(width, 1), 0.6 if run.stride == 1 else 2, "first")
     body += path([place(last, step) for step, (_, last) in enumerate(run.spans)], "first")
+    body += label(left + size / 2, 10, "token of the text", "middle")
+    body += label(left - 4, top + 6, "step", "end")
     for token_number in range(0, end, 100):
         body += label(place(token_number, 0)[0], top - 8, str(token_number), "middle")
     for step in range(100, steps + 1, 100):
@@ -262,13 +267,13 @@ def draw_ragged(record: Ragged) -> Drawing:
         '<ul class="key"><li><code class="tok">prompt</code></li>'
         '<li><code class="tok pad">padding</code></li>'
         '<li><code class="tok new">new</code></li></ul>'
-        '<p class="note">The number under a token is its position in its text. Padding writes '
-        "what is there already, and nothing reads what it answers.</p>"
+        '<p class="note">The number under a token is its position in its text. A hatched box only '
+        f"fills the row, here in {padding} places: it is the last token once more, at its own "
+        "position. So it writes the same keys and values, and its result is ignored.</p>"
     )
     caption = (
-        f"{len(record.lengths)} texts in one pass, each as if it were alone: shorter ones are "
-        f"padded, here in {padding} places, with their last token at its own position, and go on "
-        "from their own length."
+        f"{len(record.lengths)} texts in one pass, each as if it were alone. Shorter ones are "
+        "filled up with copies of their last token, whose results are ignored."
     )
     text = (
         f"A table of a batch: rows of {record.lengths} tokens padded to {width}, then one new "

@@ -28,6 +28,7 @@ Share = tuple[str, float]  # a token and its probability
 class Draws(NamedTuple):
     """Many draws from one distribution."""
 
+    prompt: str
     likely: list[Share]
     counts: list[int]  # how often each of those was drawn
     drawn: list[str]  # all draws, in order
@@ -43,7 +44,7 @@ def record_draws(prompt: str, count: int = 1000) -> Draws:
     best = logits.topk(10).indices
     counts = (ids[:, None] == best).sum(dim=0)
     likely = recordings.likely(logits.softmax(dim=-1), 10)
-    return Draws(likely, counts.tolist(), [recordings.text_of(id) for id in ids.tolist()])
+    return Draws(prompt, likely, counts.tolist(), [recordings.text_of(id) for id in ids.tolist()])
 
 
 def draw_draws(record: Draws) -> Drawing:
@@ -59,14 +60,15 @@ def draw_draws(record: Draws) -> Drawing:
     kinds = len(set(record.drawn))
     body = panels(
         panel(
-            f"The probabilities, and how often {count:,} draws took each",
+            f"After <q>{token(record.prompt)}</q>: the probabilities, and how often {count:,} "
+            "draws took each",
             bars(rows),
             "Bar: probability. Line: share of the draws.",
         ),
         panel(
             "The first 30 draws",
             f'<p class="draws">{chips}</p>',
-            "Random numbers begin at a seed: the same seed gives the same draws.",
+            f"Each draw has a seed of its own, 1 to {count:,}; the same seed gives the same draw.",
         ),
     )
     best, p = record.likely[0]
@@ -157,7 +159,8 @@ def draw_top_k(record: Cut) -> Drawing:
     others = f"{4096 - len(record.before):,} others"
     before = []
     for (text, p), left in zip(record.before, record.after):
-        before.append((token(text), p, percent(p), "" if left else "off"))
+        kinds = ("", "") if left else ("gone", "off")
+        before.append((token(text, kinds[0]), p, percent(p), kinds[1]))
     before.append((others, rest, percent(rest), "off"))
     after = []
     for (text, _), p in zip(record.before, record.after):
@@ -165,7 +168,7 @@ def draw_top_k(record: Cut) -> Drawing:
     after.append((others, 0.0, "0", ""))
     largest = max(rest, record.after[0])
     body = panels(
-        panel("At temperature 2; hatched: what is cut", bars(before, largest)),
+        panel("At temperature 2; hatched or struck through: what is cut", bars(before, largest)),
         panel(f"The same, cut to the {record.k} most likely", bars(after, largest)),
     )
     caption = (
@@ -261,8 +264,8 @@ def draw_top_p(record: list[Nucleus], p: float = 0.9) -> Drawing:
     counts = ", ".join(f"{each.kept:,}" for each in record)
     caption = (
         f"Top-p keeps the most likely tokens until they have {percent(p)} together. How many "
-        f"that are is up to the model: {counts} after these prompts. Top-k would keep the same "
-        "number after each."
+        f"that is depends on how sure the model is: {counts} after these prompts. Top-k would keep "
+        "the same number after each."
     )
     shown = "; ".join(f"{each.prompt!r} keeps {each.kept}" for each in record)
     text = f"Curves of the mass of the most likely tokens over their number: {shown}."

@@ -135,15 +135,15 @@ def draw_orders(record: Orders) -> Drawing:
         panel(
             f"All {record.count}, added in three orders",
             f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{table}</tbody></table>',
-            f"{total} &times; the scales {record.scale:.6g} = "
+            f"{total} &times; {record.scale:.6g}, the product of both scales, = "
             f"{signed(record.torch, 6)} in torch, {signed(record.native, 6)} in C.",
         ),
     )
     sums = "one sum" if different == 1 else f"{different} different sums"
     caption = (
         f"float32 rounds after each addition: three orders give {sums} here. Whole numbers give "
-        f"{total} in any order, so C may add as many side by side as the processor can, "
-        "and the output has the same bits."
+        f"{total} in any order, so a program in C may add as many side by side as the processor "
+        "can, and the output has the same bits."
     )
     text = (
         f"Four products of whole numbers, {products}, and the sum of {record.count} in three "
@@ -268,7 +268,8 @@ def draw_choices(record: Choices) -> Drawing:
     same = record.texts["torch"] == record.texts["C"]
     body = panels(
         panel(
-            "What computes, for each --backend; default: auto", f'<div class="scroll">{table}</div>'
+            "What computes, for each --backend; native: C, default: auto",
+            f'<div class="scroll">{table}</div>',
         ),
         panel(
             f"After {token(record.prompt)}, greedily, with int8 weights",
@@ -302,7 +303,7 @@ WORDS = {
     "second": "attention",
     "good": "norms, sums and the like",
     "other": "copies",
-    "empty": "no number computed: slices, views, transposes",
+    "empty": "no number computed: other views of the same memory",
 }
 
 
@@ -418,16 +419,17 @@ def draw_step(record: Step) -> Drawing:
     words = {kind: f"{python[kind]} {words}" for kind, words in WORDS.items() if python[kind]}
     called = "one call" if record.calls == 1 else f"{record.calls} calls"
     body = (
-        f'<p class="title">torch: {total} operators, one after the other</p>'
+        f'<p class="title">torch: {total} operators, one after the other; a row is a layer</p>'
         f'{lines_of(record.torch)}{key(**words)}<p class="title one">C: {called} from '
-        f'Python, gpt_pass, and what it computes</p><div class="call">{lines_of(record.c)}'
-        '</div><p class="note">An operator is a function inside torch.</p>'
+        f"Python, gpt_pass (the frame), and what it computes</p>"
+        f'<div class="call">{lines_of(record.c)}</div><p class="note">An operator is a function '
+        "inside torch. The first and "
+        f"the last row are what comes before and after the {len(record.c) - 2} layers.</p>"
     )
     caption = (
-        f"One new token, a row for each of {len(record.c) - 2} layers. torch runs {total} "
-        f"operators; {python['empty'] + python['other']} of these copy, or compute nothing. In C "
-        f"all of the step is {called}: the same {inside['first']} products and {inside['second']} "
-        "attentions, in a frame."
+        f"For one new token torch runs {total} operators, and {python['empty'] + python['other']} "
+        f"of these only copy, or compute nothing. In C all of the step is {called}, with the same "
+        f"{inside['first']} products and {inside['second']} attentions."
     )
     text = (
         f"{total} squares for torch's operators, {', '.join(words.values())}; in a frame, {called} "

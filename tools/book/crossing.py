@@ -112,7 +112,10 @@ def draw_lanes(record: Lanes) -> Drawing:
             f'<tr class="out"><td>{read}</td><td><p class="arrow">{news}</p></td>'
             f"<td><p>step {number}</p><p>{work}</p></td></tr>"
         )
-    head = "<th>Event loop: readers</th><th>What crosses</th><th>Engine: positions</th>"
+    head = (
+        "<th>Event loop&rsquo;s thread: readers</th><th>What crosses</th>"
+        "<th>Engine&rsquo;s thread: positions computed</th>"
+    )
     body = f'<table class="lanes"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
     tokens = sum(len(step.news) for step in record.steps)
     calls = len(record.steps)
@@ -272,8 +275,8 @@ def draw_ends(record: Ends) -> Drawing:
         f"them for {record.left} more tokens that nobody reads.</p>"
     )
     caption = (
-        "What a reader leaves behind is aborted before the next step. An engine that dies is told "
-        "to all who read, and to who asks later."
+        "When a reader leaves, its text is aborted before the next step. When the engine dies, all "
+        "readers are told, and all who ask later."
     )
     states = (
         f"after step {shown.steps}: running {shown.running}, waiting {shown.waiting}, pages "
@@ -326,6 +329,9 @@ def record_health(prompt: str, most: int = 40) -> Health:
     return Health(asked[: len(paths)], asked[len(paths) :])
 
 
+SINCE = 67  # until this lesson /v1/models answers 200 where the engine has died
+
+
 def draw_health(record: Health) -> Drawing:
     def shown(state: str, found: Answered) -> str:
         kind = "new" if found.status == 200 else "out"
@@ -341,7 +347,8 @@ def draw_health(record: Health) -> Drawing:
         if works == died:
             answers = shown("either way:", works)
         else:
-            answers = shown("engine works:", works) + shown("engine died:", died)
+            since = f" (at this lesson still 200, until {SINCE})" * path.startswith("/v1/models")
+            answers = shown("engine works:", works) + shown(f"engine died{since}:", died)
         body += (
             f'<p class="title"><code>GET {escape(path)}</code> &rarr; {name}</p>'
             f'<div class="asked">{answers}</div>'
@@ -349,11 +356,12 @@ def draw_health(record: Health) -> Drawing:
     before, after = (found[0].status for found in (record.works, record.died))
     caption = (
         f"/health asks about the engine, not the process: {before} while texts can be written, "
-        f"{after} when its thread has died."
+        f"{after} when its thread has died. Other paths say in JSON what is served, or what is "
+        "wrong."
     )
     body += (
         '<p class="note">FastAPI finds a function of ours for a path, and makes of its result a '
-        "status and JSON. All errors have one form.</p>"
+        "status and JSON. All errors with a body have one form.</p>"
     )
     text = " ".join(
         f"{state}: "
@@ -367,6 +375,6 @@ PICTURES = {  # slug of a lesson -> its picture
     "engine-thread": Picture("Lily", record_lanes, draw_lanes),
     "early-ends": Picture("Once upon a time, there was a", record_ends, draw_ends),
     "server": Picture(
-        "gpt-4", record_health, draw_health, own="The same of another model\u2019s name"
+        "gpt-4", record_health, draw_health, own="The same for another model\u2019s name"
     ),
 }

@@ -81,7 +81,7 @@ def draw_lookup(record: Run) -> Drawing:
     length = len(record.requests[0].output)
     caption = (
         "Each text drafts from what it has said before, and a step checks that: "
-        f"{length} tokens in {counts} steps, the same texts as without drafts."
+        f"{length} tokens each, in {counts} steps, the same texts as without drafts."
     )
     note = (
         '<p class="note">A draft is what followed the same tokens before, in the same text. '
@@ -187,16 +187,16 @@ def draw_coupled(record: Coupled) -> Drawing:
             panel(
                 f"How many of {len(races)} drafts are accepted",
                 bars(rows, 1),
-                f"The first line is counted, {len(right)} of these {len(races)} drafts; on average "
-                "it is less than the second. The others are expected: the means of &Sigma; "
-                "min(p, q) and &Sigma; p q over the same drafts. Lesson 17 accepts as many as can "
-                "be, but writes another text than without drafts.",
+                f"The first line is counted: {len(right)} of these {len(races)} drafts. The others "
+                "are worked out from p and q of the same drafts: how many are accepted on average. "
+                "Lesson 17 accepts as many as any rule can on average, but writes another text "
+                "than without drafts. Here it is luck if the first line is as long as the second.",
             ),
         )
         caption = (
-            "Both models draw with the same random numbers, so they often draw the same token, "
-            "and the text is the one without drafts (lesson 17 writes another): "
-            f"{len(right)} of {len(races)} drafts are right."
+            "With the same random numbers both models often draw the same token: "
+            f"{len(right)} of {len(races)} drafts are right, and the text is the one without "
+            "drafts."
         )
     else:
         body = ""
@@ -254,10 +254,10 @@ KINDS = {True: "good", False: "soft"}  # CSS classes of steps with drafts and wi
 CLOCKS = {  # what takes the time: title, note
     "weights": (
         "Reading the weights takes the time",
-        "A pass over four tokens takes as long as one over one.",
+        "A pass over four tokens takes as long as a pass over one.",
     ),
     "products": (
-        "The products take the time",
+        "The multiplications take the time",
         "A pass over four tokens takes four times as long.",
     ),
 }
@@ -349,7 +349,7 @@ def draw_trials(record: list[Tried]) -> Drawing:
     )
     note = (
         '<p class="note">A block is a step: as wide as its time, as high as its tokens / time. '
-        "Times are counted here, so that they are the same each time: 1 is a pass of the large "
+        "Times are not measured here but counted, by the rule above: 1 is a pass of the large "
         "model over one token; with drafts those of the small model come on top. In the table "
         f"tokens are means, times medians, of the {TRIAL} steps of each way that are measured.</p>"
     )

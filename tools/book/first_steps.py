@@ -26,6 +26,7 @@ from book.draw import (
 from cache import KVCache
 from infer import next_logits
 from model import causal_attention
+from tokenizer import EOT
 
 
 class PassRecord(NamedTuple):
@@ -97,8 +98,8 @@ def draw_pass(record: PassRecord) -> Drawing:
     rises = f"turns from {token(rival)} to {token(answer)}" if turns else f"becomes {token(answer)}"
     caption = (
         "One pass of the model: a text goes in, a score for each token that could come next comes "
-        f"out. One head of layer {record.layer} looks back at {token(seen)}; through the layers "
-        f"the answer {rises}."
+        f"out. On the way through the layers {token(last)} looks back at {token(seen)}, and the "
+        f"answer {rises}."
     )
     shown = ", ".join(repr(text) for text, _ in record.tokens)
     text = (
@@ -135,7 +136,7 @@ def pieces(record: PassRecord) -> dict[str, Piece]:
             panel(
                 "1. The text, cut into tokens; below each its id",
                 f'<ol class="chips">{chips}</ol>',
-                "A space belongs to the word behind it.",
+                "A space belongs to the word after it.",
             ),
             f"Tokens and ids: {listed}.",
         ),
@@ -145,7 +146,7 @@ def pieces(record: PassRecord) -> dict[str, Piece]:
                 vectors(record),
                 f"The first {FIRST} numbers of each, drawn: blue above 0, orange below. "
                 f"Then {len(record.after) - 1} layers change these vectors, one after the other; "
-                "in each, tokens look back.",
+                "in each, a token looks back at earlier ones, and is then worked on alone.",
             ),
             "The first numbers of each token's vector, as colours.",
         ),
@@ -176,7 +177,7 @@ def pieces(record: PassRecord) -> dict[str, Piece]:
                     (token(text), p, f"logit {signed(logit, 1)}, {percent(p)}", "")
                     for (text, p), logit in zip(record.top, record.logits)
                 ),
-                "The five largest; the bars are probabilities, which softmax makes of all of them. "
+                "The five largest. Softmax turns all scores into probabilities, the bars. "
                 f"{token(answer)} is what lesson 01 takes.",
             ),
             f"Bars of the five most likely tokens; {answer!r} has {percent(p)}.",
@@ -301,7 +302,7 @@ def draw_steps(record: tuple[list[str], list[Step]]) -> Drawing:
         f'<table class="loop"><thead>{head}</thead><tbody>{rows}</tbody></table>'
         '<ul class="key"><li><code class="tok new">taken</code></li>'
         '<li><code class="tok old">taken in a step before</code></li></ul>'
-        '<p class="note">The number behind a token is its score, the logit.</p>'
+        '<p class="note">The number next to a token is its score, the logit.</p>'
     )
     caption = (
         "Each step puts the whole text into the model, takes the token with the largest score and "
@@ -360,7 +361,7 @@ def draw_ends(record: Ends) -> Drawing:
             chart + key(first="after the end of a sentence", kept="elsewhere"),
             "The scale is logarithmic.",
         ),
-        panel("The last steps: EOS in the place of each token", bars(rows, 1.0)),
+        panel("The last steps: how likely EOS was in the place of each token", bars(rows, 1.0)),
     )
     peaks = [at for at, p in enumerate(record.chances) if p >= 0.001]
     ended = record.tokens[-1] == "<|endoftext|>"
@@ -369,7 +370,10 @@ def draw_ends(record: Ends) -> Drawing:
         places += ", all of them after a sentence"
     last_chance = percent(record.chances[-1])
     end = f" At the last it has {last_chance}, more than any other: the text ends." * ended
-    caption = f"The end is a token like any other, EOS. It has {places}.{end}"
+    caption = (
+        f"The end of a text is a token like any other: EOS, written {token(EOT)}. It has "
+        f"{places}.{end}"
+    )
     text = (
         f"A chart of the probability of EOS over {count} steps, and bars of the last ones: "
         f"{', then '.join(map(chance, record.chances[-2:]))}."
@@ -423,7 +427,7 @@ def draw_windows(record: Windows) -> Drawing:
     body = (
         f'<div class="scroll"><table class="windows"><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
-        '<p class="note">Written by a small checkpoint, stories-draft, with '
+        '<p class="note">Written by a small model, stories-draft, with '
         "<code>--ignore-eos</code>.</p>"
     )
     first = record.text[1]

@@ -127,7 +127,7 @@
         `<table class="loop"><thead>${head}</thead><tbody>${rows.join("")}</tbody></table>` +
         '<ul class="key"><li><code class="tok new">taken</code></li>' +
         '<li><code class="tok old">taken in a step before</code></li></ul>' +
-        '<p class="note">The number behind a token is its score, the logit.</p>',
+        '<p class="note">The number next to a token is its score, the logit.</p>',
       caption:
         "Each step puts the whole text into the model, takes the token with the largest score and " +
         `appends it: after ${steps.length} steps the text is longer by ${steps.length} tokens.`,
@@ -187,10 +187,14 @@
     return {
       body: panels(
         panel("The probability of EOS at each step", chart + legend, "The scale is logarithmic."),
-        panel("The last steps: EOS in the place of each token", bars(rows.slice(-9), 1)),
+        panel(
+          "The last steps: how likely EOS was in the place of each token",
+          bars(rows.slice(-9), 1),
+        ),
       ),
       caption:
-        "The end is a token like any other, EOS. It has a probability of 0.1\u00a0% or more at " +
+        "The end of a text is a token like any other: EOS, written " +
+        `${token("<|endoftext|>")}. It has a probability of 0.1\u00a0% or more at ` +
         `${peaks.length} of ${count} places${after}.${end}`,
       text:
         `A chart of the probability of EOS over ${count} steps, and bars of the last ones: ` +
@@ -218,7 +222,7 @@
       body:
         `<div class="scroll"><table class="windows"><thead><tr>${head}</tr></thead>` +
         `<tbody>${rows}</tbody></table></div>` +
-        '<p class="note">Written by a small checkpoint, stories-draft, with ' +
+        '<p class="note">Written by a small model, stories-draft, with ' +
         "<code>--ignore-eos</code>.</p>",
       caption:
         `The model sees the last ${size} tokens, its window. In a longer text the first ones fall ` +
@@ -233,7 +237,7 @@
 
   const massOf = (shares) => shares.reduce((total, [, p]) => total + p, 0);
 
-  function drawDraws({ likely, counts, drawn }) {
+  function drawDraws({ prompt, likely, counts, drawn }) {
     const count = drawn.length;
     const rows = likely.map(([text, p], index) => {
       const times = counts[index];
@@ -249,14 +253,15 @@
     return {
       body: panels(
         panel(
-          `The probabilities, and how often ${thousands(count)} draws took each`,
+          `After <q>${token(prompt)}</q>: the probabilities, and how often ${thousands(count)} ` +
+            "draws took each",
           bars(rows),
           "Bar: probability. Line: share of the draws.",
         ),
         panel(
           "The first 30 draws",
           `<p class="draws">${chips.join(" ")}</p>`,
-          "Random numbers begin at a seed: the same seed gives the same draws.",
+          `Each draw has a seed of its own, 1 to ${thousands(count)}; the same seed gives the same draw.`,
         ),
       ),
       caption:
@@ -297,7 +302,7 @@
     const rest = 1 - massOf(before);
     const others = `${thousands(4096 - before.length)} others`;
     const left = before.map(([text, p], index) => [
-      token(text),
+      token(text, after[index] ? "" : "gone"),
       p,
       percent(p),
       after[index] ? "" : "off",
@@ -312,7 +317,7 @@
     const [name, share] = before[0];
     return {
       body: panels(
-        panel("At temperature 2; hatched: what is cut", bars(left, largest)),
+        panel("At temperature 2; hatched or struck through: what is cut", bars(left, largest)),
         panel(`The same, cut to the ${k} most likely`, bars(right, largest)),
       ),
       caption:
@@ -383,7 +388,8 @@
       ),
       caption:
         `Top-p keeps the most likely tokens until they have ${percent(p)} together. How many ` +
-        `that are is up to the model: ${found.map(({ kept }) => thousands(kept)).join(", ")} ` +
+        "that is depends on how sure the model is: " +
+        `${found.map(({ kept }) => thousands(kept)).join(", ")} ` +
         "after these prompts. Top-k would keep the same number after each.",
       text: `Curves of the mass of the most likely tokens over their number: ${shown.join("; ")}.`,
     };
@@ -462,11 +468,13 @@
       body:
         lines.join("") +
         key(legend) +
-        `<p class="note">The number is the score of ${token(text)}, its logit.</p>`,
+        `<p class="note">The number is the score of ${token(text)}, its logit. The lesson rounds ` +
+        "weights and all that is computed from them, so a whole pass is off by more: its Try " +
+        "measures that. Logits are then turned back into float32.</p>",
       caption:
         "Half the bytes, nearly the same number: this one, rounded once, is off by " +
-        `${off(half)} in float16, which keeps more digits, and by ${off(brain)} in bfloat16, which ` +
-        "keeps float32&rsquo;s range.",
+        `${off(half)} in float16, which keeps more digits but ends at 65,504, and by ` +
+        `${off(brain)} in bfloat16, which keeps float32&rsquo;s range.`,
       text:
         `The bits of the logit of ${quoted(text)}: sign, exponent and fraction of ` +
         `${shown.join("; ")}.`,
@@ -494,11 +502,13 @@
         panels(
           panel(`Without a cache: ${all} positions`, grid(plain)),
           panel(`With it: ${few} positions`, grid(cached)),
-        ) + key({ first: "computed", kept: "keys and values kept from before" }),
+        ) +
+        key({ first: "computed", kept: "keys and values kept from before" }) +
+        '<p class="note">Each row is a step, each square a position. Attention finds a token by ' +
+        "its key, and takes its value: two vectors that each layer makes of each token.</p>",
       caption:
-        `A row a step, a square a position: for ${words.length} tokens the model computes ${all} ` +
-        `positions, or, if it keeps the keys and values that attention reads, ${few}. The ` +
-        "text is the same.",
+        `For ${words.length} tokens the model computes ${all} positions, or, if it keeps the ` +
+        `keys and values that attention reads, ${few}. The text is the same.`,
       text:
         `Two grids. Without a cache the steps compute [${sizes[0].join(", ")}] positions, with ` +
         `it [${sizes[1].join(", ")}].`,
@@ -527,7 +537,7 @@
     return {
       body:
         panels(
-          panel(`torch.cat, a longer tensor each time: ${copied} copied`, rowsOf(grown)),
+          panel(`Joined to a longer array each time (torch.cat): ${copied} copied`, rowsOf(grown)),
           panel(`One allocation of ${thousands(bytes * room)} bytes: none copied`, rowsOf(fixed)),
         ) + key(legend),
       caption:
@@ -559,9 +569,8 @@
       body:
         panels(...parts) +
         key({ first: "computed in this step", kept: "kept keys and values" }) +
-        '<p class="note">From left to right the tokens of the text, from top to bottom the ' +
-        "steps. Run with the small draft model; positions are those of any model with this " +
-        "window.</p>",
+        '<p class="note">Run with the small draft model; positions are those of any model with ' +
+        "this window.</p>",
       caption:
         "When the window moves, every kept token gets another position, so all of it is computed " +
         `anew. In hops of ${runs[0].stride} tokens that is seldom: ${few} positions instead of ` +
@@ -593,6 +602,8 @@
       ends.map((end, step) => place(end - 1, step)),
       "first",
     );
+    body += label(left + size / 2, 10, "token of the text", "middle");
+    body += label(left - 4, top + 6, "step", "end");
     for (let at = 0; at < ends.at(-1); at += 100)
       body += label(place(at, 0)[0], top - 8, String(at), "middle");
     for (let step = 100; step <= spans.length; step += 100)
@@ -618,12 +629,12 @@
         '<ul class="key"><li><code class="tok">prompt</code></li>' +
         '<li><code class="tok pad">padding</code></li>' +
         '<li><code class="tok new">new</code></li></ul>' +
-        '<p class="note">The number under a token is its position in its text. Padding writes ' +
-        "what is there already, and nothing reads what it answers.</p>",
+        '<p class="note">The number under a token is its position in its text. A hatched box ' +
+        `only fills the row, here in ${padding} places: it is the last token once more, at its ` +
+        "own position. So it writes the same keys and values, and its result is ignored.</p>",
       caption:
-        `${lengths.length} texts in one pass, each as if it were alone: shorter ones are padded, ` +
-        `here in ${padding} places, with their last token at its own position, and go on from ` +
-        "their own length.",
+        `${lengths.length} texts in one pass, each as if it were alone. Shorter ones are filled ` +
+        "up with copies of their last token, whose results are ignored.",
       text:
         `A table of a batch: rows of [${lengths.join(", ")}] tokens padded to ${width}, then one ` +
         "new token a row in each pass, at positions of its own.",
@@ -657,8 +668,8 @@
       '<ul class="key"><li><i class="first"></i>the text that two beams find</li>' +
       '<li><i class="second"></i>greedy decoding, where it differs</li></ul>';
     const note =
-      "From top to bottom the steps; below each token the sum of log-probabilities so far. Bold: " +
-      "the two that are kept. Grey: dropped.";
+      "From top to bottom the steps; below each token the sum of log-probabilities so far " +
+      "(nearer to 0: more probable). Bold: the two that are kept. Grey: dropped.";
     const [one, two] = scores;
     const found =
       best.join("\0") === greedy.join("\0")
@@ -704,14 +715,17 @@
       body:
         `<table class="scores"><thead><tr>${head}</tr></thead><tbody>${rows.join("")}</tbody>` +
         '</table><p class="note">\u25a0: the end of the text, a token too. n: tokens; sum: of ' +
-        "their log-probabilities, all below 0, so the shortest bar of a column is the best.</p>",
+        "their log-probabilities, all below 0, so the shortest bar of a column is the best. " +
+        `These are the texts that 4 beams find, of at most ${most} tokens. sum is length penalty ` +
+        "0, sum / n is 1. With 1 a text that goes on may still come up to its sum of now / " +
+        `${most}, so the search ends only when that is too little.</p>`,
       caption:
         won[0] === won[1]
           ? `Here one text, of ${tokens(few)}, wins by its sum and by its mean: ` +
             `${signed(total, 2)} and ${mean}.`
-          : `Each token lowers the sum of log-probabilities: of texts of at most ${most} tokens, ` +
-            `by its sum one of ${tokens(few)} wins. Divided by its length one of ${many} does: ` +
-            `${better} a token against ${mean}.`,
+          : `Each token lowers the sum of log-probabilities, so by its sum a text of ` +
+            `${tokens(few)} wins. Divided by its length one of ${many} does: ${better} a token ` +
+            `against ${mean}.`,
       text:
         `Bars of the sums of ${texts.length} texts, and of these by length: ${shown.join("; ")}. ` +
         `Best: ${quoted(short)} by its sum, ${quoted(long)} by sum / n.`,
@@ -747,13 +761,15 @@
     return {
       body:
         `<div class="panel whole">${lines.join("")}<p class="note">A line of length 1: the ` +
-        "tokens, sorted for the eye only, each as long as its probability, " +
-        `${names.join(" ")}, &hellip; What is before a token is the sum of all more probable ` +
-        "ones, in any order. What is left of the line is still in the race. Plain mark: top-p, " +
-        `${limit}. Coloured mark: where the fastest token begins.</p></div>`,
+        "tokens, each as long as its probability, " +
+        `${names.join(" ")}, &hellip;, grey all the others. They are sorted for the eye only: to ` +
+        "know what is before a token, the program adds up all that are more probable. What is " +
+        "left of the line is still in the race. The mark at the same place of each line: top-p, " +
+        `${limit}. Coloured mark: where the fastest token begins. The random numbers are ` +
+        "exponential: with them a token is the fastest as often as its probability says.</p></div>",
       caption:
-        `Each of ${thousands(vocab)} tokens gets a speed, its probability over a random number. ` +
-        "Only the fastest is asked whether it is inside top-p: no sorting. " +
+        `Each of ${thousands(vocab)} tokens gets a speed: its probability divided by a random ` +
+        "number. Only the fastest is asked whether it is inside top-p: no sorting. " +
         `After ${rounds.length} round${rounds.length > 1 ? "s" : ""} ` +
         `${token(rounds.at(-1).token)} is.`,
       text: `The rounds of the race with seed ${seed}: ${shown.join("; ")}. The last one is drawn.`,
@@ -798,6 +814,7 @@
     const lines = verdicts.map(({ drafts, accepted, tokens }) => {
       const kind = (index) => (index < accepted ? "new" : index === accepted ? "out" : "gone");
       const chips = drafts.map((draft, index) => token(draft, kind(index)));
+      if (!drafts.length) chips.push("<i>no draft</i>");
       const own = tokens.slice(accepted).map((text) => ` &rarr; ${token(text, "own")}`);
       return `<li>${chips.join("")}${own.join("")}</li>`;
     });
@@ -884,7 +901,8 @@
       body:
         `<p class="title">${token(prompt)} goes on, at temperature 1:</p>` +
         `<ol class="lattice">${columns.join("")}</ol>` +
-        '<ul class="key"><li><i class="taken"></i>the token that was drawn</li>' +
+        '<ul class="key"><li>a column: the likeliest tokens of a place</li>' +
+        '<li><i class="taken"></i>the token that was drawn</li>' +
         "<li>the stronger the colour, the more probable</li>" +
         "<li>below: its log-probability</li></ul>" +
         `<p class="note">Sum of all ${values.length}: ${terms.join(" ")} \u2026 = ` +
@@ -892,8 +910,9 @@
         `${Math.exp(-mean).toFixed(2)}: as unsure as among so many equally likely tokens each ` +
         "time.</p>",
       caption:
-        "In each column the likeliest tokens of a place, framed the one that was drawn: once " +
-        `${token(surprise[0])} with ${percent(Math.exp(surprise[1]))}${instead}.`,
+        `A perplexity of ${Math.exp(-mean).toFixed(2)} says how sure the model was of this text. ` +
+        `It was least sure of ${token(surprise[0])}, ` +
+        `with ${percent(Math.exp(surprise[1]))}${instead}.`,
       text:
         `After ${quoted(prompt)} the model writes ` +
         `${quoted(tokens.map(([text]) => text).join(""))}, with log-probabilities ${shown.join("; ")}.`,
@@ -911,21 +930,22 @@
     "presence-penalty": (record) =>
       drawMoved(
         record,
-        "Each token of the output loses 1 from its score, the logit, however often it is there.",
+        "Each token of the output loses the penalty, here 1, from its score, the logit, however " +
+          "often it is there.",
         "Those that are not in the output do not move.",
       ),
     "frequency-penalty": (record) =>
       drawMoved(
         record,
-        "Each token of the output loses 0.5 from its score, the logit, for every time that it is " +
-          "there.",
-        "A presence penalty of 1 is on in both.",
+        "Each token of the output loses the penalty, here 0.5, from its score, the logit, for " +
+          "every time that it is there.",
+        "A presence penalty of 1 is on in both texts.",
       ),
     "repetition-penalty": (record) =>
       drawMoved(
         record,
-        "Each token of prompt and output has its score, the logit, divided by 1.3; below 0, " +
-          "multiplied.",
+        "Each token of prompt and output has its score, the logit, divided by the penalty, here " +
+          "1.3 (a negative one is multiplied, so that it falls too).",
         "A large logit loses more than a small one.",
       ),
     "fp16-bf16": drawRounded,

@@ -223,6 +223,7 @@ def draw_stall(record: Stalled) -> Drawing:
         late = sum(first - due > limit for due, first in seen.spans)
         p99 = seen.values["ttft, ms, p99"]
         words = f"{late} late of {len(seen.spans)}; 99th percentile: <b>{p99:,.0f} ms</b>"
+        words += " (99 of 100 wait no longer)"
         return panel(title, chart(seen), words)
 
     body = panels(
@@ -233,8 +234,9 @@ def draw_stall(record: Stalled) -> Drawing:
     lates = [sum(f - d > limit for d, f in seen.spans) for seen in (record.closed, record.open)]
     begins, ends = record.stall
     note = (
-        f"A line is a request, from when it was due to its first token; red: more than "
-        f"{1000 * limit:.0f} ms. Each step of the server takes {1000 * STEP:.0f} ms on this clock."
+        f"A line is a request, the first at the top, from when it was due to its first token. Red: "
+        f"more than {1000 * limit:.0f} ms. Each step of the server takes {1000 * STEP:.0f} ms on "
+        "this clock."
     )
     caption = (
         f"A server stalls for {ends - begins:g} seconds. In a closed loop nobody asks meanwhile: "
@@ -397,8 +399,10 @@ class Measured(NamedTuple):
     file: str
     pairs: list[Pair]
     commit: str
+    random: list[str]  # loads of requests at random moments, which are not drawn
 
 
+RANDOM = " of capacity"
 MODES = {"engine": "torch", "engine native": "C", "engine native int8": "C in int8"}
 
 
@@ -421,7 +425,9 @@ def record_pairs(name: str) -> Measured:
         ]
         if min(map(min, (pair[1:] for pair in pairs))) <= 0:
             raise ValueError
-        return Measured(name, pairs, rows[0]["commit"])
+        loads = dict.fromkeys(row["load"] for row in rows)
+        random = [load for load in loads if load.endswith(RANDOM)]
+        return Measured(name, pairs, rows[0]["commit"], random)
     except OSError as error:
         raise UserError(f"{name!r} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, csv.Error):
@@ -453,17 +459,25 @@ def draw_pairs(record: Measured) -> Drawing:
         '<ul class="key"><li><i></i>measured: tokens a second of the server, to 32 clients</li>'
         '<li><i class="mark-key"></i>measured: of its engine alone, without HTTP</li></ul>'
     )
+    shares_of = " and ".join(load.removesuffix(RANDOM) for load in record.random)
+    others = (
+        f" Rows of requests at random moments, at {shares_of} of this capacity, are in the same "
+        "file and in the plots."
+        if shares_of
+        else ""
+    )
     note = (
         f"A line is a repeat, in which both had a turn.{notes} Rows of {escape(record.file)}, "
-        f"commit {escape(record.commit)}."
+        f"commit {escape(record.commit)}.{others}"
     )
-    shares = ", ".join(map(percent, middles[:-1]))
+    *shares, last = (f"{percent(own)} ({MODES[mode]})" for mode, own in zip(MODES, middles))
+    shares = ", ".join(shares)
     caption = (
         "What HTTP and the client cost, on the same cores as the engine: to 32 clients a server "
-        f"delivers {shares} and {percent(middles[-1])} of the tokens that its engine makes alone."
+        f"delivers {shares} and {last} of the tokens that its engine makes alone."
     )
     ratios = ", ".join(f"{pair.mode} {pair.served / pair.alone:.2f}" for pair in record.pairs)
-    text = f"Pairs of tokens a second, server by engine alone: {ratios}. Medians: {shares}."
+    text = f"Pairs of tokens a second, server by engine alone: {ratios}. Medians: {shares}, {last}."
     body = f'{legend}<div class="panel pairs">{parts}</div><p class="note">{note}</p>'
     return Drawing(body, caption, text)
 

@@ -56,7 +56,7 @@ def source(rows: list[dict], name: str) -> str:
 
 
 class Turn(NamedTuple):
-    """Two neighbouring runs."""
+    """Two runs of the same repeat."""
 
     rate: float  # of the baseline, tokens a second
     other: float
@@ -116,10 +116,9 @@ def draw_turns(record: Turns) -> Drawing:
     body = panels(
         panel(
             f"{len(turns)} turns: the target alone, then with drafts",
-            dumbbells(turns)
-            + key(first="target alone, tokens a second", second=f"with drafts, {record.mode}"),
-            "A line a turn, with its ratio: two runs one right after the other, so both share "
-            "what disturbs them. Gamma: so many tokens are drafted at once.",
+            dumbbells(turns) + key(first="target alone", second=f"with drafts, {record.mode}"),
+            "A line a turn, with its ratio: two runs of the same repeat, close in time, so both "
+            "share what disturbs them. Gamma: so many tokens are drafted at once.",
         ),
         panel(
             "How many times as fast? Three answers",
@@ -128,9 +127,9 @@ def draw_turns(record: Turns) -> Drawing:
         ),
     )
     caption = (
-        f"{record.conditions}, {record.mode}: with drafts the target is {middle:.2f} times as "
-        f"fast, the median of {len(turns)} turns from {ratios[0]:.2f} to {ratios[-1]:.2f}. Who "
-        f"picks two runs can say {low:.2f} or {high:.2f}."
+        f"{record.conditions}: with drafts of {record.mode.removeprefix('gamma ')} tokens the "
+        f"target is {middle:.2f} times as fast, the median of {len(turns)} pairs of runs, from "
+        f"{ratios[0]:.2f} to {ratios[-1]:.2f}. Who picks two runs can say {low:.2f} or {high:.2f}."
     )
     text = (
         f"{len(turns)} turns with the rates of the target and of {record.mode}: "
@@ -159,7 +158,8 @@ def dumbbells(turns: list[Turn], width: int = 330, row: int = 19) -> str:
     for mark in range(0, int(largest) + 1, step):
         body = draw.path([(place(mark), 2), (place(mark), y - 6)], "grid") + body
         body += label(place(mark), y + 8, str(mark), "middle")
-    return svg(width, y + 12, body, "chart")
+    body += label(place(0), y + 24, "tokens a second")
+    return svg(width, y + 28, body, "chart")
 
 
 class Lengths(NamedTuple):
@@ -184,7 +184,8 @@ def record_lengths(name: str) -> Lengths:
 
 
 COLOURS = "second", "first", "good", "other"
-PEER = "transformers: Hugging Face&rsquo;s library, with a cache of its own. "
+PEER = "transformers"
+LIBRARY = f"{PEER}, Hugging Face\u2019s library"
 
 
 def draw_lengths(record: Lengths) -> Drawing:
@@ -194,16 +195,17 @@ def draw_lengths(record: Lengths) -> Drawing:
     cached = medians["cache"]
     shortest, longest = (pick(plain) for pick in (min, max))
     body = panel(
-        "Milliseconds a token, for texts of so many tokens",
-        chart_of(record, modes) + key(**{kind: mode for mode, kind in modes.items()}),
+        "Milliseconds a token, for so many new tokens",
+        chart_of(record, modes)
+        + key(**{kind: LIBRARY if mode == PEER else mode for mode, kind in modes.items()}),
         "A dot a run, lines through the medians. "
-        + PEER * ("transformers" in modes)
+        + f"{PEER} has a cache of its own. " * (PEER in modes)
         + f"Rows of {escape(record.source)}.",
     )
     grows = " longer as the text grows" * (plain[longest] > plain[shortest])
     caption = (
-        f"Without the cache a token takes{grows}: {plain[shortest]:.0f} ms in texts of {shortest} "
-        f"tokens, {plain[longest]:.0f} in texts of {longest}. With it {cached[shortest]:.1f} and "
+        f"Without the cache a token takes{grows}: {plain[shortest]:.0f} ms each for {shortest} new "
+        f"tokens, {plain[longest]:.0f} for {longest}. With it {cached[shortest]:.1f} and "
         f"{cached[longest]:.1f}."
     )
     text = "Median milliseconds a token: " + "; ".join(
@@ -250,7 +252,8 @@ class Shares(NamedTuple):
     source: str
 
 
-ENGINES = "cache", "native", "native int8"
+NAMES = {"cache": "torch", "native": "C", "native int8": "int8 in C"}
+ENGINES = tuple(NAMES)
 OWN = "benchmark-batching"  # the lesson whose Try prints rows of its own code
 
 
@@ -270,8 +273,8 @@ def record_shares(name: str) -> Shares:
     if name == OWN:
         found = printed_rows()
         said = (
-            "One run of each, by this lesson&rsquo;s own code, as its message prints them: a ratio "
-            "would need turns (lesson 18)."
+            "One run of each, by this lesson&rsquo;s own code, as its message prints them: too few "
+            "to say how many times as fast (lesson 18)."
         )
     else:
         rows = read_rows(name)
@@ -304,10 +307,17 @@ def draw_shares(record: Shares) -> Drawing:
         f"int8: C with int8 weights. {record.source}</p>"
     )
     sizes = sorted({size for rates in medians.values() for size in rates})
+    few, many = sizes[0], sizes[-1]
+    found = [
+        f"{rates[many]:,.0f} instead of {rates[few]:,.0f} with {NAMES[engine]}"
+        for engine, rates in medians.items()
+        if len(rates) == len(sizes) > 1
+    ]
+    ends = ", ".join(found[:: len(found) - 1 or 1])
+    numbers = f": {many} make {ends} (tokens a second, for all readers)" if found else ""
     caption = (
-        "A server asks how many tokens a second come out at all, a reader how many of them are "
-        "his. Both depend on how many texts share one reading of the weights, here "
-        f"{' or '.join(map(str, sizes))}."
+        "Texts of a batch share one reading of the weights, until arithmetic takes longer"
+        f"{numbers}."
     )
     text = "Tokens a second of all texts: " + "; ".join(
         f"{engine} " + ", ".join(f"{rate:.0f} for {size}" for size, rate in rates.items())

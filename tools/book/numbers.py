@@ -22,6 +22,8 @@ FORMATS = {  # name: dtype, bits of the exponent, of the fraction
     "bfloat16": (torch.bfloat16, 8, 7),
 }
 
+HALF_MOST = torch.finfo(torch.float16).max
+
 
 def record_rounded(prompt: str) -> Rounded:
     """The largest logit after a prompt."""
@@ -50,12 +52,16 @@ def draw_rounded(record: Rounded) -> Drawing:
     half, brain = (abs(row[2] - exact) for row in record.rows[1:])
     caption = (
         "Half the bytes, nearly the same number: this one, rounded once, is off by "
-        f"{half:.2g} in float16, which keeps more digits, and by {brain:.2g} in bfloat16, which "
-        "keeps float32&rsquo;s range."
+        f"{half:.2g} in float16, which keeps more digits but ends at {HALF_MOST:,.0f}, and by "
+        f"{brain:.2g} in bfloat16, which keeps float32&rsquo;s range."
     )
     text = "; ".join(f"{name} {value:.10g}" for name, _, value in record.rows)
     text = f"The bits of the logit of {record.token!r}: sign, exponent and fraction of {text}."
-    note = f'<p class="note">The number is the score of {token(record.token)}, its logit.</p>'
+    note = (
+        f'<p class="note">The number is the score of {token(record.token)}, its logit. The lesson '
+        "rounds weights and all that is computed from them, so a whole pass is off by more: its "
+        "Try measures that. Logits are then turned back into float32.</p>"
+    )
     return Drawing(lines + legend + note, caption, text)
 
 
@@ -141,14 +147,15 @@ def draw_products(record: Products) -> Drawing:
         panel(
             f"{len(record.weights) - 1} of these {count} weights and the largest, a box a byte",
             table,
-            f"scale = the largest / 127 = {record.scale:.6f}; int8 = w / scale, rounded. Times an "
-            f"input, which is rounded as well: {exact} in float32; {sums} in whole numbers, and "
-            f"times both scales {rounded}.",
+            f"scale = the largest / 127 = {record.scale:.6f}; int8 = w / scale, rounded. The row "
+            f"times an input is {exact} in float32. In int8 the input is rounded too, with a scale "
+            f"of its own: {sums} in whole numbers, times the scales of row and input {rounded}.",
         ),
     )
     caption = (
-        f"A row of weights in {small + one} bytes instead of {whole:,}: one byte each, and one "
-        "scale for all. Products of whole numbers add up exactly; the scales come last."
+        f"A row of weights, the model&rsquo;s own numbers, in {small + one} bytes instead of "
+        f"{whole:,}: one byte each, and one scale for all. Products of whole numbers add up "
+        "exactly; the scales come last."
     )
     text = (
         f"A row of {count} weights in memory, {whole} bytes in float32 and {small + one} in int8; "

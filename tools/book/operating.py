@@ -162,11 +162,13 @@ def draw_leaving(record: list[Vanishing]) -> Drawing:
         '<ul class="key"><li><i class="bad"></i>A vanishes: its socket is closed</li>'
         '<li><i class="lost"></i>for nobody</li>'
         '<li><i class="idle"></i>waits for one of two rows</li></ul>'
-        '<p class="note">A column is a step; a number is how many positions it computed.</p>'
+        '<p class="note">A column is a step; a number is how many positions it computed. receive() '
+        "is the server&rsquo;s call that tells what a client sends, and that it is gone. Until an "
+        "answer begins, that call and the text race: the first ends the other.</p>"
     )
     caption = (
-        "receive() is the server&rsquo;s call that tells what a client sends, and that it is gone. "
-        "Until an answer begins, that call and the text race: the first ends the other."
+        "A client that goes away before its answer begins is noticed, and its text ends at once: "
+        f"C begins in step {begins[1]} instead of {begins[0]}."
     )
     said = "; ".join(
         f"having received {' and '.join(run.heard)}, the server computes for A in "
@@ -375,7 +377,7 @@ def record_visits(prompt: str) -> list[Visit]:
 
 def draw_visits(record: list[Visit]) -> Drawing:
     rows = ""
-    for each in record:
+    for each in sorted(record, key=lambda each: each.who != "a browser"):
         cells = ""
         kind = "good" if each.status == 200 else "bad"
         answer = f'<td class="{kind} status">{each.status}</td>'
@@ -388,7 +390,7 @@ def draw_visits(record: list[Visit]) -> Drawing:
         if each.who == "a browser":
             words = "yes" if each.reads else "no"
         elif each.status != 200 and each.origin:
-            words = "may read why"
+            words = "may see the error"
         rows += (
             f'<tr><th scope="row">{escape(each.who)}<span>{escape(each.what)}</span></th>{cells}'
             f"<td>{words}</td></tr>"
@@ -402,11 +404,11 @@ def draw_visits(record: list[Visit]) -> Drawing:
         f"The server has a key and knows one web page by its address, the origin {OURS}. \u2713: "
         "let through. A number: the status, where the answer was made. Of "
         f"{unread} of {len(stopped)} requests with 401 nobody has read the body. OPTIONS needs no "
-        "key, nor do paths outside of /v1/, like /health."
+        "key, nor does /health."
     )
     caption = (
-        "Two doors: at the first a browser asks whether a page may ask; at the second requests to "
-        "/v1/ without the key end, before their body is read."
+        "Door 1: a browser first asks (OPTIONS) whether this web page may use the server. Door 2: "
+        "requests to /v1/ without the key end."
     )
     said = "; ".join(
         f"{each.who}, {each.what}: {each.status}, passed {' and '.join(each.passed) or 'nothing'}"
@@ -555,6 +557,8 @@ def draw_lives(record: list[Life]) -> Drawing:
             status = "no connection" if lane.status is None else str(lane.status)
             if lane.end == "length":
                 said = f"{status}, whole"
+            elif lane.status == 200:
+                said = f"{status}, then an error: {escape(lane.end)}"
             else:
                 said = status if lane.status is None else f"{status}, {escape(lane.end)}"
             name = f'<th scope="row">{name_of(number)}</th>'
@@ -707,7 +711,7 @@ def draw_metrics(record: Counted) -> Drawing:
         limit = re.fullmatch(FIRST + r'_bucket{le="([\d.]+)"}', name)
         if limit and min(waits.values()) <= 1000 * float(limit[1]) <= 2 * max(waits.values()):
             under = [text for text in seen if waits[text] <= 1000 * float(limit[1])]
-            noted[name] = f"{letters(under)}: at most {1000 * float(limit[1]):g} ms"
+            noted[name] = f"{letters(under)} took at most {1000 * float(limit[1]):g} ms"
     over = [text for text in seen if text not in record.running]
     noted |= {
         f"{FIRST}_count": letters(seen),
@@ -730,7 +734,10 @@ def draw_metrics(record: Counted) -> Drawing:
         "The clock of this picture: a position takes 1 ms. A number in the grid is how many "
         "positions a step computes for a text; all texts are asked for at 0 ms."
     )
-    names = "Names, with vllm: before them, are vLLM&rsquo;s, which dashboards look for."
+    names = (
+        "Names, with vllm: before them, are those of vLLM, another server, which dashboards look "
+        "for. A bucket{le=&hellip;} counts how many took so many seconds or less."
+    )
     body = panels(
         panel("The engine, step by step", grid, note),
         panel("Read when somebody asks: what the engine counts", lists[0], names),
@@ -807,7 +814,7 @@ def draw_look(record: Look) -> Drawing:
             words = f"[{',<wbr>'.join(lines)}]"
         fields.append(f"{shown(name)}:{words}")
     sent = panel(
-        f"A frame, as it is sent: {len(record.sent.encode())} bytes of JSON",
+        f"A frame, one message, as it is sent: {len(record.sent.encode())} bytes of JSON",
         f'<pre class="frame">{{{",<wbr>".join(fields)}}}</pre>',
         "All of it. There are numbers and names of requests, and nobody\u2019s text.",
     )
@@ -942,12 +949,13 @@ def draw_page(record: Written) -> Drawing:
         )
         for moment in record.moments
     ]
+    back = "At the end all pages are given back." if not record.moments[-1].pages else ""
     title = (
         "The engine, from /live: positions computed, and pages in use, in the step of each token"
     )
     body = panels(
         panel("Your text, from /v1/completions", f'<div class="page-view">{page}</div>'),
-        panel(title, stacks(rows, largest) + key(first="for your text", soft="for others")),
+        panel(title, stacks(rows, largest) + key(first="for your text", soft="for others"), back),
     )
     number, most = max(enumerate(record.moments, 1), key=lambda one: one[1].all)
     caption = (

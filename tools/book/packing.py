@@ -91,9 +91,10 @@ def draw_reading(record: Reading) -> Drawing:
         parts.append(panel(f"{order.name}: {name}", way_of(order, kind), note))
     fast, slow = record.orders
     body = panels(*parts) + (
-        '<p class="note">A line is 64 bytes, 16 weights. On the machine where this code was first '
-        f"measured weights came at {fast.speed} GB/s one row after the other, at {slow.speed} with "
-        f"{len(slow.sums)} rows side by side.</p>"
+        f'<p class="note">A cache line, what memory sends at once, is 64 bytes, {LINE} weights. A '
+        "band is a row of weights, its places in memory from top to bottom. On the machine where "
+        f"this code was first measured weights came at {fast.speed} GB/s one row after the "
+        f"other, at {slow.speed} with {len(slow.sums)} rows side by side.</p>"
     )
     caption = (
         f"A token is multiplied with {record.bytes / 1e6:.1f} MB of weights, each used once, so "
@@ -209,12 +210,12 @@ def draw_layout(record: Layout) -> Drawing:
             f'<table class="memory">{after}</table>',
             "A line has a weight of each output, times one number of x. Each sum takes its inputs "
             "in their order, whatever else is computed. The second panel is filled up with zeros. "
-            f"Vectors and panels have {width} numbers here, more on a processor.",
+            f"A vector has {width} numbers here and a panel {width} outputs; more on a processor.",
         ),
     )
     caption = (
-        "Packed, each number of a vector belongs to an output of its own: the sums stand side by "
-        "side, and nothing is left to add at the end."
+        f"Weights are rearranged so that a processor adds up {width} outputs at once. Row by row, "
+        f"the {width} products of one output had still to be added to each other."
     )
     text = (
         f"Two tables of {len(record.before)} weights in memory: row by row, and in panels of "
@@ -315,7 +316,7 @@ def draw_lanes(record: Lanes) -> Drawing:
     )
     caption = (
         "One instruction of newer processors (AVX-512 VNNI) adds four products to the sum of each "
-        "output, so four weights of an output lie side by side."
+        "output; that of lesson 25 adds two. So four weights of an output lie side by side."
     )
     text = (
         f"Weights of {wide // GROUP} outputs in groups of {GROUP}: {shown(record.memory)}. One "
@@ -363,6 +364,9 @@ def last_of(model, passes: list[list[int]], beside: int) -> torch.Tensor:
     return logits[0, -1]
 
 
+ONCE = 16  # tokens of a pass in C until lesson 52
+
+
 def draw_ways(record: list[Way]) -> Drawing:
     rows = ""
     eager = differing([f"{way.torch:.7f}" for way in record], f"{record[0].torch:.7f}")
@@ -379,11 +383,18 @@ def draw_ways(record: list[Way]) -> Drawing:
             for name, number, count in zip(("torch", "C"), numbers, way.apart)
         )
         rows += f'<li><span class="cuts">{parts}{others}</span>{results}</li>'
+    largest = max((1 + way.beside) * max(map(len, way.passes)) for way in record)
+    new = (
+        f" The last line is a pass of {largest} tokens: until this lesson passes of more than "
+        f"{ONCE} were torch&rsquo;s, but for their products."
+        if largest > ONCE
+        else ""
+    )
     body = f'<ul class="ways">{rows}</ul>' + (
         f'<p class="note">A box is a pass. A logit is a score, one for each of '
         f"{record[0].size:,} tokens; the number is the largest, and changed are those that have "
         "other bits than in the first line. In C no sum is made in an order that depends on how "
-        "many tokens there are.</p>"
+        f"many tokens there are.{new}</p>"
     )
     different = [max(way.apart[at] for way in record) for at in (0, 1)]
     eager = f"up to {different[0]:,} get other bits" if different[0] else "too"
@@ -488,17 +499,19 @@ def draw_pages(record: Pages) -> Drawing:
     legend = key(
         second="pages of this text", kept="of other texts", empty="free", other="a copy, in order"
     )
+    order = ", ".join(map(str, record.pages[:used]))
     body = panels(
-        panel("torch: copy, then attend", route(record, copy=True)),
+        panel(f"torch: copy pages {order} side by side, then attend", route(record, copy=True)),
         panel("C: read the pages where they are", route(record, copy=False)),
     )
     body += legend + '<p class="title one">Keys and values moved in this step</p>' + bars(traffic)
     lengths = " and ".join(map(str, record.positions))
-    order = ", ".join(map(str, record.pages[:used]))
+    whole = sum(-(-count // record.size) for count in record.positions) * record.size * record.bytes
+    padding = " and padding" * (record.copied > whole)
     body += (
         f'<p class="note">{len(record.positions)} texts of {lengths} '
-        f"positions, {record.bytes:,} bytes each. torch reads {record.copied:,} bytes, whole pages "
-        "and padding, writes them and reads them again. The text that is drawn lies on pages "
+        f"positions, {record.bytes:,} bytes each. torch reads {record.copied:,} bytes, whole pages"
+        f"{padding}, writes them and reads them again. The text that is drawn lies on pages "
         f"{order}, of {record.size} tokens each.</p>"
     )
     caption = (

@@ -71,8 +71,9 @@ def draw_gather(record: Gather) -> Drawing:
         f"those of 2 to 3, of 4 to 7, of 8 to 15, and so on. {SMALL_PAGES}</p>"
     )
     caption = (
-        f"Texts that attend together are all as wide as the longest: {sums[0]} pages for these "
-        f"{count}. In groups of similar length {sums[1]} are read; they have {needed}."
+        "Attention to several texts at once reads as many pages of each as the longest has: "
+        f"{sums[0]} for these {count}. In groups of similar length only {sums[1]}, and these texts "
+        f"have {needed}."
     )
     text = (
         f"Rows of squares for {count} texts of {own} pages. Side by side as one table they take "
@@ -122,19 +123,21 @@ def draw_preemption(record: Run) -> Drawing:
     steps = (
         f"Steps 1 to {len(frames)}. A column is the pages that texts have when a step is over; the "
         f"line above is the end of the pool, {total} pages. A &times; is a step that needed more "
-        "than were free: before it was computed, the text gave back all of its own."
+        "than were free: before it was computed, the text gave back all of its own. To begin again "
+        "it needs pages for all of its text at once, and nobody overtakes it."
     )
     legend = (
         '<ul class="key"><li><i class="one"></i>the newest token computed</li>'
-        '<li><i class="many"></i>and so many before it: a prompt, or once more</li>'
-        '<li><b class="lost">&times;</b>preempted</li><li><i class="idle"></i>waits</li></ul>'
+        '<li><i class="many"></i>and so many positions before it: a prompt, or again</li>'
+        '<li><b class="lost">&times;</b>preempted: gives its pages back</li>'
+        '<li><i class="idle"></i>waits</li></ul>'
         f'<p class="note">{SMALL_PAGES}</p>'
     )
     body = f'<div class="tracks">{tracks}<b></b><p>{steps}</p></div>{legend}'
     if count:
         caption = (
             "When too few pages are free, the youngest text gives its own back, and is computed "
-            f"once more later: {computed - least} positions beside the {least} needed."
+            f"once more later: {computed - least} positions more than the {least} needed."
         )
     else:
         caption = f"The {total} pages are enough for these texts: nobody is preempted."
@@ -218,11 +221,11 @@ def draw_sharing(record: Run) -> Drawing:
     length = record.requests[0].prompt_length
     found = last["shared"] // later
     sums = (
-        f"Each of the {later} later prompts, of {length} tokens, found {found // PAGE} pages and "
-        f"computed the other {length - found} tokens: {later} &times; {found} = {last['shared']} "
-        "positions found. The last token is always computed, for its logits (the scores of what "
-        "may follow), and with it what is on its page; of two full pages that are equal one is "
-        "kept."
+        f"Each of the {later} later prompts, of {length} tokens, found {found // PAGE} pages: "
+        f"{later} &times; {found} = {last['shared']} positions. The other {length - found} tokens "
+        "it computed: the last one always is, for its logits (the scores of what may follow), and "
+        "with it what is on its page. Where that page is full and equals one that is there, one of "
+        "both is kept, and shared too."
     )
 
     def pool(title: str, pages: list[int]) -> str:

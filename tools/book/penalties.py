@@ -123,7 +123,10 @@ def record_presence(prompt: str) -> Moved:
 
 
 def draw_presence(record: Moved) -> Drawing:
-    rule = "Each token of the output loses 1 from its score, the logit, however often it is there."
+    rule = (
+        "Each token of the output loses the penalty, here 1, from its score, the logit, however "
+        "often it is there."
+    )
     return draw_moved(record, rule, "Those that are not in the output do not move.")
 
 
@@ -133,10 +136,10 @@ def record_frequency(prompt: str) -> Moved:
 
 def draw_frequency(record: Moved) -> Drawing:
     rule = (
-        "Each token of the output loses 0.5 from its score, the logit, for every time that it is "
-        "there."
+        "Each token of the output loses the penalty, here 0.5, from its score, the logit, for "
+        "every time that it is there."
     )
-    return draw_moved(record, rule, "A presence penalty of 1 is on in both.")
+    return draw_moved(record, rule, "A presence penalty of 1 is on in both texts.")
 
 
 def record_repetition(prompt: str) -> Moved:
@@ -145,8 +148,8 @@ def record_repetition(prompt: str) -> Moved:
 
 def draw_repetition(record: Moved) -> Drawing:
     rule = (
-        "Each token of prompt and output has its score, the logit, divided by 1.3; below 0, "
-        "multiplied."
+        "Each token of prompt and output has its score, the logit, divided by the penalty, here "
+        "1.3 (a negative one is multiplied, so that it falls too)."
     )
     return draw_moved(record, rule, "A large logit loses more than a small one.")
 

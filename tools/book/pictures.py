@@ -100,7 +100,7 @@ def figure(id: str, prompt: str | None = None) -> str:
     command = f"python lessons.py picture {id[:2]} --{option} {shlex.quote(prompt)}"
     file = picture.draw.__module__.rpartition(".")[2]  # its own styles are under this name
     made = "Drawn from rows of a benchmark" if picture.rows else "Drawn from a run of this code"
-    own = picture.own or f"The same of your own {option}"
+    own = picture.own or f"The same for your own {option}"
     return (
         f'<figure class="picture of-{file}"><figcaption>{drawing.caption}</figcaption>'
         f'<div class="drawing" role="img" aria-label="{html.escape(drawing.text)}">'

@@ -15,7 +15,7 @@ from server.live import Frame, Live
 PAGE = 4  # positions, so that a picture has several pages
 USUAL = inspect.signature(Engine).parameters["page_size"].default
 SMALL_PAGES = (
-    f"A page has {PAGE} positions here, so that several can be seen; an engine&rsquo;s has {USUAL}."
+    f"A page has {PAGE} positions here, so that several can be seen; usually it has {USUAL}."
 )
 
 

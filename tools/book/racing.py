@@ -106,12 +106,19 @@ def draw_few(record: Few) -> Drawing:
         f"The {len(record.few)} most likely hold all but {missing} of the probability, so none of "
         f"the {others:,} others can be in the nucleus. {record.numbers} random numbers are made."
     )
+    winner = record.runners[record.winner]
+    best = max(record.runners, key=lambda runner: runner.p)
+    luck = (
+        f" {token(winner.text)} is not the likeliest: its random number is small, by chance."
+        if winner.p < best.p
+        else ""
+    )
     body = panels(
         panel(
             f"The vocabulary, {record.size:,} squares in the order of their ids",
             map_of(record)
             + key(
-                second=f"{len(record.nucleus)} that can be drawn, the nucleus",
+                second=f"{len(record.nucleus)} that can be drawn: top-p\u2019s nucleus",
                 first=f"the {len(record.few)} most likely",
                 empty="all others",
             ),
@@ -120,7 +127,7 @@ def draw_few(record: Few) -> Drawing:
         panel(
             f"The draw after {token(record.after)}",
             f'<div class="scroll">{table}</div>',
-            "The token of the nucleus with the largest p / number is drawn (green). "
+            f"The token of the nucleus with the largest p / number is drawn (green).{luck} "
             f"Temperature 0.8, top-p {P}.",
         ),
     )
@@ -131,7 +138,7 @@ def draw_few(record: Few) -> Drawing:
         f"A map of {record.size} tokens with {len(record.few)} marked, {len(record.nucleus)} of "
         "them the nucleus; and a table of p, random number and speed: "
         + ", ".join(f"{each.text!r} {each.speed:.3g}" for each in record.runners)
-        + f". {record.runners[record.winner].text!r} wins."
+        + f". {winner.text!r} wins."
     )
     return Drawing(body, caption, text)
 
@@ -254,15 +261,17 @@ def draw_logarithms(record: Logarithms) -> Drawing:
     (winner,) = (entry for entry in record.entries if entry.winner)
     others = record.size - len(record.entries)
     table = bars(rows, longest).replace('"bars"', '"bars lined"')
-    body = f'<p class="title">A token&rsquo;s speed is at most weight / (1 &minus; u)</p>{table}'
+    title = "The most that each token could reach (bar), and the best so far (line)"
+    body = f'<p class="title">{title}</p>{table}'
     body += key(good="the winner", second="logarithm computed", kept="cannot win")
     body += (
-        '<p class="note">A token&rsquo;s speed, behind the arrow, is its weight divided by '
-        "&minus;ln u, and the largest speed is drawn: u is a random number of its own, the weight "
-        "says how likely it is, e to the (logit &minus; largest logit) / temperature. A logarithm "
-        "is slow. 1 &minus; u is never larger than &minus;ln u, so the speed is never above the "
-        "bar. The line is the best speed so far, as it is when the token&rsquo;s block of "
-        f"{BLOCK} tokens begins; the most likely token comes before all blocks, so it has none. "
+        '<p class="note">A draw divides the likelihood of each token by a random number made with '
+        "a logarithm, which is slow, and takes the largest quotient (behind the arrow): likelihood "
+        "/ &minus;ln u. u is a random number of the token&rsquo;s own, its likelihood e to the "
+        "(logit &minus; largest logit) / temperature. 1 &minus; u is never larger than &minus;ln "
+        "u, so no quotient is above the bar, likelihood / (1 &minus; u). The line is the best "
+        f"quotient before the token&rsquo;s block of {BLOCK} tokens. The most likely token comes "
+        "before all blocks, so it has no line. "
         f"The winner: {winner.weight:.4f} / {winner.rest:.5f} = {winner.bound:.3f} at most, and "
         f"{winner.speed:.3f}. The other {others:,} tokens have at most {record.others:.2g}.</p>"
     )
@@ -271,7 +280,7 @@ def draw_logarithms(record: Logarithms) -> Drawing:
         f"{record.asked} of {record.size:,} tokens needed one."
     )
     text = (
-        f"Bars of what the speed of {len(record.entries)} tokens is at most: "
+        f"Bars of what {len(record.entries)} tokens can reach at most: "
         + "; ".join(f"{each.text!r} {each.bound:.3g}" for each in record.entries)
         + f". {winner.text!r} wins with {record.best:.3g}; {record.asked} of {record.size} tokens "
         "needed a logarithm."

@@ -46,6 +46,7 @@ const RECORDS = {
     const ids = seeds.map((seed) => draw(probs, seed, text.length));
     const counts = best(probs, 10).map((id) => ids.filter((other) => other === id).length);
     return {
+      prompt,
       likely: likely(models, probs, 10),
       counts,
       drawn: ids.map((id) => textOf(models, id)),

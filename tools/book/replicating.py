@@ -167,8 +167,9 @@ def draw_followed(record: list[Followed]) -> Drawing:
         "as Python writes them (pickle): "
         "generate has the parameters of the text beside its ids, an update has "
         f"{min(sizes)} to {max(sizes)} bytes. "
-        "These processes are started without Ray, and a socket joins them. With Ray, which "
-        "starts them from the next lesson on, the same values cross in envelopes of its own.</p>"
+        "These processes are started without Ray, and a socket joins them. Ray, a program that "
+        "starts processes on many machines, does so from the next lesson on; then the same values "
+        "cross in envelopes of its own.</p>"
     )
     return Drawing(table("lanes", head, rows) + note, caption, "; ".join(said) + ".")
 
@@ -325,12 +326,13 @@ def draw_texts(record: Texts) -> Drawing:
         f'<p class="title one">All go on from {token(record.prompt)}, each with a seed of its own'
         f"</p>{table('written', head, texts)}"
         '<p class="note">Here the processes are started without Ray, and requests go to them in '
-        "turn. Ray Serve starts them where there is room, on one machine or many, watches them, "
+        "turn. Ray Serve, a part of Ray, starts them where there is room, on one machine or many, "
+        "watches them, "
         "and chooses one for each request.</p>"
     )
     caption = (
-        f"{len(everybody)} texts on {SIZE} engines of {ROWS} rows each, which share nothing: "
-        f"{several} steps of the busiest, where one engine of {ROWS} rows takes {columns}. {equal} "
+        f"{len(everybody)} texts on {SIZE} replicas, engines of {ROWS} rows each that share "
+        f"nothing: after {several} steps all are done; one such engine takes {columns}. {equal} "
         f"of {len(everybody)} texts are what one engine writes."
     )
     return Drawing(body, caption, "; ".join(said) + ".")
@@ -405,9 +407,9 @@ def draw_joined(record: Joined) -> Drawing:
     names = " ".join(map(engine_name, range(len(record.names))))
     body = (
         f'<p class="title">{names}: GET /metrics has a line of each</p>{lines}'
-        '<p class="note">Here the door asks processes that are started without Ray; with Ray the '
-        "same call goes to all replicas that it has then. An engine&rsquo;s name is made with it, "
-        "at random; here it is the same each time.</p>"
+        '<p class="note">Here the process of the app asks engines that are started without Ray; '
+        "with Ray the same call goes to all replicas, the engines that it has then. An "
+        "engine&rsquo;s name is made with it, at random; here it is the same each time.</p>"
     )
     everything = sum(after.values[TOTAL, None])
     last = sum(value for value in later.values[TOTAL, None] if value is not None)
@@ -420,7 +422,7 @@ def draw_joined(record: Joined) -> Drawing:
             f"{everything:g} to {last:g}: so one adds up how much each part grows.",
         ),
         panel(
-            "Texts of so many tokens, at the end",
+            "Of all texts at the end, those of so many tokens",
             stacks(counts, len(TOKENS)),
             "Counts of a histogram add up to those of all texts; averages would not.",
         ),
@@ -452,7 +454,7 @@ def who_computes(counts: list[float]) -> str:
     return " and ".join(parts)
 
 
-COUNTED = "The same of your own prompt, with texts as long and so with the same counts"
+COUNTED = "The same for your own prompt, with texts as long and so with the same counts"
 
 PICTURES = {  # slug of a lesson -> its picture
     "engines-elsewhere": Picture(PROMPT, record_followed, draw_followed),

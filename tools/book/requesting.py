@@ -89,14 +89,19 @@ def draw_completion(record: Asked) -> Drawing:
     told = {"prompt_tokens": "tint0", "completion_tokens": "tint2", "text": "tint2"}
     told["finish_reason"] = "tint1" if reason == "length" else "tint2"
     body = panels(
-        panel("The client sends", json_lines(record.body, sent)),
+        panel(
+            "The client sends",
+            json_lines(record.body, sent),
+            "A colour is a field, what the engine makes of it, and where that is in the answer, "
+            "which does not name the temperature.",
+        ),
         panel("The engine is asked, and writes", middle),
         panel("The client gets", json_lines(record.answer, told)),
     )
     usage = record.answer["usage"]
     caption = (
-        "One colour for a field of the question, what the engine makes of it, and where that is in "
-        f"the answer: {usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out."
+        "A request says what to write and how; the answer has the text and counts it: "
+        f"{usage['prompt_tokens']} tokens in, {usage['completion_tokens']} out."
     )
     text = (
         f"The request {json_of(record.body)} becomes {len(record.ids)} ids; the engine writes "
@@ -178,7 +183,8 @@ def draw_fields(record: Fields) -> Drawing:
     }
     notes = {
         "works": "Green: where it is another text; struck through: what a stop string cuts off.",
-        "unknown": "A client may be newer than this server.",
+        "unknown": "A client may be newer than this server. Until lessons 60 to 62 n, stream, "
+        "echo, best_of and logprobs are ignored, too.",
     }
     parts = []
     for kind, title in titles.items():
@@ -190,8 +196,7 @@ def draw_fields(record: Fields) -> Drawing:
     )
     caption = (
         "What a field asks for is done, or the request is refused by the field&rsquo;s name. Only "
-        "fields that nobody has heard of are ignored, and, until lessons 60 to 62, n, stream, "
-        "echo, best_of and logprobs."
+        "fields that nobody has heard of are ignored."
     )
     text = f"Alone the text is {record.text!r}; " + "; ".join(
         f"with {json_of({tried.field: tried.value})} ({tried.kind}) it says {tried.words!r}"
@@ -287,12 +292,12 @@ def draw_stream(record: Stream) -> Drawing:
         f'<code class="text-box">{"<br>".join(map(escape, record.head))}</code>'
         f'<table class="wire"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
         '<p class="note">Red: the token is there, and its event has no text. It may begin a stop '
-        "string, or be a part of a letter of several bytes, so it comes with a later token; or it "
-        "is the stop string and never comes.</p>"
+        "string, and comes with a later token; or it is the stop string, and never comes. A part "
+        "of a letter of several bytes waits in the same way.</p>"
     )
     events = len(record.chunks) - 1
     caption = (
-        "What is new of a text is sent as an event: here a token each; with drafts, or to a slow "
+        "Each new piece of text is sent as an event: here a token; with drafts, or to a slow "
         f"reader, it may be several. {held} of these {events} events have no text."
     )
     return Drawing(body, caption, f"Stop strings {record.stop}. Chunks: " + "; ".join(said) + ".")
@@ -378,7 +383,7 @@ def draw_choices(record: Choices) -> Drawing:
         ),
     )
     caption = (
-        f"One request, {count} texts: text i draws with seed + i, so each can be had again alone. "
+        f"One request, {count} texts: text i draws with seed + i, so each can be repeated alone. "
         f"Those that begin later find {len(shared)} of the prompt&rsquo;s {len(first)} pages."
     )
     text = (
@@ -436,8 +441,9 @@ def draw_columns(record: Columns) -> Drawing:
         "probability of e to the power &minus;1, 37&nbsp;%.</p>"
     )
     caption = (
-        "Row i of each column is token i of the answer. top_logprobs has the three likeliest, and "
-        f"the drawn one, too: {outside} of {count} times it is none of these."
+        "Row i of each column is token i of the answer. top_logprobs has the three likeliest "
+        "tokens, and the drawn one even where it is not among them"
+        f"{f', as {outside} of {count} times here' if outside else ''}."
     )
     text = f"The text {record.text!r}: " + "; ".join(
         f"{name!r} at {offset}, log-probability {signed(own)}, best {list(tops)}"
@@ -534,7 +540,7 @@ def draw_turns(record: Conversation) -> Drawing:
     )
     last = record.turns[-1]
     caption = (
-        "The server remembers nothing: each request has all messages, and a template makes one "
+        "The server keeps no conversation: each request has all messages, and a template makes one "
         f"text of them. Turn {len(record.turns)} finds {last.found} of {len(last.tokens)} ids in "
         "pages."
     )

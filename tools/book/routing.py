@@ -198,7 +198,8 @@ def draw_routing(record: Routing) -> Drawing:
         panel(
             f"By prefix: {by_prefix} of {asked} positions found",
             lanes(record.prefix, lengths),
-            "To the engine that has most pages of the prompt; of equals to that with fewer pages. "
+            "To the engine that has most pages of the prompt; if several do, to the one that has "
+            "fewer pages in all. "
             f"One engine for all finds {record.alone}.",
         ),
         panel(
@@ -208,18 +209,19 @@ def draw_routing(record: Routing) -> Drawing:
             "Here all are idle, so chance alone decides; it has a seed.",
         ),
         panel(
-            "An engine that has much to do: its texts \u2212 its pages",
+            "&ldquo;Busy with&rdquo; \u2212 &ldquo;knows&rdquo;: the lowest number wins",
             table("lanes scored", f"<th></th>{ENGINES}", scored),
             f"{len(record.burst)} requests that begin with {letter(0)}, one a step, and all "
-            "texts go on. A text that an engine writes weighs as much as a page that it has; the "
-            "smallest number is chosen, of equals the engine with fewer pages.",
+            "texts go on. Busy with: the texts that an engine writes. Knows: the pages of the "
+            "prompt that it has. If several have the lowest, the one that has fewer pages in "
+            "all.",
         ),
     )
     body = (
         f'<p class="title">{len(starts)} beginnings; a frame is a full page of {PAGE} tokens</p>'
         f"{rows_of(starts, 'starts')}{legend}{body}"
         '<p class="note">On Ray Serve a router asks <code>Prefixes</code>, which chooses here, '
-        "too; Ray is not running here, and the engines are in one process.</p>"
+        "too; here there is no Ray, and the engines are in one process.</p>"
     )
     caption = (
         "A request goes to the engine that has its beginning, unless that has much to do: "
@@ -386,8 +388,8 @@ def draw_failure(record: Failure) -> Drawing:
     fates = table("fates", head, rows) + legend
     same = sum(asked.alone for asked in [*record.asked, record.again])
     note = (
-        f"{same} of {len(columns)} texts are what they are alone, as far as they came. Ray would "
-        "also start another engine; it is not running here, each engine is a process of this "
+        f"As far as they came, {same} of {len(columns)} texts are the same as without others. Ray "
+        "would also start another engine; here there is no Ray, each engine is a process of this "
         "picture."
     )
     body = panels(
@@ -520,7 +522,7 @@ def draw_scaling(record: Scaling) -> Drawing:
         rows = record.rows * (len(second.texts) - len(second.leaving))
         stack = part("kept", second.waiting, most) + part("first", sum(second.texts.values()), most)
         columns += f'<span>{stack}<b style="bottom:{100 * rows / most:.2f}%"></b></span>'
-    tracks = f'<b>requests</b><div class="levels">{columns}</div>'
+    tracks = f'<b>requests,<br>{most} at most</b><div class="levels">{columns}</div>'
     wanted = ""
     for number, group in itertools.groupby(second.wanted for second in seconds):
         wanted += f'<span class="want{number}" style="flex:{len(list(group))}">{number}</span>'
@@ -567,10 +569,10 @@ def draw_scaling(record: Scaling) -> Drawing:
         else ""
     )
     note = (
-        f"{stays}Ray is to have an engine for as many requests as one has rows, {target:g} here, "
-        f"on average of {settings['look_back_period_s']:g} s; if other numbers are wanted for "
-        f"{settings['upscale_delay_s']:g} s, engines begin or end. One that ends "
-        f"gets no new requests, and finishes its texts{goes}. Ray is not running here: its rule is "
+        f"{stays}An engine has {target:g} rows, so Ray is told to have one for every {target:g} "
+        f"requests, averaged over {settings['look_back_period_s']:g} s; when another number has "
+        f"been wanted for {settings['upscale_delay_s']:g} s, engines begin or end. One that ends "
+        f"gets no new requests, and finishes its texts{goes}. Here there is no Ray: its rule is "
         "worked out beside real engines, which compute a step each second."
     )
     body = f'{title}<div class="tracks">{tracks}</div>{legend}{panels(tables)}'

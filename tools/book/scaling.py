@@ -42,6 +42,7 @@ class Group(NamedTuple):
 class Scaling(NamedTuple):
     groups: list[Group]
     alone: dict[str, float]  # how ranks join -> milliseconds that one computes in a step
+    texts: int  # of an engine at once
     file: str
     commit: str
 
@@ -74,7 +75,7 @@ def record_scaling(name: str) -> Scaling:
         rates = [medians["one process", 1, RATE], *(group.rate[0] for group in groups)]
         if not alone or min(rates) <= 0:
             raise ValueError
-        return Scaling(groups, alone, name, rows[0]["commit"])
+        return Scaling(groups, alone, int(rows[0]["rows"]), name, rows[0]["commit"])
     except OSError as error:
         raise UserError(f"{name!r} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, csv.Error):
@@ -98,18 +99,24 @@ def draw_scaling(record: Scaling) -> Drawing:
         times.append((f"{mode}, 1 rank", alone, f"{alone:,.1f}", "other"))
         own = (group for group in ranks if group.mode == mode)
         times += [line(group.name, group.meeting, MODES[mode], 1) for group in own]
+    errors = [abs(group.ratio - 1) for group in record.groups if group.ratio]
+    close = sum(error <= CLOSE for error in errors)
     body = panels(
         panel(
-            "Tokens a second, of all texts",
+            f"Tokens a second, with {record.texts} texts an engine",
             bars(rates),
             "Bar: measured. Mark, and in brackets: predicted, for ranks from what one computes and "
-            "what collectives take by themselves, for replicas from one. Ranks only compute steps; "
-            "replicas answer clients.",
+            "what exchanges take by themselves, for replicas from one; "
+            f"by medians of ratios, {close} of {len(errors)} are within {100 * CLOSE:.0f}\u00a0%. "
+            "One process, without "
+            "ranks, computes on all cores, a rank on one. Ranks together are one engine, and only "
+            "compute steps; each replica is an engine, and answers clients.",
         ),
         panel(
-            "Milliseconds of a step spent in collectives",
+            "Milliseconds of a step spent exchanging, in collectives",
             bars(times),
-            "Grey, to compare: all that one rank computes in a step. Time in collectives has "
+            "Grey, to compare: all that one rank computes in a step, while others do so. Time of "
+            "exchanges has "
             f"waiting for others in it. Rows of {escape(record.file)}, commit "
             f"{escape(record.commit)}.",
         ),
@@ -117,23 +124,20 @@ def draw_scaling(record: Scaling) -> Drawing:
     one = max(group.rate[0] for group in record.groups if group.size == 1 and group not in ranks)
     more = sum(group.rate[0] > one for group in ranks)
     slowest = min(ranks, key=lambda group: group.rate[0])
-    errors = [abs(group.ratio - 1) for group in record.groups if group.ratio]
-    close = sum(error <= CLOSE for error in errors)
     caption = (
-        f"{close} of {len(errors)} predictions are within {100 * CLOSE:.0f}\u00a0%. "
         f"{make_more(more, len(ranks))} {slowest.size} ({slowest.mode}) spend "
-        f"{slowest.meeting[0]:,.1f} ms a step in collectives, one computes it all in "
-        f"{record.alone[slowest.mode]:,.1f}."
+        f"{slowest.meeting[0]:,.1f} ms a step exchanging numbers; one rank computes all of a step "
+        f"in {record.alone[slowest.mode]:,.1f}."
     )
     text = "; ".join(f"{name}: {words} tokens a second" for name, _, words, *_ in rates)
-    text += ". Milliseconds of a step in collectives: "
+    text += ". Milliseconds of a step in exchanges: "
     return Drawing(body, caption, text + "; ".join(f"{each[0]}: {each[2]}" for each in times) + ".")
 
 
 def make_more(groups: int, all_groups: int) -> str:
     if groups:
         return f"{groups} of {all_groups} groups of ranks make more than one. The slowest,"
-    return "Several ranks make less than one:"
+    return "Several processes (ranks) make less than one here:"
 
 
 # 89
@@ -141,10 +145,11 @@ def make_more(groups: int, all_groups: int) -> str:
 GPUS = 8
 POSITIONS = 2000  # of a text, as larger_machines.py has it
 MOST = 1024  # texts
+MACHINES = 1000  # as larger_machines.py has it
 PARTS = {
     "first": "products with the weights",
     "second": "reading keys and values",
-    "bad": "meetings",
+    "bad": "exchanges between GPUs",
     "kept": "the rest: scheduling, draws, time between kernels",
 }
 
@@ -193,7 +198,7 @@ def draw_machines(record: dict[int, list[Way]]) -> Drawing:
     for texts, ways in record.items():
         rows = []
         for case, parts in ways:
-            name = f"{case.ranks} rank{'s' * (case.ranks > 1)}"
+            name = f"{GPUS // case.ranks} \u00d7 {case.ranks} GPU{'s' * (case.ranks > 1)}"
             words = f"does not fit: {case.memory / 1e9:.0f} GB"
             if parts:
                 total = GPUS // case.ranks * case.texts / case.step
@@ -202,24 +207,30 @@ def draw_machines(record: dict[int, list[Way]]) -> Drawing:
             said.append(f"{texts} texts, {name}: {words}" + f" ({lengths} ms)" * bool(parts))
             mark = "<b>{}</b>" if case == best[texts] else "{}"
             rows.append((mark.format(name), list(zip(parts, PARTS)), mark.format(words)))
-        shown.append(panel(f"{texts} texts at once: tokens a second", stacks(rows, largest)))
+        title = f"{texts} texts at once: ms a step (bar), tokens a second"
+        shown.append(panel(title, stacks(rows, largest)))
     assumed = {name: value for name, (value, _) in ASSUMED.items()}
     joined = {case.way for cases in fit.values() for case in cases if case.ranks > 1}
+    whole = max(GPUS // case.ranks * case.texts / case.step for case in fit[max(fit)])
+    machines = (
+        f"{MACHINES:,} such machines, each with {max(fit)} texts, make "
+        f"{MACHINES * whole / 1e6:.1f} million tokens a second."
+    )
     note = (
-        "Length: milliseconds of a step, in which each text gets a token. Products take what is "
-        "slower, reading the weights or multiplying. Where more ranks are a replica it has more "
-        "texts, so only the reading of weights gets shorter, until multiplying takes longer. "
-        "Llama 3 of 70 billion parameters, "
-        f"{POSITIONS:,} positions a text, ranks that join by {' or '.join(sorted(joined))}, the "
+        "2 \u00d7 4 GPUs: two replicas of four GPUs each. In a step each text gets a token. "
+        "Products take the longer of two times, of reading the weights and of multiplying. A "
+        "replica of more GPUs has more texts, so only the reading of weights gets shorter, until "
+        f"multiplying takes longer. {machines} Llama 3 of 70 billion parameters, "
+        f"{POSITIONS:,} positions a text, GPUs that join by {' or '.join(sorted(joined))}, the "
         f"faster way. Assumed, among others: a GPU has {assumed['memory'] / 1e9:g} GB and reads "
         f"{assumed['bandwidth'] / 1e12:g} TB a second; kernels reach "
         f"{100 * assumed['reached']:.0f}\u00a0% of that."
     )
     (many, of_many), (few, of_few) = best.items()
     caption = (
-        f"Predicted for {GPUS} GPUs: {many} texts are fastest with {of_many.ranks} ranks a "
-        f"replica, {few} texts with {of_few.ranks}. More ranks read fewer weights each, but meet "
-        "for longer."
+        f"Predicted for {GPUS} GPUs: {many} texts are fastest with {of_many.ranks} "
+        f"GPUs working as one, {few} texts with {of_few.ranks}. More GPUs read fewer weights each, "
+        "but, with many texts, exchange for longer."
     )
     body = f'<div class="machines">{panels(*shown)}</div>{key(**PARTS)}<p class="note">{note}</p>'
     return Drawing(body, caption, f"{'; '.join(said)}. Parts: {', '.join(PARTS.values())}.")
@@ -233,6 +244,6 @@ PICTURES = {  # slug of a lesson -> its picture
         "512 8",
         record_machines,
         draw_machines,
-        own="The same of two other numbers of texts on a machine",
+        own="The same for two other numbers of texts on a machine",
     ),
 }

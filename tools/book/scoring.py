@@ -27,7 +27,10 @@ class Lengths(NamedTuple):
     most: int  # tokens of a text
 
 
-def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Lengths:
+BEAMS = 4
+
+
+def record_lengths(prompt: str, beams: int = BEAMS, most: int = 24) -> Lengths:
     model = recordings.load()
     ids = recordings.encode(prompt, 60)
     found = {}
@@ -60,14 +63,17 @@ def draw_lengths(record: Lengths) -> Drawing:
     body = (
         f'<table class="scores"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
         '<p class="note">\u25a0: the end of the text, a token too. n: tokens; sum: of their '
-        "log-probabilities, all below 0, so the shortest bar of a column is the best.</p>"
+        "log-probabilities, all below 0, so the shortest bar of a column is the best. These are "
+        f"the texts that {BEAMS} beams find, of at most {record.most} tokens. sum is length "
+        "penalty 0, sum / n is 1. With 1 a text that goes on may still come up to its sum of now / "
+        f"{record.most}, so the search ends only when that is too little.</p>"
     )
     (short, few, total), (long, many, other) = (record.texts[at] for at in record.won)
     few_tokens = f"{few} token{'s' * (few != 1)}"
     caption = (
-        "Each token lowers the sum of log-probabilities: of texts of at most "
-        f"{record.most} tokens, by its sum one of {few_tokens} wins. Divided by its length one of "
-        f"{many} does: {signed(other / many)} a token against {signed(total / few)}."
+        f"Each token lowers the sum of log-probabilities, so by its sum a text of {few_tokens} "
+        f"wins. Divided by its length one of {many} does: {signed(other / many)} a token against "
+        f"{signed(total / few)}."
         if record.won[0] != record.won[1]
         else f"Here one text, of {few_tokens}, wins by its sum and by its mean: {signed(total)} "
         f"and {signed(total / few)}."
@@ -124,7 +130,8 @@ def draw_chances(record: Chances) -> Drawing:
     body = (
         f'<p class="title">{token(record.prompt)} goes on, at temperature 1:</p>'
         f'<ol class="lattice">{columns}</ol>'
-        '<ul class="key"><li><i class="taken"></i>the token that was drawn</li>'
+        '<ul class="key"><li>a column: the likeliest tokens of a place</li>'
+        '<li><i class="taken"></i>the token that was drawn</li>'
         "<li>the stronger the colour, the more probable</li>"
         "<li>below: its log-probability</li></ul>"
         f'<p class="note">Sum of all {len(values)}: {terms} \u2026 = {signed(sum(values), 3)}; '
@@ -138,8 +145,8 @@ def draw_chances(record: Chances) -> Drawing:
         else ""
     )
     caption = (
-        "In each column the likeliest tokens of a place, framed the one that was drawn: once "
-        f"{token(surprise[0])} with {percent(math.exp(surprise[1]))}{instead}."
+        f"A perplexity of {math.exp(-mean):.2f} says how sure the model was of this text. It was "
+        f"least sure of {token(surprise[0])}, with {percent(math.exp(surprise[1]))}{instead}."
     )
     shown = "; ".join(f"{text!r} {own:.3f}" for text, own, _ in record.tokens)
     text = f"After {record.prompt!r} the model writes {written!r}, with log-probabilities {shown}."

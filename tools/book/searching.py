@@ -113,8 +113,8 @@ def draw_tree(record: Tree) -> Drawing:
     width = max(map(len, record.steps)) * wide
     chart = svg(width, len(record.steps) * tall - 20, lines + words)
     note = (
-        "From top to bottom the steps; below each token the sum of log-probabilities so far. Bold: "
-        "the two that are kept. Grey: dropped."
+        "From top to bottom the steps; below each token the sum of log-probabilities so far "
+        "(nearer to 0: more probable). Bold: the two that are kept. Grey: dropped."
     )
     legend = key(first="the text that two beams find", second="greedy decoding, where it differs")
     greedy, best = record.scores
@@ -228,16 +228,18 @@ def draw_race(record: Race) -> Drawing:
     names = " ".join(f"{token(text)} {percent(p)}" for text, p in record.line[:5])
     last = record.rounds[-1]
     body = (
-        f'<div class="panel whole">{lines}<p class="note">A line of length 1: the tokens, sorted '
-        f"for the eye only, each as long as its probability, {names}, &hellip; What is before a "
-        "token is the sum of all more probable ones, in any order. What is left of the line is "
-        f"still in the race. Plain mark: top-p, {record.p:g}. Coloured mark: where the fastest "
-        "token begins.</p></div>"
+        f'<div class="panel whole">{lines}<p class="note">A line of length 1: the tokens, each as '
+        f"long as its probability, {names}, &hellip;, grey all the others. They are sorted for the "
+        "eye only: to know what is before a token, the program adds up all that are more probable. "
+        "What is left of the line is still in the race. The mark at the same place of each line: "
+        f"top-p, {record.p:g}. Coloured mark: where the fastest token begins. The random numbers "
+        "are exponential: with them a token is the fastest as often as its probability says.</p>"
+        "</div>"
     )
     rounds = f"{len(record.rounds)} round{'s' * (len(record.rounds) > 1)}"
     caption = (
-        f"Each of {record.vocab:,} tokens gets a speed, its probability over a random number. Only "
-        "the fastest is asked whether it is inside top-p: no sorting. "
+        f"Each of {record.vocab:,} tokens gets a speed: its probability divided by a random "
+        "number. Only the fastest is asked whether it is inside top-p: no sorting. "
         f"After {rounds} {token(last.token)} is."
     )
     shown = "; ".join(f"{each.token!r}, {percent(each.mass)} before it" for each in record.rounds)

@@ -75,13 +75,17 @@ def draw_boxes(record: Boxes) -> Drawing:
     body = panels(
         panel("1. The message of a user", shown(record.message)),
         panel("2. With stand-ins", shown(record.hidden), "A ? is a character that nobody uses."),
-        panel("3. What the template writes", shown(record.rendered)),
+        panel(
+            "3. What the template writes",
+            shown(record.rendered),
+            "A template brings messages into the form that the model was trained on.",
+        ),
         panel("4. Split, exchanged back, encoded", ids(record.tokens), "Red: control tokens."),
         panel("The same without stand-ins", ids(record.naive), "What the model would read."),
     )
     caption = (
-        f"A user's text never becomes a control token: here there is {ours}, the template's own. "
-        f"Encoded as one text, the conversation would have {theirs}."
+        "What a user types never becomes a control token, such as the end of a text: here there is "
+        f"{ours}, the template's own. Encoded as one text, the conversation would have {theirs}."
     )
     text = (
         f"Five boxes from the message {record.message!r} to {len(record.tokens)} tokens, of which "
@@ -165,7 +169,10 @@ def draw_batches(record: Batches) -> Drawing:
         f"Two grids of rows and steps for texts of {record.lengths} tokens: {static} steps with "
         f"{idle[0]} idle places, and {continuous} with {idle[1]}."
     )
-    return Drawing(body, caption, text, player(record.run, first=len(record.run.frames) // 2))
+    frames = record.run.frames
+    later = range(len(frames) // 2, len(frames))  # no text ends in the first that is shown
+    first = next((at for at in later if len(frames[at]["running"]) == len(record.static[0])), 0)
+    return Drawing(body, caption, text, player(record.run, first))
 
 
 NUM_PAGES = 15  # as many as these texts may need
@@ -239,7 +246,7 @@ def draw_pool(record: Pool) -> Drawing:
     place = min(5, record.size * len(pages) - 1)
     example = (
         f"Position {place} of text {owner + 1}: entry {place // record.size} of its table, page "
-        f"{pages[place // record.size]}, place {place % record.size}."
+        f"{pages[place // record.size]}, place {place % record.size}, all counted from 0."
     )
     body = (
         f'<ol class="pool" start="0">{boxes}</ol>'
@@ -320,8 +327,9 @@ def draw_budgets(record: Budgets) -> Drawing:
     end = f"; its own end comes after step {many} instead of {few}" * (late > early)
     caption = f"With a budget of {small} tokens a step nobody waits long for a long prompt{end}."
     note = (
-        f"Request 3 comes after step {record.arrives}. The more tokens a step has, the longer it "
-        f"takes, for everybody in it: {long} at once, {short} in chunks."
+        f"To read a prompt is its prefill. Request 3 comes after step {record.arrives}. The "
+        f"more tokens a step has, the longer it takes, for everybody in it: {long} "
+        f"at once, {short} in chunks."
     )
     if late > early:
         note += f" The price: {price} instead of {few}."

@@ -36,10 +36,13 @@ class Speculation(NamedTuple):
     refusal: Refusal | None  # the one where p and q differ most, if there was any
 
 
+TEMPERATURE = 0.8
+
+
 def record_speculation(prompt: str, count: int = 40) -> Speculation:
     ids = recordings.encode(prompt, 100)
     models = [recordings.load(), recordings.load("stories-draft")]
-    params = SamplingParams(count, temperature=0.8)
+    params = SamplingParams(count, temperature=TEMPERATURE)
     generator = torch.Generator().manual_seed(1)
     verify = infer_speculative.verify
     seen = []
@@ -94,6 +97,7 @@ def lines_of(verdicts: list[Verdict]) -> str:
             else:
                 kind = "out" if index == verdict.accepted else "gone"
             chips += token(draft, kind)
+        chips += "<i>no draft</i>" * (not verdict.drafts)
         own = verdict.tokens[verdict.accepted :]
         chips += "".join(f" &rarr; {token(text, 'own')}" for text in own)
         lines += f"<li>{chips}</li>"
@@ -121,7 +125,7 @@ def draw_speculation(record: Speculation) -> Drawing:
         parts.append(refused(record.refusal))
     caption = (
         f"A small model drafted {drafts} tokens, the large one kept {accepted}: {passes} of its "
-        f"passes made {count} tokens, from its own distribution."
+        f"passes made {count} tokens, with the same probabilities as without drafts."
     )
     text = (
         f"{passes} lines of drafts, {accepted} of {drafts} accepted; and bars that compare both "
@@ -141,13 +145,13 @@ def refused(found: Refusal) -> str:
     chance = percent(found.chance)
     p, q = next((p, q) for text, p, q in found.rows if text == found.draft)
     note = (
-        "p: the probability that the large model gives, q: the small one. "
-        f"{token(found.draft)} is accepted with chance p / q = {chance}. It was refused; one draw "
-        f"from the blue parts, {token(found.drawn)}, takes its place. Over all tokens red and blue "
-        "are equal, so green and blue make exactly p."
+        "p: the probability that the large model gives, q: the small one, both at temperature "
+        f"{TEMPERATURE}. {token(found.draft)} is accepted with chance p / q = {chance}. It was "
+        f"refused; one draw from the blue parts, {token(found.drawn)}, takes its place. Over all "
+        "tokens red and blue are equal, so green and blue make exactly p."
     )
     legend = key(
-        good="both: min(p, q)", bad="the draft model has too much", first="too little: the residual"
+        good="kept: min(p, q)", bad="guessed too often", first="guessed too seldom: the residual"
     )
     title = f"A refusal, after <q>&hellip;{escape(found.after)}</q>"
     return panel(title, stacks(rows, largest) + legend, note)

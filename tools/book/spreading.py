@@ -215,15 +215,15 @@ def draw_leader(record: list[Heard]) -> Drawing:
             f"<td>{computed}</td></tr>"
         )
     head = (
-        "<th>Rank 0: texts, the largest logit, the token it chooses</th>"
+        "<th>Rank 0: texts, the largest logit, the token it chooses and its id</th>"
         "<th>Told before a pass</th><th>Rank 1: the largest logit</th>"
     )
     same = sum(heard.same for heard in record)
     largest = max(heard.size for heard in record)
     caption = (
-        "A rank is a process, numbered from 0. Before each pass rank 0, which alone has the "
-        f"engine, tells rank 1 what to compute, in at most {largest} bytes here. Logits are equal "
-        f"in {same} of {len(record)} passes."
+        "A rank is a process, numbered from 0. So that ranks can share the work, rank 0, which "
+        "alone has the engine, tells rank 1 before each pass what to compute, in at most "
+        f"{largest} bytes here. Logits are equal in {same} of {len(record)} passes."
     )
     note = (
         "Here both still do all the work, which the next lessons divide. Told are ids, positions "
@@ -251,12 +251,12 @@ class Shared(NamedTuple):
 
 HALVES = {  # of a layer: its stages, each with a gather behind it; which numbers a rank gives
     "attention": (
-        ("Its heads attend, with their own keys and values", ""),
-        ("Its outputs of the product that joins the heads, o_proj, from all inputs", "outputs"),
+        ("Each rank&rsquo;s heads attend; several heads share their keys and values", ""),
+        ("What each rank computes of the product that joins the heads, o_proj", "outputs"),
     ),
     "MLP": (
-        ("Its numbers inside the MLP, of its two first products, gate_proj and up_proj", "numbers"),
-        ("Its outputs of the MLP&rsquo;s last product, down_proj, from all inputs", "outputs"),
+        ("What each rank computes of the first products, gate_proj and up_proj", "numbers"),
+        ("What each rank computes of the last product, down_proj, from all inputs", "outputs"),
     ),
 }
 
@@ -311,7 +311,8 @@ def draw_columns(record: Shared) -> Drawing:
             bar = (before, "gap"), (width, COLOURS[rank]), (after, "gap")
             own.append(([(count / total, kind) for count, kind in bar], under))
         many = f"{record.positions} position{'s' * (record.positions > 1)}"
-        words = f"all gather {total} numbers a position: each rank sends {sent:,} bytes"
+        words = f"exchange (all gather): all get {total} numbers a position, "
+        words += f"each rank sends {sent:,} bytes"
         words += f", for {many}, to {size - 1} others"
         words += ", parts filled up to the widest" * (len(set(widths)) > 1)
         body += whole(title, "does", "th") + lanes(own) + whole(words, "meets", "td")
@@ -329,24 +330,30 @@ def draw_columns(record: Shared) -> Drawing:
         panel(
             "Outputs, each made on one rank: the first of each",
             table("figures", names, rows),
-            f"Of the {record.total:,} numbers that are gathered there in this pass "
+            f"Of the {record.total:,} numbers that are exchanged there in this pass "
             f"{record.same:,} have the bits of one process. In both torch computes in float32, and "
             "it may round a product of another shape in another way; with products in C in both "
             "all bits are the same.",
         ),
     )
-    does = {
-        "attention": "each has some heads, with their keys and values",
-        "MLP": "each computes some columns of a product",
+    what, does = {
+        "attention": (
+            "a layer&rsquo;s attention",
+            "each has some of the heads, with their keys and values",
+        ),
+        "MLP": (
+            "the part of a layer that works on each token alone, its MLP",
+            "each computes some of its numbers",
+        ),
     }[record.half]
     caption = (
-        f"{size} processes share a layer's {record.half}: {does}, and all gather the whole. No sum "
-        "is divided, so numbers are those of one process, with torch up to rounding."
+        f"{size} processes share {what}: {does}, then all exchange what they computed. The "
+        "result is that of one process, with torch up to rounding."
     )
     owned = f"Heads and keys of each rank: {record.heads}. " if record.half == "attention" else ""
     text = (
-        f"{owned}Numbers that each rank gives to the gathers: {record.widths}. Outputs here and in "
-        f"one process: {record.outputs}."
+        f"{owned}Numbers that each rank gives to the exchanges: {record.widths}. Outputs here and "
+        f"in one process: {record.outputs}."
     )
     return Drawing(body, caption, text)
 
@@ -416,9 +423,9 @@ def draw_vocabulary(record: Vocabulary) -> Drawing:
     full = " (filled up to the widest)" * (len({end - start for start, end in record.own}) > 1)
     body = panels(
         panel(
-            "In: the rows of the embedding",
+            "In: the tokens&rsquo; vectors, rows of the embedding",
             table("adding", f"<th>token</th>{head}<th>sum</th>", rows),
-            f"The first {len(record.rows[0][3])} numbers of each row.",
+            f"The first {len(record.rows[0][3])} numbers of each vector.",
         ),
         panel(
             f"Out: the logits of the token after {last}",
@@ -428,8 +435,9 @@ def draw_vocabulary(record: Vocabulary) -> Drawing:
         ),
     )
     caption = (
-        "Each rank has some tokens. In: the rank of a token gives its row, the others zeros, and "
-        "all get the sum. Out: each has logits of its own, and rank 0 gets all."
+        "The vocabulary is split. In: the rank that owns a token gives its vector, the others "
+        "zeros, and all get the sum. Out: each rank makes the logits of its own tokens, and rank 0 "
+        "gets all."
     )
     text = "; ".join(
         f"token {text!r}, id {id}: {parts}, sum {whole}" for text, id, parts, whole in record.rows
@@ -508,19 +516,19 @@ def draw_ways(record: Ways) -> Drawing:
     said = {
         "gather": (
             "gather: some outputs on each rank",
-            "A band of the weight needs all inputs, so these are gathered before, and the outputs "
-            "behind.",
+            "A band of the weight needs all inputs, so there are two exchanges for it: of inputs "
+            "before, of outputs after.",
         ),
         "reduce": (
             "reduce: some inputs on each rank",
-            "A band of the weight needs the inputs above it, which this rank has made. Each rank "
-            "has a part of every output, and they are added up.",
+            "A band of the weight needs the inputs above it, which this rank has made. One "
+            "exchange after it: each rank has a part of every output, and they are added up.",
         ),
     }
     shown = []
     for way, (name, words) in said.items():
         count, sent = record.meetings[way]
-        note = f"{words} <b>{count} meetings a layer, {sent:,} bytes sent by each rank.</b>"
+        note = f"{words} <b>{count} exchanges a layer, {sent:,} bytes sent by each rank.</b>"
         shown.append(panel(name, draw_way(way), note))
     texts = [signed(number, 10) for number in (record.whole, record.alone)]
     marked = differing(texts, texts[1])
@@ -537,12 +545,12 @@ def draw_ways(record: Ways) -> Drawing:
     )
     (many, _), (few, _) = record.meetings.values()
     caption = (
-        "Cut a weight the other way, and a rank multiplies what it just made: "
-        f"{few} meetings a layer instead of {many}. But sums have another order, so last digits "
+        "Cut a weight the other way, and a rank needs only the inputs that it made itself: "
+        f"{few} exchanges a layer instead of {many}. But sums have another order, so last digits "
         "may differ."
     )
     text = (
-        f"Meetings and bytes in a layer: {record.meetings}. Output {record.output}: parts "
+        f"Exchanges and bytes in a layer: {record.meetings}. Output {record.output}: parts "
         f"{record.parts}, added up {record.whole!r}, in one process {record.alone!r}."
     )
     return Drawing(panels(*shown, worked), caption, text)
@@ -641,6 +649,7 @@ def draw_loading(record: Loading) -> Drawing:
         parts = [(kept.size, COLOURS[rank]), (record.block, "kept")]
         words = f"{megabytes(kept.size)} + {megabytes(record.block)}"
         lines.append((rank_name(rank), parts, words))
+    together = sum(kept.size for kept in record.ranks)
     body = panels(
         panel(
             "Embedding and first layer: what each rank keeps",
@@ -653,14 +662,15 @@ def draw_loading(record: Loading) -> Drawing:
             "In memory, at the most: added up, not measured",
             stacks(lines, record.whole + record.block) + key(kept="the largest block of the file"),
             f"{len(record.tensors)} tensors, read block by block. In the file a number has 2 "
-            "bytes, in memory 4.",
+            f"bytes, in memory 4. The parts add up to {megabytes(together)}, because what several "
+            "ranks have counts several times.",
         ),
     )
     largest = max(kept.size for kept in record.ranks)
     caption = (
         "Each process reads the file block by block, and keeps its own part of each. So none ever "
         f"holds the whole model, {megabytes(record.whole)}, but at most {megabytes(largest)} and a "
-        "block."
+        f"block of {megabytes(record.block)}."
     )
     name, (count, _) = next(iter(record.tensors.items()))
     text = (
@@ -718,7 +728,7 @@ def draw_sums(record: Sums) -> Drawing:
         for rank, largest in enumerate(record.largest)
     ]
     scale = panel(
-        "One scale: the largest |x| among each rank&rsquo;s inputs, and the maximum",
+        "All use one scale: of the largest |x| among each rank&rsquo;s inputs the maximum (mark)",
         bars(lines),
         f"One maximum, {record.maximum:.4f}, so one scale for all: {record.maximum:.4f} / 127 = "
         f"{record.maximum / 127:.6f}. Each rank rounds its inputs to steps of that size.",
@@ -745,10 +755,11 @@ def draw_sums(record: Sums) -> Drawing:
         "here.",
     )
     count = len(set(texts))
-    how = f"{count} sums" if count > 1 else "one sum here"
+    how = f"{count} different sums" if count > 1 else "one sum here"
     caption = (
-        f"Floats are rounded at each addition: three orders, {how}. Whole numbers have one sum in "
-        "any order, so with one scale for all ranks int8 gives what one process computes."
+        f"Floats are rounded at each addition: adding in three orders gives {how}. Whole numbers "
+        "have one sum in any order, so with one scale for all ranks int8 gives what one process "
+        "computes."
     )
     text = (
         f"Largest inputs {record.largest}, maximum {record.maximum}. Parts as floats "
@@ -905,7 +916,9 @@ PICTURES = {  # slug of a lesson -> its picture
     "split-heads": Picture(PROMPT, functools.partial(record_half, "attention"), draw_columns),
     "split-vocabulary": Picture(PROMPT, record_vocabulary, draw_vocabulary),
     "row-parallel": Picture(PROMPT, record_ways, draw_ways),
-    "shard-loading": Picture(str(SIZE), record_loading, draw_loading),
+    "shard-loading": Picture(
+        str(SIZE), record_loading, draw_loading, own="The same for another number of processes"
+    ),
     "exact-int8-sums": Picture(PROMPT, record_sums, draw_sums),
     "rank-failures": Picture(PROMPT, record_failures, draw_failures),
 }

@@ -146,8 +146,8 @@ def draw_merges(record: Merges) -> Drawing:
             f'<div class="scroll">{rows_of(lines)}</div>',
             "Rank: a token's place in the vocabulary. In each line, of all neighbours that make a "
             "token, those whose token has the lowest rank are merged. The file lists "
-            f"{record.pairs:,} such pairs for {record.size:,} tokens; of several pairs for one "
-            "token the order decides nothing.",
+            f"{record.pairs:,} such pairs for {record.size:,} tokens: some can be made of several "
+            "pairs. A piece that is no token stays in several.",
         ),
         panel(
             "3. One token before it all",
@@ -227,19 +227,20 @@ def draw_ends(record: Ends) -> Drawing:
             panel(
                 file,
                 f'<p class="flow">{flow}</p>',
-                f"Told what ends a text: {names}. {count}.",
+                f"The program stops at: {names}. {count}.",
             )
         )
     body = f'<code class="text-box">{told}</code><p class="cut-by">goes on:</p>{panels(*parts)}'
     body += (
-        '<p class="note">This is one of several differences between Qwen2.5 and a Llama. The '
-        f"embedded Llama stands in: its {first} names a wrong end on purpose, "
+        '<p class="note">This is one of several differences between Qwen2.5 and a Llama; others '
+        "are biases of queries, keys and values, and digits one by one. The embedded Llama stands "
+        f"in for Qwen2.5: for this picture its {first} names a wrong end, "
         f"{token(record.files[first][0])}; a reply ends with {token(record.files[second][-1])}, as "
         "Qwen2.5&rsquo;s do with <code>&lt;|im_end|&gt;</code>.</p>"
     )
-    user = ", as the user" * "".join(on).startswith("Words:")
-    caption = "A reply ends at a token that one file does not name. " + (
-        f"Told that file alone, the model writes on{user}."
+    user = ", with the user&rsquo;s next message" * "".join(on).startswith("Words:")
+    caption = "Which token ends a reply stands in a second file. " + (
+        f"Where only {first} is read, the model writes on after its reply{user}."
         if on
         else f"This reply has not come to its end in {len(reply)} tokens."
     )

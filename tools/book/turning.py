@@ -22,13 +22,14 @@ class Turned(NamedTuple):
 
     places: tuple[int, int]  # of the query and of the key
     arrows: tuple[tuple[float, float], tuple[float, float]]  # one pair of each, after turning
-    score: float  # the product of all pairs
+    score: float  # the product of both, of all pairs
 
 
 class Turns(NamedTuple):
     query: str
     key: str
     shown: list[Turned]
+    pairs: int  # of numbers in a head
 
 
 @torch.inference_mode()
@@ -60,7 +61,7 @@ def record_turns(prompt: str) -> Turns:
         turned = [rotate(x, cos[at], sin[at])[0] for x, at in zip((q, k), places)]
         arrows = tuple((x[PAIR].item(), x[PAIR + half].item()) for x in turned)
         found.append(Turned(places, arrows, (turned[0] @ turned[1]).item()))
-    return Turns(recordings.text_of(ids[last]), recordings.text_of(ids[other]), found)
+    return Turns(recordings.text_of(ids[last]), recordings.text_of(ids[other]), found, half)
 
 
 def draw_turns(record: Turns) -> Drawing:
@@ -100,8 +101,9 @@ def draw_turns(record: Turns) -> Drawing:
         f'score is how well they fit.</p><div class="turns">{"".join(parts)}</div>{legend}'
     )
     note = (
-        f"One pair of 16 of each is drawn, number {PAIR}; others turn faster or slower. Lengths "
-        "are not to scale. The score is the product of all numbers of both."
+        f"Both have {record.pairs} pairs of numbers; one is drawn, the others turn faster or "
+        "slower. Lengths are not to scale. The score is the sum of the products of all numbers "
+        "of both. Llama is a family of models; it also has RMSNorm, shared keys, SwiGLU."
     )
     return Drawing(f'{body}<p class="note">{note}</p>', caption, text)
 
@@ -186,7 +188,7 @@ def dial(angle: float, known: float) -> str:
 def draw_slowed(record: Slowed) -> Drawing:
     parts = []
     unknown = [0, 0]
-    for which, title in enumerate(("As it is", f"Slowed, by up to {SCALING.factor:g}")):
+    for which, title in enumerate(("As it is", f"Slowed up to {SCALING.factor:g} times")):
         dials = ""
         for pair in record.pairs:
             known = record.trained * pair[0] * (1 + 1e-6)  # a factor of 2 may round
@@ -204,15 +206,18 @@ def draw_slowed(record: Slowed) -> Drawing:
         f'<p class="note">A circle for each of {len(record.pairs)} pairs of numbers in a head, '
         "below it how many positions make a whole turn. Fast turns tell neighbours apart, and stay "
         f"as they are. Red: in {unknown[0]} circles as it is, in {unknown[1]} slowed.</p>"
-        '<p class="title one">Loss in nats a token, by position</p>'
+        '<p class="title one">Loss of a token, by position</p>'
     )
     legend = key(bad="as it is", first="slowed", empty="the positions of its training")
     count, each = record.texts
+    plain, slow = record.losses[record.trained // BLOCK - 1]
+    price = f" Just before position {record.trained} slower turns cost a little: {slow:.2f}, not "
     note = (
-        "A loss in nats is &minus;ln of the probability that the token had: 0 would be certain. "
-        f"Means of {BLOCK} positions. The texts: {count} beginnings of {each} tokens that the "
-        "model wrote itself, one after another, each of them once in each place. The "
-        "lesson&rsquo;s table is of other texts."
+        "The loss is &minus;ln of the probability that the token had: 0 would be certain. Means of "
+        f"{BLOCK} positions.{f'{price}{plain:.2f}.' * (slow > plain)} Measured on {count} texts of "
+        f"the same {count} beginnings of stories, of {each} tokens, which the model wrote itself: "
+        f"their order differs, so that each is once in each place. The lesson&rsquo;s table is of "
+        "other texts."
     )
     body += f'{curves(record)}{legend}<p class="note">{note}</p>'
     plain, slow = record.losses[-1]
