@@ -249,6 +249,9 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 // Here no product is fused with a sum, and sums are added in one order, so that these numbers are
 // the same on every processor. With int8 weights, whose sums are exact, so are the logits.
 
+// PARTIAL: sums side by side, whatever the vectors. TOGETHER: queries that read a value together.
+enum { PARTIAL = 16, TOGETHER = 4 };
+
 typedef struct {
   const float *weight, *bias;  // (C); an RMSNorm has no bias
 } Norm;
@@ -279,30 +282,36 @@ typedef struct {
   const float *cos, *sin;             // (positions, D), for `rotate`, or NULL
 } Pass;
 
-// The sum of all numbers in `count` vectors, 1, 2 or 4: halves are added until one number is left.
-INLINE float total(const int count, const Vector *v) {
-  typedef float Four __attribute__((vector_size(16)));
-  Four fours[count * WIDTH / 4];
-  memcpy(fours, v, sizeof fours);
-  for (int half = count * WIDTH / 8; half; half /= 2)
-    for (int i = 0; i < half; i++) fours[i] += fours[i + half];
-  return (fours[0][0] + fours[0][2]) + (fours[0][1] + fours[0][3]);
-}
-
-// The sum of a[i] * b[i], or of a[i] where b is NULL: 16 sums side by side, whatever the vectors.
+// The sum of a[i] * b[i], or of a[i] where b is NULL: PARTIAL sums, of which halves are added until
+// one is left.
 INLINE float dot(int64_t n, const float *a, const float *b) {
-  enum { LANES = 16, COUNT = LANES / WIDTH };
-  Vector sums[COUNT] = {0};
+  Vector sums[PARTIAL / WIDTH] = {0};
+  float partial[PARTIAL];
   int64_t i = 0;
-  for (; i + LANES <= n; i += LANES)
-    for (int s = 0; s < COUNT; s++) {
+  for (; i + PARTIAL <= n; i += PARTIAL)
+    for (int s = 0; s < PARTIAL / WIDTH; s++) {
       Vector x = VECTOR(a + i + s * WIDTH);
       if (b) x *= VECTOR(b + i + s * WIDTH);
       sums[s] += x;
     }
-  float sum = total(COUNT, sums);
-  for (; i < n; i++) sum += b ? a[i] * b[i] : a[i];
-  return sum;
+  memcpy(partial, sums, sizeof partial);
+  for (int l = 0; i < n; l++, i++) partial[l] += b ? a[i] * b[i] : a[i];
+  for (int half = PARTIAL / 2; half; half /= 2)
+    for (int l = 0; l < half; l++) partial[l] += partial[l + half];
+  return partial[0];
+}
+
+// The same for WIDTH columns of b side by side: b[i] has number i of each.
+INLINE Vector dots(int64_t n, const float *a, const Vector *b) {
+  Vector sums[PARTIAL] = {0};
+  int64_t i = 0;
+  for (; i + PARTIAL <= n; i += PARTIAL)
+    for (int l = 0; l < PARTIAL; l++) sums[l] += (a ? a[i + l] : 1) * b[i + l];
+  for (int l = 0; l < PARTIAL; l++)
+    if (i + l < n) sums[l] += (a ? a[i + l] : 1) * b[i + l];
+  for (int half = PARTIAL / 2; half; half /= 2)
+    for (int l = 0; l < half; l++) sums[l] += sums[l + half];
+  return sums[0];
 }
 
 // e to the x: 2 to the n, the nearest whole number to x / ln 2, times a polynomial in the rest.
@@ -375,75 +384,152 @@ INLINE void fetch(int64_t n, const float *x) {
   for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a line of 64 bytes
 }
 
-// The first N * WIDTH numbers of y: the sum of values, each times its score, divided by the sum of
-// scores. v and y are those of `attend_to`, d numbers further on.
-INLINE void weigh(const int N, const int64_t *pages, int64_t size, int64_t stride, int64_t length,
-                  int64_t D, const float *s, float sum, const float *v, float *y,
+// The keys and values of a text for one head, in pages of (size, D) numbers. k and v are where
+// page 0 has them, and page 1 has them `stride` numbers later.
+typedef struct {
+  const int64_t *pages;
+  int64_t size, stride;
+  const float *k, *v;
+} Past;
+
+// What T queries make of the values, numbers d to d + N * WIDTH - 1: each value times its score,
+// summed, divided by the sum of scores. Query 0 sees `length` positions, each next one sees one
+// more. s: (positions, s_step), sum: (T), y: (T, y_step). fresh: as in `attend_to`.
+INLINE void weigh(const int T, const int N, const Past *past, int64_t D, int64_t length, int64_t d,
+                  const float *s, int64_t s_step, const float *sum, float *y, int64_t y_step,
                   const int fresh) {
-  Vector sums[N];
-  memset(sums, 0, sizeof sums);
-  for (int64_t start = 0; start < length; start += size) {
-    const float *page = v + *pages++ * stride;
-    const float *next = fresh && start + size < length ? v + *pages * stride : NULL;
-    int64_t n = length - start < size ? length - start : size;
-    for (int64_t i = 0; i < n; i++) {
-      if (next) fetch(N * WIDTH, next + i * D);
-      for (int j = 0; j < N; j++) sums[j] += s[start + i] * VECTOR(page + i * D + j * WIDTH);
+  Vector sums[TOGETHER][4] = {0};
+  int64_t size = past->size, last = length + T - 1;
+  for (int64_t start = 0, p = 0; start < last; start += size) {
+    const float *value = past->v + past->pages[p++] * past->stride + d, *next = NULL;
+    int64_t end = last - start < size ? last : start + size;
+    if (fresh && end < last) next = past->v + past->pages[p] * past->stride + d;
+    for (int64_t i = start; i < end; i++, value += D) {
+      if (next) fetch(N * WIDTH, next + (i - start) * D);
+      for (int t = 0; t < T; t++)
+        if (T == 1 || i < length + t)
+          for (int j = 0; j < N; j++)
+            sums[t][j] += s[i * s_step + t] * VECTOR(value + j * WIDTH);
     }
   }
-  for (int j = 0; j < N; j++) *(Vector *)(y + j * WIDTH) = sums[j] / sum;
+  for (int t = 0; t < T; t++)
+    for (int j = 0; j < N; j++) *(Vector *)(y + t * y_step + d + j * WIDTH) = sums[t][j] / sum[t];
 }
 
-// What one query makes of the keys and values at the first `length` positions of a text: y, (D).
-// They are in pages, each of (size, D) numbers for one head; k and v are where page 0 has them,
-// page 1 has them `stride` numbers later. s: room for scores. fresh: they are not in the
-// processor's caches yet, so while a page is read, the next one is fetched.
-INLINE void attend_to(const int64_t *pages, int64_t size, int64_t stride, int64_t length,
-                      int64_t D, const float *q, const float *k, const float *v, float *s,
+// The same, all numbers.
+INLINE void weigh_values(const int T, const Past *past, int64_t D, int64_t length, const float *s,
+                         int64_t s_step, const float *sum, float *y, int64_t y_step,
+                         const int fresh) {
+  const int N = T == 1 || WIDTH == 16 ? 4 : 2;  // sums that fit in registers
+  int64_t d = 0;
+  for (; d + N * WIDTH <= D; d += N * WIDTH)
+    weigh(T, N, past, D, length, d, s, s_step, sum, y, y_step, fresh);
+  for (; d + WIDTH <= D; d += WIDTH)
+    weigh(T, 1, past, D, length, d, s, s_step, sum, y, y_step, fresh);
+  for (; d < D; d++)
+    for (int t = 0; t < T; t++) {
+      float value = 0;
+      for (int64_t i = 0; i < length + t; i++) {
+        const float *page = past->v + past->pages[i / past->size] * past->stride;
+        value += s[i * s_step + t] * page[i % past->size * D + d];
+      }
+      y[t * y_step + d] = value / sum[t];
+    }
+}
+
+// What one query makes of the keys and values at the first `length` positions: y, (D). s: room for
+// scores. fresh: they are not in the processor's caches yet, so while a page is read, the next one
+// is fetched.
+INLINE void attend_to(const Past *past, int64_t D, int64_t length, const float *q, float *s,
                       float *y, const int fresh) {
-  float largest = -INFINITY, factor = 1 / sqrtf(D);
-  for (int64_t start = 0, i = 0; start < length; start += size) {
-    const float *page = k + pages[i++] * stride, *next = NULL;
+  int64_t size = past->size;
+  for (int64_t start = 0, p = 0; start < length; start += size) {
+    const float *page = past->k + past->pages[p++] * past->stride, *next = NULL;
     int64_t n = length - start < size ? length - start : size;
-    if (fresh) next = start + size < length ? k + pages[i] * stride : v + *pages * stride;
-    for (int64_t j = 0; j < n; j++) {
-      if (next) fetch(D, next + j * D);
-      s[start + j] = dot(D, q, page + j * D);
+    if (fresh)
+      next = start + size < length ? past->k + past->pages[p] * past->stride
+                                   : past->v + past->pages[0] * past->stride;
+    for (int64_t i = 0; i < n; i++) {
+      if (next) fetch(D, next + i * D);
+      s[start + i] = dot(D, q, page + i * D);
     }
   }
+  float largest = -INFINITY, factor = 1 / sqrtf(D);
   for (int64_t i = 0; i < length; i++) largest = s[i] > largest ? s[i] : largest;
   for (int64_t i = 0; i < length; i++) s[i] = exponential((s[i] - largest) * factor);
   float sum = dot(length, s, NULL);
-  int64_t d = 0;
-  for (; d + 4 * WIDTH <= D; d += 4 * WIDTH)
-    weigh(4, pages, size, stride, length, D, s, sum, v + d, y + d, fresh);
-  for (; d + WIDTH <= D; d += WIDTH)
-    weigh(1, pages, size, stride, length, D, s, sum, v + d, y + d, fresh);
-  for (; d < D; d++) {
-    float value = 0;
-    for (int64_t i = 0; i < length; i++)
-      value += s[i] * v[pages[i / size] * stride + i % size * D + d];
-    y[d] = value / sum;
+  weigh_values(1, past, D, length, s, 1, &sum, y, 0, fresh);
+}
+
+// The same for WIDTH tokens that follow one another in a text, of which the first sees `length`
+// positions. Their queries lie side by side, one in each lane of a vector: so a key is read once
+// for all of them, and no lanes are added up. q: (WIDTH, q_step), y: (WIDTH, y_step).
+// s: room for `score_floats`.
+INLINE void attend_together(const Past *past, int64_t D, int64_t length, const float *q,
+                            int64_t q_step, float *s, float *y, int64_t y_step) {
+  int64_t size = past->size, last = length + WIDTH - 1;
+  float *columns = s + last * WIDTH;  // (D, WIDTH)
+  for (int64_t d = 0; d < D; d++)
+    for (int t = 0; t < WIDTH; t++) columns[d * WIDTH + t] = q[t * q_step + d];
+  for (int64_t start = 0, p = 0; start < last; start += size) {
+    const float *key = past->k + past->pages[p++] * past->stride;
+    int64_t end = last - start < size ? last : start + size;
+    for (int64_t i = start; i < end; i++, key += D)
+      *(Vector *)(s + i * WIDTH) = dots(D, key, (Vector *)columns);
   }
+  for (int64_t i = length; i < last; i++)  // token t sees length + t positions
+    for (int t = 0; t <= i - length; t++) s[i * WIDTH + t] = -INFINITY;
+  float largest[WIDTH], sum[WIDTH], factor = 1 / sqrtf(D);
+  for (int t = 0; t < WIDTH; t++) largest[t] = -INFINITY;
+  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+    for (int t = 0; t < WIDTH; t++) largest[t] = s[i + t] > largest[t] ? s[i + t] : largest[t];
+  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+    for (int t = 0; t < WIDTH; t++) s[i + t] = exponential((s[i + t] - largest[t]) * factor);
+  for (int64_t i = length; i < last; i++)
+    for (int t = 0; t <= i - length; t++) s[i * WIDTH + t] = 0;  // where it is exp(-87)
+  *(Vector *)sum = dots(last, NULL, (Vector *)s);
+  for (int t = 0; t < WIDTH; t += TOGETHER)
+    weigh_values(TOGETHER, past, D, length + t, s + t, WIDTH, sum + t, y + t * y_step, y_step, 0);
+}
+
+// For the first query that reads a text, for those after it, and for a block of tokens. Loops over
+// D are unrolled where the compiler knows it: for 64, as in GPT-2.
+#define WITH_D(f, ...) (D == 64 ? f(past, 64, __VA_ARGS__) : f(past, D, __VA_ARGS__))
+
+static void attend_first(const Past *past, int64_t D, int64_t length, const float *q, float *s,
+                         float *y) {
+  WITH_D(attend_to, length, q, s, y, 1);
+}
+
+static void attend_again(const Past *past, int64_t D, int64_t length, const float *q, float *s,
+                         float *y) {
+  WITH_D(attend_to, length, q, s, y, 0);
+}
+
+static void attend_block(const Past *past, int64_t D, int64_t length, const float *q,
+                         int64_t q_step, float *s, float *y, int64_t y_step) {
+  WITH_D(attend_together, length, q, q_step, s, y, y_step);
 }
 
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
             const float *q, const float *k, const float *v, float *s, float *y) {
-  attend_to(pages, size, stride, length, D, q, k, v, s, y, 1);
+  attend_first(&(Past){pages, size, stride, k, v}, D, length, q, s, y);
 }
 
-// The same for a text that the token before has read.
-static void attend_again(const int64_t *pages, int64_t size, int64_t stride, int64_t length,
-                         int64_t D, const float *q, const float *k, const float *v, float *s,
-                         float *y) {
-  attend_to(pages, size, stride, length, D, q, k, v, s, y, 0);
+// Tokens attend in blocks, from multiples of WIDTH positions on: the first of that block in which
+// token t is, or -1 if not all of it is in this pass.
+static int64_t first_in_block(const Pass *p, int64_t t) {
+  int64_t first = t - p->positions[t] % WIDTH, last = first + WIDTH - 1, table = p->tables[t];
+  int all = first >= 0 && last < p->T && p->tables[first] == table && p->tables[last] == table;
+  return all ? first : -1;
 }
 
-// Put the keys and values of all tokens into the cache; then each token attends to its text up to
-// its own position, and H / K queries in turn to the same keys. qkv: (T, H + 2 K, D), y: (T, H, D).
+// Turn queries and keys by their positions, and put keys and values into the cache. Then each query
+// attends to its text up to its own position, H / K of them in turn to the same keys.
+// qkv: (T, H + 2 K, D), y: (T, H, D).
 static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *s,
                       float *y) {
-  int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim, size = p->page_size;
+  int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim, size = p->page_size, group = H / K;
   int64_t width = (H + 2 * K) * D, head = size * D, stride = K * head;
   float *keys = p->cache + 2 * layer * p->num_pages * stride;
   float *values = keys + p->num_pages * stride;
@@ -452,21 +538,28 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
     for (int64_t t = 0; t < p->T; t++) {
       int64_t position = p->positions[t], page = p->pages[p->tables[t] + position / size];
       int64_t slot = page * stride + k * head + position % size * D;
-      const float *key = qkv + t * width + (H + k) * D;
+      float *token = qkv + t * width, *key = token + (H + k) * D;
+      if (p->cos) {
+        for (int64_t h = k * group; h < (k + 1) * group; h++) rotate(p, position, D, token + h * D);
+        rotate(p, position, D, key);
+      }
       memcpy(keys + slot, key, D * sizeof(float));
       memcpy(values + slot, key + K * D, D * sizeof(float));
-      if (p->cos) rotate(p, position, D, keys + slot);
     }
-#pragma omp for schedule(static) collapse(2)
-  for (int64_t h = 0; h < H; h++)
-    for (int64_t t = 0; t < p->T; t++) {
-      const float *k = keys + h / (H / K) * head, *v = values + h / (H / K) * head;
-      float *q = qkv + t * width + h * D;
-      if (p->cos) rotate(p, p->positions[t], D, q);
-      (t && p->tables[t] == p->tables[t - 1] ? attend_again : attend)(
-          p->pages + p->tables[t], size, stride, p->positions[t] + 1, D, q, k, v, s,
-          y + (t * H + h) * D);
-    }
+#pragma omp for schedule(static) collapse(3)
+  for (int64_t k = 0; k < K; k++)
+    for (int64_t t = 0; t < p->T; t++)
+      for (int64_t g = 0; g < group; g++) {
+        Past past = {p->pages + p->tables[t], size, stride, keys + k * head, values + k * head};
+        int64_t h = k * group + g, length = p->positions[t] + 1, first = first_in_block(p, t);
+        int fresh = g == 0 && (t == 0 || p->tables[t - 1] != p->tables[t]);
+        const float *q = qkv + t * width + h * D;
+        float *to = y + (t * H + h) * D;
+        if (first == t)
+          attend_block(&past, D, length, q, width, s, to, H * D);
+        else if (first < 0)
+          (fresh ? attend_first : attend_again)(&past, D, length, q, s, to);
+      }
 }
 
 // a pass ------------------------------------------------------------------------------------------
@@ -512,8 +605,14 @@ static void products(const Linear *l, int count, int64_t T, int few, const float
 // and the scales.
 static int64_t own_floats(const Model *m, int64_t T) { return T * (2 * (m->widest + GROUP) + 1); }
 
+// Room for the scores of a block of tokens, and for their queries.
+static int64_t score_floats(const Model *m, int64_t length) {
+  return (length + m->head_dim) * WIDTH;
+}
+
 int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
-  return T * 3 * m->widest + threads * length + (T < threads ? threads : 1) * own_floats(m, T);
+  int64_t own = (T < threads ? threads : 1) * own_floats(m, T);
+  return T * 3 * m->widest + threads * score_floats(m, length) + own;
 }
 
 // logits: (wanted, vocab_size). work: room for work_floats(...) floats.
@@ -524,8 +623,8 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   {
     int few = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *scores = own_rooms + thread * p->length;
-    float *in = own_rooms + threads * p->length + few * thread * own_floats(m, T);
+    float *scores = own_rooms + thread * score_floats(m, p->length);
+    float *in = own_rooms + threads * score_floats(m, p->length) + few * thread * own_floats(m, T);
     float *scale = in + room;
     Value *values = (Value *)(scale + T);
     embed(m, p, x);

@@ -10,6 +10,7 @@ import test_engine
 import torch
 from conftest import CHECKPOINTS, finish_checked, make_engine, own_texts, random_tokens
 from hypothesis.stateful import run_state_machine_as_test
+from test_native_int8 import TARGETS
 from test_native_step import in_pieces, native
 
 from int8 import to_int8
@@ -106,6 +107,66 @@ def test_still_texts_of_a_checkpoint_bit_for_bit(name, kind, drafts):
     assert [request.output for request in made] == own_texts(model, prompts, params)
     assert engine.scheduler.preemptions
     assert drafts == "none" or engine.drafted
+
+
+FORMS = [
+    ("tiny", {"n_head": 1, "n_embd": 64}),  # what the compiler knows
+    ("tiny", {"n_head": 1, "n_embd": 20}),
+    ("tiny", {"n_head": 3, "n_embd": 252}),
+    ("tiny_llama", {}),
+    ("tiny_llama", {"n_head": 3, "n_kv_head": 1, "head_dim": 64}),
+]
+
+
+def in_passes(model, texts: list, passes: list[list[int]], page_size: int) -> torch.Tensor:
+    """The logits at all positions of texts, from passes of so many tokens of each.
+
+    Their pages lie in each other's midst, and are NaN before.
+    """
+    from cache import Span
+
+    config = model.config
+    rows, count = len(texts), -(-len(texts[0]) // page_size)
+    shape = config.n_layer, 2, rows * count, config.n_kv_head, page_size, config.head_dim
+    storage = torch.full(shape, math.nan)
+    starts = [0] * rows
+    parts = [[] for _ in texts]
+    for lengths in passes:
+        spans = [
+            Span(list(range(row, rows * count, rows)), starts[row], text[starts[row] :][:length])
+            for row, (text, length) in enumerate(zip(texts, lengths))
+        ]
+        for own, logits in zip(parts, model.native.logits(storage, spans, lengths).split(lengths)):
+            own.append(logits)
+        starts = [start + length for start, length in zip(starts, lengths)]
+    return torch.stack([torch.cat(own) for own in parts])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("kind, form", FORMS, ids=str)
+def test_tokens_together_have_the_bits_of_each_alone(request, target, kind, form):
+    """Wherever they begin, in their text and in the pass."""
+    build = request.getfixturevalue(kind)
+    model = native(build(dtype=torch.float32, block_size=50, **form), target)
+    texts = [random_tokens(50, seed=row) for row in range(3)]
+    alone = in_passes(model, texts, [[1, 1, 1]] * 50, 16)
+    for page_size in (1, 7, 16):
+        for lengths in ([49, 1, 33], [17, 47, 34], [35, 16, 32]):
+            passes = [lengths, [50 - length for length in lengths]]
+            assert torch.equal(in_passes(model, texts, passes, page_size), alone)
+        assert torch.equal(in_passes(model, texts, [[50, 50, 50]], page_size), alone)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_a_token_does_not_see_those_behind_it(tiny, target):
+    """Though they are computed together: what is NaN in these is not in its logits."""
+    model = tiny(dtype=torch.float32, block_size=50, n_head=1)
+    model.wpe.weight.data[42] = math.nan  # in the midst of 4, 8 or 16 tokens
+    native(model, target)
+    (logits,) = in_passes(model, [random_tokens(50)], [[50]], 7)
+    assert logits[:42].isfinite().all() and logits[42:].isnan().all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
