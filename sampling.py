@@ -84,17 +84,29 @@ def check_tokens_only(each: list[SamplingParams]) -> None:
         raise UserError("stop and logprobs are for the engine alone")
 
 
-# What rows must have in common to be penalised and filtered together.
-CHOICE = operator.attrgetter(
-    "temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
-)
+# What rows must have in common for torch to penalise them together, and to draw them together.
+PENALTIES = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
+DRAW = operator.attrgetter("temperature", "top_k", "top_p")
 
 
 class NativeDraws(Protocol):
     """What draws in C on a CPU: a model's `draws`."""
 
-    def draw(self, rows: list[torch.Tensor], params: list, positions: list[int]) -> list[int]:
-        """As `sample` for each row of float32 logits, greedily or with a seed, but for rounding."""
+    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
+        """As `sample` for each row of float32 logits, greedily or with a seed, but for rounding.
+
+        logits: (B, vocab_size), contiguous.
+        """
+
+
+def finite_rows(logits: torch.Tensor) -> list[bool]:
+    """Which rows of logits (B, vocab_size) are finite.
+
+    The others are set to 0: something can be chosen there, which is not to be used.
+    """
+    finite = logits.abs().amax(dim=-1).isfinite()  # NaN in a row is its amax
+    logits[~finite] = 0
+    return finite.tolist()
 
 
 def choose(
@@ -110,37 +122,34 @@ def choose(
     prompt_lengths: how many tokens of each text are its prompt, which penalties tell from output.
     generator: of the random numbers for those without a seed. native: draws for all others.
     """
-    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    logits = penalize_each(logits, params, texts, prompt_lengths)
     fast = []
     if native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32:
         fast = [
             row for row, own in enumerate(params) if own.temperature == 0 or own.seed is not None
         ]
+    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if fast:
-        rows = [
-            penalize(logits[row][None], params[row], [texts[row]], [prompt_lengths[row]])[0]
-            for row in fast
-        ]
-        lengths = [len(texts[row]) for row in fast]
-        tokens = native.draw(rows, [params[row] for row in fast], lengths)
+        part = rows_of(logits, fast).contiguous()
+        tokens = native.draw(part, [params[row] for row in fast], [len(texts[row]) for row in fast])
         if len(tokens) == len(logits):
             return tokens
         chosen[fast] = torch.tensor(tokens)
     groups = {}
     for row in sorted(set(range(len(params))) - set(fast)):
-        key = (CHOICE(params[row]), params[row].seed is None)
-        groups.setdefault(key, []).append(row)
+        groups.setdefault((DRAW(params[row]), params[row].seed is None), []).append(row)
     for rows in groups.values():
         common = params[rows[0]]
-        group_texts = [texts[row] for row in rows]
-        group_lengths = [prompt_lengths[row] for row in rows]
-        part = logits if len(rows) == len(logits) else logits[rows]  # no copy if all are alike
-        penalized = penalize(part, common, group_texts, group_lengths)
         draws = None
         if common.seed is not None:
             draws = [(params[row].seed, len(texts[row])) for row in rows]
-        chosen[rows] = sample(penalized, common, generator, draws)
+        chosen[rows] = sample(rows_of(logits, rows), common, generator, draws)
     return chosen.tolist()
+
+
+def rows_of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """These rows in a tensor of their own, or the same one if they are all there are."""
+    return logits if len(rows) == len(logits) else logits[rows]
 
 
 class TokenLogprob(NamedTuple):
@@ -165,6 +174,29 @@ def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
     ids = (logits >= least).nonzero()[:, 0]
     ids = ids[logits[ids].argsort(descending=True, stable=True)][:count]
     return TokenLogprob(logprobs[token].item(), list(zip(ids.tolist(), logprobs[ids].tolist())))
+
+
+def penalize_each(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    texts: list[list[int]],
+    prompt_lengths: list[int],
+) -> torch.Tensor:
+    """As `penalize`, each row by parameters of its own.
+
+    Returns new logits, or the same ones if no penalty is on.
+    """
+    groups = {}
+    for row, own in enumerate(params):
+        groups.setdefault(PENALTIES(own), []).append(row)
+    if len(groups) == 1:
+        return penalize(logits, params[0], texts, prompt_lengths)
+    result = torch.empty_like(logits)
+    for rows in groups.values():
+        group_texts = [texts[row] for row in rows]
+        group_lengths = [prompt_lengths[row] for row in rows]
+        result[rows] = penalize(logits[rows], params[rows[0]], group_texts, group_lengths)
+    return result
 
 
 def penalize(

@@ -12,7 +12,7 @@ from engine.pages import PagePool, page_count
 from engine.request import Request
 from errors import check_limits
 from model import Model
-from sampling import choose
+from sampling import choose, finite_rows
 
 
 class LookupDrafter:
@@ -65,12 +65,11 @@ class PagedDrafter:
             texts = [requests[row].tokens + drafts[row] for row in rows]
             spans = [self.extend(request, text) for request, text in zip(drawing, texts)]
             logits = last_logits(self.model, self.cache, spans, [1] * len(rows))
-            finite = logits.isfinite().all(dim=-1)
-            logits[~finite] = 0  # whatever is chosen there is not used
+            finite = finite_rows(logits)
             params = [request.params for request in drawing]
             lengths = [request.prompt_length for request in drawing]
             tokens = choose(logits, params, texts, lengths, None, self.model.draws)
-            for row, span, token, good in zip(rows, spans, tokens, finite.tolist()):
+            for row, span, token, good in zip(rows, spans, tokens, finite):
                 if good:
                     self.held[requests[row]].tokens.extend(span.tokens)
                     drafts[row].append(token)

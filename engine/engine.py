@@ -15,7 +15,7 @@ from engine.scheduler import Scheduler, Work
 from engine.trials import Trials
 from errors import UserError, check_limits, means_no_memory, memory_for
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, choose, token_logprob
+from sampling import NOT_FINITE, SamplingParams, choose, finite_rows, token_logprob
 from tokenizer import StopStream
 
 LIMITS = {  # argument: its type, which values are valid, how to say that
@@ -204,8 +204,7 @@ class Engine:
         self.works = works
         self.steps += 1
         self.positions += sum(len(work.tokens) for work in works)
-        finite = logits.isfinite().all(dim=-1)
-        logits[~finite] = 0  # whatever is chosen there is not used
+        finite = finite_rows(logits)
         requests = [work.request for work, count in zip(works, keep) for _ in range(count)]
         texts = [
             work.request.tokens + work.drafts[:index]
@@ -215,9 +214,12 @@ class Engine:
         params = [request.params for request in requests]
         lengths = [request.prompt_length for request in requests]
         tokens = choose(logits, params, texts, lengths, None, self.model.draws)
-        parts = [slice(end - count, end) for end, count in zip(itertools.accumulate(keep), keep)]
-        good = finite.tolist()
-        return [(tokens[part], logits[part]) if all(good[part]) else None for part in parts]
+        ends = itertools.accumulate(keep)
+        parts = [slice(end - count, end) for end, count in zip(ends, keep)]
+        return [
+            (tokens[part], rows) if all(finite[part]) else None
+            for part, rows in zip(parts, logits.split(keep))
+        ]
 
     def update(self, work: Work, result: tuple[list[int], torch.Tensor] | None) -> Event | None:
         """Add to a text what follows it, and while that was drafted what follows the draft.

@@ -17,22 +17,23 @@ DrawStruct = struct(
 
 
 def draw(
-    library: ctypes.CDLL, rows: list[torch.Tensor], params: list, positions: list[int]
+    library: ctypes.CDLL, logits: torch.Tensor, params: list, positions: list[int]
 ) -> list[int]:
     """The next token of each row, as `sampling.sample` chooses it, but for rounding.
 
-    rows: logits (vocab_size,), after penalties. params: a SamplingParams for each, with a seed or
+    logits: (B, vocab_size), after penalties. params: a SamplingParams for each row, with a seed or
     greedy; positions: of the draws. There is at least one row, and they are shared out over torch's
     threads.
-    Whatever the logits are, a token is an id of the vocabulary. Raises ValueError for rows of other
-    shapes and dtypes.
+    Whatever the logits are, a token is an id of the vocabulary. Raises ValueError for logits that
+    are not float32, contiguous and of this shape.
     """
-    count = len(rows)
-    size = len(rows[0])
+    count, size = len(params), logits.shape[-1]
+    start = address(logits, torch.float32, count, size)
     limits = torch.finfo(torch.float32)
     jobs = (DrawStruct * count)()
-    for job, row, each, position in zip(jobs, rows, params, positions):
-        job.logits = address(row, torch.float32, size)
+    for job, each, position in zip(jobs, params, positions, strict=True):
+        job.logits = start
+        start += size * logits.element_size()
         job.seed = each.seed or 0
         job.position = position
         job.top_k = min(each.top_k, size)

@@ -25,9 +25,9 @@ class NativeChoice:
     def __init__(self, library: ctypes.CDLL):
         self.library = library
 
-    def draw(self, rows: list[torch.Tensor], params: list, positions: list[int]) -> list[int]:
+    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
         """The next token of each row, as `draw.draw`."""
-        return draw.draw(self.library, rows, params, positions)
+        return draw.draw(self.library, logits, params, positions)
 
 
 class NativePass(NativeChoice):

@@ -1,5 +1,6 @@
 """Lesson 49: the choice of a token in C, against torch and against whole numbers."""
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -59,15 +60,20 @@ def random_logits(kind, rows, size, seed=0):
 
 
 def params_of(fields, count, first=0):
+    return made_params(tuple(fields.items()), count, first)
+
+
+@functools.lru_cache(maxsize=8)  # to make them would take longer than the draws
+def made_params(fields, count, first):
     from sampling import SamplingParams
 
-    return [SamplingParams(seed=(first + row) % 2**64, **fields) for row in range(count)]
+    return [SamplingParams(seed=(first + row) % 2**64, **dict(fields)) for row in range(count)]
 
 
 def in_c(library, logits, params, position=9):
     from native.draw import draw
 
-    return draw(library, list(logits), params, [position] * len(logits))
+    return draw(library, logits.contiguous(), params, [position] * len(logits))
 
 
 def in_torch(logits, params, position=9):
@@ -230,9 +236,9 @@ def test_rows_of_all_parameters_are_one_call(native, monkeypatch):
     calls = []
     draw = type(native.native).draw
 
-    def counted(self, rows, *args):
-        calls.append(len(rows))
-        return draw(self, rows, *args)
+    def counted(self, logits, *args):
+        calls.append(len(logits))
+        return draw(self, logits, *args)
 
     monkeypatch.setattr(type(native.native), "draw", counted)
     penalties = [{}, {"repetition_penalty": 1.5}, {"frequency_penalty": 1.0}]
@@ -245,6 +251,10 @@ def test_rows_of_all_parameters_are_one_call(native, monkeypatch):
     ours = choose(logits, each, texts, lengths, native=native.native)
     assert calls == [30] and torch.equal(logits, before)
     assert ours == choose(logits, each, texts, lengths)
+    apart = torch.stack([logits, -logits], dim=1)[:, 0]  # each row followed by another one
+    plain = params_of({"temperature": 0.8}, 30)  # without a penalty nobody copies them before
+    ours = choose(apart, plain, texts, lengths, native=native.native)
+    assert ours == choose(logits, plain, texts, lengths)
 
 
 def test_still_the_generator_of_rows_without_a_seed(native):
@@ -274,16 +284,14 @@ def test_other_dtypes_are_for_torch(native, torch_numbers):
     assert len(torch_numbers) == 2 * made
 
 
-@pytest.mark.parametrize("bad", ["shape", "dtype", "strides"])
+@pytest.mark.parametrize("bad", ["rows", "dtype", "strides"])
 def test_nothing_outside_the_rows_is_read(library, bad):
     from native.draw import draw
 
-    rows = list(torch.zeros(2, 10))
-    rows[1] = {"shape": torch.zeros(9), "dtype": torch.zeros(10).double()}.get(bad, rows[1])
-    if bad == "strides":
-        rows[1] = torch.zeros(20)[::2]
+    logits = torch.zeros(2, 10)
+    logits = {"rows": logits[:1], "dtype": logits.double(), "strides": torch.zeros(10, 2).T}[bad]
     with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
-        draw(library, rows, params_of({"temperature": 1.0}, 2), [1, 1])
+        draw(library, logits, params_of({"temperature": 1.0}, 2), [1, 1])
 
 
 @pytest.mark.parametrize("fields", PARAMS[1:3])
