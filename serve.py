@@ -10,8 +10,10 @@ import socket
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from command_line import (
     STORIES,
@@ -92,9 +94,52 @@ def check_server_options(args) -> None:
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
 
 
+class Protocol(H11Protocol):
+    """uvicorn's, which also closes a connection where a request does not come whole.
+
+    A head must be whole so many seconds after the connection, or after its first byte if it is not
+    the first; between two pieces of a body there may be as many. As nginx's client_header_timeout
+    and client_body_timeout.
+    """
+
+    seconds = 30
+    timer: asyncio.TimerHandle | None = None  # while a request is not whole
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # which goes on with what came behind this request
+        if self.conn.their_state is h11.SEND_BODY:
+            self.watch()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.timer:  # nobody new is let in
+            self.transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        if self.timer:
+            self.timer.cancel()
+
+    def watch(self) -> None:
+        """Begin or end the time of a request. More of a body renews it, more of a head does not."""
+        if self.timer and self.conn.their_state is not h11.IDLE:
+            self.timer.cancel()
+            self.timer = None
+        if not self.timer and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self.timer = self.loop.call_later(self.seconds, self.transport.close)
+
+
 # h11 also where httptools is installed, which comes with Ray: with that one reading stops where
 # bytes come after a body, and nobody sees that the client leaves.
-UVICORN = {"http": "h11", "access_log": False}
+UVICORN = {"http": Protocol, "access_log": False}
 
 
 class Server(uvicorn.Server):

@@ -3,15 +3,18 @@
 import contextlib
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 from conftest import ROOT
 from serving import Door
+from test_disconnects import connect, request_of
 
 PATH = "/v1/completions"
 ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True, "stream": True}
@@ -39,7 +42,8 @@ def start(*arguments, program=None) -> Iterator[subprocess.Popen]:
     if program:
         command = [sys.executable, "-c", program.format(arguments=options)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as server:
+    threads = os.environ | {"OMP_NUM_THREADS": "1"}  # more would only wait for each other
+    with subprocess.Popen(command, cwd=ROOT, text=True, env=threads, **pipes) as server:
         try:
             yield server
         finally:
@@ -60,6 +64,7 @@ def start_slow() -> Iterator[tuple[subprocess.Popen, Door]]:
                 status = connection.getresponse().status
             except ConnectionRefusedError:
                 assert server.poll() is None
+                time.sleep(0.02)  # its imports need the processor
         assert status == 503
         yield server, Door(port, None, server)
 
@@ -99,6 +104,16 @@ def test_a_second_signal_ends_it_at_once():
             assert answer.readline() and server.poll() is None
             server.send_signal(signal.SIGTERM)
             assert server.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_half_request_does_not_hold_it():
+    with start() as server:
+        door = door_of(server)
+        data = request_of(PATH, ENDLESS)
+        with connect(door, data[:-1]), connect(door, data[:9]):
+            assert door.get("/health") == (200, None)  # so both have been read
+            server.send_signal(signal.SIGTERM)
+            assert (server.wait(20), server.stderr.read()) == (0, "")
 
 
 def test_503_while_the_model_is_loaded_and_texts_end_after_a_signal():
