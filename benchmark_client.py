@@ -29,7 +29,7 @@ from errors import UserError
 
 MEASURES = {
     "ttft": "time to first token, from when the request was due; vLLM and guidellm count from when"
-    " they sent it, so they do not see that a client was late",
+    " they sent it, without the time that they were late; guidellm reports its mean apart",
     "itl": "from one token of a text to the next, of all texts; 0 for tokens that came together."
     " vLLM has the gaps between chunks, guidellm the mean of each text",
     "chunk gap": "the same between chunks, where it is not known which tokens each had",
