@@ -105,8 +105,10 @@ def finite_rows(logits: torch.Tensor) -> list[bool]:
     The others are set to 0: something can be chosen there, which is not to be used.
     """
     finite = logits.abs().amax(dim=-1).isfinite()  # NaN in a row is its amax
-    logits[~finite] = 0
-    return finite.tolist()
+    rows = finite.tolist()
+    if not all(rows):  # hardly ever, and a mask takes a while
+        logits[~finite] = 0
+    return rows
 
 
 def choose(
