@@ -156,6 +156,13 @@ def test_tokens_together_have_the_bits_of_each_alone(request, target, kind, form
             passes = [lengths, [50 - length for length in lengths]]
             assert torch.equal(in_passes(model, texts, passes, page_size), alone)
         assert torch.equal(in_passes(model, texts, [[50, 50, 50]], page_size), alone)
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(2)  # each has a text of its own
+            two = in_passes(model, texts[:2], [[50, 50]], page_size)
+        finally:
+            torch.set_num_threads(threads)
+        assert torch.equal(two, alone[:2])
 
 
 @torch.inference_mode()
