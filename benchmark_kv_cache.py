@@ -8,11 +8,11 @@ import textwrap
 
 import torch
 
-import benchmark_common as common
+from benchmarks import common
 from command_line import MOST_TEXTS, STORIES, Parser, pick_dtype
 from errors import UserError
 from infer import generate
-from load import load_model, save_model
+from loading.load import load_model, save_model
 from sampling import SamplingParams
 
 MODES = ("cache", "no cache", "transformers")

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import torch
 
-import benchmark_common as common
+from benchmarks import common
 from command_line import STORIES, Parser, pick_dtype
 from errors import UserError
 from infer import generate
 from infer_speculative import Pass, generate_speculative
-from load import load_model, parse_name
+from loading.load import load_model, parse_name
+from loading.tokenizer import load_encoding
 from sampling import SamplingParams
-from tokenizer import load_encoding
 
 PROMPTS = (
     "Once upon a time",

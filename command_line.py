@@ -1,7 +1,6 @@
 """What scripts share: options, prompts, where and how a model runs, output, and how a run ends."""
 
 import argparse
-import contextlib
 import dataclasses
 import io
 import os
@@ -14,19 +13,15 @@ from pathlib import Path
 
 import torch
 
-from chat import Chat
-from engine.cache import follow
-from engine.drafter import LookupDrafter, PagedDrafter
-from engine.engine import Engine
-from engine.trials import Trials
 from errors import UserError, memory_for
-from load import Source, load_model, parse_name
+from loading.chat import Chat
+from loading.load import load_model
+from loading.tokenizer import TextStream
 from model import Model
 from native import BuildError, kernel, use_native
-from parallel.ranks import WAYS, Ranks, follows, launched
+from parallel.ranks import Ranks, follows
 from parallel.shards import join_vocabulary
 from sampling import SamplingParams
-from tokenizer import TextStream, load_encoding
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 # A limit, because lists for 10**9 texts fill the memory before any tensor is made.
@@ -113,22 +108,6 @@ def add_stride_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stride", type=int, help="how far a full window moves; half its length if not given"
     )
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The options of an engine, but for where and how its model runs, and for --stride."""
-    parser.add_argument("--max-rows", type=int, default=32, help="how many texts run at once")
-    parser.add_argument(
-        "--num-pages", type=int, help="pages in the cache; max-rows windows if not given"
-    )
-    parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
-    parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
-    draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
-    parser.add_argument("--draft", help=draft_help)
-    join_help = "of several processes: gather keeps every bit, reduce sends less"
-    parser.add_argument("--join", default="gather", choices=WAYS, help=join_help)
-    gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
-    parser.add_argument("--gamma", type=int, help=gamma_help)
 
 
 def sampling_params(args) -> SamplingParams:
@@ -335,70 +314,6 @@ def load_models(names: list, args, device: str, ranks: Ranks | None = None) -> l
     if ranks:
         join_vocabulary(models[0])
     return models
-
-
-def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -> Engine:
-    """The engine of a command line, with its models and its encoding. Raises UserError.
-
-    On a rank above 0 it is for its model and its cache only.
-    """
-    leads = ranks is None or ranks.rank == 0
-    if ranks and leads:
-        ranks.tell()  # now the others load, too
-    has_draft = leads and args.draft not in (None, "lookup")
-    names = [source, args.draft] if has_draft else [source]
-    model, *drafts = load_models(names, args, device, ranks)
-    if ranks:
-        ranks.wait()
-    return Engine(
-        model,
-        max_rows=args.max_rows,
-        num_pages=args.num_pages,
-        page_size=args.page_size,
-        budget=args.budget,
-        stride=args.stride,
-        drafter=make_drafter(args, model, drafts),
-        gamma=3 if args.gamma is None else args.gamma,
-        trials=Trials() if args.gamma is None else None,
-        encoding=load_encoding(source, model.config.vocab_size),
-    )
-
-
-@contextlib.contextmanager
-def in_ranks(args) -> Iterator[Ranks | None]:
-    """The processes that torchrun has started, for a block that is rank 0's; None if there is one.
-
-    The others follow its engine, and leave.
-    """
-    if not launched():
-        yield None
-        return
-    with Ranks(args.join) as ranks:
-        if ranks.rank == 0:
-            device = pick_device(args.device)
-            if device != "cpu":
-                raise UserError(f"several processes compute with --device cpu; not {device}")
-            yield ranks
-            ranks.tell()
-        else:
-            ranks.tell()  # not before rank 0 has read, which says what is wrong
-            engine = load_engine(args, parse_name(args.model), "cpu", ranks)
-            follow(engine.model, engine.cache)
-    if ranks.rank:
-        sys.exit()
-
-
-def check_engine_options(args) -> None:
-    """Raise UserError for options that do not go together."""
-    if args.gamma is not None and args.draft is None:
-        raise UserError("--gamma is for --draft only")
-
-
-def make_drafter(args, model: Model, drafts: list[Model]) -> LookupDrafter | PagedDrafter | None:
-    """What a command line asks for. drafts: the draft model, if there is one."""
-    if drafts:
-        return PagedDrafter(drafts[0], model, args.max_rows, args.page_size)
-    return LookupDrafter() if args.draft else None
 
 
 def go_native(models: list[Model], named: bool) -> None:

@@ -1,19 +1,16 @@
 """Generate text: python infer.py --prompt "Once upon a time"."""
 
 import dataclasses
-import signal
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 import torch
 
 from cache import KVCache, check_stride, window_start
-from chat import Chat
 from command_line import (
     STORIES,
     Output,
@@ -32,10 +29,11 @@ from command_line import (
     write_texts,
 )
 from errors import UserError, check_limits
-from load import parse_name
+from loading.chat import Chat
+from loading.load import parse_name
+from loading.tokenizer import load_encoding
 from model import Model, causal_attention
 from sampling import NOT_FINITE, SamplingParams, check_tokens_only, choose, params_of_each
-from tokenizer import load_encoding
 
 
 @torch.inference_mode()

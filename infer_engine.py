@@ -1,26 +1,19 @@
 """Generate texts with the engine: python infer_engine.py --prompt "One day" --prompt "Tom"."""
 
-import signal
 import sys
 
-# Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
-from chat import Chat
 from command_line import (
     STORIES,
     Output,
     Parser,
     add_chat_options,
-    add_engine_options,
     add_options,
     add_sampling_options,
     check_chat_options,
-    check_engine_options,
     check_text,
-    in_ranks,
-    load_engine,
     pick_device,
     pick_seed,
     read_prompts,
@@ -30,9 +23,11 @@ from command_line import (
     write_texts,
 )
 from engine.engine import Engine
+from engine.options import add_engine_options, check_engine_options, in_ranks, load_engine
 from engine.request import Request
 from errors import UserError
-from load import parse_name
+from loading.chat import Chat
+from loading.load import parse_name
 from parallel.ranks import Ranks
 from sampling import SamplingParams
 

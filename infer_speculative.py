@@ -1,13 +1,11 @@
 """One model drafts, another one verifies: python infer_speculative.py --prompt "One day"."""
 
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 import torch
 
@@ -28,10 +26,10 @@ from command_line import (
 from drafts import check_vocabularies, lookup
 from errors import check_limits
 from infer import next_logits
-from load import parse_name
+from loading.load import parse_name
+from loading.tokenizer import load_encoding
 from model import Model
 from sampling import SamplingParams, check_tokens_only, penalize, sampling_probs
-from tokenizer import load_encoding
 
 # argument of generate_speculative: its type, which values are valid, how to say that
 LIMITS = {"gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16")}

@@ -389,7 +389,7 @@ def cmd_answer(lessons, args):
     """show the worked answer to a lesson's exercise, and at which commit its commands run"""
     lesson = chosen(lessons, args.id)
     ref, _ = read_main()
-    path = f"answers/{lesson.id}.md"
+    path = f"course/answers/{lesson.id}.md"
     if not succeeds("cat-file", "-e", f"{ref}:{path}"):
         raise LessonError(f"the exercise of {lesson.id} has no written answer")
     print(printable(git("show", f"{ref}:{path}")), flush=True)
@@ -402,7 +402,8 @@ def cmd_answer(lessons, args):
 
 def answered_at(ref: str, path: str) -> str:
     """The short hash of the commit on main that wrote this version of an answer."""
-    return git("log", "--first-parent", "--max-count=1", "--format=%h", ref, "--", path)
+    moves = ("--follow", "--diff-filter=AM")  # a file that only moved says the same as before
+    return git("log", *moves, "--first-parent", "--max-count=1", "--format=%h", ref, "--", path)
 
 
 def cmd_start(lessons, args):
@@ -642,7 +643,7 @@ def cmd_verify(lessons, args):
 
 def cmd_book(lessons, args):
     """make the book: the lessons as web pages that are read without a network"""
-    script = ROOT / "tools" / "make_book.py"
+    script = ROOT / "course" / "make_book.py"
     if not script.exists():
         raise LessonError("what makes the book is on main only; go there with: git switch main")
     output = [] if args.output is None else ["--output", os.path.abspath(args.output)]
@@ -651,7 +652,7 @@ def cmd_book(lessons, args):
 
 def cmd_picture(lessons, args):
     """draw the picture of a lesson from a run on your own prompt: one HTML file"""
-    script = ROOT / "tools" / "draw_picture.py"
+    script = ROOT / "course" / "draw_picture.py"
     if not script.exists():
         raise LessonError("what draws pictures is on main only; go there with: git switch main")
     lesson = chosen(lessons, args.id)

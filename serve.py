@@ -6,9 +6,8 @@ import os
 import signal
 import socket
 
-# Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 import h11
 import uvicorn
@@ -18,18 +17,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from command_line import (
     STORIES,
     Parser,
-    add_engine_options,
     add_model_options,
     add_stride_option,
-    check_engine_options,
     check_text,
-    in_ranks,
-    load_engine,
     pick_device,
     run_script,
 )
+from engine.options import add_engine_options, check_engine_options, in_ranks, load_engine
 from errors import UserError, check_limits
-from load import Source, parse_name
+from loading.load import Source, parse_name
 from parallel.ranks import RankError, Ranks, follows
 from server.app import make_app
 from server.engine_thread import EngineThread

@@ -8,20 +8,19 @@ import signal
 import time
 from collections.abc import Iterator
 
-# Ctrl-C while torch is imported ends the process, without a traceback; run_script takes it over.
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__":
+    import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 import torch
 
 from cache import check_stride
 from command_line import Parser, pick_device, run_script
 from errors import UserError, check_limits
-from load import load_config, parse_name
+from loading.load import load_config, parse_name
+from loading.tokenizer import load_encoding
 from serve import add_server_options, check_server_options, listen, url_of
 from server.replicas import Door, Replica
 from server.served import served_name
-from tokenizer import load_encoding
 
 SECONDS = (int | float, lambda value: 1 <= value < 1e6, "a number >= 1")
 LIMITS = {

@@ -14,9 +14,9 @@ from engine.request import Event, Request, make_request
 from engine.scheduler import Scheduler, Work
 from engine.trials import Trials
 from errors import UserError, check_limits, means_no_memory, memory_for
+from loading.tokenizer import StopStream
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, choose, finite_rows, token_logprob
-from tokenizer import StopStream
 
 LIMITS = {  # argument: its type, which values are valid, how to say that
     "max_rows": (int, lambda value: value >= 1, "an integer >= 1"),

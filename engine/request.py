@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from errors import UserError
+from loading.tokenizer import StopStream
 from sampling import SamplingParams, TokenLogprob
-from tokenizer import StopStream
 
 
 @dataclass(eq=False)  # two requests are never the same one

@@ -6,11 +6,11 @@ import uuid
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from loading.tokenizer import TextStream
 from server.answers import Answer, unless_gone
 from server.engine_thread import Update
 from server.protocol import CompletionRequest
 from server.served import Served
-from tokenizer import TextStream
 
 router = APIRouter()
 

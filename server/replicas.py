@@ -9,14 +9,15 @@ from fastapi import FastAPI
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
-from command_line import load_engine, pick_device
-from load import load_config, parse_name
+from command_line import pick_device
+from engine.options import load_engine
+from loading.load import load_config, parse_name
+from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 from server.app import make_app
 from server.engine_thread import EngineDead, EngineThread, Update
 from server.metrics import Metrics
 from server.served import Served, find_chat, served_name
-from tokenizer import load_encoding
 
 
 class Replica:

@@ -3,15 +3,15 @@
 import time
 from pathlib import Path
 
-from chat import Chat
 from command_line import check_text
 from errors import UserError
-from load import Source
+from loading.chat import Chat
+from loading.load import Source
+from loading.tokenizer import TextStream
 from server.engine_thread import EngineThread
 from server.live import Live
 from server.metrics import Metrics
 from server.protocol import APIError, Message
-from tokenizer import TextStream
 
 
 def served_name(source: Source) -> str:

@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 
-from load import load_model, save_model
+from loading.load import load_model, save_model
 from model import GPT, GPTConfig
 
 # The same examples in each run, and no time limit: the first one may have to import torch.
@@ -331,7 +331,7 @@ def run_main(capsys, monkeypatch, encodings, compiled):
 
     It returns the exit code, stdout and stderr.
     """
-    import tokenizer
+    from loading import tokenizer
 
     read = tokenizer.read_tokenizer_json
 
@@ -356,12 +356,16 @@ def run_main(capsys, monkeypatch, encodings, compiled):
 
 @pytest.fixture
 def run_file(capsys, monkeypatch):
-    """A function that runs a script as `python FILE`, but in this process: exit code, stdout."""
+    """A function that runs a script as a user does, but in this process: exit code, stdout."""
 
     def run(file, *args) -> tuple[int, str]:
         assert (ROOT / file).is_file()
         monkeypatch.setattr(sys, "argv", [file, *args])
         with pytest.raises(SystemExit) as ended:
+            if file.startswith("benchmarks/"):
+                name = file.removesuffix(".py").replace("/", ".")
+                monkeypatch.delitem(sys.modules, name, raising=False)  # else runpy warns
+                runpy.run_module(name, run_name="__main__")
             runpy.run_path(str(ROOT / file), run_name="__main__")
         return ended.value.code, capsys.readouterr().out
 

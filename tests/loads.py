@@ -111,7 +111,7 @@ def client_table(capsys):
     """A function that runs the client's command line: its exit code, its table, and stderr."""
 
     def run(*args):
-        import benchmark_client as client
+        from benchmarks import client
 
         code = 0
         try:
@@ -126,7 +126,7 @@ def client_table(capsys):
 
 def found(load, ttft=math.inf, tpot=math.inf):
     """The measures of a load."""
-    from benchmark_client import measures
+    from benchmarks.client import measures
 
     return measures(load, ttft, tpot)
 

@@ -140,7 +140,7 @@ def written(directory, size: int) -> list[tuple[str, str]]:
 
 def parallel_model(name, ranks, dtype=torch.float32, native=True):
     """This rank's part of a model. native: C computes its products."""
-    from load import load_model
+    from loading.load import load_model
     from native import use_native
     from parallel.shards import join_vocabulary
 
@@ -164,7 +164,7 @@ def logits_of(name, tokens, *way, dtype=torch.float32, native=True):
 
 def alone(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
     """Those of one process."""
-    from load import load_model
+    from loading.load import load_model
     from native import build
     from native.linear import native_layers
 
@@ -177,7 +177,7 @@ def alone(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
 
 def save_uneven(build, directory, kind: str, **sizes):
     """Save a random model of which no number of ranks divides all widths. sizes: others."""
-    from load import save_model
+    from loading.load import save_model
 
     shape = {"vocab_size": 61, "n_embd": 160, "n_head": 5, "block_size": 64}
     if kind == "tiny_llama":

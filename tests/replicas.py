@@ -28,8 +28,8 @@ def parse(model, *options):
 
 def make_engine(args):
     """One for itself, as each replica has."""
-    from command_line import load_engine
-    from load import parse_name
+    from engine.options import load_engine
+    from loading.load import parse_name
 
     return load_engine(args, parse_name(args.model), "cpu")
 

@@ -16,7 +16,7 @@ SMALL = CHECKPOINTS / "stories-llama"
 
 @functools.cache
 def small_encoding():
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     return load_encoding(SMALL, 4096)
 
@@ -141,7 +141,7 @@ def serving(make, chat=None, app_options=None, **options):
     chat: the template of the model, or an error. app_options: of `make_app`.
     options: of the EngineThread.
     """
-    from chat import Chat
+    from loading.chat import Chat
     from server.app import make_app
     from server.engine_thread import EngineThread
     from server.served import Served

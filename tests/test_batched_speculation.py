@@ -383,7 +383,7 @@ def test_the_draft_model_has_rows_and_pages_like_those_of_the_engine(
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr("command_line.PagedDrafter", Watched)
+    monkeypatch.setattr("engine.options.PagedDrafter", Watched)
     args = ["--model", tiny_checkpoint, "--draft", tiny_checkpoint, "--max-new-tokens", 2]
     assert engine_cli(*args, "--max-rows", 5, "--page-size", 7)[0] == 0
     (drafter,) = made

@@ -8,7 +8,7 @@ from conftest import CHECKPOINTS, passed_widths, random_tokens, run_rows
 
 from cache import KVCache
 from errors import UserError
-from load import load_model, save_model
+from loading.load import load_model, save_model
 from model import GPTConfig
 
 
@@ -201,7 +201,7 @@ def test_a_text_ends_among_the_best_or_not_at_all():
 
 
 def test_the_embedded_model_has_texts_more_probable_than_greedy_ones(stories):
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     prompt = load_encoding(CHECKPOINTS / "stories", 4096).encode("The girl was")
     (greedy,) = run_rows(stories, [prompt], max_new_tokens=10)
@@ -282,7 +282,7 @@ def test_bad_values_are_named_with_their_range(tiny, values, words):
 
 
 def test_the_command_line_searches(cli, tiny_checkpoint):
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     text = "Tom " * 20
     encoding = load_encoding(tiny_checkpoint, 4096)
@@ -313,7 +313,7 @@ def test_the_command_line_uses_the_cache_unless_told_not_to(
 
 def test_the_best_text_of_each_prompt_is_printed(cli, monkeypatch, tiny_checkpoint):
     import infer
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     encoding = load_encoding(tiny_checkpoint, 4096)
     e, acute = (encoding.encode_single_token(bytes([byte])) for byte in "é".encode())
@@ -368,7 +368,7 @@ def test_options_that_do_not_go_together_are_one_line(cli, tiny_checkpoint, argu
 
 
 def test_still_greedy_without_num_beams(cli, tiny_checkpoint):
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     encoding = load_encoding(tiny_checkpoint, 4096)
     prompt = encoding.encode("One day")

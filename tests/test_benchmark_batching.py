@@ -16,7 +16,7 @@ PEER = ["transformers"]
 
 
 def test_help_names_the_engines(run_file):
-    code, out = run_file("benchmark_batching.py", "--help")
+    code, out = run_file("benchmarks/batching.py", "--help")
     assert code == 0
     assert "native int8" in out and "batching_cpu.csv" in out
 
@@ -25,7 +25,7 @@ class Here:
     """A Worker without a process, which would take seconds to start."""
 
     def __init__(self, name, directory, device):
-        import benchmark_batching
+        from benchmarks import batching as benchmark_batching
 
         self.state = (name, benchmark_batching.load(name, directory, device))
 
@@ -42,7 +42,7 @@ def bench(checkpoint, tmp_path, run_main, monkeypatch):
     import pandas  # here: a Worker's process takes its functions from this file and needs none
     from matplotlib.figure import Figure
 
-    import benchmark_batching as script
+    from benchmarks import batching as script
 
     alone = []  # what would have run in a process of its own, which takes seconds
 
@@ -78,7 +78,7 @@ def bench(checkpoint, tmp_path, run_main, monkeypatch):
 @pytest.fixture
 def ctranslate2(monkeypatch, bench):
     """A package of that name that runs our own model: what it was called with."""
-    import benchmark_batching as script
+    from benchmarks import batching as script
 
     calls = types.SimpleNamespace(loaded=[], texts=[])
 
@@ -128,7 +128,7 @@ def ctranslate2(monkeypatch, bench):
 def test_a_row_for_each_run_of_each_engine(bench, tmp_path, monkeypatch):
     import pandas
 
-    import benchmark_batching as script
+    from benchmarks import batching as script
 
     figures = []
 
@@ -167,7 +167,7 @@ def test_a_row_for_each_run_of_each_engine(bench, tmp_path, monkeypatch):
 
 
 def test_only_no_cache_computes_all_positions_again(tiny):
-    import benchmark_batching
+    from benchmarks import batching as benchmark_batching
 
     for name, expected in (("no cache", [3, 4, 5]), ("cache", [3, 1, 1])):
         model, widths = passed_widths(tiny(dtype=torch.float32))
@@ -201,7 +201,7 @@ def test_ctranslate2_gets_the_same_prompts_and_ignores_eos(bench, ctranslate2):
 
 
 def test_llama_cpp_gets_a_file_of_each_dtype(bench, monkeypatch):
-    import benchmark_batching as script
+    from benchmarks import batching as script
 
     written = {}
     loaded = []
@@ -235,7 +235,7 @@ def test_llama_cpp_gets_a_file_of_each_dtype(bench, monkeypatch):
 def test_llama_cpp_decodes_the_prompts_and_then_its_own_tokens():
     import numpy
 
-    from benchmark_llama_cpp import greedy
+    from benchmarks.llama_cpp import greedy
 
     passes = []
 
@@ -248,7 +248,7 @@ def test_llama_cpp_decodes_the_prompts_and_then_its_own_tokens():
 
 
 def test_queries_and_keys_in_llama_cpps_order_meet_as_in_ours():
-    from export_gguf import pairs_together
+    from benchmarks.export_gguf import pairs_together
     from llama import rotate
 
     generator = torch.Generator().manual_seed(0)
@@ -281,7 +281,7 @@ GGUF = {  # llama.cpp's names of what a model of one layer has, in the order of 
 def test_a_gguf_file_holds_each_weight_under_llama_cpps_name(request, tmp_path, kind, dtype):
     import gguf
 
-    from export_gguf import pairs_together, write_gguf
+    from benchmarks.export_gguf import pairs_together, write_gguf
 
     shape = {"n_embd": 32, "n_layer": 1}
     if kind == "qwen":
@@ -333,7 +333,7 @@ def test_a_gguf_file_says_what_shape_the_model_has(request, tmp_path, kind):
     """And that it is for token ids only, if there is no tokenizer."""
     import gguf
 
-    from export_gguf import write_gguf
+    from benchmarks.export_gguf import write_gguf
 
     model = request.getfixturevalue(kind)(dtype=torch.float32, n_layer=3, block_size=20)
     write_gguf(model, tmp_path / "model.gguf", "float32")
@@ -347,7 +347,7 @@ def test_a_gguf_file_says_what_shape_the_model_has(request, tmp_path, kind):
 
 def test_llama_cpp_slows_rotations_down_as_we_do():
     """It divides each frequency, of a theta alone, by a number of the file."""
-    from export_gguf import slowness
+    from benchmarks.export_gguf import slowness
     from llama import LlamaConfig, RopeScaling, Rotations
 
     scaling = RopeScaling(8.0, 1.0, 4.0, 64)
@@ -361,7 +361,7 @@ def test_llama_cpp_slows_rotations_down_as_we_do():
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])
 def test_different_tokens_are_not_timed(bench, monkeypatch, engine):
-    import benchmark_batching as script
+    from benchmarks import batching as script
 
     run = script.run
 
@@ -379,7 +379,7 @@ def test_different_tokens_are_not_timed(bench, monkeypatch, engine):
 
 @pytest.mark.parametrize("tie", [0.0, 99.0, float("nan")])
 def test_of_two_tokens_nearly_as_probable_either_is_timed(bench, monkeypatch, tie):
-    import benchmark_batching as script
+    from benchmarks import batching as script
 
     run = script.run
 
@@ -402,7 +402,7 @@ def test_of_two_tokens_nearly_as_probable_either_is_timed(bench, monkeypatch, ti
 
 @pytest.mark.parametrize("engine", ["bfloat16", "int8", "native int8"])
 def test_other_probabilities_are_not_timed(bench, monkeypatch, engine):
-    import benchmark_batching as script
+    from benchmarks import batching as script
 
     load = script.load
 
@@ -421,7 +421,7 @@ def test_other_probabilities_are_not_timed(bench, monkeypatch, engine):
 
 @pytest.mark.parametrize("one, all_others", [(2.0, 0.0), (0.3, 0.3)])
 def test_neither_one_large_error_nor_many_small_ones_are_timed(bench, monkeypatch, one, all_others):
-    import benchmark_batching as script
+    from benchmarks import batching as script
 
     log_probs = script.log_probs
 
@@ -439,7 +439,7 @@ def test_neither_one_large_error_nor_many_small_ones_are_timed(bench, monkeypatc
 
 
 def test_an_engine_that_cannot_run_is_left_out(bench, monkeypatch):
-    import benchmark_batching as script
+    from benchmarks import batching as script
 
     def no_compiler():
         raise script.common.BuildError("no compiler here")
@@ -456,7 +456,7 @@ def test_an_engine_that_cannot_run_is_left_out(bench, monkeypatch):
 
 
 def test_a_worker_is_a_process_of_its_own(checkpoint):
-    from benchmark_batching import UserError, Worker
+    from benchmarks.batching import UserError, Worker
 
     worker = Worker("native", checkpoint, "cpu")
     name, positions, threads, process = worker(what_it_is, 7)
@@ -500,9 +500,9 @@ def test_a_text_that_does_not_fit_is_one_line(bench):
 def test_a_gguf_file_has_the_vocabulary(tmp_path):
     import gguf
 
-    from export_gguf import write_gguf
-    from load import load_model
-    from tokenizer import load_encoding
+    from benchmarks.export_gguf import write_gguf
+    from loading.load import load_model
+    from loading.tokenizer import load_encoding
 
     directory = CHECKPOINTS / "stories-draft"
     model = load_model(directory, torch.float32, "cpu")
@@ -529,7 +529,7 @@ def test_a_gguf_file_says_what_a_text_begins_and_ends_with(tiny_llama, tmp_path)
     import gguf
     from test_tokenizer import ADDS_EOT, EOT, MERGES, TEMPLATE, TEXT_A, tokenizer_json
 
-    from export_gguf import write_gguf
+    from benchmarks.export_gguf import write_gguf
 
     raw = tokenizer_json(MERGES, ("<|end|>", EOT))
     start, end = (token["id"] for token in reversed(raw["added_tokens"]))

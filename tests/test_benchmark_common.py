@@ -10,7 +10,7 @@ import pandas
 import pytest
 import torch
 
-import benchmark_common as common
+from benchmarks import common
 from cache import KVCache
 from command_line import Parser
 from errors import UserError

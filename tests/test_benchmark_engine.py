@@ -16,7 +16,7 @@ EVERY_ID = tuple(range(4096))
 
 
 def test_help_names_the_parts(run_file):
-    code, out = run_file("benchmark_engine.py", "--help")
+    code, out = run_file("benchmarks/engine.py", "--help")
     assert code == 0
     assert "engine_cpu.csv" in out and "temperature" in out
     joined = out.replace("\n", " ")
@@ -35,7 +35,7 @@ def bench(checkpoint, tmp_path, run_main, monkeypatch):
 
     It returns the exit code, the rows and stderr.
     """
-    import benchmark_engine as script
+    from benchmarks import engine as script
 
     have = importlib.util.find_spec
 
@@ -74,7 +74,7 @@ def near(value):
 
 def queue(count=5, new_tokens=(3, 8)):
     """The prompts of the queue, and how many tokens follow each."""
-    import benchmark_engine as script
+    from benchmarks import engine as script
 
     args = SimpleNamespace(prompt_tokens=[2, 6], new_tokens=new_tokens)
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=4096))
@@ -83,7 +83,7 @@ def queue(count=5, new_tokens=(3, 8)):
 
 
 def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path, monkeypatch):
-    import benchmark_engine as script
+    from benchmarks import engine as script
 
     figures = []
 
@@ -141,7 +141,7 @@ def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_each_part_runs_alone(bench, part, monkeypatch):
-    import benchmark_engine
+    from benchmarks import engine as benchmark_engine
 
     monkeypatch.setattr(benchmark_engine, "plot", bench.plot)
     code, rows, _ = bench("--only", part, "--repeats", 1)
@@ -178,7 +178,7 @@ def test_throughput_is_of_all_tokens_and_padding_costs(bench, clock):
     "function, mode", [("in_engine", "engine"), ("in_batches", "static batches")]
 )
 def test_different_tokens_are_not_timed(bench, monkeypatch, function, mode):
-    import benchmark_engine as script
+    from benchmarks import engine as script
 
     right = getattr(script, function)
 
@@ -206,7 +206,7 @@ def test_transformers_writes_the_same_texts(bench, monkeypatch):
 
 
 def test_transformers_that_cannot_run_is_named_and_left_out(bench, monkeypatch):
-    import benchmark_engine as script
+    from benchmarks import engine as script
 
     def broken(*_):
         raise RuntimeError("no such device")
@@ -277,7 +277,7 @@ BACKENDS = ["torch", "native", "native int8"]
 
 
 def test_backends_take_turns_and_torch_is_what_they_are_compared_with(bench, monkeypatch):
-    import benchmark_engine as script
+    from benchmarks import engine as script
 
     ran = []
     loaded = {}  # each model, and its backend
@@ -327,7 +327,7 @@ def test_each_backend_has_its_rows(bench, part):
 
 
 def test_without_a_compiler_torch_runs_alone(bench, monkeypatch):
-    import benchmark_engine as script
+    from benchmarks import engine as script
 
     def kernel():
         raise script.common.BuildError("there is no C compiler")
@@ -438,7 +438,7 @@ def test_a_draft_that_is_another_model_is_not(bench, clock, tiny, tmp_path):
 
 
 def test_greedy_texts_with_drafts_are_those_without(bench, monkeypatch):
-    import benchmark_engine as script
+    from benchmarks import engine as script
 
     right = script.decode
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pandas
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT
+from conftest import CHECKPOINTS
 from matplotlib.figure import Figure
 from ranks import logits_of, results, save_uneven
 
@@ -26,13 +26,13 @@ LINKS = {kind: [1e-3, 1e-3, 1e-3, 3e-3] for kind in ("sum", "all_gather", "gathe
 
 
 def config_of(name):
-    from load import load_config
+    from loading.load import load_config
 
     return load_config(CHECKPOINTS / name)
 
 
 def test_shares_are_those_of_the_rank_with_most():
-    from parallel.predict import shares
+    from benchmarks.predict import shares
 
     # Of the second rank's two heads each has another key, and there are no more.
     assert shares(config_of("stories-llama"), 3, "reduce") == pytest.approx((THIRD, 1))
@@ -48,8 +48,8 @@ def test_shares_are_those_of_the_rank_with_most():
 @pytest.mark.parametrize("way", ["gather", "reduce"])
 @pytest.mark.parametrize("kind", ["tiny", "tiny_llama"])
 def test_meetings_are_those_of_real_ranks(request, tmp_path, kind, way):
-    from load import load_config
-    from parallel.predict import meetings, sent
+    from benchmarks.predict import meetings, sent
+    from loading.load import load_config
 
     model = save_uneven(request.getfixturevalue(kind), tmp_path / "model", kind)
     tokens = torch.arange(5)[None]
@@ -60,8 +60,8 @@ def test_meetings_are_those_of_real_ranks(request, tmp_path, kind, way):
 
 
 def test_weights_are_those_that_a_rank_holds():
-    from load import load_model
-    from parallel.predict import part_of, weights
+    from benchmarks.predict import part_of, weights
+    from loading.load import load_model
 
     config = config_of("stories-draft")
     whole = part_of(config, 0, 1, "gather")
@@ -74,7 +74,7 @@ def test_weights_are_those_that_a_rank_holds():
 
 
 def test_a_step_has_a_leader_turns_and_meetings():
-    from parallel.predict import Step, replica_rate, step_seconds
+    from benchmarks.predict import Step, replica_rate, step_seconds
 
     step = Step(leader=1, each=2, products=8, attention=4)
     assert step_seconds(step, (1, 1), 1, 0) == 15
@@ -88,7 +88,7 @@ def test_a_step_has_a_leader_turns_and_meetings():
 @pytest.fixture
 def bench(tmp_path, capsys, monkeypatch):
     """A function that runs the benchmark with groups of no processes: exit code, rows, stderr."""
-    import benchmark_scaling as script
+    from benchmarks import scaling as script
 
     def group(directory, job, size, times=1):
         bench.asked.append((job["join"], size, times, job["threads"], job["parts"]))
@@ -129,7 +129,7 @@ def near(value):
 
 
 def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
-    import benchmark_scaling as script
+    from benchmarks import scaling as script
 
     code, rows, _ = bench.run("--ranks", 2, 3, "--join", "reduce", "--replicas", "--rows", 3)
     assert code == 0
@@ -189,8 +189,8 @@ def test_other_texts_are_not_timed(bench):
 @pytest.fixture
 def served(bench, monkeypatch):
     """Replicas that are not there: N make 50 + 50 N tokens/s, each token in 8 core ms."""
-    import benchmark_client as client
-    import benchmark_scaling as script
+    from benchmarks import client
+    from benchmarks import scaling as script
 
     @contextlib.contextmanager
     def server(line, threads):
@@ -257,7 +257,7 @@ def test_replicas_that_fail_or_write_other_texts_are_not_timed(served):
 
 def test_what_is_measured_if_nothing_is_said(bench, tmp_path, monkeypatch):
     """On the CPU of any machine: where there is a GPU, too, or nobody knows how many cores."""
-    import benchmark_scaling as script
+    from benchmarks import scaling as script
 
     asked = []
 
@@ -295,7 +295,7 @@ def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench, tmp_path)
 
 def measured(model, rows):
     """On a rank: what it finds."""
-    from benchmark_ranks import decode
+    from benchmarks.ranks import decode
     from parallel.ranks import Ranks
 
     with Ranks("gather") as ranks:
@@ -308,8 +308,8 @@ def job_of(model, rows):
 
 
 def test_two_real_ranks_find_what_they_took():
-    from benchmark_ranks import SIZES, decode
-    from parallel.predict import meetings, sent
+    from benchmarks.predict import meetings, sent
+    from benchmarks.ranks import SIZES, decode
 
     model = str(CHECKPOINTS / "stories-draft")
     first, second = results(2, measured, model, 200)  # more than a step of 512 tokens takes
@@ -327,7 +327,7 @@ def test_two_real_ranks_find_what_they_took():
 
 
 def test_a_collective_between_sizes_and_beyond():
-    from benchmark_scaling import cost
+    from benchmarks.scaling import cost
 
     links = [{"sum": [1.0, 2.0, 3.0]}, {"sum": [3.0, 4.0, 5.0, 7.0]}]
     assert cost(links, "sum", 1) == 2
@@ -338,8 +338,8 @@ def test_a_collective_between_sizes_and_beyond():
 
 
 def test_memory_is_what_was_not_there_before(monkeypatch):
-    import benchmark_common
-    from benchmark_ranks import decode
+    from benchmarks import common as benchmark_common
+    from benchmarks.ranks import decode
 
     known = [300, 100]
     monkeypatch.setattr(benchmark_common, "memory_in_use", lambda device: known.pop())
@@ -347,7 +347,7 @@ def test_memory_is_what_was_not_there_before(monkeypatch):
 
 
 def test_torchrun_starts_so_many_ranks(tmp_path, monkeypatch):
-    import benchmark_scaling as script
+    from benchmarks import scaling as script
 
     started = []
 
@@ -360,15 +360,15 @@ def test_torchrun_starts_so_many_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", start)
     assert script.group(tmp_path, {"join": "reduce", "threads": 1}, 3, times=2) == [1, 2]
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    line += ["--nproc-per-node", "3", "--log-dir", str(tmp_path), str(ROOT / "benchmark_ranks.py")]
+    line += ["--nproc-per-node", "3", "--log-dir", str(tmp_path), "-m", "benchmarks.ranks"]
     assert started == [(line, "1")] * 2
     started.clear()
     assert script.group(tmp_path, {"join": None, "threads": 2}, 1) == [1]
-    assert started == [([line[0], line[-1]], "2")]
+    assert started == [([line[0], *line[-2:]], "2")]
 
 
 def test_a_real_group_answers_or_says_what_is_wrong(tmp_path):
-    import benchmark_scaling as script
+    from benchmarks import scaling as script
     from errors import UserError
 
     found = script.group(tmp_path, job_of(str(CHECKPOINTS / "stories-draft"), 2), 1, times=2)
@@ -379,7 +379,7 @@ def test_a_real_group_answers_or_says_what_is_wrong(tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what Linux tells of processes")
 def test_the_time_and_memory_of_all_processes():
-    import benchmark_scaling as script
+    from benchmarks import scaling as script
 
     code = "import sys; big = b'x' * 50_000_000; sum(range(10_000_000)); print(); sys.stdin.read()"
     before = script.processor_seconds()
@@ -416,7 +416,7 @@ def test_bad_input_is_one_line_and_writes_nothing(bench, tmp_path, args, said):
 
 
 def test_help_names_columns(run_file):
-    code, out = run_file("benchmark_scaling.py", "--help")
+    code, out = run_file("benchmarks/scaling.py", "--help")
     assert code == 0
     for name in ("one process", "predicted", "scaling_cpu.csv", "serve_ray.py"):
         assert name in out

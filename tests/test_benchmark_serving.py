@@ -30,7 +30,7 @@ def speaking(tiny, tmp_path_factory):
 @pytest.fixture
 def bench(speaking, tmp_path, capsys, monkeypatch):
     """A function that runs the benchmark with few requests: its exit code, rows and stderr."""
-    import benchmark_serving as script
+    from benchmarks import serving as script
 
     small = ["--device", "cpu", "--model", speaking, "--clients", 2, "--seconds", 10]
     small += ["--prompt-words", 2, 6, "--new-tokens", 3, 8, "--long-prompt", 20]
@@ -56,7 +56,7 @@ def simulated(bench, fake, monkeypatch):
 
     The engine alone writes 56 a second.
     """
-    import benchmark_serving as script
+    from benchmarks import serving as script
 
     @contextlib.contextmanager
     def server(line):
@@ -96,7 +96,7 @@ def values(rows, mode, load, repeat=0):
 
 
 def test_all_loads_in_turns_with_summary_and_plot(simulated, fake, tmp_path, monkeypatch):
-    import benchmark_serving as script
+    from benchmarks import serving as script
 
     figures = []
 
@@ -170,7 +170,7 @@ def test_servers_get_the_same_requests_and_new_ones_in_each_repeat(simulated, fa
 def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeypatch):
     import importlib.metadata
 
-    import benchmark_serving as script
+    from benchmarks import serving as script
 
     fake.answer = lambda body: whole(*range(1, body["max_tokens"] + 1))
     written = []
@@ -203,7 +203,7 @@ def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeyp
 
 
 def test_a_server_that_cannot_run_is_named_and_left_out(simulated, fake, monkeypatch):
-    import benchmark_serving as script
+    from benchmarks import serving as script
 
     reasons = {"native": "no C compiler", "llama.cpp": "pip install llama-cpp-python"}
     monkeypatch.setattr(script, "missing", lambda name, device: reasons.get(name, ""))
@@ -270,8 +270,8 @@ def test_other_texts_are_not_timed(simulated, fake):
 
 
 def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatch):
-    import benchmark_serving as script
-    from load import load_model
+    from benchmarks import serving as script
+    from loading.load import load_model
 
     engines = []
     make = script.Engine
@@ -311,8 +311,8 @@ def test_what_is_not_known_has_no_row(simulated):
 def test_a_real_server_under_real_load(bench, tiny_llama, monkeypatch):
     from serving import serving, small_engine
 
-    import benchmark_serving as script
     import serve
+    from benchmarks import serving as script
 
     @contextlib.contextmanager
     def server(line):
@@ -364,7 +364,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 
 
 def test_a_server_is_waited_for_and_ended(monkeypatch):
-    import benchmark_serving as script
+    from benchmarks import serving as script
 
     processes = []
 
@@ -383,7 +383,7 @@ def test_a_server_is_waited_for_and_ended(monkeypatch):
 
 
 def test_a_server_that_ends_says_why():
-    import benchmark_serving as script
+    from benchmarks import serving as script
     from errors import UserError
 
     with pytest.raises(UserError, match="its server did not start: no such model"):
@@ -412,7 +412,7 @@ def test_bad_input_is_one_line_and_writes_nothing(simulated, tmp_path, args, sai
 
 
 def test_help_names_columns_and_measures(run_file):
-    code, out = run_file("benchmark_serving.py", "--help")
+    code, out = run_file("benchmarks/serving.py", "--help")
     assert code == 0
     for name in ("ttft", "itl", "goodput", "send lag", "serving_cpu.csv", "plain step"):
         assert name in out

@@ -10,8 +10,8 @@ from conftest import CHECKPOINTS, run_rows
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from load import load_model, save_model
-from tokenizer import load_encoding
+from loading.load import load_model, save_model
+from loading.tokenizer import load_encoding
 
 BOS = "<|begin_of_text|>"
 EOS = "<|endoftext|>"
@@ -129,7 +129,7 @@ def pair(written):
     def load(template):
         from transformers import PreTrainedTokenizerFast
 
-        from chat import Chat
+        from loading.chat import Chat
 
         if template not in made:
             directory = written(template)
@@ -358,7 +358,7 @@ def test_a_tokenizer_without_added_tokens(tmp_path, pair):
 def test_a_template_is_read_where_transformers_reads_it(written, template, as_file, config):
     from transformers import PreTrainedTokenizerFast
 
-    from chat import Chat
+    from loading.chat import Chat
 
     directory = written(template, as_file, **config)
     messages = conversation("x")
@@ -367,7 +367,7 @@ def test_a_template_is_read_where_transformers_reads_it(written, template, as_fi
 
 
 def test_a_file_alone_is_a_template(written):
-    from chat import Chat
+    from loading.chat import Chat
 
     directory = written("{{ bos_token }}caf\u00e9", as_file=True)
     (directory / "tokenizer_config.json").unlink()
@@ -435,8 +435,8 @@ def test_files_that_cannot_be_read_are_one_line(cli, written):
 
 
 def test_a_template_that_cannot_be_read_is_not_a_missing_one(tmp_path):
-    from chat import read_text
     from errors import UserError
+    from loading.chat import read_text
 
     with pytest.raises(UserError) as refused:
         read_text(tmp_path)

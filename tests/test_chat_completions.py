@@ -20,7 +20,7 @@ def door(tiny_llama):
 
 
 def prompt_of(messages) -> list[int]:
-    from chat import Chat
+    from loading.chat import Chat
 
     return Chat(SMALL).encode(messages, small_encoding())
 

@@ -26,7 +26,7 @@ DONE = "data: [DONE]\n\n"
 
 def send(*wanted, seconds=10.0):
     """What came of a client for each request, for so many tokens each, all sent at 0."""
-    import benchmark_client as client
+    from benchmarks import client
 
     exchanges = [client.Exchange(URL, {"prompt": "x", "max_tokens": count}) for count in wanted]
     return client.run(client.closed_loop(iter(exchanges), len(wanted), seconds))
@@ -71,7 +71,7 @@ def test_a_text_of_one_token_has_no_time_per_token(fake):
 
 
 def test_clients_wait_for_their_answers(fake):
-    import benchmark_client as client
+    from benchmarks import client
 
     fake.answer = lambda body: whole(*[float(at) for at in range(1, body["max_tokens"] + 1)])
     bodies = itertools.repeat({"prompt": "x", "max_tokens": 2})
@@ -207,7 +207,7 @@ def test_each_reason_has_its_column(fake, table):
 
 
 def test_percentiles_are_those_of_numpy_and_statistics():
-    import benchmark_client as client
+    from benchmarks import client
 
     values = [float(value) for value in (5, 1, 4, 4, 9, 2.5, 7)]
     named = client.percentiles("x", values, 50, 99, 100)
@@ -218,8 +218,8 @@ def test_percentiles_are_those_of_numpy_and_statistics():
 
 
 def test_words_are_tokens():
-    from benchmark_client import WORDS, bodies
-    from tokenizer import load_encoding
+    from benchmarks.client import WORDS, bodies
+    from loading.tokenizer import load_encoding
 
     assert len(set(WORDS)) == len(WORDS) > 50
     for name in ("stories", "stories-llama"):
@@ -302,7 +302,7 @@ def test_bad_input_is_one_line(table, args, said):
 
 
 def test_help_names_the_measures(run_file):
-    code, out = run_file("benchmark_client.py", "--help")
+    code, out = run_file("benchmarks/client.py", "--help")
     assert code == 0
     joined = " ".join(out.split())
     for name in ("ttft", "itl", "tpot", "goodput", "client CPU", "chunk gap", "default: 5"):

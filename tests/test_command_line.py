@@ -14,7 +14,7 @@ from conftest import CHECKPOINTS, ROOT
 import command_line
 import infer
 from errors import UserError
-from tokenizer import load_encoding
+from loading.tokenizer import load_encoding
 
 
 def test_importing_does_nothing_and_loads_nothing_heavy():

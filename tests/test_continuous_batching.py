@@ -12,9 +12,9 @@ from conftest import CHECKPOINTS, ROOT, outputs_of, passed_widths, random_tokens
 
 from errors import UserError
 from infer import generate
-from load import load_model, save_model
+from loading.load import load_model, save_model
+from loading.tokenizer import load_encoding
 from sampling import SamplingParams
-from tokenizer import load_encoding
 
 MODELS = pytest.mark.parametrize("family", ["tiny", "tiny_llama"])
 NAN = "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"

@@ -16,8 +16,8 @@ from test_chat import (
     write_template,
 )
 
-from chat import Chat
-from tokenizer import load_encoding
+from loading.chat import Chat
+from loading.tokenizer import load_encoding
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,10 @@ from serving import collect, in_turns, results_of, run_calls, small_engine, vari
 PROGRAM = """
 import asyncio
 from engine.engine import Engine
-from load import load_model
+from loading.load import load_model
 from sampling import SamplingParams
 from server.engine_thread import EngineThread
-from tokenizer import load_encoding
+from loading.tokenizer import load_encoding
 
 name = "checkpoints/stories-llama"
 encoding = load_encoding(name, 4096)

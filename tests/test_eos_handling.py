@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import run, run_rows
 
-from load import load_model
+from loading.load import load_model
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_still_generates_after_a_prompt_that_ends_in_eos(tiny, prompt):
 
 def test_eos_is_not_printed(cli, tiny_checkpoint):
     """The last token that is new in a text becomes the EOS: what is printed ends before it."""
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     encoding = load_encoding(tiny_checkpoint, 4096)
     prompt = "One day"

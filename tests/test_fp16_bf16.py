@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, run
 
-from load import load_model
+from loading.load import load_model
 from model import GPT
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, ROOT, run, run_rows
 
-from load import save_model
+from loading.load import save_model
 
 
 def test_one_command_writes_a_story():
@@ -32,7 +32,7 @@ def greedy_text(peer, inputs, max_new_tokens):
 def test_equals_transformers_on_the_embedded_model(stories):
     from transformers import AutoModelForCausalLM
 
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     peer = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "stories", dtype=torch.float32)
     encoding = load_encoding(CHECKPOINTS / "stories", 4096)
@@ -103,7 +103,7 @@ def test_no_prompt_at_all_is_refused(tiny):
 
 def test_a_character_is_shown_when_it_is_whole(monkeypatch, tiny_checkpoint):
     import infer
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     encoding = load_encoding(tiny_checkpoint, 4096)
     data = "é🙂!".encode() + "🙂".encode()[:2]

@@ -8,7 +8,7 @@ from conftest import CHECKPOINTS, random_tokens, run_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from load import PRESETS, load_model, save_model
+from loading.load import PRESETS, load_model, save_model
 from model import GPT
 
 

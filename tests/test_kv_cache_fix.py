@@ -8,7 +8,7 @@ from conftest import CHECKPOINTS, passed_widths, random_tokens, run_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from load import load_model
+from loading.load import load_model
 
 
 def text(model, prompts, max_new_tokens, **options):

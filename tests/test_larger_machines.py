@@ -12,7 +12,7 @@ def run(capsys):
     """A function that runs the script: exit code, lines of stdout, stderr."""
 
     def run(*args):
-        import larger_machines
+        from benchmarks import larger_machines
 
         code = 0
         try:
@@ -120,7 +120,7 @@ def test_bad_input_is_one_line(run, args, said):
 
 
 def test_help_names_what_is_assumed(run_file):
-    code, out = run_file("larger_machines.py", "--help")
+    code, out = run_file("benchmarks/larger_machines.py", "--help")
     assert code == 0
     for name in ("--bandwidth", "--latency", "--door", "H200"):
         assert name in out

@@ -67,10 +67,10 @@ def test_bad_input_is_told_once(tmp_path):
 
 
 def test_other_devices_are_told_once(tmp_path, monkeypatch):
-    import command_line
     import infer_engine
+    from engine import options
 
-    monkeypatch.setattr(command_line, "pick_device", lambda name: "cuda")
+    monkeypatch.setattr(options, "pick_device", lambda name: "cuda")
     processes = start(2, script, tmp_path, infer_engine.main, ["--prompt", "A"])
     assert wait(processes) == [2, 2]
     (out, err), other = written(tmp_path, 2)

@@ -14,7 +14,7 @@ from test_beam_search import (
 )
 
 from errors import UserError
-from load import load_model, save_model
+from loading.load import load_model, save_model
 
 PENALTIES = (-1, 0, 0.6, 1, 2)
 
@@ -113,7 +113,7 @@ def test_a_bad_value_is_named_with_its_range(tiny, value):
 
 
 def test_the_command_line_takes_a_penalty(cli, tiny_checkpoint):
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     encoding = load_encoding(tiny_checkpoint, 4096)
     model = load_model(tiny_checkpoint)

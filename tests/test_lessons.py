@@ -99,7 +99,7 @@ def git(repo, *args):
 
 def commit(repo, subject, body, files, lesson):
     for name, text in files.items():
-        (repo / name).parent.mkdir(exist_ok=True)
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
         (repo / name).write_text(text)
     git(repo, "add", ".")
     words = f"{subject}\n\n{body}"
@@ -381,7 +381,7 @@ def test_errors_are_one_line(repo, error):
 def test_control_characters_reach_no_terminal(repo, run, error):
     """Not those of a file's name, of what is typed, of a message or of an answer."""
     assert "unrecognized arguments: a\\x1b[31mb\\nc" in error("list", "a\x1b[31mb\nc")
-    files = {"answers/03-sub.md": "A\x1b[2Jnswer.\n", "tests/test_\x1b.py": ""}
+    files = {"course/answers/03-sub.md": "A\x1b[2Jnswer.\n", "tests/test_\x1b.py": ""}
     commit(repo, "03 sub: differ\x1b[1mences", "Cle\x9bar.", files, "03-sub")
     git(repo, "checkout", "-q", "--detach", "main^")
     (repo / "tests" / "test_\x1b.py").touch()
@@ -759,11 +759,13 @@ def test_try_where_you_stand_is_your_code(repo, run):
 
 def test_answer(repo, run, error):
     """With the commit that wrote this version of it, where its commands run."""
-    (repo / "answers").mkdir()
-    commit(repo, "answers: part one", "H.", {"answers/01-add.md": "Forty-one.\n"}, None)
-    commit(repo, "answers: 01 is one more", "H.", {"answers/01-add.md": "Forty-two.\n"}, None)
+    (repo / "course" / "answers").mkdir(parents=True)
+    commit(repo, "answers: part one", "H.", {"course/answers/01-add.md": "Forty-one.\n"}, None)
+    commit(
+        repo, "answers: 01 is one more", "H.", {"course/answers/01-add.md": "Forty-two.\n"}, None
+    )
     hash = git(repo, "rev-parse", "--short", "HEAD")
-    commit(repo, "answers: part two", "H.", {"answers/00-init.md": "None.\n"}, None)
+    commit(repo, "answers: part two", "H.", {"course/answers/00-init.md": "None.\n"}, None)
     git(repo, "checkout", "-q", "main~6")
     note = f"Its commands run at commit {hash}; go there with: git switch --detach {hash}\n"
     assert run("answer", "add") == run("answer") == (0, "Forty-two.\n", note)

@@ -21,7 +21,7 @@ from conftest import (
 )
 
 from errors import UserError
-from load import load_config, load_model, parse_name, save_model
+from loading.load import load_config, load_model, parse_name, save_model
 from model import GPT
 
 LLAMA = CHECKPOINTS / "stories-llama"
@@ -343,7 +343,7 @@ def test_half_precision_stays_close(stories_llama, dtype):
 
 
 def test_the_command_line_tells_a_story(cli, stories_llama):
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     encoding = load_encoding(LLAMA, 4096)
     (text,) = run_rows(stories_llama, [encoding.encode("Once upon a time")], max_new_tokens=12)

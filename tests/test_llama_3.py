@@ -11,7 +11,7 @@ import torch
 from conftest import CHECKPOINTS, exact_norm, load, random_peer, random_tokens, run_rows
 
 from errors import UserError
-from load import save_model
+from loading.load import save_model
 
 SCALING = {
     "factor": 8.0,

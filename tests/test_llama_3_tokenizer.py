@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_tokenizer import TEMPLATE, tokenizer_json
 
 from errors import UserError
-from load import save_model
-from tokenizer import byte_of_character, load_encoding
+from loading.load import save_model
+from loading.tokenizer import byte_of_character, load_encoding
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"

@@ -26,15 +26,15 @@ SMALL = {
 
 def read(**values):
     """The configuration in such a file with other values: "missing" for none."""
-    from config import read_llama_config
+    from loading.config import read_llama_config
 
     fields = {key: value for key, value in (SMALL | values).items() if value != "missing"}
     return read_llama_config(Path("config.json"), fields)
 
 
 def test_what_is_written_is_read():
-    from config import llama_fields, read_llama_config
     from llama import LlamaConfig
+    from loading.config import llama_fields, read_llama_config
 
     config = LlamaConfig(
         vocab_size=61,
@@ -58,7 +58,7 @@ def test_what_is_written_is_read():
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 def test_its_class_is_named_as_transformers_does(tmp_path, kind):
     """Other programs than transformers go by this name, not by model_type."""
-    from config import llama_fields, read_llama_config
+    from loading.config import llama_fields, read_llama_config
 
     random_peer(kind, tmp_path)
     theirs = json.loads((tmp_path / "config.json").read_text())

@@ -9,9 +9,9 @@ import torch
 from conftest import CHECKPOINTS, random_tokens
 from safetensors.torch import load_file, save_file
 
-import load
 from errors import UserError
-from load import (
+from loading import load
+from loading.load import (
     HUB_NAMES,
     PRESETS,
     Source,

@@ -171,9 +171,9 @@ def test_tokens_of_a_stop_string_have_theirs(cli, drafts):
     """Also where it is found in mid-draft, and the text ends there."""
     from engine.drafter import PagedDrafter
     from engine.engine import Engine
-    from load import load_model
+    from loading.load import load_model
+    from loading.tokenizer import load_encoding
     from sampling import SamplingParams
-    from tokenizer import load_encoding
 
     model = load_model(DRAFT, torch.float64, "cpu")
     encoding = load_encoding(DRAFT, 4096)
@@ -301,9 +301,9 @@ def test_equals_transformers():
     from transformers import AutoModelForCausalLM
 
     from engine.engine import Engine
-    from load import load_model
+    from loading.load import load_model
+    from loading.tokenizer import load_encoding
     from sampling import SamplingParams
-    from tokenizer import load_encoding
 
     model = load_model(DRAFT, torch.float64, "cpu")
     prompt = load_encoding(DRAFT, 4096).encode("One day, a cat")
@@ -398,8 +398,8 @@ def test_extreme_logits(dtype):
 
 def test_the_command_line_shows_each_token_with_the_best(engine_cli):
     """After the line of steps. The end of the text is a token too."""
-    from load import load_model
-    from tokenizer import load_encoding
+    from loading.load import load_model
+    from loading.tokenizer import load_encoding
 
     model = load_model(DRAFT, torch.float32, "cpu")
     encoding = load_encoding(DRAFT, 4096)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens
 
-from load import load_model, save_model
+from loading.load import load_model, save_model
 from model import GPT, GPTConfig, causal_attention
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

@@ -6,7 +6,7 @@ from conftest import CHECKPOINTS, own_texts, random_tokens, run_rows
 from test_native_step import both, in_pieces, native
 
 from cache import KVCache
-from load import load_model
+from loading.load import load_model
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

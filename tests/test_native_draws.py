@@ -9,7 +9,7 @@ import torch
 from conftest import CHECKPOINTS, outputs_of, own_texts, run_rows
 from test_native_int8 import TARGETS
 
-from load import load_model
+from loading.load import load_model
 
 LAST = 2**64 - 1
 pytestmark = pytest.mark.usefixtures("compiled")

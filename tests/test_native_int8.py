@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, run_rows
 
-from load import load_model
+from loading.load import load_model
 
 PLAIN = ()  # what to compile for, instead of this processor
 AVX2 = ("-mavx2", "-mfma")

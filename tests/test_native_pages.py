@@ -14,7 +14,7 @@ from test_native_int8 import TARGETS
 from test_native_step import in_pieces, native
 
 from int8 import to_int8
-from load import load_model
+from loading.load import load_model
 
 pytestmark = pytest.mark.usefixtures("compiled")
 ARGS = ("--prompt", "Once upon a time", "--prompt", "Lily", "--max-new-tokens", 20)

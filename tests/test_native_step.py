@@ -12,7 +12,7 @@ from test_native_int8 import TARGETS
 
 from cache import KVCache
 from errors import UserError
-from load import load_model
+from loading.load import load_model
 from model import GPT
 
 pytestmark = pytest.mark.usefixtures("compiled")

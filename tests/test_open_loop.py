@@ -14,7 +14,7 @@ BUSY = b"HTTP/1.1 429 Busy\r\nContent-Length: 0\r\n\r\n"
 
 def send(moments, *wanted):
     """What came of requests for so many tokens each, at these moments."""
-    import benchmark_client as client
+    from benchmarks import client
 
     exchanges = [client.Exchange(URL, {"prompt": "x", "max_tokens": count}) for count in wanted]
     return client.run(client.open_loop(exchanges, moments))
@@ -115,7 +115,7 @@ def test_a_client_without_sockets_does_not_blame_the_server(fake, monkeypatch):
 
 
 def test_arrivals_are_poissons_and_seeded():
-    import benchmark_client as client
+    from benchmarks import client
 
     moments = client.arrivals(20_000, 8.0, "seed")
     assert moments == client.arrivals(20_000, 8.0, "seed") != client.arrivals(20_000, 8.0, "other")
@@ -177,7 +177,7 @@ def test_bad_input_is_one_line(table, args, said):
 
 
 def test_help_names_the_rate_and_the_lag(run_file):
-    code, out = run_file("benchmark_client.py", "--help")
+    code, out = run_file("benchmarks/client.py", "--help")
     assert code == 0
     for name in ("--rate", "send lag", "open loop"):
         assert name in out

@@ -6,7 +6,7 @@ from conftest import CHECKPOINTS, random_tokens, run_rows
 from test_native_int8 import TARGETS, assert_equal, layer, native_linear, random_rows
 from test_native_step import native
 
-from load import load_model
+from loading.load import load_model
 
 pytestmark = pytest.mark.usefixtures("compiled")
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")

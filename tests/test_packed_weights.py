@@ -7,7 +7,7 @@ from test_native_int8 import TARGETS, native_linear, random_rows
 from test_native_linear import layer
 from test_native_step import in_pieces, native
 
-from load import load_model
+from loading.load import load_model
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

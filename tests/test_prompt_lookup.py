@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_speculative_decoding import alone, p_value, sequence_probs, tokens
 
-from load import save_model
+from loading.load import save_model
 
 DRAFT = CHECKPOINTS / "stories-draft"
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play with her toys"
@@ -165,7 +165,7 @@ def test_texts_follow_the_targets_probabilities(tiny):
 
 @pytest.fixture(scope="module")
 def again():
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     return load_encoding(CHECKPOINTS / "stories", 4096).encode(AGAIN, allowed_special="all")
 

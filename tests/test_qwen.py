@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_llama_3_tokenizer import ANY_TEXT, TEXTS, library, load_from, with_values
 
 from errors import UserError
-from load import save_model
-from tokenizer import TextStream, load_encoding
+from loading.load import save_model
+from loading.tokenizer import TextStream, load_encoding
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>"]
 NOT_SPECIAL = ["<tool_call>", "</tool_call>", "<|fim_pad|>", "[KEY]"]

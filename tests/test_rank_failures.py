@@ -161,13 +161,13 @@ def test_who_has_to_wait_has_no_limit(tmp_path, monkeypatch):
 
 
 def test_a_mistake_has_its_traceback(tmp_path, monkeypatch):
-    import command_line
     import infer_engine
+    from engine import options
 
     def follow(*arguments):
         raise ZeroDivisionError("a mistake")
 
-    monkeypatch.setattr(command_line, "follow", follow)
+    monkeypatch.setattr(options, "follow", follow)
     processes = start(2, script, tmp_path, infer_engine.main, ARGUMENTS)
     assert wait(processes) == [2, 1]
     (_, err), (_, other) = written(tmp_path, 2)

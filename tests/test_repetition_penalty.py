@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, slide
 
-from load import save_model
+from loading.load import save_model
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 5.0])
@@ -57,7 +57,7 @@ def test_whole_run_equals_transformers_on_a_random_model(tiny, tmp_path, penalty
 
 
 def test_whole_run_equals_transformers_on_the_embedded_model(stories):
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     prompt = load_encoding(CHECKPOINTS / "stories", 4096).encode("Once upon a time")
     arguments = {"max_new_tokens": 30, "repetition_penalty": 1.3}

@@ -472,7 +472,7 @@ def test_two_distributions_draw_the_same_token_as_often_as_the_race_says():
 @torch.inference_mode()
 def test_a_smaller_model_with_the_same_numbers_draws_the_same_tokens(stories):
     """Far more often than with others: 75 of 100, and 48."""
-    from load import load_model
+    from loading.load import load_model
     from sampling import SamplingParams, sample
 
     draft = load_model(CHECKPOINTS / "stories-draft")

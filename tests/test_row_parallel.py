@@ -52,7 +52,7 @@ def test_torch_s_own_way_gives_the_same(compiled, name):
             parallelize_module,
         )
 
-        from load import load_model
+        from loading.load import load_model
 
         mesh = init_device_mesh("cpu", (2,))
         model = load_model(name, torch.float64)

@@ -9,7 +9,7 @@ from conftest import run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from load import save_model
+from loading.load import save_model
 
 ODD = [None, True, False, "", "2", [1], math.nan, math.inf, -math.inf, Fraction(1, 2), 1j]
 odd_values = st.sampled_from(ODD)

@@ -25,7 +25,7 @@ def peak(action) -> int:
 @pytest.fixture(scope="module")
 def large(tiny, tmp_path_factory):
     """A directory with 37 MB of weights, and in small a model of the same kind."""
-    from load import save_model
+    from loading.load import save_model
 
     directory = tmp_path_factory.mktemp("large")
     save_model(tiny(dtype=torch.float32, **SHAPE), directory)
@@ -37,7 +37,7 @@ def large(tiny, tmp_path_factory):
 @pytest.mark.parametrize("way", ["gather", "reduce"])
 def test_the_peak_of_each_rank(large, way):
     def action():
-        from load import load_model
+        from loading.load import load_model
         from parallel.ranks import Ranks
 
         with Ranks(way) as ranks:
@@ -50,7 +50,7 @@ def test_the_peak_of_each_rank(large, way):
 
 
 def test_still_random_weights_are_those_of_one_process(monkeypatch):
-    import load
+    from loading import load
     from model import GPTConfig
 
     shape = GPTConfig(**SHAPE | {"vocab_size": 61, "eos_token_ids": (60,)})

@@ -7,7 +7,7 @@ from conftest import CHECKPOINTS
 
 import infer_speculative
 from infer_speculative import Pass, main
-from load import save_model
+from loading.load import save_model
 
 DRAFT = CHECKPOINTS / "stories-draft"
 

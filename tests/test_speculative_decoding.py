@@ -9,7 +9,7 @@ from conftest import CHECKPOINTS, random_tokens, run_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from load import load_model
+from loading.load import load_model
 
 
 def alone(target, prompt, stride=None, **params):

@@ -10,7 +10,7 @@ LLAMA = CHECKPOINTS / "stories-llama"
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_vocabulary_that_three_does_not_divide(compiled, tiny_llama, tmp_path, tied):
-    from load import save_model
+    from loading.load import save_model
 
     shape = {"n_embd": 64, "n_head": 4, "head_dim": 32, "n_inner": 96, "tied_head": tied}
     save_model(tiny_llama(dtype=torch.float32, **shape), tmp_path)

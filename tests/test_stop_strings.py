@@ -14,8 +14,8 @@ from conftest import CHECKPOINTS, random_tokens, run_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from load import load_model
-from tokenizer import load_encoding
+from loading.load import load_model
+from loading.tokenizer import load_encoding
 
 DRAFT = CHECKPOINTS / "stories-draft"
 
@@ -61,7 +61,7 @@ def encoding_of(pieces):
 
 def streamed(pieces, stops, skip=()) -> tuple[list[str], bool]:
     """What a StopStream releases after each token and at the end, and whether it has stopped."""
-    from tokenizer import StopStream
+    from loading.tokenizer import StopStream
 
     stream = StopStream(encoding_of(pieces), skip, tuple(stops))
     released = [stream.add(token) for token in range(len(pieces))]
@@ -489,7 +489,7 @@ def test_text_and_tokens_of_a_step_count_together_or_not_at_all(model, error):
 
 
 def test_a_copy_of_a_stream_goes_on_by_itself():
-    from tokenizer import StopStream
+    from loading.tokenizer import StopStream
 
     stream = StopStream(encoding_of([b"xa\xc3", b"\xa9", b"b", b"c"]), stop=("ab", "a\u00e9c"))
     assert stream.add(0) == "x"
@@ -630,7 +630,7 @@ def test_the_command_line_ends_a_text_before_its_first_stop_string(cli, engine_c
 @pytest.fixture(scope="module")
 def story():
     """What each token of the embedded draft model's text prints."""
-    from tokenizer import load_encoding
+    from loading.tokenizer import load_encoding
 
     encoding = load_encoding(DRAFT, 4096)
     (tokens,) = run_rows(
@@ -728,7 +728,7 @@ def test_texts_side_by_side_stop_each_for_itself(cli, engine_cli):
 
 def test_a_conversation_goes_on_from_what_was_shown(cli, engine_cli, tiny_checkpoint, monkeypatch):
     """A reply ends before a stop string, and there it ends for the next message, too."""
-    from chat import Chat
+    from loading.chat import Chat
 
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     seen = []

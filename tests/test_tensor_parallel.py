@@ -38,7 +38,7 @@ def test_products_of_torch_differ_by_rounding_only():
 
 
 def test_what_a_rank_has():
-    from load import load_model
+    from loading.load import load_model
 
     def rows():
         from parallel.ranks import Ranks

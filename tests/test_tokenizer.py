@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
-from tokenizer import EOT, TextStream, byte_of_character, load_encoding, read_tokenizer_json
+from loading.tokenizer import EOT, TextStream, byte_of_character, load_encoding, read_tokenizer_json
 
 TEXTS = [
     "Once upon a time, there was a little girl named Lily.",

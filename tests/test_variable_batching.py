@@ -6,7 +6,7 @@ from conftest import CHECKPOINTS, passed_widths, random_tokens, run, run_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from load import load_model
+from loading.load import load_model
 
 
 def alone(model, prompts, **arguments):

@@ -6,7 +6,7 @@ import sys
 import html5lib
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "course"))
 
 
 def tree_of(body: str):

@@ -23,7 +23,7 @@ from test_lessons import commit, git
 
 import lessons as course
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "course"))
 HOSTS = (
     "arxiv.org",
     "cdn.openai.com",
@@ -397,8 +397,8 @@ def repo(tmp_path_factory):
     }
     (path / "data.bin").write_bytes(bytes(range(256)))
     commit(path, "00 init: a place", body, files, "00-init")
-    (path / "tools" / "book").mkdir(parents=True)
-    files = {"infer.py": INFER + "door = 1\n", "tools/book/door.py": "window = 2\n" * 9}
+    (path / "course" / "book").mkdir(parents=True)
+    files = {"infer.py": INFER + "door = 1\n", "course/book/door.py": "window = 2\n" * 9}
     commit(path, "infer: a door, because <two> follow", "It & nothing.", files, None)
     git(path, "rm", "-q", "gone.c")
     files = {
@@ -416,7 +416,7 @@ def repo(tmp_path_factory):
     commit(path, "02 mul: products", TICKED, files, "02-mul")
     (path / "benchmark_results").mkdir()
     (path / "benchmark_results" / "engine_cpu.png").write_bytes(PNG)
-    commit(path, "answers: worked out", "So.", {"answers/01-add.md": ANSWER}, None)
+    commit(path, "answers: worked out", "So.", {"course/answers/01-add.md": ANSWER}, None)
     return path
 
 
@@ -505,7 +505,7 @@ def test_a_commit_that_prepares_a_lesson_is_folded_behind_its_subject(pages):
     folds = parse(pages["01-add.html"]).iter("details")
     (fold,) = [found for found in folds if text_of(found.find("summary")) == summary]
     assert "It & nothing." in text_of(fold) and lines_of(fold, "ins") == ["door = 1"]
-    assert "tools/book/door.py: 9 new lines, left out here." in text_of(fold)
+    assert "course/book/door.py: 9 new lines, left out here." in text_of(fold)
     assert "a door" not in pages["02-mul.html"] and "Before it" not in pages["02-mul.html"]
 
 
@@ -927,7 +927,7 @@ def test_the_search(query, first, marked):
         {"page": "31.html", "title": "31: others", "text": "a rotary phone, prerotary, a rope"},
         {"page": "41.html", "title": "41: pre-emption", "text": "so pre-emption, stop P"},
     ]
-    script = (ROOT / "tools" / "book" / "book.js").read_text("utf-8")
+    script = (ROOT / "course" / "book" / "book.js").read_text("utf-8")
     script = "const ALIASES" + script.partition("const ALIASES")[2]
     script = script.replace("if (window.SEARCH_INDEX)", "if (false)")
     script += f"""
@@ -1085,7 +1085,7 @@ def test_the_command_of_the_course(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(course.subprocess, "run", run)
     monkeypatch.setattr(course, "read_main", lambda: (course.REFS[0], []))
     monkeypatch.chdir(tmp_path)
-    script = str(ROOT / "tools" / "make_book.py")
+    script = str(ROOT / "course" / "make_book.py")
     assert course.main(["book", "--output", "here"]) == 7
     assert calls[0][1:] == [script, "--output", str(tmp_path / "here")]
     assert course.main(["book"]) == 7

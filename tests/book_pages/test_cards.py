@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "course"))
 SVG = "{http://www.w3.org/2000/svg}"
 IDS = ("17-speculative-decoding", "38-continuous-batching")
 
@@ -32,10 +32,11 @@ def boxes(tree) -> list[tuple[float, float, str]]:
 def test_the_files_are_what_the_code_draws(id):
     from book.cards import CARDS, svg_of
 
-    file = ROOT / "pictures" / f"{id}.svg"
+    file = ROOT / "course" / "pictures" / f"{id}.svg"
     assert file.read_text("utf-8") == svg_of(id)
     assert (
-        f"](pictures/{file.name})" in (ROOT / "Readme.md").read_text("utf-8").split("## Start")[0]
+        f"](course/pictures/{file.name})"
+        in (ROOT / "Readme.md").read_text("utf-8").split("## Start")[0]
     )
     assert {name[3:] for name in IDS} == set(CARDS)
 

@@ -577,8 +577,8 @@ def test_int8_products():
 
 
 def test_a_message_is_no_control_token():
-    from chat import Chat
-    from tokenizer import load_encoding
+    from loading.chat import Chat
+    from loading.tokenizer import load_encoding
 
     record, tree = drawn("chat")
     name = ROOT / "checkpoints" / "stories-llama"
@@ -713,7 +713,7 @@ def test_the_page_before_all_lessons_has_the_numbers_of_the_model():
     from book.recordings import load
 
     config = load().config
-    page = (ROOT / "tools" / "book" / "transformer.html").read_text("utf-8")
+    page = (ROOT / "course" / "book" / "transformer.html").read_text("utf-8")
     said = ("4,096 of them", "256 numbers", "four such attentions", "16 layers")
     assert all(words in page for words in said)
     shape = (config.vocab_size, config.n_embd, config.n_head, config.n_layer)
@@ -791,7 +791,7 @@ def test_the_command_of_the_course(monkeypatch, tmp_path, capsys):
     lessons = [course.Lesson("07-top-p", "", "")]
     monkeypatch.setattr(course.subprocess, "run", called)
     monkeypatch.setattr(course, "read_main", lambda: (course.REFS[0], lessons))
-    script = str(ROOT / "tools" / "draw_picture.py")
+    script = str(ROOT / "course" / "draw_picture.py")
     assert course.main(["picture", "7", "--prompt", "a b"]) == 3
     assert calls[0][1:] == [script, "07-top-p", "--prompt", "a b"]
     assert course.main(["picture", "7"]) == 3 and calls[1][1:] == [script, "07-top-p"]
@@ -802,11 +802,11 @@ def test_the_command_of_the_course(monkeypatch, tmp_path, capsys):
 
 
 def test_pictures_of_the_own_prompt_have_a_form_and_their_functions(figures):
-    """What these draw is compared in a browser, by .ci/check_live.py."""
+    """What these draw is compared in a browser, by course/checks/check_live.py."""
     from book.pictures import LIVE, PICTURES, SMALL
 
     assert SMALL < LIVE
-    book = ROOT / "tools" / "book"
+    book = ROOT / "course" / "book"
     for id, shown in figures.items():
         slug = id.partition("-")[2]
         forms = of_class(tree_of(shown), "form", "own-prompt")

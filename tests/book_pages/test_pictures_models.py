@@ -347,7 +347,7 @@ def test_a_conversation_is_in_each_prompt():
     from conftest import CHECKPOINTS
 
     from book.recordings import encoding, load
-    from chat import Chat
+    from loading.chat import Chat
 
     record, tree = drawn("conversation")
     template = Chat(CHECKPOINTS / "stories-llama")

@@ -289,7 +289,7 @@ def test_what_computes_is_the_rule_of_the_lesson():
 
 def test_both_backends_write_the_same_tokens():
     from book.recordings import encoding
-    from load import load_model
+    from loading.load import load_model
 
     record, tree = drawn("native-backend")
     ids = encoding().encode("Once upon a time")

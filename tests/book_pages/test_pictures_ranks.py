@@ -277,7 +277,7 @@ def test_ways(model, ids):
 def test_loading(model, size):
     """Each row is with one rank at least, and memory is that of the plan."""
     from book import spreading
-    from load import architecture_of
+    from loading.load import architecture_of
     from parallel.shards import Plan, cut
 
     record = spreading.record_loading(str(size))
@@ -336,7 +336,7 @@ def test_sums(ids):
     """Whole numbers by the weights of one process; floats in numpy, in each order."""
     from book import spreading
     from int8 import int8_product, quantize
-    from load import load_model
+    from loading.load import load_model
 
     record, tree = drawn("exact-int8-sums")
     model = load_model(CHECKPOINTS / "stories-llama", torch.int8)

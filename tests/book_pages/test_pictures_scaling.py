@@ -204,7 +204,7 @@ def machines():
 
 def printed(texts: int, capsys) -> list[list[str]]:
     """The lines of the script of the lesson that fit, and those that do not, by ranks."""
-    import larger_machines
+    from benchmarks import larger_machines
 
     larger_machines.main(["--texts", str(texts)])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -272,7 +272,7 @@ def test_the_title_has_the_best_numbers_of_ranks(machines):
 
 def test_a_thousand_machines(machines, capsys):
     """As many as the script has by itself, with the larger number of texts of both."""
-    import larger_machines
+    from benchmarks import larger_machines
 
     for prompt, (_, drawing) in machines.items():
         most = max(map(int, prompt.split()))

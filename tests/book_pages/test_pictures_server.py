@@ -432,7 +432,7 @@ def test_columns(model, encoding):
 
 def test_turns(model, encoding):
     """The second turn finds the full pages of all that the first one computed."""
-    from chat import Chat
+    from loading.chat import Chat
 
     _, tree = drawn("chat-completions")
     template = Chat(CHECKPOINTS / "stories-llama")

@@ -395,7 +395,7 @@ def test_clients_of_a_closed_loop():
 
 
 def test_a_stall_seen_by_two_loops():
-    import benchmark_client
+    from benchmarks import client as benchmark_client
     from book import loading
 
     record, tree = drawn("open-loop")

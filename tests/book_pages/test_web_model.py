@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "course"))
 
 
 @pytest.fixture(params=["stories-draft", "stories-llama"])
@@ -49,7 +49,7 @@ class Memory:
 def test_the_weights_are_those_of_the_model(name):
     import web_model
 
-    from load import load_model
+    from loading.load import load_model
     from native.structs import LayerStruct, ModelStruct
 
     directory = web_model.CHECKPOINTS / name
@@ -99,8 +99,8 @@ def test_play_shows_a_recording_of_the_model_that_it_loads():
     """Each token's own probability is that of a pass over the text before it, without a cache."""
     import web_model
 
-    from load import load_model
-    from tokenizer import load_encoding
+    from loading.load import load_model
+    from loading.tokenizer import load_encoding
 
     found = web_model.record()
     directory = web_model.CHECKPOINTS / "stories-llama"

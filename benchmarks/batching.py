@@ -1,0 +1,391 @@
+"""Tokens/s, first tokens and memory of engines over batch sizes: python -m benchmarks.batching."""
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import signal
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import benchmark_kv_cache
+from benchmarks import common
+from benchmarks.export_gguf import write_gguf
+from benchmarks.llama_cpp import LlamaCpp
+from cache import KVCache
+from command_line import MOST_TEXTS, STORIES, Parser, pick_dtype
+from errors import UserError
+from infer import generate, pass_logits
+from loading.load import load_model, save_model
+from native import use_native
+from sampling import SamplingParams
+
+
+class Engine(NamedTuple):
+    """What can be timed."""
+
+    package: str  # that it needs, or ""
+    dtype: str
+    about: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this repository computes, and no other library."""
+        return self.package in ("", "native")
+
+
+ENGINES = {
+    "no cache": Engine("", "float32", "torch, all positions again in each step"),
+    "cache": Engine("", "float32", "torch"),
+    "bfloat16": Engine("", "bfloat16", "torch"),
+    "int8": Engine("", "int8", "torch, lesson 24"),
+    "native": Engine("native", "float32", "the C code"),
+    "native int8": Engine("native", "int8", "the same"),
+    "transformers": Engine("transformers", "float32", "its generate"),
+    "CTranslate2": Engine("ctranslate2", "float32", "its Generator"),
+    "CTranslate2 int8": Engine("ctranslate2", "int8", "the same"),
+    "llama.cpp": Engine("llama_cpp", "float32", "its llama_decode; the cache is float16"),
+    "llama.cpp int8": Engine("llama_cpp", "int8", "the same, of Q8_0"),
+}
+IMPORTS = {
+    "transformers": benchmark_kv_cache.PEER_IMPORTS,
+    "ctranslate2": ["ctranslate2"],
+    "llama_cpp": ["llama_cpp"],
+}
+# Of an engine that needs more than its package, or one that pip calls otherwise: module -> pip's.
+NEEDS = {"llama_cpp": {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}}
+COLOURS = [*(f"C{number}" for number in range(10)), "black"]  # of lines
+# The largest difference of a log-probability to float32's; on average it may be a tenth.
+BOUNDS = {"bfloat16": 0.5, "int8": 1.0}
+# By so much, in log-probability, a token may be less probable than float32's choice. llama.cpp has
+# a float16 cache, and a table of float16 for GPT-2's GELU.
+TIES = {"llama.cpp": 0.05}
+
+
+def load(name: str, directory: Path, device: str):
+    """The model as that engine runs it. The directory is what `prepare` made."""
+    package, dtype, _ = ENGINES[name]
+    if package == "transformers":
+        return benchmark_kv_cache.load(package, directory, torch.float32, device)
+    if package == "ctranslate2":
+        import ctranslate2
+
+        threads = {"inter_threads": 1, "intra_threads": torch.get_num_threads()}
+        return ctranslate2.Generator(str(directory / "ctranslate2"), compute_type=dtype, **threads)
+    if package == "llama_cpp":
+        return LlamaCpp(directory / f"{dtype}.gguf")
+    model = load_model(directory, pick_dtype(dtype, device), device)
+    if package == "native":
+        use_native(model)
+    return model
+
+
+def prepare(model, directory: Path, names: list[str]) -> None:
+    """Write the model where all engines load it.
+
+    For CTranslate2 it is converted, with the ids for a vocabulary; for llama.cpp once a dtype.
+    """
+    save_model(model, directory)
+    for dtype in [ENGINES[name].dtype for name in names if ENGINES[name].package == "llama_cpp"]:
+        write_gguf(model, directory / f"{dtype}.gguf", dtype)
+    if any(ENGINES[name].package == "ctranslate2" for name in names):
+        from ctranslate2.converters import TransformersConverter
+        from tokenizers import Tokenizer, models
+        from transformers import logging
+
+        ids = {str(token): token for token in range(model.config.vocab_size)}
+        Tokenizer(models.WordLevel(ids, unk_token="0")).save(str(directory / "tokenizer.json"))
+        about = {f"{name}_token": "0" for name in ("unk", "bos", "eos")}
+        about["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (directory / "tokenizer_config.json").write_text(json.dumps(about))
+        logging.disable_progress_bar()
+        TransformersConverter(str(directory)).convert(str(directory / "ctranslate2"))
+
+
+def run(
+    name: str, model, prompts: list[list[int]], length: int, device: str
+) -> tuple[list, float, float]:
+    """Greedy steps of one token a prompt, the seconds to the first, and from there to the last."""
+    package = ENGINES[name].package
+    if package == "transformers":
+        return benchmark_kv_cache.run(package, model, prompts, length, device)
+    if package == "ctranslate2":
+        return run_ctranslate2(model, prompts, length, device)
+    if package == "llama_cpp":
+        return model.run(prompts, length, device)
+    params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+    steps = generate(model, prompts, params, use_cache=name != "no cache")
+    return common.timed(steps, device)
+
+
+def run_ctranslate2(
+    generator, prompts: list[list[int]], length: int, device: str
+) -> tuple[list, float, float]:
+    """The same of CTranslate2's Generator."""
+    texts = [[str(token) for token in prompt] for prompt in prompts]
+    times = []
+
+    def clock(step) -> bool:  # called for each token; False: go on
+        if not times:
+            times.append(common.now(device))
+        return False
+
+    options = {"max_length": length, "sampling_topk": 1, "end_token": []}
+    options |= {"include_prompt_in_result": False, "max_batch_size": len(texts)}
+    began = common.now(device)
+    results = generator.generate_batch(texts, callback=clock, **options)
+    ended = common.now(device)
+    rows = [[int(token) for token in result.sequences[0]] for result in results]
+    return [list(step) for step in zip(*rows)], times[0] - began, ended - times[0]
+
+
+def speeds(
+    name: str, model, prompts: list[list[int]], length: int, device: str, bandwidth: float
+) -> dict:
+    """The columns of one run.
+
+    Shares of the roofline are for engines whose bytes are known: ours, with their cache.
+    """
+    _, first, rest = run(name, model, prompts, length, device)
+    engine = ENGINES[name]
+    known = engine.is_ours and name != "no cache"
+    row = common.speeds(model if known else None, prompts, length, first, rest, bandwidth)
+    return row | {"library": "" if engine.is_ours else common.library(engine.package)}
+
+
+def run_once(
+    name: str, directory: Path, device: str, prompts: list[list[int]], length: int
+) -> None:
+    """Load the model and generate once, for its memory."""
+    run(name, load(name, directory, device), prompts, length, device)
+
+
+class Worker:
+    """A process of its own in which an engine has its model: waiting threads disturb others.
+
+    Call it with a function and arguments: function(name, model, *arguments) runs there, and what
+    it returns is here.
+    """
+
+    def __init__(self, name: str, directory: Path, device: str):
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self.connection, there = context.Pipe()
+        state = (there, name, directory, device, torch.get_num_threads())
+        self.process = context.Process(target=serve, args=state, daemon=True)
+        self.process.start()
+        there.close()
+
+    def __call__(self, function, *arguments):
+        try:
+            self.connection.send((function, arguments))
+            result = self.connection.recv()
+        except (EOFError, OSError):
+            why = "is there too little memory?"
+            raise UserError(f"the process of {self.name} ended; {why}") from None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """End the process."""
+        self.connection.close()
+        self.process.join()
+
+
+def serve(connection, name: str, directory: Path, device: str, threads: int) -> None:
+    """What a worker's process does, until the other end of the connection is closed, or gone."""
+    # Ctrl-C is for the process that waits for this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    model = None
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            function, arguments = connection.recv()
+            try:
+                model = model or load(name, directory, device)
+                result = function(name, model, *arguments)
+            except Exception as error:
+                result = error
+            connection.send(result)
+
+
+@torch.inference_mode()
+def log_probs(name: str, model, text: list[int]) -> torch.Tensor:
+    """Of the token after each position of a text, (T, vocab_size), as that engine computes them."""
+    if ENGINES[name].package == "ctranslate2":
+        import numpy
+
+        found = model.forward_batch([list(map(str, text))], return_log_probs=True)
+        return torch.tensor(numpy.array(found))[0].float()
+    if ENGINES[name].package == "llama_cpp":
+        return model.log_probs(text)
+    cache = KVCache(model, 1, len(text))
+    logits = [pass_logits(model, [[token]], [0], cache, 1)[0] for token in text]
+    return torch.cat(logits).log_softmax(dim=-1)
+
+
+def check(workers: dict, prompts: list[list[int]], length: int, device: str) -> None:
+    """Exit unless engines with float32 make the same tokens, others nearly the same log-probs.
+
+    Of two tokens that are nearly as probable, as TIES has it, either is the same.
+    """
+    texts = {}
+    for name, worker in workers.items():
+        texts[name] = worker(run, prompts, length, device)[0]  # this also warms up
+    exact = [name for name in texts if ENGINES[name].dtype == "float32"]
+    for name, text in texts.items():
+        known = (workers["cache"], prompts, texts["cache"], TIES.get(name, 0.0))
+        if len(text) != length or (name in exact and strays(text, *known)):
+            sys.exit(f"{', '.join(exact)} do not make the same tokens: no timing of wrong results")
+    text = prompts[0] + [step[0] for step in texts["cache"][:-1]]
+    expected = workers["cache"](log_probs, text)
+    for name in [name for name in texts if name not in exact]:
+        error = (workers[name](log_probs, text) - expected).abs()
+        bound = BOUNDS[ENGINES[name].dtype]
+        if not (error.max() <= bound and error.mean() <= bound / 10):  # NaN is an error too
+            off = f"{name}: log-probabilities are off by up to {error.max():.3f}"
+            sys.exit(f"{off}: no timing of wrong results")
+
+
+def strays(text: list, worker, prompts: list[list[int]], expected: list, tie: float) -> bool:
+    """Whether a row leaves the expected tokens for one that is less probable by more than `tie`.
+
+    text, expected: steps of one token a prompt. worker: for the log-probabilities.
+    """
+    for prompt, row, ours in zip(prompts, zip(*text), zip(*expected)):
+        if row != ours:
+            at = [token == our for token, our in zip(row, ours)].index(False)
+            found = worker(log_probs, prompt + list(ours[:at]))[-1]
+            if not found[ours[at]] - found[row[at]] <= tie:  # NaN strays too
+                return True
+    return False
+
+
+def missing(name: str, device: str) -> str:
+    """Why an engine cannot run here, or ""."""
+    package = ENGINES[name].package
+    if package == "native":
+        return common.native_refusal(device)
+    if package in ("ctranslate2", "llama_cpp") and device != "cpu":
+        return f"for the CPU only, not {device}"
+    modules = NEEDS.get(package, {package: package} if package else {})
+    absent = [pip for module, pip in modules.items() if not importlib.util.find_spec(module)]
+    return f"pip install {' '.join(absent)}" if absent else ""
+
+
+def usable(names: list[str], device: str) -> list[str]:
+    """The engines that can run here, `cache` always among them.
+
+    A line on stderr says which cannot, and why.
+    """
+    wanted = [name for name in ENGINES if name in ("cache", *names)]
+    reasons = {}
+    for name in wanted:
+        reasons.setdefault(missing(name, device), []).append(name)
+    running = reasons.pop("")
+    for reason, left_out in reasons.items():
+        print(f"without {', '.join(left_out)}: {reason}", file=sys.stderr)
+    return running
+
+
+def measure(args, device: str, results: common.ResultsFile) -> None:
+    """Time all engines for each model, batch size, length and repeat.
+
+    Raises UserError for bad options.
+    """
+    engines = usable(args.engines, device)
+    models = common.models_that_fit(args.model, max(args.max_new_tokens) + args.prompt_tokens)
+    peaks = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        peaks[dtype] = common.bandwidth(device, dtype)
+    for model_name in models:
+        model = load_model(model_name, torch.float32, device)
+        about = common.describe(model_name, model, device)
+        with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+            directory = Path(temporary)
+            prepare(model, directory, engines)
+            workers = {}
+            for name in engines:
+                workers[name] = Worker(name, directory, device)
+                stack.callback(workers[name].close)
+            for batch_size, length in itertools.product(args.batch_size, args.max_new_tokens):
+                vocab_size = model.config.vocab_size
+                prompts = common.random_prompts(vocab_size, batch_size, args.prompt_tokens)
+                check(workers, prompts, length, device)
+                memory = {}
+                for name in engines:
+                    alone = (run_once, name, directory, device, prompts, length)
+                    imports = IMPORTS.get(ENGINES[name].package, [])
+                    memory[name] = common.in_own_process(device, imports, *alone) / 1e6
+                for repeat, name in itertools.product(range(args.repeats), engines):
+                    dtype = ENGINES[name].dtype
+                    peak = peaks[torch.bfloat16 if dtype == "bfloat16" else torch.float32]
+                    row = about | workers[name](speeds, prompts, length, device, peak)
+                    row |= {"mode": name, "dtype": dtype, "temperature": 0.0, "prompt": 0}
+                    results.write(**row, repeat=repeat, peak_memory_mb=memory[name])
+
+
+def plot(summary):
+    """Decode rates of all texts together, and of each text, over batch sizes.
+
+    Two panels for each model and length.
+    """
+    from matplotlib.figure import Figure
+
+    groups = list(summary.groupby(["model", "new_tokens"], sort=False))
+    figure = Figure(figsize=(12.5, 4.2 * len(groups)), layout="constrained")
+    all_panels = figure.subplots(len(groups), 2, squeeze=False)
+    for ((model, length), rows), panels in zip(groups, all_panels):
+        for name, points in rows.groupby("mode", sort=False):
+            draw_engine(panels, name, points)
+        sizes = sorted(set(rows["batch_size"]))
+        for axes, what in zip(panels, ("of all texts together", "of each text")):
+            axes.set_title(f"{textwrap.fill(model, 45)}, {length} tokens", fontsize="medium")
+            axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel=f"tokens/s {what}")
+            axes.set_xticks(sizes, sizes, minor=False)
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", fontsize="small")
+    figure.suptitle("Greedy decoding after the first token, by engine: median, min and max")
+    return figure
+
+
+def draw_engine(panels, name: str, points) -> None:
+    """A line in both panels, dashed for another library's engine."""
+    sizes = points["batch_size"]
+    rate = "decode_tokens_per_s"
+    median, low, high = (points[f"{rate}_{what}"] for what in ("median", "min", "max"))
+    line = "-" if ENGINES[name].is_ours else "--"
+    colour = dict(zip(ENGINES, COLOURS, strict=True))[name]
+    style = {"marker": "o", "capsize": 3, "label": name, "linestyle": line, "color": colour}
+    for axes, texts in zip(panels, (1, sizes)):
+        spread = [(median - low) / texts, (high - median) / texts]
+        axes.errorbar(sizes, median / texts, yerr=spread, **style)
+
+
+def main(argv=None) -> None:
+    about = "; ".join(f"{name}: {what}, {dtype}" for name, (_, dtype, what) in ENGINES.items())
+    parser = Parser(description=f"Time greedy decoding of batches by engine. {about}.")
+    models = {"nargs": "+", "default": [str(STORIES)]}
+    parser.add_argument("--model", **models, help="directories, names as in infer.py")
+    engines = {"nargs": "+", "default": list(ENGINES), "choices": ENGINES}
+    parser.add_argument("--engines", **engines, help="what to time beside cache")
+    sizes = {"type": common.whole_number(1, MOST_TEXTS), "default": [1, 8, 32]}
+    parser.add_argument("--batch-size", **common.LIST, **sizes, help="texts at once")
+    tokens = {"type": common.whole_number(1), "default": 16}
+    prompt = "random ids in each prompt; with one text, over first_token_s, the rate of prefill"
+    parser.add_argument("--prompt-tokens", **tokens, help=prompt)
+    common.add_options(parser, "batching_cpu.csv", lengths=[100], repeats=3, dtypes=False)
+    common.run_benchmark(parser, measure, {"mode": "cache", "dtype": "float32"}, plot, argv)
+
+
+if __name__ == "__main__":
+    main()

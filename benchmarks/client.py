@@ -1,0 +1,388 @@
+"""A server of OpenAI's API under load, as its clients see it: python -m benchmarks.client.
+
+The client may share its cores with the server. So while there is load it only notes which bytes
+came when, and reads them afterwards.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import gc
+import itertools
+import json
+import math
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import h11
+import numpy
+
+from benchmarks.common import Formatter, whole_number
+from command_line import Parser, run_script
+from errors import UserError
+
+MEASURES = {
+    "ttft": "time to first token, from when the request was due; vLLM and guidellm count from when"
+    " they sent it, without the time that they were late; guidellm reports its mean apart",
+    "itl": "from one token of a text to the next, of all texts; 0 for tokens that came together."
+    " vLLM has the gaps between chunks, guidellm the mean of each text",
+    "chunk gap": "the same between chunks, where it is not known which tokens each had",
+    "tpot": "time per output token of a text, without the first, so of texts with more than one;"
+    " guidellm's has the first, too",
+    "p50, p99, p100": "percentiles, linear as numpy's and vLLM's; the last is the largest",
+    "tokens/s": "that came while requests were due",
+    "goodput": "requests a second whose ttft and tpot are within the limits of --goodput; as of"
+    " tokens, what came of them while requests were due. vLLM has the time to the last answer",
+    "failed": "requests without all their tokens, and why; they are in no other measure but the"
+    " send lag",
+    "send lag": "how late requests were sent: whether the client kept up",
+    "client CPU": "what the client itself took",
+}
+# Each is one token after a blank, in most vocabularies.
+WORDS = """the and to was a he she it they day said with in his her mom play big little happy of
+    friend then so had were boy girl dog cat bird tree park house ball toy car sun water box red
+    blue saw went ran loved home very good new old up down sad time food rain fish book""".split()
+# A text goes on after EOS, and each chunk counts the tokens so far, where a server can do that.
+ASKED = {
+    "ignore_eos": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+PATIENCE = 120  # seconds for an answer
+MOST = 10**6  # requests of an open loop, which are all made before it begins
+OURS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # no socket, so the server heard nothing
+
+
+# Requests
+
+
+def bodies(seed: str, prompt, tokens, first: str = "") -> Iterator[dict]:
+    """Requests without end, the same ones for a seed.
+
+    prompt, tokens: the least and the most words, and tokens of an answer. first: what each prompt
+    begins with.
+    """
+    source = random.Random(seed)
+    while True:
+        words = source.choices(WORDS, k=source.randint(*prompt))
+        text = first + "".join(f" {word}" for word in words)
+        yield {"prompt": text, "max_tokens": source.randint(*tokens), "temperature": 0}
+
+
+def arrivals(count: int, rate: float, seed: str) -> list[float]:
+    """When so many requests are due, in seconds: `rate` of them a second, a Poisson process.
+
+    As in vLLM the last one is due at count / rate, so that each run has just that rate.
+    """
+    source = random.Random(seed)
+    moments = list(itertools.accumulate(source.expovariate(1) for _ in range(count)))
+    return [moment / moments[-1] * count / rate for moment in moments]
+
+
+class Exchange(asyncio.Protocol):
+    """A request for a completion, in a connection of its own, and the bytes that come back."""
+
+    def __init__(self, url: str, body: dict):
+        self.url = urlsplit(url)
+        self.wanted = body["max_tokens"]
+        self.received = []  # (time, bytes)
+        self.failure = ""
+        data = json.dumps(body | {"stream": True}).encode()
+        fields = {"Host": self.url.netloc, "Content-Type": "application/json"}
+        fields |= {"Content-Length": str(len(data)), "Connection": "close"}
+        head = {"method": "POST", "target": "/v1/completions"}
+        self.http = h11.Connection(h11.CLIENT)
+        parts = (h11.Request(**head, headers=list(fields.items())), h11.Data(data))
+        self.request = b"".join(map(self.http.send, (*parts, h11.EndOfMessage())))
+
+    async def run(self, due: float) -> None:
+        """Send it, and wait until the server closes the connection."""
+        self.loop = asyncio.get_running_loop()
+        self.over = self.loop.create_future()
+        self.due = due
+        self.sent = self.loop.time()
+        address = (self.url.hostname, self.url.port)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                transport, _ = await self.loop.create_connection(lambda: self, *address)
+                with contextlib.closing(transport):
+                    await asyncio.shield(self.over)
+        except TimeoutError:
+            self.failure = f"no end in {PATIENCE} s"
+        except (OSError, UnicodeError) as error:  # Unicode's for a host that no address can have
+            ours = getattr(error, "errno", None) in OURS
+            self.failure = f"client: {error.strerror}" if ours else "no connection"
+
+    def connection_made(self, transport) -> None:
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.received.append((self.loop.time(), data))
+
+    def connection_lost(self, error) -> None:
+        self.over.set_result(None)
+
+
+async def open_loop(exchanges: list[Exchange], moments: list[float]) -> tuple:
+    """Send each one when it is due, whatever became of those before it.
+
+    Returns them, when the load began, and the seconds to the moment of the last one.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    tasks = []
+    for exchange, moment in zip(exchanges, moments, strict=True):
+        await asyncio.sleep(began + moment - loop.time())  # late once is not late for ever
+        tasks.append(asyncio.create_task(exchange.run(began + moment)))
+    await asyncio.gather(*tasks)
+    return exchanges, began, moments[-1]
+
+
+async def closed_loop(exchanges: Iterator[Exchange], clients: int, seconds: float) -> tuple:
+    """So many clients, each of which sends one when it has the answer to its last, for so long.
+
+    Returns what was sent, when the load began, and its seconds.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    sent = []
+
+    async def client() -> None:
+        for exchange in exchanges:
+            sent.append(exchange)
+            await exchange.run(loop.time())
+            if loop.time() >= began + seconds:
+                return
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return sent, began, seconds
+
+
+# Answers
+
+
+class Failed(Exception):
+    """Why a request has no whole answer."""
+
+
+class Answer(NamedTuple):
+    """What came back, or as much as did."""
+
+    due: float
+    sent: float
+    times: list[float]  # of each token; of each chunk if it is not known which tokens it had
+    tokens: int
+    text: str
+    failure: str  # "" for none
+
+    @property
+    def ttft(self) -> float:
+        """In milliseconds, as tpot is."""
+        return 1000 * (self.times[0] - self.due)
+
+    @property
+    def tpot(self) -> float:
+        return 1000 * (self.times[-1] - self.times[0]) / max(self.tokens - 1, 1)
+
+
+def read(exchange: Exchange) -> Answer:
+    """What an answer says."""
+    chunks = []  # (time, tokens so far or None, text)
+    times = []
+    reason = None
+    so_far = None
+    failure = exchange.failure
+    try:
+        for moment, data in events(exchange):
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise Failed("error event")
+            so_far = (chunk.get("usage") or {}).get("completion_tokens")
+            for choice in chunk["choices"]:
+                chunks.append((moment, so_far, choice["text"]))
+                reason = choice.get("finish_reason")
+        if not reason:
+            raise Failed("cut off")
+        counts = [0, *(count for _, count, _ in chunks)]
+        if None in counts:
+            times = [moment for moment, _, text in chunks if text]
+        else:
+            for (moment, count, _), before in zip(chunks, counts):
+                times += [moment] * (count - before)
+        other = so_far not in (None, exchange.wanted)
+        if reason != "length" or other or not 0 < len(times) <= exchange.wanted:
+            raise Failed("other number of tokens")
+    except Failed as error:
+        failure = failure or str(error)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        failure = failure or "no completion"
+    text = "".join(text for _, _, text in chunks)
+    return Answer(exchange.due, exchange.sent, times, exchange.wanted, text, failure)
+
+
+def events(exchange: Exchange) -> Iterator[tuple[float, bytes]]:
+    """The data of each server-sent event but [DONE], and when all of it was there.
+
+    Raises Failed for another status than 200, and for an answer without its end.
+    """
+    rest = b""
+    try:
+        for moment, data in [*exchange.received, (math.nan, b"")]:  # no bytes: the end
+            exchange.http.receive_data(data)
+            while isinstance(event := exchange.http.next_event(), h11.Event):
+                if isinstance(event, h11.Response) and event.status_code != 200:
+                    raise Failed(f"HTTP {event.status_code}")
+                if isinstance(event, h11.EndOfMessage):
+                    return
+                rest += event.data if isinstance(event, h11.Data) else b""
+                *lines, rest = rest.split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                        yield moment, line[5:]
+    except h11.RemoteProtocolError:
+        raise Failed("cut off") from None
+
+
+# What a load showed
+
+
+class Load(NamedTuple):
+    """What came of a load."""
+
+    answers: list[Answer]
+    began: float
+    seconds: float  # in which requests were due
+    cpu: float  # seconds that this process took
+
+
+def run(load: Coroutine) -> Load:
+    """Do what `open_loop` or `closed_loop` says, then read what came back."""
+    gc.collect()
+    gc.freeze()  # the libraries are a million objects; looking through them takes many steps' time
+    before = time.process_time()
+    exchanges, began, seconds = asyncio.run(load)
+    cpu = time.process_time() - before
+    return Load([read(exchange) for exchange in exchanges], began, seconds, cpu)
+
+
+def percentiles(name: str, values: list[float], *places: int) -> dict[str, float]:
+    """Of milliseconds; none of no values."""
+    places = places if values else ()
+    return {f"{name}, ms, p{place}": float(numpy.percentile(values, place)) for place in places}
+
+
+def measures(load: Load, ttft: float, tpot: float) -> dict[str, float]:
+    """MEASURES of a load. ttft, tpot: limits for the goodput, in milliseconds."""
+    good = [answer for answer in load.answers if not answer.failure]
+    reasons = Counter(answer.failure for answer in load.answers if answer.failure)
+    end = load.began + load.seconds
+    tokens = 0
+    within = 0
+    for answer in good:
+        early = sum(moment < end for moment in answer.times) / len(answer.times)
+        tokens += early * answer.tokens
+        within += early * (answer.ttft <= ttft and answer.tpot <= tpot)
+    values = {"requests": len(load.answers), "failed": reasons.total()}
+    values |= {f"failed: {reason}": count for reason, count in sorted(reasons.items())}
+    values |= {"tokens/s": tokens / load.seconds, "goodput, requests/s": within / load.seconds}
+    lags = [1000 * (answer.sent - answer.due) for answer in load.answers]
+    values |= percentiles("send lag", lags, 99, 100)
+    if good:
+        values |= percentiles("ttft", [answer.ttft for answer in good], 50, 99)
+        values |= percentiles("tpot", [answer.tpot for answer in good if answer.tokens > 1], 50, 99)
+        pairs = [pair for answer in good for pair in itertools.pairwise(answer.times)]
+        gaps = [1000 * (after - before) for before, after in pairs]
+        known = all(len(answer.times) == answer.tokens for answer in good)
+        values |= percentiles("itl" if known else "chunk gap", gaps, 50, 99, 100)
+        every = sum(answer.tokens for answer in good)
+        values["client CPU, us a token"] = 1e6 * load.cpu / every
+    return values
+
+
+# The command line
+
+
+def above_zero(text: str) -> float:
+    """An argparse type."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: it must be a number above 0")
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is asked for, and for how long, and what the measures are."""
+    number = {"type": whole_number(1)}
+    positive = {"type": above_zero}
+    parser.add_argument("--seconds", **positive, default=5.0, help="in which requests are due")
+    pair = {"nargs": 2, "metavar": ("LEAST", "MOST")}
+    parser.add_argument("--prompt-words", **pair, **number, default=[5, 60], help="drawn ones")
+    what = "of each answer; it goes on after EOS where the server can do that"
+    parser.add_argument("--new-tokens", **pair, **number, default=[20, 100], help=what)
+    limits = {"nargs": 2, "metavar": ("TTFT", "TPOT"), "default": [500.0, 50.0]}
+    parser.add_argument("--goodput", **limits, **positive, help="limits of ttft and tpot, in ms")
+    explained = (f"  {name:20} {text}" for name, text in MEASURES.items())
+    before = f"{parser.epilog}\n\n" if parser.epilog else ""
+    parser.epilog = "\n".join([f"{before}measures:", *explained])
+    parser.formatter_class = Formatter
+
+
+def check_load_options(args) -> None:
+    """Raises UserError where the first number of two is not the smaller one."""
+    for name in ("prompt_words", "new_tokens"):
+        least, most = getattr(args, name)
+        if least > most:
+            why = "the first number is the smallest, the second the largest"
+            raise UserError(f"--{name.replace('_', '-')}: {why}")
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Put a server of OpenAI's API under load.")
+    what = "http://HOST:PORT, without /v1"
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help=what)
+    how = parser.add_mutually_exclusive_group(required=True)
+    what = "open loop: requests a second, at random moments"
+    how.add_argument("--rate", type=above_zero, help=what)
+    what = "closed loop: so many, each of which waits for its answer before it asks again"
+    how.add_argument("--clients", type=whole_number(1), help=what)
+    what = "as JSON: more fields of each request, such as model"
+    parser.add_argument("--fields", default="{}", help=what)
+    parser.add_argument("--seed", default="0", help="for other requests at other moments")
+    add_load_options(parser)
+    run_script(parser, show, argv)
+
+
+def show(args) -> None:
+    """Print the measures of a load. Raises UserError for bad options."""
+    check_load_options(args)
+    known = None
+    with contextlib.suppress(ValueError):  # of a port that cannot be
+        known = re.fullmatch(r"http://[\w.-]+:\d+", args.url, re.ASCII) and urlsplit(args.url).port
+    if not known:
+        raise UserError(f"--url {args.url}: it must be http://HOST:PORT")
+    try:
+        fields = ASKED | json.loads(args.fields)
+    except (ValueError, TypeError):
+        raise UserError(f"--fields {args.fields}: it must be a JSON object") from None
+    texts = bodies(args.seed, args.prompt_words, args.new_tokens)
+    exchanges = (Exchange(args.url, body | fields) for body in texts)
+    if args.clients:
+        load = closed_loop(exchanges, args.clients, args.seconds)
+    else:
+        if args.rate * args.seconds > MOST:
+            line = f"--rate {args.rate:g} --seconds {args.seconds:g}"
+            raise UserError(f"{line}: at most {MOST} requests, which is their product")
+        count = max(round(args.rate * args.seconds), 1)
+        moments = arrivals(count, args.rate, args.seed)
+        load = open_loop(list(itertools.islice(exchanges, count)), moments)
+    for name, value in measures(run(load), *args.goodput).items():
+        print(f"{name:32}{value:>10.4g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,735 @@
+"""What the engine gains, and what each of its parts costs: python -m benchmarks.engine."""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import itertools
+import logging
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+
+import benchmark_kv_cache
+import benchmark_speculative
+from benchmarks import common
+from command_line import STORIES, Parser
+from engine.cache import PagedCache, Span, last_logits
+from engine.drafter import LookupDrafter, PagedDrafter
+from engine.engine import Engine
+from engine.pages import page_count
+from engine.request import Event, Request
+from engine.trials import Trials
+from errors import UserError
+from infer import generate
+from loading.load import load_model, parse_name, save_model
+from loading.tokenizer import load_encoding
+from model import Model
+from native import use_native
+from sampling import SamplingParams
+
+COLUMNS = {
+    "part": "of the benchmark, as --only names it",
+    "backend": "what computed: torch, native (the C code), both in float32, or native int8",
+    "mode": "what ran; within a repeat all modes take turns",
+    "rows": "texts computed at once, at most",
+    "temperature": "0: greedy",
+    "measure": "what the value is, with its unit; `x`: a ratio to another mode in the same repeat",
+    "value": "as measured",
+    "repeat": "each repeat runs all modes once",
+}
+ABOUT = (
+    "model",
+    "draft",
+    "parameters",
+    "device",
+    "kernel",
+    "threads",
+    "torch",
+    "library",
+    "commit",
+)
+COLUMNS |= {name: common.COLUMNS[name] for name in ABOUT}
+SETTING = ["model", "part", "backend", "mode", "rows", "temperature", "measure"]
+MEASURED = "draft model, where it pays"
+STEPS = 50  # of which a median is taken
+PAGE = 16  # positions
+NEW = 8  # tokens after a prompt whose first token is what counts
+BACKENDS = {"torch": torch.float32, "native": torch.float32, "native int8": torch.int8}
+DRAWS = {  # how tokens are chosen
+    "greedy": {},
+    "temperature 0.8, top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "temperature 0.8, top-k 50": {"temperature": 0.8, "top_k": 50},
+}
+
+
+class Results(common.Measures):
+    """A CSV file with a row for each value."""
+
+    columns = COLUMNS
+    setting = SETTING
+
+    def write(
+        self,
+        part: str,
+        backend: str,
+        mode: str,
+        rows: int,
+        repeat: int,
+        values: dict,
+        temperature: float = 0.0,
+        library: str = "",
+    ) -> None:
+        """Add values, measure -> number."""
+        run = {"part": part, "backend": backend, "mode": mode, "rows": rows}
+        run |= {"temperature": temperature, "repeat": repeat, "library": library}
+        which = (
+            f"{part}  {mode}, {backend}, {rows} rows  temperature {temperature}  repeat {repeat}"
+        )
+        self.add(which, run, values)
+
+
+class Bench(NamedTuple):
+    """What a part of the benchmark works with."""
+
+    args: argparse.Namespace
+    backend: str
+    model: Model
+    draft: Model | None  # for speculation
+    write: Callable  # Results.write, for this part and backend
+
+
+# What the parts share
+
+
+def greedy(length: int) -> SamplingParams:
+    """Of a text of exactly that length."""
+    return SamplingParams(max_new_tokens=length, ignore_eos=True)
+
+
+def requests(bench: Bench, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """The first requests of the queue, the same ones each time."""
+    draw = random.Random(0)
+    prompts = []
+    params = []
+    for _ in range(count):
+        tokens = draw.randint(*bench.args.prompt_tokens)
+        prompts.append([draw.randrange(bench.model.config.vocab_size) for _ in range(tokens)])
+        params.append(greedy(draw.randint(*bench.args.new_tokens)))
+    return prompts, params
+
+
+def now(model: Model) -> float:
+    """The time in seconds, after the model's device has finished."""
+    return common.now(model.device.type)
+
+
+def steps(engine: Engine) -> Iterator[tuple[float, list[Event]]]:
+    """Step until nothing is left: the seconds of each step, and its events."""
+    while engine.busy:
+        began = now(engine.model)
+        events = engine.step()
+        yield now(engine.model) - began, events
+
+
+def start(engine: Engine, added: list[Request]) -> float:
+    """Step until all of these requests have their first token: the seconds."""
+    total = 0.0
+    for seconds, _ in steps(engine):
+        total += seconds
+        if all(request.output for request in added):
+            break
+    return total
+
+
+def decoding(bench: Bench, rows: int, **options) -> Engine:
+    """An engine with so many requests that have their first token, and a long way to go."""
+    longest = bench.model.config.block_size - bench.args.prompt_tokens[1]
+    engine = Engine(bench.model, page_size=PAGE, **{"max_rows": rows} | options)
+    prompts, _ = requests(bench, rows)
+    start(engine, [engine.add(prompt, greedy(longest)) for prompt in prompts])
+    return engine
+
+
+def check(mode: str, texts: list[list[int]], expected: list[list[int]]) -> None:
+    """Exit unless all texts are those expected."""
+    wrong = sum(text != other for text, other in zip(texts, expected, strict=True))
+    if wrong:
+        found = f"{mode}: {wrong} of {len(texts)} texts have other tokens"
+        sys.exit(f"{found}: no timing of wrong results")
+
+
+@contextlib.contextmanager
+def stopwatch(model: Model, **methods):
+    """The seconds in each of these methods, name -> (object, attribute), while the block runs."""
+    seconds = dict.fromkeys(methods, 0.0)
+
+    def timed(name: str, method, *arguments):
+        began = now(model)
+        result = method(*arguments)
+        seconds[name] += now(model) - began
+        return result
+
+    for name, (owner, attribute) in methods.items():
+        setattr(owner, attribute, functools.partial(timed, name, getattr(owner, attribute)))
+    try:
+        yield seconds
+    finally:
+        for owner, attribute in methods.values():
+            delattr(owner, attribute)  # what is the class's shows again
+
+
+# The whole queue
+
+
+def in_batches(model: Model, size: int, prompts: list, params: list) -> list[list[int]]:
+    """The texts of `generate`, in batches as they came, each until its longest text is done."""
+    texts = []
+    for first in range(0, len(prompts), size):
+        batch = slice(first, first + size)
+        columns = zip(*generate(model, prompts[batch], params[batch]))
+        texts += [[token for token in column if token is not None] for column in columns]
+    return texts
+
+
+def queued(model: Model, rows: int, prompts: list, params: list) -> tuple[Engine, list[Request]]:
+    """A new engine, and its requests for these prompts."""
+    engine = Engine(model, rows, page_size=PAGE)
+    return engine, [engine.add(*request) for request in zip(prompts, params)]
+
+
+def in_engine(model: Model, rows: int, prompts: list, params: list) -> list[list[int]]:
+    """The texts of a new engine: one that knew these prompts would not compute them again."""
+    engine, added = queued(model, rows, prompts, params)
+    while engine.busy:
+        engine.step()
+    return [request.output for request in added]
+
+
+def peer(model: Model, rows: int):
+    """A function of prompts and params that returns the texts of transformers' engine.
+
+    It is the manager that its `generate_batch` makes, which has one length for all requests.
+    Without prefix sharing, because each repeat has the same prompts. Its thread lives only while
+    it runs: it would slow the others down.
+    """
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    # It misses a package that it can do without.
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    pages = rows * page_count(model.config.block_size, PAGE)
+    sizes = {"page_size": PAGE, "num_blocks": pages}
+    sizes |= {"max_requests_per_batch": rows, "max_batch_tokens": 512}
+    plain = {"allow_block_sharing": False, "auto_switch_to_flash": False}
+    config = ContinuousBatchingConfig(**sizes, **plain)
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(model, directory)
+        device = model.device.type
+        theirs = benchmark_kv_cache.load("transformers", directory, model.dtype, device)
+
+    def run(prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+        settings = GenerationConfig(do_sample=False, eos_token_id=-1)
+        manager = theirs.init_continuous_batching(settings, config)
+        manager.start()
+        try:
+            names = []
+            for prompt, wanted in zip(prompts, params):
+                length = {"max_new_tokens": wanted.max_new_tokens, "eos_token_id": -1}
+                names.append(manager.add_request(prompt, **length))
+            found = {}
+            while len(found) < len(names):
+                result = manager.get_result(timeout=1)
+                if result is None and not manager.is_running():
+                    raise RuntimeError("its thread ended")
+                if result is not None and result.error:
+                    raise RuntimeError(result.error)
+                if result is not None and result.is_finished():
+                    found[result.request_id] = result.generated_tokens
+            return [found[name] for name in names]
+        finally:
+            manager.stop()
+
+    return run
+
+
+def throughput(benches: list[Bench]) -> None:
+    """The whole queue, one at a time, in batches, in the engine, and in transformers."""
+    args = benches[0].args
+    prompts, params = requests(benches[0], args.requests)
+    short = [greedy(2)] * len(prompts)  # to warm up
+    modes = {}
+    for bench in benches:
+        alone = functools.partial(in_batches, bench.model, 1)
+        modes[bench.backend, "one at a time", 1] = bench, alone
+        for name, function in (("static batches", in_batches), ("engine", in_engine)):
+            for rows in args.rows:
+                run = functools.partial(function, bench.model, rows)
+                modes[bench.backend, name, rows] = bench, run
+    for (_, _, rows), (_, run) in modes.items():
+        run(prompts[:rows], short[:rows])
+    with_torch = benches[0].backend == "torch"  # whose texts the peer's are compared with
+    if with_torch and importlib.util.find_spec("transformers"):
+        try:
+            run = peer(benches[0].model, max(args.rows))
+            run(prompts[:2], short[:2])
+            modes["torch", "transformers", max(args.rows)] = benches[0], run
+        except Exception as error:  # whatever it cannot do on this device
+            print(f"without transformers: {type(error).__name__}: {error}", file=sys.stderr)
+    elif with_torch:
+        print("without transformers: pip install transformers", file=sys.stderr)
+    for repeat in range(args.repeats):
+        rates = {}
+        expected = {}  # of each backend
+        for (backend, name, rows), (bench, run) in modes.items():
+            began = now(bench.model)
+            texts = run(prompts, params)
+            rate = sum(map(len, texts)) / (now(bench.model) - began)
+            rates[backend, name, rows] = rate
+            check(f"{name}, {backend}, {rows} rows", texts, expected.setdefault(backend, texts))
+            values = {"tokens/s": rate}
+            for other in (("one at a time", 1), ("static batches", rows)):
+                if (backend, *other) in rates:
+                    values[f"x {other[0]}"] = rate / rates[backend, *other]
+            if backend != "torch" and ("torch", name, rows) in rates:
+                values["x torch"] = rate / rates["torch", name, rows]
+            peers = {"library": common.library(name)} if name == "transformers" else {}
+            bench.write(name, rows, repeat, values, **peers)
+
+
+# One step, or a few
+
+
+def overhead(bench: Bench) -> None:
+    """Where the time of a step goes while all rows decode."""
+    rows = max(bench.args.rows)
+    for repeat in range(bench.args.repeats):
+        engine = decoding(bench, rows)
+        model = engine.model
+        methods = {"compute": (engine, "compute"), "scheduling": (engine.scheduler, "schedule")}
+        if model.native:
+            passes = {"pass": (model.native, "logits")}
+        else:
+            passes = {name: (model, name) for name in ("hidden", "head")}
+            methods["plans"] = engine.cache, "arrange"
+        with stopwatch(model, **methods, **passes) as seconds:
+            times = [time for time, _ in itertools.islice(steps(engine), STEPS)]
+        computing = sum(seconds.pop(name) for name in passes)
+        # What is left of `compute`.
+        choosing = seconds.pop("compute") - computing - seconds.get("plans", 0)
+        values = {"step, ms": 1000 * statistics.median(times)}
+        values["share of the engine"] = 1 - computing / sum(times)
+        seconds["choosing"] = choosing
+        values |= {f"share of {name}": part / sum(times) for name, part in seconds.items()}
+        bench.write("engine", rows, repeat, values)
+
+
+def prefix(bench: Bench) -> None:
+    """Requests that share their first tokens: computed once or, with salts, for each."""
+    rows = max(bench.args.rows)
+    ids = range(bench.model.config.vocab_size)
+    draw = random.Random(0)
+    first = draw.choices(ids, k=bench.args.long_prompt)
+    prompts = [first + draw.choices(ids, k=NEW) for _ in range(rows)]
+    salts = {"not shared": [str(row) for row in range(rows)], "shared": [""] * rows}
+    for repeat in range(bench.args.repeats):
+        baseline = None
+        for mode, each in salts.items():
+            engine = Engine(bench.model, rows, page_size=PAGE)
+            added = [engine.add(prompt, greedy(NEW), salt) for prompt, salt in zip(prompts, each)]
+            seconds = start(engine, added)
+            list(steps(engine))  # to the end
+            texts = [request.output for request in added]
+            baseline = baseline or (engine.positions, seconds, texts)
+            check(mode, texts, baseline[2])
+            values = {"positions computed": engine.positions, "s to all first tokens": seconds}
+            values["x fewer positions"] = baseline[0] / engine.positions
+            values["x as fast"] = baseline[1] / seconds
+            bench.write(mode, rows, repeat, values)
+
+
+def chunks(bench: Bench) -> None:
+    """A long prompt arrives where others decode: the longest that one of them waits for a token."""
+    rows = bench.args.decoding
+    ids = range(bench.model.config.vocab_size)
+    prompt = random.Random(0).choices(ids, k=bench.args.long_prompt)
+    for repeat in range(bench.args.repeats):
+        for budget, name in ((2 * rows, "in chunks"), (rows + len(prompt), "whole prompt")):
+            engine = decoding(bench, rows, max_rows=rows + 1, budget=budget)
+            before = itertools.islice(steps(engine), STEPS // 2)
+            plain = statistics.median(seconds for seconds, _ in before)
+            arriving = engine.add(prompt, greedy(NEW))
+            time = 0.0
+            first = None  # when it had its first token
+            last = {}  # when each other one had its last one
+            gaps = []
+            for seconds, events in steps(engine):
+                time += seconds
+                for request in [event.request for event in events]:
+                    if request is arriving:
+                        first = first or time
+                    else:
+                        gaps.append(time - last.get(request, 0.0))
+                        last[request] = time
+                if arriving.finish_reason:
+                    break
+            values = {"plain step, ms": 1000 * plain, "longest gap, ms": 1000 * max(gaps)}
+            values["x plain step"] = max(gaps) / plain
+            values["first token of the prompt, ms"] = 1000 * first
+            bench.write(f"budget {budget}, {name}", rows, repeat, values)
+
+
+def queue(bench: Bench) -> None:
+    """Steps with many requests waiting, and with none, in turns."""
+    rows = bench.args.decoding
+    for repeat in range(bench.args.repeats):
+        engines = {number: decoding(bench, rows) for number in (0, bench.args.waiting)}
+        for number, engine in engines.items():
+            for _ in range(number):
+                engine.add([0], greedy(NEW))
+        times = {number: [] for number in engines}
+        for _ in range(STEPS):
+            for number, engine in engines.items():
+                seconds, _ = next(steps(engine))
+                times[number].append(seconds)
+        for number in engines:
+            median = statistics.median(times[number])
+            values = {"step, ms": 1000 * median}
+            values["x nobody waiting"] = median / statistics.median(times[0])
+            bench.write(f"{number} waiting", rows, repeat, values)
+
+
+def waste(bench: Bench) -> None:
+    """Positions that running requests hold and do not use, over all steps of the queue.
+
+    Time changes nothing here, so it runs once.
+    """
+    rows = max(bench.args.rows)
+    engine, _ = queued(bench.model, rows, *requests(bench, bench.args.requests))
+    unused = {f"pages of {PAGE}": [], "a whole window each": []}
+    paged, whole = unused.values()
+    for _ in steps(engine):
+        for request in engine.scheduler.running:
+            if request.output:  # its prompt is computed
+                paged.append(len(request.pages) * PAGE - request.computed)
+                whole.append(bench.model.config.block_size - request.computed)
+    for mode, each in unused.items():
+        values = {"unused positions a request, mean": statistics.mean(each)}
+        values["unused, most"] = max(each)
+        bench.write(mode, rows, 0, values)
+
+
+def sampling(bench: Bench) -> None:
+    """Steps that draw against greedy ones, in the engine and in `generate`."""
+    length = sum(bench.args.new_tokens) // 2
+    for repeat in range(bench.args.repeats):
+        for rows in dict.fromkeys((1, max(bench.args.rows))):
+            prompts = [[row] for row in range(rows)]
+            for mode, run in (("engine", engine_steps), ("generate", generate)):
+                for draws, options in DRAWS.items():
+                    params = []
+                    for row in range(rows):
+                        params.append(SamplingParams(length, ignore_eos=True, seed=row, **options))
+                    times = []
+                    began = now(bench.model)
+                    for _ in run(bench.model, prompts, params):
+                        ended = now(bench.model)
+                        times.append(ended - began)
+                        began = ended
+                    median = statistics.median(times[1:])  # without the prompts
+                    if draws == "greedy":
+                        baseline = median
+                    values = {"tokens/s": rows / median}
+                    if draws != "greedy":
+                        values["x greedy"] = baseline / median
+                    temperature = options.get("temperature", 0.0)
+                    bench.write(f"{mode}, {draws}", rows, repeat, values, temperature)
+
+
+def engine_steps(model: Model, prompts: list, params: list) -> Iterator[list[Event]]:
+    """The steps of a new engine that has a row for each prompt."""
+    engine, _ = queued(model, len(prompts), prompts, params)
+    while engine.busy:
+        yield engine.step()
+
+
+# Drafts
+
+
+def speculation(bench: Bench) -> None:
+    """The engine with drafts against the engine alone, and what a cost model says of it."""
+    args = bench.args
+    trials = {}
+    length = sum(args.new_tokens) // 2
+    prompts = story_prompts(bench, max(args.draft_rows))
+    past = len(prompts[0]) + length // 2  # on average
+    for repeat in range(args.repeats):
+        for rows in args.draft_rows:
+            single = pass_seconds(bench.model, rows, 1, past)
+            ratio = pass_seconds(bench.model, rows, args.gamma + 1, past) / single
+            values = {"pass, ms": 1000 * single, f"x with {args.gamma + 1} tokens a row": ratio}
+            bench.write("passes", rows, repeat, values)
+            for temperature in args.temperature:
+                params = []
+                for row in range(rows):
+                    seed = repeat * rows + row
+                    params.append(SamplingParams(length, True, temperature, seed=seed))
+                # Kept for all repeats, so that not each of them begins with trials.
+                measured = trials.setdefault((rows, temperature), Trials())
+                drafter = PagedDrafter(bench.draft, bench.model, rows, PAGE)
+                modes = {"engine": (None, None), "look-up": (LookupDrafter(), None)}
+                modes |= {"draft model": (drafter, None), MEASURED: (drafter, measured)}
+                for mode, (drafter, measured) in modes.items():
+                    options = {"drafter": drafter, "gamma": args.gamma, "trials": measured}
+                    engine = Engine(bench.model, rows, page_size=PAGE, **options)
+                    run = decode(engine, prompts[:rows], params)
+                    if mode == "engine":
+                        alone = run
+                    if temperature == 0:
+                        check(mode, run.texts, alone.texts)
+                    values = {"tokens/s": run.rate, "tokens a pass": run.tokens_per_pass}
+                    if mode != "engine":
+                        values["x engine"] = run.rate / alone.rate
+                    if measured:
+                        values["share of steps with drafts"] = run.asked
+                        values |= run.acceptance
+                    elif mode != "engine":
+                        # Few drafts make a pass of few positions.
+                        wider = 1 + (ratio - 1) * (run.width - 1) / args.gamma
+                        gain = run.tokens_per_pass * single / (wider * single + run.drafting)
+                        same = sum(text == other for text, other in zip(run.texts, alone.texts))
+                        values["tokens a row"] = run.width
+                        values["drafting, ms a step"] = 1000 * run.drafting
+                        values["x engine, predicted"] = gain
+                        values["share of equal texts"] = same / rows
+                        values |= run.acceptance
+                    bench.write(mode, rows, repeat, values, temperature)
+
+
+def story_prompts(bench: Bench, count: int) -> list[list[int]]:
+    """Beginnings of stories, each with some tokens that the model draws, so that no two agree."""
+    encoding = load_encoding(bench.args.model, bench.model.config.vocab_size)
+    texts = [encoding.encode(text) for text in benchmark_speculative.PROMPTS]
+    starts = [texts[row % len(texts)] for row in range(count)]
+    drawn = []
+    for row in range(count):
+        drawn.append(SamplingParams(2 * NEW, ignore_eos=True, temperature=0.8, seed=row))
+    texts = in_engine(bench.model, count, starts, drawn)
+    return [start + text for start, text in zip(starts, texts)]
+
+
+def decode(engine: Engine, prompts: list, params: list) -> SimpleNamespace:
+    """Write these texts, and measure the engine from when all of them have their first token."""
+    added = [engine.add(*request) for request in zip(prompts, params)]
+
+    def counts() -> tuple[int, ...]:
+        tokens = sum(len(request.output) for request in added)
+        return engine.positions, engine.drafted, engine.accepted, tokens
+
+    start(engine, added)
+    before = counts()
+    methods = {"drafting": (engine.drafter, "propose")} if engine.drafter else {}
+    times = []
+    passes = 0  # of a row each
+    asked = 0  # steps that had drafts
+    with stopwatch(engine.model, **methods) as seconds:
+        past = engine.drafted
+        for time, events in steps(engine):
+            times.append(time)
+            passes += len(events)
+            asked += engine.drafted > past
+            past = engine.drafted
+    positions, drafted, accepted, tokens = (a - b for a, b in zip(counts(), before))
+    return SimpleNamespace(
+        texts=[request.output for request in added],
+        rate=tokens / sum(times),
+        tokens_per_pass=tokens / passes,
+        width=positions / passes,
+        drafting=seconds.get("drafting", 0) / len(times),
+        asked=asked / len(times),
+        acceptance={"acceptance": accepted / drafted} if drafted else {},
+    )
+
+
+@torch.inference_mode()
+def pass_seconds(model: Model, rows: int, count: int, past: int) -> float:
+    """The median seconds of a pass of so many tokens a row, with that many positions before."""
+    pages = page_count(past + count, PAGE)
+    cache = PagedCache(model, rows * pages, PAGE)
+    spans = []
+    for row in range(rows):
+        spans.append(Span(list(range(row * pages, (row + 1) * pages)), past, [0] * count))
+    times = []
+    for _ in range(STEPS // 2):
+        began = now(model)
+        last_logits(model, cache, spans, [count] * rows)
+        times.append(now(model) - began)
+    return statistics.median(times)
+
+
+# The whole benchmark
+
+PARTS = {
+    part.__name__: part
+    for part in (throughput, overhead, sampling, prefix, chunks, queue, waste, speculation)
+}
+
+
+def measure(args, device: str, results: Results) -> None:
+    """Run the parts asked for. Raises UserError for bad options."""
+    for name in ("prompt_tokens", "new_tokens"):
+        least, most = getattr(args, name)
+        if least > most:
+            why = "the first number is the smallest, the second the largest"
+            raise UserError(f"--{name.replace('_', '-')}: {why}")
+    queued = args.prompt_tokens[1] + max(args.new_tokens[1], STEPS + 2 * NEW)
+    common.models_that_fit([args.model], max(queued, args.long_prompt + 2 * NEW))
+    speculates = "speculation" in args.only
+    for name in (args.model, args.draft):
+        if speculates and parse_name(name).kind == "random":
+            why = "a random model agrees with no other; leave speculation out, with --only"
+            raise UserError(f"{name}: {why}")
+    for temperature in args.temperature:
+        SamplingParams(temperature=temperature)  # checks it
+    benches = []
+    for backend in usable(args.backend, device):
+        model = load(args.model, backend, device)
+        draft = load(args.draft, backend, device) if speculates else None
+        benches.append(Bench(args, backend, model, draft, None))
+    about = common.describe(args.model, benches[0].model, device, args.draft if speculates else "")
+    results.about = {name: value for name, value in about.items() if name in COLUMNS}
+    for name, part in PARTS.items():
+        if name in args.only:
+            each = []
+            for bench in benches:
+                write = functools.partial(results.write, name, bench.backend)
+                each.append(bench._replace(write=write))
+            if part is throughput:  # all of them in turns
+                part(each)
+            else:
+                for bench in each:
+                    part(bench)
+
+
+def usable(backends: list[str], device: str) -> list[str]:
+    """Those that can compute on this device; a line on stderr says why others cannot.
+
+    Raises UserError if none is left.
+    """
+    reason = "" if backends == ["torch"] else common.native_refusal(device)
+    left_out = [name for name in backends if reason and name != "torch"]
+    if left_out == backends:
+        raise UserError(f"--backend {' '.join(backends)}: {reason}")
+    if left_out:
+        print(f"without {', '.join(left_out)}: {reason}", file=sys.stderr)
+    return [name for name in backends if name not in left_out]
+
+
+def load(name: str, backend: str, device: str) -> Model:
+    """The model as that backend runs it."""
+    model = load_model(name, BACKENDS[backend], device)
+    if backend != "torch":
+        use_native(model)
+    return model
+
+
+PANELS = {  # part -> title, the axis, and the measures that are drawn
+    "throughput": ("The whole queue", "tokens/s in all texts, prefill included", ["tokens/s"]),
+    "chunks": ("A long prompt arrives", "ms", ["longest gap, ms", "plain step, ms"]),
+    "sampling": ("Draws", "tokens/s, x greedy", ["x greedy"]),
+    "speculation": ("Drafts", "x the engine alone", ["x engine"]),
+}
+
+
+def plot(summary):
+    """Tokens/s by mode, the longest gaps, and speed-ups by drafts: a panel for each that ran."""
+    from matplotlib.figure import Figure
+
+    parts = [part for part in PANELS if part in set(summary["part"])]
+    count = max(len(parts), 1)
+    bars = summary[summary["measure"].isin(["tokens/s", "x greedy", "x engine"])]
+    most = max(bars.groupby(["part", "measure"]).size(), default=0)
+    shape = (2, 2) if count > 2 else (1, count)
+    size = (8 * shape[1], shape[0] * max(5, 0.16 * most))
+    figure = Figure(figsize=size, layout="constrained")
+    for axes, part in zip(figure.subplots(*shape, squeeze=False).flat, parts):
+        title, label, measures = PANELS[part]
+        draw(axes, summary[summary["part"] == part], measures)
+        axes.set(title=title, xlabel=label)
+    figure.suptitle("The engine, greedy where no temperature is named: median, min and max")
+    return figure
+
+
+def draw(axes, rows, measures: list[str]) -> None:
+    """Bars of these measures, side by side, of each mode that has all of them."""
+    setting = ["backend", "mode", "rows", "temperature"]
+    found = rows[rows["measure"].isin(measures)]
+    found = found.groupby(setting, sort=False).filter(lambda group: len(group) == len(measures))
+    settings = list(found.groupby(setting, sort=False).groups)[::-1]  # the first at the top
+    for index, measure in enumerate(measures):
+        bars = found[found["measure"] == measure].set_index(setting)
+        at = [settings.index(key) - 0.4 * index for key in bars.index]
+        error = [bars["median"] - bars["min"], bars["max"] - bars["median"]]
+        height = 0.8 / len(measures)
+        drawn = axes.barh(at, bars["median"], height, xerr=error, capsize=2, label=measure)
+        axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="x-small")
+    names = []
+    for backend, mode, size, temperature in settings:
+        warm = f", temperature {temperature}" if temperature and "temp" not in mode else ""
+        names.append(f"{mode}, {backend}, {size} {'row' if size == 1 else 'rows'}{warm}")
+    axes.set_yticks(range(len(names)), names, fontsize="small")
+    axes.margins(x=0.12)
+    axes.legend(fontsize="x-small")
+
+
+NUMBERS = {  # options of one number: the default, and what it is
+    "--requests": (64, "in the queue"),
+    "--long-prompt": (200, "tokens that are shared, or arrive at once"),
+    "--decoding": (16, "rows where a prompt arrives, or others wait"),
+    "--waiting": (10_000, "requests behind those that run"),
+}
+PAIRS = {  # the same of two numbers, the least and the most
+    "--prompt-tokens": ([5, 60], "random ids in each prompt"),
+    "--new-tokens": ([20, 180], "after each of them; EOS is ignored"),
+}
+LISTS = {  # the same of several
+    "--rows": ([8, 32], "of the engine, and of batches"),
+    "--draft-rows": ([1, 4, 16], "rows with drafts"),
+}
+
+
+def main(argv=None) -> None:
+    about = []
+    for name, part in PARTS.items():
+        sentence = part.__doc__.partition(".")[0]
+        about.append(f"{name}: {sentence[0].lower()}{sentence[1:]}")
+    parser = Parser(description=f"Time the engine. {'; '.join(about)}.")
+    names = list(PARTS)
+    only = {"default": names, "choices": names, "metavar": "PART"}
+    parser.add_argument("--only", **common.LIST, **only, help="what to run")
+    parser.add_argument("--model", default=STORIES, help="directory or name as in infer.py")
+    small = STORIES.with_name("stories-draft")
+    parser.add_argument("--draft", default=small, help="a smaller one, same vocabulary")
+    pair = {"nargs": 2, "metavar": ("LEAST", "MOST")}
+    for options, keywords in ((NUMBERS, {}), (PAIRS, pair), (LISTS, common.LIST)):
+        for name, (default, what) in options.items():
+            number = {"type": common.whole_number(1), "default": default}
+            parser.add_argument(name, **keywords, **number, help=what)
+    gamma = {"type": common.whole_number(1, 16), "default": 3}
+    parser.add_argument("--gamma", **gamma, help="drafts a row and pass, 1 to 16")
+    temperature = {"type": float, "default": [0.0, 0.8]}
+    parser.add_argument("--temperature", **common.LIST, **temperature, help="of speculation")
+    computes = {"choices": BACKENDS, "default": list(BACKENDS)}
+    parser.add_argument("--backend", **common.LIST, **computes, help="what computes")
+    shared = {"lengths": None, "repeats": 2, "dtypes": False, "columns": COLUMNS}
+    common.add_options(parser, "engine_cpu.csv", **shared)
+    common.run_benchmark(parser, measure, None, plot, argv, Results)
+
+
+if __name__ == "__main__":
+    main()

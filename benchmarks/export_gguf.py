@@ -1,0 +1,116 @@
+"""A model as a GGUF file, the form that llama.cpp reads; the package `gguf` writes it.
+
+The form: docs/gguf.md in github.com/ggml-org/ggml.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from llama import LlamaConfig, Rotations
+from loading.checkpoint import read_json
+from loading.load import architecture_of
+from loading.tokenizer import PATTERNS, read_tokenizer_json
+from model import Model
+
+SPLITS = {"GPT-2": "gpt-2", "Llama 3": "llama-bpe", "Qwen2": "qwen2"}  # as llama.cpp names them
+
+
+def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = None) -> None:
+    """Write a float32 model on the CPU.
+
+    dtype: "float32", or "int8" for Q8_0, in which each 32 numbers of a matrix's row are int8 and
+    share a scale; rows that are no multiple of 32, vectors and learned positions stay float32.
+    tokenizer: a tokenizer.json. None: the file has no vocabulary, and is for token ids only.
+    """
+    import gguf
+
+    config = model.config
+    is_llama = isinstance(config, LlamaConfig)
+    kind = "llama" if is_llama else "gpt2"
+    writer = gguf.GGUFWriter(path, kind)
+    if tokenizer:
+        add_vocabulary(writer, tokenizer, config)
+    else:
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.block_size)
+    writer.add_block_count(config.n_layer)
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.n_kv_head)
+    writer.add_embedding_length(config.n_embd)
+    if is_llama:
+        writer.add_feed_forward_length(config.n_inner)
+        writer.add_layer_norm_rms_eps(config.norm_epsilon)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_freq_base(config.rope_theta)
+        writer.add_tensor("rope_freqs.weight", slowness(config).numpy())
+    else:
+        writer.add_feed_forward_length(4 * config.n_embd)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+
+    # It knows the names of Hugging Face's form, which are ours but for the prefix.
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.n_layer)
+    prefix = architecture_of(config).prefix
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    for key, weight in model.named_parameters():
+        full = key if key.startswith("lm_head.") else prefix + key
+        name = names.get_name(full, try_suffixes=(".weight", ".bias"))
+        if ".q_proj." in key:
+            weight = pairs_together(weight, config.n_head)
+        elif ".k_proj." in key:
+            weight = pairs_together(weight, config.n_kv_head)
+        values = weight.detach().contiguous().numpy()
+        has_blocks = weight.dim() == 2 and weight.shape[1] % 32 == 0 and key != "wpe.weight"
+        if dtype == "int8" and has_blocks:
+            writer.add_tensor(name, gguf.quantize(values, q8_0), raw_dtype=q8_0)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_vocabulary(writer, tokenizer: Path, config) -> None:
+    """Add the tokens and merges of a tokenizer.json. Raises UserError as `read_tokenizer_json`."""
+    import gguf
+
+    encoding = read_tokenizer_json(tokenizer)
+    raw = read_json(tokenizer)
+    added = {token["content"]: token["id"] for token in raw["added_tokens"]}
+    ids = raw["model"]["vocab"] | added
+    tokens = [f"<unused {token}>" for token in range(config.vocab_size)]
+    kinds = [gguf.TokenType.UNUSED] * config.vocab_size
+    for text, token in ids.items():
+        tokens[token] = text
+        kinds[token] = gguf.TokenType.CONTROL if text in added else gguf.TokenType.NORMAL
+    merges = raw["model"]["merges"]
+    names = {pattern: SPLITS[name] for name, pattern in PATTERNS.items()}
+    writer.add_tokenizer_model("gpt2")  # BPE of bytes
+    writer.add_tokenizer_pre(names[encoding._pat_str])
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_ids[0])
+    writer.add_add_bos_token(bool(encoding.prefix))
+
+
+def pairs_together(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows that make queries or keys, in llama.cpp's order, which is that of Meta's files.
+
+    What `llama.rotate` has in a head's two halves, the coordinates of a point, are neighbours
+    there. weight: (heads * head_dim, ...).
+    """
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def slowness(config: LlamaConfig) -> torch.Tensor:
+    """What llama.cpp divides each frequency of a rotation by, (head_dim / 2): 1 but in Llama 3."""
+    plain = dataclasses.replace(config, rope_scaling=None)
+    unslowed = Rotations(plain, torch.float32, "cpu").frequencies
+    return unslowed / Rotations(config, torch.float32, "cpu").frequencies

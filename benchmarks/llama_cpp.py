@@ -1,0 +1,99 @@
+"""llama.cpp as an engine of benchmarks.batching."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks import common
+from errors import UserError
+
+
+class LlamaCpp:
+    """A GGUF file's model, computed by llama.cpp on the CPU, through its C API.
+
+    With its own defaults: the cache is float16, whatever the weights are. With a float32 one, and
+    without flash attention, a Llama's log-probabilities are ours but for 2e-5, and 32 rows take
+    twice the time.
+    """
+
+    def __init__(self, file: Path):
+        import llama_cpp
+
+        logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # ERROR: with warnings
+        llama_cpp.llama_backend_init()
+        options = llama_cpp.llama_model_default_params()
+        options.n_gpu_layers = 0
+        self.api = llama_cpp
+        self.model = llama_cpp.llama_model_load_from_file(bytes(file), options)
+        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
+
+    def run(self, prompts: list[list[int]], length: int, device: str) -> tuple[list, float, float]:
+        """As `benchmarks.batching.run`, of prompts that are equally long."""
+        with self.decoder(len(prompts), len(prompts[0]) + length) as decode:
+            return common.timed(greedy(decode, prompts, length), device)
+
+    def log_probs(self, text: list[int]) -> torch.Tensor:
+        """As `benchmarks.batching.log_probs`: one token at a time."""
+        with self.decoder(1, len(text)) as decode:
+            logits = [torch.tensor(decode([[token]], at)) for at, token in enumerate(text)]
+        return torch.cat(logits).log_softmax(dim=-1)
+
+    @contextlib.contextmanager
+    def decoder(self, rows: int, positions: int):
+        """A function that decodes so many rows, of at most so many positions, with a new cache.
+
+        decode(new, position): new tokens of each row, the first of them at that position, to the
+        logits after the last, (rows, vocab_size), which the next call overwrites.
+        Raises UserError if llama.cpp refuses so much.
+        """
+        import numpy
+
+        api = self.api
+        options = api.llama_context_default_params()
+        options.n_seq_max = rows
+        options.n_ctx = rows * positions
+        options.n_batch = rows * positions
+        options.n_threads = torch.get_num_threads()
+        options.n_threads_batch = torch.get_num_threads()
+        context = api.llama_init_from_model(self.model, options)
+        if not context:
+            raise UserError(f"llama.cpp takes no {rows} texts of {positions} tokens at once")
+        batch = api.llama_batch_init(rows * positions, 0, 1)
+
+        def decode(new: list[list[int]], position: int):
+            batch.n_tokens = 0
+            for row, tokens in enumerate(new):
+                for at, token in enumerate(tokens, start=position):
+                    index = batch.n_tokens
+                    batch.token[index] = token
+                    batch.pos[index] = at
+                    batch.n_seq_id[index] = 1
+                    batch.seq_id[index][0] = row
+                    batch.logits[index] = False
+                    batch.n_tokens += 1
+                batch.logits[index] = True
+            if error := api.llama_decode(context, batch):
+                raise RuntimeError(f"llama_decode: {error}")
+            logits = api.llama_get_logits(context)
+            return numpy.ctypeslib.as_array(logits, shape=(rows, self.vocab_size))
+
+        try:
+            yield decode
+        finally:
+            api.llama_batch_free(batch)
+            api.llama_free(context)
+
+
+def greedy(decode, prompts: list[list[int]], length: int) -> Iterator[list[int]]:
+    """Steps of one token a prompt. decode: as of `LlamaCpp.decoder`."""
+    new = prompts
+    position = 0
+    for _ in range(length):
+        step = decode(new, position).argmax(axis=-1).tolist()
+        yield step
+        position += len(new[0])
+        new = [[token] for token in step]

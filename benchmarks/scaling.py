@@ -1,0 +1,376 @@
+"""Tokens/s, memory and traffic of several processes, and what they were predicted to be.
+
+python -m benchmarks.scaling
+"""
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy
+
+from benchmarks import client, common, predict
+from benchmarks.engine import check
+from benchmarks.predict import Step
+from benchmarks.ranks import SIZES
+from benchmarks.serving import server
+from command_line import STORIES, Parser
+from engine.pages import page_count
+from errors import UserError
+from loading.load import load_config, load_model, save_model
+
+COLUMNS = {
+    "mode": "one process: the engine without torchrun; gather, reduce: ranks, by --join; busy: the"
+    " parts of a step of one rank, while as many others do the same; replicas: of serve_ray.py",
+    "processes": "how many ranks or replicas",
+    "measure": "what the value is, with its unit",
+    "value": "as measured; or, if its measure says so, as predicted",
+    "repeat": "each repeat runs everything once",
+    "rows": "texts of an engine at once",
+    "cores": "of this machine",
+    "threads": "of each process",
+}
+ABOUT = ("model", "dtype", "parameters", "device", "kernel", "torch", "commit")
+COLUMNS |= {name: common.COLUMNS[name] for name in ABOUT}
+PAGE = 16  # positions, as an engine has it
+PROMPT = 8  # tokens
+WORDS = (5, 20)  # of a prompt to a server
+NEW = (20, 60)  # tokens of its answer
+LIMIT = 600  # seconds for a group of processes
+PARTS = ("step", "hidden", "head", "products", "attention", "meeting", "tell")
+REPLICA = "ServeReplica:default:Replica"  # as Ray calls its processes
+DOORS = ("ServeReplica:default:Door", "ProxyActor")  # all tokens pass both
+
+
+class Results(common.Measures):
+    """A CSV file with a row for each value."""
+
+    columns = COLUMNS
+    setting = ["model", "mode", "processes", "measure"]
+
+    def write(self, mode: str, processes: int, repeat: int, values: dict, threads: int = 1) -> None:
+        """Add values, measure -> number."""
+        run = {"mode": mode, "processes": processes, "repeat": repeat, "threads": threads}
+        self.add(f"{self.about['model']}  {mode}  {processes}  repeat {repeat}", run, values)
+
+
+def both(name: str, measured: float, predicted: float) -> dict[str, float]:
+    """Of a measure: what it is, what it was predicted to be, and their ratio."""
+    ratio = {f"{name}, predicted / measured": predicted / measured} if measured else {}
+    return {name: measured, f"{name}, predicted": predicted} | ratio
+
+
+# Ranks
+
+
+def group(directory: Path, job: dict, size: int, times: int = 1) -> list[dict]:
+    """What benchmarks.ranks finds in so many processes; several such groups at a time.
+
+    Raises UserError if one of them fails.
+    """
+    running = []
+    line = [sys.executable]
+    if job["join"]:
+        line += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        line += ["--log-dir", str(directory)]
+    loopback = "lo0" if sys.platform == "darwin" else "lo"  # gloo may take another one
+    settings = {"OMP_NUM_THREADS": str(job["threads"]), "GLOO_SOCKET_IFNAME": loopback}
+    try:
+        for number in range(times):
+            output = directory / f"found{number}"
+            output.unlink(missing_ok=True)
+            log = (directory / f"log{number}").open("w+")
+            task = json.dumps(job | {"output": str(output)})
+            process = subprocess.Popen(
+                [*line, "-m", "benchmarks.ranks", task],
+                env=os.environ | settings,
+                stdout=log,
+                stderr=log,
+            )
+            running.append((process, output, log))
+        for process, output, log in running:
+            process.wait(LIMIT)
+            if not output.exists():
+                log.seek(0)
+                said = re.findall(r"Error: (.+)", log.read()) or ["it ended without a word"]
+                raise UserError(f"a group of {size}: {said[-1]}")
+        return [json.loads(output.read_text()) for _, output, _ in running]
+    except subprocess.TimeoutExpired:
+        raise UserError(f"a group of {size}: no end in {LIMIT} s") from None
+    finally:
+        for process, _, log in running:
+            process.terminate()  # torchrun then ends its own processes
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            log.close()
+
+
+def step_of(found: list[dict]) -> Step:
+    """Where the seconds of a step go in one rank, on average of several that are alone."""
+    for each in found:
+        each["products"] = sum(each[name] for name in each if name.startswith("product "))
+    mean = {name: sum(each[name] for each in found) / len(found) for name in PARTS}
+    passes = mean["hidden"] + mean["head"]
+    split = mean["products"] + mean["attention"]
+    # A rank that is alone meets nobody, but has all the calls.
+    each = passes - split - mean["meeting"]
+    return Step(mean["step"] - passes - mean["tell"], each, mean["products"], mean["attention"])
+
+
+def cost(links: list[dict], kind: str, size: int) -> float:
+    """Seconds of a collective that brings so many bytes, by those that were measured.
+
+    Beyond the largest one they grow as bytes do.
+    """
+    found = []
+    for times in (each[kind] for each in links):
+        if size <= SIZES[len(times) - 1]:
+            found.append(numpy.interp(size, SIZES[: len(times)], times))
+    return float(numpy.mean(found)) if found else links[-1][kind][-1] * size / SIZES[-1]
+
+
+def measure_ranks(args, directory: Path, config, repeat: int, results: Results) -> None:
+    """An engine on one process, and on several ranks."""
+    threads = args.threads or args.cores
+    job = {"model": str(directory), "join": None, "threads": threads, "parts": False}
+    job |= {"native": args.native, "rows": args.rows, "prompt": PROMPT, "tokens": args.new_tokens}
+    (found,) = group(directory, job, 1)
+    expected = found["outputs"]
+    values = {"tokens/s": args.rows / found["step"], "memory, MB": found["memory"][0] / 1e6}
+    results.write("one process", 1, repeat, values, threads)
+    job["threads"] = 1
+    for join in args.join:
+        job["join"] = join
+        (one,) = group(directory, job, 1)
+        check(f"{join}, 1 rank", one["outputs"], expected)
+        values = {"tokens/s": args.rows / one["step"], "memory, MB": one["memory"][0] / 1e6}
+        results.write(join, 1, repeat, values)
+        busy = {}  # so many at a time -> a Step
+        for size in args.ranks:
+            beside = min(size, args.cores)
+            if beside not in busy:
+                busy[beside] = step_of(group(directory, job | {"parts": True}, 1, beside))
+                parts = busy[beside]._asdict().items()
+                values = {f"{name}, ms": 1000 * value for name, value in parts}
+                results.write(f"busy {join}", beside, repeat, values)
+            (found,) = group(directory, job, size)
+            if join == "gather":
+                check(f"{join}, {size} ranks", found["outputs"], expected)
+            values = rank_values(args, config, join, size, one, busy[beside], found)
+            same = sum(text == other for text, other in zip(found["outputs"], expected))
+            values["share of texts that are those of one process"] = same / len(expected)
+            results.write(join, size, repeat, values)
+
+
+def rank_values(args, config, join: str, size: int, one: dict, busy: Step, found: dict) -> dict:
+    """What ranks are measured and predicted to make and take. one, busy: of one rank."""
+    meetings = predict.meetings(config, size, join, args.rows)
+    links = found["links"]
+    meeting = sum(cost(links, meeting.kind, meeting.size) for meeting in meetings)
+    tell = cost(links, "tell", SIZES[0])
+    share = predict.shares(config, size, join)
+    turns = math.ceil(size / args.cores)
+    step = predict.step_seconds(busy, share, turns, meeting + tell)
+    values = both("tokens/s", args.rows / found["step"], args.rows / step)
+    values["collectives a step"] = found["collectives"]
+    values["bytes sent a step"] = found["sent"]
+    sent = sum(predict.sent(meeting, size) for meeting in meetings)
+    values["bytes sent a step, predicted"] = sent
+    # Where ranks take turns, this has the turns of others in it, too.
+    values["in collectives, ms a step"] = 1000 * found["meeting"]
+    values["in collectives, ms a step, predicted"] = 1000 * meeting
+    positions = PAGE * page_count(PROMPT + args.new_tokens - 1, PAGE)
+    held = []
+    for of in (1, size):
+        part = predict.part_of(config, 0, of, join)
+        held.append(predict.weights(part) + predict.cache_bytes(part, args.rows, positions))
+    memory = one["memory"][0] - held[0] + held[1]
+    values |= both("memory of rank 0, MB", found["memory"][0] / 1e6, memory / 1e6)
+    for kind, length in itertools.product(links[0], SIZES):
+        values[f"{kind} of {length // 1024} KiB, ms"] = 1000 * cost(links, kind, length)
+    return values
+
+
+# Replicas
+
+
+def measure_replicas(args, model: str, repeat: int, results: Results) -> None:
+    """Engines of serve_ray.py, with as many clients for each of them as it has rows."""
+    expected = None
+    one = {}
+    for count in [1, *args.replicas]:
+        line = [common.ROOT / "serve_ray.py", "--model", model, "--replicas", count]
+        cpus = min(1.0, math.floor(1e4 * args.cores / count) / 1e4)  # as exactly as Ray counts
+        line += ["--cpus", cpus, "--device", "cpu", "--max-rows", args.rows]
+        line += ["--backend", "native" if args.native else "torch"]
+        with server(line, threads=1) as url:
+            texts = [answer.text for answer in ask(args, url, "texts", max(args.replicas)).answers]
+            expected = expected or texts
+            if texts != expected:
+                sys.exit(f"{count} replicas: other texts: no timing of wrong results")
+            before = [processor_seconds(name) for name in ("", *DOORS)]
+            load = ask(args, url, f"{count} {repeat}", count, args.seconds)
+            after = [processor_seconds(name) for name in ("", *DOORS)]
+            memory = memory_of(REPLICA)
+        values = client.measures(load, math.inf, math.inf)
+        now = {"tokens/s": values["tokens/s"]}
+        tokens = sum(answer.tokens for answer in load.answers)
+        if after[0]:
+            busy, *doors = [1000 * (new - old) / tokens for new, old in zip(after, before)]
+            now |= {"core ms a token": busy, "of them at the door": sum(doors)}
+            now["of them in its busiest process"] = max(doors)
+            now["memory of replicas, MB"] = memory / 1e6
+        one = one or now
+        if count > 1 and "core ms a token" in one:
+            busy = one["core ms a token"] / 1000
+            door = one["of them in its busiest process"] / 1000
+            rate = predict.replica_rate(one["tokens/s"], busy, door, count, args.cores)
+            now |= both("tokens/s", now["tokens/s"], rate)
+            name = "memory of replicas, MB"
+            now |= both(name, now[name], count * one[name])
+        results.write("replicas", count, repeat, now)
+
+
+def ask(args, url: str, seed: str, count: int, seconds: float = 0) -> client.Load:
+    """Put so many replicas under load; no seconds: a request of each client.
+
+    Raises UserError if one fails.
+    """
+    clients = count * args.rows
+    bodies = client.bodies(seed, WORDS, NEW)
+    exchanges = (client.Exchange(url, body | client.ASKED) for body in bodies)
+    if not seconds:
+        exchanges = itertools.islice(exchanges, clients)
+    load = client.run(client.closed_loop(exchanges, clients, seconds or math.inf))
+    if failures := {answer.failure for answer in load.answers if answer.failure}:
+        raise UserError(f"{url} fails: {', '.join(sorted(failures))}")
+    return load
+
+
+def family(name: str) -> list[Path]:
+    """Where Linux tells of this process and all that it has started; nothing elsewhere.
+
+    name: a regular expression, found in their command lines.
+    """
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        fields = read(file).rpartition(")")[2].split()
+        if fields:
+            parents[int(file.parent.name)] = int(fields[1])
+    own = {os.getpid()} & set(parents)
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    found = [Path("/proc", str(pid)) for pid in own]
+    return [path for path in found if re.search(name, read(path / "cmdline"))]
+
+
+def read(file: Path) -> str:
+    """What it says; nothing if its process has ended."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def processor_seconds(name: str = "") -> float:
+    """That these processes have computed."""
+    total = 0
+    for process in family(name):
+        fields = read(process / "stat").rpartition(")")[2].split()
+        total += sum(map(int, fields[11:13]))
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def memory_of(name: str) -> int:
+    """Bytes that these processes have each for itself; not what they share, such as libraries."""
+    lines = "".join(read(process / "smaps_rollup") for process in family(name))
+    return sum(1024 * int(size) for size in re.findall(r"^Private_\w+: +(\d+)", lines, re.M))
+
+
+# The whole benchmark
+
+
+def measure(args, device: str, results: Results) -> None:
+    """Measure and predict. Raises UserError for bad options."""
+    if device != "cpu":
+        raise UserError(f"several processes compute with --device cpu; not {device}")
+    args.cores = os.cpu_count() or 1
+    args.native = not common.native_refusal(device)
+    models = common.models_that_fit(args.model, max(PROMPT + args.new_tokens, WORDS[1] + NEW[1]))
+    for name, size in itertools.product(models, args.ranks):
+        predict.part_of(load_config(name), 0, size, "gather")
+    with_ray = bool(args.replicas) and importlib.util.find_spec("ray")
+    if args.replicas and not with_ray:
+        print("without replicas: pip install -r requirements-ray.txt", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as directory:
+        for number, name in enumerate(models):
+            model = load_model(name)
+            copy = Path(directory, str(number))
+            save_model(model, copy)
+            about = vars(args) | common.describe(name, model, device)
+            results.about = {name: about[name] for name in COLUMNS if name in about}
+            config = model.config
+            del model
+            for repeat in range(args.repeats):
+                measure_ranks(args, copy, config, repeat, results)
+                if with_ray and number == 0:
+                    measure_replicas(args, name, repeat, results)
+
+
+def plot(summary):
+    """Tokens/s of ranks and replicas, measured and predicted."""
+    from matplotlib.figure import Figure
+
+    shown = summary[summary["measure"].str.fullmatch("tokens/s(, predicted)?")]
+    panels = list(shown.groupby("model", sort=False))
+    figure = Figure(figsize=(6 * len(panels), 5), layout="constrained")
+    for axes, (model, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        for number, (mode, lines) in enumerate(rows.groupby("mode", sort=False)):
+            for measure, points in lines.groupby("measure"):
+                style = {"ls": ":", "marker": "x"} if "predicted" in measure else {"marker": "o"}
+                name = mode if measure == "tokens/s" else None
+                axes.plot(
+                    points["processes"], points["median"], color=f"C{number}", label=name, **style
+                )
+        axes.set(title=model, xlabel="ranks or replicas", ylabel="tokens/s", ylim=0)
+        axes.set_xticks(sorted(set(rows["processes"])))
+        axes.legend()
+    figure.suptitle("Several processes: measured, and predicted (dotted)")
+    return figure
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Measure several processes, and predict them.")
+    about = "the first one is served by replicas, too"
+    parser.add_argument("--model", **common.LIST, default=[STORIES], help=about)
+    number = {"type": common.whole_number(2)}
+    parser.add_argument("--ranks", **common.LIST, **number, default=[2, 3, 4], help="how many")
+    joins = {"default": ["gather", "reduce"], "choices": ["gather", "reduce"]}
+    parser.add_argument("--join", **common.LIST, **joins, help="as of infer_engine.py")
+    parser.add_argument(
+        "--replicas", nargs="*", action=common.Unique, **number, default=[2, 3], help="how many"
+    )
+    number = {"type": common.whole_number(1)}
+    parser.add_argument("--rows", **number, default=32, help="texts of an engine at once")
+    tokens = {"type": common.whole_number(3), "default": 40}
+    parser.add_argument("--new-tokens", **tokens, help="of each, on ranks")
+    seconds = {"type": client.above_zero, "default": 5.0}
+    parser.add_argument("--seconds", **seconds, help="of load on replicas")
+    shared = {"lengths": None, "repeats": 1, "dtypes": False, "columns": COLUMNS}
+    common.add_options(parser, "scaling_cpu.csv", **shared)
+    parser.set_defaults(device="cpu")
+    common.run_benchmark(parser, measure, None, plot, argv, Results)
+
+
+if __name__ == "__main__":
+    main()

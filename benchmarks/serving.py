@@ -1,0 +1,372 @@
+"""Servers under load, as their clients see them: python -m benchmarks.serving."""
+
+import argparse
+import contextlib
+import http.client
+import importlib.metadata
+import itertools
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import client, common
+from benchmarks.batching import ENGINES, NEEDS, Worker, missing
+from benchmarks.export_gguf import write_gguf
+from command_line import STORIES, Parser
+from engine.engine import Engine
+from engine.pages import page_count
+from errors import UserError
+from loading.load import load_model, parse_name
+from loading.tokenizer import load_encoding
+from model import Model
+from sampling import SamplingParams
+
+COLUMNS = {
+    "mode": "which server",
+    "load": "how requests came: from N clients that wait for their answers; at random moments"
+    " (Poisson), asking for a share of the tokens/s that those clients got; from one client, with"
+    " long prompts. `engine alone`: what the N clients ask for, without a server; `texts`:"
+    " short ones, before all else",
+    "measure": "what the value is, with its unit; a plain step is one of the engine alone that has"
+    " no prompt",
+    "value": "as measured",
+    "repeat": "each repeat runs all modes once, with prompts of its own",
+}
+ABOUT = ("model", "dtype", "parameters", "device", "kernel", "threads", "torch", "library")
+COLUMNS |= {name: common.COLUMNS[name] for name in (*ABOUT, "commit")}
+MODES = {  # server -> what it computes with, of benchmarks.batching's engines
+    "one at a time": "cache",
+    "engine": "cache",
+    "engine native": "native",
+    "engine native int8": "native int8",
+    "transformers": "transformers",
+    "llama.cpp": "llama.cpp",
+}
+FIELDS = {  # of each request, where the server is another package's: a text goes on after EOS
+    "transformers": {"generation_config": '{"do_sample": false, "eos_token_id": -1}'},
+    "llama_cpp": {"min_tokens": 10**6},
+}
+PAGE = 16  # positions
+NEW = 8  # tokens after a prompt whose first token is what counts
+LONG = 9  # requests with long prompts
+PATIENCE = 120  # seconds for a server to start
+
+
+class Results(common.Measures):
+    """A CSV file with a row for each value."""
+
+    columns = COLUMNS
+    setting = ["model", "mode", "load", "measure"]
+
+    def write(self, mode: str, load: str, repeat: int, values: dict) -> None:
+        """Add values, measure -> number."""
+        engine = ENGINES[MODES[mode]]
+        run = {"mode": mode, "dtype": engine.dtype, "load": load, "repeat": repeat}
+        if not engine.is_ours:
+            name = NEEDS.get(engine.package, {}).get(engine.package, engine.package)
+            run["library"] = f"{name} {importlib.metadata.version(name)}"
+        self.add(f"{mode}  {load}  repeat {repeat}", run, values)
+
+
+# Servers
+
+
+def rows_of(mode: str, args) -> int:
+    """How many texts it computes at once, at most."""
+    return 1 if mode == "one at a time" else args.clients
+
+
+def command(mode: str, args, model: Model, device: str, directory: Path) -> list:
+    """What Python gets to start a server, but for the port."""
+    engine = ENGINES[MODES[mode]]
+    rows = rows_of(mode, args)
+    if engine.is_ours:
+        line = [common.ROOT / "serve.py", "--model", args.model, "--device", device]
+        line += ["--dtype", engine.dtype, "--backend", engine.package or "torch"]
+        return line + ["--max-rows", rows, "--page-size", PAGE]
+    tokenizer = parse_name(args.model).file("tokenizer.json")
+    if engine.package == "transformers":
+        line = ["-m", "transformers.cli.transformers", "serve", tokenizer.parent]
+        line += ["--device", device, "--dtype", engine.dtype, "--continuous-batching"]
+        pages = rows * page_count(model.config.block_size, PAGE)
+        return line + ["--cb-block-size", PAGE, "--cb-num-blocks", pages]
+    write_gguf(model, directory / "model.gguf", engine.dtype, tokenizer)
+    line = ["-m", "llama_cpp.server", "--model", directory / "model.gguf"]
+    line += ["--interrupt_requests", "false", "--n_ctx", model.config.block_size]
+    return line + ["--n_threads", torch.get_num_threads()]
+
+
+@contextlib.contextmanager
+def server(line: list, threads: int | None = None) -> Iterator[str]:
+    """Start a server, and end it after the block: its URL. Raises UserError if it ends itself.
+
+    threads: of each of its processes; as many as here if not given.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [str(part) for part in [sys.executable, *line, "--port", port]]
+    # Offline, because by now the model is here.
+    settings = {"OMP_NUM_THREADS": str(threads or torch.get_num_threads()), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(line, stdout=log, stderr=log, env=os.environ | settings)
+        try:
+            until = time.monotonic() + PATIENCE
+            while not is_ready(port):
+                if process.poll() is not None or time.monotonic() > until:
+                    log.seek(0)
+                    said = log.read().decode(errors="replace").strip().rpartition("\n")[-1]
+                    raise UserError(f"its server did not start: {said}")
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def is_ready(port: int) -> bool:
+    """Whether a server names its models: it may still load them, or a proxy answer before it."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=1)) as asking:
+        try:
+            asking.request("GET", "/v1/models")
+            return asking.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+
+# Loads
+
+
+class Bench(NamedTuple):
+    """A server that is measured."""
+
+    args: argparse.Namespace
+    mode: str
+    url: str
+    worker: Worker | None  # the same engine without a server, if it is ours
+
+    def exchanges(self, seed: str, *sizes) -> Iterator[client.Exchange]:
+        """Requests in its own words. sizes: arguments of `client.bodies`."""
+        fields = FIELDS.get(ENGINES[MODES[self.mode]].package, client.ASKED)
+        for body in client.bodies(seed, *sizes):
+            yield client.Exchange(self.url, body | fields)
+
+
+def alone(name: str, model: Model, args, rows: int, seed: str) -> dict[str, float]:
+    """The engine with what N clients ask for, without a server."""
+    encoding = load_encoding(args.model, model.config.vocab_size)
+    bodies = client.bodies(seed, args.prompt_words, args.new_tokens)
+    engine = Engine(model, rows, page_size=PAGE, encoding=encoding)
+    engine.add(encoding.encode(" the"), SamplingParams(max_new_tokens=NEW, ignore_eos=True))
+    while engine.busy:  # once, to be as warm as the servers are
+        engine.step()
+    requests = []
+    plain = []  # seconds of steps without a prompt
+    began = time.perf_counter()
+    while (now := time.perf_counter()) < began + args.seconds:
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < args.clients:
+            body = next(bodies)
+            params = SamplingParams(max_new_tokens=body["max_tokens"], ignore_eos=True)
+            requests.append(engine.add(encoding.encode(body["prompt"]), params))
+        before = engine.positions
+        events = engine.step()
+        if engine.positions - before == len(events):
+            plain.append(time.perf_counter() - now)
+    tokens = sum(len(request.output) for request in requests)
+    values = {"tokens/s": tokens / (now - began)}
+    if plain:
+        values["plain step, ms"] = 1000 * statistics.median(plain)
+    return values
+
+
+def texts_of(bench: Bench) -> list[str]:
+    """The texts of as many short requests as there are clients, which also warms up.
+
+    Raises UserError if the server does not answer one.
+    """
+    clients = bench.args.clients
+    some = itertools.islice(bench.exchanges("texts", bench.args.prompt_words, (NEW, NEW)), clients)
+    answers = client.run(client.closed_loop(some, clients, math.inf)).answers
+    if failures := {answer.failure for answer in answers if answer.failure}:
+        raise UserError(f"its server fails: {', '.join(sorted(failures))}")
+    return [answer.text for answer in answers]
+
+
+def at_random(bench: Bench, rate: float, seed: str) -> client.Load:
+    """Requests at random moments that ask for so many tokens a second."""
+    args = bench.args
+    exchanges = bench.exchanges(seed, args.prompt_words, args.new_tokens)
+    sent = [next(exchanges)]
+    while (tokens := sum(exchange.wanted for exchange in sent)) < rate * args.seconds:
+        sent.append(next(exchanges))
+    moments = client.arrivals(len(sent), rate * len(sent) / tokens, seed)
+    return client.run(client.open_loop(sent, moments))
+
+
+def long_prompts(bench: Bench, seed: str, *sizes) -> dict[str, float]:
+    """First tokens of one client's long prompts. sizes: arguments of `client.bodies`."""
+    some = itertools.islice(bench.exchanges(seed, *sizes), LONG)
+    values = client.measures(client.run(client.closed_loop(some, 1, math.inf)), math.inf, math.inf)
+    return {name: values[name] for name in values if name.startswith(("ttft", "failed"))}
+
+
+def all_loads(bench: Bench, repeat: int, write) -> None:
+    """Put a server under each load. write: Results.write."""
+    args = bench.args
+    busy = f"{args.clients} clients"
+    seed = f"{busy} {repeat}"
+    own = {}
+    if bench.worker:
+        own = bench.worker(alone, args, rows_of(bench.mode, args), seed)
+        write(bench.mode, "engine alone", repeat, own)
+    exchanges = bench.exchanges(seed, args.prompt_words, args.new_tokens)
+    load = client.run(client.closed_loop(exchanges, args.clients, args.seconds))
+    values = client.measures(load, *args.goodput)
+    capacity = values["tokens/s"]
+    if own.get("tokens/s"):
+        values["x engine alone"] = capacity / own["tokens/s"]
+    write(bench.mode, busy, repeat, values)
+    for share in args.shares if capacity else []:
+        name = f"{share:g} of capacity"
+        load = at_random(bench, share * capacity, f"{name} {repeat}")
+        values = client.measures(load, *args.goodput)
+        if "plain step, ms" in own:
+            for measure in [measure for measure in values if measure.startswith(("ttft", "itl"))]:
+                steps = values[measure] / own["plain step, ms"]
+                values[measure.replace("ms", "plain steps")] = steps
+        write(bench.mode, name, repeat, values)
+
+    new = (NEW, NEW)
+    whole = (args.long_prompt + NEW, args.long_prompt + NEW)
+    write(bench.mode, "long prompts", repeat, long_prompts(bench, f"long {repeat}", whole, new))
+    part = (args.long_prompt, args.long_prompt)
+    first = next(client.bodies(f"shared {repeat}", part, new))["prompt"]
+    values = long_prompts(bench, f"last {repeat}", new, new, first)
+    write(bench.mode, "long prompts, shared", repeat, values)
+
+
+# The whole benchmark
+
+
+def measure(args, device: str, results: Results) -> None:
+    """Put all servers under all loads, in turns. Raises UserError for bad options."""
+    client.check_load_options(args)
+    longest = max(args.prompt_words[1] + args.new_tokens[1], args.long_prompt + 2 * NEW)
+    common.models_that_fit([args.model], longest)
+    model = load_model(args.model, torch.float32, device)
+    about = common.describe(args.model, model, device)
+    results.about = {name: about[name] for name in COLUMNS if name in about}
+    benches = []
+    expected = None  # texts of the first server
+    exact = None  # the first one in float32 that is ours, and its texts
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for mode in args.modes:
+            engine = ENGINES[MODES[mode]]
+            try:
+                if reason := missing(MODES[mode], device):
+                    raise UserError(reason)
+                with contextlib.ExitStack() as own:  # who fails does not run beside the others
+                    url = own.enter_context(server(command(mode, args, model, device, directory)))
+                    texts = texts_of(Bench(args, mode, url, None))
+                    stack.push(own.pop_all())
+            except UserError as error:
+                print(f"without {mode}: {error}", file=sys.stderr)
+                continue
+            expected = expected or texts
+            same = sum(text == other for text, other in zip(texts, expected)) / len(texts)
+            if engine.is_ours and engine.dtype == "float32":
+                exact = exact or (mode, texts)
+                if texts != exact[1]:
+                    sys.exit(f"{mode}: other texts than {exact[0]}: no timing of wrong results")
+            results.write(mode, "texts", 0, {"share that the first server writes too": same})
+            worker = None
+            if engine.is_ours:
+                worker = Worker(MODES[mode], args.model, device)
+                stack.callback(worker.close)
+            benches.append(Bench(args, mode, url, worker))
+        if not benches:
+            raise UserError("no server is left")
+        for repeat, bench in itertools.product(range(args.repeats), benches):
+            all_loads(bench, repeat, results.write)
+
+
+PANELS = [  # title, axis, loads and measures by their names, what colours tell apart
+    ("Clients that wait for their answers", "tokens/s", "alone|clients", "tokens/s", "load"),
+    ("Long prompts: to the first token", "ms", "long", "ttft, ms, p50", "load"),
+    ("At random moments: to the first token", "ms", "capacity", "ttft, ms, p..", "measure"),
+    (
+        "At random moments: between tokens, or chunks",
+        "ms",
+        "capacity",
+        "(itl|chunk gap), ms, p..",
+        "measure",
+    ),
+]
+
+
+def plot(summary):
+    """Tokens/s of busy clients, first tokens of long prompts, and what random requests wait for."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 10), layout="constrained")
+    for axes, (title, unit, loads, names, colour) in zip(figure.subplots(2, 2).flat, PANELS):
+        shown = summary["load"].str.contains(loads) & summary["measure"].str.fullmatch(names)
+        # Where only gaps between chunks are known, their bars are in the place of the others.
+        rows = summary[shown].replace({"measure": {"chunk gap": "itl"}}, regex=True)
+        labels = rows["mode"] if colour == "load" else rows["mode"] + ", " + rows["load"]
+        draw(axes, rows.assign(label=labels), colour)
+        axes.set(title=title, xlabel=unit)
+    figure.suptitle("Servers under load: median, min and max of the repeats")
+    return figure
+
+
+def draw(axes, rows, colour: str) -> None:
+    """Bars at each label."""
+    labels = list(dict.fromkeys(rows["label"]))[::-1]  # the first at the top
+    for index, (name, bars) in enumerate(rows.groupby(colour, sort=False)):
+        at = [labels.index(label) - 0.4 * index for label in bars["label"]]
+        error = [bars["median"] - bars["min"], bars["max"] - bars["median"]]
+        drawn = axes.barh(at, bars["median"], 0.4, xerr=error, capsize=2, label=name)
+        axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="x-small")
+        axes.legend(fontsize="x-small")
+    axes.set_yticks(range(len(labels)), labels, fontsize="small")
+    axes.margins(x=0.15)
+
+
+def main(argv=None) -> None:
+    parser = Parser(description="Time servers of OpenAI's API, greedy, over a socket.")
+    parser.add_argument("--model", default=STORIES, help="directory or name as in infer.py")
+    modes = {"default": list(MODES), "choices": MODES, "metavar": "MODE"}
+    what = f"{', '.join(MODES)}; the last two where they are installed"
+    parser.add_argument("--modes", **common.LIST, **modes, help=what)
+    number = {"type": common.whole_number(1)}
+    what = "that wait for their answers; and as many rows has an engine"
+    parser.add_argument("--clients", **number, default=32, help=what)
+    shares = {"type": client.above_zero, "default": [0.7, 1.2]}
+    what = "of the tokens/s that those clients got: what random requests ask for"
+    parser.add_argument("--shares", **common.LIST, **shares, help=what)
+    what = "words that long prompts have in common, or each for itself"
+    parser.add_argument("--long-prompt", **number, default=200, help=what)
+    shared = {"lengths": None, "repeats": 1, "dtypes": False, "columns": COLUMNS}
+    common.add_options(parser, "serving_cpu.csv", **shared)
+    client.add_load_options(parser)
+    common.run_benchmark(parser, measure, None, plot, argv, Results)
+
+
+if __name__ == "__main__":
+    main()

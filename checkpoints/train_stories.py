@@ -1,0 +1,480 @@
+"""Train checkpoints/stories (the target), stories-draft (its draft) and stories-llama.
+
+Six stages; each leaves a file in --work and is skipped when it finds it there, so an interrupted
+run goes on:
+
+1. tokenizer.json: a byte-level BPE of 4,096 tokens, the last of them `<|endoftext|>`, as in GPT-2;
+2. target.pt: a deep and thin GPT-2, trained on children's stories;
+3. written.json: stories that the target writes itself, at three temperatures;
+4. teacher.pt: the target's most likely next tokens, with their probabilities, all along both kinds
+   of stories;
+5. draft.pt: a shallow GPT-2 that learns these distributions (distillation), because a speculated
+   token is accepted with probability sum(min(p, q)): one minus the distance between target and
+   draft;
+6. llama.pt: a Llama, trained as the target was, but half of its stories have a line of three of
+   their words before them, so that a user can ask for a story with some words.
+
+The text is TinyStories (Eldan & Li 2023, arXiv 2305.07759;
+huggingface.co/datasets/roneneldan/TinyStories), as one file (or .xz of it) in which a line
+`<|endoftext|>` follows each story.
+
+    python checkpoints/train_stories.py --train stories.xz --heldout heldout.txt \\
+        --work work --out out
+
+`--only stories-llama` needs stages 1 and 6 alone; `--only stories` leaves 6 out.
+"""
+
+import argparse
+import json
+import lzma
+import math
+import random
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from loading.load import load_model, save_model  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+
+VOCAB_SIZE = 4096
+BLOCK_SIZE = 256
+EOS = "<|endoftext|>"
+EOS_ID = VOCAB_SIZE - 1
+SHARED = {"vocab_size": VOCAB_SIZE, "block_size": BLOCK_SIZE, "eos_token_ids": (EOS_ID,)}
+TARGET = GPTConfig(**SHARED, n_layer=16, n_head=4, n_embd=256)
+DRAFT = GPTConfig(**SHARED, n_layer=2, n_head=2, n_embd=128)
+LLAMA = {  # of transformers' LlamaConfig
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": BLOCK_SIZE,
+    "tie_word_embeddings": True,
+    "bos_token_id": EOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": None,
+}
+# A user's message is the words of a story, the assistant's the story: what the Llama learnt.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ 'Words: ' + message['content'] | trim + '\n\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] | trim + eos_token }}"
+    "{% else %}{{ raise_exception('this model knows the roles user and assistant only') }}"
+    "{% endif %}{% endfor %}"
+)
+BATCH_SIZE = 16  # windows of BLOCK_SIZE tokens
+TOP = 128  # of the target's distribution, what the draft learns from
+TO_ASCII = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "…": "..."})
+
+
+# Text and tokens
+
+
+def read_stories(path: Path) -> list[str]:
+    """The stories of a file, with typographic quotes and dashes as ASCII."""
+    with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
+        text = file.read()
+    return [story.strip() for story in text.translate(TO_ASCII).split(EOS) if story.strip()]
+
+
+def train_tokenizer(stories: list[str], path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": VOCAB_SIZE - 1, "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **options)
+    tokenizer.train_from_iterator(stories, trainer)
+    tokenizer.add_special_tokens([EOS])
+    tokenizer.save(str(path))
+
+
+def with_words(stories: list[str], seed: int) -> list[str]:
+    """The stories, half of them after a line `Words: ...` with up to three of their rarer words."""
+    words = [sorted(set(re.findall(r"\b[a-z]{3,}\b", story))) for story in stories]
+    common = Counter(word for found in words for word in found)
+    chance = random.Random(seed)
+    result = []
+    for story, found in zip(stories, words):
+        rare = [word for word in found if common[word] < len(stories) / 30]
+        chosen = chance.sample(rare, min(3, len(rare)))
+        line = f"Words: {', '.join(chosen)}\n\n" if chosen and chance.random() < 0.5 else ""
+        result.append(line + story)
+    return result
+
+
+def to_stream(stories: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`EOS story EOS story ... EOS` in one tensor, and where in it each story's EOS is."""
+    stream = []
+    starts = []
+    for story in stories:
+        starts.append(len(stream))
+        stream += [EOS_ID, *story]
+    return torch.tensor(stream + [EOS_ID]), torch.tensor(starts)
+
+
+def windows(stream, starts, generator):
+    """Endless batches of training windows: half begin with a story, half lie anywhere.
+
+    The latter are what a sliding window sees. A window that begins with a story has its EOS first
+    or lacks it, as prompts do. Yields (BATCH_SIZE, BLOCK_SIZE + 1).
+    """
+    last = len(stream) - BLOCK_SIZE - 1
+    half = BATCH_SIZE // 2
+    order = torch.empty(0, dtype=torch.long)
+    starts = starts[starts < last]
+    while True:
+        if len(order) < half:
+            order = torch.cat([order, torch.randperm(len(starts), generator=generator)])
+        begin = starts[order[:half]] + torch.randint(2, (half,), generator=generator)
+        order = order[half:]
+        anywhere = torch.randint(last, (BATCH_SIZE - half,), generator=generator)
+        yield slices(stream, torch.cat([begin, anywhere]))
+
+
+def slices(stream: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
+    return stream[begin[:, None] + torch.arange(BLOCK_SIZE + 1)]
+
+
+# Training
+
+
+class Optimizer:
+    """Muon on the blocks' matrices, AdamW on the rest.
+
+    100 steps of warm-up, then a cosine down to 0.1 %.
+    """
+
+    def __init__(self, model: torch.nn.Module, lr: float, steps: int):
+        def is_matrix(name, parameter):
+            return parameter.dim() == 2 and name.startswith(("h.", "model.layers."))
+
+        matrices = [p for name, p in model.named_parameters() if is_matrix(name, p)]
+        rest = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
+        self.parts = [
+            torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95)),
+        ]
+
+        def schedule(step):
+            warm = min(1.0, (step + 1) / 100)
+            done = max(0.0, (step - 100) / max(1, steps - 100))
+            return warm * (0.001 + 0.999 * 0.5 * (1 + math.cos(math.pi * done)))
+
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(part, schedule) for part in self.parts]
+
+    def step(self):
+        for part, schedule in zip(self.parts, self.schedules):
+            part.step()
+            schedule.step()
+            part.zero_grad()
+
+
+def train(model: torch.nn.Module, loss_at, steps: int, lr: float, report) -> None:
+    """Minimise loss_at(step); every 200 steps print report()."""
+    optimizer = Optimizer(model, lr, steps)
+    began = time.perf_counter()
+    mean = None
+    for step in range(steps):
+        loss = loss_at(step)
+        loss.backward()
+        optimizer.step()
+        mean = loss.item() if mean is None else 0.98 * mean + 0.02 * loss.item()
+        if (step + 1) % 20 == 0:
+            seconds = time.perf_counter() - began
+            left = seconds / (step + 1) * (steps - step - 1)
+            times = f"{seconds:.0f} s, {left:.0f} s left"
+            print(f"step {step + 1}/{steps}  loss {mean:.3f}  {times}", flush=True)
+        if (step + 1) % 200 == 0 or step + 1 == steps:
+            print(report(), flush=True)
+
+
+def logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """(B, T) ids to (B, T, vocab_size), of our GPT or of a model of transformers."""
+    output = model(tokens)
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+@torch.no_grad()
+def heldout_loss(model: torch.nn.Module, stream: torch.Tensor) -> float:
+    """Mean loss a token, in nats, over windows that do not overlap."""
+    device = next(model.parameters()).device
+    total = 0.0
+    for begin in range(0, len(stream) - 1, BLOCK_SIZE):
+        piece = stream[begin : begin + BLOCK_SIZE + 1].to(device)
+        found = logits(model, piece[None, :-1])[0].float()
+        total += F.cross_entropy(found, piece[1:], reduction="sum").item()
+    return total / (len(stream) - 1)
+
+
+def train_on_text(
+    model: torch.nn.Module, stream, starts, heldout, steps: int, generator, args
+) -> torch.nn.Module:
+    forward = compiled(model, args)
+    cross_entropy = torch.compile(F.cross_entropy) if args.compile else F.cross_entropy
+    batches = windows(stream, starts, generator)
+
+    def loss_at(step):
+        batch = next(batches).to(args.device)
+        return cross_entropy(forward(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+
+    def report():
+        return f"held-out loss {heldout_loss(model, heldout):.4f}"
+
+    train(model, loss_at, steps, 2e-3, report)
+    return model
+
+
+def train_target(stream, starts, heldout, args) -> GPT:
+    generator = torch.Generator().manual_seed(args.seed)
+    model = GPT(TARGET).init_weights(generator=generator).to(args.device)
+    return train_on_text(model, stream, starts, heldout, args.target_steps, generator, args)
+
+
+def new_llama(args):
+    """A Llama of transformers: this repository writes its own in a lesson after this file."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(args.seed)
+    return LlamaForCausalLM(LlamaConfig(**LLAMA)).to(args.device)
+
+
+def compiled(model: torch.nn.Module, args):
+    """The forward pass in bfloat16 autocast, its blocks compiled if asked for."""
+    if args.compile:
+        for block in model.h if isinstance(model, GPT) else model.model.layers:
+            block.compile()
+
+    def forward(tokens):
+        with torch.autocast(args.device, torch.bfloat16):
+            return logits(model, tokens)
+
+    return forward
+
+
+# Distillation
+
+
+def write_stories(target: GPT, args) -> list[list[int]]:
+    """Stories by the target itself, token ids without EOS, some at each of three temperatures.
+
+    transformers' `generate` does the work: this repository teaches how, in the lessons after this
+    file.
+    """
+    from transformers import AutoModelForCausalLM
+
+    directory = args.work / "target"
+    save_model(target, directory)
+    dtype = torch.bfloat16
+    writer = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(args.device).eval()
+    torch.manual_seed(args.seed)
+    batch = torch.full((128, 1), EOS_ID, device=args.device)
+    options = {"do_sample": True, "top_k": 0, "max_length": BLOCK_SIZE, "pad_token_id": EOS_ID}
+    options["attention_mask"] = torch.ones_like(batch)
+    stories = []
+    for number in range(args.written // len(batch)):
+        began = time.perf_counter()
+        output = writer.generate(batch, temperature=(0.5, 0.8, 1.0)[number % 3], **options)
+        for row in output[:, 1:].tolist():
+            stories.append(row[: row.index(EOS_ID)] if EOS_ID in row else row)
+        seconds = f"{time.perf_counter() - began:.0f} s for the last {len(batch)}"
+        print(f"{len(stories)} stories written, {seconds}", flush=True)
+    return stories
+
+
+@torch.no_grad()
+def ask_teacher(target: GPT, batch: torch.Tensor, args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows (N, BLOCK_SIZE + 1) to the TOP most likely tokens at each position.
+
+    Returns their ids (int16) and log p (float16).
+    """
+    forward = compiled(target, args)
+    ids = []
+    logps = []
+    for number, part in enumerate(batch.split(BATCH_SIZE)):
+        top = forward(part[:, :-1].to(args.device)).float().log_softmax(dim=-1).topk(TOP, dim=-1)
+        ids.append(top.indices.to("cpu", torch.int16))
+        logps.append(top.values.to("cpu", torch.float16))
+        if number % 100 == 0:
+            print(f"teacher: window {number * BATCH_SIZE} of {len(batch)}", flush=True)
+    return torch.cat(ids), torch.cat(logps)
+
+
+def distillation_loss(
+    logits: torch.Tensor, ids: torch.Tensor, logps: torch.Tensor, share: float
+) -> torch.Tensor:
+    """(1 - share) KL(target || draft) + share (1 - sum(min(p, q))), over the TOP tokens."""
+    p = logps.float().exp()
+    logq = logits.float().log_softmax(dim=-1).gather(-1, ids.long())
+    kl = (p * (logps.float() - logq)).sum(dim=-1).mean()
+    accepted = torch.minimum(p, logq.exp()).sum(dim=-1).mean()
+    return (1 - share) * kl + share * (1 - accepted)
+
+
+def train_draft(batch, ids, logps, heldout, args) -> GPT:
+    generator = torch.Generator().manual_seed(args.seed + 1)
+    model = GPT(DRAFT).init_weights(generator=generator).to(args.device)
+    forward = compiled(model, args)
+    loss_function = torch.compile(distillation_loss) if args.compile else distillation_loss
+    order = torch.empty(0, dtype=torch.long)
+
+    def loss_at(step):
+        nonlocal order
+        if len(order) < BATCH_SIZE:
+            order = torch.randperm(len(batch), generator=generator)
+        chosen = order[:BATCH_SIZE]
+        order = order[BATCH_SIZE:]
+        tokens, top_ids, top_logps = (x[chosen].to(args.device) for x in (batch, ids, logps))
+        # First all the distribution, at last what is accepted.
+        share = torch.tensor(step / args.draft_steps, device=args.device)
+        return loss_function(forward(tokens[:, :-1]), top_ids, top_logps, share)
+
+    def report():
+        return f"held-out loss {heldout_loss(model, heldout):.4f}"
+
+    train(model, loss_at, args.draft_steps, 3e-3, report)
+    return model
+
+
+# The stages
+
+
+def stage(path: Path, make, load=torch.load, save=torch.save):
+    """What the file holds; made, and saved, if there is no file yet."""
+    if not path.exists():
+        print(f"-- {path.name}", flush=True)
+        result = make()
+        save(result, path)
+        return result
+    return load(path)
+
+
+def main(argv=None) -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--train", type=Path, required=True, help="stories to train on")
+    parser.add_argument("--heldout", type=Path, required=True, help="stories for the held-out loss")
+    parser.add_argument("--work", type=Path, required=True, help="directory for the stages' files")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoints")
+    parser.add_argument("--target-steps", type=int, default=1500)
+    written = "stories that the target writes, in batches of 128"
+    parser.add_argument("--written", type=int, default=1024, help=written)
+    learnt = "stories from the text that the draft learns from"
+    parser.add_argument("--windows", type=int, default=6000, help=learnt)
+    parser.add_argument("--draft-steps", type=int, default=2400)
+    parser.add_argument("--llama-steps", type=int, default=3000)
+    names = ("stories", "stories-llama")
+    parser.add_argument("--only", choices=names, help="leave the other stages out")
+    parser.add_argument("--seed", type=int, default=0)
+    compiler = "torch.compile; needs a C++ compiler on a CPU"
+    parser.add_argument("--compile", action="store_true", help=compiler)
+    args = parser.parse_args(argv)
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.work.mkdir(parents=True, exist_ok=True)
+
+    train_stories = read_stories(args.train)
+    heldout_stories = read_stories(args.heldout)
+    tokenizer_file = args.work / "tokenizer.json"
+    if not tokenizer_file.exists():
+        train_tokenizer(train_stories, tokenizer_file)
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    generator = torch.Generator().manual_seed(args.seed)
+    order = torch.randperm(len(train_stories), generator=generator).tolist()
+    train_stories = [train_stories[index] for index in order]
+
+    def tokens(stories):
+        return to_stream([encoding.ids for encoding in tokenizer.encode_batch(stories)])
+
+    heldout, _ = tokens(heldout_stories)
+    heldout_bytes = sum(len(story.encode()) for story in heldout_stories)
+
+    def report(name, model):
+        loss = heldout_loss(model, heldout)
+        bits = loss * (len(heldout) - 1) / math.log(2) / heldout_bytes
+        print(f"{name}: held-out loss {loss:.4f} nats a token, {bits:.4f} bits a byte")
+
+    if args.only != "stories-llama":
+        make_pair(*tokens(train_stories), heldout, args, report)
+    if args.only != "stories":
+        make_llama(*tokens(with_words(train_stories, args.seed)), heldout, args, report)
+
+
+def make_pair(stream, starts, heldout, args, report) -> None:
+    """Stages 2 to 5, and the checkpoints stories and stories-draft."""
+    print(f"{len(stream)} tokens to train on, {len(heldout)} held out", flush=True)
+
+    def trained_target():
+        return train_target(stream, starts, heldout, args).state_dict()
+
+    target = GPT(TARGET)
+    target.load_state_dict(stage(args.work / "target.pt", trained_target))
+    target.to(args.device)
+
+    def load_json(path):
+        return json.loads(path.read_text())
+
+    def save_json(result, path):
+        path.write_text(json.dumps(result))
+
+    def make_written():
+        return write_stories(target, args)
+
+    written, written_starts = to_stream(
+        stage(args.work / "written.json", make_written, load_json, save_json)
+    )
+    generator = torch.Generator().manual_seed(args.seed)
+    last = len(stream) - BLOCK_SIZE - 1
+    batch = torch.cat(
+        [
+            slices(stream, starts[: args.windows]),
+            slices(stream, torch.randint(last, (args.windows // 8,), generator=generator)),
+            slices(written, written_starts[written_starts < len(written) - BLOCK_SIZE - 1]),
+        ]
+    )
+    ids, logps = stage(args.work / "teacher.pt", lambda: ask_teacher(target, batch, args))
+
+    def trained_draft():
+        return train_draft(batch, ids, logps, heldout, args).state_dict()
+
+    draft = GPT(DRAFT)
+    draft.load_state_dict(stage(args.work / "draft.pt", trained_draft))
+    tokenizer_json = (args.work / "tokenizer.json").read_bytes()
+    for name, model in {"stories": target.to("cpu"), "stories-draft": draft}.items():
+        save_model(model.half(), args.out / name)
+        (args.out / name / "tokenizer.json").write_bytes(tokenizer_json)
+        # The float16 weights, loaded as each of these.
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):
+            report(f"{name}, {dtype}", load_model(args.out / name, dtype))
+
+
+def make_llama(stream, starts, heldout, args, report) -> None:
+    """Stage 6, and the checkpoint stories-llama with its chat template."""
+    print(f"{len(stream)} tokens to train on, {len(heldout)} held out", flush=True)
+    generator = torch.Generator().manual_seed(args.seed)
+    model = new_llama(args)
+
+    def trained():
+        steps = args.llama_steps
+        return train_on_text(model, stream, starts, heldout, steps, generator, args).state_dict()
+
+    model.load_state_dict(stage(args.work / "llama.pt", trained))
+    directory = args.out / "stories-llama"
+    model.to("cpu").half().save_pretrained(directory)
+    (directory / "tokenizer.json").write_bytes((args.work / "tokenizer.json").read_bytes())
+    special = {"bos_token": EOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2) + "\n")
+    report("stories-llama", model.float())
+
+
+if __name__ == "__main__":
+    main()

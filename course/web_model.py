@@ -1,0 +1,220 @@
+"""The embedded models for a browser: gpt.c as WebAssembly, and weights as it reads them there.
+
+A book's page loads them by script tags, because a page in a file may read no other file. What runs
+them is course/book/inference.js.
+"""
+
+import base64
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+from cache import KVCache
+from infer import generate, next_logits
+from int8 import Int8Linear
+from llama import Llama, rotations
+from loading.load import load_model
+from loading.tokenizer import EOT, load_encoding
+from native import build, use_native
+from native.linear import NativeLinear, pack
+from native.structs import model_struct, struct
+from sampling import SamplingParams, sampling_probs, token_logprob
+
+BOOK = Path(__file__).with_name("book")
+CHECKPOINTS = build.SOURCE.parent.parent / "checkpoints"
+SOURCES = ("inference.js", "records.js")  # of the worker
+MODELS = ("stories-llama", "stories-draft")  # what a text is written by, and what drafts for it
+SECONDS = 600  # that the compiler may take: the first time it makes a C library, too
+BASE = 2**21  # where the weights lie; below it is what the compiler needs
+FLAGS = (
+    *("-target", "wasm32-wasi", "-std=gnu11", "-O3", "-msimd128"),
+    # As in native/build.py: a product and a sum are two roundings.
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-mexec-model=reactor", "-s", f"-Wl,--initial-memory={BASE}", "-Wl,-z,stack-size=65536"),
+    *("-Wl,--export=gpt_pass", "-Wl,--export=work_floats"),
+)
+PROMPT = "Once upon a time"  # of Play's recording; this and its parameters are play.html's
+PARAMS = SamplingParams(max_new_tokens=200, temperature=0.8, top_p=0.95, seed=1)
+ALTERNATIVES = 8  # of each token
+PANEL = 8  # outputs in a panel of gpt.c's kernel for WebAssembly, of vectors of 4 floats,
+GROUP = 2  # and how many int8 weights it takes at once
+
+
+def scripts() -> dict[str, str]:
+    """The scripts that a page loads on demand, name -> text. Raises BuildError."""
+    engine = {
+        "source": "".join((BOOK / name).read_text("utf-8") for name in SOURCES),
+        "code": base64.b64encode(compile_gpt()).decode(),
+    }
+    found = {"engine.js": f"window.ENGINE = {json.dumps(engine)};\n"}
+    for name in MODELS:
+        weights = json.dumps(export(CHECKPOINTS / name))
+        found[f"weights-{name}.js"] = f'(window.WEIGHTS ??= {{}})["{name}"] = {weights};\n'
+    found["recording.js"] = f"window.RECORDING = {json.dumps(record())};\n"
+    return found
+
+
+@torch.inference_mode()
+def record() -> dict:
+    """What Play shows before it loads a model: a text, and what model.js says of its tokens."""
+    directory = CHECKPOINTS / MODELS[0]
+    model = load_model(directory, torch.int8)
+    with contextlib.suppress(build.BuildError):
+        use_native(model)
+    encoding = load_encoding(directory, model.config.vocab_size)
+    ids = encoding.encode(PROMPT)
+    written = [token for (token,) in generate(model, [ids], PARAMS)]
+    (rows,) = next_logits(model, [ids + written[:-1]], KVCache(model), keep=len(written))
+    tokens = []
+    for row, token in zip(rows, written):
+        probs = sampling_probs(row, PARAMS)
+        own = token_logprob(row, token, ALTERNATIVES)
+        chances = [(token, own.logprob), *own.top]
+        about = [
+            {
+                "token": id,
+                "text": encoding.decode([id]),
+                "logprob": round(logprob, 6),
+                "p": round(probs[id].item(), 6),
+            }
+            for id, logprob in chances
+        ]
+        if token in model.config.eos_token_ids:
+            about[0]["text"] = ""
+        tokens.append(about[0] | {"top": about[1:]})
+    return {"prompt": PROMPT, "tokens": tokens}
+
+
+def compile_gpt() -> bytes:
+    """gpt.c as WebAssembly, which imports nothing. Raises BuildError."""
+    if not importlib.util.find_spec("ziglang"):
+        raise build.BuildError("gpt.c needs a compiler: pip install -r requirements-book.txt")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "gpt.wasm")
+        command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, str(build.SOURCE)]
+        try:
+            build.call([*command, "-o", str(file)], SECONDS)
+        except subprocess.TimeoutExpired:
+            raise build.BuildError(f"ziglang takes more than {SECONDS} s") from None
+        return file.read_bytes()
+
+
+def export(directory: Path) -> dict:
+    """A checkpoint as inference.js takes it: int8 weights, its shape, and its tokens."""
+    model = with_plain_layers(load_model(directory, torch.int8))
+    config = model.config
+    tensors = list(model.state_dict().values())
+    tables = [torch.empty(0)] * 2
+    if isinstance(model, Llama):
+        tables = rotations(config, torch.float32, torch.device("cpu")).first(config.block_size)
+    image = Image([*tensors, *tables], config.n_layer)
+    shape = ("n_layer", "n_kv_head", "head_dim", "vocab_size", "block_size", "bos_token_id")
+    return {
+        **{name: getattr(config, name) for name in shape},
+        "eos_token_ids": config.eos_token_ids,
+        "cos": image.addresses.get(tables[0].data_ptr(), 0),
+        "sin": image.addresses.get(tables[1].data_ptr(), 0),
+        "model": image.add(bytes(image.translate(model_struct(model)))),
+        **vocabulary(directory, config.vocab_size),
+        "image": base64.b64encode(image.data).decode(),
+    }
+
+
+def vocabulary(directory: Path, vocab_size: int) -> dict:
+    """The bytes of each token, as characters up to U+00FF, and how a text is split."""
+    encoding = load_encoding(directory, vocab_size)
+    tokens = [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
+    # What Python calls white space is not what JavaScript does.
+    pattern = encoding._pat_str.replace(r"\s", r"\p{White_Space}")
+    return {
+        "tokens": [token.decode("latin-1") for token in tokens],
+        "special": {EOT: encoding.encode_single_token(EOT)},
+        "pattern": pattern.replace(r"\S", r"\P{White_Space}"),
+    }
+
+
+class PlainLinear(NativeLinear):
+    """An int8 layer packed for vectors of 4 floats, whatever this machine has."""
+
+    def __init__(self, layer: Int8Linear):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = layer.weight.shape
+        self.weight, self.rest = map(nn.Buffer, pack(layer.weight, PANEL, GROUP))
+        self.scale = nn.Buffer(layer.scale)
+        self.offsets = nn.Buffer(torch.zeros(self.out_features, dtype=torch.int32))
+        self.bias = layer.bias
+
+
+def with_plain_layers(model: nn.Module) -> nn.Module:
+    """Put packed layers in the places of the int8 ones, one for those that share a weight."""
+    packed = {}
+    for module in list(model.modules()):
+        for name, layer in module.named_children():
+            if isinstance(layer, Int8Linear):
+                address = layer.weight.data_ptr()
+                if address not in packed:
+                    packed[address] = PlainLinear(layer)
+                setattr(module, name, packed[address])
+    return model
+
+
+class Image:
+    """Memory of a WebAssembly program from BASE on, with these tensors in it.
+
+    n_layer: how many layers a pointer to layers leads to. addresses: where tensors are here ->
+    where they are there.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], n_layer: int):
+        self.n_layer = n_layer
+        self.data = bytearray()
+        self.addresses = {}
+        for tensor in tensors:
+            if tensor.numel() and tensor.data_ptr() not in self.addresses:
+                self.addresses[tensor.data_ptr()] = self.add(tensor.numpy().tobytes())
+
+    def add(self, data: bytes) -> int:
+        """Returns the address."""
+        self.data += bytes(-len(self.data) % 16)
+        address = BASE + len(self.data)
+        self.data += data
+        return address
+
+    def translate(self, value, kind: type | None = None):
+        """A struct, an array, a pointer or a number as it is there.
+
+        kind: its type here, which ctypes does not tell of a field's value; None: that of `value`.
+        """
+        kind = kind or type(value)
+        if issubclass(kind, ctypes.Structure):
+            fields = {name: self.translate(getattr(value, name), of) for name, of in kind._fields_}
+            return small(kind)(**fields)
+        if issubclass(kind, ctypes.Array):
+            return small(kind)(*(self.translate(each, kind._type_) for each in value))
+        if issubclass(kind, ctypes._Pointer):  # to the layers
+            layers = (kind._type_ * self.n_layer).from_address(ctypes.addressof(value.contents))
+            return self.add(bytes(self.translate(layers)))
+        if kind is ctypes.c_void_p:
+            return self.addresses[value] if value else 0
+        return value
+
+
+@functools.cache
+def small(kind: type) -> type:
+    """A ctypes type as WebAssembly has it: its pointers have 32 bits."""
+    if issubclass(kind, ctypes.Structure):
+        return struct(kind.__name__, **{name: small(of) for name, of in kind._fields_})
+    if issubclass(kind, ctypes.Array):
+        return small(kind._type_) * kind._length_
+    if issubclass(kind, ctypes._Pointer | ctypes.c_void_p):
+        return ctypes.c_uint32
+    return kind

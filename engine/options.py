@@ -1,0 +1,97 @@
+"""The options of an engine, and the engine that a command line asks for."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from command_line import load_models, pick_device
+from engine.cache import follow
+from engine.drafter import LookupDrafter, PagedDrafter
+from engine.engine import Engine
+from engine.trials import Trials
+from errors import UserError
+from loading.load import Source, parse_name
+from loading.tokenizer import load_encoding
+from model import Model
+from parallel.ranks import WAYS, Ranks, launched
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The options of an engine, but for where and how its model runs, and for --stride."""
+    parser.add_argument("--max-rows", type=int, default=32, help="how many texts run at once")
+    parser.add_argument(
+        "--num-pages", type=int, help="pages in the cache; max-rows windows if not given"
+    )
+    parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
+    parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
+    draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
+    parser.add_argument("--draft", help=draft_help)
+    join_help = "of several processes: gather keeps every bit, reduce sends less"
+    parser.add_argument("--join", default="gather", choices=WAYS, help=join_help)
+    gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
+    parser.add_argument("--gamma", type=int, help=gamma_help)
+
+
+def check_engine_options(args) -> None:
+    """Raise UserError for options that do not go together."""
+    if args.gamma is not None and args.draft is None:
+        raise UserError("--gamma is for --draft only")
+
+
+def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -> Engine:
+    """The engine of a command line, with its models and its encoding. Raises UserError.
+
+    On a rank above 0 it is for its model and its cache only.
+    """
+    leads = ranks is None or ranks.rank == 0
+    if ranks and leads:
+        ranks.tell()  # now the others load, too
+    has_draft = leads and args.draft not in (None, "lookup")
+    names = [source, args.draft] if has_draft else [source]
+    model, *drafts = load_models(names, args, device, ranks)
+    if ranks:
+        ranks.wait()
+    return Engine(
+        model,
+        max_rows=args.max_rows,
+        num_pages=args.num_pages,
+        page_size=args.page_size,
+        budget=args.budget,
+        stride=args.stride,
+        drafter=make_drafter(args, model, drafts),
+        gamma=3 if args.gamma is None else args.gamma,
+        trials=Trials() if args.gamma is None else None,
+        encoding=load_encoding(source, model.config.vocab_size),
+    )
+
+
+def make_drafter(args, model: Model, drafts: list[Model]) -> LookupDrafter | PagedDrafter | None:
+    """What a command line asks for. drafts: the draft model, if there is one."""
+    if drafts:
+        return PagedDrafter(drafts[0], model, args.max_rows, args.page_size)
+    return LookupDrafter() if args.draft else None
+
+
+@contextlib.contextmanager
+def in_ranks(args) -> Iterator[Ranks | None]:
+    """The processes that torchrun has started, for a block that is rank 0's; None if there is one.
+
+    The others follow its engine, and leave.
+    """
+    if not launched():
+        yield None
+        return
+    with Ranks(args.join) as ranks:
+        if ranks.rank == 0:
+            device = pick_device(args.device)
+            if device != "cpu":
+                raise UserError(f"several processes compute with --device cpu; not {device}")
+            yield ranks
+            ranks.tell()
+        else:
+            ranks.tell()  # not before rank 0 has read, which says what is wrong
+            engine = load_engine(args, parse_name(args.model), "cpu", ranks)
+            follow(engine.model, engine.cache)
+    if ranks.rank:
+        sys.exit()

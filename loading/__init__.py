@@ -1,0 +1,1 @@
+"""Reads what is on disk: configurations, weights, tokenizers and chat templates."""

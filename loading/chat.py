@@ -1,0 +1,171 @@
+"""Messages to token ids, by the chat template in the model's own checkpoint."""
+
+import contextlib
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+
+import tiktoken
+
+from errors import UserError
+from loading.checkpoint import read_json
+from loading.load import Source, parse_name
+
+# Special tokens that tokenizer_config.json may name, and a template use, each as NAME_token.
+NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+class Chat:
+    """A chat template: a program that writes messages as the one text a model was trained on.
+
+    It is stored with the weights. name: as for `load_model`. Raises UserError if that model has no
+    template, or one that is broken.
+    """
+
+    def __init__(self, name):
+        source = parse_name(name)
+        found = None if source.kind == "random" else read_template(source)
+        if found is None:
+            files = "chat_template.jinja nor a default chat_template in tokenizer_config.json"
+            raise UserError(
+                f"{source.label}: this model was not made for chat: it has neither {files}"
+            )
+        self.file, self.text, self.tokens = found
+        with self.failing():
+            self.template = environment().from_string(self.text)
+
+    @contextlib.contextmanager
+    def failing(self):
+        """Raise what fails in the template as a UserError."""
+        try:
+            yield
+        except Exception as error:  # a program fails in any way
+            reason = str(error) or type(error).__name__
+            raise UserError(f"{self.file}: chat template: {reason}") from None
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The text of a conversation up to where the reply begins.
+
+        It is that of transformers' `apply_chat_template`. messages: each {"role": "system", "user"
+        or "assistant", "content": its text}, oldest first. Raises UserError if the template refuses
+        them.
+        """
+        given = self.tokens | {"messages": messages, "tools": None, "documents": None}
+        with self.failing():
+            return self.template.render(given, add_generation_prompt=True)
+
+    def encode(self, messages: list[dict[str, str]], encoding: tiktoken.Encoding) -> list[int]:
+        """The ids of that text, in which no text of a user or a system message is a control token.
+
+        An added token in a message would let its author speak in any role. So in messages
+        stand-ins, used nowhere else, take the place of the characters that added tokens begin and
+        end with: whatever the template cuts out and joins, none begins or ends in a message.
+
+        Replies stay as they are, because templates look for the end of a reasoning in them.
+        Therefore all is written a second time, with stand-ins in all messages for all characters of
+        added tokens. If it has other control tokens, a message added some, and this text counts. (A
+        reply's token can still count if the template, on finding it, writes one of its own less.) A
+        template that escapes a message meets the stand-ins.
+        """
+        control = encoding.special_tokens_set  # none begins with another, as tokenizer.py checks
+        contents = [message["content"] for message in messages]
+        used = set().union(self.text, *self.tokens.values(), *control, *contents)
+        hide = stand_ins(set().union(*control), used)
+        edges = {ord(token[end]) for token in control for end in (0, -1)}
+        hide_edges = {code: hide[code] for code in edges}
+        partly = [
+            message if message["role"] == "assistant" else translated(message, hide_edges)
+            for message in messages
+        ]
+        fully = [translated(message, hide) for message in messages]
+        pieces = split_at(control, self.render(partly))
+        checked = split_at(control, self.render(fully))
+        if pieces[1::2] != checked[1::2]:
+            pieces = checked
+        show = {stand_in: code for code, stand_in in hide.items()}
+        ids = []
+        for index, piece in enumerate(pieces):
+            if index % 2:
+                ids.append(encoding.encode_single_token(piece))
+            else:
+                ids += encoding.encode_ordinary(piece.translate(show))
+        return ids
+
+
+def stand_ins(characters: set[str], used: set[str]) -> dict[int, int]:
+    """For each character, by its code, the code of one that is not used, the last ones first."""
+    unused = (code for code in range(0x10FFFD, 0, -1) if chr(code) not in used)
+    return {ord(character): next(unused) for character in characters}
+
+
+def translated(message: dict[str, str], table: dict[int, int]) -> dict[str, str]:
+    """A copy of a message with other characters in its content."""
+    return message | {"content": message["content"].translate(table)}
+
+
+def split_at(tokens: set[str], text: str) -> list[str]:
+    """A text in pieces: text, token, text, ..., text."""
+    return re.split(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})", text)
+
+
+def read_template(source: Source) -> tuple[Path, str, dict[str, str]] | None:
+    """A model's chat template, None without one: its file, its text, the tokens it may name.
+
+    Raises UserError for a file that cannot be read.
+    """
+    of_tokenizer = source.find("tokenizer_config.json")
+    config = read_json(of_tokenizer) if of_tokenizer else {}
+    file = source.find("chat_template.jinja")
+    if file:
+        text = read_text(file)
+    else:
+        file = of_tokenizer
+        text = config.get("chat_template")
+        if isinstance(text, list):  # several, each with a name
+            named = [entry for entry in text if isinstance(entry, dict)]
+            default = [entry for entry in named if entry.get("name") == "default"]
+            text = default[0].get("template") if default else None
+    tokens = {}
+    for name in NAMES:
+        token = config.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            tokens[f"{name}_token"] = token
+    return (file, text, tokens) if isinstance(text, str) else None
+
+
+def read_text(file: Path) -> str:
+    """The text in a file. Raises UserError if it cannot be read."""
+    try:
+        return file.read_text("utf-8")
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: not UTF-8 text") from None
+
+
+def environment():
+    """What chat templates are written for: jinja2 in a sandbox, set up as in transformers.
+
+    But for the tag generation. The sandbox keeps a template from files, modules and the insides of
+    Python, not from using up time and memory.
+    """
+    # Here, because importing it takes 17 ms, and few runs chat.
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message):
+        raise ValueError(message)
+
+    def strftime_now(form):
+        return datetime.now().strftime(form)
+
+    def tojson(value, ensure_ascii=False, **options):  # jinja2's own is for HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = tojson
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return made

@@ -1,0 +1,205 @@
+"""The configuration of a model, as it stands in the `config.json` of Hugging Face's form."""
+
+import dataclasses
+import reprlib
+from pathlib import Path
+
+from errors import UserError
+from llama import LlamaConfig, RopeScaling
+from loading.checkpoint import check_values
+from model import GPTConfig
+
+
+def read_sizes(
+    file: Path, raw: dict, sizes: dict[str, tuple[str, int]], missing: dict[str, int]
+) -> dict[str, int]:
+    """The sizes in a config.json: of each field, an integer from 1 to its largest value.
+
+    sizes: field -> its key, and the largest value. missing: field -> what a missing key means.
+    Raises UserError if one is anything else.
+    """
+    fields = {}
+    for field, (key, limit) in sizes.items():
+        value = raw.get(key, missing.get(field))
+        if type(value) is not int or not 1 <= value <= limit:
+            raise UserError(
+                f"{file}: {key} is {reprlib.repr(value)}; it must be an integer from 1 to {limit}"
+            )
+        fields[field] = value
+    return fields
+
+
+def read_token_ids(
+    file: Path, raw: dict, key: str, vocab_size: int, missing: int | None
+) -> tuple[int, ...]:
+    """The different ids in a field of a config.json, an id or a list of ids, in their order.
+
+    missing: what a missing key means. Raises UserError if it holds neither.
+    """
+    value = raw.get(key, missing)
+    ids = value if isinstance(value, list) else [value]
+    if not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        allowed = f"an id below {vocab_size}, or a list of them"
+        raise UserError(f"{file}: {key} is {reprlib.repr(value)}; it must be {allowed}")
+    return tuple(dict.fromkeys(ids))
+
+
+def read_number(file: Path, raw: dict, key: str, missing: float | None, limit: float) -> float:
+    """A number in a config.json, above 0 and up to limit. Raises UserError if it is no such."""
+    value = raw.get(key, missing)
+    if type(value) not in (int, float) or not 0 < value <= limit:
+        raise UserError(
+            f"{file}: {key} is {reprlib.repr(value)}; it must be above 0 and at most {limit}"
+        )
+    return value
+
+
+# Field of GPTConfig -> its key in config.json, and the largest value read: 10**9 layers would take
+# hours.
+GPT_SIZES = {
+    "vocab_size": ("vocab_size", 10**6),
+    "block_size": ("n_positions", 10**6),
+    "n_layer": ("n_layer", 1000),
+    "n_head": ("n_head", 1000),
+    "n_embd": ("n_embd", 10**5),
+}
+
+
+def read_gpt_config(file: Path, raw: dict) -> GPTConfig:
+    """The configuration of a GPT-2. Raises UserError if it describes another architecture.
+
+    file: the config.json, for errors. raw: the object in it.
+    """
+    fields = read_sizes(file, raw, GPT_SIZES, vars(GPTConfig()))
+    supported = {  # what the forward pass computes
+        "model_type": ("gpt2",),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "n_inner": (None, 4 * fields["n_embd"]),
+        "tie_word_embeddings": (True,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    }
+    check_values(file, raw, supported)
+    if fields["n_embd"] % fields["n_head"]:
+        raise UserError(
+            f"{file}: n_embd {fields['n_embd']} is not a multiple of n_head {fields['n_head']}"
+        )
+    eos = read_token_ids(
+        file, raw, "eos_token_id", fields["vocab_size"], GPTConfig.eos_token_ids[0]
+    )
+    epsilon = read_number(file, raw, "layer_norm_epsilon", GPTConfig.layer_norm_epsilon, 1)
+    return GPTConfig(**fields, eos_token_ids=eos, layer_norm_epsilon=epsilon)
+
+
+def gpt_fields(config: GPTConfig) -> dict:
+    """What a config.json says of this GPT-2, but for the dtype of its weights."""
+    eos = config.eos_token_ids
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        **{key: getattr(config, field) for field, (key, _) in GPT_SIZES.items()},
+        "layer_norm_epsilon": config.layer_norm_epsilon,
+        "activation_function": "gelu_new",
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos),
+    }
+
+
+LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the largest value read
+    "vocab_size": ("vocab_size", 10**6),
+    "block_size": ("max_position_embeddings", 10**7),
+    "n_layer": ("num_hidden_layers", 1000),
+    "n_head": ("num_attention_heads", 1000),
+    "n_kv_head": ("num_key_value_heads", 1000),
+    "n_embd": ("hidden_size", 10**5),
+    "n_inner": ("intermediate_size", 10**6),
+    "head_dim": ("head_dim", 1000),
+}
+LLAMA_SUPPORTED = {  # what the forward pass computes
+    "model_type": ("llama", "qwen2"),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "tie_word_embeddings": (False, True),
+    "is_causal": (True,),
+}
+
+
+def read_scaling(file: Path, rope: dict) -> RopeScaling:
+    """The RopeScaling in a part of a config.json. Raises UserError for what makes no sense."""
+    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    scaling = RopeScaling(*(read_number(file, rope, name, None, 1e9) for name in names))
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    if low >= high:
+        raise UserError(
+            f"{file}: low_freq_factor is {low}; it must be below high_freq_factor, which is {high}"
+        )
+    return scaling
+
+
+def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
+    """The configuration of a Llama. Raises UserError if it describes another architecture.
+
+    file: the config.json, for errors. raw: the object in it.
+    """
+    raw = {key: value for key, value in raw.items() if value is not None}  # as if it were missing
+    check_values(file, raw, LLAMA_SUPPORTED)
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
+    rope = raw.get(key, {})
+    if not isinstance(rope, dict):
+        rope = {"rope_type": rope}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    check_values(f"{file}: {key}", {"rope_type": kind}, {"rope_type": ("default", "llama3")})
+    missing = {"n_kv_head": raw.get("num_attention_heads"), "head_dim": 1}
+    fields = read_sizes(file, raw, LLAMA_SIZES, missing)
+    if "head_dim" not in raw:
+        fields["head_dim"] = fields["n_embd"] // fields["n_head"]
+    heads = fields["n_head"]
+    shared = fields["n_kv_head"]
+    size = fields["head_dim"]
+    if heads % shared or size % 2 or not size:
+        allowed = "num_attention_heads must be a multiple of num_key_value_heads, head_dim even"
+        raise UserError(
+            f"{file}: {heads} heads, {shared} of them with keys, of {size} numbers each; {allowed}"
+        )
+    vocabulary = fields["vocab_size"]
+    is_qwen = raw.get("model_type") == "qwen2"
+    eos = read_token_ids(file, raw, "eos_token_id", vocabulary, None if is_qwen else 2)
+    return LlamaConfig(
+        **fields,
+        bos_token_id=read_token_ids(file, raw, "bos_token_id", vocabulary, eos[0])[0],
+        eos_token_ids=eos,
+        norm_epsilon=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
+        rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
+        rope_scaling=read_scaling(file, rope) if kind == "llama3" else None,
+        qkv_bias=is_qwen,
+        tied_head=raw.get("tie_word_embeddings", False),
+    )
+
+
+def llama_fields(config: LlamaConfig) -> dict:
+    """What a config.json says of this Llama, but for the dtype of its weights.
+
+    Raises UserError for a shape that transformers refuses.
+    """
+    if config.n_embd % config.n_head:
+        raise UserError(
+            f"n_embd is {config.n_embd}, no multiple of n_head, which is {config.n_head}:"
+            " transformers reads no such model, so it is not written"
+        )
+    scaling = config.rope_scaling
+    return {
+        "architectures": ["Qwen2ForCausalLM" if config.qkv_bias else "LlamaForCausalLM"],
+        "model_type": "qwen2" if config.qkv_bias else "llama",
+        **{key: getattr(config, field) for field, (key, _) in LLAMA_SIZES.items()},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling and {"rope_type": "llama3", **vars(scaling)},
+        "tie_word_embeddings": config.tied_head,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids),
+    }

@@ -1,0 +1,343 @@
+"""A model from its name: what a name means, which class computes it, how it is loaded and saved."""
+
+import dataclasses
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from errors import UserError, memory_for
+from int8 import Int8Embedding, store, with_int8_layers
+from llama import Llama, LlamaConfig
+from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
+from loading.config import (
+    gpt_fields,
+    llama_fields,
+    read_gpt_config,
+    read_llama_config,
+    read_token_ids,
+)
+from model import GPT, GPTConfig, Model
+from parallel.ranks import Ranks
+from parallel.shards import Plan, cut, join_blocks, places
+
+HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+PRESETS = {  # shapes that are known without a file: `random:` stands before their names
+    "gpt2": GPTConfig(),
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
+    # A small Llama that people use. (Its tokenizer is of a form that is not read here.)
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49152,
+        block_size=8192,
+        n_layer=30,
+        n_head=9,
+        n_kv_head=3,
+        head_dim=64,
+        n_embd=576,
+        n_inner=1536,
+        bos_token_id=49151,
+        eos_token_ids=(49151,),
+        norm_epsilon=1e-5,
+        rope_theta=100000.0,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    kind: "directory", "hub" or "random". name: a path, the model's name on the hub, or a shape's.
+    """
+
+    kind: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        """A name for tables; a directory's path, relative if it is in this repository."""
+        if self.kind == "directory":
+            path, root = Path(self.name).resolve(), Path(__file__).resolve().parents[1]
+            return str(path.relative_to(root) if path.is_relative_to(root) else path)
+        return self.name if self.kind == "hub" else f"random:{self.name}"
+
+    def find(self, file: str) -> Path | None:
+        """The path of one of the model's files, fetched if need be; None if there is none."""
+        if self.kind == "hub":
+            return fetch(self.name, file)
+        path = Path(self.name) / file
+        return path if is_file(path) else None
+
+    def file(self, file: str) -> Path:
+        """As `find`, but raises UserError if there is no such file."""
+        if path := self.find(file):
+            return path
+        raise UserError(f"{self.name}: no {file} {self.place}")
+
+    def weights(self) -> list[Path]:
+        """The files with the model's tensors: one, or else the shards that its index names.
+
+        Raises UserError if one of them is not there, or the index names none.
+        """
+        if path := self.find("model.safetensors"):
+            return [path]
+        if index := self.find("model.safetensors.index.json"):
+            return [self.file(shard) for shard in read_index(index)]
+        hint = ""
+        if self.kind == "directory" and self.find("pytorch_model.bin"):
+            hint = PICKLE
+        raise UserError(f"{self.name}: no model.safetensors {self.place}{hint}")
+
+    @property
+    def place(self) -> str:
+        return "in this directory" if self.kind == "directory" else "on the Hugging Face hub"
+
+
+PICKLE = (
+    "; pytorch_model.bin is a pickle, which can run any code, and is not read: convert it with"
+    " transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
+)
+
+
+def is_file(path: Path) -> bool:
+    """As `Path.is_file`. Raises UserError where one may not look, and for too long a name."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def parse_name(name) -> Source:
+    """What a model's name means: a directory (it comes first), a model of the hub, a known shape.
+
+    name: a string or a path; a Source is what it is. Raises UserError for anything else.
+    """
+    if isinstance(name, Source):
+        return name
+    name = str(name)
+    if os.path.isdir(name):
+        return Source("directory", name)
+    if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
+        if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a directory misspelled
+            return Source("hub", name)
+    shape = name.removeprefix("random:")
+    if shape != name and shape in PRESETS:
+        return Source("random", shape)
+    allowed = (
+        f"{', '.join(HUB_NAMES)} or ORG/NAME (from the Hugging Face hub),"
+        f" or random: before one of {', '.join(PRESETS)}"
+    )
+    raise UserError(
+        f"unknown model {name!r}: give a directory with config.json and model.safetensors,"
+        f" {allowed}"
+    )
+
+
+# Of each repository on the hub that this process has read, the commit: all files are of one.
+COMMITS: dict[str, str] = {}
+
+
+def fetch(name: str, file: str) -> Path | None:
+    """Download one file of a model from the hub, unless it is in its cache; None if there is none.
+
+    Raises UserError if that cannot be done. A file takes its place when it is complete, so an
+    interrupted download leaves none.
+    """
+    # Here, because importing it takes longer than loading a small model.
+    from huggingface_hub import (
+        _CACHED_NO_EXIST,
+        errors,
+        hf_hub_download,
+        logging,
+        try_to_load_from_cache,
+    )
+
+    logging.set_verbosity_error()  # one error at the end says what a warning for each retry would
+    repository = f"openai-community/{name}" if name in HUB_NAMES else name
+    try:
+        path = Path(hf_hub_download(repository, file, revision=COMMITS.get(repository)))
+    except Exception as error:  # offline, refused, disk full: the hub's errors share no base class
+        if isinstance(error, errors.EntryNotFoundError):
+            offline = isinstance(error, errors.LocalEntryNotFoundError)
+            if not offline or try_to_load_from_cache(repository, file) is _CACHED_NO_EXIST:
+                return None
+        missing = "" if name in HUB_NAMES else "is no directory here, and "
+        raise UserError(
+            f"{name} {missing}could not be fetched from the Hugging Face hub: {first_line(error)}"
+        ) from None
+    COMMITS[repository] = path.parent.name
+    return path
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def read_index(file: Path) -> list[str]:
+    """The shards that an index names. Raises UserError unless each tensor has one beside it."""
+    shards = read_json(file).get("weight_map")
+    shards = list(shards.values()) if isinstance(shards, dict) else []
+    # Files beside the index only: a path could lead anywhere.
+    if not shards or not all(re.fullmatch(r"[\w.-]+\.safetensors", str(name)) for name in shards):
+        raise UserError(
+            f"{file}: weight_map does not name a .safetensors file beside it for each tensor"
+        )
+    return list(dict.fromkeys(shards))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A class that computes models, and how files in Hugging Face's form hold them."""
+
+    model: type[Model]
+    config: type
+    read_config: Callable  # (the path of config.json, the object in it) -> config
+    fields: Callable  # config -> what config.json says, but for the dtype
+    prefix: str  # may stand before the names of tensors in a file
+    skipped: tuple[str, ...]  # endings of names of tensors that some files have and nothing reads
+    transposed: tuple[str, ...] = ()  # endings of names of linear layers stored as (in, out)
+
+
+GPT2 = Architecture(
+    GPT,
+    GPTConfig,
+    read_gpt_config,
+    gpt_fields,
+    prefix="transformer.",
+    skipped=("lm_head.weight", ".attn.bias", ".attn.masked_bias"),  # the head again, old masks
+    transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+)
+LLAMA = Architecture(
+    Llama,
+    LlamaConfig,
+    read_llama_config,
+    llama_fields,
+    prefix="model.",
+    # A tied head again (config.json decides), or old buffers.
+    skipped=("lm_head.weight", "rotary_emb.inv_freq"),
+)
+# By the model_type of config.json.
+ARCHITECTURES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": LLAMA}
+
+
+def architecture_of(config) -> Architecture:
+    """What computes a model of this configuration."""
+    return next(each for each in ARCHITECTURES.values() if isinstance(config, each.config))
+
+
+def load_config(name):
+    """The configuration of a model, without its weights. name and errors: as of `load_model`."""
+    source = parse_name(name)
+    if source.kind == "random":
+        return PRESETS[source.name]
+    file = source.file("config.json")
+    raw = read_json(file)
+    kind = raw.get("model_type")
+    check_values(file, {"model_type": kind}, {"model_type": tuple(ARCHITECTURES)})
+    # Where chat models add ids that end a text.
+    generation = source.find("generation_config.json")
+    ends = read_json(generation).get("eos_token_id") if generation else None
+    read_config = ARCHITECTURES[kind].read_config
+    if ends is None:
+        return read_config(file, raw)
+    # Where config.json names no id, any one will do until the size of the vocabulary is known.
+    is_named = raw.get("eos_token_id") is not None
+    config = read_config(file, raw if is_named else raw | {"eos_token_id": 0})
+    more = read_token_ids(
+        generation, {"eos_token_id": ends}, "eos_token_id", config.vocab_size, None
+    )
+    if not is_named:
+        config = read_config(file, raw | {"eos_token_id": list(more)})
+    ids = dict.fromkeys([*config.eos_token_ids, *more])
+    return dataclasses.replace(config, eos_token_ids=tuple(ids))
+
+
+def load_model(
+    name, dtype: torch.dtype = torch.float32, device="cpu", ranks: Ranks | None = None
+) -> Model:
+    """Load a model for inference, straight to its dtype and device; torch.int8: as int8.py has it.
+
+    name: what `parse_name` understands: a directory in Hugging Face form, a model of the hub
+    (`gpt2`, its sizes, or `org/name`), or `random:` before a name in PRESETS, for that shape with
+    random weights. ranks: the processes that are to compute it together; this one holds its part
+    only. Call `join_vocabulary` when no layer is replaced any more.
+    Raises UserError, in one line that says what is wrong, for anything else, and if memory runs
+    out.
+    """
+    source = parse_name(name)
+    config = load_config(source)
+    architecture = architecture_of(config)
+    with torch.device("meta"):
+        model = architecture.model(config)
+    shapes = {key: weight.shape for key, weight in model.named_parameters()}
+    plan = None
+    if ranks:
+        plan = Plan(model, ranks)
+        cut(model, plan)
+    size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    floats = torch.float32 if dtype == torch.int8 else dtype  # of all that is not int8
+    with memory_for(f"{source.label}: {size:,} bytes of weights"):
+        if dtype == torch.int8:
+            with_int8_layers(model)
+        weights = {}
+        for key, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            kind = tensor.dtype if tensor.dtype == torch.int8 else floats
+            weights[key] = torch.empty(tensor.shape, dtype=kind, device=device)
+        if source.kind == "random":
+            blocks = random_tensors(model, shapes, floats, device)
+        else:
+            blocks = read_tensors(
+                source.weights(),
+                shapes,
+                architecture.prefix,
+                architecture.skipped,
+                architecture.transposed,
+            )
+        for key, rows, block in blocks:
+            part = plan and plan.part(key.rpartition(".")[0])
+            if not part:
+                store(weights, key, rows, block)
+                continue
+            columns = part.columns if block.dim() > 1 else slice(None)
+            for own, chosen in places(part.rows, rows):
+                store(weights, key, own, block[chosen], columns)
+    model.load_state_dict(weights, assign=True, strict=False)
+    if ranks:
+        join_blocks(model, plan)
+    return model.tie_weights().eval()
+
+
+def random_tensors(
+    model: Model, shapes: dict, dtype: torch.dtype, device
+) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    """Random weights of these shapes, as `read_tensors`: the same ones in each process."""
+    seeded = torch.Generator(device).manual_seed(0)
+    for name, shape in shapes.items():
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        yield name, slice(0, shape[0]), model.init_weight(name, weight, generator=seeded)
+
+
+def save_model(model: Model, directory) -> None:
+    """Write `config.json` and `model.safetensors`, in the weights' dtype; transformers reads them.
+
+    Raises UserError if they cannot be written; then nothing half-written is left. Raises ValueError
+    for weights in int8, which this format does not hold.
+    """
+    if isinstance(getattr(model, model.EMBEDDING), Int8Embedding):
+        raise ValueError("a model with int8 weights is not saved; save the one it was made from")
+    architecture = architecture_of(model.config)
+    fields = architecture.fields(model.config)
+    fields["dtype"] = str(model.dtype).removeprefix("torch.")
+    # Not state_dict: there the head is a second name for the embedding, and would be written twice.
+    weights = {}
+    for key, weight in model.named_parameters():
+        stored = weight.t() if key.endswith(architecture.transposed) else weight
+        weights[key] = stored.detach().contiguous()
+    write_checkpoint(Path(directory), fields, weights)
