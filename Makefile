@@ -3,10 +3,10 @@ PYTHON ?= python3
 demo: .venv/compiled tags  ## write a story with the embedded model, on the CPU
 	.venv/bin/python infer.py --prompt "Once upon a time" --device cpu
 
-test: .venv/compiled tags  ## run the tests of this commit
+test: .venv/compiled .venv/tested tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
-test-book: .venv/compiled tags  ## run the tests of the book and its pictures
+test-book: .venv/compiled .venv/tested tags  ## run the tests of the book and its pictures
 	.venv/bin/python -m pytest -n auto --dist worksteal tests/book_pages
 
 test-ray: .venv/ray tags  ## run the tests of engines on Ray, which is 490 MB more
@@ -24,11 +24,15 @@ tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	echo "there is no compiled code (python infer.py --backend native says why); torch does as well"
 	@touch $@
 
-.venv/book: requirements-book.txt .venv/installed
+.venv/tested: requirements-test.txt .venv/installed
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+.venv/book: requirements-book.txt .venv/tested
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $< && touch $@ || \
 	echo "there is no compiler for WebAssembly; the book has no page Play then"
 
-.venv/ray: requirements-ray.txt .venv/installed
+.venv/ray: requirements-ray.txt .venv/tested
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 

@@ -26,6 +26,8 @@ from sampling import SamplingParams
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 # A limit, because lists for 10**9 texts fill the memory before any tensor is made.
 MOST_TEXTS = 2**16
+# Packages of requirements-test.txt that benchmarks import where they need them.
+OPTIONAL = {"gguf", "matplotlib", "pandas", "tokenizers", "transformers"}
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -444,6 +446,10 @@ def run_script(parser: argparse.ArgumentParser, action, argv=None) -> None:
             action(args)
     except UserError as error:
         parser.error(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        parser.error(f"this needs the package {error.name}: pip install -r requirements-test.txt")
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

@@ -198,6 +198,12 @@ def python() -> str:
     return str(venv) if venv.exists() else sys.executable
 
 
+def require_pytest() -> None:
+    """Raise LessonError unless tests can run: `make demo` does not install what they need."""
+    if subprocess.run([python(), "-c", "import pytest"], stderr=subprocess.DEVNULL).returncode:
+        raise LessonError("pytest is not installed; get it, and what tests need, with: make test")
+
+
 @contextmanager
 def worktree(commit: str):
     """A checkout of a commit in a temporary folder, which is gone afterwards, also after Ctrl-C."""
@@ -542,6 +548,7 @@ def cmd_check(lessons, args):
     """run a lesson's tests on your code, then all the others"""
     lesson = chosen(lessons, args.id)
     files = [file for file in test_files(lesson) if (ROOT / file).exists()]
+    require_pytest()
     if not files:
         way = f"python lessons.py start {lesson.id}"
         if is_branch(lesson.branch):
@@ -603,6 +610,7 @@ def cmd_verify(lessons, args):
     own tests only. (make test runs the suite of the newest code.) A lesson that fails is checked
     once more; both results are shown.
     """
+    require_pytest()
     selected = list(dict.fromkeys(find(lessons, wanted) for wanted in args.ids)) or lessons
     trees = queue.SimpleQueue()  # one for each of two threads; a checkout writes only what differs
 

@@ -64,6 +64,11 @@ def test_bad_input_is_one_line(cli, arguments, words):
         (torch.OutOfMemoryError("CUDA out of memory"), 2, "do not fit in memory\n"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "do not fit in memory\n"),
         (UserError("no such thing"), 2, "no such thing\n"),
+        (
+            ModuleNotFoundError("none", name="pandas"),
+            2,
+            "needs the package pandas: pip install -r requirements-test.txt\n",
+        ),
     ],
 )
 def test_how_a_run_ends(cli, monkeypatch, error, code, words):
@@ -75,7 +80,10 @@ def test_how_a_run_ends(cli, monkeypatch, error, code, words):
     assert ended == code and out == "" and err.endswith(words) and err.count("\n") == (code == 2)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("a mistake of ours"), ValueError("another one")])
+MISTAKES = [RuntimeError("a mistake"), ValueError("another"), ModuleNotFoundError(name="infre")]
+
+
+@pytest.mark.parametrize("error", MISTAKES)
 def test_our_own_mistakes_are_not_hidden(cli, monkeypatch, error):
     monkeypatch.setattr(infer, "load_encoding", lambda *args: (_ for _ in ()).throw(error))
     with pytest.raises(type(error)):

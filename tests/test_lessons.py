@@ -635,6 +635,15 @@ def test_check(repo, run, monkeypatch):
     assert "compare 02-mul" in out and "git switch main" in out
 
 
+@pytest.mark.parametrize("command", ["check", "verify"])
+def test_without_pytest_one_line_says_how_to_get_it(repo, error, monkeypatch, tmp_path, command):
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\nexit 1\n")
+    bare.chmod(0o755)
+    monkeypatch.setattr(lessons, "python", lambda: str(bare))
+    assert error(command).endswith(" get it, and what tests need, with: make test\n")
+
+
 def test_a_quick_check_runs_the_lessons_own_tests(repo, run):
     code, out, _ = run("check", "--quick", "1")
     assert code == 0 and out.count(" passed in ") == 1 and "1 passed" in out

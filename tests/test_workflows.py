@@ -24,6 +24,18 @@ def test_the_tests_run_on_both_systems_with_each_python():
         assert command in gate and any(step.startswith(command) for step in steps), command
 
 
+def packages(name: str) -> set[str]:
+    lines = (ROOT / name).read_text("utf-8").splitlines()
+    return {line.partition("==")[0] for line in lines if "==" in line}
+
+
+def test_running_needs_no_package_of_tests_or_benchmarks():
+    from command_line import OPTIONAL
+
+    assert OPTIONAL <= packages("requirements-test.txt")
+    assert not packages("requirements-test.txt") & packages("requirements.txt")
+
+
 def test_the_book_is_made_of_main_and_put_on_pages():
     found = workflow("book.yml")
     build, deploy = found["jobs"]["build"], found["jobs"]["deploy"]
@@ -33,5 +45,5 @@ def test_the_book_is_made_of_main_and_put_on_pages():
     assert build["steps"][-1]["with"]["path"] == "book"
     assert deploy["needs"] == "build" and steps_of(deploy) == ["actions/deploy-pages"]
     assert deploy["permissions"] == {"pages": "write", "id-token": "write"}
-    readme = (ROOT / "Readme.md").read_text("utf-8")
-    assert "https://OWNER.github.io/REPOSITORY" in readme
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert "https://OWNER.github.io/REPOSITORY" in page
