@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import re
 import signal
 import socket
 
@@ -27,7 +28,7 @@ from engine.options import add_engine_options, check_engine_options, in_ranks, l
 from errors import UserError, check_limits
 from loading.load import Source, parse_name
 from parallel.ranks import RankError, Ranks, follows
-from server.app import make_app
+from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.served import Served, find_chat, served_name
 
@@ -52,6 +53,9 @@ def add_server_options(parser: Parser) -> None:
     parser.add_argument("--api-key", help=key_help)
     origin_help = "a web page of this origin may ask; repeatable; *: any"
     parser.add_argument("--allow-origin", action="append", default=[], help=origin_help)
+    host_help = "a name by which clients may call this server, besides localhost, --host and IP"
+    host_help += " addresses; repeatable; *: any; at 0.0.0.0 or :: any if none is given"
+    parser.add_argument("--allowed-host", action="append", default=[], help=host_help)
     waiting_help = "texts that may wait, besides those that run; more are refused with 429"
     parser.add_argument("--max-waiting", type=int, default=1024, help=waiting_help)
     tokens_help = "tokens in the prompts of texts that have not begun; more: 429"
@@ -85,6 +89,9 @@ def check_server_options(args) -> None:
         raise UserError("--api-key is empty; leave it out to let anyone ask")
     if args.api_key and args.api_key != args.api_key.strip():
         raise UserError("--api-key has a blank at an end, which no client can send")
+    for name in args.allowed_host:
+        if not re.fullmatch(r"\*|[\w.-]+", name):
+            raise UserError(f"--allowed-host {name}: it must be a name without a port")
     check_limits({"drain_seconds": SECONDS}, drain_seconds=args.drain_seconds)
     for name in ("max_waiting", "max_waiting_tokens"):
         check_limits({name: AT_LEAST_0}, **{name: getattr(args, name)})
@@ -199,7 +206,8 @@ async def serve(
     make = functools.partial(load_engine, args, source, device, ranks)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     served = Served(thread, name, source.label, find_chat(source))
-    app = make_app(served, args.api_key, args.allow_origin)
+    hosts = allowed_hosts(args.host, args.allowed_host)
+    app = make_app(served, args.api_key, args.allow_origin, hosts)
     server = Server(app, thread, args.drain_seconds)
     thread.start()
     serving = asyncio.ensure_future(server.serve([sock]))

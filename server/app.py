@@ -1,7 +1,8 @@
 """The app: what clients find at which path."""
 
+import ipaddress
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -72,10 +73,61 @@ class KeyMiddleware:
         await self.app(scope, receive, send)
 
 
-def make_app(served: Served, api_key: str | None = None, origins: Sequence[str] = ()) -> FastAPI:
+class HostMiddleware:
+    """Answers 403 to requests whose Host header names another server.
+
+    A web page can point its own name at 127.0.0.1 (DNS rebinding); the browser then lets it read
+    this server's answers, but still sends that name. IP addresses are always allowed: no page can
+    redirect one.
+    """
+
+    def __init__(self, app, names: Iterable[str]):
+        self.app = app
+        self.names = {name.lower() for name in names}
+
+    async def __call__(self, scope, receive, send) -> None:
+        # Only clients of HTTP/1.0, which are no browsers, leave it out.
+        host = dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1")
+        name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]
+        if name.lower().removesuffix(".") in self.names or is_address(name):
+            await self.app(scope, receive, send)
+            return
+        message = f"this server is not called {name[:100]!r}; --allowed-host adds a name"
+        error = APIError(403, message)
+        await JSONResponse(error.body, error.status)(scope, receive, send)
+
+
+def is_address(name: str) -> bool:
+    """Whether a name is an IP address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def allowed_hosts(host: str, others: Sequence[str]) -> list[str] | None:
+    """The names in a Host header that are allowed; None for all.
+
+    host: what the server listens at. On all interfaces it is known by names that it cannot find
+    out, and the network can reach it anyway: there all are allowed unless others are given.
+    """
+    everywhere = is_address(host) and ipaddress.ip_address(host).is_unspecified
+    if "*" in others or (everywhere and not others):
+        return None
+    return ["localhost", host, *others]
+
+
+def make_app(
+    served: Served,
+    api_key: str | None = None,
+    origins: Sequence[str] = (),
+    hosts: Sequence[str] | None = None,
+) -> FastAPI:
     """An app of FastAPI. served: what `request.app.state.served` is.
 
     api_key: what clients must send, None if nothing. origins: of web pages that may ask; "*": all.
+    hosts: as of `allowed_hosts`.
     """
     # Without its pages of documentation, which load scripts from elsewhere.
     app = FastAPI(title="serve.py", docs_url=None, redoc_url=None)
@@ -124,6 +176,8 @@ def make_app(served: Served, api_key: str | None = None, origins: Sequence[str] 
     app.add_exception_handler(HTTPException, tell_refused)
     if api_key is not None:
         app.add_middleware(KeyMiddleware, key=api_key)
+    if hosts is not None:
+        app.add_middleware(HostMiddleware, names=hosts)
     if origins:  # the outer one: browsers ask without a key whether they may ask
         allowed = {"allow_methods": ["*"], "allow_headers": ["*"]}
         shown = {"expose_headers": ["Retry-After"]}

@@ -82,7 +82,7 @@ def test_a_full_engine_is_429(servers):
 def test_a_client_that_leaves_frees_the_engine(servers, stream):
     door, replicas, _ = servers
     data = json.dumps(ENDLESS | {"stream": stream}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", door.port), timeout=60) as client:
         client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         until(lambda: any(replica.thread.calls for replica in replicas))
@@ -117,6 +117,13 @@ def test_keys_and_queues_are_those_of_the_command_line(model):
         status, body = door.post(PATH, {"prompt": [1] * 21}, known)
         error = "21 tokens of prompts in one request; there is room for 20"
         assert (status, body["error"]["message"]) == (400, error)
+
+
+def test_hosts_are_those_of_the_command_line(model):
+    with serving_replicas(parse(model, "--allowed-host", "door.lan"), 1) as (door, _):
+        for host, status in (("door.lan:80", 200), ("localhost", 200), ("evil.example", 403)):
+            with door.send("GET", "/v1/models", None, {"Host": host}) as answer:
+                assert answer.status == status
 
 
 def test_a_salt_reaches_the_engine(model):

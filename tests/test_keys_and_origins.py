@@ -1,6 +1,7 @@
-"""Who may ask: clients with the key, and web pages of given origins."""
+"""Who may ask: clients with the key, web pages of given origins, and by which names."""
 
 import json
+import socket
 
 import pytest
 from serving import serving, small_engine
@@ -110,3 +111,105 @@ def test_an_empty_key_is_refused(run_main):
     code, out, err = run_main(serve.main, "--port", 0, "--api-key", "")
     assert (code, out) == (2, "")
     assert err.endswith("error: --api-key is empty; leave it out to let anyone ask\n")
+
+
+def status_for(door, host: bytes, path: str = "/v1/models") -> int:
+    with door.send("GET", path, None, {"Host": host}) as answer:
+        return answer.status
+
+
+@pytest.fixture(scope="module")
+def named(tiny_llama):
+    from server.app import allowed_hosts
+
+    options = {"origins": ["https://page.example"]}
+    options["hosts"] = allowed_hosts("models.lan", ["Proxy.Example"])
+    with serving(lambda: small_engine(tiny_llama), app_options=options) as door:
+        yield door
+
+
+@pytest.mark.parametrize("port", [b"", b":8000"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        *(b"localhost", b"LOCALHOST", b"localhost.", b"models.lan", b"proxy.example"),
+        *(b"127.0.0.1", b"192.168.1.7", b"0.0.0.0", b"[::1]", b"[fe80::1]"),
+    ],
+)
+def test_hosts_that_are_allowed(named, host, port):
+    assert status_for(named, host + port) == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *(b"evil.example", b"evil.example:8000", b"localhost.evil.example", b"xlocalhost"),
+        *(b"127.0.0.1.evil.example", b"127.0.0.1evil", b"", b":8000", b"::1", b"[]", b"[evil]"),
+    ],
+)
+def test_a_page_that_points_its_own_name_here_reads_nothing(named, host):
+    for path in ("/v1/models", "/metrics", "/", "/live", "/health"):
+        assert status_for(named, host, path) == 403
+
+
+def test_a_client_of_http_1_0_may_leave_the_host_out(named):
+    with socket.create_connection(("127.0.0.1", named.port), timeout=60) as client:
+        client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert client.recv(2**12).split()[1] == b"200"
+
+
+def test_a_refused_host_is_told_why_also_across_origins(named):
+    headers = {"Host": "other.lan:8000", "Origin": "https://page.example"}
+    with named.send("POST", PATH, BODY, headers) as answer:
+        assert answer.status == 403
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://page.example"
+        error = json.loads(answer.read())["error"]
+    message = "this server is not called 'other.lan'; --allowed-host adds a name"
+    assert error == {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "host, others, names",
+    [
+        ("127.0.0.1", [], ["localhost", "127.0.0.1"]),
+        ("::1", ["a"], ["localhost", "::1", "a"]),
+        ("127.0.0.1", ["*"], None),
+        ("0.0.0.0", [], None),
+        ("::", [], None),
+        ("0.0.0.0", ["a"], ["localhost", "0.0.0.0", "a"]),
+    ],
+)
+def test_which_hosts_are_allowed(host, others, names):
+    from server.app import allowed_hosts
+
+    assert allowed_hosts(host, others) == names
+
+
+def test_a_server_that_is_started_checks_the_host(tiny_llama, monkeypatch):
+    """serve.py hands its names to the app."""
+    import serve
+
+    seen = []
+    monkeypatch.setattr(serve, "make_app", lambda *options: seen.append(options[-1]) or stop())
+    monkeypatch.setattr(serve.EngineThread, "start", lambda self: None)
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        serve.main(["--port", "0", "--device", "cpu", "--allowed-host", "a", "--allowed-host", "b"])
+    assert seen == [["localhost", "127.0.0.1", "a", "b"]]
+
+
+@pytest.mark.parametrize("name", ["a:8000", "http://a", "", "[::1]"])
+def test_a_name_that_no_host_header_has_is_refused(run_main, name):
+    import serve
+
+    code, out, err = run_main(serve.main, "--port", 0, f"--allowed-host={name}")
+    assert (code, out) == (2, "")
+    assert err.endswith(f"error: --allowed-host {name}: it must be a name without a port\n")

@@ -27,7 +27,7 @@ def test_a_client_that_leaves_frees_the_engine(servers):
     before = total(door, **aborted)
     for stream in (True, False):
         data = json.dumps(ENDLESS | {"stream": stream}).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", door.port), timeout=60) as client:
             client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             until(lambda: total(door, "num_requests_running") == 1)
