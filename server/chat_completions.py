@@ -25,8 +25,11 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     served.thread.admit(body.n or 1)  # before there is work
     prompt = await asyncio.to_thread(served.encode_chat, body.messages)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    window = served.thread.config.block_size
+    room = window // 2 if wanted is None else wanted  # a prompt that is cut leaves so much
+    prompt = served.fit(prompt, body.truncate_prompt_tokens, room, "messages")
     if wanted is None:  # what the window has room for
-        wanted = max(served.thread.config.block_size - len(prompt), 1)
+        wanted = max(window - len(prompt), 1)
     params = body.params(wanted, (body.top_logprobs or 0) if body.logprobs else None)
     name = f"chatcmpl-{uuid.uuid4().hex}"
     updates = served.thread.generate([prompt] * len(params), params, body.cache_salt or "", name)

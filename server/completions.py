@@ -27,13 +27,19 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
     params = body.params(wanted, body.logprobs, len(body.prompts))
     served.thread.admit(len(body.prompts) * len(params))  # before there is work
     # In another thread, because a long text takes long.
-    prompts = await asyncio.to_thread(served.encode, body.prompts)
+    encoded = await asyncio.to_thread(served.encode, body.prompts)
+    keep = body.truncate_prompt_tokens
+    prompts = [served.fit(prompt, keep, wanted, "prompt") for prompt in encoded]
     texts = [prompt for prompt in prompts for _ in params]
     name = f"cmpl-{uuid.uuid4().hex}"
     updates = served.thread.generate(texts, params * len(prompts), body.cache_salt or "", name)
     made = Completion(name, body, served.name, sum(map(len, prompts)), updates)
     if body.echo:
-        echoes = await asyncio.to_thread(list, map(served.decode, body.prompts))
+        shown = [
+            given if len(kept) == len(whole) else kept
+            for given, kept, whole in zip(body.prompts, prompts, encoded)
+        ]
+        echoes = await asyncio.to_thread(list, map(served.decode, shown))
         made.echoes = [text for text in echoes for _ in params]
     if body.logprobs is not None:
         made.tables = [LogprobTable(served, body) for _ in texts]

@@ -63,7 +63,6 @@ UNSUPPORTED = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 
@@ -133,6 +132,10 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int | None, Field(ge=0)] = None
+    # Keep only the last tokens of a prompt: so many, or with -1 what leaves room for max_tokens.
+    truncate_prompt_tokens: Annotated[
+        Literal[-1] | Annotated[int, Field(ge=1)] | None, one_of("-1 or an integer >= 1")
+    ] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
     stop: Annotated[
         Word | Words | None, one_of("a string or a list of up to 16, each of 1 to 256 characters")

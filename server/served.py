@@ -77,6 +77,26 @@ class Served:
             ids.append(prompt or [self.thread.config.bos_token_id])
         return ids
 
+    def fit(self, prompt: list[int], keep: int | None, new_tokens: int, field: str) -> list[int]:
+        """The last `keep` tokens of a prompt, or all of it for None.
+
+        keep: -1 for as many as leave room for new_tokens, as in vLLM; where a window has none, its
+        size, because it slides. field: the request's, that the prompt comes from.
+        Raises APIError for more tokens than the window holds: an engine would leave out the first.
+        """
+        window = self.thread.config.block_size
+        if keep is not None and keep > window:
+            message = f"truncate_prompt_tokens is {keep}; this model's window has {window} tokens"
+            raise APIError(400, message, "truncate_prompt_tokens")
+        if keep == -1:
+            keep = window - new_tokens if new_tokens < window else window
+        kept = prompt if keep is None else prompt[-keep:]
+        if len(kept) > window:
+            message = f"a prompt of {len(kept)} tokens; this model's window has {window} tokens"
+            message += ": send fewer, or truncate_prompt_tokens to keep the last ones only"
+            raise APIError(400, message, field, "context_length_exceeded")
+        return kept
+
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """The token ids of a conversation up to where the reply begins.
 

@@ -43,7 +43,10 @@ def test_the_documentation_says_that_the_window_slides():
     assert said.endswith("A text that outgrows the model's window goes on: the window slides.")
 
 
-@pytest.mark.parametrize("messages", [TALK[:1], TALK, [{"role": "user", "content": "x " * 90}]])
+FULL = [{"role": "user", "content": "x " * 27 + "x,"}]  # a window of tokens
+
+
+@pytest.mark.parametrize("messages", [TALK[:1], TALK, FULL])
 def test_a_reply_is_the_text_of_the_engine(door, tiny_llama, messages):
     """Up to the end of the window if nothing is said, and one token where that is full."""
     tokens, text, _, reason = alone(tiny_llama, messages, seed=4)
@@ -60,6 +63,36 @@ def test_a_reply_is_the_text_of_the_engine(door, tiny_llama, messages):
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
     known = {"object": "chat.completion", "model": "small", "choices": [choice], "usage": usage}
     assert found == known
+
+
+def test_messages_longer_than_the_window_are_refused(door):
+    long = [{"role": "user", "content": "x " * 28 + "x"}]
+    count = len(prompt_of(long))
+    status, found = door.post(PATH, {"messages": long})
+    assert len(prompt_of(FULL)) == 64 < count and status == 400
+    error = found["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert error["message"].startswith(f"a prompt of {count} tokens; this model's window has 64")
+
+
+@pytest.mark.parametrize(
+    "limits, kept, new",
+    [({}, 32, 32), ({"max_tokens": 10}, 54, 10), ({"max_completion_tokens": 100}, 64, 100)],
+)
+def test_messages_that_are_cut_leave_room_for_the_reply(door, limits, kept, new):
+    """Half of the window where nothing is said."""
+    long = [{"role": "user", "content": "x " * 90}]
+    body = {"messages": long, "truncate_prompt_tokens": -1, "seed": 4, "ignore_eos": True}
+    status, found = door.post(PATH, body | limits)
+    assert status == 200
+    assert found["usage"] == {
+        "prompt_tokens": kept,
+        "completion_tokens": new,
+        "total_tokens": kept + new,
+    }
+    plain = {"prompt": prompt_of(long)[-kept:], "max_tokens": new, "seed": 4, "ignore_eos": True}
+    _, own = door.post("/v1/completions", plain)
+    assert found["choices"][0]["message"]["content"] == own["choices"][0]["text"]
 
 
 def test_events_begin_with_the_role_and_the_first_token(door, tiny_llama):

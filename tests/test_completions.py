@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from serving import results_of, serving, small_encoding, small_engine
 
-PROMPTS = ["", "Once upon a time", "Tom <|endoftext|> and", "é😀 " * 3, "a dog " * 40]
+PROMPTS = ["", "Once upon a time", "Tom <|endoftext|> and", "é😀 " * 3, "a dog " * 31 + "a "]
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,10 @@ def greedy(tiny_llama, prompt: str, **params) -> tuple:
     params = SamplingParams(**{"max_new_tokens": 16} | params)
     ((tokens, text, _, reason),) = results_of(small_engine(tiny_llama), [ids], [params])
     return len(ids), len(tokens), text, reason
+
+
+def test_a_prompt_may_fill_the_window():
+    assert len(small_encoding().encode(PROMPTS[-1])) == 64
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -100,6 +104,51 @@ def refusal(message: str, param: str | None = None, code: str | None = None) -> 
 )
 def test_a_wrong_body_is_one_sentence(door, body, message, param):
     assert door.post("/v1/completions", body) == (400, refusal(message, param))
+
+
+@pytest.mark.parametrize("prompt", ["a dog " * 32, [5] * 65, ["Tom", "a dog " * 32]])
+def test_a_prompt_longer_than_the_window_is_refused(door, prompt):
+    message = "a prompt of 65 tokens; this model's window has 64 tokens: send fewer, or"
+    message += " truncate_prompt_tokens to keep the last ones only"
+    found = door.post("/v1/completions", {"prompt": prompt})
+    assert found == (400, refusal(message, "prompt", "context_length_exceeded"))
+
+
+@pytest.mark.parametrize(
+    "keep, max_tokens, kept",
+    [(1, 5, 1), (63, 5, 63), (64, 5, 64), (-1, 5, 59), (-1, 63, 1), (-1, 64, 64), (-1, None, 48)],
+)
+def test_a_prompt_is_cut_where_that_is_asked_for(door, keep, max_tokens, kept):
+    """To its last tokens, which alone are counted, and shown by echo."""
+    ids = [7 * row for row in range(70)]
+    asked = {"max_tokens": max_tokens, "temperature": 0, "echo": True}
+    status, found = door.post(
+        "/v1/completions", asked | {"prompt": ids, "truncate_prompt_tokens": keep}
+    )
+    assert (status, found["usage"]["prompt_tokens"]) == (200, kept)
+    _, own = door.post("/v1/completions", asked | {"prompt": ids[-kept:]})
+    assert found["choices"] == own["choices"] and found["usage"] == own["usage"]
+
+
+def test_a_prompt_that_is_short_enough_is_not_cut(door):
+    body = {"prompt": ["Tom 😀", "a dog " * 10], "temperature": 0, "echo": True}
+    _, found = door.post("/v1/completions", body)
+    for keep in (21, -1, None):
+        _, same = door.post("/v1/completions", body | {"truncate_prompt_tokens": keep})
+        assert (same["choices"], same["usage"]) == (found["choices"], found["usage"])
+
+
+@pytest.mark.parametrize("keep", [0, -2, 1.5, "1", True])
+def test_what_is_no_number_of_tokens_to_keep(door, keep):
+    message = "truncate_prompt_tokens: it must be -1 or an integer >= 1"
+    found = door.post("/v1/completions", {"prompt": "Tom", "truncate_prompt_tokens": keep})
+    assert found == (400, refusal(message, "truncate_prompt_tokens"))
+
+
+def test_more_than_the_window_cannot_be_kept(door):
+    message = "truncate_prompt_tokens is 65; this model's window has 64 tokens"
+    found = door.post("/v1/completions", {"prompt": "Tom", "truncate_prompt_tokens": 65})
+    assert found == (400, refusal(message, "truncate_prompt_tokens"))
 
 
 def test_another_type_of_body_is_refused(door):

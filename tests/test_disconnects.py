@@ -103,7 +103,7 @@ def check_leaving(tiny_llama, path, state, stream) -> None:
 
     long = {"prompt": "word " * 60} if "prompt" in PATHS[path] else {}
     if not long:
-        long = {"messages": [{"role": "user", "content": "word " * 60}]}
+        long = {"messages": [{"role": "user", "content": "word " * 50}]}
     with serving(make) as door:
         (gate,) = gates
         scheduler = door.thread.engine.scheduler

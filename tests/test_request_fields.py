@@ -107,7 +107,6 @@ ASKING = {  # field -> what asks for nothing, and for something
     "guided_grammar": (None, "root ::= 'a'"),
     "guided_json": (None, {}),
     "guided_regex": (None, "a"),
-    "truncate_prompt_tokens": (None, 4),
 }
 
 
