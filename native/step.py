@@ -42,7 +42,7 @@ class NativePass(NativeChoice):
 
     def __init__(self, model, target: tuple[str, ...] | None = None):
         self.config = model.config
-        super().__init__(build.load(target))
+        super().__init__(build.load() if target is None else build.load(target))  # one cache key
         self.library.work_floats.restype = INT
         model_struct(model)  # each tensor is checked before the first is packed
         native_layers(model, self.library)

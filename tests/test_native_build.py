@@ -194,6 +194,16 @@ def test_a_file_that_cannot_be_kept_is_not_compiled_twice(fresh, compilations, m
     assert capsys.readouterr().err == f"{ONCE}{EACH_RUN}no names here\n"
 
 
+def test_a_pass_takes_what_is_compiled_already(fresh, compilations, tmp_path):
+    from native.step import NativePass
+
+    (tmp_path / "cache").write_text("")  # no directory
+    assert fresh.kernel() == "small"
+    with pytest.raises(AttributeError, match="work_floats"):  # which small.c lacks
+        NativePass(SimpleNamespace(config=None))
+    assert len(compilations) == 1
+
+
 # What another process runs: build.py by itself, so that it imports no torch.
 CODE = """
 import sys
