@@ -212,7 +212,7 @@ static void quantize(int64_t n, const float *x, Value *values, float *scale) {
   if (*scale <= FLT_MAX)
     for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / *scale) + OFFSET;
   else
-    memset(values, 0, n * sizeof *values);  // times infinity or NaN: the outputs show it
+    for (int64_t i = 0; i < n; i++) values[i] = OFFSET;  // 0, times infinity or NaN: NaN
 }
 
 // y: (T, out), the outputs for x: (T, in), which is rounded into values and scale if the weight is
