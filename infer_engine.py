@@ -107,6 +107,8 @@ def run_engine(
                 # Not after a chunk: it would count as the first token.
                 if any(event.tokens for event in events):
                     output.end_step()
+            if errors and not output.count:  # there is nothing to show but what went wrong
+                raise UserError("; ".join(errors))
         finally:  # after Ctrl-C there is text that no event brought, and text that is held back
             for row, request in enumerate(requests):
                 output.texts[row] = shown[row] + request.text + request.stream.end()

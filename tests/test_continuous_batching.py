@@ -680,6 +680,13 @@ def test_a_text_that_fails_is_said_after_the_others_are_written(cli, engine_cli,
     assert cli(*args)[:2] == (2, "")  # without the engine, it ends all of them
 
 
+def test_where_every_text_fails_the_error_is_all_that_is_said(engine_cli, broken):
+    long = "A dog and a cat and a bird and a fish and a frog"
+    code, out, err = engine_cli("--model", broken, "--prompt", long, "--prompt", long)
+    assert (code, out) == (2, "")
+    assert err.endswith(f": error: text 1: {NAN}; text 2: {NAN}\n") and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("CUDA error: out of memory\nCompile with more.\n")]
 )
