@@ -14,6 +14,7 @@ import json
 import math
 import random
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator
@@ -219,7 +220,7 @@ def read(exchange: Exchange) -> Answer:
             raise Failed("other number of tokens")
     except Failed as error:
         failure = failure or str(error)
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         failure = failure or "no completion"
     text = "".join(text for _, _, text in chunks)
     return Answer(exchange.due, exchange.sent, times, exchange.wanted, text, failure)
@@ -358,7 +359,10 @@ def main(argv=None) -> None:
 
 
 def show(args) -> None:
-    """Print the measures of a load. Raises UserError for bad options."""
+    """Print the measures of a load. Raises UserError for bad options.
+
+    The exit code is 1 if all requests failed.
+    """
     check_load_options(args)
     known = None
     with contextlib.suppress(ValueError):  # of a port that cannot be
@@ -367,7 +371,7 @@ def show(args) -> None:
         raise UserError(f"--url {args.url}: it must be http://HOST:PORT")
     try:
         fields = ASKED | json.loads(args.fields)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise UserError(f"--fields {args.fields}: it must be a JSON object") from None
     texts = bodies(args.seed, args.prompt_words, args.new_tokens)
     exchanges = (Exchange(args.url, body | fields) for body in texts)
@@ -380,8 +384,11 @@ def show(args) -> None:
         count = max(round(args.rate * args.seconds), 1)
         moments = arrivals(count, args.rate, args.seed)
         load = open_loop(list(itertools.islice(exchanges, count)), moments)
-    for name, value in measures(run(load), *args.goodput).items():
+    done = run(load)
+    for name, value in measures(done, *args.goodput).items():
         print(f"{name:32}{value:>10.4g}")
+    if all(answer.failure for answer in done.answers):
+        sys.exit(f"client.py: all {len(done.answers)} requests failed")
 
 
 if __name__ == "__main__":

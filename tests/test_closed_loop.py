@@ -168,6 +168,7 @@ FAILURES = {  # what is written -> why it does not count
     "counted but not there": (stream(chunk("", "length"), counts(3)), "other number of tokens"),
     "no JSON": (stream("data: {\n\n"), "no completion"),
     "a list": (stream("data: []\n\n"), "no completion"),
+    "too deep": (stream(f"data: {'[' * 10**5}\n\n"), "no completion"),
     "no choices": (stream('data: {"object": "x"}\n\n'), "no completion"),
     "no number": (stream(chunk(reason="length", tokens="3")), "no completion"),
     "never ends": ([(1, STREAM), (10_000, b"")], "no end in 120 s"),
@@ -193,17 +194,24 @@ def test_nobody_listens(table):
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]  # bound, so nobody else has it, and nobody listens
         where = ("--url", f"http://127.0.0.1:{port}")
-        code, values, _ = table(*where, "--clients", 2, "--seconds", 1e-9)
-    assert code == 0
+        code, values, err = table(*where, "--clients", 2, "--seconds", 1e-9)
+    assert (code, err) == ("client.py: all 2 requests failed", "")  # the interpreter prints it
     assert (values["failed"], values["failed: no connection"]) == (2, 2)  # each asks once
     code, values, _ = table("--url", "http://a..b:80", "--clients", 1, "--seconds", 1e-9)
-    assert (code, values["failed: no connection"]) == (0, 1)  # a name that nobody can have
+    assert (bool(code), values["failed: no connection"]) == (True, 1)  # a name that nobody can have
 
 
 def test_each_reason_has_its_column(fake, table):
     fake.answer = lambda body: stream(chunk(), chunk(reason="stop"))
     code, values, _ = table("--clients", 1, "--seconds", 1e-9)
-    assert (code, values["failed: other number of tokens"]) == (0, 1)
+    assert (bool(code), values["failed: other number of tokens"]) == (True, 1)
+
+
+def test_a_load_of_which_some_requests_failed_is_no_error(fake, table):
+    answers = itertools.cycle([whole(0.5), stream(chunk(), ERROR, DONE)])
+    fake.answer = lambda body: next(answers)
+    code, values, err = table("--clients", 2, "--seconds", 1e-9, "--new-tokens", 1, 1)
+    assert (code, values["requests"], values["failed"], err) == (0, 2, 1, "")
 
 
 def test_percentiles_are_those_of_numpy_and_statistics():
@@ -293,6 +301,7 @@ def test_a_real_server(table, tiny_llama):
         (("--clients", 1, "--url", "http://a:99999"), "http://a:99999: it must be"),
         (("--clients", 1, "--fields", "[]"), "--fields []: it must be a JSON object"),
         (("--clients", 1, "--fields", "{"), "--fields {: it must be a JSON object"),
+        (("--clients", 1, "--fields", "[" * 10**5), "[: it must be a JSON object"),
     ],
 )
 def test_bad_input_is_one_line(table, args, said):
