@@ -15,7 +15,7 @@ import torch
 
 from errors import UserError, memory_for
 from loading.chat import Chat
-from loading.load import load_model
+from loading.load import Source, load_model
 from loading.tokenizer import TextStream
 from model import Model
 from native import BuildError, kernel, use_native
@@ -303,6 +303,8 @@ def load_models(names: list, args, device: str, ranks: Ranks | None = None) -> l
     Raises UserError for a model that cannot be loaded, or a backend, a dtype and a device that do
     not go together.
     """
+    for name in names:
+        check_text("the model", str(name.name if isinstance(name, Source) else name))
     dtype = pick_dtype(args.dtype, device)
     native = device == "cpu" and args.dtype in ("float32", "int8")
     if args.backend == "native" and not native:

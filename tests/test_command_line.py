@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,17 @@ def test_the_device_that_is_named_is_used(monkeypatch):
 def test_bad_input_is_one_line(cli, arguments, words):
     code, out, err = cli(*arguments)
     assert code == 2 and out == "" and words in err and err.count("\n") == 1
+
+
+def test_a_directory_whose_name_is_no_text_is_one_line(cli, tiny_checkpoint, tmp_path):
+    directory = tmp_path / "m\udcff"
+    try:
+        shutil.copytree(tiny_checkpoint, directory, ignore=lambda *_: [directory.name])
+    except OSError:
+        pytest.skip("this file system takes no such name")
+    code, out, err = cli("--model", directory)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.endswith(r"/m\udcff': not UTF-8 text" + "\n") and ": error: the model '/" in err
 
 
 @pytest.mark.parametrize(
