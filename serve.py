@@ -23,6 +23,7 @@ from command_line import (
     check_text,
     pick_device,
     run_script,
+    show,
 )
 from engine.options import add_engine_options, check_engine_options, in_ranks, load_engine
 from errors import UserError, check_limits
@@ -89,6 +90,10 @@ def check_server_options(args) -> None:
         raise UserError("--api-key is empty; leave it out to let anyone ask")
     if args.api_key and args.api_key != args.api_key.strip():
         raise UserError("--api-key has a blank at an end, which no client can send")
+    if re.search(r"[\x00-\x08\n-\x1f\x7f]", args.api_key or ""):
+        raise UserError("--api-key has a control character, which no client can send")
+    if not args.host:
+        raise UserError("--host is empty; 0.0.0.0 listens at all addresses")
     for name in args.allowed_host:
         if not re.fullmatch(r"\*|[\w.-]+", name):
             raise UserError(f"--allowed-host {name}: it must be a name without a port")
@@ -213,7 +218,7 @@ async def serve(
     serving = asyncio.ensure_future(server.serve([sock]))
     await asyncio.wait((thread.ready, serving), return_when=asyncio.FIRST_COMPLETED)
     if thread.engine:
-        print(f"{name} at {url_of(*sock.getsockname()[:2])}", flush=True)
+        show(f"{name} at {url_of(*sock.getsockname()[:2])}\n")
     else:
         server.should_exit = True
         server.force_exit = True  # nobody waits for a text

@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import torch
 
 from cache import check_stride
-from command_line import Parser, pick_device, run_script
+from command_line import Parser, pick_device, run_script, show
 from errors import UserError, check_limits
 from loading.load import load_config, parse_name
 from loading.tokenizer import load_encoding
@@ -71,7 +71,7 @@ def run(args) -> None:
     with running(args) as address:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: signals.put(number))
-        print(f"{served_name(parse_name(args.model))} at {address}", flush=True)
+        show(f"{served_name(parse_name(args.model))} at {address}\n")
         try:
             first = wait_for(signals)
         finally:

@@ -105,12 +105,20 @@ def test_any_origin_or_none(tiny_llama):
                 assert allowed == ("*" if origins else None)
 
 
-def test_an_empty_key_is_refused(run_main):
+@pytest.mark.parametrize(
+    "key, words",
+    [
+        ("", "is empty; leave it out to let anyone ask"),
+        ("key\n", "has a blank at an end, which no client can send"),
+        ("k\ney", "has a control character, which no client can send"),
+        ("k\x7fy", "has a control character, which no client can send"),
+    ],
+)
+def test_a_key_that_no_client_can_send_is_refused(run_main, key, words):
     import serve
 
-    code, out, err = run_main(serve.main, "--port", 0, "--api-key", "")
-    assert (code, out) == (2, "")
-    assert err.endswith("error: --api-key is empty; leave it out to let anyone ask\n")
+    code, out, err = run_main(serve.main, "--port", 0, "--api-key", key)
+    assert (code, out) == (2, "") and err.endswith(f"error: --api-key {words}\n")
 
 
 def status_for(door, host: bytes, path: str = "/v1/models") -> int:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -149,6 +150,24 @@ def test_bad_options_are_one_line(run_main):
 def test_a_wrong_method_is_told_the_right_one(door):
     with door.send("POST", "/v1/models", {}) as answer:
         assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+
+
+def test_an_empty_host_is_refused(run_main):
+    """It would listen at all addresses."""
+    import serve
+
+    code, out, err = run_main(serve.main, "--host", "", "--port", 0)
+    assert (code, out) == (2, "")
+    assert err.endswith("error: --host is empty; 0.0.0.0 listens at all addresses\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has /dev/full")
+def test_an_address_that_cannot_be_printed_is_one_line():
+    command = [sys.executable, "serve.py", "--port", "0", "--device", "cpu", "--backend", "torch"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    line = "serve.py: error: standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, line)
 
 
 def test_a_host_that_cannot_be_one_is_one_line(run_main):
