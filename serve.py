@@ -31,6 +31,7 @@ from loading.load import Source, parse_name
 from parallel.ranks import RankError, Ranks, follows
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
+from server.memory import freeze
 from server.served import Served, find_chat, served_name
 
 LLAMA = STORIES.with_name("stories-llama")
@@ -218,6 +219,7 @@ async def serve(
     serving = asyncio.ensure_future(server.serve([sock]))
     await asyncio.wait((thread.ready, serving), return_when=asyncio.FIRST_COMPLETED)
     if thread.engine:
+        freeze()
         show(f"{name} at {url_of(*sock.getsockname()[:2])}\n")
     else:
         server.should_exit = True

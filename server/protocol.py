@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
-    FailFast,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     ValidationInfo,
     WrapValidator,
@@ -21,6 +22,7 @@ from errors import check_limits
 from sampling import LIMITS, SamplingParams
 
 MOST_TOKENS = 2**18  # in all texts of a request; each log-probability is one more
+MOST_ITEMS = 2**14  # prompts, messages, or parts of a message
 
 SAMPLING = (  # fields of SamplingParams by the same name
     "ignore_eos",
@@ -105,11 +107,26 @@ def one_of(allowed: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+def kind_of(prompt: Any) -> str:
+    """The only type a prompt can have, as its first element tells: no other is validated."""
+    if isinstance(prompt, list):
+        return f"list of {type(prompt[0]).__name__}" if prompt else "empty list"
+    return type(prompt).__name__
+
+
+# A list fails at its first bad element: a body of 1 MiB can hold half a million of them, and an
+# error for each would stop all streams for seconds.
 Word = Annotated[str, Field(min_length=1, max_length=256)]
-Words = Annotated[list[Word], Field(max_length=16)]
-Strings = Annotated[list[str], Field(min_length=1)]
-Ids = Annotated[list[int], Field(min_length=1)]
-IdLists = Annotated[list[list[int]], Field(min_length=1)]
+Words = Annotated[list[Word], Field(fail_fast=True, max_length=16)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Several = Field(fail_fast=True, min_length=1, max_length=MOST_ITEMS)
+Prompt = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[list[str], Several, Tag("list of str")]
+    | Annotated[Ids, Tag("list of int")]
+    | Annotated[list[Ids], Several, Tag("list of list")],
+    Discriminator(kind_of),
+]
 
 
 class StreamOptions(BaseModel):
@@ -202,8 +219,11 @@ class GenerationRequest(BaseModel):
 
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[
-        str | Strings | Ids | IdLists | None,
-        one_of("a string, a list of strings, a list of token ids or a list of such lists"),
+        Prompt | None,
+        one_of(
+            "a string, a list of strings, a list of token ids or a list of such lists, "
+            f"at most {MOST_ITEMS} prompts"
+        ),
     ] = None
     echo: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -235,7 +255,10 @@ class Message(BaseModel):
 
     # A template writes it as it is, so it must not be able to close a message and begin another.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
-    content: Annotated[str | list[Part], one_of("a string or a list of parts of the type text")]
+    content: Annotated[
+        str | Annotated[list[Part], Field(fail_fast=True, max_length=MOST_ITEMS)],
+        one_of(f"a string or a list of up to {MOST_ITEMS} parts of the type text"),
+    ]
 
     @property
     def text(self) -> str:
@@ -245,8 +268,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    # The first error is enough: each of a million would take its time.
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    messages: Annotated[list[Message], Several]
     max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
     echo: bool | None = None
     logprobs: bool | None = None

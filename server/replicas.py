@@ -16,6 +16,7 @@ from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineDead, EngineThread, Update
+from server.memory import freeze
 from server.metrics import Metrics
 from server.served import Served, find_chat, served_name
 
@@ -139,5 +140,6 @@ class Door:
         names = served_name(source), source.label
         served = Served(thread, *names, find_chat(source), here=False)
         served.metrics = AllMetrics(self.replicas)
+        freeze()
         hosts = allowed_hosts(self.args.host, self.args.allowed_host)
         return make_app(served, self.args.api_key, self.args.allow_origin, hosts)

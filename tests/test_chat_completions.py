@@ -181,7 +181,7 @@ def refusal(message: str, param: str | None) -> tuple:
     return 400, {"error": error}
 
 
-CONTENT = "it must be a string or a list of parts of the type text"
+CONTENT = "it must be a string or a list of up to 16384 parts of the type text"
 
 
 @pytest.mark.parametrize(

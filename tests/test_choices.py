@@ -102,7 +102,10 @@ def test_usage_counts_each_prompt_once_and_each_text(door):
     assert door.events(PATH, body | options | {"stream": True})[-1]["usage"] == usage
 
 
-PROMPT = "it must be a string, a list of strings, a list of token ids or a list of such lists"
+PROMPT = (
+    "it must be a string, a list of strings, a list of token ids or a list of such lists, "
+    "at most 16384 prompts"
+)
 IDS = "the prompt has the id {}; ids of this model are integers from 0 to 4095"
 
 
