@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,8 +19,6 @@ from loading.load import Source, load_model
 from loading.tokenizer import TextStream
 from model import Model
 from native import BuildError, kernel, use_native
-from parallel.ranks import Ranks, follows
-from parallel.shards import join_vocabulary
 from sampling import SamplingParams
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
@@ -296,10 +294,10 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return dtype
 
 
-def load_models(names: list, args, device: str, ranks: Ranks | None = None) -> list[Model]:
+def load_models(names: list, args, device: str, load_first: Callable | None = None) -> list[Model]:
     """The models of a command line, in its dtype and with its backend.
 
-    ranks: the processes that are to compute the first of them together.
+    load_first: what loads the first of them, as `load_model`, which loads the others.
     Raises UserError for a model that cannot be loaded, or a backend, a dtype and a device that do
     not go together.
     """
@@ -311,12 +309,10 @@ def load_models(names: list, args, device: str, ranks: Ranks | None = None) -> l
         allowed = "--device cpu and --dtype float32 or int8"
         raise UserError(f"--backend native is for {allowed}; not {device} and {args.dtype}")
     first, *others = names
-    models = [load_model(first, dtype, device, ranks)]
+    models = [(load_first or load_model)(first, dtype, device)]
     models += [load_model(name, dtype, device) for name in others]
     if native and args.backend != "torch":
         go_native(models, named=args.backend == "native")
-    if ranks:
-        join_vocabulary(models[0])
     return models
 
 
@@ -419,6 +415,16 @@ def show(text: str) -> None:
 def discard_stdout() -> None:
     """Let stdout lead nowhere. Python flushes it once more at exit, and would complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def launched() -> bool:
+    """Whether torchrun has started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def follows() -> bool:
+    """Whether this process is not the first of several."""
+    return launched() and os.environ["RANK"] != "0"
 
 
 def prepare_streams() -> None:

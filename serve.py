@@ -21,6 +21,7 @@ from command_line import (
     add_model_options,
     add_stride_option,
     check_text,
+    follows,
     pick_device,
     run_script,
     show,
@@ -28,7 +29,7 @@ from command_line import (
 from engine.options import add_engine_options, check_engine_options, in_ranks, load_engine
 from errors import UserError, check_limits
 from loading.load import Source, parse_name
-from parallel.ranks import RankError, Ranks, follows
+from parallel.ranks import RankError, Ranks
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
 from server.memory import freeze

@@ -18,7 +18,7 @@ from model import Linear
 from native import use_native
 from native.linear import NativeLinear
 from parallel.ranks import Ranks
-from parallel.shards import join_vocabulary
+from parallel.shards import join_vocabulary, load_part
 from sampling import SamplingParams
 
 SIZES = [2**12, 2**15, 2**18, 2**22]  # bytes that a rank brings to a collective
@@ -41,7 +41,7 @@ def main() -> None:
 def decode(job: dict, ranks: Ranks | None) -> dict | None:
     """What steps take in which all rows decode, and what else is known; None on a rank above 0."""
     before = common.memory_in_use("cpu")
-    model = load_model(job["model"], ranks=ranks)
+    model = load_part(job["model"], ranks=ranks) if ranks else load_model(job["model"])
     if job["native"]:
         use_native(model)
     if ranks:

@@ -2,10 +2,11 @@
 
 import argparse
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 
-from command_line import load_models, pick_device
+from command_line import launched, load_models, pick_device
 from engine.cache import follow
 from engine.drafter import LookupDrafter, PagedDrafter
 from engine.engine import Engine
@@ -14,7 +15,8 @@ from errors import UserError
 from loading.load import Source, parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from parallel.ranks import WAYS, Ranks, launched
+from parallel.ranks import WAYS, Ranks
+from parallel.shards import join_vocabulary, load_part
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +51,10 @@ def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -
         ranks.tell()  # now the others load, too
     has_draft = leads and args.draft not in (None, "lookup")
     names = [source, args.draft] if has_draft else [source]
-    model, *drafts = load_models(names, args, device, ranks)
+    load_first = functools.partial(load_part, ranks=ranks) if ranks else None
+    model, *drafts = load_models(names, args, device, load_first)
     if ranks:
+        join_vocabulary(model)
         ranks.wait()
     return Engine(
         model,

@@ -22,8 +22,6 @@ from loading.config import (
     read_token_ids,
 )
 from model import GPT, GPTConfig, Model
-from parallel.ranks import Ranks
-from parallel.shards import Plan, cut, join_blocks, places
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 PRESETS = {  # shapes that are known without a file: `random:` stands before their names
@@ -259,59 +257,68 @@ def load_config(name):
     return dataclasses.replace(config, eos_token_ids=tuple(ids))
 
 
-def load_model(
-    name, dtype: torch.dtype = torch.float32, device="cpu", ranks: Ranks | None = None
-) -> Model:
+def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
     """Load a model for inference, straight to its dtype and device; torch.int8: as int8.py has it.
 
     name: what `parse_name` understands: a directory in Hugging Face form, a model of the hub
     (`gpt2`, its sizes, or `org/name`), or `random:` before a name in PRESETS, for that shape with
-    random weights. ranks: the processes that are to compute it together; this one holds its part
-    only. Call `join_vocabulary` when no layer is replaced any more.
+    random weights.
     Raises UserError, in one line that says what is wrong, for anything else, and if memory runs
     out.
     """
     source = parse_name(name)
-    config = load_config(source)
-    architecture = architecture_of(config)
+    model = empty_model(load_config(source))
+    return fill(model, read_blocks(source, model, dtype, device), source, dtype, device)
+
+
+def empty_model(config) -> Model:
+    """A model whose weights have shapes, and no numbers yet."""
     with torch.device("meta"):
-        model = architecture.model(config)
+        return architecture_of(config).model(config)
+
+
+def read_blocks(source: Source, model: Model, dtype: torch.dtype, device) -> Iterator[tuple]:
+    """The weights of a model in blocks of rows: (name, which rows, these rows), as `read_tensors`.
+
+    model: one that is whole when this is called; its weights need no numbers.
+    """
+    architecture = architecture_of(model.config)
     shapes = {key: weight.shape for key, weight in model.named_parameters()}
-    plan = None
-    if ranks:
-        plan = Plan(model, ranks)
-        cut(model, plan)
+    if source.kind == "random":
+        return random_tensors(model, shapes, float_dtype(dtype), device)
+    return read_tensors(
+        source.weights(),
+        shapes,
+        architecture.prefix,
+        architecture.skipped,
+        architecture.transposed,
+    )
+
+
+def fill(
+    model: Model, blocks: Iterator[tuple], source: Source, dtype: torch.dtype, device
+) -> Model:
+    """Put numbers into an empty model. Returns it.
+
+    blocks: the arguments of `store`, after the first. Raises UserError if memory runs out.
+    """
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
-    floats = torch.float32 if dtype == torch.int8 else dtype  # of all that is not int8
     with memory_for(f"{source.label}: {size:,} bytes of weights"):
         if dtype == torch.int8:
             with_int8_layers(model)
         weights = {}
         for key, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            kind = tensor.dtype if tensor.dtype == torch.int8 else floats
+            kind = tensor.dtype if tensor.dtype == torch.int8 else float_dtype(dtype)
             weights[key] = torch.empty(tensor.shape, dtype=kind, device=device)
-        if source.kind == "random":
-            blocks = random_tensors(model, shapes, floats, device)
-        else:
-            blocks = read_tensors(
-                source.weights(),
-                shapes,
-                architecture.prefix,
-                architecture.skipped,
-                architecture.transposed,
-            )
-        for key, rows, block in blocks:
-            part = plan and plan.part(key.rpartition(".")[0])
-            if not part:
-                store(weights, key, rows, block)
-                continue
-            columns = part.columns if block.dim() > 1 else slice(None)
-            for own, chosen in places(part.rows, rows):
-                store(weights, key, own, block[chosen], columns)
+        for block in blocks:
+            store(weights, *block)
     model.load_state_dict(weights, assign=True, strict=False)
-    if ranks:
-        join_blocks(model, plan)
     return model.tie_weights().eval()
+
+
+def float_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of all numbers that are not int8."""
+    return torch.float32 if dtype == torch.int8 else dtype
 
 
 def random_tensors(

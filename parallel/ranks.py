@@ -1,7 +1,6 @@
 """The processes that compute a model together, and what crosses between them."""
 
 import contextlib
-import os
 import re
 import signal
 import sys
@@ -24,16 +23,6 @@ ENDED = "another of the processes has ended or does not answer"
 
 class RankError(Exception):
     """One of several processes cannot go on, so none can."""
-
-
-def launched() -> bool:
-    """Whether torchrun has started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1
-
-
-def follows() -> bool:
-    """Whether this process is not the first of several."""
-    return launched() and os.environ["RANK"] != "0"
 
 
 class Ranks:

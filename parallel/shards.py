@@ -4,23 +4,39 @@ After Shoeybi et al. 2019 (1909.08053), "Megatron-LM: Training multi-billion par
 models using model parallelism".
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 import torch.nn as nn
 
 from errors import UserError
 from int8 import Int8Linear, int8_product, quantize, to_floats
+from loading.load import empty_model, fill, load_config, parse_name, read_blocks
 from model import GPT, Model
 from parallel.ranks import Ranks
 
 UNIT = 32  # numbers: torch computes the last few of a tensor without vectors, and rounds otherwise
 
 
-class Part(NamedTuple):
-    """What a rank has of a layer's weight: these rows, one range after the other, of them columns.
+def load_part(name, dtype: torch.dtype = torch.float32, device="cpu", *, ranks: Ranks) -> Model:
+    """Load what this rank computes of a model. Arguments and errors: those of `load_model`.
 
-    Of its bias it has these rows, too.
+    No process ever holds the whole model. Call `join_vocabulary` when no layer is replaced any
+    more. Raises UserError, too, where there are too few heads.
     """
+    source = parse_name(name)
+    model = empty_model(load_config(source))
+    plan = Plan(model, ranks)
+    blocks = plan.own(read_blocks(source, model, dtype, device))
+    cut(model, plan)
+    fill(model, blocks, source, dtype, device)
+    join_blocks(model, plan)
+    return model
+
+
+class Part(NamedTuple):
+    """What a rank has of a tensor: these rows, one range after the other, and of them columns."""
 
     rows: list[range]
     columns: slice = slice(None)
@@ -46,7 +62,11 @@ def keys_of(heads: range, group: int) -> list[int]:
 
 
 class Plan:
-    """What a rank has of each layer of a model. Raises UserError where there are too few heads."""
+    """What a rank has of each weight of a model, and what all ranks have.
+
+    parts: by the name of the weight. heads, inner, outputs: of each rank. keys: of this one.
+    Raises UserError where there are too few heads.
+    """
 
     def __init__(self, model: Model, ranks: Ranks):
         config = model.config
@@ -79,27 +99,35 @@ class Plan:
         # By the ends of names.
         if isinstance(model, GPT):
             own = [range(part * C + queries.start, part * C + queries.stop) for part in range(3)]
-            self.parts = {"wte": vocab, "c_attn": Part(own), "attn.c_proj": last(queries)}
-            self.parts |= {"c_fc": Part([inner]), "mlp.c_proj": last(inner)}
+            parts = {"wte": vocab, "c_attn": Part(own), "attn.c_proj": last(queries)}
+            parts |= {"c_fc": Part([inner]), "mlp.c_proj": last(inner)}
         else:
-            self.parts = {"embed_tokens": vocab, "lm_head": vocab, "q_proj": Part([queries])}
-            self.parts |= dict.fromkeys(("k_proj", "v_proj"), Part(keys))
-            self.parts |= dict.fromkeys(("gate_proj", "up_proj"), Part([inner]))
-            self.parts |= {"o_proj": last(queries), "down_proj": last(inner)}
+            parts = {"embed_tokens": vocab, "lm_head": vocab, "q_proj": Part([queries])}
+            parts |= dict.fromkeys(("k_proj", "v_proj"), Part(keys))
+            parts |= dict.fromkeys(("gate_proj", "up_proj"), Part([inner]))
+            parts |= {"o_proj": last(queries), "down_proj": last(inner)}
+        self.parts = {}
+        for name, weight in model.named_parameters():
+            layer = name.rpartition(".")[0]
+            whole = Part([range(len(weight))])
+            part = next((part for end, part in parts.items() if layer.endswith(end)), whole)
+            self.parts[name] = part if weight.dim() > 1 else Part(part.rows)
 
-    def part(self, name: str) -> Part | None:
-        """Of a layer of this name; None: each rank has all of it."""
-        return next((part for end, part in self.parts.items() if name.endswith(end)), None)
+    def own(self, blocks: Iterator[tuple]) -> Iterator[tuple]:
+        """This rank's share of blocks of a whole model, as `store` takes them."""
+        for name, rows, block in blocks:
+            part = self.parts[name]
+            for own, chosen in places(part.rows, rows):
+                yield name, own, block[chosen], part.columns
 
 
 def cut(model: Model, plan: Plan) -> None:
-    """Leave of each layer's weight and bias what is this rank's. They are empty yet."""
-    for name, layer in model.named_modules():
-        if part := plan.part(name):
-            for key, tensor in list(layer.named_parameters()):
-                own = tensor.new_empty(sum(map(len, part.rows)), *tensor.shape[1:])
-                own = own[:, part.columns] if own.dim() > 1 else own
-                setattr(layer, key, nn.Parameter(own))
+    """Leave of each weight of an empty model what is this rank's."""
+    for name, part in plan.parts.items():
+        layer, _, key = name.rpartition(".")
+        whole = model.get_parameter(name)
+        own = whole.new_empty(sum(map(len, part.rows)), *whole.shape[1:])[..., part.columns]
+        setattr(model.get_submodule(layer), key, nn.Parameter(own))
     model.tie_weights()
     model.ranks = plan.ranks
     model.n_kv_head = len(plan.keys)

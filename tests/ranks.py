@@ -140,11 +140,10 @@ def written(directory, size: int) -> list[tuple[str, str]]:
 
 def parallel_model(name, ranks, dtype=torch.float32, native=True):
     """This rank's part of a model. native: C computes its products."""
-    from loading.load import load_model
     from native import use_native
-    from parallel.shards import join_vocabulary
+    from parallel.shards import join_vocabulary, load_part
 
-    model = load_model(name, dtype, ranks=ranks)
+    model = load_part(name, dtype, ranks=ranks)
     if native:
         use_native(model)
     join_vocabulary(model)

@@ -1,6 +1,8 @@
 """Where things stand: few files at the root, and libraries that import no script."""
 
 import ast
+import subprocess
+import sys
 
 from conftest import ROOT
 
@@ -34,3 +36,15 @@ def test_libraries_import_no_script():
     assert {"command_line", "errors", "sampling", "loading.load", "native.step"} <= libraries.keys()
     wrong = {name: imported(file) & scripts for name, file in libraries.items()}
     assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def test_one_text_needs_no_engine():
+    """`import infer` loads what computes one text, and nothing that serves or spreads many."""
+    program = "import sys, infer; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    names = [
+        name for name in found.stdout.split() if (ROOT / f"{name.replace('.', '/')}.py").is_file()
+    ]
+    assert {name.partition(".")[0] for name in names if "." in name} == {"loading", "native"}
+    assert len(names) == 18, (names, found.stderr)

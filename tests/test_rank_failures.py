@@ -85,23 +85,22 @@ def test_ctrl_c(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place, victim", [("load_model", 1), ("pass_logits", 0), ("pass_logits", 1)]
+    "place, victim", [("load_part", 1), ("pass_logits", 0), ("pass_logits", 1)]
 )
 def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
-    import command_line
     import infer_engine
-    from engine import cache
+    from engine import cache, options
     from parallel.ranks import RankError  # noqa: F401  without it both would wait
 
-    module = command_line if place == "load_model" else cache
+    module = options if place == "load_part" else cache
     real = getattr(module, place)
     calls = []
 
-    def failing(*arguments):
+    def failing(*arguments, **named):
         calls.append(1)
         if os.environ["RANK"] == str(victim) and len(calls) == (3 if module is cache else 1):
             raise RuntimeError(NO_MEMORY)
-        return real(*arguments)
+        return real(*arguments, **named)
 
     monkeypatch.setattr(module, place, failing)
     processes = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 9])

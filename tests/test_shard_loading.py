@@ -37,12 +37,12 @@ def large(tiny, tmp_path_factory):
 @pytest.mark.parametrize("way", ["gather", "reduce"])
 def test_the_peak_of_each_rank(large, way):
     def action():
-        from loading.load import load_model
         from parallel.ranks import Ranks
+        from parallel.shards import load_part
 
         with Ranks(way) as ranks:
-            load_model(large / "small", ranks=ranks)  # code takes memory, too
-            return peak(lambda: load_model(large, ranks=ranks))
+            load_part(large / "small", ranks=ranks)  # code takes memory, too
+            return peak(lambda: load_part(large, ranks=ranks))
 
     whole = (large / "model.safetensors").stat().st_size
     for grown in results(4, action):

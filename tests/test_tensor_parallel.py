@@ -42,9 +42,10 @@ def test_what_a_rank_has():
 
     def rows():
         from parallel.ranks import Ranks
+        from parallel.shards import load_part
 
         with Ranks() as ranks:
-            mlp = load_model(LLAMA, ranks=ranks).layers[0].mlp
+            mlp = load_part(LLAMA, ranks=ranks).layers[0].mlp
             assert "0 collectives a step, 0 bytes" in ranks.statistics(0)
             return len(mlp.gate_proj.weight), len(mlp.down_proj.layer.weight)
 

@@ -42,8 +42,9 @@ from command_line import STORIES
 from engine.engine import Engine
 from errors import UserError
 from loading import load
+from parallel import shards
 from parallel.ranks import Ranks
-from parallel.shards import join_vocabulary, keys_of, split
+from parallel.shards import join_vocabulary, keys_of, load_part, split
 from sampling import SamplingParams
 
 PROMPT = "The lonely knight"
@@ -100,7 +101,7 @@ def meet(way: str, dtype: torch.dtype, ids: list[int]) -> list[Meeting]:
     """On a rank: all its meetings in a pass over a text."""
     meetings = []
     with Ranks(way) as ranks, torch.inference_mode():
-        model = load.load_model(STORIES.with_name(NAME), dtype, ranks=ranks)
+        model = load_part(STORIES.with_name(NAME), dtype, ranks=ranks)
         join_vocabulary(model)
         real = {kind: getattr(ranks, kind) for kind in ("all_gather", "gather", "sum", "maximum")}
 
@@ -582,7 +583,7 @@ def record_loading(prompt: str) -> Loading:
     blocks = []
     kept = {}
     read = load.read_tensors
-    places = load.places
+    places = shards.places
 
     def noted_read(*arguments):
         for name, rows, block in read(*arguments):
@@ -590,7 +591,6 @@ def record_loading(prompt: str) -> Loading:
             blocks.append((name, rows.start, block.nbytes))
             tensors[name] = stop, stop * block[0].nbytes
             yield name, rows, block
-            kept.setdefault(name, [(0, stop)])  # it was not asked for places: it keeps all
 
     def noted_places(rows, block):
         found = places(rows, block)
@@ -599,11 +599,14 @@ def record_loading(prompt: str) -> Loading:
         return found
 
     found = []
-    with mock.patch.multiple(load, read_tensors=noted_read, places=noted_places):
+    with (
+        mock.patch.object(load, "read_tensors", noted_read),
+        mock.patch.object(shards, "places", noted_places),
+    ):
         for rank in range(int(prompt)):
             kept = {}
             ranks = SimpleNamespace(rank=rank, size=int(prompt), way="gather")
-            model = load.load_model(STORIES.with_name(NAME), ranks=ranks)
+            model = load_part(STORIES.with_name(NAME), ranks=ranks)
             found.append(Kept(kept, sum(weight.nbytes for weight in model.parameters())))
     whole = sum(weight.nbytes for weight in recordings.load(NAME).parameters())
     return Loading(tensors, found, whole, max(size for *_, size in blocks))
