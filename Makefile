@@ -18,7 +18,7 @@ book: .venv/book tags  ## make the lessons as web pages, in book/
 tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	@.venv/bin/python lessons.py tag --quiet
 
-.venv/compiled: .venv/installed native/gpt.c native/draw.c native/build.py
+.venv/compiled: .venv/installed $(wildcard native/*.[ch]) native/build.py
 	@echo "compiling native/gpt.c, which takes some seconds, once"
 	@.venv/bin/python -c "from native.build import load; load()" 2>/dev/null || \
 	echo "there is no compiled code (python infer.py --backend native says why); torch does as well"

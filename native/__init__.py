@@ -1,4 +1,4 @@
-"""Native code for the CPU: gpt.c, what compiles it, and what calls it."""
+"""Native code for the CPU: gpt.c and draw.c, what compiles them, and what calls them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Compile gpt.c for this machine, once for each source, compiler and processor, and load it."""
+"""Compile gpt.c and draw.c, once for each source, compiler and processor, and load them."""
 
 import contextlib
 import ctypes
@@ -57,8 +57,8 @@ def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
         flags, macros = predefined([*compiler, *options], NATIVE if target is None else (target,))
         compiling = [*compiler, *options, *flags]
         about = repr((compiling, linking, openmp())).encode()
-        sources = [file.read_bytes() for file in sorted(SOURCE.parent.glob("*.c"))]
-        key = hashlib.sha256(b"\0".join([macros, about, *sources])).hexdigest()
+        code = [file.read_bytes() for file in sorted(SOURCE.parent.glob("*.[ch]"))]
+        key = hashlib.sha256(b"\0".join([macros, about, *code])).hexdigest()
         directory, file = find(key)
         if file is None:
             with removed_on_sigterm(), tempfile.TemporaryDirectory(dir=directory) as temporary:
@@ -147,15 +147,20 @@ def openmp() -> list[str]:
 
 
 def compile_into(directory: Path, compiling: list[str], linking: list[str]) -> Path:
-    """Compile gpt.c, for one thread if the compiler's OpenMP is not torch's. Raises BuildError."""
-    code = str(directory / "gpt.o")
+    """Compile gpt.c and the C files beside it into one library.
+
+    It is for one thread if the compiler's OpenMP is not torch's. Raises BuildError.
+    """
+    sources = sorted(SOURCE.parent.glob("*.c"))
+    objects = {source: str(directory / f"{source.stem}.o") for source in sources}
     library = directory / "gpt.so"
-    link = [*linking, "-shared", code, "-lm", "-o", str(library)]
+    link = [*linking, "-shared", *objects.values(), "-lm", "-o", str(library)]
     if sys.platform == "linux":
         link.append("-Wl,-z,defs")
     for threads, libraries in ((["-fopenmp"], openmp()), ([], [])):
         try:
-            call([*compiling, *threads, "-c", str(SOURCE), "-o", code])
+            for source, code in objects.items():
+                call([*compiling, *threads, "-c", str(source), "-o", code])
             call([*link, *libraries])
             if library.exists():
                 return library

@@ -1,7 +1,12 @@
-// The choice of a token for each row of logits, included by gpt.c.
+// The choice of a token for each row of logits.
 //
 // Sums are of whole numbers, so that neither the width of a vector nor the number of threads
 // changes a draw.
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "common.h"
 
 typedef struct {
   const float *logits;  // (V)

@@ -9,15 +9,14 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "common.h"
+
 #ifdef _OPENMP
-#include <omp.h>
 #define THREADS ""
 #else
 #define THREADS ", one thread"
-static int omp_get_thread_num(void) { return 0; }
-static int omp_get_num_threads(void) { return 1; }
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
 // instruction sets --------------------------------------------------------------------------------
 //
@@ -312,26 +311,6 @@ INLINE Vector dots(int64_t n, const float *a, const Vector *b) {
   for (int half = PARTIAL / 2; half; half /= 2)
     for (int l = 0; l < half; l++) sums[l] += sums[l + half];
   return sums[0];
-}
-
-// e to the x: 2 to the n, the nearest whole number to x / ln 2, times a polynomial in the rest.
-// Without a branch the compiler makes vectors of it. NaN stays NaN. After Cephes' expf.
-INLINE float exponential(float x) {
-  x = x < -87 ? -87 : x > 88 ? 88 : x;
-  float rounded = x * 1.44269504f + 12582912;  // 1.5 * 2**23: its last bits are those of n
-  float n = rounded - 12582912, r = (x - n * 0.693359375f) + n * 2.12194440e-4f, power;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1;
-  uint32_t bits;
-  memcpy(&bits, &rounded, 4);
-  bits = (bits + 127) << 23;  // the exponent of a float
-  memcpy(&power, &bits, 4);
-  return p * power;
 }
 
 void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x, float *y) {
@@ -651,5 +630,3 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     products(&m->head, 1, p->wanted, few, in, values, scale, logits, 0);
   }
 }
-
-#include "draw.c"

@@ -83,14 +83,18 @@ def in_torch(logits, params, position=9):
     return sample(logits, params[0], draws=draws).tolist()
 
 
-def test_another_part_of_the_source_is_other_code(fresh):
+def test_all_c_files_and_their_headers_are_one_library(fresh):
+    header = fresh.SOURCE.with_name("part.h")
+    header.write_text("enum { PART = 1 };\n")
     part = fresh.SOURCE.with_name("part.c")
-    part.write_text("int part(void) { return 1; }\n")
-    fresh.SOURCE.write_text(fresh.SOURCE.read_text() + '#include "part.c"\n')
-    assert fresh.load().part() == 1
-    part.write_text("int part(void) { return 2; }\n")
+    part.write_text('#include "part.h"\nint part(void) { return PART; }\n')
+    assert fresh.load().part() == 1 and fresh.load().linear() == 1
+    header.write_text("enum { PART = 2 };\n")
     fresh.load.cache_clear()
     assert fresh.load().part() == 2
+    part.write_text('#include "part.h"\nint part(void) { return PART + 1; }\n')
+    fresh.load.cache_clear()
+    assert fresh.load().part() == 3
 
 
 @pytest.mark.parametrize("fields", PARAMS[:5])

@@ -1,0 +1,36 @@
+// What gpt.c and draw.c share.
+#ifndef COMMON_H
+#define COMMON_H
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+INLINE int omp_get_thread_num(void) { return 0; }
+INLINE int omp_get_num_threads(void) { return 1; }
+#endif
+
+// e to the x: 2 to the n, the nearest whole number to x / ln 2, times a polynomial in the rest.
+// Without a branch the compiler makes vectors of it. NaN stays NaN. After Cephes' expf.
+INLINE float exponential(float x) {
+  x = x < -87 ? -87 : x > 88 ? 88 : x;
+  float rounded = x * 1.44269504f + 12582912;  // 1.5 * 2**23: its last bits are those of n
+  float n = rounded - 12582912, r = (x - n * 0.693359375f) + n * 2.12194440e-4f, power;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1;
+  uint32_t bits;
+  memcpy(&bits, &rounded, 4);
+  bits = (bits + 127) << 23;  // the exponent of a float
+  memcpy(&power, &bits, 4);
+  return p * power;
+}
+
+#endif
