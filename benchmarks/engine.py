@@ -21,11 +21,10 @@ import benchmark_speculative
 from benchmarks import common
 from command_line import STORIES, Parser
 from engine.cache import PagedCache, Span, last_logits
-from engine.drafter import LookupDrafter, PagedDrafter
+from engine.drafter import LookupDrafter, PagedDrafter, Trials
 from engine.engine import Engine
 from engine.pages import page_count
 from engine.request import Event, Request
-from engine.trials import Trials
 from errors import UserError
 from infer import generate
 from loading.load import load_model, parse_name, save_model

@@ -1,18 +1,36 @@
-"""Guesses at the next tokens of texts, for an engine."""
+"""Guesses at the next tokens of texts, for an engine, and whether they pay."""
 
-from typing import NamedTuple
+import statistics
+import time
+from collections import deque
+from typing import NamedTuple, Protocol
 
 import torch
 
 from cache import Span, check_stride, shared_length, window_start
 from drafts import check_vocabularies, lookup
 from engine.cache import PagedCache, last_logits
-from engine.engine import LIMITS
 from engine.pages import PagePool, page_count
 from engine.request import Request
+from engine.scheduler import LIMITS, Work
 from errors import check_limits
 from model import Model
 from sampling import choose, finite_rows
+
+
+class Drafter(Protocol):
+    """What an engine asks for drafts. They change no text, whoever guesses, but for three things.
+
+    A pass with drafts has another shape, so it may round in another way. It is larger, so it may be
+    the one for which there is no memory. And a text ends with an error if the logits behind a draft
+    are not finite, which without drafts nobody would see.
+    """
+
+    def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
+        """Up to counts[i] tokens to follow the text of request i: ids of the target's vocabulary.
+
+        If it has no memory there are no drafts in this step; other errors leave `Engine.step`.
+        """
 
 
 class LookupDrafter:
@@ -93,3 +111,73 @@ class PagedDrafter:
     def forget(self, request: Request) -> None:
         """Give back the pages of a request."""
         self.pool.shrink(self.held.pop(request).pages, 0)
+
+
+TRIAL = 16  # steps of each way; after as many more it is decided again
+TERM = 256  # steps of the faster one, before both are tried again
+KEPT = 64  # steps of each way that count, the newest
+
+
+class Trial:
+    """Steps with drafts, then as many without, then those of the way that makes more tokens/s.
+
+    What was measured before counts in the next trial, too, and steps of the term count: a few of
+    one text say little.
+    """
+
+    def __init__(self):
+        self.steps = 0  # of a trial and the term after it
+        self.pays = True
+        self.tokens = {drafts: deque(maxlen=KEPT) for drafts in (True, False)}  # of each step
+        self.seconds = {drafts: deque(maxlen=KEPT) for drafts in (True, False)}
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the next step has drafts."""
+        return self.pays if self.steps >= 2 * TRIAL else self.steps < TRIAL
+
+    def note(self, drafts: bool, tokens: int, seconds: float) -> None:
+        """A step has made so many tokens."""
+        self.tokens[drafts].append(tokens)
+        self.seconds[drafts].append(seconds)
+        self.steps = (self.steps + 1) % (2 * TRIAL + TERM)
+        if self.steps >= 2 * TRIAL and self.steps % TRIAL == 0:
+            self.pays = self.rate(True) > self.rate(False)
+
+    def rate(self, drafts: bool) -> float:
+        """Tokens/s: the mean of tokens by the median of seconds, which no single pause moves."""
+        return statistics.mean(self.tokens[drafts]) / statistics.median(self.seconds[drafts])
+
+
+class Trials:
+    """For an engine: in which of its steps drafts pay.
+
+    A pass over more tokens takes little longer for one row and much longer for many, so each number
+    of rows has a trial of its own; in powers of two: 1, 2 to 3, 4 to 7, ...
+    """
+
+    def __init__(self):
+        self.trials: dict[int, Trial] = {}
+        self.drafted = False  # in the last step that only decoded
+
+    def drafts(self, rows: int) -> bool:
+        """Whether to ask for drafts for so many rows, in a step that begins now."""
+        self.began = time.perf_counter()
+        self.rows = rows
+        self.trial = self.trials.setdefault(rows.bit_length(), Trial())
+        self.asked = self.trial.drafts
+        return self.asked
+
+    def note(self, works: list[Work], tokens: int) -> None:
+        """The step that began has computed these works, and so many tokens follow.
+
+        A step in which a text comes in or a prompt is read does not count. Nor does the first one
+        with drafts: in it a draft model reads all that was written without it.
+        """
+        seconds = time.perf_counter() - self.began
+        decodes = all(len(work.tokens) == len(work.drafts) + 1 for work in works)
+        if len(works) != self.rows or not decodes:
+            return
+        if self.drafted or not self.asked:
+            self.trial.note(self.asked, tokens, seconds)
+        self.drafted = self.asked

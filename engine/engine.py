@@ -1,45 +1,28 @@
 """The engine: requests in, events out."""
 
 import itertools
-import time
-from typing import Protocol
+from typing import NamedTuple
 
 import tiktoken
 import torch
 
-from cache import Span, check_stride, shared_length
+from cache import check_stride, shared_length
 from engine.cache import PagedCache, last_logits
+from engine.drafter import Drafter, Trials
 from engine.pages import PagePool, page_count
 from engine.request import Event, Request, make_request
-from engine.scheduler import Scheduler, Work
-from engine.trials import Trials
+from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
 from loading.tokenizer import StopStream
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, choose, finite_rows, token_logprob
 
-LIMITS = {  # argument: its type, which values are valid, how to say that
-    "max_rows": (int, lambda value: value >= 1, "an integer >= 1"),
-    "num_pages": (int, lambda value: value >= 1, "an integer >= 1"),
-    "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
-    "budget": (int, lambda value: value >= 1, "an integer >= 1"),
-    "gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16"),
-}
 
+class Choice(NamedTuple):
+    """What a pass gives for one work: a token to follow each of its texts."""
 
-class Drafter(Protocol):
-    """What an engine asks for drafts. They change no text, whoever guesses, but for three things.
-
-    A pass with drafts has another shape, so it may round in another way. It is larger, so it may be
-    the one for which there is no memory. And a text ends with an error if the logits behind a draft
-    are not finite, which without drafts nobody would see.
-    """
-
-    def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
-        """Up to counts[i] tokens to follow the text of request i: ids of the target's vocabulary.
-
-        If it has no memory there are no drafts in this step; other errors leave `Engine.step`.
-        """
+    tokens: list[int]
+    logits: torch.Tensor  # (len(tokens), vocab_size): what each was chosen from
 
 
 class Engine:
@@ -134,42 +117,30 @@ class Engine:
         step goes on from there. With several ranks none does: they are not all at one place.
         """
         self.works = []
-        began = time.perf_counter()
-        rows = len(self.scheduler.running)
-        drafted = self.draft()
+        self.draft()
         works = self.scheduler.schedule()
         if not works:
             return []
         try:
             with memory_for("the texts of this step"):
-                results = self.compute(works)
+                choices = self.compute(works)
         except UserError as error:
             return [self.fail(work.request, str(error)) for work in works]
-        events = []
-        for work, result in zip(works, results):
-            try:
-                events.append(self.update(work, result))
-            except Exception as error:  # of this text alone: the encoding is the caller's
-                events.append(self.fail(work.request, f"{type(error).__name__}: {error}"))
+        events = [self.update(work, choice) for work, choice in zip(works, choices)]
         events = [event for event in events if event]  # a chunk has none
-        if self.trials and len(works) == rows:  # nobody came
-            if all(len(work.tokens) == len(work.drafts) + 1 for work in works):  # no prompt is read
-                tokens = sum(len(event.tokens) for event in events)
-                self.trials.note(rows, drafted, tokens, time.perf_counter() - began)
+        if self.trials:
+            self.trials.note(works, sum(len(event.tokens) for event in events))
         return events
 
-    def draft(self) -> bool:
-        """Ask for drafts for requests that lack nothing but their newest token.
-
-        Returns whether it asked: where drafts do not pay it does not.
-        """
+    def draft(self) -> None:
+        """Ask for drafts for requests that lack nothing but their newest token, where they pay."""
         if self.drafter is None:
-            return False
+            return
         running = self.scheduler.running
         for request in running:
             request.drafts = []  # those of a step that was interrupted
         if self.trials and not self.trials.drafts(len(running)):
-            return False
+            return
         asking = [request for request in running if len(request.lacking) == 1]
         counts = [
             min(
@@ -187,52 +158,52 @@ class Engine:
             proposed = self.drafter.propose(asking, counts)
         except (MemoryError, RuntimeError) as error:
             if means_no_memory(error):
-                return True
+                return
             raise
         for request, count, tokens in zip(asking, counts, proposed, strict=True):
             request.drafts = tokens[:count]
-        return True
 
-    def compute(self, works: list[Work]) -> list[tuple[list[int], torch.Tensor] | None]:
-        """What follows each text and each of its drafts, and the logits that it was chosen from.
-
-        None where these are not finite.
-        """
-        spans = [Span(work.request.pages, work.request.computed, work.tokens) for work in works]
+    def compute(self, works: list[Work]) -> list[Choice | None]:
+        """Run one pass over these works and choose; None where logits are not finite."""
+        spans = [work.span for work in works]
         keep = [len(work.drafts) + 1 for work in works]
         logits = last_logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
         self.works = works
         self.steps += 1
         self.positions += sum(len(work.tokens) for work in works)
         finite = finite_rows(logits)
-        requests = [work.request for work, count in zip(works, keep) for _ in range(count)]
-        texts = [
-            work.request.tokens + work.drafts[:index]
-            for work, count in zip(works, keep)
-            for index in range(count)
-        ]
-        params = [request.params for request in requests]
-        lengths = [request.prompt_length for request in requests]
+        rows = [(work.request, text) for work in works for text in work.texts]
+        params = [request.params for request, _ in rows]
+        texts = [text for _, text in rows]
+        lengths = [request.prompt_length for request, _ in rows]
         tokens = choose(logits, params, texts, lengths, None, self.model.draws)
-        ends = itertools.accumulate(keep)
-        parts = [slice(end - count, end) for end, count in zip(ends, keep)]
-        return [
-            (tokens[part], rows) if all(finite[part]) else None
-            for part, rows in zip(parts, logits.split(keep))
-        ]
+        choices = []
+        for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
+            part = slice(end - len(own), end)
+            choices.append(Choice(tokens[part], own) if all(finite[part]) else None)
+        return choices
 
-    def update(self, work: Work, result: tuple[list[int], torch.Tensor] | None) -> Event | None:
-        """Add to a text what follows it, and while that was drafted what follows the draft.
+    def update(self, work: Work, choice: Choice | None) -> Event | None:
+        """Give a request what was chosen for its work; a chunk has no event.
 
-        None is an error, also of a chunk: what it wrote would be shared. A chunk has no event.
+        None ends the request, also in a chunk: the pages that it wrote would be shared. An error
+        in the work for this text alone ends it too.
         """
         request = work.request
-        if result is None:
-            return self.fail(request, NOT_FINITE)
-        if not work.complete:
+        try:
+            if choice is None:
+                return self.fail(request, NOT_FINITE)
+            if work.complete:
+                return self.extend(work, choice)
             self.scheduler.advance(work, [])
             return None
-        following, logits = result
+        except Exception as error:  # of this text alone: the encoding is the caller's
+            return self.fail(request, f"{type(error).__name__}: {error}")
+
+    def extend(self, work: Work, choice: Choice) -> Event:
+        """Add to a text what follows it, and while that was drafted what follows the draft."""
+        request = work.request
+        following, logits = choice
         accepted = shared_length(following, work.drafts)
         self.drafted += len(work.drafts)
         self.accepted += accepted  # also where the text ends before the last of these

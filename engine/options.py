@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 from command_line import launched, load_models, pick_device
 from engine.cache import follow
-from engine.drafter import LookupDrafter, PagedDrafter
+from engine.drafter import LookupDrafter, PagedDrafter, Trials
 from engine.engine import Engine
-from engine.trials import Trials
 from errors import UserError
 from loading.load import Source, parse_name
 from loading.tokenizer import load_encoding

@@ -3,10 +3,18 @@
 from collections import deque
 from typing import NamedTuple
 
-from cache import window_start
+from cache import Span, window_start
 from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
+
+LIMITS = {  # argument of an engine: its type, which values are valid, how to say that
+    "max_rows": (int, lambda value: value >= 1, "an integer >= 1"),
+    "num_pages": (int, lambda value: value >= 1, "an integer >= 1"),
+    "page_size": (int, lambda value: value >= 1, "an integer >= 1"),
+    "budget": (int, lambda value: value >= 1, "an integer >= 1"),
+    "gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16"),
+}
 
 
 class Work(NamedTuple):
@@ -20,6 +28,17 @@ class Work(NamedTuple):
     def complete(self) -> bool:
         """Whether they reach the newest token, so that another one follows."""
         return self.request.computed + len(self.tokens) - len(self.drafts) == self.request.length
+
+    @property
+    def span(self) -> Span:
+        """Where they stand in the cache."""
+        return Span(self.request.pages, self.request.computed, self.tokens)
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The text, and the text with one draft more each: a token is chosen to follow each."""
+        tokens = self.request.tokens
+        return [tokens + self.drafts[:count] for count in range(len(self.drafts) + 1)]
 
 
 class Scheduler:

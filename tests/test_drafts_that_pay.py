@@ -54,7 +54,7 @@ class Timed:
 
 
 def trials_engine(model, drafter, rows=1, **options) -> Engine:
-    from engine.trials import Trials
+    from engine.drafter import Trials
 
     return Engine(model, rows, page_size=16, drafter=drafter, trials=Trials(), **options)
 
@@ -102,7 +102,7 @@ def noted(trial, drafts, count, tokens, seconds) -> None:
 
 def test_older_steps_count_in_a_trial():
     """Sixteen steps that were slow by chance do not outweigh those kept of the term before."""
-    from engine.trials import Trial
+    from engine.drafter import Trial
 
     trial = Trial()
     noted(trial, True, 16, 3, 2.0)
@@ -115,7 +115,7 @@ def test_older_steps_count_in_a_trial():
 
 
 def test_a_term_ends_early_when_its_steps_say_so():
-    from engine.trials import Trial
+    from engine.drafter import Trial
 
     trial = Trial()
     noted(trial, True, 16, 3, 2.0)
@@ -127,7 +127,7 @@ def test_a_term_ends_early_when_its_steps_say_so():
 
 
 def test_a_term_is_decided_again_after_16_steps_and_not_before():
-    from engine.trials import Trial
+    from engine.drafter import Trial
 
     trial = Trial()
     noted(trial, True, 16, 3, 2.0)
@@ -140,7 +140,7 @@ def test_a_term_is_decided_again_after_16_steps_and_not_before():
 
 def test_a_rate_is_that_of_the_newest_64_steps():
     """The mean of their tokens by the median of their seconds."""
-    from engine.trials import Trial
+    from engine.drafter import Trial
 
     trial = Trial()
     noted(trial, False, 1, 1, 1.0)
@@ -242,7 +242,7 @@ def test_texts_are_those_of_generate_whatever_the_clock_says(tiny, tiny_llama, m
 
 
 def trials():
-    from engine.trials import Trials
+    from engine.drafter import Trials
 
     return Trials()
 

@@ -7,13 +7,11 @@ from unittest import mock
 
 import torch
 
-import engine.engine as engine_module
 from book import recordings
 from book.draw import Drawing, Picture, bars, key, panel, panels, percent, token
 from book.playing import Arrival, Run, play, player, row_of
-from engine.drafter import LookupDrafter, PagedDrafter
+from engine.drafter import TRIAL, LookupDrafter, PagedDrafter, Trial, Trials
 from engine.engine import Engine
-from engine.trials import TRIAL, Trial, Trials
 from sampling import SamplingParams, noise_of
 
 OTHER = "The dog was very happy. He had a big bag with a"
@@ -290,7 +288,7 @@ def tried(ids: list[int], clock: str) -> Tried:
             )
 
         timer = SimpleNamespace(perf_counter=now)
-        with mock.patch.object(engine_module, "time", timer):
+        with mock.patch("engine.drafter.time", timer):
             while len(steps) < STEPS:
                 counted = trial.steps
                 drafted = len(small)
