@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import sys
 
 if __name__ == "__main__":
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
@@ -35,6 +36,7 @@ from server.engine_thread import EngineThread
 from server.memory import freeze
 from server.served import Served, find_chat, served_name
 
+SPARE = 64  # descriptors for all that is no connection
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
 SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number >= 0")
@@ -129,6 +131,8 @@ class Protocol(H11Protocol):
             self.watch()
 
     def shutdown(self) -> None:
+        if not self.transport:  # connection_made has yet to be called
+            return
         super().shutdown()
         if self.timer:  # nobody new is let in
             self.transport.close()
@@ -153,8 +157,10 @@ UVICORN = {"http": Protocol, "access_log": False}
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which ends in its own way.
+    """uvicorn's, which accepts connections and ends in its own way.
 
+    It accepts no more connections than there are descriptors for; further clients wait in the
+    backlog. asyncio's own servers would accept until none is left, and report each that fails.
     After a signal nobody new is let in, and running texts may go on for so many seconds; then they
     end with an error. A second signal ends the process at once.
     """
@@ -167,6 +173,48 @@ class Server(uvicorn.Server):
         self.thread = thread
         self.seconds = seconds
         self.signal: int | None = None
+        self.told = False  # that no more connections are accepted
+
+    async def startup(self, sockets: list[socket.socket]) -> None:
+        await super().startup([])
+        (sock,) = sockets
+        self.accepting = asyncio.ensure_future(self.accept(sock))
+
+    async def accept(self, sock: socket.socket) -> None:
+        """Accept connections for ever, each as soon as there is room for it."""
+        loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        most = most_connections()
+        while True:
+            while len(self.server_state.connections) >= most:
+                await self.wait()
+            try:
+                connection, _ = await loop.sock_accept(sock)
+            except ConnectionAbortedError:  # its client has left
+                continue
+            except OSError:  # whatever else is open has taken all descriptors that were left
+                await self.wait()
+            else:
+                self.enter(connection)
+
+    async def wait(self) -> None:
+        """Wait a moment, in which a connection may end; say once that this had to be."""
+        if not self.told:
+            self.told = True
+            present = len(self.server_state.connections)
+            limit = "the limit of open files (ulimit -n) allows no more"
+            print(f"note: {present} connections are open; {limit}", file=sys.stderr, flush=True)
+        await asyncio.sleep(0.1)
+
+    def enter(self, connection: socket.socket) -> None:
+        """Begin to serve a connection, which counts from now on."""
+        loop = asyncio.get_running_loop()
+        state = self.server_state
+        protocol = Protocol(config=self.config, server_state=state, app_state={}, _loop=loop)
+        state.connections.add(protocol)
+        task = loop.create_task(loop.connect_accepted_socket(lambda: protocol, connection))
+        state.tasks.add(task)
+        task.add_done_callback(state.tasks.discard)
 
     def handle_exit(self, sig: int, frame) -> None:
         if self.signal is not None or not self.thread.ready.done():
@@ -174,10 +222,23 @@ class Server(uvicorn.Server):
         self.signal = sig
         self.should_exit = True
 
-    async def shutdown(self, sockets=None) -> None:
+    async def shutdown(self, sockets: list[socket.socket]) -> None:
+        self.accepting.cancel()
         self.live.close()
         asyncio.get_running_loop().call_later(self.seconds, self.thread.stop)
         await super().shutdown(sockets)
+
+
+def most_connections() -> int:
+    """How many of the descriptors of this process may be connections; some are for files."""
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return sys.maxsize
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(limit - SPARE, limit // 2)
 
 
 def listen(host: str, port: int) -> socket.socket:

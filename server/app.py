@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -154,12 +154,12 @@ def make_app(
         return LiveStream(present(served.live).watch())
 
     @app.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(HERE / "page.html")
+    async def page() -> Response:
+        return file_response("page.html", "text/html")
 
     @app.get("/player.js", include_in_schema=False)
-    async def player() -> FileResponse:
-        return FileResponse(HERE / "player.js", media_type="text/javascript")
+    async def player() -> Response:
+        return file_response("player.js", "text/javascript")
 
     @app.get("/v1/models")
     async def models() -> dict:
@@ -183,6 +183,11 @@ def make_app(
         shown = {"expose_headers": ["Retry-After"]}
         app.add_middleware(CORSMiddleware, allow_origins=origins, **allowed, **shown)
     return app
+
+
+def file_response(name: str, kind: str) -> Response:
+    """A file beside this one. FileResponse has it open while it is sent: a descriptor a client."""
+    return Response((HERE / name).read_bytes(), media_type=kind)
 
 
 def present(view):

@@ -1,10 +1,13 @@
-"""What hostile clients can take from a server: the event loop's time."""
+"""What hostile clients can take from a server: the event loop's time, descriptors."""
 
+import re
 import signal
+import socket
+import sys
 import time
 
 import pytest
-from test_draining import door_of, start
+from test_draining import ENDLESS, PATH, door_of, start
 
 MANY = 2**18  # elements, as a body of 1 MiB can have
 
@@ -92,3 +95,60 @@ def test_garbage_is_not_looked_for_among_what_stays():
         server.send_signal(signal.SIGTERM)
         frozen, threshold = map(int, server.stdout.read().split())
     assert frozen > 100_000 and threshold >= 10_000
+
+
+FEW = """
+import resource
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+import serve
+
+files = [open("serve.py") for _ in range({held})]
+serve.main({arguments})
+"""
+
+
+@pytest.mark.parametrize("held", [0, 35])
+def test_more_connections_than_descriptors(held):
+    """So many are accepted as fit; the others wait until one leaves, and this is said once."""
+    with start(program=FEW.replace("{held}", str(held))) as server:
+        door = door_of(server)
+        with door.send("POST", PATH, ENDLESS) as answer:
+            assert answer.readline().startswith(b"data: ")
+            idle = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(100)]
+            began = time.monotonic()
+            while time.monotonic() < began + 0.5:
+                assert answer.readline()
+            for connection in idle:
+                connection.close()
+            assert door.get("/health")[0] == 200
+        server.send_signal(signal.SIGTERM)
+        said = server.stderr.read()
+    note = (
+        r"note: (\d+) connections are open; the limit of open files \(ulimit -n\) allows no more\n"
+    )
+    present = int(re.fullmatch(note, said)[1])
+    assert present == 32 if held == 0 else 10 < present < 32
+
+
+@pytest.mark.parametrize("limit, most", [(64, 32), (128, 64), (1024, 960), (-1, sys.maxsize)])
+def test_how_many_connections_there_may_be(monkeypatch, limit, most):
+    import resource
+
+    from serve import most_connections
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
+    assert most_connections() == most
+
+
+def test_a_page_takes_no_descriptor_of_its_own(tiny_llama, monkeypatch):
+    """While it is sent to a client that does not read, no file is open."""
+    import anyio
+    from serving import serving, small_engine
+
+    monkeypatch.setattr(anyio, "open_file", None)
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        for path in ("/", "/player.js"):
+            with door.send("GET", path) as answer:
+                assert answer.status == 200 and len(answer.read()) > 1000
