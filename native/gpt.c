@@ -300,8 +300,10 @@ INLINE float dot(int64_t n, const float *a, const float *b) {
   return partial[0];
 }
 
-// The same for WIDTH columns of b side by side: b[i] has number i of each.
-INLINE Vector dots(int64_t n, const float *a, const Vector *b) {
+INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
+
+// The dot products of a with WIDTH columns side by side: b[i] has number i of each.
+INLINE Vector column_dots(int64_t n, const float *a, const Vector *b) {
   Vector sums[PARTIAL] = {0};
   int64_t i = 0;
   for (; i + PARTIAL <= n; i += PARTIAL)
@@ -313,9 +315,11 @@ INLINE Vector dots(int64_t n, const float *a, const Vector *b) {
   return sums[0];
 }
 
+INLINE Vector column_sums(int64_t n, const Vector *b) { return column_dots(n, NULL, b); }
+
 void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x, float *y) {
   for (int64_t t = 0; t < T; t++, x += C, y += C) {
-    float mean = dot(C, x, NULL) / C;
+    float mean = sum(C, x) / C;
     for (int64_t i = 0; i < C; i++) y[i] = x[i] - mean;
     float factor = 1 / sqrtf(dot(C, y, y) / C + epsilon);
     for (int64_t i = 0; i < C; i++) y[i] = y[i] * factor * norm->weight[i] + norm->bias[i];
@@ -358,186 +362,258 @@ static void rotate(const Pass *p, int64_t position, int64_t D, float *x) {
   }
 }
 
-// Ask for n numbers that will be needed soon: pages lie anywhere, so the processor cannot guess.
-INLINE void fetch(int64_t n, const float *x) {
-  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a line of 64 bytes
-}
+// attention ---------------------------------------------------------------------------------------
+//
+// softmax(q k / sqrt(D)) v in three steps: score, softmax, weigh. A query attends alone, or WIDTH
+// queries of neighbouring positions attend as a block, which reads each key once for all of them.
+// T, N and D are constants where the compiler can know them: it unrolls loops over them.
 
-// The keys and values of a text for one head, in pages of (size, D) numbers. k and v are where
-// page 0 has them, and page 1 has them `stride` numbers later.
+// What one text has in the cache for one layer and one KV head, in pages of (page_size, D) numbers.
 typedef struct {
-  const int64_t *pages;
-  int64_t size, stride;
-  const float *k, *v;
+  float *keys, *values;  // of page 0
+  int64_t stride;        // numbers from one page to the next
+  int64_t page_size;
+  const int64_t *pages;  // the block table of the text
+  int64_t length;        // positions that the first query sees; each next one sees one more
+  int fresh;             // whether to prefetch: this layer has not read the text yet
 } Past;
 
-// What T queries make of the values, numbers d to d + N * WIDTH - 1: each value times its score,
-// summed, divided by the sum of scores. Query 0 sees `length` positions, each next one sees one
-// more. s: (positions, s_step), sum: (T), y: (T, y_step). fresh: as in `attend_to`.
-INLINE void weigh(const int T, const int N, const Past *past, int64_t D, int64_t length, int64_t d,
-                  const float *s, int64_t s_step, const float *sum, float *y, int64_t y_step,
-                  const int fresh) {
-  Vector sums[TOGETHER][4] = {0};
-  int64_t size = past->size, last = length + T - 1;
-  for (int64_t start = 0, p = 0; start < last; start += size) {
-    const float *value = past->v + past->pages[p++] * past->stride + d, *next = NULL;
+INLINE float *key_page(const Past *past, int64_t i) {
+  return past->keys + past->pages[i] * past->stride;
+}
+
+INLINE float *value_page(const Past *past, int64_t i) {
+  return past->values + past->pages[i] * past->stride;
+}
+
+// Prefetch n numbers. Pages lie anywhere in memory, so the processor cannot guess the next one.
+INLINE void prefetch(int64_t n, const float *x) {
+  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a cache line is 64 bytes
+}
+
+// Step 1 for one query: its dot product with each key. scores: (length).
+INLINE void score(const int64_t D, const Past *past, const float *q, float *scores) {
+  int64_t length = past->length;
+  int64_t size = past->page_size;
+  for (int64_t start = 0, page = 0; start < length; start += size, page++) {
+    int64_t n = length - start < size ? length - start : size;
+    const float *key = key_page(past, page);
+    const float *next = NULL;
+    if (past->fresh)
+      next = start + size < length ? key_page(past, page + 1) : value_page(past, 0);
+    for (int64_t i = 0; i < n; i++) {
+      if (next) prefetch(D, next + i * D);
+      scores[start + i] = dot(D, q, key + i * D);
+    }
+  }
+}
+
+// Step 1 for a block of queries. columns: (D, WIDTH), a query in each; scores: (positions, WIDTH),
+// -infinity at the positions that a query does not see.
+INLINE void score_block(const int64_t D, const Past *past, const Vector *columns, float *scores) {
+  int64_t length = past->length;
+  int64_t last = length + WIDTH - 1;
+  int64_t size = past->page_size;
+  for (int64_t start = 0, page = 0; start < last; start += size, page++) {
     int64_t end = last - start < size ? last : start + size;
-    if (fresh && end < last) next = past->v + past->pages[p] * past->stride + d;
+    const float *key = key_page(past, page);
+    for (int64_t i = start; i < end; i++, key += D)
+      *(Vector *)(scores + i * WIDTH) = column_dots(D, key, columns);
+  }
+  for (int64_t i = length; i < last; i++)
+    for (int t = 0; t <= i - length; t++) scores[i * WIDTH + t] = -INFINITY;
+}
+
+// Step 2 for one query: scores become exponentials, below 1 so that none overflows. Returns their
+// sum: it divides the result of step 3, because a division for each score would take longer.
+INLINE float softmax(int64_t D, int64_t length, float *scores) {
+  float factor = 1 / sqrtf(D);
+  float largest = -INFINITY;
+  for (int64_t i = 0; i < length; i++) largest = scores[i] > largest ? scores[i] : largest;
+  for (int64_t i = 0; i < length; i++) scores[i] = exponential((scores[i] - largest) * factor);
+  return sum(length, scores);
+}
+
+// Step 2 for a block of queries. sums: (WIDTH).
+INLINE void softmax_block(int64_t D, int64_t length, float *scores, float *sums) {
+  int64_t last = length + WIDTH - 1;
+  float factor = 1 / sqrtf(D);
+  float largest[WIDTH];
+  for (int t = 0; t < WIDTH; t++) largest[t] = -INFINITY;
+  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+    for (int t = 0; t < WIDTH; t++)
+      largest[t] = scores[i + t] > largest[t] ? scores[i + t] : largest[t];
+  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+    for (int t = 0; t < WIDTH; t++)
+      scores[i + t] = exponential((scores[i + t] - largest[t]) * factor);
+  for (int64_t i = length; i < last; i++)  // where `exponential` gives exp(-87)
+    for (int t = 0; t <= i - length; t++) scores[i * WIDTH + t] = 0;
+  *(Vector *)sums = column_sums(last, (Vector *)scores);
+}
+
+// A matrix whose rows begin `stride` numbers apart.
+typedef struct {
+  float *at;
+  int64_t stride;
+} Matrix;
+
+// Step 3 for T queries: each value times its score, summed over the positions. Here columns d to
+// d + N * WIDTH - 1 of the values. scores: (positions, T), y: (T, D).
+INLINE void weigh_columns(const int T, const int N, const int64_t D, const Past *past, int64_t d,
+                          Matrix scores, Matrix y) {
+  Vector sums[TOGETHER][4] = {0};
+  int64_t length = past->length;
+  int64_t last = length + T - 1;
+  int64_t size = past->page_size;
+  for (int64_t start = 0, page = 0; start < last; start += size, page++) {
+    int64_t end = last - start < size ? last : start + size;
+    const float *value = value_page(past, page) + d;
+    const float *next = NULL;
+    if (past->fresh && end < last) next = value_page(past, page + 1) + d;
     for (int64_t i = start; i < end; i++, value += D) {
-      if (next) fetch(N * WIDTH, next + (i - start) * D);
+      if (next) prefetch(N * WIDTH, next + (i - start) * D);
       for (int t = 0; t < T; t++)
         if (T == 1 || i < length + t)
           for (int j = 0; j < N; j++)
-            sums[t][j] += s[i * s_step + t] * VECTOR(value + j * WIDTH);
+            sums[t][j] += scores.at[i * scores.stride + t] * VECTOR(value + j * WIDTH);
     }
   }
   for (int t = 0; t < T; t++)
-    for (int j = 0; j < N; j++) *(Vector *)(y + t * y_step + d + j * WIDTH) = sums[t][j] / sum[t];
+    for (int j = 0; j < N; j++) *(Vector *)(y.at + t * y.stride + d + j * WIDTH) = sums[t][j];
 }
 
-// The same, all numbers.
-INLINE void weigh_values(const int T, const Past *past, int64_t D, int64_t length, const float *s,
-                         int64_t s_step, const float *sum, float *y, int64_t y_step,
-                         const int fresh) {
-  const int N = T == 1 || WIDTH == 16 ? 4 : 2;  // sums that fit in registers
+// Step 3 for T queries, all columns, divided by the sums of step 2.
+INLINE void weigh(const int T, const int64_t D, const Past *past, Matrix scores, const float *sums,
+                  Matrix y) {
+  const int N = T == 1 || WIDTH == 16 ? 4 : 2;  // as many sums as there are registers for
   int64_t d = 0;
-  for (; d + N * WIDTH <= D; d += N * WIDTH)
-    weigh(T, N, past, D, length, d, s, s_step, sum, y, y_step, fresh);
-  for (; d + WIDTH <= D; d += WIDTH)
-    weigh(T, 1, past, D, length, d, s, s_step, sum, y, y_step, fresh);
+  for (; d + N * WIDTH <= D; d += N * WIDTH) weigh_columns(T, N, D, past, d, scores, y);
+  for (; d + WIDTH <= D; d += WIDTH) weigh_columns(T, 1, D, past, d, scores, y);
   for (; d < D; d++)
     for (int t = 0; t < T; t++) {
-      float value = 0;
-      for (int64_t i = 0; i < length + t; i++) {
-        const float *page = past->v + past->pages[i / past->size] * past->stride;
-        value += s[i * s_step + t] * page[i % past->size * D + d];
+      float total = 0;
+      for (int64_t i = 0; i < past->length + t; i++) {
+        const float *value = value_page(past, i / past->page_size) + i % past->page_size * D;
+        total += scores.at[i * scores.stride + t] * value[d];
       }
-      y[t * y_step + d] = value / sum[t];
+      y.at[t * y.stride + d] = total;
     }
+  for (int t = 0; t < T; t++)
+    for (d = 0; d < D; d++) y.at[t * y.stride + d] /= sums[t];
 }
 
-// What one query makes of the keys and values at the first `length` positions: y, (D). s: room for
-// scores. fresh: they are not in the processor's caches yet, so while a page is read, the next one
-// is fetched.
-INLINE void attend_to(const Past *past, int64_t D, int64_t length, const float *q, float *s,
-                      float *y, const int fresh) {
-  int64_t size = past->size;
-  for (int64_t start = 0, p = 0; start < length; start += size) {
-    const float *page = past->k + past->pages[p++] * past->stride, *next = NULL;
-    int64_t n = length - start < size ? length - start : size;
-    if (fresh)
-      next = start + size < length ? past->k + past->pages[p] * past->stride
-                                   : past->v + past->pages[0] * past->stride;
-    for (int64_t i = 0; i < n; i++) {
-      if (next) fetch(D, next + i * D);
-      s[start + i] = dot(D, q, page + i * D);
-    }
-  }
-  float largest = -INFINITY, factor = 1 / sqrtf(D);
-  for (int64_t i = 0; i < length; i++) largest = s[i] > largest ? s[i] : largest;
-  for (int64_t i = 0; i < length; i++) s[i] = exponential((s[i] - largest) * factor);
-  float sum = dot(length, s, NULL);
-  weigh_values(1, past, D, length, s, 1, &sum, y, 0, fresh);
+INLINE void attend_query(const int64_t D, const Past *past, const float *q, float *scores,
+                         float *y) {
+  score(D, past, q, scores);
+  float total = softmax(D, past->length, scores);
+  weigh(1, D, past, (Matrix){scores, 1}, &total, (Matrix){y, D});
 }
 
-// The same for WIDTH tokens that follow one another in a text, of which the first sees `length`
-// positions. Their queries lie side by side, one in each lane of a vector: so a key is read once
-// for all of them, and no lanes are added up. q: (WIDTH, q_step), y: (WIDTH, y_step).
-// s: room for `score_floats`.
-INLINE void attend_together(const Past *past, int64_t D, int64_t length, const float *q,
-                            int64_t q_step, float *s, float *y, int64_t y_step) {
-  int64_t size = past->size, last = length + WIDTH - 1;
-  float *columns = s + last * WIDTH;  // (D, WIDTH)
+INLINE void attend_queries(const int64_t D, const Past *past, Matrix q, float *scores, Matrix y) {
+  float *columns = scores + (past->length + WIDTH - 1) * WIDTH;
   for (int64_t d = 0; d < D; d++)
-    for (int t = 0; t < WIDTH; t++) columns[d * WIDTH + t] = q[t * q_step + d];
-  for (int64_t start = 0, p = 0; start < last; start += size) {
-    const float *key = past->k + past->pages[p++] * past->stride;
-    int64_t end = last - start < size ? last : start + size;
-    for (int64_t i = start; i < end; i++, key += D)
-      *(Vector *)(s + i * WIDTH) = dots(D, key, (Vector *)columns);
+    for (int t = 0; t < WIDTH; t++) columns[d * WIDTH + t] = q.at[t * q.stride + d];
+  float sums[WIDTH];
+  score_block(D, past, (Vector *)columns, scores);
+  softmax_block(D, past->length, scores, sums);
+  for (int t = 0; t < WIDTH; t += TOGETHER) {
+    Past own = *past;
+    own.length += t;
+    own.fresh = 0;
+    Matrix to = {y.at + t * y.stride, y.stride};
+    weigh(TOGETHER, D, &own, (Matrix){scores + t, WIDTH}, sums + t, to);
   }
-  for (int64_t i = length; i < last; i++)  // token t sees length + t positions
-    for (int t = 0; t <= i - length; t++) s[i * WIDTH + t] = -INFINITY;
-  float largest[WIDTH], sum[WIDTH], factor = 1 / sqrtf(D);
-  for (int t = 0; t < WIDTH; t++) largest[t] = -INFINITY;
-  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
-    for (int t = 0; t < WIDTH; t++) largest[t] = s[i + t] > largest[t] ? s[i + t] : largest[t];
-  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
-    for (int t = 0; t < WIDTH; t++) s[i + t] = exponential((s[i + t] - largest[t]) * factor);
-  for (int64_t i = length; i < last; i++)
-    for (int t = 0; t <= i - length; t++) s[i * WIDTH + t] = 0;  // where it is exp(-87)
-  *(Vector *)sum = dots(last, NULL, (Vector *)s);
-  for (int t = 0; t < WIDTH; t += TOGETHER)
-    weigh_values(TOGETHER, past, D, length + t, s + t, WIDTH, sum + t, y + t * y_step, y_step, 0);
 }
 
-// For the first query that reads a text, for those after it, and for a block of tokens. Loops over
-// D are unrolled where the compiler knows it: for 64, as in GPT-2.
-#define WITH_D(f, ...) (D == 64 ? f(past, 64, __VA_ARGS__) : f(past, D, __VA_ARGS__))
-
-static void attend_first(const Past *past, int64_t D, int64_t length, const float *q, float *s,
-                         float *y) {
-  WITH_D(attend_to, length, q, s, y, 1);
+// What one query, (D), makes of a text: y, (D). scores: room for `length` numbers.
+static void attend_alone(int64_t D, const Past *past, const float *q, float *scores, float *y) {
+  if (D == 64)  // as in GPT-2
+    attend_query(64, past, q, scores, y);
+  else
+    attend_query(D, past, q, scores, y);
 }
 
-static void attend_again(const Past *past, int64_t D, int64_t length, const float *q, float *s,
-                         float *y) {
-  WITH_D(attend_to, length, q, s, y, 0);
-}
-
-static void attend_block(const Past *past, int64_t D, int64_t length, const float *q,
-                         int64_t q_step, float *s, float *y, int64_t y_step) {
-  WITH_D(attend_together, length, q, q_step, s, y, y_step);
+// The same for a block of queries: q and y, (WIDTH, D). scores: room for `score_floats`.
+static void attend_block(int64_t D, const Past *past, Matrix q, float *scores, Matrix y) {
+  if (D == 64)
+    attend_queries(64, past, q, scores, y);
+  else
+    attend_queries(D, past, q, scores, y);
 }
 
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
-            const float *q, const float *k, const float *v, float *s, float *y) {
-  attend_first(&(Past){pages, size, stride, k, v}, D, length, q, s, y);
+            const float *q, float *k, float *v, float *scores, float *y) {
+  attend_alone(D, &(Past){k, v, stride, size, pages, length, 1}, q, scores, y);
 }
 
-// Tokens attend in blocks, from multiples of WIDTH positions on: the first of that block in which
-// token t is, or -1 if not all of it is in this pass.
+// Queries attend as blocks that begin at multiples of WIDTH positions. Returns the first token of
+// the block of token t, or -1 if a part of the block is not in this pass.
 static int64_t first_in_block(const Pass *p, int64_t t) {
-  int64_t first = t - p->positions[t] % WIDTH, last = first + WIDTH - 1, table = p->tables[t];
-  int all = first >= 0 && last < p->T && p->tables[first] == table && p->tables[last] == table;
-  return all ? first : -1;
+  int64_t first = t - p->positions[t] % WIDTH;
+  int64_t last = first + WIDTH - 1;
+  if (first < 0 || last >= p->T) return -1;
+  int64_t table = p->tables[t];
+  return p->tables[first] == table && p->tables[last] == table ? first : -1;
 }
 
-// Turn queries and keys by their positions, and put keys and values into the cache. Then each query
-// attends to its text up to its own position, H / K of them in turn to the same keys.
-// qkv: (T, H + 2 K, D), y: (T, H, D).
-static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *s,
+// What the text of token t has in the cache, up to this token.
+static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t kv_head, int64_t t) {
+  int64_t head_size = p->page_size * m->head_dim;
+  int64_t stride = m->n_kv_head * head_size;
+  float *keys = p->cache + 2 * layer * p->num_pages * stride + kv_head * head_size;
+  return (Past){
+      .keys = keys,
+      .values = keys + p->num_pages * stride,
+      .stride = stride,
+      .page_size = p->page_size,
+      .pages = p->pages + p->tables[t],
+      .length = p->positions[t] + 1,
+  };
+}
+
+// Write the key and the value of a token, (D) each, to the last position of its text.
+static void append(const Past *past, int64_t D, const float *key, const float *value) {
+  int64_t page = (past->length - 1) / past->page_size;
+  int64_t offset = (past->length - 1) % past->page_size * D;
+  memcpy(key_page(past, page) + offset, key, D * sizeof(float));
+  memcpy(value_page(past, page) + offset, value, D * sizeof(float));
+}
+
+// Rotate queries and keys, append keys and values to the cache, then attend. Every H / K queries
+// share a key. qkv: (T, H + 2 K, D), y: (T, H, D).
+static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scores,
                       float *y) {
-  int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim, size = p->page_size, group = H / K;
-  int64_t width = (H + 2 * K) * D, head = size * D, stride = K * head;
-  float *keys = p->cache + 2 * layer * p->num_pages * stride;
-  float *values = keys + p->num_pages * stride;
+  int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
+  int64_t group = H / K;
+  int64_t width = (H + 2 * K) * D;
 #pragma omp for schedule(static) collapse(2)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++) {
-      int64_t position = p->positions[t], page = p->pages[p->tables[t] + position / size];
-      int64_t slot = page * stride + k * head + position % size * D;
-      float *token = qkv + t * width, *key = token + (H + k) * D;
+      Past past = past_of(m, p, layer, k, t);
+      float *token = qkv + t * width;
+      float *key = token + (H + k) * D;
       if (p->cos) {
-        for (int64_t h = k * group; h < (k + 1) * group; h++) rotate(p, position, D, token + h * D);
-        rotate(p, position, D, key);
+        for (int64_t h = k * group; h < (k + 1) * group; h++)
+          rotate(p, p->positions[t], D, token + h * D);
+        rotate(p, p->positions[t], D, key);
       }
-      memcpy(keys + slot, key, D * sizeof(float));
-      memcpy(values + slot, key + K * D, D * sizeof(float));
+      append(&past, D, key, key + K * D);
     }
 #pragma omp for schedule(static) collapse(3)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++)
       for (int64_t g = 0; g < group; g++) {
-        Past past = {p->pages + p->tables[t], size, stride, keys + k * head, values + k * head};
-        int64_t h = k * group + g, length = p->positions[t] + 1, first = first_in_block(p, t);
-        int fresh = g == 0 && (t == 0 || p->tables[t - 1] != p->tables[t]);
-        const float *q = qkv + t * width + h * D;
-        float *to = y + (t * H + h) * D;
-        if (first == t)
-          attend_block(&past, D, length, q, width, s, to, H * D);
-        else if (first < 0)
-          (fresh ? attend_first : attend_again)(&past, D, length, q, s, to);
+        int64_t h = k * group + g;
+        int64_t first = first_in_block(p, t);
+        Past past = past_of(m, p, layer, k, t);
+        Matrix q = {qkv + t * width + h * D, width};
+        Matrix to = {y + (t * H + h) * D, H * D};
+        if (first == t) {
+          attend_block(D, &past, q, scores, to);
+        } else if (first < 0) {
+          past.fresh = g == 0 && (t == 0 || p->tables[t - 1] != p->tables[t]);
+          attend_alone(D, &past, q.at, scores, to.at);
+        }
       }
 }
 
