@@ -91,7 +91,7 @@ def with_int8_layers(model: nn.Module) -> nn.Module:
         for name, layer in module.named_children():
             if isinstance(layer, nn.Linear):
                 setattr(module, name, Int8Linear(layer))
-    setattr(model, model.EMBEDDING, Int8Embedding(getattr(model, model.EMBEDDING)))
+    model.set_submodule(model.path("embedding"), Int8Embedding(model.layer("embedding")))
     return model.tie_weights()
 
 

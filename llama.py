@@ -171,8 +171,22 @@ class Block(nn.Module):
 
 
 class Llama(Model):
-    EMBEDDING = "embed_tokens"
-    RESIDUAL = ("o_proj.weight", "down_proj.weight")
+    ROLES = {
+        "embedding": ("embed_tokens", "token_embd"),
+        "attn_norm": ("layers.*.input_layernorm", "blk.*.attn_norm"),
+        "query": ("layers.*.self_attn.q_proj", "blk.*.attn_q"),
+        "key": ("layers.*.self_attn.k_proj", "blk.*.attn_k"),
+        "value": ("layers.*.self_attn.v_proj", "blk.*.attn_v"),
+        "attn_out": ("layers.*.self_attn.o_proj", "blk.*.attn_output"),
+        "mlp_norm": ("layers.*.post_attention_layernorm", "blk.*.ffn_norm"),
+        "gate": ("layers.*.mlp.gate_proj", "blk.*.ffn_gate"),
+        "up": ("layers.*.mlp.up_proj", "blk.*.ffn_up"),
+        "down": ("layers.*.mlp.down_proj", "blk.*.ffn_down"),
+        "norm": ("norm", "output_norm"),
+        "head": ("lm_head", "output"),
+    }
+    PREFIX = "model."
+    UNREAD = ("lm_head.weight", "rotary_emb.inv_freq")  # a tied head, old buffers
 
     def __init__(self, config: LlamaConfig):
         super().__init__()

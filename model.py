@@ -6,6 +6,7 @@ positions, C the width (`n_embd`).
 """
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,6 +49,15 @@ class GPTConfig:
         """Heads with keys and values of their own: in GPT-2 all of them."""
         return self.n_head
 
+    @property
+    def n_inner(self) -> int:
+        """The width inside the MLP."""
+        return 4 * self.n_embd
+
+    @property
+    def norm_epsilon(self) -> float:
+        return self.layer_norm_epsilon
+
 
 def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Each position attends to itself and those before it. All: (B, T, heads, head_dim).
@@ -88,7 +98,12 @@ class Linear(nn.Linear):
 class Model(nn.Module):
     """What all architectures share: a pass over whole texts, tied weights, their initialisation.
 
-    One of them adds `hidden` and `head`, and an `lm_head`.
+    An architecture adds `hidden`, `head` and the roles of its layers. Loading, export, ranks and C
+    find layers by role.
+    ROLES: role -> the layer's name here and in Hugging Face's files, and its name in GGUF files; *
+    is the number of a block. PREFIX: what may precede names in Hugging Face's files. TRANSPOSED:
+    roles of matrices that these files hold as (in, out). UNREAD: endings of names of tensors that
+    some of these files have and nothing reads.
     """
 
     # Computes passes, where there is a cache, if native.use_native sets it; and what draws in C.
@@ -96,16 +111,36 @@ class Model(nn.Module):
     draws = None
     # The processes that compute it together, if there are several.
     ranks = None
-    EMBEDDING: str  # the attribute that holds the token embedding
-    RESIDUAL: tuple[str, ...]  # endings of names of weights that end a residual branch
+    ROLES: dict[str, tuple[str, str]]
+    PREFIX = ""
+    TRANSPOSED: tuple[str, ...] = ()
+    UNREAD: tuple[str, ...] = ()
+
+    def path(self, role: str, *numbers: int) -> str:
+        """The name of the layer with this role. numbers: of its block, if each block has one."""
+        return self.ROLES[role][0].replace("*", "{}").format(*numbers)
+
+    def layer(self, role: str, *numbers: int) -> nn.Module | None:
+        """The layer with this role; None if this architecture has none."""
+        return self.get_submodule(self.path(role, *numbers)) if role in self.ROLES else None
+
+    def role(self, name: str) -> str:
+        """The role of the layer whose weight or bias has this name."""
+        layer = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0])
+        return {path: role for role, (path, _) in self.ROLES.items()}[layer]
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether Hugging Face's files hold the tensor of this name as (in, out)."""
+        return name.endswith("weight") and self.role(name) in self.TRANSPOSED
 
     def tie_weights(self) -> "Model":
         """Make the head and the token embedding one parameter, if they are one in this model."""
         if self.config.tied_head:
-            embedding = getattr(self, self.EMBEDDING)
-            self.lm_head.weight = embedding.weight
+            embedding = self.layer("embedding")
+            head = self.layer("head")
+            head.weight = embedding.weight
             if isinstance(embedding, Int8Embedding):
-                self.lm_head.scale = embedding.scale
+                head.scale = embedding.scale
         return self
 
     @functools.cached_property
@@ -154,7 +189,8 @@ class Model(nn.Module):
             return weight.zero_()
         if weight.dim() == 1:
             return weight.fill_(1.0)
-        scale = (2 * self.config.n_layer) ** -0.5 if name.endswith(self.RESIDUAL) else 1.0
+        ends_branch = self.role(name) in ("attn_out", "down")
+        scale = (2 * self.config.n_layer) ** -0.5 if ends_branch else 1.0
         return weight.normal_(std=std * scale, generator=generator)
 
 
@@ -195,8 +231,21 @@ class Block(nn.Module):
 
 
 class GPT(Model):
-    EMBEDDING = "wte"
-    RESIDUAL = ("c_proj.weight",)
+    ROLES = {
+        "embedding": ("wte", "token_embd"),
+        "positions": ("wpe", "position_embd"),
+        "attn_norm": ("h.*.ln_1", "blk.*.attn_norm"),
+        "qkv": ("h.*.attn.c_attn", "blk.*.attn_qkv"),
+        "attn_out": ("h.*.attn.c_proj", "blk.*.attn_output"),
+        "mlp_norm": ("h.*.ln_2", "blk.*.ffn_norm"),
+        "up": ("h.*.mlp.c_fc", "blk.*.ffn_up"),
+        "down": ("h.*.mlp.c_proj", "blk.*.ffn_down"),
+        "norm": ("ln_f", "output_norm"),
+        "head": ("lm_head", "output"),
+    }
+    PREFIX = "transformer."
+    TRANSPOSED = ("qkv", "attn_out", "up", "down")
+    UNREAD = ("lm_head.weight", ".attn.bias", ".attn.masked_bias")  # the tied head, old masks
 
     def __init__(self, config: GPTConfig):
         super().__init__()

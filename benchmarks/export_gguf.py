@@ -4,13 +4,13 @@ The form: docs/gguf.md in github.com/ggml-org/ggml.
 """
 
 import dataclasses
+import re
 from pathlib import Path
 
 import torch
 
 from llama import LlamaConfig, Rotations
 from loading.checkpoint import read_json
-from loading.load import architecture_of
 from loading.tokenizer import PATTERNS, read_tokenizer_json
 from model import Model
 
@@ -40,8 +40,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     writer.add_head_count(config.n_head)
     writer.add_head_count_kv(config.n_kv_head)
     writer.add_embedding_length(config.n_embd)
+    writer.add_feed_forward_length(config.n_inner)
     if is_llama:
-        writer.add_feed_forward_length(config.n_inner)
         writer.add_layer_norm_rms_eps(config.norm_epsilon)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
@@ -49,30 +49,30 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         writer.add_rope_freq_base(config.rope_theta)
         writer.add_tensor("rope_freqs.weight", slowness(config).numpy())
     else:
-        writer.add_feed_forward_length(4 * config.n_embd)
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
-
-    # It knows the names of Hugging Face's form, which are ours but for the prefix.
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.n_layer)
-    prefix = architecture_of(config).prefix
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    heads = {"query": config.n_head, "key": config.n_kv_head} if is_llama else {}
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     for key, weight in model.named_parameters():
-        full = key if key.startswith("lm_head.") else prefix + key
-        name = names.get_name(full, try_suffixes=(".weight", ".bias"))
-        if ".q_proj." in key:
-            weight = pairs_together(weight, config.n_head)
-        elif ".k_proj." in key:
-            weight = pairs_together(weight, config.n_kv_head)
+        role = model.role(key)
+        if role in heads:
+            weight = pairs_together(weight, heads[role])
         values = weight.detach().contiguous().numpy()
-        has_blocks = weight.dim() == 2 and weight.shape[1] % 32 == 0 and key != "wpe.weight"
+        has_blocks = weight.dim() == 2 and weight.shape[1] % 32 == 0 and role != "positions"
         if dtype == "int8" and has_blocks:
-            writer.add_tensor(name, gguf.quantize(values, q8_0), raw_dtype=q8_0)
+            writer.add_tensor(gguf_name(model, key), gguf.quantize(values, q8_0), raw_dtype=q8_0)
         else:
-            writer.add_tensor(name, values)
+            writer.add_tensor(gguf_name(model, key), values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def gguf_name(model: Model, key: str) -> str:
+    """What a GGUF file calls one of a model's tensors."""
+    block = re.search(r"\d+", key)
+    name = model.ROLES[model.role(key)][1]
+    return f"{name.replace('*', block[0]) if block else name}.{key.rpartition('.')[2]}"
 
 
 def add_vocabulary(writer, tokenizer: Path, config) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 import reprlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -50,14 +50,14 @@ def read_tensors(
     shapes: dict,
     prefix: str = "",
     skip: tuple[str, ...] = (),
-    transposed: tuple[str, ...] = (),
+    transposed: Collection[str] = (),
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
     """The tensors of safetensors files in blocks of rows: (name, which rows, these rows).
 
     Rows come in the dtype of the file. With blocks of a few megabytes, loading takes hardly more
     memory than what becomes of them.
     shapes: name -> shape, what the files must hold together. prefix: may stand before each name.
-    skip: endings of names that may be in the files and are not read. transposed: endings of names
+    skip: endings of names that may be in the files and are not read. transposed: names of tensors
     that are stored as (columns, rows); these come whole. Raises UserError if a file is cut short,
     or a tensor is missing, unexpected, there twice, of another shape or not of floating-point
     numbers.
@@ -85,7 +85,7 @@ def read_tensors(
                 where = file if len(files) == 1 else file.parent
                 raise UserError(f"{where}: tensor {name} is missing")
             file, key = stored[name]
-            turned = name.endswith(transposed)
+            turned = name in transposed
             expected = tuple(reversed(shape) if turned else shape)
             height = shape[0] if turned else max(1, BLOCK // (4 * math.prod(shape[1:])))
             for start in range(0, shape[0], height):

@@ -192,42 +192,23 @@ def read_index(file: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A class that computes models, and how files in Hugging Face's form hold them."""
+    """A class that computes models, its configuration, and how a config.json says that."""
 
     model: type[Model]
     config: type
     read_config: Callable  # (the path of config.json, the object in it) -> config
     fields: Callable  # config -> what config.json says, but for the dtype
-    prefix: str  # may stand before the names of tensors in a file
-    skipped: tuple[str, ...]  # endings of names of tensors that some files have and nothing reads
-    transposed: tuple[str, ...] = ()  # endings of names of linear layers stored as (in, out)
 
 
-GPT2 = Architecture(
-    GPT,
-    GPTConfig,
-    read_gpt_config,
-    gpt_fields,
-    prefix="transformer.",
-    skipped=("lm_head.weight", ".attn.bias", ".attn.masked_bias"),  # the head again, old masks
-    transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
-)
-LLAMA = Architecture(
-    Llama,
-    LlamaConfig,
-    read_llama_config,
-    llama_fields,
-    prefix="model.",
-    # A tied head again (config.json decides), or old buffers.
-    skipped=("lm_head.weight", "rotary_emb.inv_freq"),
-)
+GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_fields)
+LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_fields)
 # By the model_type of config.json.
 ARCHITECTURES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": LLAMA}
 
 
 def architecture_of(config) -> Architecture:
     """What computes a model of this configuration."""
-    return next(each for each in ARCHITECTURES.values() if isinstance(config, each.config))
+    return next(each for each in ARCHITECTURES.values() if type(config) is each.config)
 
 
 def load_config(name):
@@ -282,17 +263,11 @@ def read_blocks(source: Source, model: Model, dtype: torch.dtype, device) -> Ite
 
     model: one that is whole when this is called; its weights need no numbers.
     """
-    architecture = architecture_of(model.config)
     shapes = {key: weight.shape for key, weight in model.named_parameters()}
     if source.kind == "random":
         return random_tensors(model, shapes, float_dtype(dtype), device)
-    return read_tensors(
-        source.weights(),
-        shapes,
-        architecture.prefix,
-        architecture.skipped,
-        architecture.transposed,
-    )
+    transposed = {key for key in shapes if model.is_transposed(key)}
+    return read_tensors(source.weights(), shapes, model.PREFIX, model.UNREAD, transposed)
 
 
 def fill(
@@ -337,14 +312,13 @@ def save_model(model: Model, directory) -> None:
     Raises UserError if they cannot be written; then nothing half-written is left. Raises ValueError
     for weights in int8, which this format does not hold.
     """
-    if isinstance(getattr(model, model.EMBEDDING), Int8Embedding):
+    if isinstance(model.layer("embedding"), Int8Embedding):
         raise ValueError("a model with int8 weights is not saved; save the one it was made from")
-    architecture = architecture_of(model.config)
-    fields = architecture.fields(model.config)
+    fields = architecture_of(model.config).fields(model.config)
     fields["dtype"] = str(model.dtype).removeprefix("torch.")
     # Not state_dict: there the head is a second name for the embedding, and would be written twice.
     weights = {}
     for key, weight in model.named_parameters():
-        stored = weight.t() if key.endswith(architecture.transposed) else weight
+        stored = weight.t() if model.is_transposed(key) else weight
         weights[key] = stored.detach().contiguous()
     write_checkpoint(Path(directory), fields, weights)

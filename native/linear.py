@@ -120,7 +120,7 @@ def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
 
     Raises ValueError if they are there already.
     """
-    embedding = getattr(model, model.EMBEDDING)
+    embedding = model.layer("embedding")
     if isinstance(embedding, NativeEmbedding):
         raise ValueError("the layers of this model are native already")
     native = {}  # by the address of the weight, which an embedding may share with the head
@@ -135,7 +135,7 @@ def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
         for name, layer in module.named_children():
             if isinstance(layer, nn.Linear | Int8Linear) and layer is not embedding:
                 setattr(module, name, native_layer(layer))
-    setattr(model, model.EMBEDDING, NativeEmbedding(native_layer(embedding)))
+    model.set_submodule(model.path("embedding"), NativeEmbedding(native_layer(embedding)))
 
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:

@@ -38,86 +38,67 @@ ModelStruct = struct(
 )
 
 
+COMPUTED = (GPT, Llama)  # what gpt.c computes: it tells them apart by the layers they have
+
+
 def model_struct(model) -> ModelStruct:
     """What C reads of a model. It holds addresses only: the tensors must stay where they are.
 
     Raises ValueError for another architecture, and for weights that are neither float32 nor int8,
     not on the CPU, or not of the shape that the config says.
     """
-    if type(model) not in PARTS:
-        allowed = " and ".join(kind.__name__ for kind in PARTS)
+    if type(model) not in COMPUTED:
+        allowed = " and ".join(kind.__name__ for kind in COMPUTED)
         raise ValueError(f"native code computes {allowed}; this is {type(model).__name__}")
     config = model.config
+    C = config.n_embd
     if config.n_head % config.n_kv_head:
         raise ValueError(f"{config.n_head} heads cannot share the keys of {config.n_kv_head}")
-    layers, fields = PARTS[type(model)](model)
+    blocks = model.get_submodule(model.ROLES["attn_norm"][0].partition(".*")[0])
+    layers = [layer_struct(model, block) for block in range(len(blocks))]
+    positions = getattr(model.layer("positions"), "weight", None)
     return ModelStruct(
         n_layer=len(layers),
         n_head=config.n_head,
         n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
-        n_embd=config.n_embd,
-        widest=max(config.n_embd, layers[0].attn_in[0].width, layers[0].mlp_in[0].width),
-        head=linear(model.lm_head, config.vocab_size, config.n_embd),
+        n_embd=C,
+        widest=max(C, layers[0].attn_in[0].width, layers[0].mlp_in[0].width),
+        epsilon=config.norm_epsilon,
+        embedding=linear(model.layer("embedding"), config.vocab_size, C),
+        head=linear(model.layer("head"), config.vocab_size, C),
+        wpe=address(positions, torch.float32, config.block_size, C),
+        norm=norm(model.layer("norm"), C),
         layers=(LayerStruct * len(layers))(*layers),
-        **fields,
     )
 
 
-def gpt_parts(model: GPT) -> tuple[list[LayerStruct], dict]:
-    """The layers, and the fields of ModelStruct that are GPT-2's own."""
-    config = model.config
-    C = config.n_embd
-    layers = [
-        LayerStruct(
-            attn_norm=norm(block.ln_1, C),
-            attn_in=side_by_side(C, (block.attn.c_attn, 3 * C)),
-            attn_out=linear(block.attn.c_proj, C, C),
-            mlp_norm=norm(block.ln_2, C),
-            mlp_in=side_by_side(C, (block.mlp.c_fc, 4 * C)),
-            mlp_out=linear(block.mlp.c_proj, C, 4 * C),
-        )
-        for block in model.h
-    ]
-    fields = {
-        "epsilon": config.layer_norm_epsilon,
-        "embedding": linear(model.wte, config.vocab_size, C),
-        "wpe": address(model.wpe.weight, torch.float32, config.block_size, C),
-        "norm": norm(model.ln_f, C),
-    }
-    return layers, fields
-
-
-def llama_parts(model: Llama) -> tuple[list[LayerStruct], dict]:
-    """As `gpt_parts`."""
+def layer_struct(model, block: int) -> LayerStruct:
+    """What C reads of a block, by the roles of its layers."""
     config = model.config
     C = config.n_embd
     inner = config.n_inner
     queries = config.n_head * config.head_dim
     keys = config.n_kv_head * config.head_dim
-    layers = []
-    for block in model.layers:
-        attn = block.self_attn
-        mlp = block.mlp
-        qkv = (attn.q_proj, queries), (attn.k_proj, keys), (attn.v_proj, keys)
-        layer = LayerStruct(
-            attn_norm=norm(block.input_layernorm, C),
-            attn_in=side_by_side(C, *qkv),
-            attn_out=linear(attn.o_proj, C, queries),
-            mlp_norm=norm(block.post_attention_layernorm, C),
-            mlp_in=side_by_side(C, (mlp.gate_proj, inner), (mlp.up_proj, inner)),
-            mlp_out=linear(mlp.down_proj, C, inner),
-        )
-        layers.append(layer)
-    fields = {
-        "epsilon": config.norm_epsilon,
-        "embedding": linear(model.embed_tokens, config.vocab_size, C),
-        "norm": norm(model.norm, C),
-    }
-    return layers, fields
+    attn_in = {"qkv": queries + 2 * keys, "query": queries, "key": keys, "value": keys}
+    mlp_in = {"gate": inner, "up": inner}
 
+    def side_by_side(outputs: dict[str, int]) -> tuple[LinearStruct, ...]:
+        """Layers on the same input, with their outputs, which C writes side by side."""
+        roles = [role for role in outputs if role in model.ROLES]
+        structs = tuple(linear(model.layer(role, block), outputs[role], C) for role in roles)
+        for each in structs:
+            each.width = sum(outputs[role] for role in roles)
+        return structs
 
-PARTS = {GPT: gpt_parts, Llama: llama_parts}
+    return LayerStruct(
+        attn_norm=norm(model.layer("attn_norm", block), C),
+        attn_in=side_by_side(attn_in),
+        attn_out=linear(model.layer("attn_out", block), C, queries),
+        mlp_norm=norm(model.layer("mlp_norm", block), C),
+        mlp_in=side_by_side(mlp_in),
+        mlp_out=linear(model.layer("down", block), C, inner),
+    )
 
 
 def norm(layer, size: int) -> NormStruct:
@@ -133,11 +114,3 @@ def linear(layer, out: int, size: int) -> LinearStruct:
         return layer.struct()
     check_layer(layer, out, size)
     return LinearStruct(out_features=out, in_features=size, width=out)
-
-
-def side_by_side(size: int, *layers) -> tuple[LinearStruct, ...]:
-    """Layers on the same input, each with its number of outputs, which C writes side by side."""
-    structs = tuple(linear(layer, out, size) for layer, out in layers)
-    for each in structs:
-        each.width = sum(out for _, out in layers)
-    return structs

@@ -13,7 +13,7 @@ import torch.nn as nn
 from errors import UserError
 from int8 import Int8Linear, int8_product, quantize, to_floats
 from loading.load import empty_model, fill, load_config, parse_name, read_blocks
-from model import GPT, Model
+from model import Model
 from parallel.ranks import Ranks
 
 UNIT = 32  # numbers: torch computes the last few of a tensor without vectors, and rounds otherwise
@@ -82,35 +82,39 @@ class Plan:
             self.heads = [range(group * keys.start, group * keys.stop) for keys in own]
         else:  # who shares a key with others has a copy of it
             self.heads = split(config.n_head, ranks.size, unit=1)
-        self.inner = split(4 * C if isinstance(model, GPT) else config.n_inner, ranks.size)
+        self.inner = split(config.n_inner, ranks.size)
         self.outputs = split(C, ranks.size)
         heads = self.heads[ranks.rank]
         self.keys = keys_of(heads, group)
         queries = range(heads.start * D, heads.stop * D)
-        keys = [range(key * D, key * D + D) for key in self.keys]
         vocab = Part([split(config.vocab_size, ranks.size)[ranks.rank]])
         inner = self.inner[ranks.rank]
+
+        def keys(before: int = 0) -> list[range]:
+            """Rows of keys, or of values, behind those of so many heads."""
+            return [range((before + key) * D, (before + key + 1) * D) for key in self.keys]
 
         def last(inputs: range) -> Part:
             if ranks.way == "reduce":
                 return Part([range(C)], slice(inputs.start, inputs.stop))
             return Part([self.outputs[ranks.rank]])
 
-        # By the ends of names.
-        if isinstance(model, GPT):
-            own = [range(part * C + queries.start, part * C + queries.stop) for part in range(3)]
-            parts = {"wte": vocab, "c_attn": Part(own), "attn.c_proj": last(queries)}
-            parts |= {"c_fc": Part([inner]), "mlp.c_proj": last(inner)}
-        else:
-            parts = {"embed_tokens": vocab, "lm_head": vocab, "q_proj": Part([queries])}
-            parts |= dict.fromkeys(("k_proj", "v_proj"), Part(keys))
-            parts |= dict.fromkeys(("gate_proj", "up_proj"), Part([inner]))
-            parts |= {"o_proj": last(queries), "down_proj": last(inner)}
+        # By role; of all other layers each rank has all.
+        cuts = {
+            "embedding": vocab,
+            "query": Part([queries]),
+            "key": Part(keys()),
+            "value": Part(keys()),
+            "qkv": Part([queries, *keys(config.n_head), *keys(config.n_head + config.n_kv_head)]),
+            "attn_out": last(queries),
+            "gate": Part([inner]),
+            "up": Part([inner]),
+            "down": last(inner),
+            "head": vocab,
+        }
         self.parts = {}
         for name, weight in model.named_parameters():
-            layer = name.rpartition(".")[0]
-            whole = Part([range(len(weight))])
-            part = next((part for end, part in parts.items() if layer.endswith(end)), whole)
+            part = cuts.get(model.role(name), Part([range(len(weight))]))
             self.parts[name] = part if weight.dim() > 1 else Part(part.rows)
 
     def own(self, blocks: Iterator[tuple]) -> Iterator[tuple]:
@@ -152,23 +156,22 @@ def join_blocks(model: Model, plan: Plan) -> None:
     ranks = plan.ranks
     D = model.config.head_dim
     widths = {
-        "attn.c_proj": [len(heads) * D for heads in plan.heads],
-        "mlp.c_proj": [len(inner) for inner in plan.inner],
+        "attn_out": [len(heads) * D for heads in plan.heads],
+        "down": [len(inner) for inner in plan.inner],
     }
-    widths |= {"o_proj": widths["attn.c_proj"], "down_proj": widths["mlp.c_proj"]}
     outputs = [len(own) for own in plan.outputs]
-    for name, layer in list(model.named_modules()):
-        for end, inputs in widths.items():
-            if name.endswith(end):
-                parent, _, child = name.rpartition(".")
-                if ranks.way == "gather":
-                    joined = ColumnParallelLinear(layer, ranks, inputs, outputs)
-                else:
-                    by_rows = RowParallelLinear
-                    if isinstance(layer, Int8Linear):
-                        by_rows = Int8RowParallelLinear
-                    joined = by_rows(layer, ranks)
-                setattr(model.get_submodule(parent), child, joined)
+    roles = {name.rpartition(".")[0]: model.role(name) for name in plan.parts}
+    for path, role in roles.items():
+        if role not in widths:
+            continue
+        layer = model.get_submodule(path)
+        if ranks.way == "gather":
+            joined = ColumnParallelLinear(layer, ranks, widths[role], outputs)
+        elif isinstance(layer, Int8Linear):
+            joined = Int8RowParallelLinear(layer, ranks)
+        else:
+            joined = RowParallelLinear(layer, ranks)
+        model.set_submodule(path, joined)
 
 
 def join_vocabulary(model: Model) -> None:
@@ -178,10 +181,10 @@ def join_vocabulary(model: Model) -> None:
     """
     ranks = model.ranks
     vocab = split(model.config.vocab_size, ranks.size)
-    embedding = getattr(model, model.EMBEDDING)
-    own = vocab[ranks.rank]
-    setattr(model, model.EMBEDDING, VocabParallelEmbedding(embedding, ranks, own))
-    model.lm_head = ParallelHead(model.lm_head, ranks, [len(part) for part in vocab])
+    embedding = VocabParallelEmbedding(model.layer("embedding"), ranks, vocab[ranks.rank])
+    head = ParallelHead(model.layer("head"), ranks, [len(part) for part in vocab])
+    model.set_submodule(model.path("embedding"), embedding)
+    model.set_submodule(model.path("head"), head)
 
 
 class ColumnParallelLinear(nn.Module):

@@ -427,7 +427,7 @@ def poison(model, token: int) -> None:
     def hook(module, args, out):
         return out.masked_fill((args[0] == token)[..., None], math.nan)
 
-    getattr(model, model.EMBEDDING).register_forward_hook(hook)
+    model.layer("embedding").register_forward_hook(hook)
 
 
 @MODELS

@@ -68,7 +68,7 @@ def test_weights_are_packed_where_they_are():
 def test_still_a_shared_weight_is_packed_once(tiny, tiny_llama):
     for model in (tiny(dtype=torch.float32), tiny_llama(dtype=torch.float32, tied_head=True)):
         native(model)
-        embedding = getattr(model, model.EMBEDDING)
+        embedding = model.layer("embedding")
         assert embedding.linear is model.lm_head
     other = native(tiny_llama(dtype=torch.float32))
     assert other.embed_tokens.linear is not other.lm_head

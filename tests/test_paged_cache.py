@@ -300,7 +300,7 @@ def test_pages_come_back_after_an_abort(tiny):
 
 def poison(model):
     """Make the embedding of BAD not a number. Not its weights: they may be those of the head."""
-    embedding = getattr(model, model.EMBEDDING)
+    embedding = model.layer("embedding")
     embedding.register_forward_hook(
         lambda module, args, x: x.masked_fill((args[0] == BAD)[..., None], torch.nan)
     )

@@ -371,7 +371,7 @@ def test_a_pass_without_memory_publishes_nothing(build):
 
 def poison(model):
     """Make the embedding of BAD not a number. Not its weights: they may be those of the head."""
-    embedding = getattr(model, model.EMBEDDING)
+    embedding = model.layer("embedding")
     embedding.register_forward_hook(
         lambda module, args, x: x.masked_fill((args[0] == BAD)[..., None], torch.nan)
     )

@@ -60,7 +60,7 @@ def test_the_weights_are_those_of_the_model(name):
     struct = memory.struct(exported["model"], ModelStruct)
     shape = config.n_layer, config.n_head, config.n_kv_head, config.n_embd
     assert (struct.n_layer, struct.n_head, struct.n_kv_head, struct.n_embd) == shape
-    table = getattr(model, model.EMBEDDING)
+    table = model.layer("embedding")
     for linear in (struct.embedding, struct.head):
         assert torch.equal(memory.weight(linear), table.weight)
         assert torch.equal(memory.at(linear.scale, torch.float32, len(table.scale)), table.scale)
