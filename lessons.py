@@ -664,7 +664,7 @@ def cmd_picture(lessons, args):
     if not script.exists():
         raise LessonError("what draws pictures is on main only; go there with: git switch main")
     lesson = chosen(lessons, args.id)
-    given = {"--prompt": args.prompt, "--rows": args.rows, "--output": args.output}
+    given = {"--prompt": args.prompt, "--output": args.output}
     options = [word for name, value in given.items() if value is not None for word in (name, value)]
     return subprocess.run([python(), str(script), lesson.id, *options]).returncode
 
@@ -797,8 +797,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     picture = add(cmd_picture)
     picture.add_argument("id", **here)
     picture.add_argument("--prompt", metavar="TEXT", help="default: that of the book")
-    rows = "of a benchmark, for 18, 19, 29; default: those of the repository"
-    picture.add_argument("--rows", metavar="FILE", help=rows)
     words = "default: picture-ID.html, here; FILE.svg for 17 and 38"
     picture.add_argument("--output", metavar="FILE", help=words)
     return parser.parse_args(argv)

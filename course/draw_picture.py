@@ -18,26 +18,24 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("id", help="of the lesson: 07-top-p")
     parser.add_argument("--prompt", help="default: that of the picture in the book")
-    parser.add_argument("--rows", help="file of a benchmark's rows, for what is drawn from these")
     words = "default: picture-ID.html, here; some lessons have a FILE.svg too"
     parser.add_argument("--output", type=Path, help=words)
     args = parser.parse_args(argv)
-    from book import cards, pictures
+    import pictures
+    from book.pictures import PICTURES as OLDER
     from command_line import check_text
 
     output = args.output or Path(f"picture-{args.id}.html")
     try:
         check_text("--prompt", args.prompt or "")
         as_svg = output.suffix == ".svg"
-        picture = pictures.PICTURES.get(args.id.partition("-")[2])
-        of_rows = picture is not None and picture.rows
-        if (args.prompt if of_rows else args.rows) is not None:
-            what, other = ("--rows", "--prompt") if of_rows else ("--prompt", "--rows")
-            raise UserError(f"the picture of {args.id} takes {what}, not {other}")
-        given = args.rows if of_rows else args.prompt
-        text = (cards.svg_of if as_svg else pictures.page)(args.id, given)
+        text = (pictures.svg_of if as_svg else pictures.page)(args.id, args.prompt)
         if not text:
-            drawn = ", ".join(cards.CARDS if as_svg else pictures.PICTURES)
+            drawn = ", ".join(
+                slug
+                for slug, picture in (pictures.PICTURES | OLDER).items()
+                if not as_svg or picture in pictures.PICTURES.values() and picture.card
+            )
             kind = "picture as SVG" if as_svg else "picture"
             raise UserError(f"{args.id} has no {kind}; these have one: {drawn}")
         output.write_text(text, "utf-8")

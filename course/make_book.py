@@ -41,7 +41,8 @@ except ImportError as error:
     sys.exit(2)
 
 import lessons as course  # noqa: E402
-from book import glossary, pictures  # noqa: E402
+import pictures  # noqa: E402
+from book import glossary  # noqa: E402
 from lessons import Lesson, LessonError, git  # noqa: E402
 
 TEMPLATES = Path(__file__).with_name("book")
@@ -1030,7 +1031,8 @@ def make_pages(
     )
     pages["exercises.html"] = make("exercises.html", exercises=exercises)
     pages["search.html"] = make("search.html")
-    prompt, pieces = pictures.introduction()
+    prompt = pictures.PICTURES["init"].prompt
+    pieces = [pictures.render.panel(part) for part in pictures.scene_of("init").panels]
     first = lessons[1]
     cache = ids.get("kv-cache-dynamic")
     pages["transformer.html"] = make(
@@ -1039,13 +1041,13 @@ def make_pages(
     words = [(word, ids.get(word.slug)) for word in glossary.WORDS]
     pages["glossary.html"] = make("glossary.html", words=words)
     pages["search-index.js"] = f"window.SEARCH_INDEX = {json.dumps(entries, ensure_ascii=False)};\n"
-    own = ["style.css", "pictures.css", "book.js", "pictures.js"]
+    own = ["style.css", "pictures.css", "../pictures/scenes.css", "book.js", "pictures.js"]
     if scripts:
         pages["play.html"] = make("play.html", ids=ids, shades=shades)
         pages |= scripts
-        own += ["model.js", "play.js", "live.js"]
+        own += ["model.js", "play.js"]
     for name in own:
-        pages[name] = (TEMPLATES / name).read_text("utf-8")
+        pages[Path(name).name] = (TEMPLATES / name).read_text("utf-8")
     if any(pictures.RECORDED in page for page in figures.values()):
         pages["player.js"] = pictures.PLAYER.read_text("utf-8")
     return pages

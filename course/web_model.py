@@ -31,7 +31,6 @@ from sampling import SamplingParams, sampling_probs, token_logprob
 
 BOOK = Path(__file__).with_name("book")
 CHECKPOINTS = build.SOURCE.parent.parent / "checkpoints"
-SOURCES = ("inference.js", "records.js")  # of the worker
 MODELS = ("stories-llama", "stories-draft")  # what a text is written by, and what drafts for it
 SECONDS = 600  # that the compiler may take: the first time it makes a C library, too
 BASE = 2**21  # where the weights lie; below it is what the compiler needs
@@ -52,7 +51,7 @@ GROUP = 2  # and how many int8 weights it takes at once
 def scripts() -> dict[str, str]:
     """The scripts that a page loads on demand, name -> text. Raises BuildError."""
     engine = {
-        "source": "".join((BOOK / name).read_text("utf-8") for name in SOURCES),
+        "source": (BOOK / "inference.js").read_text("utf-8"),
         "code": base64.b64encode(compile_gpt()).decode(),
     }
     found = {"engine.js": f"window.ENGINE = {json.dumps(engine)};\n"}

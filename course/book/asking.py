@@ -1,8 +1,6 @@
 """Pictures of lessons 08, 35 and 37: bad input, a conversation, and a request among others."""
 
-import copy
 import dataclasses
-import math
 from typing import NamedTuple
 from unittest import mock
 
@@ -11,134 +9,13 @@ import torch
 import command_line
 import sampling
 from book import recordings
-from book.draw import Drawing, Picture, escape, panel, panels, percent, rows_of, token
+from book.draw import Drawing, Picture, panel, panels, percent, rows_of, token
 from cache import shared_length
 from command_line import STORIES, converse
 from errors import UserError
 from infer import generate
 from loading.chat import Chat
-from model import Model
 from sampling import SamplingParams
-
-
-class Nonsense(NamedTuple):
-    """What a bad value does where nobody checks it, and the line that it gets."""
-
-    given: str
-    tokens: list[str]  # that are written without the check
-    verdict: str  # what is wrong with them
-    line: str  # with the check
-
-
-COUNT = 6  # tokens
-LOUD = "A traceback out of torch"
-BAD = {  # how it is given: parameters
-    "temperature = nan": {"temperature": math.nan},
-    "temperature = inf": {"temperature": math.inf},
-    "temperature = -1": {"temperature": -1.0},
-    "top_p = 1.5": {"temperature": 1.0, "top_p": 1.5},
-    "top_k = -3": {"temperature": 1.0, "top_k": -3},
-    "max_new_tokens = -1": {"max_new_tokens": -1},
-}
-
-
-def record_nonsense(prompt: str) -> list[Nonsense]:
-    model = recordings.load()
-    ids = recordings.encode(prompt, 60)
-    greedy = unchecked(model, ids)
-    unfiltered = unchecked(model, ids, temperature=1.0)
-    found = []
-    for given, params in BAD.items():
-        verdict = ""
-        try:
-            tokens = unchecked(model, ids, **params)
-        except RuntimeError as error:
-            tokens = []
-            verdict = f"{LOUD}: {error}"
-        if given.endswith("inf"):
-            row = recordings.next_logits(ids)
-            with mock.patch.object(sampling, "check_limits"):
-                largest = sampling.sampling_probs(row, SamplingParams(**params)).max().item()
-            verdict = f"Any token: the most likely one has 1 in {1 / largest:,.0f}."
-        elif "max_new_tokens" in params and not tokens:
-            verdict = "Nothing is written, without a word."
-        elif "top_p" in params and tokens == unfiltered:
-            verdict = "The parameter did nothing, without a word."
-        elif params.get("temperature", 0) < 0 and tokens == greedy:
-            verdict = "Greedy decoding, without a word."
-        found.append(Nonsense(given, [*map(recordings.text_of, tokens)], verdict, refusal(params)))
-    return [*found, broken_weight(model, ids)]
-
-
-def refusal(params: dict) -> str:
-    """The line that these parameters get."""
-    try:
-        SamplingParams(**params)
-    except UserError as error:
-        return str(error)
-    raise AssertionError(params)
-
-
-@torch.inference_mode()
-def unchecked(model: Model, ids: list[int], max_new_tokens: int = COUNT, **params) -> list[int]:
-    """The tokens that lesson 07 writes: `generate` and `sample` as they are there."""
-    with mock.patch.object(sampling, "check_limits"):
-        wanted = SamplingParams(max_new_tokens, **params)
-    generator = torch.Generator().manual_seed(1)
-    text = list(ids)
-    for _ in range(max_new_tokens):
-        logits = model(torch.tensor([text]))[0, -1]
-        if wanted.temperature == 0:
-            chosen = logits.argmax()
-        else:
-            probs = sampling.sampling_probs(logits, wanted)
-            (chosen,) = torch.multinomial(probs, 1, generator=generator)
-        text.append(chosen.item())
-    return text[len(ids) :]
-
-
-def broken_weight(model: Model, ids: list[int]) -> Nonsense:
-    broken = copy.deepcopy(model)
-    with torch.no_grad():
-        broken.h[0].mlp.c_fc.weight[0, 0] = math.nan
-    tokens = unchecked(broken, ids)
-    count = sum(weight.numel() for weight in broken.parameters())
-    verdict = "Each token\u2019s score is NaN, and argmax takes NaN for the largest." * (
-        set(tokens) == {0}
-    )
-    try:
-        next(generate(broken, [ids], SamplingParams(COUNT)))
-        raise AssertionError("nobody saw the NaN")
-    except UserError as error:
-        line = str(error)
-    given = f"one NaN among {count:,} weights, the model\u2019s own numbers"
-    return Nonsense(given, [*map(recordings.text_of, tokens)], verdict, line)
-
-
-def draw_nonsense(record: list[Nonsense]) -> Drawing:
-    cards = ""
-    for each in record:
-        written = "".join(token(text) for text in each.tokens)
-        cards += (
-            f'<li><p class="title">{escape(each.given)}</p>'
-            f'<p class="flow">{written}</p><p class="wrong">{escape(each.verdict)}</p>'
-            f'<p class="refused">{escape(each.line)}</p></li>'
-        )
-    body = f'<ol class="cards">{cards}</ol>'
-    body += (
-        '<ul class="key"><li><i class="bad"></i>what happens without a check</li>'
-        '<li><i class="good"></i>the line that it gets with it</li></ul>'
-    )
-    silent = sum(not each.verdict.startswith(LOUD) for each in record)
-    caption = (
-        f"Lesson 07&rsquo;s code is given {len(record)} mistakes, and takes {silent} of them "
-        "without a word. With this lesson each is one line that says what is wrong."
-    )
-    shown = "; ".join(
-        f"{each.given}: {''.join(each.tokens)!r}, {each.verdict} With the check: {each.line}"
-        for each in record
-    )
-    return Drawing(body, caption, f"Cards of bad input. {shown}.")
 
 
 class Turn(NamedTuple):
@@ -376,7 +253,6 @@ def draw_seeds(record: Seeded) -> Drawing:
 
 
 PICTURES = {  # slug of a lesson -> its picture
-    "sanity-checks": Picture("Once upon a time", record_nonsense, draw_nonsense),
     "conversation": Picture("rocket / rain, boat / cake / moon", record_talk, draw_talk),
     "request-seeds": Picture("Lily", record_draws, draw_seeds),
 }

@@ -1,7 +1,6 @@
 """Pieces of pictures, as HTML and SVG. Colours and sizes are in `pictures.css`."""
 
 import html
-import json
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ class Picture(NamedTuple):
     prompt: str  # of the one in the book
     record: Callable[[str], Any]  # runs the embedded models on a prompt; UserError if too long
     draw: Callable[[Any], Drawing]  # what it recorded
-    rows: bool = False  # it is drawn from rows of a benchmark: its prompt is their file's name
     own: str = ""  # what a reader's own prompt changes, where that is not all of it
 
 
@@ -140,41 +138,6 @@ def squares(kinds: list[str], size: int = 16) -> str:
         box(x * size, 1, size - 2, size - 2, kind) for x, kind in enumerate(kinds) if kind
     )
     return svg(len(kinds) * size, size, body)
-
-
-SLIDERS = {  # name: words, smallest, largest, step, what turns it off
-    "temperature": ("temperature", 0.1, 3, 0.05, ""),
-    "k": ("top-k", 0, 60, 1, "0"),
-    "p": ("top-p", 0.05, 1, 0.01, "1"),
-}
-
-
-def dial(logits: list[float], tokens: list[str], prompt: str, **values: float) -> str:
-    """Sliders that filter a distribution, which `pictures.js` draws.
-
-    logits: those after a prompt, in falling order. tokens: the first of them as text. values: of
-    the sliders that are shown, names as in SLIDERS.
-    """
-    shown = ""
-    for name, value in values.items():
-        words, low, high, step, off = SLIDERS[name]
-        shown += (
-            f'<label>{words} <input type="range" name="{name}" min="{low}" max="{high}" '
-            f'step="{step}" value="{value:g}" data-off="{off}"> <output></output></label>'
-        )
-    names = [token(text) for text in tokens] + [f"{len(logits) - len(tokens):,} others"]
-    rows = "".join(
-        f'<tr><th scope="row">{name}</th><td><i class="bar"></i></td><td class="value"></td></tr>'
-        for name in names
-    )
-    data = json.dumps({"logits": [round(logit, 4) for logit in logits], "tokens": tokens})
-    data = data.replace("<", "\\u003c")  # no tag in it can end the script
-    return (
-        '<form class="dial" hidden><p class="title">Move it yourself, after '
-        f"<q>{escape(prompt)}</q></p>{shown}"
-        f'<table class="bars">{rows}</table><p class="note"></p>'
-        f'<script type="application/json">{data}</script></form>'
-    )
 
 
 def key(**kinds: str) -> str:

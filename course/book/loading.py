@@ -1,35 +1,28 @@
 """Pictures of lessons 71 to 73: clients of a server, on a clock that only waiting moves."""
 
 import asyncio
-import csv
 import json
 import math
 import selectors
 import statistics
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import client
-from benchmarks.common import ROOT
 from book import recordings
 from book.door import check_prompt
 from book.draw import (
     Drawing,
     Picture,
-    bars,
     box,
-    escape,
     label,
     panel,
     panels,
     path,
-    percent,
     svg,
     token,
 )
 from engine.engine import Engine
-from errors import UserError
 from sampling import SamplingParams
 
 URL = "http://127.0.0.1:1"
@@ -386,106 +379,7 @@ def gaps(text: Text) -> list[float]:
 # 73
 
 
-class Pair(NamedTuple):
-    """Figures of a repeat, in tokens a second."""
-
-    mode: str
-    alone: float  # the engine
-    served: float  # the server, to 32 clients
-    step: float  # of the engine alone, without a prompt, in milliseconds
-
-
-class Measured(NamedTuple):
-    file: str
-    pairs: list[Pair]
-    commit: str
-    random: list[str]  # loads of requests at random moments, which are not drawn
-
-
-RANDOM = " of capacity"
-MODES = {"engine": "torch", "engine native": "C", "engine native int8": "C in int8"}
-
-
-def record_pairs(name: str) -> Measured:
-    """Pairs of runs in the rows of a file, here or of this repository."""
-    wanted = (("engine alone", "tokens/s"), ("32 clients", "tokens/s"))
-    wanted += (("engine alone", "plain step, ms"),)
-    try:
-        with (Path(name) if Path(name).exists() else ROOT / name).open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        found = {
-            (row["mode"], row["repeat"], row["load"], row["measure"]): float(row["value"])
-            for row in rows
-        }
-        repeats = sorted({row["repeat"] for row in rows if row["load"] == "engine alone"})
-        pairs = [
-            Pair(mode, *(found[mode, repeat, *figure] for figure in wanted))
-            for mode in MODES
-            for repeat in repeats
-        ]
-        if min(map(min, (pair[1:] for pair in pairs))) <= 0:
-            raise ValueError
-        loads = dict.fromkeys(row["load"] for row in rows)
-        random = [load for load in loads if load.endswith(RANDOM)]
-        return Measured(name, pairs, rows[0]["commit"], random)
-    except OSError as error:
-        raise UserError(f"{name!r} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, csv.Error):
-        raise UserError(f"{name!r} has no rows of this benchmark") from None
-
-
-def draw_pairs(record: Measured) -> Drawing:
-    parts = ""
-    middles = []
-    notes = ""
-    largest = 1.03 * max(max(pair[1:3]) for pair in record.pairs)
-    for mode in MODES:
-        own = [pair for pair in record.pairs if pair.mode == mode]
-        middles.append(statistics.median(pair.served / pair.alone for pair in own))
-        usual = statistics.median(pair.step for pair in own)
-        rows = []
-        for pair in own:
-            ratio = f"{pair.served:,.0f} / {pair.alone:,.0f} = {pair.served / pair.alone:.2f}"
-            disturbed = pair.step > 1.5 * usual
-            rows.append(("", pair.served, f"{ratio}{' *' * disturbed}", "", pair.alone))
-            if disturbed:
-                notes += (
-                    f" * The engine alone was disturbed: a step took it {pair.step:.0f} ms, in its "
-                    f"other runs {usual:.0f} and less. The median does not see it."
-                )
-        title = f"{mode}, {MODES[mode]}: {percent(middles[-1])} at the median"
-        parts += f'<p class="title">{title}</p>{bars(rows, largest)}'
-    legend = (
-        '<ul class="key"><li><i></i>measured: tokens a second of the server, to 32 clients</li>'
-        '<li><i class="mark-key"></i>measured: of its engine alone, without HTTP</li></ul>'
-    )
-    shares_of = " and ".join(load.removesuffix(RANDOM) for load in record.random)
-    others = (
-        f" Rows of requests at random moments, at {shares_of} of this capacity, are in the same "
-        "file and in the plots."
-        if shares_of
-        else ""
-    )
-    note = (
-        f"A line is a repeat, in which both had a turn.{notes} Rows of {escape(record.file)}, "
-        f"commit {escape(record.commit)}.{others}"
-    )
-    *shares, last = (f"{percent(own)} ({MODES[mode]})" for mode, own in zip(MODES, middles))
-    shares = ", ".join(shares)
-    caption = (
-        "What HTTP and the client cost, on the same cores as the engine: to 32 clients a server "
-        f"delivers {shares} and {last} of the tokens that its engine makes alone."
-    )
-    ratios = ", ".join(f"{pair.mode} {pair.served / pair.alone:.2f}" for pair in record.pairs)
-    text = f"Pairs of tokens a second, server by engine alone: {ratios}. Medians: {shares}, {last}."
-    body = f'{legend}<div class="panel pairs">{parts}</div><p class="note">{note}</p>'
-    return Drawing(body, caption, text)
-
-
 PICTURES = {  # slug of a lesson -> its picture
     "closed-loop": Picture(PROMPT, record_clients, draw_clients),
     "open-loop": Picture("Once upon a time", record_stall, draw_stall),
-    "benchmark-serving": Picture(
-        "benchmark_results/serving_cpu.csv", record_pairs, draw_pairs, rows=True
-    ),
 }

@@ -1,10 +1,9 @@
-// The embedded models in this page. Play uses it, and pictures of the reader's own prompt do:
+// The embedded models in this page. Play uses it:
 //
 //   const model = new PageModel();
 //   await model.load(["stories-llama", "stories-draft"]); // the first one writes, others draft
 //   model.write("Once upon a time", { temperature: 0.8, seed: 7 }, (event) => ...);
 //   model.stop();
-//   await model.ask("record", "temperature", "Once upon a time"); // a function of the worker
 //
 // Names and defaults of parameters: DEFAULTS in inference.js, which runs in a worker. Events, in
 // order; each list has {token, text}, and what stands here beside it:

@@ -9,62 +9,6 @@ from book.draw import Drawing, Picture, box, key, panel, panels, signed, svg, to
 from int8 import quantize
 
 
-class Rounded(NamedTuple):
-    """A number in three formats."""
-
-    token: str  # whose logit it is
-    rows: list[tuple[str, str, float]]  # format, its bits, and the value that they stand for
-
-
-FORMATS = {  # name: dtype, bits of the exponent, of the fraction
-    "float32": (torch.float32, 8, 23),
-    "float16": (torch.float16, 5, 10),
-    "bfloat16": (torch.bfloat16, 8, 7),
-}
-
-HALF_MOST = torch.finfo(torch.float16).max
-
-
-def record_rounded(prompt: str) -> Rounded:
-    """The largest logit after a prompt."""
-    logits = recordings.next_logits(recordings.encode(prompt, 200))
-    best = logits.argmax().item()
-    rows = []
-    for name, (dtype, exponent, fraction) in FORMATS.items():
-        value = logits[best].to(dtype)
-        width = 1 + exponent + fraction
-        integer = value.view(torch.int32 if width == 32 else torch.int16).item() % 2**width
-        rows.append((name, f"{integer:0{width}b}", value.item()))
-    return Rounded(recordings.text_of(best), rows)
-
-
-def draw_rounded(record: Rounded) -> Drawing:
-    exact = record.rows[0][2]
-    lines = ""
-    for name, bits, value in record.rows:
-        _, exponent, _ = FORMATS[name]
-        kinds = ["bad"] + ["second"] * exponent + ["first"] * (len(bits) - 1 - exponent)
-        cells = "".join(f'<i class="bit {kind}">{bit}</i>' for kind, bit in zip(kinds, bits))
-        off = f"off by {abs(value - exact):.2g}" if value != exact else "as the model gave it"
-        title = f"{name}: {len(bits) // 8} bytes, {value:.10g}, {off}"
-        lines += f'<p class="title">{title}</p><p class="bits">{cells}</p>'
-    legend = key(bad="sign", second="exponent: the range", first="fraction: the digits")
-    half, brain = (abs(row[2] - exact) for row in record.rows[1:])
-    caption = (
-        "Half the bytes, nearly the same number: this one, rounded once, is off by "
-        f"{half:.2g} in float16, which keeps more digits but ends at {HALF_MOST:,.0f}, and by "
-        f"{brain:.2g} in bfloat16, which keeps float32&rsquo;s range."
-    )
-    text = "; ".join(f"{name} {value:.10g}" for name, _, value in record.rows)
-    text = f"The bits of the logit of {record.token!r}: sign, exponent and fraction of {text}."
-    note = (
-        f'<p class="note">The number is the score of {token(record.token)}, its logit. The lesson '
-        "rounds weights and all that is computed from them, so a whole pass is off by more: its "
-        "Try measures that. Logits are then turned back into float32.</p>"
-    )
-    return Drawing(lines + legend + note, caption, text)
-
-
 class Products(NamedTuple):
     """A row of weights times an input, exactly and in int8."""
 
@@ -176,7 +120,6 @@ def in_memory(sizes: list[int], scale: int = 0, byte: int = 7, line: int = 64) -
 
 
 PICTURES = {  # slug of a lesson -> its picture
-    "fp16-bf16": Picture("Once upon a time", record_rounded, draw_rounded),
     "int8-weights": Picture(
         "Once upon a time",
         record_products,

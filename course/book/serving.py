@@ -11,7 +11,6 @@ from engine.engine import Engine
 from engine.request import Request
 from engine.scheduler import Scheduler
 from errors import UserError
-from infer import generate
 from loading import chat
 from loading.tokenizer import load_encoding
 from sampling import SamplingParams
@@ -92,87 +91,6 @@ def draw_boxes(record: Boxes) -> Drawing:
         f"{ours} are control tokens; without stand-ins there would be {theirs}."
     )
     return Drawing(body, caption, text)
-
-
-class Batches(NamedTuple):
-    """Who has which row of a batch at which step: the number of a request, None for nobody."""
-
-    lengths: list[int]  # of the texts
-    static: list[list[int | None]]  # steps of rows
-    continuous: list[list[int | None]]
-    run: Run  # the second one
-
-
-LENGTHS = (3, 9, 5, 4, 7, 3)
-
-
-def record_batches(prompt: str, rows: int = 3) -> Batches:
-    """Six texts of a prompt in three rows, once in batches that end together."""
-    model = recordings.load()
-    ids = recordings.encode(prompt, 20)
-    params = [
-        SamplingParams(length, ignore_eos=True, temperature=1.0, seed=seed)
-        for seed, length in enumerate(LENGTHS)
-    ]
-    static = []
-    for first in range(0, len(params), rows):
-        part = params[first : first + rows]
-        for step in generate(model, [ids] * len(part), part):
-            static.append([None if id is None else first + row for row, id in enumerate(step)])
-    run = play(Engine(model, max_rows=rows), [Arrival(0, ids, each) for each in params])
-    continuous = []
-    places = [None] * rows
-    for frame in run.frames:
-        now = [number for number in range(len(params)) if work_of(frame, number + 1)]
-        places = [number if number in now else None for number in places]
-        for number in now:  # a new one takes the first free place
-            if number not in places:
-                places[places.index(None)] = number
-        continuous.append(list(places))
-    return Batches([len(request.output) for request in run.requests], static, continuous, run)
-
-
-def draw_batches(record: Batches) -> Drawing:
-    def grid(steps: list[list[int | None]]) -> str:
-        rows = ""
-        for row in range(len(steps[0])):
-            cells = "".join(
-                '<td class="idle"></td>'
-                if step[row] is None
-                else f'<td class="owner{step[row] + 1}">{step[row] + 1}</td>'
-                for step in steps
-            )
-            rows += f'<tr><th scope="row">row {row + 1}</th>{cells}</tr>'
-        return f'<table class="batch">{rows}</table>'
-
-    runs = (record.static, record.continuous)
-    idle = [sum(step.count(None) for step in run) for run in runs]
-    static, continuous = map(len, runs)
-    body = panels(
-        panel(
-            f"Static batches: {static} steps",
-            grid(record.static),
-            "A column is a step, a number a request. "
-            f"{idle[0]} places idle (hatched): a batch ends with its longest text.",
-        ),
-        panel(
-            f"Continuous batching: {continuous} steps",
-            grid(record.continuous),
-            f"{idle[1]} idle: nobody is left to take them.",
-        ),
-    )
-    caption = (
-        "A row that is done takes the next request at once, and does not wait for the longest "
-        f"text of its batch: {continuous} steps instead of {static}."
-    )
-    text = (
-        f"Two grids of rows and steps for texts of {record.lengths} tokens: {static} steps with "
-        f"{idle[0]} idle places, and {continuous} with {idle[1]}."
-    )
-    frames = record.run.frames
-    later = range(len(frames) // 2, len(frames))  # no text ends in the first that is shown
-    first = next((at for at in later if len(frames[at]["running"]) == len(record.static[0])), 0)
-    return Drawing(body, caption, text, player(record.run, first))
 
 
 NUM_PAGES = 15  # as many as these texts may need
@@ -346,6 +264,5 @@ def draw_budgets(record: Budgets) -> Drawing:
 PICTURES = {  # slug of a lesson -> its picture
     "chunked-prefill": Picture(recordings.STORY, record_budgets, draw_budgets),
     "chat": Picture("rain<|endoftext|>", record_boxes, draw_boxes),
-    "continuous-batching": Picture("Lily", record_batches, draw_batches),
     "paged-cache": Picture("Lily", record_pool, draw_pool),
 }

@@ -4,9 +4,8 @@ PICTURES: a folder for screenshots. First what test_book.py holds against a smal
 in headless Chromium, at 1280 and 360 pixels, light and dark: no error on the console, no request
 but for files of the book, nothing wider than the page, contrast of all text at least 4.5 to 1, a
 search that finds, arrow keys, copy buttons, and tips; and on the page Play the repository's texts.
-The same of each lesson that has a picture, whose text has at least 11 pixels, and the sliders of
-lesson 07 against `sampling_probs`; and pictures of the reader's own prompt against Python's. The
-engine's player plays, steps and is dragged, by mouse, touch and keyboard.
+The same of each lesson that has a picture, whose text has at least 11 pixels.
+The engine's player plays, steps and is dragged, by mouse, touch and keyboard.
 """
 
 import sys

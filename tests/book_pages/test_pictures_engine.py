@@ -14,7 +14,6 @@ from infer import generate
 from sampling import SamplingParams
 
 PLAYED = {  # lesson -> where its recording has the run
-    "continuous-batching": lambda record: record.run,
     "paged-cache": lambda record: record.run,
     "preemption": lambda record: record,
     "prefix-sharing": lambda record: record,
@@ -127,20 +126,6 @@ def test_frames_are_those_of_the_scheduler():
         preempted += len(frame["preempted"])
         assert preempted == scheduler.preemptions == frame["preemptions"]
     assert not engine.busy and preempted == 2
-
-
-def test_rows_of_the_batch_have_the_players_colours():
-    record, tree = drawn("continuous-batching")
-    for steps, part in zip((record.static, record.continuous), of_class(tree, "table", "batch")):
-        for row, line in enumerate(part.iter("tr")):
-            cells = [(cell.get("class"), words_of(cell)) for cell in line.iter("td")]
-            assert cells == [
-                ("idle", "") if step[row] is None else (f"owner{step[row] + 1}", str(step[row] + 1))
-                for step in steps
-            ]
-    for step, frame in zip(record.continuous, record.run.frames):
-        working = {row["number"] - 1 for row in rows_of(frame) if row["work"][3]}
-        assert working == {number for number in step if number is not None}
 
 
 def test_the_pool_is_that_of_its_frame():
@@ -505,17 +490,9 @@ def test_trials_go_by_their_clock():
 
 @pytest.mark.parametrize("slug", ["batched-speculation", "drafts-that-pay"])
 def test_a_prompt_of_one_token(slug):
-    from book.pictures import page
+    from pictures import page
 
     assert "<figcaption>" in page(f"00-{slug}", "Tom")
-
-
-def test_the_player_is_in_the_page_that_wants_it():
-    from book.pictures import page
-
-    script = (ROOT / "server" / "player.js").read_text("utf-8")
-    assert script in page("41-preemption")
-    assert script not in page("40-page-groups")
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="node reads the script")

@@ -1,21 +1,10 @@
 """The pictures of compiled code and of benchmarks show what the runs gave, and the rows."""
 
-import itertools
-import re
-import statistics
-import subprocess
-import sys
-
-import pandas
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, run
 from drawings import caption_of, drawn, number, of_class, tokens_of, tree_of, widths, words_of
-
-
-def summary(name: str) -> pandas.DataFrame:
-    return pandas.read_csv(ROOT / "benchmark_results" / f"{name}_summary.csv")
 
 
 def columns_of(table) -> list[list[str]]:
@@ -32,174 +21,8 @@ def named(element, tag: str) -> list:
 # Benchmarks
 
 
-def test_turns_have_the_median_of_the_summary():
-    record, tree = drawn("benchmark-speculative")
-    line = summary("speculative_cpu").query("mode == 'gamma 3' and temperature == 0").iloc[0]
-    ratios = [turn.ratio for turn in record.turns]
-    assert len(ratios) == line["runs"] == 12
-    found = statistics.median(ratios), min(ratios), max(ratios)
-    expected = line[["speedup_median", "speedup_min", "speedup_max"]].tolist()
-    assert found == pytest.approx(expected, rel=1e-3)
-    lines, claims = of_class(tree, "div", "panel")
-    shown = [number(words_of(text)[2:]) for text in named(lines, "text") if "×" in words_of(text)]
-    order = sorted(record.turns, key=lambda turn: turn.rate)
-    assert shown == pytest.approx([turn.ratio for turn in order], abs=0.005)
-    places = [[float(dot.get("cx")) for dot in of_class(lines, "circle", kind)] for kind in ENDS]
-    for turn, left, right in zip(order, *places):
-        assert (right - 8) / (left - 8) == pytest.approx(turn.ratio, abs=0.01)
-    rates = line["decode_tokens_per_s_min"], line["decode_tokens_per_s_max"]
-    target = summary("speculative_cpu").query("mode == 'target' and temperature == 0").iloc[0]
-    slow, fast = target["decode_tokens_per_s_min"], target["decode_tokens_per_s_max"]
-    worst, best = rates[0] / fast, rates[1] / slow
-    shares = [100 * each / best for each in (worst, best, found[0])]
-    assert widths(claims) == pytest.approx(shares, abs=0.1)
-    median, low, high = found
-    told = "Greedily, one text at a time, on this CPU: with drafts of 3 tokens the target is "
-    told += f"{median:.2f} times as fast, the median of 12 pairs of runs, from {low:.2f} to "
-    told += f"{high:.2f}. "
-    told += f"Who picks two runs can say {worst:.2f} or {best:.2f}."
-    assert caption_of("benchmark-speculative") == told
-    assert line["batch_size"] == 1
-    assert "two runs of the same repeat, close in time" in words_of(lines)
-    rows = pandas.read_csv(ROOT / "benchmark_results" / "speculative_cpu.csv")
-    rows = rows.query("temperature == 0")
-    for turn in record.turns:  # runs with other drafts lie between them
-        at = rows.index[rows["decode_tokens_per_s"].isin(turn)].tolist()
-        modes = rows.loc[at, "mode"].tolist()
-        assert any(
-            a == "target" and b == "gamma 3" and second - first == 3
-            for (first, a), (second, b) in itertools.product(zip(at, modes), repeat=2)
-        )
-    assert "with the code of later lessons" in words_of(claims)
-
-
 ENDS = "first", "second"
 ENGINES = "cache", "native int8"
-
-
-def test_rows_of_ones_own_have_their_own_conditions(tmp_path):
-    from book.measuring import draw_turns, record_turns
-
-    text = (ROOT / "benchmark_results" / "speculative_cpu.csv").read_text("utf-8")
-    lines = [line.split(",") for line in text.splitlines()]
-    places = [lines[0].index(name) for name in ("temperature", "batch_size", "device")]
-    for line in lines[1:]:
-        for place, value in zip(places, ("0.5", "4", "cuda")):
-            line[place] = value
-    path = tmp_path / "own.csv"
-    path.write_text("\n".join(map(",".join, lines)), "utf-8")
-    told = "At temperature 0.5, 4 texts at a time, on this device: with drafts of 3 tokens the targ"
-    assert draw_turns(record_turns(str(path))).caption.startswith(told)
-
-
-def test_lengths_have_the_medians_of_the_summary():
-    record, tree = drawn("benchmark-kv-cache")
-    lines = summary("kv_cache_cpu").query("batch_size == 1")
-    medians = {}
-    for _, line in lines.iterrows():
-        runs = record.modes[line["mode"]][line["new_tokens"]]
-        assert len(runs) == line["runs"] == 3
-        rate = 1000 / statistics.median(runs)
-        assert rate == pytest.approx(line["decode_tokens_per_s_median"], rel=1e-3)
-        medians[line["mode"], line["new_tokens"]] = 1000 / line["decode_tokens_per_s_median"]
-    (chart,) = of_class(tree, "div", "panel")
-    assert len(named(chart, "circle")) == 27
-    zero = max(float(text.get("y")) for text in named(chart, "text") if words_of(text) == "0") - 4
-    plain, cached = (of_class(chart, "polyline", kind)[-1] for kind in ("second", "first"))
-    for line, mode in ((plain, "no cache"), (cached, "cache")):
-        heights = [zero - float(point.split(",")[1]) for point in line.get("points").split()]
-        times = [medians[mode, length] for length in (60, 120, 220)]
-        shares = [height / times[-1] * heights[-1] for height in times]
-        assert heights == pytest.approx(shares, abs=0.2)
-    told = (
-        "Without the cache a token takes longer as the text grows: "
-        f"{medians['no cache', 60]:.0f} ms each for 60 new tokens, {medians['no cache', 220]:.0f} "
-        f"for 220. With it {medians['cache', 60]:.1f} and {medians['cache', 220]:.1f}."
-    )
-    assert caption_of("benchmark-kv-cache") == told
-    assert "transformers, Hugging Face\u2019s library" in words_of(chart)
-
-
-def test_shares_are_those_that_the_lesson_prints():
-    """Its Try runs its own code: rows first, as they are measured, then the summary of them."""
-    import lessons as course
-
-    record, tree = drawn("benchmark-batching")
-    _, lessons = course.read_main()
-    said = course.message(course.find(lessons, "benchmark-batching"))
-    lines = re.findall(r"^ *(\d+),([\w ]+),([\d.]+),[\d.]+$", said, re.MULTILINE)
-    rates = {(mode, int(size)): float(rate) for size, mode, rate in lines}
-    assert list(record.engines) == ["cache", "native", "native int8"]
-    largest = max(rates[engine, size] for engine in record.engines for size in (1, 8))
-    lengths = []
-    shown = []
-    for engine, runs in record.engines.items():
-        assert list(runs) == [1, 8]
-        for size, (rate,) in runs.items():
-            assert rate == pytest.approx(rates[engine, size], rel=1e-3)
-            parts = [rate / size, rate - rate / size] if size > 1 else [rate]
-            lengths += [100 * part / largest for part in parts]
-            shown.append(f"{rate:,.0f}" + f", each {rate / size:,.0f}" * (size > 1))
-    assert widths(tree) == pytest.approx(lengths, abs=0.1)
-    assert words(of_class(tree, "td", "value")) == shown
-    # One run of each allows no ratio.
-    told = [f"{rates[mode, 8]:,.0f} instead of {rates[mode, 1]:,.0f}" for mode in ENGINES]
-    told = f"longer: 8 make {told[0]} with torch, {told[1]} with int8 in C (tokens a second, "
-    told += "for all readers)."
-    assert caption_of("benchmark-batching").endswith(told)
-    assert "One run of each, by this lesson\u2019s own code" in words_of(tree)
-    assert "\u00d7" not in words_of(tree) + caption_of("benchmark-batching")
-    assert said.count("  repeat ") == len(set(rates))
-
-
-def test_shares_of_a_file_are_those_of_its_summary():
-    from book.pictures import PICTURES
-
-    picture = PICTURES["benchmark-batching"]
-    record = picture.record("benchmark_results/batching_cpu.csv")
-    tree = tree_of(picture.draw(record).body)
-    lines = summary("batching_cpu")
-    largest = lines[lines["mode"].isin(record.engines)]["decode_tokens_per_s_median"].max()
-    lengths = []
-    for engine, runs in record.engines.items():
-        for size, each in runs.items():
-            line = lines.query(f"mode == '{engine}' and batch_size == {size}").iloc[0]
-            rate = statistics.median(each)
-            ends = line["decode_tokens_per_s_min"], line["decode_tokens_per_s_max"]
-            assert (min(each), max(each)) == pytest.approx(ends, rel=1e-3)
-            assert rate == pytest.approx(line["decode_tokens_per_s_median"], rel=1e-3)
-            parts = [rate / size, rate - rate / size] if size > 1 else [rate]
-            lengths += [100 * part / largest for part in parts]
-    assert widths(tree) == pytest.approx(lengths, abs=0.02) and len(record.engines) == 3
-    assert "with the code of later lessons" in words_of(tree)
-
-
-@pytest.mark.parametrize(
-    "name", ["", "Tom", "\0", "Readme.md", "checkpoints", "checkpoints/stories/model.safetensors"]
-)
-@pytest.mark.parametrize(
-    "slug", ["benchmark-speculative", "benchmark-kv-cache", "benchmark-batching"]
-)
-def test_a_file_without_rows_is_one_line(capsys, slug, name, tmp_path, monkeypatch):
-    import draw_picture
-
-    monkeypatch.chdir(tmp_path)
-    assert draw_picture.main([f"18-{slug}", "--rows", name]) == 2
-    assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("id", "given", "line"),
-    [
-        ("18-benchmark-speculative", "--prompt", "takes --rows, not --prompt"),
-        ("07-top-p", "--rows", "takes --prompt, not --rows"),
-    ],
-)
-def test_a_picture_takes_a_prompt_or_rows(id, given, line):
-    command = [sys.executable, ROOT / "lessons.py", "picture", id, given, "x"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"lessons.py: error: the picture of {id} {line}\n"
 
 
 # Compiled code

@@ -1,16 +1,14 @@
 """Pictures of a server and of its clients show what another run, or another rule, gives."""
 
-import csv
 import itertools
 import json
 import math
 import re
-import statistics
 
 import numpy
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import run
 from drawings import drawn, of_class, tokens_of, tree_of, widths, words_of
 
 STEADY = ("disconnects", "full-queue", "draining", "live", "page")
@@ -426,67 +424,6 @@ def test_a_stall_seen_by_two_loops():
         end = max(last for span in (closed, opened) for _, last in span.spans)
         sizes = [float(box.get("width")) for box in bars]
         assert sizes == pytest.approx([max(300 * wait / 1000 / end, 1) for wait in waits], rel=1e-3)
-
-
-def test_pairs_are_those_of_the_rows():
-    record, tree = drawn("benchmark-serving")
-    with (ROOT / "benchmark_results" / "serving_cpu.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["mode"].startswith("engine")]
-    ratios = {}
-    for row in rows:
-        if row["measure"] == "x engine alone":
-            ratios.setdefault(row["mode"], []).append(float(row["value"]))
-    assert [len(own) for own in ratios.values()] == [3, 3, 3]
-    rates = {
-        (row["mode"], row["load"], row["repeat"]): float(row["value"])
-        for row in rows
-        if row["measure"] == "tokens/s"
-    }
-    largest = 1.03 * max(
-        rate for key, rate in rates.items() if key[1] in ("engine alone", "32 clients")
-    )
-    caption = caption_of("benchmark-serving")
-    assert caption.startswith("What HTTP and the client cost") and caption.endswith("alone.")
-    titles = []
-    for (mode, own), part in zip(ratios.items(), of_class(tree, "table", "bars"), strict=True):
-        share = f"{100 * statistics.median(own):.0f}\xa0%"
-        kind = {"engine": "torch", "engine native": "C", "engine native int8": "C in int8"}[mode]
-        titles.append(f"{mode}, {kind}: {share} at the median")
-        assert f"{share} ({kind})" in caption
-        served, alone = (
-            [rates[mode, load, repeat] for repeat in "012"]
-            for load in ("32 clients", "engine alone")
-        )
-        assert widths(part) == pytest.approx([100 * rate / largest for rate in served], abs=0.01)
-        ticks = [float(tick.get("style")[5:-1]) for tick in of_class(part, "b", "tick")]
-        assert ticks == pytest.approx([100 * rate / largest for rate in alone], abs=0.01)
-        shown = [words_of(cell) for cell in of_class(part, "td", "value")]
-        assert [float(words.split("= ")[1].removesuffix(" *")) for words in shown] == [
-            round(ratio, 2) for ratio in own
-        ]
-        # The one pair that is out of line is marked, and the figure that says why is beside it.
-        marked = [words.endswith("*") for words in shown]
-        assert marked == [ratio > 1 for ratio in own]
-    assert [words_of(title) for title in of_class(tree, "p", "title")] == titles
-    assert "at 0.7 and 1.2 of this capacity, are in the same file" in words_of(tree)
-    steps = [row for row in rows if row["measure"] == "plain step, ms" and row["mode"] == "engine"]
-    values = sorted(float(row["value"]) for row in steps)
-    assert f"took it {values[2]:.0f} ms, in its other runs {values[1]:.0f} and less" in words_of(
-        tree
-    )
-    assert rows[0]["commit"] in words_of(tree)
-
-
-@pytest.mark.parametrize("content", [None, "", "mode,load\n", "mode,repeat,load,measure,value\n"])
-def test_rows_of_another_benchmark(content, tmp_path):
-    from book.pictures import PICTURES
-    from errors import UserError
-
-    file = tmp_path / "rows.csv"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(UserError, match="cannot be read" if content is None else "no rows"):
-        PICTURES["benchmark-serving"].record(str(file))
 
 
 @pytest.mark.parametrize("slug", STEADY)

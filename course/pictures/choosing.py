@@ -1,0 +1,210 @@
+"""Lessons 04 to 07: from a distribution to a token."""
+
+from typing import NamedTuple
+
+import torch
+
+from pictures import runs
+from pictures.scene import (
+    Axis,
+    Bar,
+    Bars,
+    Curve,
+    Line,
+    Lines,
+    Mark,
+    Panel,
+    Picture,
+    Scene,
+    Token,
+    Tokens,
+    percent,
+    word,
+)
+from sampling import SamplingParams, apply_temperature, sample, top_k_filter, top_p_filter
+
+Shares = list[tuple[str, float]]  # tokens with their probabilities, best first
+
+
+def others(shown: Shares, count: int) -> tuple[str, float]:
+    """What all tokens that are not shown have together. count: of all."""
+    return f"{count - len(shown):,} others", 1 - sum(p for _, p in shown)
+
+
+class Draws(NamedTuple):
+    prompt: str
+    likely: Shares
+    counts: list[int]  # how often each of those was drawn
+    drawn: list[str]  # all draws, in order
+    vocabulary: int
+
+
+@torch.inference_mode()
+def record_draws(prompt: str, count: int = 1000) -> Draws:
+    """Many draws from one distribution, each with a seed of its own."""
+    text = runs.encode(prompt, 200)
+    logits = runs.next_logits(text)
+    draws = [(seed, len(text)) for seed in range(1, count + 1)]
+    ids = sample(logits.expand(count, -1), SamplingParams(temperature=1.0), draws=draws)
+    counts = (ids[:, None] == logits.topk(10).indices).sum(dim=0).tolist()
+    drawn = [runs.text_of(id) for id in ids.tolist()]
+    return Draws(prompt, runs.likely(logits.softmax(-1), 10), counts, drawn, len(logits))
+
+
+def draw_draws(record: Draws) -> Scene:
+    total = len(record.drawn)
+    rows = [(word(text), p, n) for (text, p), n in zip(record.likely, record.counts)]
+    rows.append((*others(record.likely, record.vocabulary), total - sum(record.counts)))
+    bars = [Bar(name, [(p, "first")], f"{percent(p)}, drawn {n}", n / total) for name, p, n in rows]
+    best, p = record.likely[0]
+    return Scene(
+        f"Greedy decoding takes {word(best)} each time. Sampling takes it {percent(p)} of the "
+        "time, and every other token as often as the model finds it likely: "
+        f"{len(set(record.drawn))} different tokens in {total:,} draws.",
+        [
+            Panel(
+                f"After {word(record.prompt)}: probabilities, and {total:,} draws",
+                Bars(bars),
+                "Bar: probability. Line: share of the draws.",
+            ),
+            Panel(
+                "The first 30 draws",
+                Tokens([Line([Token(text) for text in record.drawn[:30]])]),
+                f"Each draw has a seed of its own, 1 to {total:,}. The same seed gives the same "
+                "draw.",
+            ),
+        ],
+    )
+
+
+TEMPERATURES = {0.5: "sharper", 1.0: "as the model says", 2.0: "flatter"}
+
+
+@torch.inference_mode()
+def record_temperatures(prompt: str) -> dict[float, torch.Tensor]:
+    """T -> the probabilities of all tokens."""
+    logits = runs.next_logits(runs.encode(prompt, 200))
+    return {T: apply_temperature(logits, T).softmax(dim=-1) for T in TEMPERATURES}
+
+
+def draw_temperatures(record: dict[float, torch.Tensor]) -> Scene:
+    parts = []
+    for T, probs in record.items():
+        shown = runs.likely(probs, 6)
+        rest = others(shown, len(probs))
+        bars = [Bar(word(text), [(p, "first")], percent(p)) for text, p in shown]
+        bars.append(Bar(rest[0], [(rest[1], "idle")], percent(rest[1])))
+        parts.append(Panel(f"T = {T:g}: {TEMPERATURES[T]}", Bars(bars, 1)))
+    (best, cold), (_, hot) = (runs.likely(record[T], 1)[0] for T in (0.5, 2.0))
+    caption = (
+        "A temperature T divides the logits: below 1 it sharpens the distribution, above 1 it "
+        f"flattens it. The order of the tokens never changes. {word(best)} has {percent(cold)} at "
+        f"T = 0.5 and {percent(hot)} at T = 2."
+    )
+    return Scene(caption, parts)
+
+
+class Cut(NamedTuple):
+    k: int
+    before: Shares
+    after: list[float]
+    kept: float  # the mass that the k tokens had
+    vocabulary: int
+
+
+@torch.inference_mode()
+def record_top_k(prompt: str, k: int = 10, shown: int = 14) -> Cut:
+    logits = apply_temperature(runs.next_logits(runs.encode(prompt, 200)), 2.0)
+    probs = logits.softmax(dim=-1)
+    cut = top_k_filter(logits, k).softmax(dim=-1)
+    after = cut[probs.topk(shown).indices].tolist()
+    return Cut(k, runs.likely(probs, shown), after, probs[cut > 0].sum().item(), len(logits))
+
+
+def draw_top_k(record: Cut) -> Scene:
+    rest = others(record.before, record.vocabulary)
+    rows = [(word(text), p, left) for (text, p), left in zip(record.before, record.after)]
+    rows.append((*rest, 0.0))
+    before = [Bar(name, [(p, "first" if left else "gone")], percent(p)) for name, p, left in rows]
+    after = [Bar(name, [(left, "first")], percent(left)) for name, _, left in rows]
+    largest = max(rest[1], record.after[0])
+    return Scene(
+        f"Top-k keeps the {record.k} most likely tokens of {record.vocabulary:,}. At temperature 2 "
+        f"they had {percent(record.kept)} of the probability and now share all of it. The tail, "
+        f"which had the other {percent(1 - record.kept)}, cannot be drawn.",
+        [
+            Panel("At temperature 2", Bars(before, largest), key={"gone": "cut by top-k"}),
+            Panel(f"Cut to the {record.k} most likely", Bars(after, largest)),
+        ],
+    )
+
+
+class Nucleus(NamedTuple):
+    prompt: str
+    mass: list[float]  # of the 1, 2, ... most likely tokens
+    kept: int  # by top-p
+    likely: Shares
+
+
+P = 0.9
+BESIDE = ("Once upon a", "She was very", "They went to the")
+
+
+@torch.inference_mode()
+def record_top_p(prompt: str) -> list[Nucleus]:
+    """How mass adds up after a prompt, and after three others."""
+    found = []
+    for text in dict.fromkeys([prompt, *BESIDE]):
+        logits = runs.next_logits(runs.encode(text, 200))
+        probs = logits.softmax(dim=-1)
+        mass = probs.sort(descending=True).values.cumsum(dim=-1).tolist()
+        kept = top_p_filter(logits, P).isfinite().sum().item()
+        found.append(Nucleus(text, mass, kept, runs.likely(probs, 8)))
+    return found
+
+
+def draw_top_p(record: list[Nucleus]) -> Scene:
+    own = record[0]
+    ranks = sorted({round(len(own.mass) ** (step / 60)) for step in range(61)})
+    curves = []
+    for each, kind in zip(record, ("first", "good", "second", "third")):
+        name = f"{word(each.prompt)} keeps {each.kept:,}"
+        curves.append(Curve(name, [(rank, each.mass[rank - 1]) for rank in ranks], kind))
+    for each, curve in zip(record, curves[:4]):
+        curves.append(Curve("", [(each.kept, each.mass[each.kept - 1])], curve.kind, dots=True))
+    bars = []
+    for (text, p), total, rank in zip(own.likely, own.mass, range(1, 9)):
+        kind = "first" if rank <= own.kept else "gone"
+        bars.append(Bar(word(text), [(p, kind)], f"{percent(p)}, together {percent(total)}"))
+    counts = sorted(each.kept for each in record)
+    return Scene(
+        f"Top-p keeps the most likely tokens until together they have {percent(P)}. How many that "
+        f"takes depends on how sure the model is: {', '.join(map(str, counts))} after these "
+        "prompts. Top-k would keep the same number after each.",
+        [
+            Panel(
+                "Probabilities of the most likely tokens, added up",
+                Lines(
+                    curves,
+                    Axis("tokens, most likely first (log scale)", log=True),
+                    Axis("mass", [(0, "0 %"), (0.5, "50 %"), (1, "100 %")]),
+                    [Mark(f"p = {P}", y=P)],
+                ),
+                "A dot is where a curve first reaches p.",
+            ),
+            Panel(
+                f"After {word(own.prompt)}: {own.kept:,} stay",
+                Bars(bars),
+                f"The token that crosses {percent(P)} stays too.",
+                {"first": "kept", "gone": "cut"} if own.kept < 8 else {},
+            ),
+        ],
+    )
+
+
+PICTURES = {
+    "multinomial": Picture("The cat", record_draws, draw_draws),
+    "temperature": Picture("One day, Tom saw a", record_temperatures, draw_temperatures),
+    "top-k": Picture("The cat", record_top_k, draw_top_k),
+    "top-p": Picture("One day, a girl named", record_top_p, draw_top_p),
+}

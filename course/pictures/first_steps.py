@@ -1,0 +1,305 @@
+"""Lessons 00 to 03: what a pass computes, and the loop around it."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from cache import KVCache, window_start
+from infer import next_logits
+from loading.tokenizer import EOT
+from model import causal_attention
+from pictures import runs
+from pictures.scene import (
+    Axis,
+    Bar,
+    Bars,
+    Cell,
+    Cells,
+    Curve,
+    Line,
+    Lines,
+    Mark,
+    Panel,
+    Picture,
+    Row,
+    Scene,
+    Token,
+    Tokens,
+    percent,
+    signed,
+    word,
+)
+
+
+class PassRecord(NamedTuple):
+    """A pass over a prompt, and what became of its last position."""
+
+    tokens: list[tuple[str, int]]  # text and id of each
+    vectors: list[list[float]]  # the first numbers of what goes into the first layer
+    rivals: tuple[str, str]  # the answer, and what came nearest to it on the way
+    after: list[list[float]]  # their probabilities after 0, 1, ... layers
+    layer: int  # of the head that is shown, from 1
+    head: int
+    attention: list[list[float]]  # its weights, (T, T)
+    top: list[tuple[str, float, float]]  # token, probability, logit
+
+
+@torch.inference_mode()
+def record_pass(prompt: str) -> PassRecord:
+    model = runs.load()
+    ids = runs.encode(prompt, 10)
+    T = len(ids)
+    inputs = []
+    weights = []  # of each layer: (heads, T, T)
+
+    def attend(layer, q, k, v):
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
+        later = torch.ones(T, T, dtype=torch.bool).triu(1)
+        weights.append(scores.masked_fill(later, -torch.inf).softmax(dim=-1)[0])
+        return causal_attention(layer, q, k, v)
+
+    hooks = [
+        block.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
+        for block in model.h
+    ]
+    x = model.hidden(torch.tensor([ids]), torch.arange(T), attend)[0]
+    for hook in hooks:
+        hook.remove()
+    # The logits if the layers above were left out.
+    logits = model.head(torch.stack([row[-1] for row in [*inputs, x]]))
+    probs = logits.softmax(dim=-1)
+    best = probs[-1].argmax().item()
+    others = probs[1:].index_fill(1, torch.tensor([best]), 0)
+    rival = others.amax(dim=0).argmax().item()
+    # The head whose last position looks most at one token between the first and itself.
+    heads = torch.stack(weights)  # (layers, heads, T, T)
+    first = min(1, T - 1)
+    looks = heads[:, :, -1, first : max(first + 1, T - 1)].amax(dim=-1)
+    layer, head = divmod(looks.argmax().item(), looks.shape[1])
+    scores = logits[-1].topk(5).values.tolist()
+    return PassRecord(
+        list(zip(runs.texts_of(ids), ids)),
+        inputs[0][:, :12].tolist(),
+        (runs.text_of(best), runs.text_of(rival)),
+        [[row[best].item(), row[rival].item()] for row in probs],
+        layer + 1,
+        head + 1,
+        heads[layer, head].tolist(),
+        [(*pair, logit) for pair, logit in zip(runs.likely(probs[-1], 5), scores)],
+    )
+
+
+def draw_pass(record: PassRecord) -> Scene:
+    texts = [text for text, _ in record.tokens]
+    last = word(texts[-1])
+    answer, rival = map(word, record.rivals)
+    row = record.attention[-1]
+    seen = word(texts[max(range(1, len(row) - 1), key=row.__getitem__) if len(row) > 2 else 0])
+    behind = [layer for layer, (own, other) in enumerate(record.after) if other > own]
+    turn = f"turns from {rival} to" if any(behind) else "becomes"
+    layers = [str(layer) for layer in range(0, len(record.after), 4)]
+    curves = [
+        Curve(answer, [(at, pair[0]) for at, pair in enumerate(record.after)], "first"),
+        Curve(rival, [(at, pair[1]) for at, pair in enumerate(record.after)], "second"),
+    ]
+    vectors = [
+        Row(
+            word(text),
+            [Cell("first" if v > 0 else "second", share=min(abs(v) * 6, 1)) for v in vector],
+            f"{signed(vector[0])}, {signed(vector[1])}, \u2026",
+        )
+        for text, vector in zip(texts, record.vectors)
+    ]
+    weights = []
+    for at, row in enumerate(record.attention):
+        best = max(range(at + 1), key=row.__getitem__)
+        cells = [Cell("third", share=weight) for weight in row[: at + 1]]
+        weights.append(Row(word(texts[at]), cells, f"{percent(row[best])} {word(texts[best])}"))
+    chips = [Token(text, number=str(id)) for text, id in record.tokens]
+    scores = [
+        Bar(word(text), [(p, "first")], f"logit {signed(logit, 1)}, {percent(p)}")
+        for text, p, logit in record.top
+    ]
+    return Scene(
+        "One forward pass: a text goes in, a score for every possible next token comes out. "
+        f"On the way through the layers {last} looks back at {seen}, and the answer {turn} "
+        f"{answer}.",
+        [
+            Panel(
+                "1. The text, cut into tokens, each with its id",
+                Tokens([Line(chips)]),
+                "A space belongs to the word after it.",
+            ),
+            Panel(
+                "2. A vector of 256 numbers for each token",
+                Cells(vectors),
+                f"The first {len(record.vectors[0])} numbers of each: blue above 0, orange below. "
+                f"{len(record.after) - 1} layers then change these vectors, one after the other.",
+            ),
+            Panel(
+                f"3. Attention: where {last} looks",
+                Cells(weights),
+                f"Head {record.head} of layer {record.layer}. Each row is a token; the stronger a "
+                "square, the more the token takes from that one. No token sees a later one.",
+            ),
+            Panel(
+                f"4. What {last} would say after each layer",
+                Lines(
+                    curves,
+                    Axis("layers passed", [(int(at), at) for at in layers]),
+                    Axis("probability", [(0, "0 %"), (0.5, "50 %"), (1, "100 %")]),
+                    [Mark(f"layer {record.layer}", x=record.layer)],
+                ),
+                "The probabilities of two tokens if the layers above were left out.",
+            ),
+            Panel(
+                "5. The end: a score, the logit, for each of 4,096 tokens",
+                Bars(scores),
+                "The five largest. Softmax turns the logits into probabilities, the bars.",
+            ),
+        ],
+    )
+
+
+class Step(NamedTuple):
+    """A turn of the loop."""
+
+    text: list[str]  # what goes in
+    choices: list[tuple[str, float]]  # the most likely tokens with their logits, best first
+
+
+def record_steps(prompt: str, count: int = 6) -> list[Step]:
+    text = runs.encode(prompt, 8)
+    written = runs.write(text, max_new_tokens=count)
+    steps = []
+    for at in range(len(written)):
+        before = text + written[:at]
+        steps.append(Step(runs.texts_of(before), runs.likely(runs.next_logits(before), 3)))
+    return steps
+
+
+def draw_steps(steps: list[Step]) -> Scene:
+    given = len(steps[0].text)
+    lines = []
+    for number, step in enumerate(steps, 1):
+        text = [Token(each, "kept" if at >= given else "") for at, each in enumerate(step.text)]
+        best, *others = [Token(text, number=signed(logit, 1)) for text, logit in step.choices]
+        text.append(best._replace(kind="good"))
+        also = ", ".join(f"{word(other.text)} {other.number}" for other in others)
+        lines.append(Line(text, str(number), also))
+    return Scene(
+        "Greedy decoding is a loop: each step puts the whole text into the model, takes the token "
+        f"with the largest logit and appends it. {len(steps)} steps, {len(steps)} tokens.",
+        [
+            Panel(
+                "Each step: the text so far, the token taken with its logit, and the two next best",
+                Tokens(lines),
+                key={"kept": "taken in an earlier step", "good": "taken in this step"},
+                wide=True,
+            )
+        ],
+    )
+
+
+class Ends(NamedTuple):
+    tokens: list[str]  # generated ones, EOS included if it came
+    chances: list[float]  # of EOS in the place of each
+
+
+@torch.inference_mode()
+def record_ends(prompt: str) -> Ends:
+    model = runs.load()
+    text = runs.encode(prompt, 36)
+    written = runs.write(text)
+    logits = next_logits(model, [text + written[:-1]], KVCache(model), keep=len(written))[0]
+    (eos,) = model.config.eos_token_ids
+    return Ends(runs.texts_of(written), logits.softmax(dim=-1)[:, eos].tolist())
+
+
+def draw_ends(record: Ends) -> Scene:
+    count = len(record.chances)
+    after = [text[-1:] in (".", "!", "?", '"') for text in ["", *record.tokens[:-1]]]
+    points = [list(zip(range(count), record.chances)) for _ in range(2)]
+    inside, ends = (
+        [point for point, end in zip(each, after) if end == wanted]
+        for each, wanted in zip(points, (False, True))
+    )
+    ticks = [(1e-9, "10\u207b\u2079"), (1e-6, "10\u207b\u2076"), (1e-3, "10\u207b\u00b3"), (1, "1")]
+    floor = [max(p, 1e-9) for p in record.chances]
+    curves = [
+        Curve("elsewhere", [(at, floor[at]) for at, _ in inside], "kept", dots=True),
+        Curve("after the end of a sentence", [(at, floor[at]) for at, _ in ends], "first", True),
+    ]
+    bars = [
+        Bar(word(record.tokens[at]), [(record.chances[at], "first")], percent(record.chances[at]))
+        for at in range(max(0, count - 9), count)
+    ]
+    likely = sum(p >= 0.001 for p in record.chances)
+    ended = record.tokens[-1] == EOT
+    end = " At the last it is the likeliest token, so the text ends." * ended
+    return Scene(
+        f"The end of a text is a token like any other: EOS, written {word(EOT)}. It reaches 0.1 % "
+        f"at {likely} of {count} places.{end}",
+        [
+            Panel(
+                "The probability of EOS at each step",
+                Lines(
+                    [curve for curve in curves if curve.points],
+                    Axis("tokens written"),
+                    Axis("probability, on a logarithmic scale", ticks, log=True),
+                ),
+            ),
+            Panel("How likely EOS was in the place of each of the last tokens", Bars(bars, 1)),
+        ],
+    )
+
+
+class Windows(NamedTuple):
+    size: int  # of the window
+    text: list[str]  # as long as the window, and some tokens more
+    starts: dict[int, int]  # length of a text -> where its window starts
+
+
+def record_windows(prompt: str, beyond: int = 3) -> Windows:
+    """Greedy decoding by the small draft model, with a window that moves at each step."""
+    name = "stories-draft"
+    size = runs.load(name).config.block_size
+    text = runs.encode(prompt, 200)
+    count = size + beyond - len(text)
+    text += runs.write(text, name, stride=1, max_new_tokens=count, ignore_eos=True)
+    lengths = range(size - 1, size + beyond)
+    return Windows(size, runs.texts_of(text), {n: window_start(n, size, 1) for n in lengths})
+
+
+def draw_windows(record: Windows) -> Scene:
+    lines = []
+    for length, start in record.starts.items():
+        tokens = [Token(text, "gone", "out") for text in record.text[:start]]
+        tokens += [Token(record.text[at], "", str(at - start)) for at in range(start, 4)]
+        tokens.append(Token("\u2026"))
+        tokens += [Token(record.text[at], "", str(at - start)) for at in (length - 2, length - 1)]
+        tokens.append(Token(record.text[length], "good"))
+        lines.append(Line(tokens, f"{length} tokens"))
+    return Scene(
+        f"The model sees the last {record.size} tokens, its window. In a longer text the first "
+        f"tokens fall out and all others move: {word(record.text[1])} stands at position 1, then "
+        "0, then nowhere.",
+        [
+            Panel(
+                "What the model sees, with positions, and the token it writes",
+                Tokens(lines),
+                "Written by the small model stories-draft, with --ignore-eos and --stride 1.",
+                {"gone": "out of the window", "good": "written"},
+                wide=True,
+            )
+        ],
+    )
+
+
+PICTURES = {
+    "init": Picture("Lily lost her doll. Lily was very", record_pass, draw_pass),
+    "greedy-decoding": Picture("Once upon a time", record_steps, draw_steps),
+    "eos-handling": Picture("Once upon a time", record_ends, draw_ends),
+    "context-window": Picture("Once upon a time", record_windows, draw_windows),
+}

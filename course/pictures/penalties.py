@@ -1,0 +1,117 @@
+"""Lessons 09 to 11: what penalties do to logits."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from pictures import runs
+from pictures.scene import (
+    Bar,
+    Bars,
+    Line,
+    Panel,
+    Picture,
+    Scene,
+    Token,
+    Tokens,
+    signed,
+    times,
+    word,
+)
+from sampling import SamplingParams, penalize
+
+
+class Moved(NamedTuple):
+    """The step at which a penalty first changes the choice."""
+
+    rows: list[tuple[str, float, float, int]]  # token, logit before and after, times written
+    chosen: tuple[str, str]  # without the penalty and with it
+    start: list[str]  # the end of the text before that step
+    texts: tuple[list[str], list[str]]  # what follows without it and with it
+
+
+@torch.inference_mode()
+def record_moved(prompt: str, common: dict, own: dict, count: int = 60) -> Moved:
+    """Greedy decoding with the parameters `common`, and with `own` as well."""
+    ids = runs.encode(prompt, 100)
+    both = (common, common | own)
+    texts = [runs.write(ids, max_new_tokens=count, **params) for params in both]
+    pairs = list(zip(*texts))
+    at = next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs) - 1)
+    text = ids + texts[0][:at]
+    logits = runs.next_logits(text)[None]
+    before, after = (
+        penalize(logits, SamplingParams(**params), [text], [len(ids)])[0] for params in both
+    )
+    best = torch.cat([row.topk(5).indices for row in (before, after)])
+    shown = sorted(dict.fromkeys(best.tolist()), key=lambda id: -before[id].item())
+    output = texts[0][:at]
+    rows = [
+        (runs.text_of(id), before[id].item(), after[id].item(), output.count(id)) for id in shown
+    ]
+    chosen = tuple(runs.text_of(each[at]) for each in texts)
+    following = tuple(runs.texts_of(each[at : at + 12]) for each in texts)
+    return Moved(rows, chosen, runs.texts_of(text)[-12:], following)
+
+
+def draw_moved(record: Moved, rule: str, note: str) -> Scene:
+    least = min(0.0, *(value for row in record.rows for value in row[1:3]))
+    kinds = {record.chosen[0]: "bad", record.chosen[1]: "good"}
+    bars = []
+    for text, before, after, count in record.rows:
+        moved = f"{signed(before, 1)} \u2192 {signed(after, 1)}, "
+        moved += times(count, "time") if count else "in the prompt"
+        value = signed(before, 1) if before == after else moved
+        kind = kinds.get(text, "kept")
+        tick = None if before == after else before - least
+        bars.append(Bar(word(text), [(after - least, kind)], value, tick))
+    names = ("without", "with it")
+    lines = [Line([Token(text, "kept") for text in record.start], "the text")]
+    for name, texts, kind in zip(names, record.texts, ("bad", "good")):
+        lines.append(Line([Token(texts[0], kind), *map(Token, texts[1:])], name))
+    turn = f"Here {word(record.chosen[0])} falls behind {word(record.chosen[1])}."
+    if record.chosen[0] == record.chosen[1]:
+        turn = "It changes no choice in this text."
+    return Scene(
+        f"{rule} {turn}",
+        [
+            Panel(
+                "The best tokens at the first step that the penalty changes",
+                Bars(bars),
+                f"Line: the logit before. Bar: after the penalty. {note}",
+                {"bad": "chosen without the penalty", "good": "chosen with it", "kept": "others"},
+            ),
+            Panel("How the text goes on", Tokens(lines)),
+        ],
+    )
+
+
+def picture(common: dict, own: dict, rule: str, note: str) -> Picture:
+    record = functools.partial(record_moved, common=common, own=own)
+    return Picture("The big bear", record, functools.partial(draw_moved, rule=rule, note=note))
+
+
+PICTURES = {
+    "presence-penalty": picture(
+        {},
+        {"presence_penalty": 1.0},
+        "A presence penalty of 1 lowers the logit of each token of the output by 1, however often "
+        "it is there.",
+        "Tokens that are not in the output do not move.",
+    ),
+    "frequency-penalty": picture(
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 0.5},
+        "A frequency penalty of 0.5 lowers the logit of a token by 0.5 for every time it is in the "
+        "output.",
+        "A presence penalty of 1 is on in both texts.",
+    ),
+    "repetition-penalty": picture(
+        {},
+        {"repetition_penalty": 1.3},
+        "A repetition penalty of 1.3 divides the logit of each token of prompt and output by 1.3, "
+        "and multiplies it if it is negative.",
+        "A large logit loses more than a small one.",
+    ),
+}
