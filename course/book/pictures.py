@@ -9,21 +9,14 @@ from typing import Any
 from book import (
     asking,
     compiled,
-    crossing,
     drafting,
-    loading,
     numbers,
-    operating,
     packing,
     paging,
     racing,
-    replicating,
-    requesting,
-    routing,
     scoring,
     searching,
     serving,
-    spreading,
     tokenizing,
     turning,
 )
@@ -45,15 +38,8 @@ PICTURES = {  # slug of a lesson -> its picture
     **asking.PICTURES,
     **scoring.PICTURES,
     **tokenizing.PICTURES,
-    **crossing.PICTURES,
-    **requesting.PICTURES,
-    **operating.PICTURES,
-    **loading.PICTURES,
     **paging.PICTURES,
     **drafting.PICTURES,
-    **spreading.PICTURES,
-    **replicating.PICTURES,
-    **routing.PICTURES,
 }
 
 
