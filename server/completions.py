@@ -42,7 +42,7 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
         echoes = await asyncio.to_thread(list, map(served.decode, shown))
         made.echoes = [text for text in echoes for _ in params]
     if body.logprobs is not None:
-        made.tables = [LogprobTable(served, body) for _ in texts]
+        made.tables = [LogprobTable(served) for _ in texts]
     return await made.respond()
 
 
@@ -74,10 +74,9 @@ class Completion(Answer):
 class LogprobTable:
     """The log-probabilities of a text, part by part, in the columns of this API."""
 
-    def __init__(self, served: Served, body: CompletionRequest):
+    def __init__(self, served: Served):
         self.served = served
-        silent = () if body.ignore_eos else served.thread.config.eos_token_ids
-        self.stream = TextStream(served.thread.encoding, silent)
+        self.stream = TextStream(served.thread.encoding)
         self.offset = 0
 
     def add(self, update: Update) -> dict:
