@@ -35,7 +35,10 @@ def make_engine(args):
 
 
 class Response:
-    """Of a call: what the generator of a replica gives, sent from process to process."""
+    """Of a call: what the generator of a replica gives, sent from process to process.
+
+    The replica goes on until it is told to end, whatever becomes of who asked.
+    """
 
     def __init__(self, updates, replica):
         self.updates = updates
@@ -45,13 +48,19 @@ class Response:
         return self
 
     async def __anext__(self):
-        update = await anext(self.updates)
+        self.coming = asyncio.ensure_future(anext(self.updates))
+        update = await asyncio.shield(self.coming)
         if hasattr(self.replica, "killed"):
             raise RuntimeError("The actor died unexpectedly before finishing this task.")
         return pickle.loads(pickle.dumps(update))
 
     def cancel(self):
-        self.closing = asyncio.ensure_future(self.updates.aclose())
+        self.coming.cancel()
+        self.closing = asyncio.ensure_future(self.close())
+
+    async def close(self):
+        await asyncio.wait([self.coming])
+        await self.updates.aclose()
 
 
 class Handle:

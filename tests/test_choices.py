@@ -122,10 +122,9 @@ IDS = "the prompt has the id {}; ids of this model are integers from 0 to 4095"
         ({"prompt": [2**32]}, IDS.format(2**32), None),
         ({"n": 0}, "n: Input should be greater than or equal to 1", "n"),
         ({"n": 129}, "n: Input should be less than or equal to 128", "n"),
-        (
-            {"best_of": 2},
-            "best_of is not supported, but for the same number as n",
-            "best_of",
+        *(
+            (body, "best_of is not supported, but for the same number as n", "best_of")
+            for body in ({"best_of": 2}, {"n": 2, "best_of": 1}, {"n": 2, "best_of": 3})
         ),
     ],
 )

@@ -54,6 +54,26 @@ def test_more_texts_than_there_is_room_for_are_429(tiny_llama):
         assert door.post(PATH, {"n": 5, "max_tokens": 1})[0] == 200
 
 
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        (PATH, {"prompt": ["a", "b"], "n": 3}),
+        (PATH, {"prompt": ["a"] * 6}),
+        (PATH, {"n": 6}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}], "n": 6}),
+    ],
+)
+def test_all_texts_are_counted_before_there_is_work(tiny_llama, monkeypatch, path, body):
+    from server.served import Served
+
+    with serving(lambda: small_engine(tiny_llama, max_rows=2), max_waiting=3) as door:
+        for name in ("encode", "encode_chat"):
+            monkeypatch.setattr(Served, name, None)
+        status, answer = door.post(path, body)
+    message = "6 texts in one request; there is room for 5"
+    assert (status, answer["error"]["message"]) == (400, message)
+
+
 def test_more_tokens_of_prompts_than_there_is_room_for_are_429(tiny_llama):
     """They count until their text begins."""
     gate = threading.Event()

@@ -131,6 +131,15 @@ def test_tokens_and_requests_are_counted(start):
     assert found["kv_cache_usage_perc"] == 0
 
 
+def test_nothing_is_kept_of_texts_that_are_over(start):
+    from server.metrics import Metrics
+
+    door = start()
+    write(door, random_tokens(5), random_tokens(9, seed=1))
+    (metrics,) = (each for each in door.thread.observers if isinstance(each, Metrics))
+    assert metrics.outputs._value.get() == 8 and metrics.last == {}
+
+
 def test_a_stop_is_no_length(start, tiny):
     model = tiny(eos_token_ids=tuple(range(61)))
     door = start(model)

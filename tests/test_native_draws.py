@@ -194,6 +194,48 @@ def test_dividing_makes_ties_before_top_k_looks(library):
     assert set(in_c(library, logits, params)) == set(in_torch(logits, params))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1.0, "top_k": 2**64 + 3},  # 3 in 64 bits
+        {"temperature": 1.0, "top_k": 2**63},
+        {"temperature": 1e300, "top_k": 2},  # infinite in float32
+        {"temperature": 1e-300},  # 0 in float32
+    ],
+)
+def test_numbers_that_float32_or_64_bits_do_not_hold(library, fields):
+    logits = torch.tensor([[0.0, 300.0, 100.0, 300.0, 200.0, -100.0]]).expand(300, 6)
+    logits = logits / 100 if "top_k" in fields and fields["top_k"] > 6 else logits
+    params = params_of(fields, 300)
+    tokens = in_c(library, logits, params)
+    assert tokens == in_torch(logits, params)
+    assert len(set(tokens)) == (6 if fields["temperature"] == 1 else 2)
+
+
+def seed_for(bits: int, position: int, index: int) -> int:
+    """The seed of which random number `index` at this position has these bits."""
+
+    def before(number: int, index: int) -> int:
+        """The state from which SplitMix64 makes this number."""
+        number ^= number >> 31 ^ number >> 62
+        number = number * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+        number ^= number >> 27 ^ number >> 54
+        number = number * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+        number ^= number >> 30 ^ number >> 60
+        return (number - (index + 1) * 0x9E3779B97F4A7C15) % 2**64
+
+    return before(before(bits, index), position)
+
+
+@pytest.mark.parametrize("logit", [-15.0, -20.5, -30.0])
+def test_a_token_that_is_hardly_ever_drawn_can_be(library, logit):
+    from sampling import SamplingParams
+
+    logits = torch.tensor([[0.0, logit, 0.0]])
+    params = [SamplingParams(temperature=1.0, seed=seed_for(LAST, 9, 1))]
+    assert in_c(library, logits, params) == in_torch(logits, params) == [1]
+
+
 @pytest.mark.parametrize("fields", PARAMS[:4])
 def test_draws_follow_the_probabilities(library, fields):
     from sampling import sampling_probs

@@ -93,7 +93,8 @@ def test_halves_and_tiny_numbers_round_as_in_torch(target):
     weight, scale, bias = layer(8, 6)
     halves = [127.0, 0.5, 1.5, 2.5, -0.5, -126.5]
     tiny = [1e-45, -1e-40, 1e-38, 0.0, 0.0, 0.0]
-    x = torch.tensor([halves, [0.0] * 6, tiny])
+    larger = [1e-37, -3e-38, 2e-38, 0.0, 1e-36, -1.4e-36]  # whose steps would be below FLT_MIN
+    x = torch.tensor([halves, [0.0] * 6, tiny, larger])
     assert_equal(x, weight, scale, bias)
     large = scale * 1e38  # so that what is left of tiny numbers can be seen
     assert_equal(x, weight, large)

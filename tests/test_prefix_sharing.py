@@ -158,10 +158,17 @@ def test_two_texts_of_one_step_do_not_share_what_is_not_computed_yet(build):
 def test_salts_part_what_is_shared(tiny):
     engine = engine_of(tiny())
     prompt = prompt_of(10)
-    for salt in ("", "a", "b", "ab", " ", "ä", "\ud800", "a" * 10**5):
+    for salt in ("", "a", "b", "ab", " ", "ä", "?", "\ud800", "\ud801", r"\ud800", "a" * 10**5):
         assert shared(engine, prompt, salt=salt) == 0
         assert shared(engine, prompt, salt=salt) == 8
     assert shared(engine, prompt) == 8
+
+
+def test_what_is_looked_up_past_the_window_is_the_window(tiny):
+    """Of 20 tokens in a window of 16 that moves by 8, the last 12."""
+    engine = engine_of(tiny())
+    finish(engine, [add(engine, prompt_of(20))])
+    assert engine.scheduler.looked_up == 12
 
 
 def test_a_page_is_known_by_all_that_comes_before_it(build):

@@ -1,5 +1,7 @@
 """Several prompts on the command line: repeated options, a file with one in each line."""
 
+from types import SimpleNamespace
+
 import pytest
 
 
@@ -43,6 +45,13 @@ def test_a_bad_prompt_file_is_one_line(cli, tmp_path, content, complaint):
     code, out, err = cli("--prompt-file", file)
     assert (code, out) == (2, "")
     assert str(file) in err and complaint in err and err.count("\n") == 1
+
+
+def test_as_many_texts_as_are_allowed():
+    from command_line import read_prompts
+
+    args = SimpleNamespace(prompt=["a", "b"], prompt_file=None, num_samples=2**15)
+    assert len(read_prompts(args)) == 2**16
 
 
 def test_too_many_texts_are_one_line(cli):

@@ -14,7 +14,8 @@ def test_a_vocabulary_that_three_does_not_divide(compiled, tiny_llama, tmp_path,
 
     shape = {"n_embd": 64, "n_head": 4, "head_dim": 32, "n_inner": 96, "tied_head": tied}
     save_model(tiny_llama(dtype=torch.float32, **shape), tmp_path)
-    tokens = torch.tensor([random_tokens(16)])  # of all three parts
+    edges = [0, 20, 21, 40, 41, 60]  # the first and the last id of each part
+    tokens = torch.tensor([[*edges, *random_tokens(10)]])
 
     def action():
         return logits_of(tmp_path, tokens)

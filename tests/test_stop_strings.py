@@ -75,6 +75,14 @@ def split(data: bytes, cuts) -> list[bytes]:
     return [data[a:b] for a, b in itertools.pairwise(places)]
 
 
+def test_text_that_is_held_is_shown_once_however_often_it_ends():
+    """As infer_engine.py does after Ctrl-C, for texts that have ended before."""
+    from loading.tokenizer import StopStream
+
+    stream = StopStream(encoding_of([b"cab"]), (), ("abc",))
+    assert [stream.add(0), stream.end(), stream.end()] == ["c", "ab", ""]
+
+
 # A text as a stream of tokens: characters count, not tokens.
 
 
