@@ -107,18 +107,21 @@ def check_server_options(args) -> None:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, which also closes a connection where a request does not come whole.
+    """uvicorn's, which also closes a connection whose client does not send or does not read.
 
     A head must be whole so many seconds after the connection, or after its first byte if it is not
-    the first; between two pieces of a body there may be as many. As nginx's client_header_timeout
-    and client_body_timeout.
+    the first; between two pieces of a body there may be as many, and in as many the client must
+    take each piece of an answer. Like nginx's client_header_timeout, client_body_timeout and
+    send_timeout.
     """
 
     seconds = 30
     timer: asyncio.TimerHandle | None = None  # while a request is not whole
+    unread: asyncio.TimerHandle | None = None  # while the client has something to take
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # each byte that is left over pauses writing
         self.watch()
 
     def data_received(self, data: bytes) -> None:
@@ -139,8 +142,17 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        if self.timer:
-            self.timer.cancel()
+        for timer in (self.timer, self.unread):
+            if timer:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.unread = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.unread.cancel()
 
     def watch(self) -> None:
         """Begin or end the time of a request. More of a body renews it, more of a head does not."""

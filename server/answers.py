@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -12,6 +12,8 @@ from pydantic_core import to_json
 from errors import UserError
 from server.engine_thread import EngineDead, QueueFull, Update
 from server.protocol import APIError, GenerationRequest
+
+MOST_PIECE = 2**16  # bytes of an answer
 
 
 def api_error(error: Exception) -> APIError:
@@ -46,18 +48,38 @@ async def unless_gone(request: Request, work: Coroutine[None, None, Response]) -
         leaving.cancel()
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. However it ends, also before it begins, what makes them is closed."""
+def pieces(data: bytes) -> Iterator[bytes]:
+    """The same bytes, MOST_PIECE at a time."""
+    return (data[start : start + MOST_PIECE] for start in range(0, len(data), MOST_PIECE))
 
-    media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], updates: AsyncIterator[dict[int, Update]]):
-        super().__init__(events, headers={"Cache-Control": "no-cache"})
+class Paced(StreamingResponse):
+    """An answer in parts: each waits until the client has taken the one before.
+
+    However it ends, also before it begins, what makes it is closed.
+    """
+
+    def __init__(
+        self,
+        parts: AsyncIterator[bytes],
+        updates: AsyncIterator[dict[int, Update]],
+        headers: Mapping[str, str],
+    ):
+        super().__init__(parts, headers=headers)
         self.updates = updates
 
     async def __call__(self, scope, receive, send) -> None:
         async with contextlib.aclosing(self.updates), contextlib.aclosing(self.body_iterator):
             await super().__call__(scope, receive, send)
+
+
+class EventStream(Paced):
+    """Server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], updates: AsyncIterator[dict[int, Update]]):
+        super().__init__(events, updates, {"Cache-Control": "no-cache"})
 
 
 def to_event(data: dict) -> bytes:
@@ -67,7 +89,9 @@ def to_event(data: dict) -> bytes:
 class Answer:
     """Builds the answer to a request from what is new of its texts. A subclass knows its form.
 
-    name: its id. updates: of `EngineThread.generate`. prompt_tokens: of all prompts.
+    name: its id. prompt_tokens: of all prompts. updates: of `EngineThread.generate`; as long as it
+    is open, the texts count. It is, until the client has taken nearly all: those who do not read
+    cannot have more and more answers made.
     """
 
     kind: str  # what "object" says
@@ -116,27 +140,51 @@ class Answer:
         Raises what goes wrong until then.
         """
         if self.body.stream:
-            first = await anext(self.updates)
-            return EventStream(self.events(first), self.updates)
+            news = self.news()
+            first = await anext(news)
+            return EventStream(self.events(first, news), self.updates)
         parts: dict[int, list[Update]] = {}
-        async for updates in self.updates:
+        async for updates in self.news():
             for index, update in updates.items():
                 parts.setdefault(index, []).append(update)
         texts = {index: Update.join(parts[index]) for index in sorted(parts)}
         self.completion_tokens = sum(len(text.tokens) for text in texts.values())
         choices = [self.choice(*text) for text in texts.items()]
-        return JSONResponse(self.head | {"choices": choices, "usage": self.usage()})
+        whole = JSONResponse(self.head | {"choices": choices, "usage": self.usage()})
+        return Paced(self.parts(whole.body), self.updates, whole.headers)
 
-    async def events(self, first: dict[int, Update]) -> AsyncIterator[bytes]:
+    async def news(self) -> AsyncIterator[dict[int, Update]]:
+        """What is new until all texts are over; `updates` stays open."""
+        left = self.body.texts
+        async for updates in self.updates:
+            left -= sum(update.finish_reason is not None for update in updates.values())
+            yield updates
+            if not left:
+                return
+
+    async def parts(self, answer: bytes) -> AsyncIterator[bytes]:
+        """The answer in pieces."""
+        *most, last = pieces(answer)
+        for piece in most:
+            yield piece
+        await self.updates.aclose()
+        yield last
+
+    async def events(
+        self, first: dict[int, Update], news: AsyncIterator[dict[int, Update]]
+    ) -> AsyncIterator[bytes]:
         """The answer as events, one or more at a time. What goes wrong is one, too."""
         try:
-            yield self.deltas(first)
-            async for updates in self.updates:
-                yield self.deltas(updates)
+            for piece in pieces(self.deltas(first)):
+                yield piece
+            async for updates in news:
+                for piece in pieces(self.deltas(updates)):
+                    yield piece
             if self.include_usage:
                 yield to_event(self.head | {"choices": [], "usage": self.usage()})
         except Exception as error:
             yield to_event(api_error(error).body)
+        await self.updates.aclose()
         yield b"data: [DONE]\n\n"
 
     def deltas(self, updates: dict[int, Update]) -> bytes:

@@ -22,7 +22,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 async def answer(body: ChatRequest, served: Served) -> Response:
     served.check_model(body.model)
-    served.thread.admit(body.n or 1)  # before there is work
+    served.thread.admit(body.texts)  # before there is work
     prompt = await asyncio.to_thread(served.encode_chat, body.messages)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     window = served.thread.config.block_size

@@ -24,8 +24,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 async def answer(body: CompletionRequest, served: Served) -> Response:
     served.check_model(body.model)
     wanted = 16 if body.max_tokens is None else body.max_tokens
-    params = body.params(wanted, body.logprobs, len(body.prompts))
-    served.thread.admit(len(body.prompts) * len(params))  # before there is work
+    params = body.params(wanted, body.logprobs)
+    if body.echo:
+        body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
+    served.thread.admit(body.texts)  # before there is work
     # In another thread, because a long text takes long.
     encoded = await asyncio.to_thread(served.encode, body.prompts)
     keep = body.truncate_prompt_tokens
@@ -40,6 +42,7 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
             for given, kept, whole in zip(body.prompts, prompts, encoded)
         ]
         echoes = await asyncio.to_thread(list, map(served.decode, shown))
+        body.check_echo(echoes)
         made.echoes = [text for text in echoes for _ in params]
     if body.logprobs is not None:
         made.tables = [LogprobTable(served) for _ in texts]

@@ -71,6 +71,7 @@ class Call:
         self.asked = time.perf_counter()
         self.requests: list[Request] = []  # the engine's thread alone has them
         # All else is the event loop's.
+        self.texts = texts
         self.left = texts  # that are not over
         self.waiting = tokens  # of prompts, until a text begins
         self.updates: dict[int, list[Update]] = {}  # of each text, what nobody has fetched
@@ -178,8 +179,8 @@ class EngineThread:
 
     @property
     def unfinished(self) -> int:
-        """Texts that are not over. Those that nobody has fetched yet are."""
-        return sum(call.left for call in self.calls)
+        """Texts of calls that are not closed: one that is over counts until its reader is done."""
+        return sum(call.texts for call in self.calls)
 
     @property
     def waiting_tokens(self) -> int:
@@ -214,7 +215,7 @@ class EngineThread:
         of the texts fails, after what is new of it, and, before anything is done, what `admit`
         raises; EngineDead later, too.
         However it ends, texts that are not over are aborted. Where you may leave it before, close
-        it: `async with contextlib.aclosing(...)`.
+        it: `async with contextlib.aclosing(...)`. Its texts count until then.
         """
         tokens = sum(map(len, prompts))
         self.admit(len(prompts), tokens)

@@ -24,7 +24,7 @@ Frame = dict[str, Any]
 class Watcher:
     """Frames for one client, a call without texts. For the event loop's thread alone."""
 
-    left = 0
+    texts = 0
     waiting = 0
 
     def __init__(self):

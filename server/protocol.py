@@ -21,7 +21,10 @@ from pydantic_core import PydanticCustomError
 from errors import check_limits
 from sampling import LIMITS, SamplingParams
 
-MOST_TOKENS = 2**18  # in all texts of a request; each log-probability is one more
+MOST_BYTES = 2**22  # of an answer, at TOKEN_BYTES for each token and so on
+TOKEN_BYTES = 16
+LOGPROB_BYTES = 64  # of which a token has one, and one for each of the best
+MOST_ECHO = 2**20  # bytes of prompts that an answer repeats
 MOST_ITEMS = 2**14  # prompts, messages, or parts of a message
 
 SAMPLING = (  # fields of SamplingParams by the same name
@@ -193,17 +196,20 @@ class GenerationRequest(BaseModel):
             raise wrong("best_of", "is not supported, but for the same number as n")
         return self
 
-    def params(
-        self, max_new_tokens: int, logprobs: int | None, prompts: int = 1
-    ) -> list[SamplingParams]:
+    @property
+    def texts(self) -> int:
+        """How many the answer has."""
+        return self.n or 1
+
+    def params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
         """Of each of the n texts that follow a prompt: text i has the seed + i.
 
         Raises APIError if all texts together could be too long.
         """
-        texts = prompts * (self.n or 1)
-        most = MOST_TOKENS // (texts * (1 + (logprobs or 0)))
+        entries = 0 if logprobs is None else 1 + logprobs
+        most = MOST_BYTES // (self.texts * (TOKEN_BYTES + entries * LOGPROB_BYTES))
         if max_new_tokens > most:
-            what = f"{texts} texts with {logprobs or 0} log-probabilities for each token"
+            what = f"{self.texts} texts with {logprobs or 0} log-probabilities for each token"
             message = f"max_tokens is {max_new_tokens}; for {what} it may be {most}"
             raise APIError(400, message, "max_tokens")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -239,6 +245,17 @@ class CompletionRequest(GenerationRequest):
         """Each for itself; without any there is an empty one."""
         given = self.prompt or ""
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+    @property
+    def texts(self) -> int:
+        return len(self.prompts) * (self.n or 1)
+
+    def check_echo(self, prompts: list[str]) -> None:
+        """Raise APIError if the answer would repeat too much: each of its prompts n times."""
+        size = sum(len(text.encode(errors="replace")) for text in prompts) * (self.n or 1)
+        if size > MOST_ECHO:
+            message = f"echo would repeat {size} bytes of prompts; it may repeat {MOST_ECHO}"
+            raise APIError(400, message, "echo")
 
 
 class Part(BaseModel):

@@ -155,21 +155,25 @@ def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
     run_calls(lambda: small_engine(tiny_llama, max_rows=1), use, **options)
 
 
-def test_a_text_that_is_over_does_not_count(tiny_llama):
-    """Also where its reader has not fetched it; and he still can."""
+def test_a_text_that_is_over_counts_until_its_reader_is_done(tiny_llama):
+    """Who does not read cannot have more and more texts made."""
     from sampling import SamplingParams
-    from server.engine_thread import Update
+    from server.engine_thread import QueueFull, Update
 
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
 
     async def use(thread):
         slow = thread.generate([[1], [2]], [params] * 2)
         parts = [await anext(slow)]
+        (call,) = thread.calls
         async with asyncio.timeout(20):
-            while thread.unfinished:
+            while call.left:
                 await asyncio.sleep(0)
-        other = await collect(thread.generate([[1], [2]], [params] * 2))
+        assert thread.unfinished == 2
+        with pytest.raises(QueueFull):
+            thread.admit(1)
         parts += [updates async for updates in slow]
+        other = await collect(thread.generate([[1], [2]], [params] * 2))
         return [tuple(Update.join([part[row] for part in parts])) for row in (0, 1)], other
 
     options = {"max_waiting": 0}
@@ -188,7 +192,7 @@ def test_a_text_that_is_over_does_not_count(tiny_llama):
     ],
 )
 def test_all_texts_of_a_request_have_a_bound(tiny_llama, body, texts, count):
-    most = 2**18 // (texts * (1 + count))
+    most = 2**22 // (texts * (16 + (64 * (1 + count) if "logprobs" in body else 0)))
     what = f"{texts} texts with {count} log-probabilities for each token"
     error = {"message": f"max_tokens is {most + 1}; for {what} it may be {most}", "code": None}
     error |= {"type": "invalid_request_error", "param": "max_tokens"}

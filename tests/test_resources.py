@@ -1,5 +1,6 @@
-"""What hostile clients can take from a server: the event loop's time, descriptors."""
+"""What hostile clients can take from a server: the event loop's time, descriptors, memory."""
 
+import contextlib
 import re
 import signal
 import socket
@@ -7,6 +8,8 @@ import sys
 import time
 
 import pytest
+from serving import serving, small_encoding, small_engine
+from test_disconnects import request_of, until
 from test_draining import ENDLESS, PATH, door_of, start
 
 MANY = 2**18  # elements, as a body of 1 MiB can have
@@ -145,10 +148,85 @@ def test_how_many_connections_there_may_be(monkeypatch, limit, most):
 def test_a_page_takes_no_descriptor_of_its_own(tiny_llama, monkeypatch):
     """While it is sent to a client that does not read, no file is open."""
     import anyio
-    from serving import serving, small_engine
 
     monkeypatch.setattr(anyio, "open_file", None)
     with serving(lambda: small_engine(tiny_llama)) as door:
         for path in ("/", "/player.js"):
             with door.send("GET", path) as answer:
                 assert answer.status == 200 and len(answer.read()) > 1000
+
+
+LONG = {"prompt": [" uncomfortable" * 60] * 8, "n": 120, "max_tokens": 0, "echo": True}  # 0.9 MB
+
+
+def test_what_an_echo_may_repeat(tiny_llama, monkeypatch):
+    """It is refused before there is work, or, where only tokens tell its length, any text."""
+    kinds = {"type": "invalid_request_error", "param": "echo", "code": None}
+
+    def refused(size):
+        message = f"echo would repeat {size} bytes of prompts; it may repeat 1048576"
+        return 400, {"error": {"message": message} | kinds}
+
+    (word,) = small_encoding().encode(" uncomfortable")
+    with serving(lambda: small_engine(tiny_llama), max_waiting=4000) as door:
+        asked = LONG | {"prompt": [[word] * 60] * 11}
+        assert door.post(PATH, asked | {"n": 128}) == refused(11 * 128 * 60 * 14)
+        assert not door.thread.calls
+        assert door.post(PATH, asked | {"n": 113})[0] == 200
+        monkeypatch.setattr(type(small_encoding()), "encode", None)
+        for prompt, size in (("x" * 106_000, 106_000 * 128), ("\u20ac" * 2**16, 3 * 2**16 * 128)):
+            assert door.post(PATH, LONG | {"prompt": prompt, "n": 128}) == refused(size)
+
+
+@contextlib.contextmanager
+def not_reading(door, body: dict):
+    """A client whose answer fills all buffers between it and the server, which it does not read."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect(("127.0.0.1", door.port))
+        until(lambda: door.server.server_state.connections)
+        (protocol,) = door.server.server_state.connections
+        until(lambda: protocol.transport)
+        sending = protocol.transport.get_extra_info("socket")
+        sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.sendall(request_of(PATH, body))
+        until(lambda: protocol.transport.get_write_buffer_size())
+        yield client
+
+
+BODIES = [LONG, LONG | {"stream": True}, ENDLESS]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=["whole", "echo", "endless"])
+def test_a_client_that_does_not_read_is_cut_off(tiny_llama, monkeypatch, body):
+    """Its texts count until then."""
+    import serve
+
+    monkeypatch.setattr(serve.Protocol, "seconds", 1)
+    most = 1 if body is ENDLESS else 960
+    with serving(lambda: small_engine(tiny_llama, max_rows=1), max_waiting=most - 1) as door:
+        began = time.monotonic()
+        with not_reading(door, body):
+            assert door.thread.unfinished == most
+            assert door.post(PATH, {"max_tokens": 1})[0] == 429
+            until(lambda: not door.thread.calls)
+            assert 1 < time.monotonic() - began < 15
+            until(lambda: not door.server.server_state.connections)
+            assert door.post(PATH, {"max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize("body", BODIES[:2], ids=["whole", "echo"])
+def test_a_client_that_reads_slowly_is_not(tiny_llama, monkeypatch, body):
+    """Though its answer takes longer than one piece of it may."""
+    import serve
+
+    monkeypatch.setattr(serve.Protocol, "seconds", 1)
+    with serving(lambda: small_engine(tiny_llama)) as door, not_reading(door, body) as client:
+        data = b""
+        while not data.endswith((b"}}", b"\r\n0\r\n\r\n")):
+            data += client.recv(2**15)
+            time.sleep(0.05)
+        data = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", data)  # between chunks
+        assert data.count(b" uncomfortable") == 960 * 60
+        until(lambda: not door.thread.calls)
