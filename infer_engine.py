@@ -14,6 +14,7 @@ from command_line import (
     add_sampling_options,
     check_chat_options,
     check_text,
+    follows,
     pick_device,
     pick_seed,
     read_prompts,
@@ -23,7 +24,13 @@ from command_line import (
     write_texts,
 )
 from engine.engine import Engine
-from engine.options import add_engine_options, check_engine_options, in_ranks, load_engine
+from engine.options import (
+    add_engine_options,
+    check_engine_options,
+    follow_leader,
+    leading,
+    load_engine,
+)
 from engine.request import Request
 from errors import UserError
 from loading.chat import Chat
@@ -54,7 +61,10 @@ def run(args) -> None:
 
     Raises UserError for bad input.
     """
-    with in_ranks(args) as ranks:
+    if follows():
+        follow_leader(args)
+        return
+    with leading(args) as ranks:
         write_all(args, ranks)
 
 

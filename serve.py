@@ -27,7 +27,13 @@ from command_line import (
     run_script,
     show,
 )
-from engine.options import add_engine_options, check_engine_options, in_ranks, load_engine
+from engine.options import (
+    add_engine_options,
+    check_engine_options,
+    follow_leader,
+    leading,
+    load_engine,
+)
 from errors import UserError, check_limits
 from loading.load import Source, parse_name
 from parallel.ranks import RankError, Ranks
@@ -78,7 +84,9 @@ def run(args) -> None:
     if follows():  # it ends when rank 0 has drained
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with in_ranks(args) as ranks:
+        follow_leader(args)
+        return
+    with leading(args) as ranks:
         source = parse_name(args.model)
         device = pick_device(args.device)
         with listen(args.host, args.port) as sock:

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator
 
 from command_line import launched, load_models, pick_device
@@ -77,24 +76,25 @@ def make_drafter(args, model: Model, drafts: list[Model]) -> LookupDrafter | Pag
 
 
 @contextlib.contextmanager
-def in_ranks(args) -> Iterator[Ranks | None]:
-    """The processes that torchrun has started, for a block that is rank 0's; None if there is one.
+def leading(args) -> Iterator[Ranks | None]:
+    """The processes that torchrun has started, for a block that only rank 0 runs.
 
-    The others follow its engine, and leave.
+    It is None without torchrun. The followers end with the block.
     """
     if not launched():
         yield None
         return
     with Ranks(args.join) as ranks:
-        if ranks.rank == 0:
-            device = pick_device(args.device)
-            if device != "cpu":
-                raise UserError(f"several processes compute with --device cpu; not {device}")
-            yield ranks
-            ranks.tell()
-        else:
-            ranks.tell()  # not before rank 0 has read, which says what is wrong
-            engine = load_engine(args, parse_name(args.model), "cpu", ranks)
-            follow(engine.model, engine.cache)
-    if ranks.rank:
-        sys.exit()
+        device = pick_device(args.device)
+        if device != "cpu":
+            raise UserError(f"several processes compute with --device cpu; not {device}")
+        yield ranks
+        ranks.tell()
+
+
+def follow_leader(args) -> None:
+    """Compute a part of the model, on a rank above 0, until the block of rank 0 ends."""
+    with Ranks(args.join) as ranks:
+        ranks.tell()  # not before rank 0 has read, which says what is wrong
+        engine = load_engine(args, parse_name(args.model), "cpu", ranks)
+        follow(engine.model, engine.cache)
