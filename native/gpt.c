@@ -1,10 +1,9 @@
-// GPT-2 and Llama on a CPU: products with float32 and int8 weights, and a whole pass made of them.
+// The forward pass of GPT-2 and Llama on a CPU, with float32 or int8 weights.
 //
-// A parallel region runs on all threads. Loops with `#pragma omp for` are shared out, and end where
-// all threads have arrived, but for those with `nowait`; everything else each thread does for
-// itself, or for its `share` of the tokens.
-// In comments T is the number of tokens, C the width (n_embd), H the number of heads, D the width
-// of one, and K the number of heads that have keys and values of their own.
+// All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
+// barrier, unless it says `nowait`. Each thread runs the rest by itself, for all tokens or for its
+// `share` of them.
+// Sizes: T tokens, C channels (n_embd), H query heads, K KV heads, D numbers in a head (head_dim).
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -20,9 +19,9 @@
 
 // instruction sets --------------------------------------------------------------------------------
 //
-// Each has vectors of WIDTH floats, where ADD_PRODUCT is a product and a sum, and of as many int32
-// sums. add_products adds to each of these the products of GROUP Values, four bytes, with as many
-// int8 weights. A Value is a whole number plus OFFSET.
+// Each has vectors of WIDTH floats or int32 sums. ADD_PRODUCT is a * b + c in float32. add_products
+// adds to each int32 sum the dot product of GROUP Values, four bytes, and GROUP int8 weights. A
+// Value is an activation rounded to an integer, plus OFFSET: VNNI takes unsigned bytes.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -72,7 +71,7 @@ const char kernel[64] = "WebAssembly" THREADS;
 enum { WIDTH = 4, GROUP = 2, OFFSET = 0 };
 typedef v128_t Sums;
 typedef int16_t Value;
-#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // in two steps
+#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
 INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
   v128_t wide = wasm_i16x8_load8x8(w);
   return wasm_i32x4_add(sums, wasm_i32x4_dot_i16x8(wasm_i32x4_splat(values), wide));
@@ -82,7 +81,7 @@ const char kernel[64] = "plain C" THREADS;
 enum { WIDTH = 4, GROUP = 2, OFFSET = 0 };
 typedef int32_t Sums __attribute__((vector_size(16)));
 typedef int16_t Value;
-#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // this one in two steps
+#define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
 INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
   for (int lane = 0; lane < WIDTH; lane++)
     sums[lane] += (int16_t)values * w[2 * lane] + (values >> 16) * w[2 * lane + 1];
@@ -95,35 +94,47 @@ typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alia
 
 // products ----------------------------------------------------------------------------------------
 //
-// A weight (out, in) is packed into panels of PANEL outputs: first the weights of all of these for
-// the first input (or GROUP inputs), then for the next. So a vector has weights of neighbouring
-// outputs, and the sums of TILE tokens stay in registers while a panel is read once, from its start
-// to its end. Each sum is made in the order of the inputs, however many tokens there are: what one
-// of them gives does not depend on those beside it.
+// A weight (out, in) is packed into panels of PANEL outputs. A panel holds the weights of its
+// outputs for the first input (or GROUP inputs), then for the next, so that a vector has the
+// weights of neighbouring outputs. It is read once, from start to end, while the sums of TILE
+// tokens stay in registers. Each sum adds its products in the order of the inputs, whatever the
+// number of tokens: the outputs of a token do not depend on the tokens beside it.
 
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
 const int panel_outputs = PANEL, int8_group = GROUP, value_offset = OFFSET;
 
 typedef struct {
-  const void *weight;      // whole panels, int8 if there is a scale, float if not
-  const void *rest;        // one more for the outputs left over, filled up with zeros
-  const float *scale;      // (out) or NULL
-  const uint32_t *offset;  // (out) added to an int8 sum, modulo 2**32: it takes OFFSET back
-  const float *bias;       // (out) or NULL
+  const void *weight;      // the whole panels, of int8 if there is a scale, else of float
+  const void *rest;        // one more panel for the outputs left over, padded with zeros
+  const float *scale;      // (out), or NULL
+  const uint32_t *offset;  // (out), added to an int8 sum modulo 2**32: it undoes OFFSET
+  const float *bias;       // (out), or NULL
   int64_t out, in;
-  int64_t width;  // of y: more than out where the outputs of several layers stand side by side
+  int64_t width;  // of a row of y: more than `out` where several layers write side by side
 } Linear;
+
+// The input of a layer, (T, in). A layer with int8 weights reads `values`, with a scale per token.
+typedef struct {
+  const float *x;
+  Value *values;  // (T, groups, GROUP)
+  float *scale;   // (T)
+} Input;
 
 static int64_t groups(const Linear *l) { return l->scale ? (l->in + GROUP - 1) / GROUP : l->in; }
 
-// The panel that has output o.
-static const void *panel_of(const Linear *l, int64_t o) {
-  int64_t bytes = PANEL * groups(l) * (l->scale ? GROUP : sizeof(float));
-  return o < l->out - l->out % PANEL ? (const char *)l->weight + o / PANEL * bytes : l->rest;
+INLINE Input from_token(const Linear *l, Input in, int64_t t) {
+  return (Input){in.x + t * l->in, in.values + t * groups(l) * GROUP, in.scale + t};
 }
 
-// The sums of a panel for T tokens, x: (T, in). They are made in parts of BLOCK inputs, because a
-// long sum rounds more often.
+// The panel of output o.
+static const void *panel_of(const Linear *l, int64_t o) {
+  int64_t whole = l->out - l->out % PANEL;
+  int64_t bytes = PANEL * groups(l) * (l->scale ? GROUP : sizeof(float));
+  return o < whole ? (const char *)l->weight + o / PANEL * bytes : l->rest;
+}
+
+// The dot products of T tokens with the outputs of a panel. x: (T, in). Each block of BLOCK inputs
+// has a sum of its own, because short sums lose less to rounding.
 INLINE void float_sums(const int T, int64_t in, const float *w, const float *x,
                        float y[T][PANEL]) {
   memset(y, 0, T * sizeof *y);
@@ -140,7 +151,7 @@ INLINE void float_sums(const int T, int64_t in, const float *w, const float *x,
   }
 }
 
-// The same with int8 weights. x: (T, groups, GROUP).
+// The same with int8 weights, and exact. x: (T, groups, GROUP).
 INLINE void int8_sums(const int T, int64_t groups, const int8_t *w, const Value *x,
                       Sums sums[T][VECTORS]) {
   for (int64_t i = 0; i < groups; i++, w += PANEL * GROUP)
@@ -152,39 +163,35 @@ INLINE void int8_sums(const int T, int64_t groups, const int8_t *w, const Value 
     }
 }
 
-// Outputs o to o + PANEL - 1 of T tokens: y takes them, or with `add` their sum with what it holds.
-INLINE void panel_product(const int T, const Linear *l, int64_t o, const float *x,
-                          const Value *values, const float *scale, float *y, int add) {
+// Outputs o to o + PANEL - 1 of T tokens, written to y or, with `add`, added to it. y: (T, width).
+INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
-  float floats[T][PANEL];
+  float dots[T][PANEL];
   if (l->scale) {
     Sums sums[T][VECTORS];
     uint32_t whole[T][PANEL];
     memset(sums, 0, sizeof sums);
-    int8_sums(T, groups(l), panel_of(l, o), values, sums);
+    int8_sums(T, groups(l), panel_of(l, o), in.values, sums);
     memcpy(whole, sums, sizeof whole);
     for (int t = 0; t < T; t++)
       for (int64_t i = 0; i < count; i++)
-        floats[t][i] = (int32_t)(whole[t][i] + l->offset[o + i]) * (scale[t] * l->scale[o + i]);
+        dots[t][i] = (int32_t)(whole[t][i] + l->offset[o + i]) * (in.scale[t] * l->scale[o + i]);
   } else {
-    float_sums(T, l->in, panel_of(l, o), x, floats);
+    float_sums(T, l->in, panel_of(l, o), in.x, dots);
   }
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < count; i++) {
       float *to = y + t * l->width + o + i;
-      float sum = l->bias ? floats[t][i] + l->bias[o + i] : floats[t][i];
-      *to = add ? *to + sum : sum;
+      float output = l->bias ? dots[t][i] + l->bias[o + i] : dots[t][i];
+      *to = add ? *to + output : output;
     }
 }
 
-// y: (T, width). x: (T, in); if the weight is int8, in values and scale. It does not wait for the
-// other threads.
-static void outputs(const Linear *l, int64_t T, const float *x, const Value *values,
-                    const float *scale, float *y, int add) {
-#define CASE(n)                                                                               \
-  case n:                                                                                     \
-    panel_product(n, l, o, x + t * l->in, values + t * groups(l) * GROUP, scale + t,          \
-                  y + t * l->width, add);                                                     \
+// All outputs of T tokens, without a barrier at the end. y: (T, width).
+static void outputs(const Linear *l, int64_t T, Input in, float *y, int add) {
+#define CASE(n)                                                                  \
+  case n:                                                                        \
+    panel_product(n, l, o, from_token(l, in, t), y + t * l->width, add);         \
     break;
 #pragma omp for schedule(static) collapse(2) nowait
   for (int64_t o = 0; o < l->out; o += PANEL)
@@ -195,10 +202,9 @@ static void outputs(const Linear *l, int64_t T, const float *x, const Value *val
       }
 }
 
-// A row of n floats to whole numbers from -127 to 127 and a scale, with the roundings of int8.py's
-// quantize.
+// Round n floats to integers from -127 to 127 and a scale, bit for bit as int8.py's quantize.
 static void quantize(int64_t n, const float *x, Value *values, float *scale) {
-  int32_t largest = 0;  // of the bits of |x|, ordered as the numbers are, with NaN above infinity
+  int32_t largest = 0;  // of the bits of |x|, which have the numbers' order, NaN above infinity
   for (int64_t i = 0; i < n; i++) {
     int32_t bits;
     memcpy(&bits, x + i, 4);
@@ -214,25 +220,31 @@ static void quantize(int64_t n, const float *x, Value *values, float *scale) {
     for (int64_t i = 0; i < n; i++) values[i] = OFFSET;  // 0, times infinity or NaN: NaN
 }
 
-// y: (T, out), the outputs for x: (T, in), which is rounded into values and scale if the weight is
-// int8.
+static void quantize_token(const Linear *l, Input in, int64_t t) {
+  Input token = from_token(l, in, t);
+  quantize(l->in, token.x, token.values, token.scale);
+}
+
+// The outputs of a layer, (T, out). x: (T, in); values, scale: room for an Input.
 void linear(const Linear *l, int64_t T, const float *x, Value *values, float *scale, float *y,
             int threads) {
+  Input in = {x, values, scale};
 #pragma omp parallel num_threads(threads)
   {
     if (l->scale) {
 #pragma omp for
       for (int64_t t = 0; t < T; t++)
-        quantize(l->in, x + t * l->in, values + t * groups(l) * GROUP, scale + t);
+        quantize_token(l, in, t);
     }
-    outputs(l, T, x, values, scale, y, 0);
+    outputs(l, T, in, y, 0);
   }
 }
 
-// The rows of these tokens in an embedding, a weight (vocab_size, C): y, (T, C).
+// The embeddings of T tokens, rows of a weight (vocab_size, C): y, (T, C).
 void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
   for (int64_t t = 0; t < T; t++, y += l->in) {
-    int64_t token = tokens[t], o = token % PANEL;
+    int64_t token = tokens[t];
+    int64_t o = token % PANEL;
     const float *row = panel_of(l, token);
     const int8_t *row8 = panel_of(l, token);
     if (l->scale)
@@ -245,10 +257,10 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 
 // parts of a pass ---------------------------------------------------------------------------------
 //
-// Here no product is fused with a sum, and sums are added in one order, so that these numbers are
-// the same on every processor. With int8 weights, whose sums are exact, so are the logits.
+// Here nothing is fused, and sums have one order, so each part has the same bits on every
+// processor. With int8 weights, whose dot products are exact, so have the logits.
 
-// PARTIAL: sums side by side, whatever the vectors. TOGETHER: queries that read a value together.
+// PARTIAL: partial sums, whatever WIDTH is. TOGETHER: queries that share the reading of a value.
 enum { PARTIAL = 16, TOGETHER = 4 };
 
 typedef struct {
@@ -257,32 +269,34 @@ typedef struct {
 
 typedef struct {
   Norm attn_norm, mlp_norm;
-  Linear attn_in[3], attn_out;  // queries, keys, values: one each, or one for all; others: out 0
-  Linear mlp_in[2], mlp_out;    // gate and up in Llama, one in GPT-2
+  Linear attn_in[3], attn_out;  // query, key, value, or one for all three; the others have out 0
+  Linear mlp_in[2], mlp_out;    // gate and up in Llama, one layer in GPT-2
 } Layer;
 
 typedef struct {
   int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
-  int64_t widest;  // the most numbers in a row of work
+  int64_t widest;  // the most numbers that a token needs in a buffer
   float epsilon;
-  Linear embedding, head;  // (vocab_size, C), which may share their numbers
-  const float *wpe;        // (block_size, C), added to the tokens of these positions, or NULL
+  Linear embedding, head;  // (vocab_size, C); they may share their weight
+  const float *wpe;        // (block_size, C), the position embeddings, or NULL
   Norm norm;
   const Layer *layers;
 } Model;
 
 typedef struct {
   float *cache;  // (n_layer, 2, num_pages, K, page_size, D)
-  int64_t num_pages, page_size, length, T, wanted;  // length: of the longest text
-  const int64_t *tokens, *positions;  // (T): what to pass, and where it stands in its text
-  const int64_t *pages;               // of all texts, one after the other
-  const int64_t *tables;              // (T): where those of a token's text begin
-  const int64_t *wants;               // (wanted): the tokens whose logits are wanted
+  int64_t num_pages, page_size;
+  int64_t length;  // of the longest text
+  int64_t T, wanted;
+  const int64_t *tokens, *positions;  // (T): ids, and their positions in their texts
+  const int64_t *pages;               // the block tables of all texts, one after the other
+  const int64_t *tables;              // (T): where the block table of a token's text begins
+  const int64_t *wants;               // (wanted): the tokens that need logits
   const float *cos, *sin;             // (positions, D), for `rotate`, or NULL
 } Pass;
 
-// The sum of a[i] * b[i], or of a[i] where b is NULL: PARTIAL sums, of which halves are added until
-// one is left.
+// The dot product of a and b, or the sum of a where b is NULL: PARTIAL sums, whose halves are added
+// until one is left.
 INLINE float dot(int64_t n, const float *a, const float *b) {
   Vector sums[PARTIAL / WIDTH] = {0};
   float partial[PARTIAL];
@@ -317,6 +331,7 @@ INLINE Vector column_dots(int64_t n, const float *a, const Vector *b) {
 
 INLINE Vector column_sums(int64_t n, const Vector *b) { return column_dots(n, NULL, b); }
 
+// x and y: (T, C).
 void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x, float *y) {
   for (int64_t t = 0; t < T; t++, x += C, y += C) {
     float mean = sum(C, x) / C;
@@ -350,13 +365,15 @@ static void swiglu(int64_t T, int64_t n, const float *x, float *y) {
     for (int64_t i = 0; i < n; i++) y[i] = x[i] / (1 + exponential(-x[i])) * x[n + i];
 }
 
-// Turn a query or key by the angles of its position. Numbers d and d + D / 2 are the coordinates of
-// a point.
+// RoPE: rotate a query or key by the angles of its position. Numbers d and d + D / 2 are the
+// coordinates of a point.
 static void rotate(const Pass *p, int64_t position, int64_t D, float *x) {
   int64_t half = D / 2;
-  const float *cos = p->cos + position * D, *sin = p->sin + position * D;
+  const float *cos = p->cos + position * D;
+  const float *sin = p->sin + position * D;
   for (int64_t d = 0; d < half; d++) {
-    float a = x[d], b = x[d + half];
+    float a = x[d];
+    float b = x[d + half];
     x[d] = a * cos[d] + b * sin[d];
     x[d + half] = b * cos[d + half] + a * sin[d + half];
   }
@@ -633,76 +650,85 @@ typedef struct {
   int64_t begin, end;
 } Range;
 
-// Which of n tokens a thread prepares for a product: each a share of them, and then they wait for
-// each other. Few tokens each prepares for itself, in room of its own, because to do a little twice
-// takes less time than to wait.
+// The tokens that a thread prepares for a product: its part of n, or all of them where there are
+// few. Then each thread does the same work into a buffer of its own, which takes less time than to
+// wait for the others.
 static Range share(int64_t n, int few) {
-  int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+  int64_t thread = omp_get_thread_num();
+  int64_t threads = omp_get_num_threads();
   return few ? (Range){0, n} : (Range){n * thread / threads, n * (thread + 1) / threads};
 }
 
-// Layers on the same x, their outputs side by side in y. values and scale: room for what x is
-// rounded to if the weights are int8.
-static void products(const Linear *l, int count, int64_t T, int few, const float *x, Value *values,
-                     float *scale, float *y, int add) {
+// Layers on the same input, whose outputs stand side by side in y.
+static void products(const Linear *l, int count, int64_t T, int few, Input in, float *y, int add) {
   Range own = share(T, few);
   if (l->scale)
-    for (int64_t t = own.begin; t < own.end; t++)
-      quantize(l->in, x + t * l->in, values + t * groups(l) * GROUP, scale + t);
+    for (int64_t t = own.begin; t < own.end; t++) quantize_token(l, in, t);
   if (!few) {
 #pragma omp barrier
   }
-  for (int i = 0; i < count; y += l[i++].out) outputs(l + i, T, x, values, scale, y, add);
+  for (int i = 0; i < count; i++) {
+    outputs(l + i, T, in, y, add);
+    y += l[i].out;
+  }
 #pragma omp barrier
 }
 
-// What a thread needs for tokens that it prepares: what goes into a layer, what that is rounded to,
-// and the scales.
-static int64_t own_floats(const Model *m, int64_t T) { return T * (2 * (m->widest + GROUP) + 1); }
+// Room for an Input of T tokens: x, values, scale.
+static int64_t input_floats(const Model *m, int64_t T) { return T * (2 * (m->widest + GROUP) + 1); }
 
-// Room for the scores of a block of tokens, and for their queries.
+// Room for the scores of a block of queries, and for the queries.
 static int64_t score_floats(const Model *m, int64_t length) {
   return (length + m->head_dim) * WIDTH;
 }
 
 int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
-  int64_t own = (T < threads ? threads : 1) * own_floats(m, T);
-  return T * 3 * m->widest + threads * score_floats(m, length) + own;
+  int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
+  return T * 3 * m->widest + threads * score_floats(m, length) + inputs;
 }
 
-// logits: (wanted, vocab_size). work: room for work_floats(...) floats.
+// logits: (wanted, vocab_size). work: room for `work_floats`.
 void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int threads) {
-  int64_t C = m->n_embd, T = p->T, room = T * m->widest;
-  float *x = work, *y = x + room, *wide = y + room, *own_rooms = wide + room;
+  int64_t C = m->n_embd;
+  int64_t T = p->T;
+  int64_t room = T * m->widest;
+  float *x = work;  // the residual stream
+  float *y = x + room;
+  float *wide = y + room;
+  float *all_scores = wide + room;
+  float *all_inputs = all_scores + threads * score_floats(m, p->length);
 #pragma omp parallel num_threads(threads)
   {
     int few = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *scores = own_rooms + thread * score_floats(m, p->length);
-    float *in = own_rooms + threads * score_floats(m, p->length) + few * thread * own_floats(m, T);
+    float *scores = all_scores + thread * score_floats(m, p->length);
+    float *in = all_inputs + few * thread * input_floats(m, T);
     float *scale = in + room;
-    Value *values = (Value *)(scale + T);
+    Input input = {in, (Value *)(scale + T), scale};
+    Input attended = {y, input.values, scale};
     embed(m, p, x);
     Range own = share(T, few);
-    int64_t n = own.end - own.begin, begin = own.begin;
+    int64_t n = own.end - own.begin;
+    float *own_x = x + own.begin * C;
+    float *own_in = in + own.begin * C;
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
       int64_t inner = layer->mlp_out.in;
-      normalize(&layer->attn_norm, m->epsilon, n, C, x + begin * C, in + begin * C);
-      products(layer->attn_in, 3, T, few, in, values, scale, wide, 0);
+      normalize(&layer->attn_norm, m->epsilon, n, C, own_x, own_in);
+      products(layer->attn_in, 3, T, few, input, wide, 0);
       attention(m, p, i, wide, scores, y);
-      products(&layer->attn_out, 1, T, few, y, values, scale, x, 1);
-      normalize(&layer->mlp_norm, m->epsilon, n, C, x + begin * C, in + begin * C);
-      products(layer->mlp_in, 2, T, few, in, values, scale, wide, 0);
+      products(&layer->attn_out, 1, T, few, attended, x, 1);
+      normalize(&layer->mlp_norm, m->epsilon, n, C, own_x, own_in);
+      products(layer->mlp_in, 2, T, few, input, wide, 0);
       if (layer->mlp_in[1].out)
-        swiglu(n, inner, wide + begin * 2 * inner, in + begin * inner);
+        swiglu(n, inner, wide + own.begin * 2 * inner, in + own.begin * inner);
       else
-        gelu(n * inner, wide + begin * inner, in + begin * inner);
-      products(&layer->mlp_out, 1, T, few, in, values, scale, x, 1);
+        gelu(n * inner, wide + own.begin * inner, in + own.begin * inner);
+      products(&layer->mlp_out, 1, T, few, input, x, 1);
     }
     own = share(p->wanted, few);
     for (int64_t i = own.begin; i < own.end; i++)
       normalize(&m->norm, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
-    products(&m->head, 1, p->wanted, few, in, values, scale, logits, 0);
+    products(&m->head, 1, p->wanted, few, input, logits, 0);
   }
 }
