@@ -30,28 +30,29 @@ FLAGS = (
     "-ffp-contract=off",
 )
 WIDE = ("-march=native", "-mprefer-vector-width=512")
-NATIVE = WIDE, ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler takes
-SECONDS = 120  # that one run of the compiler may take
+NATIVE = WIDE, ("-march=native",), ("-mcpu=native",), ()  # the first that the compiler accepts
+SECONDS = 120  # the time limit of one run of the compiler
 
 
 class BuildError(Exception):
-    """Why there is no compiled code: one line."""
+    """There is no compiled code. The message is one line."""
 
 
 @functools.cache
 def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
-    """The compiled gpt.c. target: flags that name a processor, None for this one.
+    """Load the library, after compiling it if it is not in the cache. Raises BuildError.
 
-    $CC is the compiler, else cc, else that of the Python package ziglang; $CFLAGS and $LDFLAGS come
-    before the flags of this file. The code is kept in `cache_directory`, or compiled in each run
-    where that is not a directory of this user alone. Raises BuildError.
+    target: the compiler's flags for another processor than this one.
+    The compiler is $CC, or cc, or that of the Python package ziglang. $CFLAGS and $LDFLAGS come
+    before the flags of this file. The library is kept in `cache_directory`; where others could
+    write to that directory, each run compiles anew.
     """
     try:
         compiler = shlex.split(os.environ.get("CC", "")) or default_compiler()
         options = [*shlex.split(os.environ.get("CFLAGS", "")), *FLAGS]
         # Not $CFLAGS: -ffast-math there would make the whole process round tiny numbers to 0.
         linking = [*compiler, "-O3", *shlex.split(os.environ.get("LDFLAGS", ""))]
-    except ValueError as error:  # a quotation without its end
+    except ValueError as error:  # an unclosed quotation mark
         raise BuildError(f"$CC, $CFLAGS or $LDFLAGS: {error}") from None
     try:
         flags, macros = predefined([*compiler, *options], NATIVE if target is None else (target,))
@@ -72,7 +73,7 @@ def load(target: tuple[str, ...] | None = None) -> ctypes.CDLL:
 
 
 def default_compiler() -> list[str]:
-    """cc; where there is none, the C compiler in the Python package ziglang. Raises BuildError."""
+    """The command cc, or the C compiler of the Python package ziglang. Raises BuildError."""
     if shutil.which("cc"):
         return ["cc"]
     if importlib.util.find_spec("ziglang"):
@@ -81,9 +82,9 @@ def default_compiler() -> list[str]:
 
 
 def predefined(command: list[str], choices: tuple) -> tuple[tuple[str, ...], bytes]:
-    """The first of these flags that the compiler takes, and the macros that it then predefines.
+    """The first flags that the compiler accepts, and the macros that it predefines with them.
 
-    They tell its version, and each instruction set that it may use. Raises BuildError.
+    The macros tell its version and the instruction sets that it may use. Raises BuildError.
     """
     for flags in choices:
         try:
@@ -94,10 +95,10 @@ def predefined(command: list[str], choices: tuple) -> tuple[tuple[str, ...], byt
 
 
 def find(key: str) -> tuple[Path | None, Path | None]:
-    """The directory of compiled code, if there is one for this user alone, and the file in it.
+    """The cache directory and the library in it, each None if it cannot be used.
 
-    The file is called KEY-HASH.so; nobody else can have changed it, and its bytes have that hash.
-    A note on stderr says what comes now if there is none.
+    The library is called KEY-HASH.so. Only this user can have written it, and its bytes have that
+    hash. If there is none, a note on stderr says that it is compiled now.
     """
     try:
         directory = cache_directory()
@@ -108,7 +109,7 @@ def find(key: str) -> tuple[Path | None, Path | None]:
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
             if only_ours(file) and file.stem == f"{key}-{digest}":
                 return directory, file
-        tempfile.TemporaryFile(dir=directory).close()  # can it be written to?
+        tempfile.TemporaryFile(dir=directory).close()  # raises if it is read-only or full
         print("note: gpt.c is compiled for this processor, once", file=sys.stderr)
         return directory, None
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
@@ -117,7 +118,7 @@ def find(key: str) -> tuple[Path | None, Path | None]:
 
 
 def keep(library: Path, directory: Path, key: str) -> Path:
-    """Name a compiled file, now that it is whole; several processes may do this at once."""
+    """Move a complete library into the cache. Several processes may do this at once."""
     try:
         library.chmod(0o700)
         digest = hashlib.sha256(library.read_bytes()).hexdigest()
@@ -128,28 +129,31 @@ def keep(library: Path, directory: Path, key: str) -> Path:
 
 
 def cache_directory() -> Path:
-    """Where compiled code is kept: $XDG_CACHE_HOME or ~/.cache, and in it one of this project."""
+    """The project's directory in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-native"
 
 
 def only_ours(path: Path) -> bool:
-    """Whether this user owns a file or directory, and nobody else can write to it."""
+    """Whether this user owns a file or directory and no one else can write to it."""
     about = path.stat()
     owner = os.getuid() if hasattr(os, "getuid") else about.st_uid
     return about.st_uid == owner and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def openmp() -> list[str]:
-    """Torch's own OpenMP library: with another one, two pools of threads would share the cores."""
+    """The path of torch's OpenMP library, or nothing.
+
+    With another library, two pools of threads would compete for the cores.
+    """
     library = Path(importlib.util.find_spec("torch").origin).parent / "lib"
     patterns = ("libgomp*", "libomp*", "libiomp5*")
     return sorted(str(file) for pattern in patterns for file in library.glob(pattern))[:1]
 
 
 def compile_into(directory: Path, compiling: list[str], linking: list[str]) -> Path:
-    """Compile gpt.c and the C files beside it into one library.
+    """Compile gpt.c and the C files beside it into one library. Raises BuildError.
 
-    It is for one thread if the compiler's OpenMP is not torch's. Raises BuildError.
+    The library has one thread if the compiler cannot use torch's OpenMP.
     """
     sources = sorted(SOURCE.parent.glob("*.c"))
     objects = {source: str(directory / f"{source.stem}.o") for source in sources}
@@ -171,9 +175,9 @@ def compile_into(directory: Path, compiling: list[str], linking: list[str]) -> P
 
 
 def call(command: list[str], seconds: float | None = None) -> bytes:
-    """What a compiler prints. Raises BuildError with its first error, or TimeoutExpired.
+    """Run a compiler and return its output. Raises BuildError with its first error.
 
-    seconds: that it may take; None: SECONDS.
+    seconds: the time limit, SECONDS if None. Raises TimeoutExpired after it.
     """
     name = "ziglang" if "ziglang" in command[:3] else command[0]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -200,9 +204,9 @@ def call(command: list[str], seconds: float | None = None) -> bytes:
 
 @contextlib.contextmanager
 def sigterm_held_back() -> Iterator[None]:
-    """A SIGTERM in this block, where a program handles it, has its effect at the end of it.
+    """Delay SIGTERM to the end of the block, if the program has a handler for it.
 
-    Its exception in the midst of starting a process would leave nobody who knows the process.
+    An exception of the handler while a process is being started would orphan that process.
     """
     handler = signal.getsignal(signal.SIGTERM)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -220,14 +224,14 @@ def sigterm_held_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def removed_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends this block by an exception, so that its temporary files are removed."""
+    """Let SIGTERM raise SystemExit in the block, so that its temporary files are removed."""
 
     def end(number, frame):
         raise SystemExit(128 + number)
 
     default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if not default or threading.current_thread() is not threading.main_thread():
-        yield  # a program has its own way to end, and other threads may not change that
+        yield  # the program has its own handler, or this thread may not set one
         return
     signal.signal(signal.SIGTERM, end)
     try:
@@ -237,7 +241,7 @@ def removed_on_sigterm() -> Iterator[None]:
 
 
 def open_library(file: Path) -> ctypes.CDLL:
-    """Load a library. Raises BuildError."""
+    """Load a library and check that it is ours. Raises BuildError."""
     try:
         library = ctypes.CDLL(str(file))
         ctypes.c_char.in_dll(library, "kernel")
@@ -247,5 +251,5 @@ def open_library(file: Path) -> ctypes.CDLL:
 
 
 def kernel() -> str:
-    """What the compiled code uses of this processor, such as "AVX-512 VNNI"."""
+    """The instruction set of the compiled code, such as "AVX-512 VNNI"."""
     return (ctypes.c_char * 64).in_dll(load(), "kernel").value.decode()

@@ -13,12 +13,14 @@ INLINE int omp_get_thread_num(void) { return 0; }
 INLINE int omp_get_num_threads(void) { return 1; }
 #endif
 
-// e to the x: 2 to the n, the nearest whole number to x / ln 2, times a polynomial in the rest.
-// Without a branch the compiler makes vectors of it. NaN stays NaN. After Cephes' expf.
+// e to the x, with x clamped to -87..88; NaN stays NaN. It is 2 to the n, where n is x / ln 2
+// rounded to an integer, times a polynomial in the rest r, as in Cephes' expf. There is no branch,
+// so the compiler can vectorize it.
 INLINE float exponential(float x) {
   x = x < -87 ? -87 : x > 88 ? 88 : x;
   float rounded = x * 1.44269504f + 12582912;  // 1.5 * 2**23: its last bits are those of n
-  float n = rounded - 12582912, r = (x - n * 0.693359375f) + n * 2.12194440e-4f, power;
+  float n = rounded - 12582912;
+  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -28,7 +30,8 @@ INLINE float exponential(float x) {
   p = p * r * r + r + 1;
   uint32_t bits;
   memcpy(&bits, &rounded, 4);
-  bits = (bits + 127) << 23;  // the exponent of a float
+  bits = (bits + 127) << 23;  // n as the exponent of a float
+  float power;
   memcpy(&power, &bits, 4);
   return p * power;
 }

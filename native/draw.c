@@ -1,6 +1,6 @@
-// The choice of a token for each row of logits.
+// Sampling: the next token of each row of logits.
 //
-// Sums are of whole numbers, so that neither the width of a vector nor the number of threads
+// Weights are added up as integers, so that neither the width of a vector nor the number of threads
 // changes a draw.
 #include <math.h>
 #include <stdint.h>
@@ -15,7 +15,7 @@ typedef struct {
   float temperature, top_p;  // temperature 0: the most likely token
 } Draw;
 
-// Number `index` of the generator SplitMix64, as sampling.py's `splitmix`.
+// Output `index` of the random number generator SplitMix64, like sampling.py's `splitmix`.
 INLINE uint64_t splitmix(uint64_t state, uint64_t index) {
   uint64_t bits = state + (index + 1) * 0x9E3779B97F4A7C15;
   bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9;
@@ -23,7 +23,7 @@ INLINE uint64_t splitmix(uint64_t state, uint64_t index) {
   return bits ^ bits >> 31;
 }
 
-// The bits of a float as a whole number in the same order, NaN at the ends; -0 is 0.
+// The bits of a float as an integer that sorts like it, with NaN at the ends; -0 is 0.
 INLINE int32_t ordered(float x) {
   int32_t bits;
   x += 0.0f;
@@ -31,7 +31,7 @@ INLINE int32_t ordered(float x) {
   return bits < 0 ? bits ^ INT32_MAX : bits;
 }
 
-// The lowest of the ids with the largest logit.
+// The argmax: the lowest id with the largest logit.
 static int64_t largest(int64_t V, const float *logits) {
   enum { BLOCK = 256 };
   int32_t max = INT32_MIN;
@@ -52,20 +52,20 @@ static int64_t largest(int64_t V, const float *logits) {
   return block;
 }
 
-// The weight of a token in whole numbers, for sums that do not depend on their order.
+// The weight of a token as an integer, because integer sums do not depend on their order.
 INLINE int32_t whole(float weight) { return (int32_t)(weight * 0x1p30f + 0.5f); }
 
-// How far below 0 a number is, as bits that are in the same order.
+// How far below 0 a number is: bits that sort like the distance.
 INLINE uint32_t depth(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   return bits & INT32_MAX;
 }
 
-// Keep the weights of the k largest numbers and of ties with the k-th, by a search for a depth that
-// is between theirs and the others'. x: 0 or below.
+// Top-k: keep the weights of the k largest numbers and of ties with the k-th. A binary search finds
+// the depth that separates them from the others. x: 0 or below.
 static void keep_largest(int64_t V, int64_t k, const float *x, float *weights) {
-  // The least depth that at least k numbers do not exceed is in low..high.
+  // low..high contains the least depth that at least k numbers do not exceed.
   uint32_t low = 0, high = 0x7f800000;
   while (low < high) {
     uint32_t middle = low + (high - low) / 2;
@@ -75,17 +75,18 @@ static void keep_largest(int64_t V, int64_t k, const float *x, float *weights) {
       low = middle + 1;
     else
       high = middle;
-    if (count == k) break;  // no tie: any depth up to the next number's does
+    if (count == k) break;  // no tie: `middle` separates them
   }
   for (int64_t i = 0; i < V; i++) weights[i] = depth(x[i]) <= high ? weights[i] : 0;
 }
 
+// The weight over an exponential random number, made of these bits.
 INLINE double speed(float weight, uint64_t bits) {
   return weight / -log(((bits >> 12) + 0.5) * 0x1p-52);
 }
 
-// The id of the largest weight / -ln(u), where u is the random number of the id. first: one of the
-// largest weights, to begin with.
+// The exponential race: each id runs at the speed weight / -ln(u), with a random number u of its
+// own, so the fastest one is a draw by weight. first: an id of the largest weight.
 static int64_t fastest(int64_t V, const float *weights, uint64_t state, int64_t first) {
   enum { BLOCK = 256 };
   int64_t winner = first;
@@ -93,10 +94,11 @@ static int64_t fastest(int64_t V, const float *weights, uint64_t state, int64_t 
   for (int64_t start = 0; start < V; start += BLOCK) {
     int64_t n = V - start < BLOCK ? V - start : BLOCK;
     uint64_t bits[BLOCK];
-    int32_t least[BLOCK];  // 1 - u is at least this / 2**24
+    int32_t least[BLOCK];  // a lower bound of 2**24 * (1 - u)
     for (int64_t i = 0; i < n; i++) bits[i] = splitmix(state, start + i);
     for (int64_t i = 0; i < n; i++) least[i] = 0xFFFFFF - (int32_t)(bits[i] >> 40);
-    // -ln(u) >= 1 - u, so a token with best * (1 - u) > weight cannot win. With room for rounding.
+    // -ln(u) >= 1 - u, so a token with best * (1 - u) > weight cannot win, and needs no logarithm.
+    // The factor leaves room for rounding.
     float factor = (float)best * 0x1p-24f * (1 - 1e-6f);
     int32_t any = 0;
     for (int64_t i = 0; i < n; i++) any |= least[i] * factor < weights[start + i];
@@ -112,8 +114,8 @@ static int64_t fastest(int64_t V, const float *weights, uint64_t state, int64_t 
   return winner;
 }
 
-// Set the weights of a token and of all behind it to 0, by the order of top-p: larger numbers
-// first, and of equal ones the lower id. Returns the sum of the others.
+// Set the weights of a token and of all after it to 0, in the order of top-p: the larger x first,
+// and of equal ones the lower id. Returns the sum of the weights that stay.
 static int64_t strike(int64_t V, int64_t token, const float *x, float *weights) {
   int64_t sum = 0;
   float value = x[token];
@@ -128,22 +130,27 @@ static int64_t strike(int64_t V, int64_t token, const float *x, float *weights) 
   return sum;
 }
 
-// work: (2, V).
+// The next token of one row. work: (2, V).
 static int64_t choose(int64_t V, const Draw *d, float *work) {
-  int64_t first = largest(V, d->logits), total = 0;
-  if (d->temperature == 0) return first;
   const float *logits = d->logits;
-  float *x = work, *weights = work + V, max = logits[first], temperature = d->temperature;
+  int64_t first = largest(V, logits);
+  if (d->temperature == 0) return first;
+  float max = logits[first];
+  float temperature = d->temperature;
+  float *x = work;
+  float *weights = work + V;
   for (int64_t i = 0; i < V; i++) {
     x[i] = (logits[i] - max) / temperature;
     weights[i] = x[i] >= -87 ? exponential(x[i]) : 0;  // 0 for NaN
   }
   if (d->top_k && d->top_k < V) keep_largest(V, d->top_k, x, weights);
+  int64_t total = 0;
   if (d->top_p < 1)
     for (int64_t i = 0; i < V; i++) total += whole(weights[i]);
   uint64_t state = splitmix(d->seed, d->position);
-  // The winner is inside if the mass before it is below p. If not, so are all behind it, and the
-  // race goes on without them: for 1 + ln(1 / p) rounds on average.
+  // Top-p without sorting: a winner is inside the nucleus if the mass before it is below p. If not,
+  // no token after it is inside, and the race is run again without them: 1 + ln(1 / p) races on
+  // average.
   for (;;) {
     int64_t winner = fastest(V, weights, state, first);
     if (d->top_p >= 1) return winner;
@@ -152,7 +159,7 @@ static int64_t choose(int64_t V, const Draw *d, float *work) {
   }
 }
 
-// chosen: (rows). work: (threads, 2, V).
+// The next token of each row: chosen, (rows). work: (threads, 2, V).
 void draw(int64_t rows, int64_t V, const Draw *draws, int64_t *chosen, float *work, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t row = 0; row < rows; row++)

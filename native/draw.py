@@ -1,4 +1,4 @@
-"""The choice of tokens in C."""
+"""Sampling in C."""
 
 import ctypes
 
@@ -19,13 +19,12 @@ DrawStruct = struct(
 def draw(
     library: ctypes.CDLL, logits: torch.Tensor, params: list, positions: list[int]
 ) -> list[int]:
-    """The next token of each row, as `sampling.sample` chooses it, but for rounding.
+    """Sample the next token of each row; it is the token of `sampling.sample`, up to rounding.
 
-    logits: (B, vocab_size), after penalties. params: a SamplingParams for each row, with a seed or
-    greedy; positions: of the draws. There is at least one row, and they are shared out over torch's
-    threads.
-    Whatever the logits are, a token is an id of the vocabulary. Raises ValueError for logits that
-    are not float32, contiguous and of this shape.
+    logits: (B, vocab_size), after penalties, B >= 1. params: a SamplingParams for each row, with a
+    seed or greedy. positions: the position of each draw. Torch's threads share the rows.
+    Each token is an id of the vocabulary, whatever the logits are. Raises ValueError for logits
+    that are not float32, contiguous and of this shape.
     """
     count, size = len(params), logits.shape[-1]
     start = address(logits, torch.float32, count, size)
@@ -37,7 +36,7 @@ def draw(
         job.seed = each.seed or 0
         job.position = position
         job.top_k = min(each.top_k, size)
-        if each.temperature:  # a divisor is neither 0 nor infinite in this dtype
+        if each.temperature:  # clamped, because float32 could round it to 0 or infinity
             job.temperature = min(max(each.temperature, limits.tiny), limits.max)
         job.top_p = each.top_p
     chosen = (INT * count)()
