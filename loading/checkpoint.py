@@ -1,5 +1,6 @@
 """The files of a model, read and written. Nothing here knows an architecture."""
 
+import contextlib
 import json
 import math
 import reprlib
@@ -58,54 +59,79 @@ def read_tensors(
     memory than what becomes of them.
     shapes: name -> shape, what the files must hold together. prefix: may stand before each name.
     skip: endings of names that may be in the files and are not read. transposed: names of tensors
-    that are stored as (columns, rows); these come whole. Raises UserError if a file is cut short,
-    or a tensor is missing, unexpected, there twice, of another shape or not of floating-point
-    numbers.
+    that are stored as (columns, rows); these come whole.
+    Raises UserError, before anything is read, if a file is cut short, or a tensor is missing,
+    unexpected, there twice, of another shape or not of floating-point numbers.
     """
-    file = files[0]
-    try:
-        stored = {}
-        for file in files:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():
-                    name = key.removeprefix(prefix)
-                    if name in stored:
-                        other = stored[name][0]
-                        how = f"also in {other.name}"
-                        if other == file:
-                            how = f"with and without {prefix!r}"
-                        raise UserError(f"{file}: tensor {name} is there twice, {how}")
-                    if name not in shapes and not name.endswith(skip):
-                        raise UserError(f"{file}: unexpected tensor {name}")
-                    stored[name] = file, key
-        opened = None
-        read = 0  # what was read of a file counts as memory until it is closed
-        for name, shape in shapes.items():
-            if name not in stored:
-                where = file if len(files) == 1 else file.parent
-                raise UserError(f"{where}: tensor {name} is missing")
-            file, key = stored[name]
-            turned = name in transposed
-            expected = tuple(reversed(shape) if turned else shape)
-            height = shape[0] if turned else max(1, BLOCK // (4 * math.prod(shape[1:])))
-            for start in range(0, shape[0], height):
+    stored = find_tensors(files, shapes, prefix, skip, transposed)
+    return read_rows(stored, shapes, transposed)
+
+
+def find_tensors(
+    files: list[Path],
+    shapes: dict,
+    prefix: str,
+    skip: tuple[str, ...],
+    transposed: Collection[str],
+) -> dict[str, tuple[Path, str]]:
+    """Which file each tensor is in, and its name there, once all are as they must be."""
+    stored = {}
+    for file in files:
+        with complete(file):
+            tensors = safe_open(file, framework="pt")
+        for key in tensors.keys():
+            name = key.removeprefix(prefix)
+            if name in stored:
+                other = stored[name][0]
+                how = f"also in {other.name}"
+                if other == file:
+                    how = f"with and without {prefix!r}"
+                raise UserError(f"{file}: tensor {name} is there twice, {how}")
+            if name not in shapes and not name.endswith(skip):
+                raise UserError(f"{file}: unexpected tensor {name}")
+            stored[name] = file, key, tensors.get_slice(key)
+    for name, shape in shapes.items():
+        if name not in stored:
+            where = file if len(files) == 1 else file.parent
+            raise UserError(f"{where}: tensor {name} is missing")
+        file, _, tensor = stored[name]
+        expected = tuple(reversed(shape) if name in transposed else shape)
+        if (found := tuple(tensor.get_shape())) != expected:
+            raise UserError(f"{file}: tensor {name} is {found}, and config.json says {expected}")
+        if not tensor.get_dtype().startswith(("F", "BF")):  # F32, BF16
+            dtype = tensor[:0].dtype
+            raise UserError(f"{file}: tensor {name} is {dtype}; it must be floating-point")
+    return {name: stored[name][:2] for name in shapes}
+
+
+def read_rows(
+    stored: dict[str, tuple[Path, str]], shapes: dict, transposed: Collection[str]
+) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    """The blocks of `read_tensors`. stored: as of `find_tensors`."""
+    opened = None
+    read = 0  # what was read of a file counts as memory until it is closed
+    for name, (file, key) in stored.items():
+        shape = shapes[name]
+        turned = name in transposed
+        height = shape[0] if turned else max(1, BLOCK // (4 * math.prod(shape[1:])))
+        for start in range(0, shape[0], height):
+            rows = slice(start, start + height)
+            with complete(file):
                 if file != opened or read >= BLOCK:
                     tensors = safe_open(file, framework="pt")
                     opened = file
                     read = 0
                 tensor = tensors.get_slice(key)
-                rows = slice(start, start + height)
-                if (found := tuple(tensor.get_shape())) != expected:
-                    raise UserError(
-                        f"{file}: tensor {name} is {found}, and config.json says {expected}"
-                    )
                 block = tensor[:].t() if turned else tensor[rows]
-                if not block.is_floating_point():
-                    raise UserError(
-                        f"{file}: tensor {name} is {block.dtype}; it must be floating-point"
-                    )
-                read += block.nbytes
-                yield name, rows, block
+            read += block.nbytes
+            yield name, rows, block
+
+
+@contextlib.contextmanager
+def complete(file: Path) -> Iterator[None]:
+    """Raise UserError for what the block finds wrong with a safetensors file."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: not a complete safetensors file ({error})") from None
 

@@ -135,6 +135,15 @@ def test_wrong_tensors_are_named(tmp_path, change, words):
     assert str(file) in message
 
 
+def test_all_tensors_are_checked_before_the_first_is_read(tmp_path):
+    files = [tmp_path / "x.safetensors", tmp_path / "y.safetensors"]
+    save_file({"a": WEIGHTS["a"]}, files[0])
+    for wrong, words in ((torch.ones(5), "is (5,)"), (torch.ones(4).bool(), "is torch.bool;")):
+        save_file({"b.c": wrong}, files[1])
+        message = refused(read_tensors, files, SHAPES)  # no block was asked for
+        assert message.startswith(f"{files[1]}: tensor b.c {words}")
+
+
 @pytest.mark.parametrize("size", [0, 5, 100, -1])
 def test_a_file_cut_short_is_named(tmp_path, size):
     file = tmp_path / "model.safetensors"
