@@ -2,46 +2,18 @@
 
 import codecs
 import copy
-import reprlib
 import unicodedata
-from itertools import groupby, pairwise, product
+from itertools import groupby
 from pathlib import Path
 
 import tiktoken
 
 from errors import UserError
-from loading.checkpoint import check_values, read_json
+from loading.checkpoint import read_json
 from loading.load import HUB_NAMES, parse_name
+from loading.tokenizer_checks import PATTERNS, byte_of_character, check_tokenizer, has_template
 
 EOT = "<|endoftext|>"
-PATTERNS = {  # what a text is split by before bytes are merged
-    # openai/gpt-2, encoder.py
-    "GPT-2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
-    "Llama 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "Qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
-
-SUPPORTED = {  # of a tokenizer.json: what keeps our ids equal to those of the tokenizers library
-    "normalizer": (None, {"type": "NFC"}),
-    "pre_tokenizer.type": ("ByteLevel", "Split, ByteLevel"),
-    "pre_tokenizer.behavior": ("Isolated",),
-    "pre_tokenizer.invert": (False,),
-    "pre_tokenizer.add_prefix_space": (False,),
-    "model.type": ("BPE",),
-    "model.dropout": (None, 0),
-    "model.continuing_subword_prefix": (None, ""),
-    "model.end_of_word_suffix": (None, ""),
-    "model.ignore_merges": (False, True),
-    "post_processor.type": (
-        None,
-        "ByteLevel",
-        "TemplateProcessing",
-        "ByteLevel, TemplateProcessing",
-    ),
-    "decoder.type": ("ByteLevel",),
-}
 
 
 class Encoding(tiktoken.Encoding):
@@ -153,89 +125,26 @@ def read_tokenizer_json(file: Path) -> Encoding:
     raw = read_json(file)
     raw["pre_tokenizer"] = one_step(raw.get("pre_tokenizer"), "pretokenizers")
     raw["post_processor"] = one_step(raw.get("post_processor"), "processors")
-    check_values(file, raw, SUPPORTED)
-    pattern = read_pattern(file, raw["pre_tokenizer"])
-    try:
-        vocabulary = raw["model"]["vocab"]
-        added = raw.get("added_tokens") or []
-        merges = [
-            tuple(merge.split(" ") if isinstance(merge, str) else merge)
-            for merge in raw["model"]["merges"]
-        ]
-        made = [a + b for a, b in merges]
-        special = {token["content"]: token["id"] for token in added}
-        new = [token["id"] for token in added if token["content"] not in vocabulary]
-        ids = [*vocabulary.values(), *new]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(f"{file}: not a Hugging Face tokenizer") from None
-    is_whole = all(type(number) is int for number in ids)
-    if not is_whole or sorted(vocabulary.values()) + new != list(range(len(ids))):
-        raise UserError(
-            f"{file}: the ids are not 0 to {len(ids) - 1}, once each,"
-            " those of the added tokens last"
-        )
-    nfc = raw.get("normalizer") is not None
-    check_added(file, added, vocabulary, nfc)
+    check_tokenizer(file, raw)
+    vocabulary = raw["model"]["vocab"]
+    special = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
     to_byte = byte_of_character()
-    tokens = sorted(vocabulary.keys() - special.keys(), key=vocabulary.get)
-    rank = {token: i for i, token in enumerate(tokens)}
-    if set(tokens[:256]) != set(to_byte):
-        raise UserError(f"{file}: the first tokens of the vocabulary are not the 256 bytes")
-    one_each = made == tokens[256:] and all(is_last_merge(a, b, rank, merges) for a, b in merges)
-    is_ranks = raw["model"].get("ignore_merges") and are_all_merges(merges, tokens, rank)
-    if not one_each and not is_ranks:
-        raise UserError(
-            f"{file}: the merges do not make the tokens of the vocabulary in the order of their ids"
-        )
-    for token in tokens:
-        if not set(token) <= set(to_byte):
-            raise UserError(f"{file}: token {token!r} has characters that stand for no byte")
-    ranks = {bytes(to_byte[c] for c in token): vocabulary[token] for token in tokens}
+    ranks = {
+        bytes(to_byte[c] for c in token): rank
+        for token, rank in vocabulary.items()
+        if token not in special
+    }
+    pattern = raw["pre_tokenizer"].get("pattern", {"Regex": PATTERNS["GPT-2"]})
+    step = raw["post_processor"]
+    first = step["single"][:-1] if has_template(step) else []
     return Encoding(
         str(file.parent),
-        pat_str=pattern,
+        pat_str=pattern["Regex"],
         mergeable_ranks=ranks,
         special_tokens=special,
-        prefix=read_prefix(file, raw["post_processor"], special),
-        nfc=nfc,
+        prefix=tuple(special[piece["SpecialToken"]["id"]] for piece in first),
+        nfc=raw.get("normalizer") is not None,
     )
-
-
-def check_added(file: Path, added: list[dict], vocabulary: dict[str, int], nfc: bool) -> None:
-    """Raise UserError if tiktoken would not find the added tokens where the library finds them.
-
-    nfc: whether texts get a normal form, in which the library looks for normalized tokens.
-    """
-    plain = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}
-    plain["normalized"] = (False,) if nfc else (False, True)
-    for token in added:
-        content = token["content"]
-        check_values(f"{file}: added token {content!r}", token, plain)
-        if not is_text(content) or vocabulary.get(content, token["id"]) != token["id"]:
-            raise UserError(
-                f"{file}: added token {content!r} is empty, no text,"
-                " or has another id in the vocabulary"
-            )
-    contents = {token["content"] for token in added}
-    if len(contents) < len(added):
-        raise UserError(f"{file}: an added token is there twice")
-    for a, b in pairwise(sorted(contents)):
-        if b.startswith(a):  # the library takes the longer one, tiktoken any
-            raise UserError(
-                f"{file}: added token {b!r} begins with another one, {a!r}; that is not supported"
-            )
-    # The library looks for the others first; tiktoken takes the left one of two that overlap.
-    late = {token["content"] for token in added if token.get("normalized")}
-    for a, b in product(sorted(late), sorted(contents - late)):
-        if any(a.startswith(b, i) or b.startswith(a[i:]) for i in range(1, len(a))):
-            raise UserError(
-                f"{file}: added token {a!r} is normalized and overlaps {b!r}; that is not supported"
-            )
-
-
-def is_text(content) -> bool:
-    """Whether it is text that UTF-8 can write, which a lone surrogate is not, and not empty."""
-    return isinstance(content, str) and content.encode("utf-8", "ignore").decode() == content != ""
 
 
 def one_step(part, key: str):
@@ -248,103 +157,6 @@ def one_step(part, key: str):
         return part
     fields = {name: value for step in steps for name, value in step.items()}
     return fields | {"type": ", ".join(str(step.get("type")) for step in steps)}
-
-
-def read_pattern(file: Path, step: dict) -> str:
-    """The pattern that a pre_tokenizer splits by: its Split's, or GPT-2's for a ByteLevel alone.
-
-    Raises UserError for one that is not in PATTERNS, and if ByteLevel would split once more.
-    """
-    alone = step.get("type", "ByteLevel") == "ByteLevel"
-    step = {"use_regex": True} | step
-    check_values(file, {"pre_tokenizer": step}, {"pre_tokenizer.use_regex": (alone,)})
-    found = step.get("pattern", {"Regex": PATTERNS["GPT-2"]})
-    for pattern in PATTERNS.values():
-        if found == {"Regex": pattern}:
-            return pattern
-    names = " or ".join(PATTERNS)
-    raise UserError(
-        f"{file}: pre_tokenizer.pattern is {repr(found):.200}; supported is that of {names}"
-    )
-
-
-def read_prefix(file: Path, step, special: dict[str, int]) -> tuple[int, ...]:
-    """The tokens that a post_processor puts before a text.
-
-    Raises UserError for a template that does anything else.
-    """
-    if not isinstance(step, dict) or step.get("type") in (None, "ByteLevel"):
-        return ()
-    single = step.get("single")
-    try:
-        names = [piece["SpecialToken"]["id"] for piece in single[:-1]]
-        known = [step["special_tokens"][name]["ids"] for name in names]
-        prefix = tuple(special[name] for name in names)
-        if single[-1] == {"Sequence": {"id": "A", "type_id": 0}}:
-            if known == [[token] for token in prefix]:
-                return prefix
-    except (LookupError, TypeError):
-        pass
-    raise UserError(
-        f"{file}: post_processor.single is {reprlib.repr(single)};"
-        " supported is added tokens, then A"
-    )
-
-
-def are_all_merges(merges: list, tokens: list[str], rank: dict[str, int]) -> bool:
-    """Whether the merges are all pairs of tokens that make one, in the order of the tokens made.
-
-    So they are for Llama 3. Then Hugging Face, as tiktoken, merges any two parts that make a token,
-    those of the lowest rank first. The order of several pairs that make one token does not matter,
-    because texts only ever have one of them: nothing was merged across the ends of the two parts,
-    so they are what the token's own text, merged by itself, is when two are left. Tokens that no
-    merges reach are found as whole pieces, which is what ignore_merges means.
-    """
-    pairs = ((token[:i], token[i:]) for token in tokens for i in range(1, len(token)))
-    pairs = [(a, b) for a, b in pairs if a in rank and b in rank]
-    return [a + b for a, b in merges] == [a + b for a, b in pairs] and set(merges) == set(pairs)
-
-
-def is_last_merge(a: str, b: str, rank: dict[str, int], merges: list) -> bool:
-    """Whether `a` and `b` are what the merges before theirs leave of the text a + b.
-
-    Hugging Face merges only the pairs listed, tiktoken any two parts that make a token. Both give
-    the same if no earlier merge crosses the boundary between `a` and `b`. So go back in time until
-    bytes meet there: take the newer of the two parts apart, and see whether those that meet now had
-    a merge of their own before it was made. rank: of each token; that of a merge's result is 256
-    and more.
-    """
-    before = rank[a + b]
-    if max(rank.get(a, before), rank.get(b, before)) >= before:
-        return False  # a part that does not exist yet
-    while max(rank[a], rank[b]) >= 256:
-        if rank[a] > rank[b]:
-            before = rank[a]
-            a = merges[rank[a] - 256][1]
-        else:
-            # Of two equal parts the left one is made first, and so is the boundary's merge if it
-            # has this rank.
-            before = rank[b] + 1
-            b = merges[rank[b] - 256][0]
-        if rank.get(a + b, before) < before:
-            return False
-    return True
-
-
-def byte_of_character() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for.
-
-    GPT-2 writes a printable byte as itself and the others, in order, as the characters from U+0100
-    on, so that no token contains white space (openai/gpt-2, encoder.py).
-    """
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): byte for byte in printable}
-    return characters | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 class TextStream:

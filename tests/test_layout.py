@@ -47,4 +47,4 @@ def test_one_text_needs_no_engine():
         name for name in found.stdout.split() if (ROOT / f"{name.replace('.', '/')}.py").is_file()
     ]
     assert {name.partition(".")[0] for name in names if "." in name} == {"loading", "native"}
-    assert len(names) == 18, (names, found.stderr)
+    assert len(names) == 19, (names, found.stderr)
