@@ -67,26 +67,43 @@ class KVCache:
             del held[shared_length(held, window[:-keep]) :]
         return [len(held) for held in self.tokens]
 
-    def extend(self, new: list[list[int]], rows: list[int] | None = None) -> torch.Tensor:
-        """Plan a pass that appends new tokens to these rows, None for all.
+    def spans(self, new: list[list[int]], rows: list[int] | None = None) -> list[Span]:
+        """What a pass computes that appends new tokens to these rows, None for all.
 
-        Returns their positions, (B, T), or (1, T) for rows in step. T is the length of the longest
-        list. A shorter one is padded with its last token, at that token's position: it computes and
-        writes the same again. Raises ValueError, before anything changes, if they do not fit.
+        A row is one page. Raises ValueError, before anything changes, if they do not fit.
         """
+        rows = list(range(len(self.tokens))) if rows is None else rows
+        starts = [len(self.tokens[row]) for row in rows]
+        end = max(start + len(tokens) for start, tokens in zip(starts, new, strict=True))
+        if end > self.storage.shape[4]:
+            raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
+        if len(set(rows)) < len(rows) or not all(new):
+            rule = "each row may be there once, with at least one token"
+            raise ValueError(f"rows are {rows}, new tokens {new}; {rule}")
+        self.planned = list(zip(rows, new))
+        return [Span([row], start, tokens) for row, start, tokens in zip(rows, starts, new)]
+
+    def arrange(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Plan a pass: its tokens, (B, T), their positions, and where each span ends in them.
+
+        T is the length of the longest span. A shorter one is padded with its last token, at that
+        token's position: it computes and writes the same again. The positions are (B, T), or (1, T)
+        for rows in step, and an end is a place in the flattened tokens.
+        """
+        new = [span.tokens for span in spans]
+        rows = [span.pages[0] for span in spans]
+        starts = [span.start for span in spans]
         everything = list(range(len(self.tokens)))
-        rows = everything if rows is None else rows
-        starts = self.plan(new, rows)
-        ends = [start + len(tokens) for start, tokens in zip(starts, new)]
-        end = max(ends)
+        stops = [start + len(tokens) for start, tokens in zip(starts, new)]
+        end = max(stops)
         T = max(len(tokens) for tokens in new)
         device = self.storage.device
-        in_step = rows == everything and len(set(starts)) == len(set(ends)) == 1
+        in_step = rows == everything and len(set(starts)) == len(set(stops)) == 1
         if in_step:  # such as a single row: a slice takes less time than an index
             positions = torch.arange(end - T, end, device=device)[None]  # (1, T)
             self.slots = slice(None), slice(end - T, end)
         else:
-            last = torch.tensor(ends)[:, None] - 1
+            last = torch.tensor(stops)[:, None] - 1
             positions = torch.tensor(starts)[:, None] + torch.arange(T)
             positions = positions.minimum(last).to(device)  # (B, T)
             self.slots = torch.tensor(rows, device=device)[:, None], positions
@@ -98,30 +115,12 @@ class KVCache:
         self.rows = slice(None) if rows == everything else torch.tensor(rows, device=device)
         # Of each layer its keys, then its values.
         self.visible = self.storage[..., :end, :].flatten(0, 1).unbind()
-        return positions
-
-    def plan(self, new: list[list[int]], rows: list[int]) -> list[int]:
-        """Note that a pass appends new tokens to these rows; returns where each begins.
-
-        Raises ValueError, before anything changes, if they do not fit.
-        """
-        starts = [len(self.tokens[row]) for row in rows]
-        end = max(start + len(tokens) for start, tokens in zip(starts, new, strict=True))
-        if end > self.storage.shape[4]:
-            raise ValueError(f"{end} positions do not fit into a cache of {self.storage.shape[4]}")
-        if len(set(rows)) < len(rows) or not all(new):
-            rule = "each row may be there once, with at least one token"
-            raise ValueError(f"rows are {rows}, new tokens {new}; {rule}")
-        self.planned = list(zip(rows, new))
-        return starts
-
-    def spans(self, new: list[list[int]], rows: list[int]) -> list[Span]:
-        """As `plan`, for a pass that reads pages: each row is one page."""
-        starts = self.plan(new, rows)
-        return [Span([row], start, tokens) for row, start, tokens in zip(rows, starts, new)]
+        tokens = [each + each[-1:] * (T - len(each)) for each in new]
+        ends = [T * index + len(each) for index, each in enumerate(new)]
+        return torch.tensor(tokens, device=device), positions, ends
 
     def record(self) -> None:
-        """The planned pass is complete: its keys and values are in the storage."""
+        """The pass of the last spans is complete: its keys and values are in the storage."""
         for row, tokens in self.planned:
             self.tokens[row] = self.tokens[row] + tokens
 
@@ -135,8 +134,6 @@ class KVCache:
         values.transpose(1, 2)[self.slots] = v
         keys = keys[self.rows]
         values = values[self.rows]
-        if layer == len(self.storage) - 1:
-            self.record()
         q = q.transpose(1, 2)  # with as many heads as keys, or a multiple of that
         return F.scaled_dot_product_attention(
             q, keys, values, attn_mask=self.mask, enable_gqa=True

@@ -318,16 +318,17 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
 
 def go_native(models: list[Model], named: bool) -> None:
     """Let C compute what it can. A note says what it lacks if it was asked for by name."""
+    is_native = False
     for model in models:
         try:
             use_native(model)
+            is_native = True
         except BuildError as error:
             print(f"note: {error}; torch computes instead", file=sys.stderr)
             return
         except ValueError as error:  # an architecture that gpt.c does not know
             if named:
                 print(f"note: --backend native: {error}; torch computes instead", file=sys.stderr)
-    is_native = any(model.draws for model in models)
     if named and is_native and ("plain C" in kernel() or "one thread" in kernel()):
         note = f"without what makes it fast: {kernel()}"
         print(f"note: --backend native: {note}", file=sys.stderr)

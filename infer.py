@@ -33,7 +33,8 @@ from loading.chat import Chat
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model, causal_attention
-from sampling import NOT_FINITE, SamplingParams, check_tokens_only, choose, params_of_each
+from runner import last_logits
+from sampling import NOT_FINITE, SamplingParams, check_tokens_only, params_of_each
 
 
 @torch.inference_mode()
@@ -79,7 +80,7 @@ def generate(
         starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
         windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
         logits = next_logits(model, windows, cache)[:, 0]
-        next_tokens = choose(logits, each, sequences, prompt_lengths, generator, model.draws)
+        next_tokens = model.runner.choose(logits, each, sequences, prompt_lengths, generator)
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, token in enumerate(step):
@@ -203,23 +204,18 @@ def pass_logits(
 ) -> torch.Tensor:
     """The logits at the last `keep` new tokens of these rows, from one pass: (B, keep, vocab_size).
 
-    Shorter rows are padded on the right.
+    Without a cache shorter rows are padded on the right.
     """
-    lengths = [len(tokens) for tokens in new]
-    if cache is not None and model.native:
+    if cache is not None:
         spans = cache.spans(new, rows)
-        logits = model.native.logits(cache.storage, spans, [keep] * len(new))
+        logits = last_logits(model, cache, spans, [keep] * len(new))
         cache.record()
         return logits.view(len(new), keep, -1)
+    lengths = [len(tokens) for tokens in new]
     T = max(lengths)
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
     tokens = torch.tensor(padded, device=model.device)  # (B, T)
-    if cache is None:
-        x = model.hidden(tokens, torch.arange(T, device=model.device), causal_attention)
-    else:
-        x = model.hidden(tokens, cache.extend(new, rows), cache.attend)
-    if min(lengths) == T:  # a slice takes less time than an index
-        return model.head(x[:, -keep:]).float()
+    x = model.hidden(tokens, torch.arange(T, device=model.device), causal_attention)
     each = torch.arange(len(new))[:, None]
     last = torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
     return model.head(x[each, last]).float()

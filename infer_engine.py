@@ -127,8 +127,8 @@ def run_engine(
     preemptions = f"{engine.scheduler.preemptions} preemptions"
     drafts = f", {engine.accepted} of {engine.drafted} drafts accepted" if engine.drafter else ""
     print(f"{computed}, {preemptions}{drafts}{total}", file=sys.stderr)
-    if engine.model.ranks:
-        print(engine.model.ranks.statistics(engine.steps), file=sys.stderr)
+    if ranks := engine.model.runner.ranks:
+        print(ranks.statistics(engine.steps), file=sys.stderr)
     if params and params[0].logprobs is not None:
         print_logprobs(engine.encoding, requests)
     if errors:

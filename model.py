@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from errors import UserError
 from int8 import Int8Embedding
+from runner import TorchRunner
 
 # layer, q, k, v -> attended values
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -106,11 +107,7 @@ class Model(nn.Module):
     some of these files have and nothing reads.
     """
 
-    # Computes passes, where there is a cache, if native.use_native sets it; and what draws in C.
-    native = None
-    draws = None
-    # The processes that compute it together, if there are several.
-    ranks = None
+    runner = TorchRunner()  # what computes its passes with a cache, and chooses its tokens
     ROLES: dict[str, tuple[str, str]]
     PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()

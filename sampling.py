@@ -90,7 +90,7 @@ DRAW = operator.attrgetter("temperature", "top_k", "top_p")
 
 
 class NativeDraws(Protocol):
-    """What draws in C on a CPU: a model's `draws`."""
+    """What draws in C on a CPU."""
 
     def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
         """As `sample` for each row of float32 logits, greedily or with a seed, but for rounding.

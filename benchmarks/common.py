@@ -499,11 +499,11 @@ def check_half_precision(model, tokens: torch.Tensor, piece: int = 1, peer=None)
     Raises SystemExit if the largest difference is above 0.5, or the mean above 0.05.
     """
     cache = KVCache(model, *tokens.shape)
-    rows = list(range(len(tokens)))
     pieces = []
     for new in tokens.split(piece, dim=1):
-        positions = cache.extend(new.tolist(), rows)
+        _, positions, _ = cache.arrange(cache.spans(new.tolist()))
         pieces.append(model.hidden(new, positions, cache.attend))
+        cache.record()
     cached = torch.cat(pieces, dim=1)
     # One row at a time: the logits of a batch may be gigabytes.
     for row, text in enumerate(tokens.split(1)):

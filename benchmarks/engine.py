@@ -19,8 +19,9 @@ import torch
 import benchmark_kv_cache
 import benchmark_speculative
 from benchmarks import common
+from cache import Span
 from command_line import STORIES, Parser
-from engine.cache import PagedCache, Span, last_logits
+from engine.cache import PagedCache
 from engine.drafter import LookupDrafter, PagedDrafter, Trials
 from engine.engine import Engine
 from engine.pages import page_count
@@ -30,7 +31,8 @@ from infer import generate
 from loading.load import load_model, parse_name, save_model
 from loading.tokenizer import load_encoding
 from model import Model
-from native import use_native
+from native import NativeRunner, use_native
+from runner import last_logits
 from sampling import SamplingParams
 
 COLUMNS = {
@@ -311,8 +313,8 @@ def overhead(bench: Bench) -> None:
         engine = decoding(bench, rows)
         model = engine.model
         methods = {"compute": (engine, "compute"), "scheduling": (engine.scheduler, "schedule")}
-        if model.native:
-            passes = {"pass": (model.native, "logits")}
+        if isinstance(model.runner, NativeRunner):
+            passes = {"pass": (model.runner, "logits")}
         else:
             passes = {name: (model, name) for name in ("hidden", "head")}
             methods["plans"] = engine.cache, "arrange"

@@ -11,7 +11,6 @@ import torch
 
 from benchmarks import common
 from benchmarks.engine import start, steps, stopwatch
-from engine.cache import follow
 from engine.engine import Engine
 from loading.load import load_model
 from model import Linear
@@ -52,7 +51,7 @@ def decode(job: dict, ranks: Ranks | None) -> dict | None:
     links = [links_of(ranks, SIZES[:-1])] if ranks else []
     found = None
     if ranks and ranks.rank:
-        follow(model, engine.cache)
+        model.runner.follow(model, engine.cache)
     else:
         found = lead(engine, job)
     memory = [common.memory_in_use("cpu") - before]
@@ -71,7 +70,7 @@ def lead(engine: Engine, job: dict) -> dict:
     sent: bytes that this rank sends. meeting: seconds in collectives, waiting for others included.
     """
     model = engine.model
-    ranks = model.ranks
+    ranks = model.runner.ranks
     params = SamplingParams(max_new_tokens=job["tokens"], ignore_eos=True)
     prompts = common.random_prompts(model.config.vocab_size, job["rows"], job["prompt"])
     requests = [engine.add(prompt, params) for prompt in prompts]

@@ -102,34 +102,3 @@ class PagedCache:
             attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
             out[part] = attended.transpose(1, 2).flatten(0, 1)
         return out
-
-
-def last_logits(model, cache: PagedCache, spans: list[Span], keep: list[int]) -> torch.Tensor:
-    """The logits at the last keep[i] positions of span i, from one pass over all of them.
-
-    Their shape is (sum of keep, vocab_size), and they are float32.
-    """
-    if model.ranks:
-        model.ranks.tell((spans, keep))
-        # An engine goes on after a pass without memory, but the other ranks are inside of it.
-        with model.ranks.no_way_back():
-            return pass_logits(model, cache, spans, keep)
-    return pass_logits(model, cache, spans, keep)
-
-
-@torch.inference_mode()
-def follow(model, cache: PagedCache) -> None:
-    """Compute each pass that rank 0 tells of, for it has the engine, until it has no more."""
-    while work := model.ranks.tell():
-        with model.ranks.no_way_back():
-            pass_logits(model, cache, *work)
-
-
-def pass_logits(model, cache: PagedCache, spans: list[Span], keep: list[int]) -> torch.Tensor:
-    """As `last_logits`, without a word to others. Ranks above 0 have no use for the result."""
-    if model.native:
-        return model.native.logits(cache.storage, spans, keep)
-    tokens, positions, ends = cache.arrange(spans)
-    x = model.hidden(tokens, positions, cache.attend)  # (N, C)
-    rows = [row for end, count in zip(ends, keep) for row in range(end - count, end)]
-    return model.head(x[rows]).float()

@@ -9,13 +9,14 @@ import torch
 
 from cache import Span, check_stride, shared_length, window_start
 from drafts import check_vocabularies, lookup
-from engine.cache import PagedCache, last_logits
+from engine.cache import PagedCache
 from engine.pages import PagePool, page_count
 from engine.request import Request
 from engine.scheduler import LIMITS, Work
 from errors import check_limits
 from model import Model
-from sampling import choose, finite_rows
+from runner import last_logits
+from sampling import finite_rows
 
 
 class Drafter(Protocol):
@@ -86,7 +87,7 @@ class PagedDrafter:
             finite = finite_rows(logits)
             params = [request.params for request in drawing]
             lengths = [request.prompt_length for request in drawing]
-            tokens = choose(logits, params, texts, lengths, None, self.model.draws)
+            tokens = self.model.runner.choose(logits, params, texts, lengths)
             for row, span, token, good in zip(rows, spans, tokens, finite):
                 if good:
                     self.held[requests[row]].tokens.extend(span.tokens)

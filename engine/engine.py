@@ -7,7 +7,7 @@ import tiktoken
 import torch
 
 from cache import check_stride, shared_length
-from engine.cache import PagedCache, last_logits
+from engine.cache import PagedCache
 from engine.drafter import Drafter, Trials
 from engine.pages import PagePool, page_count
 from engine.request import Event, Request, make_request
@@ -15,7 +15,8 @@ from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
 from loading.tokenizer import StopStream
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, choose, finite_rows, token_logprob
+from runner import last_logits
+from sampling import NOT_FINITE, SamplingParams, finite_rows, token_logprob
 
 
 class Choice(NamedTuple):
@@ -176,7 +177,7 @@ class Engine:
         params = [request.params for request, _ in rows]
         texts = [text for _, text in rows]
         lengths = [request.prompt_length for request, _ in rows]
-        tokens = choose(logits, params, texts, lengths, None, self.model.draws)
+        tokens = self.model.runner.choose(logits, params, texts, lengths)
         choices = []
         for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
             part = slice(end - len(own), end)

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 
 from command_line import launched, load_models, pick_device
-from engine.cache import follow
 from engine.drafter import LookupDrafter, PagedDrafter, Trials
 from engine.engine import Engine
 from errors import UserError
@@ -97,4 +96,4 @@ def follow_leader(args) -> None:
     with Ranks(args.join) as ranks:
         ranks.tell()  # not before rank 0 has read, which says what is wrong
         engine = load_engine(args, parse_name(args.model), "cpu", ranks)
-        follow(engine.model, engine.cache)
+        engine.model.runner.follow(engine.model, engine.cache)

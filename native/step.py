@@ -8,6 +8,8 @@ from llama import Llama, rotations
 from native import build, draw
 from native.linear import address, native_layers
 from native.structs import INT, POINTER, model_struct, struct
+from runner import TorchRunner
+from sampling import choose
 
 PassStruct = struct(
     "PassStruct",
@@ -19,19 +21,22 @@ PassStruct = struct(
 )
 
 
-class NativeChoice:
-    """The choice of tokens, in C."""
+class NativeDraws(TorchRunner):
+    """Draws in C; torch computes the passes, in which native layers may compute the products."""
 
     def __init__(self, library: ctypes.CDLL):
         self.library = library
+
+    def choose(self, logits, params, texts, prompt_lengths, generator=None) -> list[int]:
+        return choose(logits, params, texts, prompt_lengths, generator, native=self)
 
     def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
         """The next token of each row, as `draw.draw`."""
         return draw.draw(self.library, logits, params, positions)
 
 
-class NativePass(NativeChoice):
-    """The passes of one model, in C.
+class NativeRunner(NativeDraws):
+    """Computes the passes of one model in C, and draws in C.
 
     Its weights are packed, in place: what is loaded or moved later is not seen, and it cannot be
     copied or pickled.
@@ -53,7 +58,10 @@ class NativePass(NativeChoice):
         # Kept, so that their memory goes to nothing else.
         self.weights = list(model.state_dict().values())
 
-    def logits(self, storage: torch.Tensor, spans: list, keep: list[int]) -> torch.Tensor:
+    def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
+        return self.compute(cache.storage, spans, keep)
+
+    def compute(self, storage: torch.Tensor, spans: list, keep: list[int]) -> torch.Tensor:
         """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
 
         There is at least one token. storage: keys and values, (n_layer, 2, num_pages, n_kv_head,

@@ -152,6 +152,36 @@ class Ranks:
             return True
 
 
+class RankRunner:
+    """Lets several processes compute the passes of a model: rank 0 tells the others of each.
+
+    runner: what computes this rank's part.
+    """
+
+    def __init__(self, ranks: Ranks, runner):
+        self.ranks = ranks
+        self.runner = runner
+
+    def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
+        self.ranks.tell((spans, keep))
+        return self.compute(model, cache, spans, keep)
+
+    def compute(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
+        """Compute this rank's part of a pass. Ranks above 0 have no use for the result."""
+        # An engine goes on after a pass without memory, but the other ranks are inside of it.
+        with self.ranks.no_way_back():
+            return self.runner.logits(model, cache, spans, keep)
+
+    @torch.inference_mode()
+    def follow(self, model, cache) -> None:
+        """Compute each pass that rank 0 tells of, for it has the engine, until it has no more."""
+        while work := self.ranks.tell():
+            self.compute(model, cache, *work)
+
+    def choose(self, *arguments) -> list[int]:
+        return self.runner.choose(*arguments)
+
+
 def of_one_size(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A part filled up to the widest, as gloo takes it, and room for those of all ranks."""
     padded = F.pad(x, (0, max(widths) - x.shape[-1]))

@@ -14,7 +14,7 @@ from errors import UserError
 from int8 import Int8Linear, int8_product, quantize, to_floats
 from loading.load import empty_model, fill, load_config, parse_name, read_blocks
 from model import Model
-from parallel.ranks import Ranks
+from parallel.ranks import RankRunner, Ranks
 
 UNIT = 32  # numbers: torch computes the last few of a tensor without vectors, and rounds otherwise
 
@@ -133,7 +133,7 @@ def cut(model: Model, plan: Plan) -> None:
         own = whole.new_empty(sum(map(len, part.rows)), *whole.shape[1:])[..., part.columns]
         setattr(model.get_submodule(layer), key, nn.Parameter(own))
     model.tie_weights()
-    model.ranks = plan.ranks
+    model.runner = RankRunner(plan.ranks, model.runner)
     model.n_kv_head = len(plan.keys)
 
 
@@ -179,7 +179,7 @@ def join_vocabulary(model: Model) -> None:
 
     These two may be one tensor, so this comes last, when no layer is replaced any more.
     """
-    ranks = model.ranks
+    ranks = model.runner.ranks
     vocab = split(model.config.vocab_size, ranks.size)
     embedding = VocabParallelEmbedding(model.layer("embedding"), ranks, vocab[ranks.rank])
     head = ParallelHead(model.layer("head"), ranks, [len(part) for part in vocab])

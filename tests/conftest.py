@@ -75,7 +75,10 @@ def passed_widths(model, shapes=False) -> tuple[GPT, list]:
 
 def in_cache(model, cache, new: list[int]) -> torch.Tensor:
     """The logits of new tokens of the only row of a cache, (1, T, vocab_size)."""
-    return model.head(model.hidden(torch.tensor([new]), cache.extend([new]), cache.attend))
+    tokens, positions, _ = cache.arrange(cache.spans([new]))
+    hidden = model.hidden(tokens, positions, cache.attend)
+    cache.record()
+    return model.head(hidden)
 
 
 def load(name, dtype=torch.float64):

@@ -249,8 +249,7 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
 
 
 def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
-    import engine.engine
-    import infer
+    import runner
 
     def slower_draws(choose):
         def call(logits, params, *args):
@@ -260,8 +259,7 @@ def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
 
         return call
 
-    for module in (engine.engine, infer):
-        monkeypatch.setattr(module, "choose", slower_draws(module.choose))
+    monkeypatch.setattr(runner, "choose", slower_draws(runner.choose))
     code, rows, _ = bench("--only", "sampling")
     assert code == 0
     for mode in ("engine", "generate"):

@@ -9,8 +9,10 @@ from conftest import random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cache import PagedCache, Span, last_logits
+from cache import Span
+from engine.cache import PagedCache
 from errors import UserError
+from runner import last_logits
 
 BAD = 60  # a token that is in none of them
 TEXTS = [random_tokens(16, BAD, seed=seed) for seed in range(4)]

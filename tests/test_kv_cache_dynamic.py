@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, passed_widths, random_tokens, run, run_rows
+from conftest import CHECKPOINTS, in_cache, passed_widths, random_tokens, run, run_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +19,7 @@ def in_pieces(model, tokens, sizes):
     cache = KVCache(model)
     logits = []
     for piece in torch.tensor(tokens).split(sizes):
-        positions = cache.extend([piece.tolist()])
-        logits.append(model.head(model.hidden(piece[None], positions, cache.attend)))
+        logits.append(in_cache(model, cache, piece.tolist()))
     assert cache.tokens == [tokens]
     return torch.cat(logits, dim=1)
 

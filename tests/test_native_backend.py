@@ -3,6 +3,7 @@
 import pytest
 
 import command_line
+from runner import TorchRunner
 
 INT8 = ("--prompt", "Once upon a time", "--max-new-tokens", 12, "--dtype", "int8")
 
@@ -28,7 +29,7 @@ def test_the_command_line_takes_the_backend(cli, native_models, backend):
     code, out, err = cli(*INT8, *backend)
     assert (code, out) == expected and "note" not in err
     (model,) = native_models
-    assert model.native is not None
+    assert type(model.runner) is not TorchRunner
 
 
 def test_drafts_are_native_too(run_main, native_models):

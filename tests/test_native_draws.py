@@ -280,13 +280,13 @@ def test_rows_of_all_parameters_are_one_call(native, monkeypatch):
     from sampling import SamplingParams, choose
 
     calls = []
-    draw = type(native.native).draw
+    draw = type(native.runner).draw
 
     def counted(self, logits, *args):
         calls.append(len(logits))
         return draw(self, logits, *args)
 
-    monkeypatch.setattr(type(native.native), "draw", counted)
+    monkeypatch.setattr(type(native.runner), "draw", counted)
     penalties = [{}, {"repetition_penalty": 1.5}, {"frequency_penalty": 1.0}]
     penalties += [{"presence_penalty": -2.0}, {"presence_penalty": 1.0, "frequency_penalty": -0.5}]
     each = [SamplingParams(seed=row, **PARAMS[row % 6], **penalties[row % 5]) for row in range(30)]
@@ -294,12 +294,12 @@ def test_rows_of_all_parameters_are_one_call(native, monkeypatch):
     before = logits.clone()
     texts = [[row, 2 * row, 3, 3, 3] for row in range(30)]
     lengths = [1 + row % 5 for row in range(30)]
-    ours = choose(logits, each, texts, lengths, native=native.native)
+    ours = choose(logits, each, texts, lengths, native=native.runner)
     assert calls == [30] and torch.equal(logits, before)
     assert ours == choose(logits, each, texts, lengths)
     apart = torch.stack([logits, -logits], dim=1)[:, 0]  # each row followed by another one
     plain = params_of({"temperature": 0.8}, 30)  # without a penalty nobody copies them before
-    ours = choose(apart, plain, texts, lengths, native=native.native)
+    ours = choose(apart, plain, texts, lengths, native=native.runner)
     assert ours == choose(logits, plain, texts, lengths)
 
 
@@ -315,7 +315,7 @@ def test_still_the_generator_of_rows_without_a_seed(native):
         generator = torch.Generator().manual_seed(5)
         return choose(logits, each, texts, [1] * 4, generator, **options), generator.get_state()
 
-    (ours, state), (expected, torch_state) = run(native=native.native), run()
+    (ours, state), (expected, torch_state) = run(native=native.runner), run()
     assert ours == expected and torch.equal(state, torch_state)
 
 
@@ -326,7 +326,7 @@ def test_other_dtypes_are_for_torch(native, torch_numbers):
     params = params_of({"temperature": 1.0}, 2)
     expected = choose(logits, params, [[1]] * 2, [1] * 2)
     made = len(torch_numbers)
-    assert choose(logits, params, [[1]] * 2, [1] * 2, native=native.native) == expected
+    assert choose(logits, params, [[1]] * 2, [1] * 2, native=native.runner) == expected
     assert len(torch_numbers) == 2 * made
 
 

@@ -16,6 +16,7 @@ from errors import UserError
 from int8 import to_int8
 from llama import Llama
 from model import Linear
+from runner import TorchRunner
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -59,16 +60,16 @@ def llama_checkpoint(tiny_llama, tmp_path):
 @pytest.mark.parametrize("backend", [(), ("--backend", "native")], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_the_command_line_takes_the_backend(cli, llama_checkpoint, monkeypatch, backend, dtype):
-    from native import NativePass
+    from native import NativeRunner
 
     passes = []
-    logits = NativePass.logits
+    compute = NativeRunner.compute
 
     def counted(*arguments):
         passes.append(1)
-        return logits(*arguments)
+        return compute(*arguments)
 
-    monkeypatch.setattr(NativePass, "logits", counted)
+    monkeypatch.setattr(NativeRunner, "compute", counted)
     args = ("--model", llama_checkpoint, "--prompt", "Once upon a time", "--prompt", "Lily")
     args += ("--max-new-tokens", 30, "--ignore-eos", "--dtype", dtype)
     code, out, err = cli(*args, *backend)
@@ -273,7 +274,7 @@ def test_the_cache_of_another_model_is_refused(tiny_llama, shape):
     model = native(tiny_llama(dtype=torch.float32))
     with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
         other = KVCache(tiny_llama(dtype=torch.float32, **shape), 1)
-        model.native.logits(other.storage, [Span([0], 0, [1])], [1])
+        model.runner.compute(other.storage, [Span([0], 0, [1])], [1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -288,7 +289,7 @@ def test_the_table_of_rotations_grows_with_use(tiny_llama):
     prompt = [random_tokens(4)]
     expected = run_rows(eager, prompt, max_new_tokens=200, ignore_eos=True)
     assert run_rows(model, prompt, max_new_tokens=200, ignore_eos=True) == expected
-    assert len(model.native.rotations.cos) < 1000
+    assert len(model.runner.rotations.cos) < 1000
 
 
 @pytest.mark.parametrize("change", [{"n_kv_head": 3}, {"n_kv_head": 8}], ids=str)
@@ -322,4 +323,4 @@ def test_another_architecture_is_refused(tiny_llama):
     model.__class__ = Mamba
     with pytest.raises(ValueError, match="native code computes GPT and Llama; this is Mamba"):
         use_native(model)
-    assert model.native is None
+    assert type(model.runner) is TorchRunner

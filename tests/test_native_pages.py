@@ -41,7 +41,7 @@ def scattered(storage: torch.Tensor, pages: list[list[int]], tokens: torch.Tenso
         new = tokens[:, start : start + 5].tolist()
         spans = [Span(own, start, part) for own, part in zip(pages, new)]
         counts = [len(part) for part in new]
-        parts.append(model.native.logits(storage, spans, counts).view(len(new), counts[0], -1))
+        parts.append(model.runner.compute(storage, spans, counts).view(len(new), counts[0], -1))
     return torch.cat(parts, dim=1)
 
 
@@ -136,7 +136,7 @@ def in_passes(model, texts: list, passes: list[list[int]], page_size: int) -> to
             Span(list(range(row, rows * count, rows)), starts[row], text[starts[row] :][:length])
             for row, (text, length) in enumerate(zip(texts, lengths))
         ]
-        for own, logits in zip(parts, model.native.logits(storage, spans, lengths).split(lengths)):
+        for own, logits in zip(parts, model.runner.compute(storage, spans, lengths).split(lengths)):
             own.append(logits)
         starts = [start + length for start, length in zip(starts, lengths)]
     return torch.stack([torch.cat(own) for own in parts])

@@ -14,6 +14,7 @@ from cache import KVCache
 from errors import UserError
 from loading.load import load_model
 from model import GPT
+from runner import TorchRunner
 
 pytestmark = pytest.mark.usefixtures("compiled")
 FORMS = [
@@ -26,9 +27,9 @@ FORMS = [
 
 
 def native(model: GPT, target=None) -> GPT:
-    from native.step import NativePass
+    from native.step import NativeRunner
 
-    model.native = NativePass(model, target)
+    model.runner = NativeRunner(model, target)
     return model
 
 
@@ -54,16 +55,16 @@ def in_pieces(model: GPT, texts: torch.Tensor, size: int) -> torch.Tensor:
 @pytest.fixture
 def passes(monkeypatch):
     """A list to which each native pass adds its new tokens."""
-    from native import NativePass
+    from native import NativeRunner
 
     seen = []
-    logits = NativePass.logits
+    compute = NativeRunner.compute
 
     def counted(self, storage, spans, keep):
         seen.append([span.tokens for span in spans])
-        return logits(self, storage, spans, keep)
+        return compute(self, storage, spans, keep)
 
-    monkeypatch.setattr(NativePass, "logits", counted)
+    monkeypatch.setattr(NativeRunner, "compute", counted)
     return seen
 
 
@@ -90,7 +91,7 @@ def test_another_architecture_is_computed_by_torch(cli, tiny, monkeypatch, backe
     other.__class__ = type("Mamba", (GPT,), {})
     monkeypatch.setattr(command_line, "load_model", lambda *_: other)
     code, _, err = cli("--max-new-tokens", 3, "--backend", backend)
-    assert code == 0 and other.native is None
+    assert code == 0 and type(other.runner) is TorchRunner
     assert err.count("note: --backend native: native code computes GPT") == (backend == "native")
     assert err.count("this is Mamba; torch computes instead\n") == (backend == "native")
 
@@ -106,7 +107,8 @@ def test_each_model_of_a_command_line_is_native_by_itself(run_main, tiny, monkey
     monkeypatch.setattr(command_line, "load_model", lambda *_: left.pop(0))
     monkeypatch.setattr(command_line, "kernel", lambda: "plain C")
     code, _, err = run_main(main, "--max-new-tokens", 3, "--backend", "native")
-    assert code == 0 and models[unknown].native is None and models[1 - unknown].native
+    assert code == 0 and type(models[unknown].runner) is TorchRunner
+    assert type(models[1 - unknown].runner) is not TorchRunner
     assert err.count("this is Mamba; torch computes instead\n") == 1
     assert err.count("without what makes it fast: plain C\n") == 1
 
@@ -294,7 +296,7 @@ def test_it_is_compiled_for_its_target(tiny):
     from native import build
 
     for target in TARGETS:
-        assert native(tiny(dtype=torch.float32), target).native.library is build.load(target)
+        assert native(tiny(dtype=torch.float32), target).runner.library is build.load(target)
     assert build.load(None) is not build.load(())
 
 
@@ -356,7 +358,7 @@ def test_nothing_outside_its_arrays_is_touched(tiny, parts, keep, message):
     model = native(tiny(dtype=torch.float32))
     storage = torch.zeros(2, 2, 2, 2, 8, 8)
     with pytest.raises(ValueError, match=message):
-        model.native.logits(storage, spans(*parts), keep)
+        model.runner.compute(storage, spans(*parts), keep)
     assert not storage.any()
 
 
@@ -364,9 +366,9 @@ def test_a_span_may_want_no_logits(tiny):
     """Its keys and values are kept all the same."""
     model = native(tiny(dtype=torch.float32))
     storage, alone = torch.zeros(2, 2, 2, 2, 2, 8, 8)
-    logits = model.native.logits(storage, spans(([0], 0, [1, 2]), ([1], 0, [3])), [0, 1])
-    assert torch.equal(logits, model.native.logits(alone, spans(([1], 0, [3])), [1]))
-    model.native.logits(alone, spans(([0], 0, [1, 2])), [2])
+    logits = model.runner.compute(storage, spans(([0], 0, [1, 2]), ([1], 0, [3])), [0, 1])
+    assert torch.equal(logits, model.runner.compute(alone, spans(([1], 0, [3])), [1]))
+    model.runner.compute(alone, spans(([0], 0, [1, 2])), [2])
     assert storage[:, :, 0].any() and torch.equal(storage, alone)
 
 
@@ -403,7 +405,7 @@ def test_the_cache_of_another_model_is_refused(tiny, shape):
     model = native(tiny(dtype=torch.float32))
     other = KVCache(tiny(dtype=torch.float32, **shape), 1)
     with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
-        model.native.logits(other.storage, spans(([0], 0, [1])), [1])
+        model.runner.compute(other.storage, spans(([0], 0, [1])), [1])
 
 
 def test_a_model_that_lacks_a_layer_has_no_cache(tiny):
@@ -411,7 +413,7 @@ def test_a_model_that_lacks_a_layer_has_no_cache(tiny):
     cache = KVCache(model, 1)
     del model.h[1]
     with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
-        native(model).native.logits(cache.storage, spans(([0], 0, [1])), [1])
+        native(model).runner.compute(cache.storage, spans(([0], 0, [1])), [1])
 
 
 def test_layers_become_native_once(tiny):

@@ -84,31 +84,30 @@ def test_ctrl_c(tmp_path):
     assert (errors_of(tmp_path), other) == ([], ("", ""))
 
 
-@pytest.mark.parametrize(
-    "place, victim", [("load_part", 1), ("pass_logits", 0), ("pass_logits", 1)]
-)
+@pytest.mark.parametrize("place, victim", [("load_part", 1), ("logits", 0), ("logits", 1)])
 def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
     import infer_engine
-    from engine import cache, options
+    from engine import options
     from parallel.ranks import RankError  # noqa: F401  without it both would wait
+    from runner import TorchRunner
 
-    module = options if place == "load_part" else cache
-    real = getattr(module, place)
+    owner = options if place == "load_part" else TorchRunner
+    real = getattr(owner, place)
     calls = []
 
     def failing(*arguments, **named):
         calls.append(1)
-        if os.environ["RANK"] == str(victim) and len(calls) == (3 if module is cache else 1):
+        if os.environ["RANK"] == str(victim) and len(calls) == (3 if owner is TorchRunner else 1):
             raise RuntimeError(NO_MEMORY)
         return real(*arguments, **named)
 
-    monkeypatch.setattr(module, place, failing)
+    monkeypatch.setattr(owner, place, failing)
     processes = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 9])
     assert wait(processes) == [2, 2]
     found = errors_of(tmp_path)
     assert len(found) == 1, found
     (line,) = found
-    what = "texts of this step" if module is cache else "model and its texts"
+    what = "texts of this step" if owner is TorchRunner else "model and its texts"
     name = "rank 1: " if victim else ""
     assert line.endswith(f"error: {name}the {what} do not fit in memory\n")
 
@@ -161,12 +160,12 @@ def test_who_has_to_wait_has_no_limit(tmp_path, monkeypatch):
 
 def test_a_mistake_has_its_traceback(tmp_path, monkeypatch):
     import infer_engine
-    from engine import options
+    from parallel.ranks import RankRunner
 
     def follow(*arguments):
         raise ZeroDivisionError("a mistake")
 
-    monkeypatch.setattr(options, "follow", follow)
+    monkeypatch.setattr(RankRunner, "follow", follow)
     processes = start(2, script, tmp_path, infer_engine.main, ARGUMENTS)
     assert wait(processes) == [2, 1]
     (_, err), (_, other) = written(tmp_path, 2)
@@ -199,16 +198,16 @@ def test_a_server_loses_a_process(tmp_path):
 
 
 def test_a_server_has_no_memory(tmp_path, monkeypatch):
-    from engine import cache
+    from runner import TorchRunner
 
-    real = cache.pass_logits
+    real = TorchRunner.logits
 
     def failing(*arguments):
         if os.environ["RANK"] == "0":
             raise RuntimeError(NO_MEMORY)
         return real(*arguments)
 
-    monkeypatch.setattr(cache, "pass_logits", failing)
+    monkeypatch.setattr(TorchRunner, "logits", failing)
     with serving(tmp_path) as (processes, door):
         status, answer = door.post("/v1/completions", {"prompt": "Tom"})
         error = "the texts of this step do not fit in memory"

@@ -72,8 +72,7 @@ def test_draws_are_in_c(compiled):
 
         with Ranks() as ranks:
             model = parallel_model(LLAMA, ranks)
-            assert model.native is None
-            return model.draws.draw(torch.arange(9.0)[None], [SamplingParams()], [0])
+            return model.runner.runner.draw(torch.arange(9.0)[None], [SamplingParams()], [0])
 
     assert results(2, draw) == [[8], [8]]
 

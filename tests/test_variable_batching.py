@@ -58,6 +58,14 @@ def test_a_hop_prefills_its_row_only(tiny):
     assert passes == [(3, 15), (3, 1), (2, 1), (1, 9), (3, 1)]
 
 
+def run_pass(model, cache, new, rows) -> torch.Tensor:
+    """The logits at all positions of a pass, padded."""
+    tokens, positions, _ = cache.arrange(cache.spans(new, rows))
+    logits = model.head(model.hidden(tokens, positions, cache.attend))
+    cache.record()
+    return logits
+
+
 @torch.inference_mode()
 def test_a_pass_mixes_rows_of_any_past_and_any_number_of_new_tokens(tiny):
     """Logits against full recomputation; the longest past and most new tokens are in two rows."""
@@ -72,11 +80,9 @@ def test_a_pass_mixes_rows_of_any_past_and_any_number_of_new_tokens(tiny):
         cache.tokens = [[], [], [], []]  # its storage is stale
         for row, past in enumerate(pasts):
             begun = tokens[row][:past]
-            model.hidden(torch.tensor([begun]), cache.extend([begun], [row]), cache.attend)
+            run_pass(model, cache, [begun], [row])
         lists = [tokens[row][pasts[row] : pasts[row] + new[row]] for row in rows]
-        T = max(len(part) for part in lists)
-        padded = torch.tensor([part + part[-1:] * (T - len(part)) for part in lists])
-        logits = model.head(model.hidden(padded, cache.extend(lists, rows), cache.attend))
+        logits = run_pass(model, cache, lists, rows)
         for row, part, ours in zip(rows, lists, logits):
             end = pasts[row] + len(part)
             full = model(torch.tensor([tokens[row][:end]]))[0, pasts[row] :]
@@ -90,12 +96,12 @@ def test_rows_that_do_not_fit_change_nothing(tiny):
     cache = KVCache(tiny(), 2, max_len=4)
     cache.tokens = [[1, 2], [3]]
     with pytest.raises(ValueError, match="5 positions do not fit into a cache of 4"):
-        cache.extend([[1, 2, 3], [3]], [0, 1])
+        cache.spans([[1, 2, 3], [3]], [0, 1])
     once = r"rows are \[1, 1\], new tokens .* each row may be there once, with at least one token"
     with pytest.raises(ValueError, match=once):
-        cache.extend([[4], [5]], [1, 1])
+        cache.spans([[4], [5]], [1, 1])
     with pytest.raises(ValueError, match="at least one token"):
-        cache.extend([[4], []], [0, 1])
+        cache.spans([[4], []], [0, 1])
     assert cache.tokens == [[1, 2], [3]]
 
 

@@ -84,7 +84,7 @@ def record_orders(prompt: str) -> Orders:
         [(name, add(exact).item(), add(whole).item()) for name, add in ORDERS.items()],
         (x_scale * w_scale[0]).item(),
         eager,
-        NativeLinear(small, recordings.native().native.library)(x[None]).item(),
+        NativeLinear(small, recordings.native().runner.library)(x[None]).item(),
     )
 
 
@@ -188,7 +188,7 @@ def record_choices(prompt: str, count: int = 12) -> Choices:
     texts = {}
     params = recordings.SamplingParams(count, ignore_eos=True)
     eager, native = (load_model(command_line.STORIES, torch.int8) for _ in range(2))
-    native_layers(native, recordings.native().native.library)  # products alone, as in the lesson
+    native_layers(native, recordings.native().runner.library)  # products alone, as in the lesson
     for name, model in (("torch", eager), ("C", native)):
         steps = recordings.generate(model, [ids], params)
         texts[name] = [recordings.text_of(token) for (token,) in steps]
@@ -211,7 +211,8 @@ def code_of_the_lesson() -> CodeType:
 
 def ask(rule: CodeType, args: argparse.Namespace, device: str, compiler: bool) -> tuple[str, str]:
     """What that code does there, with models that do nothing."""
-    model = argparse.Namespace(draws=None)
+    used = []
+    model = argparse.Namespace()
 
     def use_native(model):
         if not compiler:
@@ -219,7 +220,7 @@ def ask(rule: CodeType, args: argparse.Namespace, device: str, compiler: bool) -
             with mock.patch.object(build.shutil, "which", **nothing):
                 with mock.patch.object(build.importlib.util, "find_spec", **nothing):
                     build.default_compiler()
-        model.draws = "C"
+        used.append("C")
 
     names = {
         "use_native": use_native,
@@ -235,7 +236,7 @@ def ask(rule: CodeType, args: argparse.Namespace, device: str, compiler: bool) -
             names["load_models"](["a model"], args, device)
         except UserError as error:
             return "error", str(error)
-    return model.draws or "torch", errors.getvalue().strip()
+    return "".join(used) or "torch", errors.getvalue().strip()
 
 
 def draw_choices(record: Choices) -> Drawing:
@@ -332,7 +333,7 @@ def operators(name: str, text: list[int], modules: list[torch.nn.Module]) -> lis
 @torch.inference_mode()
 def calls(name: str, text: list[int]) -> int:
     """How often one decode step calls gpt_pass from Python."""
-    native = recordings.native(name).native
+    native = recordings.native(name).runner
     counted = mock.Mock(wraps=native.library)
     step_in(recordings.native(name), text, mock.patch.object(native, "library", counted))
     return counted.gpt_pass.call_count
@@ -365,7 +366,7 @@ CALLED = re.compile(rf"\b({'|'.join(C_KINDS)})\((?:&?(layer|m)->(\w+))?")
 
 def c_calls(name: str) -> list[list[Call]]:
     """What the code of gpt_pass calls before its layers, for each of them, and after them."""
-    native = recordings.native(name).native
+    native = recordings.native(name).runner
     model = native.model
     structs = {"m": model, "layer": model.layers[0]}
     unused = "gelu" if model.layers[0].mlp_in[1].out_features else "swiglu"

@@ -28,12 +28,13 @@ from book.draw import (
 )
 from book.numbers import first_product
 from cache import KVCache
-from engine.cache import PagedCache, last_logits
+from engine.cache import PagedCache
 from engine.engine import Engine
 from errors import UserError
 from infer import pass_logits
 from int8 import quantize
 from native.linear import pack
+from runner import last_logits
 from sampling import SamplingParams
 
 
@@ -439,14 +440,14 @@ def record_pages(prompt: str) -> Pages:
         for seed, length in enumerate((4, 20, 16, 14))
     ]
     seen = []
-    logits = model.native.logits
+    compute = model.runner.compute
 
     def noted(storage, spans, keep):
         before = storage.clone()
         seen[:] = [(before, spans, keep)]
-        return logits(storage, spans, keep)
+        return compute(storage, spans, keep)
 
-    with mock.patch.object(model.native, "logits", noted):
+    with mock.patch.object(model.runner, "compute", noted):
         while requests[3].computed < 10 and engine.busy:
             engine.step()
     ((storage, spans, keep),) = seen

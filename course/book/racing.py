@@ -189,7 +189,7 @@ def record_logarithms(prompt: str, shown: int = 10) -> Logarithms:
     ids = recordings.encode(prompt, 200)
     logits = recordings.next_logits(ids)
     params = SamplingParams(temperature=0.8, seed=SEED)
-    (winner,) = recordings.native().native.draw(logits[None], [params], [len(ids)])
+    (winner,) = recordings.native().runner.draw(logits[None], [params], [len(ids)])
     weights = ((logits - logits.max()) / params.temperature).exp().double()
     state = states_of([(SEED, len(ids))])
     bits = splitmix(state, torch.arange(len(logits)))

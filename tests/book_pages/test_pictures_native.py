@@ -472,7 +472,7 @@ def test_bits_of_a_text_cut_into_passes():
     from book.recordings import encoding
 
     span = Span([0], 0, encoding().encode("".join(text)))
-    alone = model.native.logits(KVCache(model, 1).storage, [span], [1])[0]
+    alone = model.runner.compute(KVCache(model, 1).storage, [span], [1])[0]
     assert [len(way.passes) for way in record] == [1, 2, count, 1]
     for way in record:
         assert [token for part in way.passes for token in part] == text
