@@ -72,7 +72,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
     )
     dtype_help = "of weights and activations; int8: weights, and activations in products"
-    dtype_help += "; the rest float32"
+    dtype_help += "; the rest float32; where torch attends, int8 texts may depend on their batch"
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
     backend_help = "what computes; native: C code for this CPU; auto: that where it can"
     parser.add_argument(

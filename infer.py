@@ -57,7 +57,8 @@ def generate(
     Yields, at most `max_new_tokens` times, the next token of each prompt, EOS included, and None
     after its last one.
     Greedy or with a seed, a row has the text of its own run, but for rounding; without a seed it
-    depends on its batch, which shares the generator.
+    depends on its batch, which shares the generator. With int8 weights rounding may change a text,
+    as int8.py says, unless C computes the whole pass.
     Raises UserError if there is no prompt, stride is out of range, the cache does not fit in
     memory, or the logits are not finite; ValueError if params are not as many as prompts.
     """

@@ -2,6 +2,11 @@
 
 After Dettmers et al. 2022 (2208.07339), vector-wise quantisation, without its outliers in half
 precision.
+
+Activations are rounded to int8 as well. A last-bit difference in one of them can become a whole
+step, so a text may change where any bit of its pass depends on its neighbours. torch's attention
+has such bits: there a text may differ from its own run, in batches of `generate`, in the engine and
+on several processes. Where C computes the whole pass, no bit depends on neighbours.
 """
 
 import torch

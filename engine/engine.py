@@ -29,6 +29,8 @@ class Choice(NamedTuple):
 class Engine:
     """Writes many texts together, each the one that `generate` writes, but for rounding.
 
+    With int8 weights rounding may change a text where torch attends, as int8.py says. Where C
+    computes the whole pass, all texts are those of `generate` bit for bit.
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
     page_size positions; None: so many that max_rows whole windows fit. budget: tokens in one step,
     at most. stride: as in `generate`.
