@@ -39,7 +39,7 @@ from loading.load import Source, parse_name
 from parallel.ranks import RankError, Ranks
 from server.app import allowed_hosts, make_app
 from server.engine_thread import EngineThread
-from server.memory import freeze
+from server.memory import freeze, trim
 from server.served import Served, find_chat, served_name
 
 SPARE = 64  # descriptors for all that is no connection
@@ -194,6 +194,9 @@ class Server(uvicorn.Server):
         self.seconds = seconds
         self.signal: int | None = None
         self.told = False  # that no more connections are accepted
+        self.accepted = 0
+        # Connections and answers there had been at the last look, and at the last trim.
+        self.seen = self.trimmed = 0
 
     async def startup(self, sockets: list[socket.socket]) -> None:
         await super().startup([])
@@ -217,6 +220,16 @@ class Server(uvicorn.Server):
             else:
                 self.enter(connection)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Trim the heap after a second in which nothing came; uvicorn calls this every 0.1 s."""
+        if counter % 10 == 0:
+            events = self.accepted + self.server_state.total_requests
+            if self.trimmed != events == self.seen and not self.thread.unfinished:
+                self.trimmed = events
+                await asyncio.to_thread(trim)
+            self.seen = events
+        return await super().on_tick(counter)
+
     async def wait(self) -> None:
         """Wait a moment, in which a connection may end; say once that this had to be."""
         if not self.told:
@@ -228,6 +241,7 @@ class Server(uvicorn.Server):
 
     def enter(self, connection: socket.socket) -> None:
         """Begin to serve a connection, which counts from now on."""
+        self.accepted += 1
         loop = asyncio.get_running_loop()
         state = self.server_state
         protocol = Protocol(config=self.config, server_state=state, app_state={}, _loop=loop)

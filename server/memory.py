@@ -1,6 +1,8 @@
 """What a process of the server does so that garbage, Python's and the C library's, costs little."""
 
+import ctypes
 import gc
+import sys
 
 MANY = 10_000  # new objects before garbage is looked for among them
 
@@ -15,3 +17,15 @@ def freeze() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(MANY)
+
+
+def trim() -> None:
+    """Give what is garbage or free in the heap back to the system, where the C library can.
+
+    glibc keeps it otherwise: what many clients needed at one time would stay for ever.
+    """
+    gc.collect()
+    if sys.platform == "linux":
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if malloc_trim:  # musl has none
+            malloc_trim(0)

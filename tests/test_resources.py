@@ -1,11 +1,15 @@
 """What hostile clients can take from a server: the event loop's time, descriptors, memory."""
 
+import asyncio
 import contextlib
+import os
 import re
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from serving import serving, small_encoding, small_engine
@@ -230,3 +234,46 @@ def test_a_client_that_reads_slowly_is_not(tiny_llama, monkeypatch, body):
         data = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", data)  # between chunks
         assert data.count(b" uncomfortable") == 960 * 60
         until(lambda: not door.thread.calls)
+
+
+def test_the_heap_is_trimmed_once_nothing_comes(monkeypatch):
+    """Not while there are texts, and not again before something has come."""
+    import serve
+
+    thread = SimpleNamespace(unfinished=0)
+    state = SimpleNamespace(served=SimpleNamespace(live=None))
+    server = serve.Server(SimpleNamespace(state=state), thread, 1)
+    server.config.load()
+    times = []
+    monkeypatch.setattr(serve, "trim", lambda: times.append(second))
+    for second in range(12):
+        if second == 2:
+            server.accepted += 1
+        if second == 5:
+            server.server_state.total_requests += 1
+            thread.unfinished = 3
+        if second == 9:
+            thread.unfinished = 0
+        for tick in range(10):
+            assert not asyncio.run(server.on_tick(10 * second + tick))
+    assert times == [3, 9]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells it there")
+def test_what_clients_needed_is_given_back():
+    """100 clients have sent nearly 1 MiB each when they leave."""
+
+    def resident():  # MiB
+        pages = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    data = request_of(PATH, {"prompt": "x" * 1_000_000})[:-1]
+    with start() as server:
+        door = door_of(server)
+        before = resident()
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                client = socket.create_connection(("127.0.0.1", door.port))
+                stack.enter_context(client).sendall(data)
+            until(lambda: resident() > before + 80)
+        until(lambda: resident() < before + 40)
