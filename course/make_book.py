@@ -3,8 +3,7 @@
 Only the search, the copy buttons, the engine's player and the page Play need JavaScript.
 
 `python lessons.py book` runs it. Lessons, diffs, answers and plots are read from git, so the book
-cannot disagree with the code. The story on the first page is written by the embedded model while
-the book is made.
+cannot disagree with the code.
 """
 
 import argparse
@@ -46,7 +45,7 @@ from book import glossary  # noqa: E402
 from lessons import Lesson, LessonError, git  # noqa: E402
 
 TEMPLATES = Path(__file__).with_name("book")
-LIMIT = 390_000  # bytes of a page; what makes it larger gets a page of its own
+LIMIT = 300_000  # bytes of a page; what makes it larger gets a page of its own
 # In each page, so that an older book can be replaced.
 MARK = '<meta name="generator" content="lessons.py book">'
 TITLES = {  # of the parts, by their first lesson
@@ -777,7 +776,8 @@ def fit(render: Callable[[], str], sections: list[Section], name: str) -> str:
     return page
 
 
-APART = ("course/", "tests/book_pages/")  # not what lessons are about
+# Not what lessons are about; the first three are where two of these were before.
+APART = ("answers/", "pictures/", "tools/", "course/", "tests/book_pages/")
 
 
 def diff_section(name: str, commit: Commit) -> Section:
@@ -829,8 +829,9 @@ def find_papers(text: str) -> dict[str, str]:
 
 # The first page.
 
-# A token at least as probable as the first of these is not coloured, and so on.
+# On the page Play a token at least as probable as the first of these is not coloured, and so on.
 SHADES = (0.9, 0.5, 0.2, 0.05, 0.0)
+CARD = "17-speculative-decoding"  # the picture of the first page
 PLOTS = {
     "speculative_cpu.png": "Speculative decoding on a CPU: how many times as fast as the target "
     "alone with its cache, for 1 to 6 drafts a pass, greedy and sampled; bars are min and max.",
@@ -870,50 +871,6 @@ PLOTS_OF = {  # how the name of a plot begins -> slugs of lessons that it belong
 }
 
 
-def write_story(prompt: str = "Once upon a time", top: int = 5) -> dict:
-    """The text of `make demo`, each token with its probability and the most likely ones there."""
-    import torch
-
-    from command_line import STORIES
-    from infer import generate
-    from loading.load import load_model
-    from loading.tokenizer import TextStream, load_encoding
-    from sampling import SamplingParams
-
-    torch.set_num_threads(1)  # fast enough, and on a busy machine several wait for each other
-    model = load_model(STORIES, torch.float32, "cpu")
-    encoding = load_encoding(STORIES, model.config.vocab_size)
-    before = encoding.encode(prompt)
-    written = [token for (token,) in generate(model, [before], SamplingParams())]
-    with torch.inference_mode():  # once more, all positions at once
-        logits = model(torch.tensor([before + written]), logits_to_keep=len(written) + 1)
-    values, ids = logits[0, :-1].softmax(-1).topk(top)  # (written, top)
-
-    stream = TextStream(encoding, model.config.eos_token_ids)
-    found = []
-    for token, others, chances in zip(written, ids.tolist(), values.tolist()):
-        likely = [story_token(encoding.decode([other]), p) for other, p in zip(others, chances)]
-        entry = story_token(stream.add(token), chances[others.index(token)])
-        found.append(entry | {"top": likely})
-    return {"prompt": prompt, "tokens": [entry for entry in found if entry["text"]]}
-
-
-def story_token(text: str, p: float) -> dict:
-    """What the first page shows of a token of probability p."""
-    if p >= 0.095:
-        percent = f"{100 * p:.0f} %"
-    elif p >= 0.0005:
-        percent = f"{100 * p:.1f} %"
-    else:
-        percent = "< 0.1 %"
-    return {
-        "text": text.replace("\n", "\\n"),
-        "lines": text.split("\n"),
-        "percent": percent,
-        "shade": next(index for index, least in enumerate(SHADES) if p >= least),
-    }
-
-
 def introduction(readme: str) -> tuple[str, str, str]:
     """The title of Readme.md, what it says before the first command, and how to start, as HTML."""
     pattern = r"# ([^\n]*)\n(.*?)\n\nOne command .*?\n## Start\n(.*?)\n## "
@@ -926,6 +883,19 @@ def introduction(readme: str) -> tuple[str, str, str]:
     # The pictures stand on the pages of their lessons.
     words = re.sub(r" [^.\n]*:\n\n(?:\[?!\[[^\n]*\n)+\n", "\n", found[2])
     return found[1], parser.render(words), parser.render(found[3])
+
+
+def read_card(ref: str, names: set[str], lessons: list[Lesson]) -> tuple[str, str, str] | None:
+    """The lesson on the first page, what its card says, and the card's height; None for none."""
+    path = f"course/pictures/{CARD}.svg"
+    if path not in names or CARD not in {lesson.id for lesson in lessons}:
+        return None
+    svg = git("show", f"{ref}:{path}")
+    return (
+        CARD,
+        html.unescape(re.search("<title>(.*?)</title>", svg)[1]),
+        re.search(r' height="(\d+)"', svg)[1],
+    )
 
 
 def png_size(data: bytes) -> tuple[int, int]:
@@ -951,7 +921,6 @@ def web_scripts() -> dict[str, str]:
 def make_pages(
     ref: str,
     lessons: list[Lesson],
-    story: dict,
     figures: dict[str, str],
     scripts: dict[str, str],
 ) -> dict[str, str | bytes]:
@@ -1018,14 +987,16 @@ def make_pages(
     shades = [f"from {least:.0%}" if least else f"below {SHADES[-2]:.0%}" for least in SHADES]
     headline, first, start = introduction(git("show", f"{ref}:Readme.md"))
     pages |= files
+    card = read_card(ref, names, lessons)
+    if card:
+        pages[f"{CARD}.svg"] = git("show", f"{ref}:course/pictures/{CARD}.svg")
     pages["index.html"] = make(
         "index.html",
         heading=headline,
         introduction=first,
         start=start,
         lessons=lessons,
-        story=story,
-        shades=shades,
+        card=card,
         sizes=sizes,
         plots=plots,
     )
@@ -1242,7 +1213,7 @@ def main(argv: list[str] | None = None) -> int:
         check_output(output)
         output = output.resolve()  # a link to an older book stays one
         figures = {lesson.id: pictures.figure(lesson.id) for lesson in lessons}
-        pages = make_pages(ref, lessons, write_story(), figures, web_scripts())
+        pages = make_pages(ref, lessons, figures, web_scripts())
         write(pages, output)
     except (LessonError, OSError) as error:
         print(f"lessons.py: error: {course.printable(str(error), keep='')}", file=sys.stderr)

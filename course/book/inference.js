@@ -37,12 +37,22 @@ class Tokenizer {
   }
 
   // Bytes of a character that is not whole yet wait in the decoder.
-  text(token, decoder = textDecoder(), stream = false) {
-    return decoder.decode(bytes(this.tokens[token]), { stream });
+  text(token, decoder) {
+    return decoder.decode(bytes(this.tokens[token]), { stream: true });
+  }
+
+  // A token that stands alone; bytes of a part of a character as \xc3.
+  alone(token) {
+    const part = (byte) => (byte < 128 ? String.fromCharCode(byte) : `\\x${byte.toString(16)}`);
+    try {
+      return textDecoder(true).decode(bytes(this.tokens[token]));
+    } catch {
+      return [...bytes(this.tokens[token])].map(part).join("");
+    }
   }
 }
 
-const textDecoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
+const textDecoder = (fatal = false) => new TextDecoder("utf-8", { ignoreBOM: true, fatal });
 
 function bytes(characters) {
   const found = new Uint8Array(characters.length);
@@ -275,10 +285,11 @@ function* generate(models, prompt, given) {
   const text = tokenizer.encode(prompt);
   if (!text.length) text.push(bos);
   const promptLength = text.length;
-  yield { prompt: text.map((token) => ({ token, text: tokenizer.text(token) })) };
+  const reader = textDecoder();
+  yield { prompt: text.map((token) => ({ token, text: tokenizer.text(token, reader) })) };
   const decoder = textDecoder();
   const ends = (token) => eos.includes(token) && !params.ignore_eos; // 02-eos-handling
-  const decode = (token) => (ends(token) ? "" : tokenizer.text(token, decoder, true));
+  const decode = (token) => (ends(token) ? "" : tokenizer.text(token, decoder));
   const end = promptLength + params.max_new_tokens;
   let over = params.max_new_tokens > 0 ? null : "length";
   const add = (token) => {
@@ -305,7 +316,7 @@ function* generate(models, prompt, given) {
       if (over || token !== drafts[i]?.token) break;
     }
     const accepted = tokens.filter(({ token }, i) => token === drafts[i]?.token).length;
-    for (const each of drafts) each.text = tokenizer.text(each.token);
+    for (const each of drafts) each.text = tokenizer.alone(each.token);
     yield { start, known, computed: window.length - known, drafts, accepted, tokens, over };
   }
   yield { rest: decoder.decode(), over };
@@ -316,7 +327,7 @@ function* generate(models, prompt, given) {
 function report(logits, probs, token, count, tokenizer) {
   const own = softmax(logits);
   const one = (id) => ({ token: id, logprob: Math.log(own[id]), p: probs[id] });
-  const top = best(logits, count).map((id) => ({ ...one(id), text: tokenizer.text(id) }));
+  const top = best(logits, count).map((id) => ({ ...one(id), text: tokenizer.alone(id) }));
   return { ...one(token), top };
 }
 

@@ -4,7 +4,7 @@
 const find = (id) => document.getElementById(id);
 const form = find("play");
 const model = new PageModel();
-const SHADES = [0.9, 0.5, 0.2, 0.05, 0]; // as on the first page
+const SHADES = [0.9, 0.5, 0.2, 0.05, 0]; // as in make_book.py
 const OFF = {
   top_k: 0,
   top_p: 1,
@@ -176,6 +176,7 @@ function showCommand(params) {
   words.push(`--prompt='${find("prompt").value.replaceAll("'", `'\\''`)}'`);
   words.push(`--max-new-tokens ${params.max_new_tokens}`);
   if (params.temperature) words.push(`--temperature ${params.temperature} --seed ${params.seed}`);
+  else params = { ...params, top_k: OFF.top_k, top_p: OFF.top_p }; // greedy: they change nothing
   for (const [name, off] of Object.entries(OFF))
     if (params[name] !== off) words.push(`--${name.replaceAll("_", "-")} ${params[name]}`);
   find("command").textContent = words.join(" ");
@@ -193,7 +194,10 @@ form.addEventListener("submit", (event) => {
   write();
 });
 
-find("prompt").addEventListener("input", () => (kept = 0));
+find("prompt").addEventListener("input", () => {
+  kept = 0;
+  showCommand(parameters());
+});
 
 // A slider that moves writes the text anew.
 find("sliders").addEventListener("input", () => {

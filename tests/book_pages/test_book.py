@@ -355,7 +355,6 @@ PNG = b"\x89PNG\r\n\x1a\n" + b"".join(
     struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
     for kind, data in PNG_PARTS
 )
-STORY = {"prompt": "Once <", "tokens": []}
 FIGURES = {"01-add": '<figure class="picture">a picture</figure>'}
 SCRIPTS = {
     "engine.js": "window.ENGINE = {};\n",
@@ -426,7 +425,6 @@ def here(repo, monkeypatch):
     import make_book
 
     monkeypatch.setattr(course, "ROOT", repo)
-    monkeypatch.setattr(make_book, "write_story", lambda: STORY)
     monkeypatch.setattr(make_book.pictures, "figure", lambda id: FIGURES.get(id, ""))
     monkeypatch.setattr(make_book, "web_scripts", lambda: SCRIPTS)
     make_book.blob.cache_clear()
@@ -441,7 +439,7 @@ def pages(repo):
         patch.setattr(course, "ROOT", repo)
         patch.setattr(make_book, "LIMIT", 20_000)
         patch.setattr(make_book, "PLOTS_OF", {"engine": ("add",)})
-        return make_book.make_pages(*course.read_main(), STORY, FIGURES, SCRIPTS)
+        return make_book.make_pages(*course.read_main(), FIGURES, SCRIPTS)
 
 
 @pytest.mark.parametrize("oracle", ORACLES, ids=lambda oracle: oracle.__name__)
@@ -453,7 +451,7 @@ def test_without_webassembly_nothing_leads_to_the_page_play(here, pages):
     import make_book
 
     assert {"play.html", "model.js", "play.js", "engine.js"} <= pages.keys()
-    without = make_book.make_pages(*course.read_main(), STORY, FIGURES, {})
+    without = make_book.make_pages(*course.read_main(), FIGURES, {})
     assert not {"play.html", "model.js", "play.js", "engine.js"} & without.keys()
     assert not any("play.html" in page for page in without.values() if isinstance(page, str))
     assert 'href="play.html"' in pages["index.html"]
@@ -945,28 +943,6 @@ console.log(JSON.stringify([best.map((hit) => hit.entry.page), marks.map((m) => 
     assert marks[: len(marked)] == marked
     if query == "top-p":
         assert names == ["07-top-p.html"] and marks == ["Top-p"]
-
-
-def test_the_story_is_that_of_make_demo(cli):
-    """With the probability of each token, and the most likely ones; it is the first of them."""
-    import make_book
-
-    story = make_book.write_story(top=3)
-    text = cli("--prompt", "Once upon a time")[1]
-    written = "".join("\n".join(token["lines"]) for token in story["tokens"])
-    assert story["prompt"] + written == text.removesuffix("\n")
-    bounds = [100 * least for least in make_book.SHADES]
-    shades = set()
-    for token in story["tokens"]:
-        assert len(token["top"]) == 3 and token["top"][0]["text"] == token["text"]
-        assert token["top"][0]["percent"] == token["percent"]
-        chances = [float(other["percent"].strip("< %")) for other in token["top"]]
-        assert chances == sorted(chances, reverse=True) and sum(chances) < 101
-        shade = token["shade"]
-        most = bounds[shade - 1] + 0.5 if shade else 100
-        assert bounds[shade] - 0.5 <= chances[0] <= most
-        shades.add(shade)
-    assert len(shades) >= 4
 
 
 # The command
