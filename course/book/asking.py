@@ -1,15 +1,11 @@
-"""Pictures of lessons 08, 35 and 37: bad input, a conversation, and a request among others."""
+"""Picture of lesson 35: a conversation."""
 
-import dataclasses
 from typing import NamedTuple
 from unittest import mock
 
-import torch
-
 import command_line
-import sampling
 from book import recordings
-from book.draw import Drawing, Picture, panel, panels, percent, rows_of, token
+from book.draw import Drawing, Picture, token
 from cache import shared_length
 from command_line import STORIES, converse
 from errors import UserError
@@ -129,130 +125,6 @@ def part(size: int, window: int, kind: str) -> str:
     return f'<i class="{kind}" style="width:{100 * size / window:.2f}%"></i>' if size else ""
 
 
-class Draws(NamedTuple):
-    """The tokens of a text, and the random number of each token that was drawn."""
-
-    alone: list[tuple[str, float]]
-    among: list[tuple[str, float]]  # of the same request beside others
-
-
-class Seeded(NamedTuple):
-    prompt: str
-    seed: int
-    shared: Draws  # from one generator for all rows
-    keyed: Draws  # by seed and position
-    position: int  # of the draw that is worked out: how many tokens are before it
-    runners: list[tuple[str, float, float, float]]  # token, p, its number e, p / e; fastest first
-
-
-BESIDE = ("One day", "The cat")
-
-
-def record_draws(prompt: str, seed: int = 3, count: int = 12) -> Seeded:
-    ids = recordings.encode(prompt, 60)
-    others = [recordings.encode(text, 20) for text in BESIDE]
-    params = SamplingParams(count, temperature=0.8, ignore_eos=True)
-    own = dataclasses.replace(params, seed=seed)
-    mates = [dataclasses.replace(params, seed=other) for other in range(seed + 1, seed + 3)]
-    runs = {}
-    for name, prompts, each in (
-        ("shared", [ids], params),
-        ("shared among", [*others, ids], params),
-        ("keyed", [ids], own),
-        ("keyed among", [*others, ids], [*mates, own]),
-    ):
-        runs[name] = watched_draws(prompts, each, torch.Generator().manual_seed(seed))
-    probs, noise = runs["keyed among"][1][0]
-    speeds = (probs / noise).topk(5)
-    runners = [
-        (recordings.text_of(id), probs[id].item(), noise[id].item(), speed)
-        for id, speed in zip(speeds.indices.tolist(), speeds.values.tolist())
-    ]
-    drawn = {name: run[0] for name, run in runs.items()}
-    shared = Draws(drawn["shared"], drawn["shared among"])
-    keyed = Draws(drawn["keyed"], drawn["keyed among"])
-    return Seeded(prompt, seed, shared, keyed, len(ids), runners)
-
-
-def watched_draws(prompts: list[list[int]], params, generator: torch.Generator) -> tuple:
-    """Of the last row: each token with its random number, and probabilities and numbers of all."""
-    seen = []
-    race = sampling.race
-
-    def noted(logits, noise, p):
-        seen.append((logits.softmax(dim=-1), noise))
-        return race(logits, noise, p)
-
-    with mock.patch.object(sampling, "race", noted):
-        steps = list(generate(recordings.load(), prompts, params, generator))
-    # One race a step, for all rows.
-    rows = [(probs[-1], noise[-1]) for probs, noise in seen]
-    tokens = [step[-1] for step in steps]
-    drawn = [(recordings.text_of(id), noise[id].item()) for id, (_, noise) in zip(tokens, rows)]
-    return drawn, rows
-
-
-def draw_seeds(record: Seeded) -> Drawing:
-    def table(draws: Draws) -> str:
-        rows = ""
-        for (text, e), (other, other_e) in zip(draws.alone, draws.among):
-            kind = "new" if (text, e) == (other, other_e) else "out" * (text != other)
-            rows += (
-                f"<tr><td>{token(text, kind)}</td><td>{e:.4f}</td>"
-                f"<td>{token(other, kind)}</td><td>{other_e:.4f}</td></tr>"
-            )
-        head = '<th colspan="2">alone</th><th colspan="2">among three</th>'
-        return (
-            f'<table class="figures draws-of"><thead><tr>{head}</tr></thead>'
-            f"<tbody>{rows}</tbody></table>"
-        )
-
-    legend = (
-        '<ul class="key"><li><code class="tok new">same token, same number</code></li>'
-        '<li><code class="tok">same token, other number</code></li>'
-        '<li><code class="tok out">other token</code></li></ul>'
-    )
-    lines = []
-    for number, (text, p, e, speed) in enumerate(record.runners):
-        kind = "new" if not number else ""
-        lines.append((token(text, kind), f"{percent(p)} / {e:.4f}", f"= {speed:.2f}"))
-    same = sum(a == b for a, b in zip(record.keyed.alone, record.keyed.among))
-    alike = sum(a == b for a, b in zip(record.shared.alone, record.shared.among))
-    count = len(record.keyed.alone)
-    body = panels(
-        panel(
-            "One generator for all rows",
-            table(record.shared),
-            "Beside each token its random number e. Each draw moves the generator's state, so "
-            "who else is there decides which numbers are left.",
-        ),
-        panel(
-            f"A seed of its own: {record.seed}",
-            table(record.keyed),
-            "e is computed from three numbers alone: the seed, the position and the token's id. "
-            "There is no state to move.",
-        ),
-        panel(
-            f"The draw at position {record.position}, worked out",
-            rows_of(lines, "figures"),
-            f"Each token of the vocabulary has an e of its own, here a hash of ({record.seed}, "
-            f"{record.position}, the token's id). The largest probability / e is drawn: "
-            f"{token(record.runners[0][0])}.",
-        ),
-    )
-    body += legend
-    caption = (
-        "One request, alone and beside two others. With one generator for all, "
-        f"{alike} of its {count} random numbers stay the same; with a seed of its own, {same}."
-    )
-    text = (
-        f"With one generator: {record.shared.alone} alone, {record.shared.among} among three. With "
-        f"seed {record.seed}: {record.keyed.alone}, and {record.keyed.among}."
-    )
-    return Drawing(body, caption, text)
-
-
 PICTURES = {  # slug of a lesson -> its picture
     "conversation": Picture("rocket / rain, boat / cake / moon", record_talk, draw_talk),
-    "request-seeds": Picture("Lily", record_draws, draw_seeds),
 }

@@ -69,21 +69,6 @@ def segment(share: float, kind: str) -> str:
     return f'<i class="bar {kind}" style="width:{100 * share:.2f}%"></i>' if share else ""
 
 
-def stacks(rows: Iterable[tuple[str, list[tuple[float, str]], str]], largest: float) -> str:
-    """A bar of several parts a row. rows: (label as HTML, (length, CSS class) of each part, words).
-
-    largest: the length that fills the row.
-    """
-    shown = ""
-    for name, parts, words in rows:
-        stack = "".join(segment(length / largest, kind) for length, kind in parts)
-        shown += (
-            f'<tr><th scope="row">{name}</th><td><span class="stack">{stack}</span></td>'
-            f'<td class="value">{words}</td></tr>'
-        )
-    return f'<table class="bars">{shown}</table>'
-
-
 def rows_of(rows: Iterable[tuple[str, str, str]], kind: str = "rows") -> str:
     """A table of (name, drawing, what stands behind it), all as HTML."""
     body = "".join(
@@ -120,10 +105,6 @@ def path(points: Iterable[tuple[float, float]], kind: str) -> str:
     """A line through these points."""
     places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return f'<polyline class="line {kind}" points="{places}"/>'
-
-
-def dot(x: float, y: float, kind: str) -> str:
-    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>'
 
 
 def label(x: float, y: float, text: str, kind: str = "") -> str:

@@ -9,11 +9,8 @@ from typing import Any
 from book import (
     asking,
     compiled,
-    drafting,
     numbers,
     packing,
-    paging,
-    racing,
     scoring,
     searching,
     serving,
@@ -33,13 +30,10 @@ PICTURES = {  # slug of a lesson -> its picture
     **turning.PICTURES,
     **serving.PICTURES,
     **compiled.PICTURES,
-    **racing.PICTURES,
     **packing.PICTURES,
     **asking.PICTURES,
     **scoring.PICTURES,
     **tokenizing.PICTURES,
-    **paging.PICTURES,
-    **drafting.PICTURES,
 }
 
 

@@ -1,8 +1,6 @@
 """The embedded models, loaded once, and what the runs of several pictures share."""
 
 import functools
-from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -66,31 +64,6 @@ def write(ids: list[int], name: str = "stories", stride: int | None = None, **pa
     """What `generate` writes after these ids. params: those of SamplingParams."""
     steps = generate(load(name), [ids], SamplingParams(**params), stride=stride)
     return [token for (token,) in steps]
-
-
-class Pass(NamedTuple):
-    """What a call of a model computed."""
-
-    tokens: list[list[int]]  # (B, T)
-    positions: list[list[int]]  # of each token, (B, T)
-
-
-@contextmanager
-def watch(model: Model):
-    """A list that grows by a `Pass` for each call of the model."""
-    seen = []
-    hidden = model.hidden
-
-    def noted(tokens, positions, attend):
-        places = positions.expand(tokens.shape).tolist()
-        seen.append(Pass(tokens.tolist(), places))
-        return hidden(tokens, positions, attend)
-
-    model.hidden = noted
-    try:
-        yield seen
-    finally:
-        del model.hidden
 
 
 @functools.cache

@@ -1,22 +1,17 @@
-"""Pictures of lessons 21 and 47: what a length does to a score, and how likely each token was."""
+"""Picture of lesson 21: what a length does to a score."""
 
-import math
 from typing import NamedTuple
 
 from book import recordings
 from book.draw import (
     Drawing,
     Picture,
-    escape,
-    percent,
     segment,
     signed,
     token,
 )
-from engine.engine import Engine
 from infer import beam_search
 from loading.tokenizer import EOT
-from sampling import SamplingParams
 
 
 class Lengths(NamedTuple):
@@ -86,78 +81,6 @@ def draw_lengths(record: Lengths) -> Drawing:
     return Drawing(body, caption, text)
 
 
-class Chances(NamedTuple):
-    """A text with what might have been there instead of each token."""
-
-    prompt: str
-    tokens: list[tuple[str, float, list[tuple[str, float]]]]  # token, log-probability, most likely
-
-
-def record_chances(prompt: str, count: int = 12) -> Chances:
-    ids = recordings.encode(prompt, 100)
-    engine = Engine(recordings.load(), max_rows=1)
-    request = engine.add(ids, SamplingParams(count, temperature=1.0, seed=5, logprobs=5))
-    while engine.busy:
-        engine.step()
-    shown = recordings.text_of
-    return Chances(
-        prompt,
-        [
-            (shown(id), own, [(shown(other), each) for other, each in top])
-            for id, (own, top) in zip(request.output, request.logprobs)
-        ],
-    )
-
-
-def draw_chances(record: Chances) -> Drawing:
-    columns = ""
-    for text, own, top in record.tokens:
-        cells = ""
-        rows = top if text in [other for other, _ in top] else [*top[:-1], (text, own)]
-        for other, logprob in rows:
-            p = math.exp(logprob)
-            kind = "taken" if other == text else ""
-            cells += (
-                f'<li class="{kind}" style="--w:{p:.4f}"><code>{escape(visible(other))}</code>'
-                f"<span>{percent(p)}</span></li>"
-            )
-        columns += f"<li><ol>{cells}</ol><b>{signed(own, 3)}</b></li>"
-    values = [own for _, own, _ in record.tokens]
-    mean = sum(values) / len(values)
-    surprise = min(record.tokens, key=lambda each: each[1])
-    terms = " ".join(signed(own, 3) for own in values[:3])
-    written = "".join(text for text, *_ in record.tokens)
-    body = (
-        f'<p class="title">{token(record.prompt)} goes on, at temperature 1:</p>'
-        f'<ol class="lattice">{columns}</ol>'
-        '<ul class="key"><li>a column: the likeliest tokens of a place</li>'
-        '<li><i class="taken"></i>the token that was drawn</li>'
-        "<li>the stronger the colour, the more probable</li>"
-        "<li>below: its log-probability</li></ul>"
-        f'<p class="note">Sum of all {len(values)}: {terms} \u2026 = {signed(sum(values), 3)}; '
-        f"mean {signed(mean, 3)}; perplexity exp({signed(-mean, 3)}) = {math.exp(-mean):.2f}: as "
-        "unsure as among so many equally likely tokens each time.</p>"
-    )
-    unsure = surprise[2][0]
-    instead = (
-        f", where {token(unsure[0])} had {percent(math.exp(unsure[1]))}"
-        if unsure[0] != surprise[0]
-        else ""
-    )
-    caption = (
-        f"A perplexity of {math.exp(-mean):.2f} says how sure the model was of this text. It was "
-        f"least sure of {token(surprise[0])}, with {percent(math.exp(surprise[1]))}{instead}."
-    )
-    shown = "; ".join(f"{text!r} {own:.3f}" for text, own, _ in record.tokens)
-    text = f"After {record.prompt!r} the model writes {written!r}, with log-probabilities {shown}."
-    return Drawing(body, caption, text)
-
-
-def visible(text: str) -> str:
-    return text.replace(" ", "\u00b7").replace("\n", "\\n")
-
-
 PICTURES = {  # slug of a lesson -> its picture
     "length-penalty": Picture("They went home and slept.", record_lengths, draw_lengths),
-    "logprobs": Picture("Once upon a time", record_chances, draw_chances),
 }

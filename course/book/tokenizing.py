@@ -1,4 +1,4 @@
-"""Pictures of lessons 32, 33 and 46: text in pieces, ends of a text, and text that is held back."""
+"""Pictures of lessons 32 and 33: text in pieces, and ends of a text."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from command_line import STORIES
 from errors import UserError
 from infer import generate
 from loading.load import load_model
-from loading.tokenizer import PATTERNS, Encoding, StopStream, load_encoding
+from loading.tokenizer import PATTERNS, Encoding, load_encoding
 from sampling import SamplingParams
 
 
@@ -252,92 +252,7 @@ def draw_ends(record: Ends) -> Drawing:
     return Drawing(body, caption, text)
 
 
-class Held(NamedTuple):
-    """A text that is shown token by token, up to a stop string."""
-
-    stop: str
-    steps: list[tuple[str, str, str]]  # token, text that is shown with it, text that is held then
-    stopped: bool
-
-
-def record_held(prompt: str, most: int = 24) -> Held:
-    """The stop string is one whose beginning the text has before, or else the end of the text."""
-    ids = recordings.encode(prompt, 100)
-    eos = recordings.load().config.eos_token_ids
-    written = recordings.write(ids, max_new_tokens=most)
-    stop = pick_stop("".join(recordings.text_of(id) for id in written if id not in eos))
-    stream = StopStream(recordings.encoding(), eos, (stop,) if stop else ())
-    steps = []
-    for id in written:
-        steps.append((recordings.text_of(id), stream.add(id), stream.held))
-        if stream.stopped:
-            break
-    return Held(stop, steps, stream.stopped)
-
-
-def pick_stop(text: str) -> str:
-    """A string in the text, of which the text has as much as can be at an earlier place."""
-    text = text.rstrip("\ufffd")  # an incomplete character
-    best = text[-5:].strip()
-    longest = 2
-    for end in range(len(text)):
-        for start in range(end - longest):
-            begun = text[start:end]
-            stop = text[start : end + 1]
-            if begun in text[: end - 1] and text.find(stop) == start and begun[0].isalnum():
-                best = stop
-                longest = end - start
-                break  # the others that end here are shorter
-    return best
-
-
-def draw_held(record: Held) -> Drawing:
-    rows = ""
-    shown = ""
-    for number, (text, new, held) in enumerate(record.steps, 1):
-        chips = token(held, "held") if held else ""
-        if record.stopped and number == len(record.steps):
-            chips = token(record.stop, "gone")
-        now = f'<mark class="now">{escape(new)}</mark>' if new else ""
-        rows += (
-            f'<tr><th scope="row">{number}</th><td>{token(text)}</td>'
-            f'<td class="text">{escape(shown)}{now}{chips}</td></tr>'
-        )
-        shown += new
-    head = "<thead><tr><th></th><th>the model writes</th><th>the reader sees</th></tr></thead>"
-    table = f'<table class="loop held-back">{head}<tbody>{rows}</tbody></table>'
-    cut = "".join(text for text, *_ in record.steps)
-    most = max((held for *_, held in record.steps), key=len, default="")
-    let_go = [
-        before
-        for (*_, before), (_, new, _) in zip(record.steps, record.steps[1:])
-        if before and new.startswith(before)
-    ]
-    legend = (
-        '<ul class="key"><li><mark class="now">new</mark></li>'
-        '<li><code class="tok held">held back: it may become the stop string</code></li>'
-        '<li><code class="tok gone">the stop string, never shown</code></li></ul>'
-    )
-    longest = max(let_go, key=len, default="")
-    twice = f" {token(longest)} was held once for nothing, and came out with the next token."
-    note = f'<p class="note">Stop string: {token(record.stop)}.{twice * bool(longest)} The model '
-    note += f"wrote {len(cut)} characters, the reader got {len(shown)}.</p>"
-    end = (
-        "When that is complete, the text ends before it."
-        if record.stopped
-        else "That never comes, so the end of the text gives back what is held."
-    )
-    caption = (
-        "The end of a text is held back while it may become the stop string "
-        f"{token(record.stop)}. {end}"
-    )
-    words = "; ".join(f"{text!r}: shown {new!r}, held {held!r}" for text, new, held in record.steps)
-    text = f"A line a token, up to the stop string {record.stop!r}; {most!r} is held. {words}."
-    return Drawing(table + legend + note, caption, text)
-
-
 PICTURES = {  # slug of a lesson -> its picture
     "llama-3-tokenizer": Picture("They'LL see 1234 sunflowers", record_merges, draw_merges),
     "qwen": Picture("The boat came home. The moral of the story is", record_ends, draw_ends),
-    "stop-strings": Picture("The dog", record_held, draw_held),
 }

@@ -66,9 +66,3 @@ def cells(row) -> list[str]:
 
 def number(text: str) -> float:
     return float(text.replace("\u2212", "-").replace(",", ""))
-
-
-def text_of(*ids) -> str:
-    from book import recordings
-
-    return recordings.encoding().decode(list(ids))

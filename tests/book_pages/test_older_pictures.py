@@ -150,22 +150,6 @@ def test_a_message_is_no_control_token():
     assert tokens_of(tree, "out") == ["<|endoftext|>"] * 3
 
 
-def test_pages_hold_what_their_owners_wrote():
-    record, tree = drawn("paged-cache")
-    assert list(record.tables) == [1, 2, 3]  # the first one has left
-    tables = [page for pages in record.tables.values() for page in pages]
-    assert len(set(tables)) == len(tables)
-    for number, pages in record.tables.items():
-        assert all(record.pages[page][0] == number for page in pages)
-        text = "".join(word for page in pages for word in record.pages[page][1])
-        assert len(text) > 20 and record.texts[number].startswith(text)
-        sizes = [len(record.pages[page][1]) for page in pages]  # then room that it has not used
-        assert sizes == [min(4, max(0, sum(sizes) - 4 * place)) for place in range(len(pages))]
-    free = [page for page, (owner, _) in enumerate(record.pages) if owner is None]
-    assert len(free) + len(tables) == len(record.pages) == 15
-    assert len(of_class(tree, "li", "free")) == len(free)
-
-
 def test_turned_queries_and_keys():
     """The score that the model has is the one at the text's own places, and at that distance."""
     from book.recordings import encoding, load
@@ -205,24 +189,6 @@ def test_turned_queries_and_keys():
     for which in (0, 1):  # a turn changes no length
         lengths = [each.arrows[which][0] ** 2 + each.arrows[which][1] ** 2 for each in record.shown]
         assert lengths == pytest.approx(lengths[:1] * 4, rel=1e-4)
-
-
-def test_budgets():
-    from book.recordings import STORY, encoding
-
-    record, tree = drawn("chunked-prefill")
-    count = len(encoding().encode(STORY))
-    for budget, steps in zip(record.budgets, record.steps):
-        assert all(0 < sum(step) <= budget for step in steps)
-        assert [sum(step[row] for step in steps) for row in range(2)] == [
-            len(encoding().encode(text)) + 11 for text in ("Lily", "The dog")
-        ]
-        assert sum(step[2] for step in steps) == count + 11
-        assert all(step[0] and step[1] for step in steps[:12])  # they wait for nobody
-    assert max(map(sum, record.steps[0])) == count + 2
-    for steps, part in zip(record.steps, of_class(tree, "div", "panel")):
-        sizes = [number for step in steps for number in step if number]
-        assert widths(part) == pytest.approx([100 * n / (count + 2) for n in sizes], abs=0.01)
 
 
 # The command

@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import re
+import shutil
 import struct
 import subprocess
 import xml.etree.ElementTree as ElementTree
@@ -556,3 +557,8 @@ def test_the_player_has_the_run():
     assert pictures.PLAYER.read_text("utf-8") not in pictures.page("07-top-p")
     computed = sum(runs.work_of(frame, 0) for frame in player.frames)
     assert computed == player.frames[-1]["positions"]
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="node reads the script")
+def test_the_player_s_script_is_read():
+    subprocess.run(["node", "--check", pictures.PLAYER], check=True)
