@@ -87,6 +87,7 @@ def check_tokens_only(each: list[SamplingParams]) -> None:
 # What rows must have in common for torch to penalise them together, and to draw them together.
 PENALTIES = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
 DRAW = operator.attrgetter("temperature", "top_k", "top_p")
+IN_C = "in C"  # the rows that C draws need nothing in common
 
 
 class NativeDraws(Protocol):
@@ -125,28 +126,29 @@ def choose(
     generator: of the random numbers for those without a seed. native: draws for all others.
     """
     logits = penalize_each(logits, params, texts, prompt_lengths)
-    fast = []
-    if native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32:
-        fast = [
-            row for row, own in enumerate(params) if own.temperature == 0 or own.seed is not None
-        ]
-    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    if fast:
-        part = rows_of(logits, fast).contiguous()
-        tokens = native.draw(part, [params[row] for row in fast], [len(texts[row]) for row in fast])
-        if len(tokens) == len(logits):
+    in_c = native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
+    groups = {}  # rows that are chosen together
+    for row, own in enumerate(params):
+        keyed = own.temperature == 0 or own.seed is not None  # no number of the generator
+        kind = IN_C if in_c and keyed else (DRAW(own), own.seed is None)
+        groups.setdefault(kind, []).append(row)
+    chosen = [0] * len(params)
+    for kind, rows in groups.items():
+        part = rows_of(logits, rows)
+        each = [params[row] for row in rows]
+        positions = [len(texts[row]) for row in rows]
+        if kind == IN_C:
+            tokens = native.draw(part.contiguous(), each, positions)
+        else:
+            draws = None
+            if each[0].seed is not None:
+                draws = [(own.seed, position) for own, position in zip(each, positions)]
+            tokens = sample(part, each[0], generator, draws).tolist()
+        if len(groups) == 1:
             return tokens
-        chosen[fast] = torch.tensor(tokens)
-    groups = {}
-    for row in sorted(set(range(len(params))) - set(fast)):
-        groups.setdefault((DRAW(params[row]), params[row].seed is None), []).append(row)
-    for rows in groups.values():
-        common = params[rows[0]]
-        draws = None
-        if common.seed is not None:
-            draws = [(params[row].seed, len(texts[row])) for row in rows]
-        chosen[rows] = sample(rows_of(logits, rows), common, generator, draws)
-    return chosen.tolist()
+        for row, token in zip(rows, tokens):
+            chosen[row] = token
+    return chosen
 
 
 def rows_of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -336,8 +338,7 @@ def draw_among_few(
     noise = noise_of(ids, draws).to(probs.dtype)
     speeds = probs / noise.to(probs.device)
     if params.top_p < 1:
-        order = values.argsort(dim=-1, descending=True, stable=True)
-        speeds = speeds.masked_fill(behind(probs.gather(-1, order), order, params.top_p), -1)
+        speeds = speeds.masked_fill(outside(values, params.top_p, probs), -1)
     return ids.gather(-1, speeds.argmax(dim=-1, keepdim=True))[:, 0], certain
 
 
@@ -490,21 +491,19 @@ def top_p_filter(logits: torch.Tensor, p: float) -> torch.Tensor:
     The token that crosses p stays, so at least one does; p = 1 keeps all.
     Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration" (nucleus sampling).
     """
-    if p == 1:
-        return logits
-    # Of equal ones, the lower id first.
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    return logits.masked_fill(behind(torch.softmax(ordered, dim=-1), order, p), -torch.inf)
+    return logits if p == 1 else logits.masked_fill(outside(logits, p), -torch.inf)
 
 
-def behind(probs: torch.Tensor, order: torch.Tensor, p: float) -> torch.Tensor:
-    """Which tokens come after those that hold mass p: bools, in the order of ids.
+def outside(logits: torch.Tensor, p: float, probs: torch.Tensor | None = None) -> torch.Tensor:
+    """Which logits (..., n) come after the fewest that hold mass p: bools.
 
-    probs: (..., n), the largest first. order: (..., n), the place of each of them before.
+    Equal logits are in the order of their places. probs: their probabilities; None: their softmax.
     """
-    mass = probs.cumsum(dim=-1)
-    # The most likely token stays, even where p rounds to 0.
-    remove = torch.zeros_like(probs, dtype=torch.bool)
-    # The mass up to the token before; mass - probs would round differently.
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    ordered = values.softmax(dim=-1) if probs is None else probs.gather(-1, order)
+    mass = ordered.cumsum(dim=-1)
+    # The most likely token stays, even where p rounds to 0. The others leave by the mass up to the
+    # token before; mass - ordered would round differently.
+    remove = torch.zeros_like(mass, dtype=torch.bool)
     remove[..., 1:] = mass[..., :-1] >= p
     return remove.scatter(-1, order, remove)
