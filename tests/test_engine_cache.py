@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from cache import Span
 from engine.cache import PagedCache
 from errors import UserError
+from infer import generate
 from runner import last_logits
+from sampling import SamplingParams
 
 BAD = 60  # a token that is in none of them
 TEXTS = [random_tokens(16, BAD, seed=seed) for seed in range(4)]
@@ -253,3 +255,30 @@ def test_what_does_not_fit_in_memory_says_its_bytes(tiny):
     size = 2 * 2 * 10**12 * 4 * 16 * 8
     message = f"{10**12} pages of 4 positions do not fit in memory: {size:,} bytes"
     assert str(raised.value) == message
+
+
+def test_a_backend_is_one_class(tiny):
+    """`generate` and the engine run all passes and all choices by the runner of the model."""
+    from engine.engine import Engine
+
+    class Backend:
+        ranks = None
+        passes = []
+
+        def logits(self, model, cache, spans, keep):
+            self.passes.append([span.tokens for span in spans])
+            return torch.zeros(sum(keep), model.config.vocab_size)
+
+        def choose(self, logits, params, texts, prompt_lengths, generator=None):
+            return [len(text) for text in texts]
+
+    model = tiny()
+    model.runner = Backend()
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    assert list(generate(model, [[7, 8]], params)) == [[2], [3], [4]]
+    engine = Engine(model)
+    request = engine.add([7, 8], params)
+    while engine.busy:
+        engine.step()
+    assert request.output == [2, 3, 4]
+    assert Backend.passes == 2 * [[[7, 8]], [[2]], [[3]]]
