@@ -32,8 +32,7 @@ from errors import UserError, check_limits
 from loading.chat import Chat
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
-from model import Model, causal_attention
-from runner import last_logits
+from model import Model, causal_attention, last_logits
 from sampling import NOT_FINITE, SamplingParams, check_tokens_only, params_of_each
 
 

@@ -30,9 +30,8 @@ from errors import UserError
 from infer import generate
 from loading.load import load_model, parse_name, save_model
 from loading.tokenizer import load_encoding
-from model import Model
+from model import Model, last_logits
 from native import NativeRunner, use_native
-from runner import last_logits
 from sampling import SamplingParams
 
 COLUMNS = {

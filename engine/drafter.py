@@ -14,8 +14,7 @@ from engine.pages import PagePool, page_count
 from engine.request import Request
 from engine.scheduler import LIMITS, Work
 from errors import check_limits
-from model import Model
-from runner import last_logits
+from model import Model, last_logits
 from sampling import finite_rows
 
 

@@ -14,8 +14,7 @@ from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
 from loading.tokenizer import StopStream
-from model import Model
-from runner import last_logits
+from model import Model, last_logits
 from sampling import NOT_FINITE, SamplingParams, finite_rows, token_logprob
 
 

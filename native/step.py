@@ -5,10 +5,10 @@ import ctypes
 import torch
 
 from llama import Llama, rotations
+from model import TorchRunner
 from native import build, draw
 from native.linear import address, native_layers
 from native.structs import INT, POINTER, model_struct, struct
-from runner import TorchRunner
 from sampling import choose
 
 PassStruct = struct(

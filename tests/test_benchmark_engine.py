@@ -249,7 +249,7 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
 
 
 def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
-    import runner
+    import model as runner
 
     def slower_draws(choose):
         def call(logits, params, *args):

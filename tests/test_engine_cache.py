@@ -13,7 +13,7 @@ from cache import Span
 from engine.cache import PagedCache
 from errors import UserError
 from infer import generate
-from runner import last_logits
+from model import last_logits
 from sampling import SamplingParams
 
 BAD = 60  # a token that is in none of them

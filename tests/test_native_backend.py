@@ -3,7 +3,7 @@
 import pytest
 
 import command_line
-from runner import TorchRunner
+from model import TorchRunner
 
 INT8 = ("--prompt", "Once upon a time", "--max-new-tokens", 12, "--dtype", "int8")
 

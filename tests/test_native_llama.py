@@ -15,8 +15,7 @@ from cache import KVCache, Span
 from errors import UserError
 from int8 import to_int8
 from llama import Llama
-from model import Linear
-from runner import TorchRunner
+from model import Linear, TorchRunner
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

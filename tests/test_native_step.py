@@ -13,8 +13,7 @@ from test_native_int8 import TARGETS
 from cache import KVCache
 from errors import UserError
 from loading.load import load_model
-from model import GPT
-from runner import TorchRunner
+from model import GPT, TorchRunner
 
 pytestmark = pytest.mark.usefixtures("compiled")
 FORMS = [

@@ -8,7 +8,7 @@ from test_native_linear import layer
 from test_native_step import in_pieces, native
 
 from loading.load import load_model
-from runner import TorchRunner
+from model import TorchRunner
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

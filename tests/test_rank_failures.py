@@ -88,8 +88,8 @@ def test_ctrl_c(tmp_path):
 def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
     import infer_engine
     from engine import options
+    from model import TorchRunner
     from parallel.ranks import RankError  # noqa: F401  without it both would wait
-    from runner import TorchRunner
 
     owner = options if place == "load_part" else TorchRunner
     real = getattr(owner, place)
@@ -198,7 +198,7 @@ def test_a_server_loses_a_process(tmp_path):
 
 
 def test_a_server_has_no_memory(tmp_path, monkeypatch):
-    from runner import TorchRunner
+    from model import TorchRunner
 
     real = TorchRunner.logits
 
