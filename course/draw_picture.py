@@ -22,7 +22,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help=words)
     args = parser.parse_args(argv)
     import pictures
-    from book.pictures import PICTURES as OLDER
     from command_line import check_text
 
     output = args.output or Path(f"picture-{args.id}.html")
@@ -32,9 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         text = (pictures.svg_of if as_svg else pictures.page)(args.id, args.prompt)
         if not text:
             drawn = ", ".join(
-                slug
-                for slug, picture in (pictures.PICTURES | OLDER).items()
-                if not as_svg or picture in pictures.PICTURES.values() and picture.card
+                slug for slug, picture in pictures.PICTURES.items() if not as_svg or picture.card
             )
             kind = "picture as SVG" if as_svg else "picture"
             raise UserError(f"{args.id} has no {kind}; these have one: {drawn}")

@@ -886,7 +886,7 @@ def introduction(readme: str) -> tuple[str, str, str]:
 
 
 def read_card(ref: str, names: set[str], lessons: list[Lesson]) -> tuple[str, str, str] | None:
-    """The lesson on the first page, what its card says, and the card's height; None for none."""
+    """The lesson whose card the first page shows, what the card says, and its height."""
     path = f"course/pictures/{CARD}.svg"
     if path not in names or CARD not in {lesson.id for lesson in lessons}:
         return None
@@ -1012,7 +1012,7 @@ def make_pages(
     words = [(word, ids.get(word.slug)) for word in glossary.WORDS]
     pages["glossary.html"] = make("glossary.html", words=words)
     pages["search-index.js"] = f"window.SEARCH_INDEX = {json.dumps(entries, ensure_ascii=False)};\n"
-    own = ["style.css", "pictures.css", "../pictures/scenes.css", "book.js", "pictures.js"]
+    own = ["style.css", "../pictures/scenes.css", "book.js", "pictures.js"]
     if scripts:
         pages["play.html"] = make("play.html", ids=ids, shades=shades)
         pages |= scripts

@@ -16,15 +16,11 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tests/book_pages", "course")]
 
-import check_live  # noqa: E402
 import check_play  # noqa: E402
 import test_book  # noqa: E402
 
 import lessons as course  # noqa: E402
-from book import recordings  # noqa: E402
-from book.draw import percent  # noqa: E402
-from book.pictures import PICTURES  # noqa: E402
-from sampling import SamplingParams, sampling_probs  # noqa: E402
+from pictures import PICTURES  # noqa: E402
 
 FLAGS = [
     "--no-sandbox",
@@ -161,34 +157,8 @@ def check(page, name: str, width: int, scheme: str, problems: list[str]) -> None
 
 def check_picture(page, name: str, width: int, problems: list[str]) -> None:
     size, where = page.evaluate(SIZE)
-    texts = page.locator(".drawing").evaluate_all("all => all.map((one) => one.ariaLabel)")
-    if size < 11 or not all(texts):
-        problems.append(
-            f"{name}, {width} pixels: text of {size:.1f} pixels at {where}, or no words"
-        )
-
-
-def check_sliders(page, problems: list[str]) -> None:
-    """Sliders of lesson 07 give what `sampling_probs` gives, by mouse or keyboard."""
-    row = recordings.next_logits(recordings.encode("One day, a girl named", 20))
-    row = row.sort(descending=True).values
-    for given in ((0.7, 0, 0.8), (1.5, 20, 1), (0.1, 1, 0.05), (3, 0, 1)):
-        for slider, value in zip(page.locator(".dial input").all(), given):
-            slider.fill(f"{value:g}")
-        temperature, k, p = given
-        params = SamplingParams(temperature=temperature, top_k=k, top_p=p)
-        probs = sampling_probs(row, params).tolist()
-        expected = [percent(share) for share in probs[:12]]
-        shown = page.locator(".dial .value").all_inner_texts()[:12]
-        if [words.replace(".0", "") for words in shown] != [
-            words.replace(".0", "") for words in expected
-        ]:
-            problems.append(f"sliders at {given}: {shown}, not {expected}")
-    slider = page.locator(".dial input").first
-    slider.focus()
-    page.keyboard.press("ArrowLeft")
-    if slider.input_value() != "2.95" or "07-" not in page.url:
-        problems.append("the arrow keys do not move a slider")
+    if size < 11:
+        problems.append(f"{name}, {width} pixels: text of {size:.1f} pixels at {where}")
 
 
 class Hand:
@@ -381,8 +351,6 @@ def main(book: Path, pictures: Path | None) -> int:
         listen(page, problems)
         for name in drawn:
             page.goto(f"{address}/{name}.html")
-            if name.endswith("-top-p"):
-                check_sliders(page, problems)
             for width, height in SIZES:
                 page.set_viewport_size({"width": width, "height": height})
                 for scheme in ("light", "dark"):
@@ -397,7 +365,6 @@ def main(book: Path, pictures: Path | None) -> int:
         if players < 6:
             problems.append(f"{players} lessons have the engine's player")
         page = browser.new_page()
-        problems += check_live.check(page, address, lessons)
         page.goto(f"{address}/play.html")
         wrong, speed = check_play.compare(page)
         problems += wrong + check_play.fail(browser, page.url)
@@ -408,7 +375,7 @@ def main(book: Path, pictures: Path | None) -> int:
         texts = [page.locator(".prose p").first, page.locator("pre.command").first]
         if not all(text.is_visible() for text in texts) or page.locator("button").count():
             problems.append("without JavaScript a lesson does not read")
-        if page.locator(".recorded").is_visible() or not page.locator(".drawing").is_visible():
+        if page.locator(".recorded").is_visible() or not page.locator(".picture").is_visible():
             problems.append("without JavaScript a player is there, or no picture")
         browser.close()
     shown = 2 * len(SIZES) * (len(views) + len(drawn))

@@ -1,8 +1,7 @@
 """Check the page Play of a book in Firefox: python course/checks/check_firefox.py BOOK [FIREFOX].
 
-Its texts are those of `generate`, and its own controls write what it shows first; two lessons'
-pictures are drawn anew, one by each model. Firefox is driven over Marionette, its own protocol:
-JSON over a socket.
+Its texts are those of `generate`, and its own controls write what it shows first. Firefox is
+driven over Marionette, its own protocol: JSON over a socket.
 """
 
 import contextlib
@@ -21,10 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "course")]
 
-import check_live  # noqa: E402
 import check_play  # noqa: E402
-
-import lessons as course  # noqa: E402
 
 PREFERENCES = {
     "marionette.port": 0,  # any that is free
@@ -37,7 +33,6 @@ PREFERENCES = {
     "network.proxy.ssl": "127.0.0.1",
     "network.proxy.ssl_port": 9,
 }
-PICTURES = ("logprobs", "context-window")
 SECONDS = 60  # for Firefox to start, and for a script to end
 # A script of the page itself: others do not see its constants. Its result is an attribute.
 SCRIPT = """const script = document.createElement("script");
@@ -54,15 +49,6 @@ PLAY = """async () => {
   while (!find("status").textContent.includes(" tokens in "))
     await new Promise((done) => setTimeout(done, 50));
   return [before, shown.map(({ token }) => token).join()];
-}"""
-DRAW = """async (prompt) => {
-  const form = document.querySelector(".own-prompt");
-  const status = form.querySelector("[role=status]");
-  status.textContent = "";
-  form.elements.prompt.value = prompt;
-  form.requestSubmit();
-  while (!status.textContent.endsWith(".")) await new Promise((done) => setTimeout(done, 50));
-  return [document.querySelector(".drawing").ariaLabel, status.textContent];
 }"""
 
 
@@ -138,17 +124,6 @@ def check(page: Page, address: str) -> tuple[list[str], str]:
     before, after = page.evaluate(PLAY)
     problems = [] if before == after else ["Play does not write what it shows first"]
     wrong, speed = check_play.compare(page, check_play.CASES[2:8:2])
-    _, lessons = course.read_main()
-    prompt = check_live.PROMPTS[0]
-    for slug in PICTURES:
-        lesson = course.find(lessons, slug).id
-        page.goto(f"{address}/{lesson}.html")
-        text, said = page.evaluate(DRAW, prompt)
-        with check_live.model_of_the_page():
-            picture = check_live.PICTURES[slug]
-            wanted = picture.draw(picture.record(prompt)).text
-        if not check_live.same(text, wanted):
-            problems.append(f"{lesson}: {text!r}, not {wanted!r}; {said}")
     return problems + wrong, speed
 
 

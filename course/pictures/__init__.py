@@ -36,9 +36,7 @@ def figure(id: str, prompt: str | None = None) -> str:
     """The picture of a lesson, with its caption and how to make it anew, as HTML; "" for none."""
     slug = id.partition("-")[2]
     if slug not in PICTURES:
-        from book import pictures as older  # those that are not written anew yet
-
-        return older.figure(id, prompt)
+        return ""
     said = PICTURES[slug].prompt if prompt is None else prompt
     command = f"python lessons.py picture {id[:2]} --prompt {shlex.quote(said)}"
     made = (
@@ -53,10 +51,7 @@ def page(id: str, prompt: str | None = None) -> str:
     shown = figure(id, prompt)
     files = [PLAYER, BOOK / "pictures.js"] if RECORDED in shown else []
     scripts = "".join(f"<script>\n{file.read_text('utf-8')}</script>\n" for file in files)
-    styles = "".join(
-        (BOOK / name).read_text("utf-8")
-        for name in ("style.css", "pictures.css", "../pictures/scenes.css")
-    )
+    styles = "".join(file.read_text("utf-8") for file in (BOOK / "style.css", HERE / "scenes.css"))
     return shown and (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

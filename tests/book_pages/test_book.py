@@ -215,7 +215,7 @@ def all_links_lead_somewhere_and_few_of_them_out(lessons, pages):
                 assert (page or name) in pages, (name, address)
                 assert not place or place in ids[page or name], (name, address)
         assert "://" not in re.sub(f"{linked}|{texts}", "", pages[name], flags=re.S), name
-    own = {"style.css", "pictures.css", "book.js", "pictures.js"}
+    own = {"style.css", "scenes.css", "book.js", "pictures.js"}
     own |= {"model.js", "play.js", "engine.js", "player.js"} & pages.keys()
     styles = "".join(pages[name] for name in own)
     assert "://" not in styles and "@import" not in styles and "url(" not in styles
