@@ -1,0 +1,239 @@
+"""Lessons 71 and 72: the clients of a closed and of an open loop, on a clock of their own."""
+
+import asyncio
+import itertools
+import math
+import selectors
+from collections.abc import Callable, Coroutine, Iterator
+from typing import NamedTuple
+
+from benchmarks import client
+from benchmarks.client import Answer, Load
+from engine.engine import Engine
+from engine.request import Request
+from pictures import runs
+from pictures.scene import (
+    Axis,
+    Bar,
+    Bars,
+    Curve,
+    Lane,
+    Lanes,
+    Lines,
+    Mark,
+    Panel,
+    Picture,
+    Scene,
+    Span,
+)
+from sampling import SamplingParams
+
+
+class Clock(selectors.DefaultSelector):
+    """Jumps to the next moment that anybody waits for."""
+
+    now = 0.0
+
+    def select(self, timeout=None):
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+class Server:
+    """An engine whose steps take known times.
+
+    seconds: of a step that computes so many positions. stall: when it begins and ends to do
+    nothing.
+    """
+
+    def __init__(
+        self, seconds: Callable[[int], float], stall: tuple[float, float] = (math.inf, math.inf)
+    ):
+        self.engine = Engine(runs.load("stories-draft"))
+        self.seconds = seconds
+        self.stall = stall
+        self.exchanges: dict[Request, Exchange] = {}
+        self.came = asyncio.Event()
+
+    def run(self, load: Coroutine) -> Load:
+        """What came of a load: `client.open_loop` or `client.closed_loop`."""
+        clock = Clock()
+
+        def make_loop() -> asyncio.AbstractEventLoop:
+            loop = asyncio.SelectorEventLoop(clock)
+            loop.time = lambda: clock.now
+            return loop
+
+        async def main() -> tuple:
+            working = asyncio.create_task(self.work())
+            try:
+                return await load
+            finally:
+                working.cancel()
+
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            exchanges, began, seconds = runner.run(main())
+        return Load([each.answer() for each in exchanges], began, seconds, 0.0)
+
+    async def work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self.engine.busy:
+                self.came.clear()
+                await self.came.wait()
+            begin, end = self.stall
+            if begin <= loop.time() < end:
+                await asyncio.sleep(end - loop.time())
+            before = self.engine.positions
+            events = self.engine.step()
+            await asyncio.sleep(self.seconds(self.engine.positions - before))
+            for request, _, reason, _ in events:
+                self.exchanges[request].times.append(loop.time())
+                if reason:
+                    self.exchanges[request].over.set_result(None)
+            for _ in range(9):  # clients may ask again before the next step
+                await asyncio.sleep(0)
+
+
+class Exchange:
+    """A request, in the place of `client.Exchange`, which needs a network."""
+
+    def __init__(self, server: Server, body: dict):
+        self.server = server
+        self.ids = runs.encoding().encode(body["prompt"], allowed_special="all")
+        self.params = SamplingParams(body["max_tokens"], ignore_eos=True)
+        self.times: list[float] = []  # of each token
+
+    async def run(self, due: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.due = due
+        self.sent = loop.time()
+        self.over = loop.create_future()
+        self.server.exchanges[self.server.engine.add(self.ids, self.params)] = self
+        self.server.came.set()
+        await self.over
+
+    def answer(self) -> Answer:
+        return Answer(self.due, self.sent, self.times, self.params.max_new_tokens, "", "")
+
+
+def exchanges(server: Server, prompt: str, words, tokens) -> Iterator[Exchange]:
+    """Requests without end. words, tokens: as in `client.bodies`."""
+    runs.encode(prompt, 20)
+    return (Exchange(server, body) for body in client.bodies("0", words, tokens, prompt))
+
+
+# 71
+
+
+CLIENTS = 4
+
+
+def record_gaps(prompt: str) -> Load:
+    """A step takes a millisecond for each position that it computes."""
+    server = Server(lambda positions: positions / 1000)
+    asked = exchanges(server, prompt, (5, 60), (12, 30))
+    return server.run(client.closed_loop(asked, CLIENTS, 1.0))
+
+
+def draw_gaps(record: Load) -> Scene:
+    found = client.measures(record, math.inf, math.inf)
+    usual = found["itl, ms, p50"]
+    lanes = [[] for _ in range(CLIENTS)]
+    ends = [0.0] * CLIENTS
+    for answer in record.answers:
+        number = ends.index(answer.due)  # a client asks when it has its answer
+        ends[number] = answer.times[-1]
+        lanes[number].append(Span(1000 * answer.due, 1000 * answer.times[0], "second"))
+        for pair in itertools.pairwise(answer.times):
+            begin, end = (1000 * moment for moment in pair)
+            kind = "bad" if end - begin > 2 * usual else "first"
+            if lanes[number][-1].kind == kind == "first":
+                lanes[number][-1] = lanes[number][-1]._replace(end=end)
+            else:
+                lanes[number].append(Span(begin, end, kind))
+    bars = []
+    for name in ("itl, ms, p50", "tpot, ms, p50", "tpot, ms, p99", "itl, ms, p99", "itl, ms, p100"):
+        kind = "bad" if found[name] > 4 * usual else "first"
+        bars.append(Bar(name.replace(", ms", ""), [(found[name], kind)], f"{found[name]:.0f} ms"))
+    return Scene(
+        f"An average hides gaps. The mean gap of a text, tpot, has a 99th percentile of "
+        f"{found['tpot, ms, p99']:.0f} ms; that of single gaps, itl, is "
+        f"{found['itl, ms, p99']:.0f} ms. While a prompt is computed, all other texts wait.",
+        [
+            Panel(
+                f"{CLIENTS} clients in a closed loop",
+                Lanes(
+                    [Lane(f"client {at}", spans) for at, spans in enumerate(lanes, 1)],
+                    Axis("ms"),
+                ),
+                "On this clock a step takes a millisecond for each position that it computes.",
+                {
+                    "second": "waits for the first token: ttft",
+                    "first": "tokens come steadily",
+                    "bad": "a gap of more than twice the median",
+                },
+                wide=True,
+            ),
+            Panel("Time from token to token", Bars(bars)),
+        ],
+    )
+
+
+# 72
+
+
+STALL = (2.0, 3.0)
+
+
+class Stalled(NamedTuple):
+    """A server that stalls, as two loads see it."""
+
+    closed: Load
+    open: Load
+
+
+def record_stall(prompt: str) -> Stalled:
+    """A step takes 10 ms, and there is none while the server stalls."""
+
+    def load(make: Callable[[Iterator[Exchange]], Coroutine]) -> Load:
+        server = Server(lambda _: 0.01, STALL)
+        return server.run(make(exchanges(server, prompt, (5, 9), (5, 15))))
+
+    moments = client.arrivals(100, 20.0, "0")
+    return Stalled(
+        load(lambda asked: client.closed_loop(asked, 2, 5.0)),
+        load(lambda asked: client.open_loop(list(itertools.islice(asked, 100)), moments)),
+    )
+
+
+def draw_stall(record: Stalled) -> Scene:
+    panels = []
+    late = []
+    for name, load in (
+        ("Closed loop, 2 clients", record.closed),
+        ("Open loop, 20 requests a second", record.open),
+    ):
+        points = [(answer.due, answer.ttft) for answer in load.answers]
+        late.append(f"{sum(ttft > 100 for _, ttft in points)} of {len(points)}")
+        curve = Curve("", points, "first", dots=True)
+        marks = [Mark("stall", x=STALL[0]), Mark("", x=STALL[1])]
+        axes = (
+            Axis("second in which a request is due"),
+            Axis("ttft, ms", [(0, "0"), (500, "500"), (1000, "1,000")]),
+        )
+        panels.append(Panel(f"{name}: {late[-1]} late", Lines([curve], *axes, marks)))
+    panels[-1].note = "Late: more than 100 ms. The clock is simulated; a step takes 10 ms."
+    return Scene(
+        f"A server stalls for {STALL[1] - STALL[0]:g} s. A closed loop, whose clients wait and ask "
+        f"for nothing, counts {late[0]} requests as late. An open loop, where requests keep "
+        f"coming, counts {late[1]}.",
+        panels,
+    )
+
+
+PROMPT = "Once upon a time"
+PICTURES = {
+    "closed-loop": Picture(PROMPT, record_gaps, draw_gaps),
+    "open-loop": Picture(PROMPT, record_stall, draw_stall),
+}

@@ -1,0 +1,295 @@
+"""Lessons 75 to 79: what each rank holds of a model, and what crosses between ranks."""
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from command_line import STORIES
+from model import Model
+from parallel.ranks import Ranks
+from parallel.shards import join_vocabulary, load_part
+from pictures import runs
+from pictures.scene import (
+    Bar,
+    Bars,
+    Cell,
+    Cells,
+    Line,
+    Panel,
+    Picture,
+    Row,
+    Scene,
+    Token,
+    Tokens,
+    word,
+)
+
+NAME = "stories-llama"
+
+
+class Table:
+    """Where ranks that are threads of one process lay down their tensors."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.parts = [None] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+
+class Rank(Ranks):
+    """One of these ranks. met: name, own width and bytes sent of each collective."""
+
+    def __init__(self, table: Table, rank: int, way: str):
+        self.table = table
+        self.rank = rank
+        self.size = table.size
+        self.way = way
+        self.met: list[tuple[str, int, int]] = []
+
+    def call(self, traffic: int, collective, *arguments) -> None:
+        (own, *_) = (each for each in arguments if isinstance(each, torch.Tensor))
+        room = next((each for each in arguments if isinstance(each, list)), [])
+        self.table.parts[self.rank] = own.clone()
+        self.table.barrier.wait()
+        parts = list(self.table.parts)
+        self.table.barrier.wait()
+        for place, part in zip(room, parts):
+            place.copy_(part)
+        if collective is torch.distributed.all_reduce:
+            own.copy_(sum(parts))
+        self.met.append((collective.__name__, own.shape[-1], traffic))
+
+
+class Pass(NamedTuple):
+    """A forward pass of several ranks over a text."""
+
+    models: list[Model]  # of each rank
+    met: list[list[tuple[str, int, int]]]  # of each rank, bytes for one token
+    logits: torch.Tensor  # of the last token, on rank 0
+
+
+@functools.cache
+def compute(way: str, size: int, ids: tuple[int, ...]) -> Pass:
+    table = Table(size)
+
+    def work(rank: Rank) -> tuple[Model, torch.Tensor]:
+        torch.set_num_threads(1)
+        model = load_part(STORIES.with_name(NAME), ranks=rank)
+        join_vocabulary(model)
+        with torch.inference_mode():
+            return model, model(torch.tensor([ids]))[0, -1]
+
+    ranks = [Rank(table, number, way) for number in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        models, logits = zip(*pool.map(work, ranks))
+    met = [[(*each, sent // len(ids)) for *each, sent in rank.met] for rank in ranks]
+    return Pass(list(models), met, logits[0])
+
+
+class Stage(NamedTuple):
+    """A weight that is cut into rows or columns, or a collective."""
+
+    name: str
+    kind: str  # "rows", "columns"; "" for a collective
+    widths: list[int]  # of each rank
+    sent: list[int]  # bytes that each rank sends for a token
+
+
+class Half(NamedTuple):
+    """Some stages of a forward pass, and what comes of it."""
+
+    ways: dict[str, list[Stage]]
+    off: dict[str, float]  # the largest difference of a logit to that of one process
+    following: str  # the most likely token
+    prompt: list[tuple[str, int]]  # text and id of its tokens
+    head: int  # numbers of a head
+
+
+ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", 1, "self_attn.o_proj", 2]
+MLP = ["mlp.gate_proj", "mlp.up_proj", 3, "mlp.down_proj", 4]
+VOCABULARY = ["embed_tokens", 0, "lm_head", -1]
+
+
+def record_half(prompt: str, steps: list[str | int], *ways: str, size: int = 2) -> Half:
+    """steps: weights of the first layer, and places of collectives in a gathered pass."""
+    ids = tuple(runs.encode(prompt, 20))
+    whole = runs.load(NAME)
+    alone = runs.next_logits(list(ids), NAME)
+    found = {}
+    off = {}
+    for way in ways or ("gather",):
+        run = compute(way, size, ids)
+        off[way] = (run.logits - alone).abs().max().item()
+        found[way] = []
+        for step in steps:
+            if isinstance(step, str):
+                found[way].append(weight_stage(step, whole, run.models))
+            elif way == "gather" or step % 2 == 0:  # two all-gathers, or one all-reduce
+                met = [each[step if way == "gather" else step // 2] for each in run.met]
+                names, widths, sent = map(list, zip(*met))
+                found[way].append(Stage(names[0].replace("_", "-"), "", widths, sent))
+    pieces = list(zip(runs.texts_of(list(ids)), ids))
+    following = runs.text_of(run.logits.argmax().item())
+    return Half(found, off, following, pieces, whole.config.head_dim)
+
+
+def weight_stage(name: str, whole: Model, models: list[Model]) -> Stage:
+    """How a layer's weight is cut. The head of a tied model is its embedding."""
+    name = name if name in VOCABULARY else f"layers.0.{name}"
+    names = (name, "embed_tokens") if name == "lm_head" else (name,)
+    shapes = [
+        next(weight.shape for key, weight in model.named_parameters() if key.startswith(names))
+        for model in [whole, *models]
+    ]
+    columns = shapes[0][0] == shapes[1][0]
+    widths = [shape[columns] for shape in shapes[1:]]
+    return Stage(name.rpartition(".")[2], "columns" if columns else "rows", widths, [])
+
+
+def cells_of(stage: Stage, rank: int, unit: int) -> list[Cell]:
+    """What a rank has afterwards; a square stands for so many numbers."""
+    if stage.name == "all-reduce":
+        return [Cell("kept")] * max(1, stage.widths[rank] // unit)
+    all_parts = stage.name == "all-gather" or (stage.name == "gather" and rank == 0)
+    return [
+        Cell(f"owner{at}" if all_parts or at == rank + 1 else "idle")
+        for at, width in enumerate(stage.widths, 1)
+        for _ in range(width // unit)
+    ]
+
+
+def draw_half(record: Half, caption: str, unit: int, *more: Panel) -> Scene:
+    """A panel for each rank; where two ways are compared, for each way's rank 0."""
+    panels = []
+    for way, stages in record.ways.items():
+        ranks = range(len(stages[0].widths)) if len(record.ways) == 1 else [0]
+        for rank in ranks:
+            rows = []
+            for stage in stages:
+                value = (
+                    f"{stage.sent[rank]:,} bytes sent"
+                    if stage.sent
+                    else (f"{stage.widths[rank]:,} of {sum(stage.widths):,} {stage.kind}")
+                )
+                rows.append(Row(stage.name, cells_of(stage, rank, unit), value))
+            title = f"Rank {rank}" + f", --join {way}" * (len(record.ways) > 1)
+            panels.append(Panel(title, Cells(rows)))
+    reduced = any(stage.name == "all-reduce" for stages in record.ways.values() for stage in stages)
+    key = {"owner1": "of rank 0", "owner2": "of rank 1", "idle": "on the other rank only"}
+    panels[-1].key = key | ({"kept": "sums of both ranks"} if reduced else {})
+    panels[-1].note = f"A square is {unit} rows, columns, or numbers of a token."
+    return Scene(caption, [*panels, *more])
+
+
+def same(off: float) -> str:
+    return "bit for bit those of one process" if off == 0 else f"within {off:.6f} of one process's"
+
+
+def bytes_of(record: Half, way: str = "gather") -> int:
+    """Sent by rank 0 for each token."""
+    return sum(sum(stage.sent[:1]) for stage in record.ways[way])
+
+
+def draw_mlp(record: Half) -> Scene:
+    return draw_half(
+        record,
+        "Each rank computes half of the MLP. Two all-gathers hand it the other half, "
+        f"{bytes_of(record):,} bytes a token in each layer. The logits are "
+        f"{same(record.off['gather'])}.",
+        32,
+    )
+
+
+def draw_heads(record: Half) -> Scene:
+    (own, heads), (own_keys, keys) = (
+        (stage.widths[0] // record.head, sum(stage.widths) // record.head)
+        for stage in record.ways["gather"][:2]
+    )
+    return draw_half(
+        record,
+        f"Heads do not see each other. Each rank attends with {own} of {heads} query heads, and "
+        f"its KV cache holds {own_keys} of {keys} key heads. A square is a head.",
+        record.head,
+    )
+
+
+def draw_vocabulary(record: Half) -> Scene:
+    rows = record.ways["gather"][0].widths[0]
+    tokens = [Token(text, f"owner{id // rows + 1}", str(id // rows)) for text, id in record.prompt]
+    return draw_half(
+        record,
+        "Embedding and head are cut by tokens. A token's row is on one rank; the others add "
+        "zeros to it. Rank 0 alone gets all logits, because it alone chooses the next token, "
+        f"{word(record.following)}.",
+        512,
+        Panel("The prompt, and the rank that embeds each token", Tokens([Line(tokens)]), wide=True),
+    )
+
+
+def draw_ways(record: Half) -> Scene:
+    gather, reduce = (bytes_of(record, way) for way in record.ways)
+    return draw_half(
+        record,
+        "A product that is cut by columns takes the inputs that its rank has. One all-reduce "
+        f"replaces two all-gathers: {reduce:,} bytes a token in each layer instead of "
+        f"{gather:,}. The sums round differently: logits move by up to {record.off['reduce']:.6f}.",
+        32,
+    )
+
+
+# 79
+
+
+def record_sizes(prompt: str) -> dict[int, list[int]]:
+    """Number of ranks -> bytes of each rank's weights."""
+    ids = tuple(runs.encode(prompt, 20))
+    return {
+        size: [
+            sum(weight.nbytes for weight in model.parameters())
+            for model in compute("gather", size, ids).models
+        ]
+        for size in (1, 2, 3)
+    }
+
+
+def draw_sizes(record: dict[int, list[int]]) -> Scene:
+    rows = []
+    for size, ranks in record.items():
+        for rank, held in enumerate(ranks):
+            name = f"rank {rank} of {size}" if size > 1 else "one process"
+            rows.append(Bar(name, [(held, f"owner{rank + 1}")], f"{held / 1e6:.1f} MB"))
+    most = [f"{max(ranks) / 1e6:.1f} MB" for ranks in record.values()]
+    return Scene(
+        "Each rank reads the file block by block and keeps the rows and columns that it computes. "
+        f"No process ever holds the whole {most[0]}: of two ranks each holds at most {most[1]}, "
+        f"of three {most[2]}.",
+        [
+            Panel(
+                "Weights in memory",
+                Bars(rows),
+                "The parts of three ranks add up to more than the model: there are two key heads, "
+                "so one rank has a copy of both.",
+            )
+        ],
+    )
+
+
+def half(steps: list[str | int], *ways: str) -> Callable[[str], Half]:
+    return lambda prompt: record_half(prompt, steps, *ways)
+
+
+PROMPT = "Once upon a time"
+RARE = "The knight hid a treasure map in the garden"  # tokens of both ranks
+PICTURES = {
+    "tensor-parallel": Picture(PROMPT, half(MLP), draw_mlp),
+    "split-heads": Picture(PROMPT, half(ATTENTION), draw_heads),
+    "split-vocabulary": Picture(
+        "The knight hid a treasure map in the garden", half(VOCABULARY), draw_vocabulary
+    ),
+    "row-parallel": Picture(PROMPT, half(ATTENTION + MLP, "gather", "reduce"), draw_ways),
+    "shard-loading": Picture(PROMPT, record_sizes, draw_sizes),
+}

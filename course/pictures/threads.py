@@ -1,0 +1,246 @@
+"""Lessons 55, 65 and 67: an engine's thread and its readers, one step after the other."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from engine.engine import Engine
+from pictures import runs
+from pictures.scene import (
+    Axis,
+    Lane,
+    Lanes,
+    Line,
+    Panel,
+    Picture,
+    Scene,
+    Span,
+    Token,
+    Tokens,
+    times,
+)
+from sampling import SamplingParams
+from server.engine_thread import EngineDead, EngineThread, QueueFull
+
+
+class Stepped(EngineThread):
+    """An EngineThread without a thread: the event loop takes each step, so runs are all alike."""
+
+    def __init__(self, engine: Engine, **bounds):
+        super().__init__(lambda: engine, **bounds)
+        self.engine = engine
+        self.error = None
+
+    def tell(self, function, *args) -> None:
+        function(*args)
+
+    async def step(self) -> None:
+        while not self.commands.empty():
+            command = self.commands.get()
+            if command is None:
+                self.end("the server is shutting down")
+                break
+            command()
+        else:
+            self.publish(self.engine.step())
+        await settle()
+
+
+async def settle() -> None:
+    """Let every reader do what it can do now."""
+    for _ in range(9):
+        await asyncio.sleep(0)
+
+
+@dataclass
+class Client:
+    """Asks for a text, and reads it."""
+
+    name: str
+    after: int  # steps; then it asks
+    ids: list[int]
+    count: int  # tokens that it wants
+    away: range = range(0)  # after these steps it reads nothing
+    reads: list[tuple[int, list[int]]] = field(default_factory=list)  # after which step, tokens
+    error: str = ""
+    end: int = 0  # the step after which it has its last token, or an error
+
+    async def ask(self, thread: Stepped) -> None:
+        engine = thread.engine
+        params = SamplingParams(self.count, ignore_eos=True)
+        try:
+            async for updates in thread.generate([self.ids], [params]):
+                self.reads.append((engine.steps, list(updates[0].tokens)))
+                while engine.steps in self.away:
+                    await asyncio.sleep(0)
+        except (QueueFull, EngineDead) as error:
+            self.error = str(error)
+        self.end = engine.steps
+
+    def spans(self) -> list[Span]:
+        """Waiting and running, in steps; a moment for an error."""
+        error = [Span(self.end, self.end, "bad", self.error)] * bool(self.error)
+        begin = self.reads[0][0] - 1 if self.reads else self.end
+        waits = [Span(self.after, begin, "second")] * (begin > self.after)
+        return waits + [Span(begin, self.end, "first")] * bool(self.reads) + error
+
+
+def serve(clients: list[Client], rows: int, stop: int | None = None, **bounds) -> list[Client]:
+    """Until each client has its text or an error. stop: the step after which the thread ends."""
+
+    async def main() -> None:
+        thread = Stepped(Engine(runs.load("stories-llama"), max_rows=rows), **bounds)
+        coming = list(clients)
+        tasks = []
+        while coming or not all(task.done() for task in tasks):
+            while coming and coming[0].after <= thread.engine.steps:
+                tasks.append(asyncio.create_task(coming.pop(0).ask(thread)))
+                await settle()
+            if thread.engine.steps == stop:
+                thread.stop()
+            await thread.step()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    return clients
+
+
+# 55
+
+
+def record_readers(prompt: str) -> list[Client]:
+    ids = runs.encode(prompt, 20)
+    clients = [Client("A", 0, ids, 8), Client("B", 1, ids, 8, range(4, 7))]
+    return serve(clients, 2)
+
+
+def draw_readers(record: list[Client]) -> Scene:
+    lanes = []
+    lines = []
+    for client in record:
+        first = client.reads[0][0]
+        steps = range(first - 1, first - 1 + client.count)
+        lanes.append(Lane(f"engine: {client.name}", [Span(at, at + 1, "kept") for at in steps]))
+        spans = []
+        for after, tokens in client.reads:
+            spans.append(Span(after, after + 1, "first", str(len(tokens))))
+            pieces = [Token(text) for text in runs.texts_of(tokens)]
+            if client.away:
+                lines.append(Line(pieces, f"after step {after}"))
+        away = [Span(client.away.start + 1, client.away.stop, "idle", "busy")] * bool(client.away)
+        lanes.append(Lane(f"reader {client.name}", spans + away))
+    slow = record[-1]
+    most = max(len(tokens) for _, tokens in slow.reads)
+    return Scene(
+        "The engine never waits for a reader. While B is busy its text goes on, and what it has "
+        f"not fetched is joined into one update of {times(most, 'token')}.",
+        [
+            Panel(
+                "The engine's thread computes, the event loop reads",
+                Lanes(lanes, Axis("step")),
+                "Each step's results reach the event loop in one call for all texts.",
+                {
+                    "kept": "a step computes the text's next token",
+                    "first": "an update is read, with so many tokens",
+                    "idle": "the reader does something else",
+                },
+            ),
+            Panel("The updates that B reads", Tokens(lines)),
+        ],
+    )
+
+
+# 65
+
+
+def record_queue(prompt: str) -> list[Client]:
+    """Two rows, room for two more texts, and for the tokens of three such prompts."""
+    ids = runs.encode(prompt, 20)
+    clients = [
+        Client("A", 0, ids, 4),
+        Client("B", 0, ids, 8),
+        Client("C", 1, ids, 6),
+        Client("D", 2, ids, 5),
+        Client("E", 3, ids, 4),
+        Client("F, long", 5, 3 * ids, 4),
+        Client("F, again", 9, 3 * ids, 4),
+    ]
+    return serve(clients, 2, max_waiting=2, max_waiting_tokens=3 * len(ids))
+
+
+def draw_queue(record: list[Client]) -> Scene:
+    lanes = []
+    for client in record:
+        what = "tokens" if "tokens" in client.error else "texts"
+        lanes.append(Lane(client.name, client.spans(), f"429: {what}" * bool(client.error)))
+    limit = len(record[-1].ids)
+    return Scene(
+        "Two bounds keep the queue short: texts, which need rows, and tokens of prompts, which "
+        "need memory. A request that exceeds one is refused at once, before any work, and may "
+        "ask again.",
+        [
+            Panel(
+                f"Two rows, two waiting texts, {limit} waiting tokens",
+                Lanes(lanes, Axis("step")),
+                key={
+                    "second": "waits",
+                    "first": "a row computes it",
+                    "bad": "refused with 429: too many texts, or too many tokens",
+                },
+                wide=True,
+            )
+        ],
+    )
+
+
+# 67
+
+
+def record_drain(prompt: str) -> tuple[int, int, list[Client]]:
+    """When the signal comes, when the time is over, and what clients get."""
+    ids = runs.encode(prompt, 20)
+    signal, limit = 4, 12
+    clients = [
+        Client("A", 0, ids, 6),
+        Client("B", 0, ids, 16),
+        Client("C", 1, ids, 4),
+        Client("D", 2, ids, 8),
+    ]
+    return signal, limit, serve(clients, 2, limit)
+
+
+def draw_drain(record: tuple[int, int, list[Client]]) -> Scene:
+    signal, limit, clients = record
+    lanes = [
+        Lane("server", [Span(0, signal, "good", "serves"), Span(signal, limit, "kept", "drains")])
+    ]
+    for client in clients:
+        written = sum(len(tokens) for _, tokens in client.reads)
+        lanes.append(Lane(client.name, client.spans(), f"{written} of {client.count} tokens"))
+    lanes.append(Lane("E", [Span(signal + 2, signal + 2, "bad")], "no connection"))
+    whole = sum(not client.error for client in clients)
+    return Scene(
+        f"After SIGTERM the server accepts nobody, but {times(len(clients), 'text')} may go on, "
+        f"waiting ones too. {whole} of them end in time; the others end with an error.",
+        [
+            Panel(
+                f"A signal after step {signal}, and {limit - signal} steps to drain",
+                Lanes(lanes, Axis("step")),
+                key={
+                    "good": "the server accepts requests",
+                    "kept": "it drains",
+                    "second": "a text waits",
+                    "first": "a row computes it",
+                    "bad": "an error",
+                },
+                wide=True,
+            )
+        ],
+    )
+
+
+PROMPT = "Once upon a time"
+PICTURES = {
+    "engine-thread": Picture(PROMPT, record_readers, draw_readers),
+    "full-queue": Picture(PROMPT, record_queue, draw_queue),
+    "draining": Picture(PROMPT, record_drain, draw_drain),
+}
