@@ -1,0 +1,372 @@
+"""Lessons 39 to 43: pages of the KV cache, and a budget of tokens for each step."""
+
+from typing import NamedTuple
+
+import cache
+from engine.cache import PagedCache
+from engine.engine import Engine
+from engine.pages import page_count
+from pictures import runs
+from pictures.runs import Arrival, Frame, Run, row_of, work_of
+from pictures.scene import (
+    Axis,
+    Bar,
+    Bars,
+    Cell,
+    Cells,
+    Lane,
+    Lanes,
+    Panel,
+    Picture,
+    Row,
+    Scene,
+    Span,
+    times,
+)
+from sampling import SamplingParams
+
+PAGE = 4  # positions, so that a picture has several pages
+SMALL = f"A page has {PAGE} positions here, so that several fit on the screen; the default is 16."
+
+
+def drawing(length: int, seed: int) -> SamplingParams:
+    return SamplingParams(length, ignore_eos=True, temperature=1.0, seed=seed)
+
+
+def owners_of(frame: Frame) -> dict[int, list[int]]:
+    """Page -> the running requests whose block tables name it."""
+    owners = {}
+    for row in frame["running"]:
+        for page in row["pages"]:
+            owners.setdefault(page, []).append(row["number"])
+    return owners
+
+
+def pool(run: Run, frame: Frame, last: int) -> Cells:
+    """The first pages of the pool with the tokens that they hold. last: number of the last one."""
+    texts = run.texts()
+    owners = owners_of(frame)
+    held = {}
+    for row in frame["running"]:
+        computed = texts[row["number"] - 1][: row["computed"]]
+        for place, page in enumerate(row["pages"]):
+            held[page] = computed[PAGE * place : PAGE * (place + 1)]
+    rows = []
+    for page in range(last + 1):
+        numbers = owners.get(page, [])
+        kind, said = "idle", "free"
+        if len(numbers) == 1:
+            kind, said = f"owner{numbers[0]}", f"request {numbers[0]}"
+        elif numbers:
+            kind, said = "kept", f"{len(numbers)} requests"
+        cells = [Cell(kind, text.strip() or text) for text in held.get(page, [])]
+        cells += [Cell(kind)] * (PAGE - len(cells))
+        rows.append(Row(f"page {page}", cells, said))
+    return Cells(rows)
+
+
+def block_tables(frame: Frame) -> Cells:
+    shared = {page for page, numbers in owners_of(frame).items() if numbers[1:]}
+    rows = []
+    for row in frame["running"]:
+        own = f"owner{row['number']}"
+        cells = [Cell("kept" if page in shared else own, str(page)) for page in row["pages"]]
+        rows.append(Row(f"request {row['number']}", cells))
+    return Cells(rows)
+
+
+class Pool(NamedTuple):
+    run: Run
+    at: int  # the frame that is drawn
+
+
+def record_pool(prompt: str) -> Pool:
+    """Four texts in three rows: when the last one runs, the first has left."""
+    ids = runs.encode(prompt, 6)
+    lengths = (4, 14, 12, 9)
+    num_pages = 2 + sum(page_count(len(ids) + length - 1, PAGE) for length in lengths[1:])
+    engine = Engine(runs.load(), max_rows=3, num_pages=num_pages, page_size=PAGE)
+    arrivals = [  # with a salt each: none finds the pages of another one
+        Arrival(0, ids, drawing(length, seed), str(seed)) for seed, length in enumerate(lengths)
+    ]
+    run = runs.play(engine, arrivals, "pages")
+    last = [row_of(frame, 4) for frame in run.frames]
+    return Pool(run, next(at for at, row in enumerate(last) if row and row["computed"] >= 7))
+
+
+def draw_pool(record: Pool) -> Scene:
+    run, at = record
+    frame = run.frames[at]
+    row = frame["running"][-1]
+    place = len(row["pages"]) * PAGE - 3
+    entry, offset = divmod(place, PAGE)
+    count = run.setup["num_pages"]
+    free = count - len(owners_of(frame))
+    return Scene(
+        "The keys and values of all texts lie in one pool of pages. A text takes a page wherever "
+        "one is free, and its block table lists its pages in order.",
+        [
+            Panel(
+                f"The pool after step {at + 1}: {free} of {count} pages free",
+                pool(run, frame, count - 1),
+                SMALL,
+                {"idle": "free"},
+            ),
+            Panel(
+                "Block tables",
+                block_tables(frame),
+                f"Position {place} of request {row['number']} is in entry {entry} of its block "
+                f"table: page {row['pages'][entry]}, offset {offset}.",
+            ),
+            Panel("The engine, step by step", runs.player(run, at)),
+        ],
+    )
+
+
+def record_sharing(prompt: str) -> Pool:
+    """A text, and once its prompt is computed three more with the same prompt."""
+    ids = runs.encode(prompt, 60)
+    num_pages = 4 * page_count(len(ids) + 9, PAGE)
+    engine = Engine(runs.load(), max_rows=4, num_pages=num_pages, page_size=PAGE)
+    arrivals = [Arrival(min(seed, 1), ids, drawing(9, seed)) for seed in range(4)]
+    run = runs.play(engine, arrivals, "pages", "sharing")
+    saved = []
+    for frame in run.frames:
+        owners = owners_of(frame)
+        saved.append((sum(map(len, owners.values())) - len(owners), len(owners)))
+    return Pool(run, max(range(len(saved)), key=lambda at: (saved[at], at)))
+
+
+def draw_sharing(record: Pool) -> Scene:
+    run, at = record
+    frame = run.frames[at]
+    owners = owners_of(frame)
+    entries = sum(map(len, owners.values()))
+    shared = sum(len(numbers) > 1 for numbers in owners.values())
+    length = run.requests[0].prompt_length
+    found = run.frames[-1]["shared"] // 3
+    caption = (
+        "Requests that begin alike share the full pages of their common prefix: "
+        f"{len(frame['running'])} texts need {len(owners)} pages instead of {entries}."
+        if shared
+        else "This prompt does not fill a page, so no page is shared."
+    )
+    return Scene(
+        caption,
+        [
+            Panel(
+                f"Pages after step {at + 1}: {shared} shared, {len(owners) - shared} not",
+                pool(run, frame, max(owners)),
+                SMALL,
+                {"kept": "shared", "idle": "free"},
+            ),
+            Panel(
+                "Block tables",
+                block_tables(frame),
+                f"Requests 2 to 4 each found {found} of {times(length, 'prompt token')} in the "
+                f"cache and computed {length - found}. The last token of a prompt is always "
+                "computed, because its logits are needed. A page that becomes equal to a shared "
+                "one is replaced by it.",
+                {"kept": "a shared page"},
+            ),
+            Panel("The engine, step by step", runs.player(run, at)),
+        ],
+    )
+
+
+def record_preemption(prompt: str) -> Run:
+    """Four texts that need more pages than there are."""
+    ids = runs.encode(prompt, 12)
+    engine = Engine(runs.load(), max_rows=4, num_pages=10, page_size=PAGE)
+    arrivals = [  # with a salt each: none finds the pages of another one
+        Arrival(after, ids, drawing(length, seed), str(seed))
+        for seed, (after, length) in enumerate(((0, 16), (0, 14), (3, 13), (5, 12)))
+    ]
+    return runs.play(engine, arrivals, "pages", "preemption", "sharing")
+
+
+def draw_preemption(record: Run) -> Scene:
+    frames = record.frames
+    pages = [[Cell()] * len(frames) for _ in range(record.setup["num_pages"])]
+    for at, frame in enumerate(frames):
+        for page, (number,) in owners_of(frame).items():
+            pages[page][at] = Cell(f"owner{number}")
+    lanes = []
+    again = 0  # positions computed more than once
+    for number, request in enumerate(record.requests, 1):
+        spans = []
+        done = 0  # positions computed of it so far
+        for at, frame in enumerate(frames):
+            row = row_of(frame, number)
+            work = work_of(frame, number)
+            if number in frame["preempted"]:
+                kind = "bad"
+            elif work:
+                start = row["computed"] - work if row in frame["running"] else done
+                kind = "second" if start < done else "first"
+                again += done - start
+                done = start + work
+            elif row in frame["waiting"]:
+                kind = "idle"
+            else:
+                continue
+            if spans and spans[-1].kind == kind:
+                spans[-1] = spans[-1]._replace(end=at + 1)
+            else:
+                spans.append(Span(at, at + 1, kind))
+        lanes.append(Lane(f"request {number}", spans, times(len(request.output), "token")))
+    count = frames[-1]["preemptions"]
+    caption = (
+        "When no page is free, the youngest request is preempted: it returns its pages and later "
+        f"computes its text again. Here that happens {times(count, 'time')}, and "
+        f"{times(again, 'position')} are computed twice."
+        if count
+        else f"The {len(pages)} pages are enough for these texts: no request is preempted."
+    )
+    first = next((at for at, frame in enumerate(frames) if frame["preempted"]), 0)
+    return Scene(
+        caption,
+        [
+            Panel(
+                f"{len(pages)} pages over {len(frames)} steps",
+                Cells([Row(f"page {page}", cells) for page, cells in enumerate(pages)]),
+                f"A column is a step. {SMALL}",
+                {f"owner{number}": f"request {number}" for number in range(1, len(lanes) + 1)},
+            ),
+            Panel(
+                "The requests",
+                Lanes(lanes, Axis("step")),
+                "A preempted request waits until pages for its whole text are free. It finds "
+                "those of its old pages that were not taken. Requests behind it in the queue do "
+                "not overtake it.",
+                {
+                    "first": "computes new positions",
+                    "bad": "preempted",
+                    "idle": "waits",
+                    "second": "computes its text again",
+                },
+            ),
+            Panel("The engine, step by step", runs.player(record, first)),
+        ],
+    )
+
+
+class Groups(NamedTuple):
+    """What a decode step gathers for attention."""
+
+    lengths: list[int]  # positions of each text
+    groups: list[tuple[int, list[int]]]  # pages that each row of a group reads; which texts
+
+
+SHORT = (2, 3, 7, 9)  # positions of the texts beside the prompt
+
+
+def record_groups(prompt: str) -> Groups:
+    lengths = [len(runs.encode(prompt, 120)), *SHORT]
+    counts = [page_count(length, PAGE) for length in lengths]
+    paged = PagedCache(runs.load(), sum(counts), PAGE)
+    free = iter(range(sum(counts)))
+    spans = [
+        cache.Span([next(free) for _ in range(count)], length - 1, [0])
+        for count, length in zip(counts, lengths)
+    ]
+    _, _, ends = paged.arrange(spans)
+    groups = []
+    for part, _, mask in paged.groups:
+        members = [text for text, end in enumerate(ends) if part.start < end <= part.stop]
+        groups.append((mask.shape[-1] // PAGE, members))
+    return Groups(lengths, groups)
+
+
+def draw_groups(record: Groups) -> Scene:
+    counts = [page_count(length, PAGE) for length in record.lengths]
+    together = [(max(counts), list(range(len(counts))))]
+    key = {"first": "a page of the text", "idle": "padding: its last page again"}
+    parts = []
+    sums = []
+    for title, groups, note in (
+        ("One group", together, SMALL),
+        ("Groups", record.groups, "A group has texts of 1 page, 2 to 3, 4 to 7, 8 to 15 pages."),
+    ):
+        rows = []
+        for width, members in sorted(groups, reverse=True):
+            for text in sorted(members, key=lambda text: -counts[text]):
+                cells = [Cell("first")] * counts[text] + [Cell("idle")] * (width - counts[text])
+                cells += [Cell()] * (max(counts) - width)
+                rows.append(Row(f"text {text + 1}", cells, f"reads {width}"))
+        sums.append(sum(width * len(members) for width, members in groups))
+        parts.append(Panel(f"{title}: {sums[-1]} pages read", Cells(rows), note, key))
+    return Scene(
+        "One batched attention call reads as many pages of each text as the longest one has: "
+        f"{sums[0]} here. One call for each group of similar length reads {sums[1]}. The texts "
+        f"have {times(sum(counts), 'page')}.",
+        parts,
+    )
+
+
+class Budgets(NamedTuple):
+    """A long prompt arrives while two short texts are written, under two budgets."""
+
+    budgets: tuple[int, int]
+    runs: list[Run]
+    first: list[int]  # the step that gives the long prompt its first token
+
+
+BESIDE = ("Lily", "The dog")
+ARRIVES = 2  # steps before the long prompt comes
+
+
+def record_budgets(prompt: str, budgets: tuple[int, int] = (512, 8)) -> Budgets:
+    params = SamplingParams(12, ignore_eos=True)
+    arrivals = [Arrival(0, runs.encode(text, 20), params) for text in BESIDE]
+    arrivals.append(Arrival(ARRIVES, runs.encode(prompt, 200), params))
+    played = []
+    first = []
+    for budget in budgets:
+        engine = Engine(runs.load(), max_rows=3, num_pages=18, budget=budget)
+        run = runs.play(engine, arrivals, "pages")
+        played.append(run)
+        rows = [row_of(frame, 3) for frame in run.frames]
+        first.append(
+            next(n for n, row in enumerate(rows, 1) if row and row["tokens"] > row["prompt"])
+        )
+    return Budgets(budgets, played, first)
+
+
+def draw_budgets(record: Budgets) -> Scene:
+    parts = []
+    most = []
+    for budget, run, first in zip(record.budgets, record.runs, record.first):
+        bars = []
+        for step, frame in enumerate(run.frames, 1):
+            shares = [(work_of(frame, number), f"owner{number}") for number in (1, 2, 3)]
+            total = sum(share for share, _ in shares)
+            value = f"{total}, first token" if step == first else str(total)
+            bars.append(Bar(f"step {step}", shares, value))
+        most.append(max(work_of(frame, 0) for frame in run.frames))
+        title = f"Budget {budget}: {len(run.frames)} steps, at most {times(most[-1], 'token')}"
+        key = {"owner1": "request 1", "owner2": "request 2", "owner3": "request 3, a long prompt"}
+        parts.append(Panel(title, Bars(bars, max(most)), key=key))
+    run = record.runs[1]
+    budget = record.budgets[1]
+    shown = min(4, len(run.frames) - 1)
+    parts.append(Panel(f"Budget {budget}, step by step", runs.player(run, shown)))
+    early, late = record.first
+    price = f" The price: its first token comes in step {late} instead of {early}."
+    return Scene(
+        f"A long prompt arrives while two texts are decoded. A budget of {budget} tokens a step "
+        f"splits its prefill into chunks: no step computes more than {most[1]} tokens instead of "
+        f"{most[0]}, so each step stays short.{price * (late > early)}",
+        parts,
+    )
+
+
+PICTURES = {
+    "paged-cache": Picture("Lily", record_pool, draw_pool),
+    "page-groups": Picture(runs.STORY, record_groups, draw_groups),
+    "preemption": Picture("Lily", record_preemption, draw_preemption),
+    "prefix-sharing": Picture(
+        "Once upon a time, there was a little girl named Lily", record_sharing, draw_sharing
+    ),
+    "chunked-prefill": Picture(runs.STORY, record_budgets, draw_budgets),
+}

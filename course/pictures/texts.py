@@ -1,0 +1,166 @@
+"""Lessons 46 and 47: text that is held back, and how sure the model was of each token."""
+
+import math
+from typing import NamedTuple
+
+from engine.engine import Engine
+from loading.tokenizer import StopStream
+from pictures import runs
+from pictures.scene import (
+    Bar,
+    Bars,
+    Line,
+    Panel,
+    Picture,
+    Scene,
+    Token,
+    Tokens,
+    percent,
+    signed,
+    times,
+    word,
+)
+from sampling import SamplingParams
+
+
+class Step(NamedTuple):
+    """A token on its way to the reader."""
+
+    token: str
+    shown: str  # text that is sent with it
+    held: str  # text that is held back then
+
+
+class Held(NamedTuple):
+    stop: str
+    steps: list[Step]
+    stopped: bool
+    end: str  # what the end of the text releases
+
+
+def record_held(prompt: str, most: int = 24) -> Held:
+    """The stop string is one whose beginning stands earlier in the text, if there is one."""
+    ids = runs.encode(prompt, 100)
+    eos = runs.load().config.eos_token_ids
+    written = [id for id in runs.write(ids, max_new_tokens=most) if id not in eos]
+    stop = pick_stop("".join(runs.texts_of(written)))
+    stream = StopStream(runs.encoding(), stop=(stop,) if stop else ())
+    steps = []
+    for id, text in zip(written, runs.texts_of(written)):
+        steps.append(Step(text, stream.add(id), stream.held))
+        if stream.stopped:
+            break
+    return Held(stop, steps, stream.stopped, stream.end())
+
+
+def pick_stop(text: str) -> str:
+    """The string of the text with the longest beginning that also stands earlier in it."""
+    best = text[-5:].strip("\ufffd ")
+    longest = 2
+    for end in range(len(text)):
+        for start in range(end - longest):
+            begun, stop = text[start:end], text[start : end + 1]
+            if begun in text[: end - 1] and text.find(stop) == start and begun[0].isalnum():
+                best, longest = stop, end - start
+                break  # others that end here are shorter
+    return best
+
+
+def draw_held(record: Held) -> Scene:
+    lines = []
+    released = []  # text that was held back for nothing
+    before = ""
+    for number, step in enumerate(record.steps, 1):
+        pieces = [(step.shown, "good"), (step.held, "second")]
+        sent = [Token(text, kind) for text, kind in pieces if text]
+        lines.append(Line(sent, f"{number}. {word(step.token)}"))
+        if before and step.shown.startswith(before):
+            released.append(before)
+        before = step.held
+    shown = "".join(step.shown for step in record.steps) + record.end
+    if record.stopped:
+        lines[-1].tokens.append(Token(record.stop, "gone"))
+    note = ""
+    if released:
+        note = f"{word(max(released, key=len))} was held back until the text went on differently."
+    return Scene(
+        f"Text that may be the beginning of the stop string {word(record.stop)} is held back. "
+        + (
+            "Once the stop string is complete, the text ends before it."
+            if record.stopped
+            else "The stop string never comes, so the end of the text releases what is held."
+        ),
+        [
+            Panel(
+                "What each token sends to the reader",
+                Tokens(lines),
+                note,
+                {"good": "sent", "second": "held back", "gone": "the stop string, never sent"},
+            ),
+            Panel("What the reader gets", Tokens([Line([Token(shown, "good")])])),
+        ],
+    )
+
+
+class Chance(NamedTuple):
+    """A token, with the model's most likely one in its place."""
+
+    text: str
+    logprob: float
+    best: str
+    best_logprob: float
+
+
+class Chances(NamedTuple):
+    prompt: str
+    tokens: list[Chance]
+
+
+def record_chances(prompt: str, count: int = 16) -> Chances:
+    ids = runs.encode(prompt, 100)
+    engine = Engine(runs.load(), max_rows=1)
+    request = engine.add(ids, SamplingParams(count, temperature=1.0, seed=5, logprobs=1))
+    while engine.busy:
+        engine.step()
+    tokens = []
+    for text, (own, [(best, logprob)]) in zip(runs.texts_of(request.output), request.logprobs):
+        tokens.append(Chance(text, own, runs.text_of(best), logprob))
+    return Chances(prompt, tokens)
+
+
+def draw_chances(record: Chances) -> Scene:
+    bars = []
+    for each in record.tokens:
+        p, best = math.exp(each.logprob), math.exp(each.best_logprob)
+        value = f"{signed(each.logprob)}, {percent(p)}"
+        if each.logprob == each.best_logprob:
+            bars.append(Bar(word(each.text), [(p, "first")], value))
+        else:
+            value += f"; {word(each.best)} {percent(best)}"
+            bars.append(Bar(word(each.text), [(p, "second")], value, best))
+    logprobs = [each.logprob for each in record.tokens]
+    mean = sum(logprobs) / len(logprobs)
+    unsure = min(record.tokens, key=lambda each: each.logprob)
+    return Scene(
+        "Log-probabilities show where the model was unsure. The least likely token here is "
+        f"{word(unsure.text)}, with {percent(math.exp(unsure.logprob))}. The perplexity of these "
+        f"{times(len(logprobs), 'token')} is {math.exp(-mean):.2f}.",
+        [
+            Panel(
+                f"After {word(record.prompt)}, drawn at temperature 1",
+                Bars(bars, 1),
+                "Behind each bar: log-probability, probability, and the most likely token where "
+                f"that is another one. The mean of the log-probabilities is {signed(mean, 3)}, and "
+                f"the perplexity is exp({signed(-mean, 3)}) = {math.exp(-mean):.2f}: the model was "
+                "as unsure as among that many equally likely tokens.",
+                {"first": "the most likely token", "second": "another one; line: the most likely"},
+                wide=True,
+            )
+        ],
+    )
+
+
+PICTURES = {
+    "stop-strings": Picture("The dog", record_held, draw_held),
+    "logprobs": Picture("Once upon a time", record_chances, draw_chances),
+}

@@ -1,0 +1,99 @@
+"""Lesson 54: trials decide whether drafts pay."""
+
+import itertools
+from typing import NamedTuple
+
+from engine.drafter import TRIAL, PagedDrafter, Trial
+from engine.engine import Engine
+from pictures import runs
+from pictures.runs import Arrival
+from pictures.scene import Axis, Curve, Lines, Panel, Picture, Scene, signed
+from sampling import SamplingParams
+
+GAMMA = 3
+STEPS = 6 * TRIAL
+CLOCKS = {  # what a step costs with drafts: title, note; a pass over one token costs 1
+    "weights": (
+        "Reading the weights takes the time",
+        f"A pass over {GAMMA + 1} tokens takes as long as a pass over one.",
+    ),
+    "products": (
+        "The products take the time",
+        f"A pass over {GAMMA + 1} tokens takes {GAMMA + 1} times as long as a pass over one.",
+    ),
+}
+
+
+class Tried(NamedTuple):
+    """Decode steps on a clock that counts."""
+
+    clock: str
+    cost: float  # of a step with drafts
+    steps: list[tuple[bool, int]]  # with drafts? tokens
+    rates: tuple[float, float]  # tokens per unit with drafts and without, when it is decided
+
+
+def record_trials(prompt: str) -> list[Tried]:
+    """Accepted drafts of a run, handed to a trial on two clocks."""
+    ids = runs.encode(prompt, 20)
+    target, draft = runs.load(), runs.load("stories-draft")
+    params = SamplingParams(200, ignore_eos=True, temperature=0.8, seed=1)
+    engine = Engine(target, 1, gamma=GAMMA, drafter=PagedDrafter(draft, target, 1))
+    run = runs.play(engine, [Arrival(0, ids, params)])
+    counts = [frame["running"][0]["work"][3] for frame in run.frames[1:-1]]
+    sizes = [sum(weight.numel() for weight in model.parameters()) for model in (draft, target)]
+    small = GAMMA * sizes[0] / sizes[1]  # passes of the draft model
+    return [tried(clock, cost + small, counts) for clock, cost in zip(CLOCKS, (1, GAMMA + 1))]
+
+
+def tried(clock: str, cost: float, counts: list[int]) -> Tried:
+    """counts: tokens of each step with drafts."""
+    trial = Trial()
+    with_drafts = itertools.cycle(counts)
+    steps = []
+    while len(steps) < STEPS:
+        drafts = trial.drafts
+        tokens = next(with_drafts) if drafts else 1
+        steps.append((drafts, tokens))
+        trial.note(drafts, tokens, cost if drafts else 1.0)
+        if len(steps) == 2 * TRIAL:
+            rates = trial.rate(True), trial.rate(False)
+    return Tried(clock, cost, steps, rates)
+
+
+def draw_trials(record: list[Tried]) -> Scene:
+    parts = []
+    for each in record:
+        time = total = 0
+        pieces = []  # of one way each
+        for drafts, tokens in each.steps:
+            if not pieces or pieces[-1][0] != drafts:
+                pieces.append((drafts, [(time, total)]))
+            time += each.cost if drafts else 1
+            total += tokens
+            pieces[-1][1].append((time, total))
+        named = set()
+        curves = []
+        for drafts, points in pieces:
+            name = "with drafts" if drafts else "without drafts"
+            kind = "good" if drafts else "second"
+            curves.append(Curve("" if kind in named else name, points, kind))
+            named.add(kind)
+        pays = "pay" if each.rates[0] > each.rates[1] else "do not pay"
+        title, note = CLOCKS[each.clock]
+        with_drafts, without = (signed(rate) for rate in each.rates)
+        note += (
+            f" With the draft model, a step with drafts takes {each.cost:.2f}. Tokens per unit of "
+            f"time: {with_drafts} with drafts, {without} without."
+        )
+        lines = Lines(curves, Axis("time, in passes over one token"), Axis("tokens"))
+        parts.append(Panel(f"{title}: drafts {pays}", lines, note))
+    return Scene(
+        "Drafts pay where a step with them yields more tokens in its time. The engine measures "
+        f"{TRIAL} steps with drafts and {TRIAL} without, then goes on with the faster way. "
+        "Times are counted here, not measured.",
+        parts,
+    )
+
+
+PICTURES = {"drafts-that-pay": Picture("Lily", record_trials, draw_trials)}
