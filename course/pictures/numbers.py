@@ -1,11 +1,12 @@
-"""Lesson 12: what is left of a number in 16 bits."""
+"""Lessons 12 and 24: what is left of a number in 16 bits, and of a row of weights in 8."""
 
 from typing import NamedTuple
 
 import torch
 
+from int8 import quantize
 from pictures import runs
-from pictures.scene import Cell, Cells, Panel, Picture, Row, Scene, word
+from pictures.scene import Bar, Bars, Cell, Cells, Panel, Picture, Row, Scene, signed, word
 
 
 class Rounded(NamedTuple):
@@ -62,4 +63,57 @@ def draw_rounded(record: Rounded) -> Scene:
     )
 
 
-PICTURES = {"fp16-bf16": Picture("Once upon a time", record_rounded, draw_rounded)}
+class Weights(NamedTuple):
+    """A row of weights and what int8 makes of it."""
+
+    weights: list[float]
+    values: list[int]
+    scale: float
+
+
+def record_weights(prompt: str) -> Weights:
+    """The embedding of the last token of the prompt; the head has the same row."""
+    row = runs.load().wte.weight[runs.encode(prompt, 200)[-1]]
+    values, scale = quantize(row)
+    return Weights(row.tolist(), values.tolist(), scale.item())
+
+
+def draw_weights(record: Weights) -> Scene:
+    largest = max(range(len(record.values)), key=lambda at: abs(record.values[at]))
+    shown = sorted({*range(5), largest})
+    off = max(abs(w - v * record.scale) for w, v in zip(record.weights, record.values))
+    rows = []
+    for at in shown:
+        w, value = record.weights[at], record.values[at]
+        kind = "second" if at == largest else ""
+        cells = signed(w, 5), signed(value, 0), signed(value * record.scale, 5)
+        rows.append(Row(f"weight {at}", [Cell(kind, text) for text in cells]))
+    count = len(record.values)
+    memory = [
+        Bar("float32", [(4 * count, "first")], f"{4 * count:,} bytes"),
+        Bar("int8", [(count, "first"), (4, "second")], f"{count + 4} bytes"),
+    ]
+    return Scene(
+        f"A row of {count} weights takes {count + 4} bytes instead of {4 * count:,}: one byte a "
+        "weight and one scale for the row. No weight moves by more than half a step.",
+        [
+            Panel(
+                "Some of the weights, and the largest",
+                Cells(rows, ["weight", "int8", "int8 \u00d7 scale"]),
+                f"scale = largest / 127 = {record.scale:.6f}. int8 = weight / scale, rounded. The "
+                f"largest error of the row is {off:.6f}, at most scale / 2.",
+                {"second": "the largest: it becomes \u00b1127"},
+            ),
+            Panel(
+                "The row in memory",
+                Bars(memory),
+                key={"first": "weights", "second": "the scale, 4 bytes"},
+            ),
+        ],
+    )
+
+
+PICTURES = {
+    "fp16-bf16": Picture("Once upon a time", record_rounded, draw_rounded),
+    "int8-weights": Picture("Once upon a time", record_weights, draw_weights),
+}

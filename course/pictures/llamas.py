@@ -1,0 +1,177 @@
+"""Lessons 30 to 34: rotary positions, merges, and messages of a chat."""
+
+from typing import NamedTuple
+
+import regex
+import torch
+
+from command_line import STORIES
+from llama import rotate, rotations
+from loading.chat import Chat
+from loading.tokenizer_checks import PATTERNS
+from model import causal_attention
+from pictures import runs
+from pictures.scene import (
+    Axis,
+    Curve,
+    Line,
+    Lines,
+    Panel,
+    Picture,
+    Scene,
+    Token,
+    Tokens,
+    signed,
+    times,
+    word,
+)
+
+NAME = "stories-llama"
+LATER = 100  # positions
+
+
+class Turned(NamedTuple):
+    """Scores of a query and a key that are turned by their positions."""
+
+    query: str
+    key: str
+    scores: dict[int, list[float]]  # position of the key -> the scores at distances 0, 1, ...
+
+
+@torch.inference_mode()
+def record_turned(prompt: str, most: int = 64) -> Turned:
+    """The last token's query and the key two before it, in the first head of the first layer."""
+    model = runs.load(NAME)
+    ids = runs.encode(prompt, 100)
+    seen = []
+
+    def attend(layer, q, k, v):
+        seen.append((q[0, :, :1], k[0, :, :1]))
+        return causal_attention(layer, q, k, v)
+
+    model.hidden(torch.tensor([ids]), torch.zeros(len(ids), dtype=torch.int64), attend)
+    queries, keys = seen[0]  # at position 0, where nothing is turned
+    other = max(0, len(ids) - 3)
+    cos, sin = rotations(model.config, model.dtype, model.device).first(LATER + most + 1)
+    scores = {}
+    for start in (0, LATER):
+        places = slice(start, start + most + 1)
+        turned = rotate(queries[-1], cos[places], sin[places])  # (most + 1, 1, head_dim)
+        key = rotate(keys[other], cos[start], sin[start])
+        scores[start] = (turned * key).sum(-1)[:, 0].tolist()
+    return Turned(runs.text_of(ids[-1]), runs.text_of(ids[other]), scores)
+
+
+def draw_turned(record: Turned) -> Scene:
+    here, later = record.scores.values()
+    curves = [
+        Curve("key at position 0", list(enumerate(here)), "first"),
+        Curve(f"key at position {LATER}", list(enumerate(later))[::4], "second", dots=True),
+    ]
+    return Scene(
+        "Rotary positions turn each query and each key by an angle that grows with its position. "
+        f"So a score depends on the distance alone: {signed(here[2])} at distance 2, "
+        f"{signed(here[32])} at 32, wherever both stand.",
+        [
+            Panel(
+                f"Query of {word(record.query)}, key of {word(record.key)}",
+                Lines(curves, Axis("distance in positions"), Axis("score: q \u00b7 k")),
+                "The same two vectors at each distance. Pairs of their numbers turn at different "
+                "speeds, hence the waves.",
+            )
+        ],
+    )
+
+
+class Message(NamedTuple):
+    """A message of a user as tokens: text, and whether it is a control token."""
+
+    safe: list[tuple[str, bool]]  # by `Chat.encode`
+    naive: list[tuple[str, bool]]  # the template's text, encoded as one
+
+
+def record_message(prompt: str) -> Message:
+    runs.encode(prompt, 60)
+    encoding = runs.encoding()
+    template = Chat(STORIES.with_name(NAME))
+    said = [{"role": "user", "content": prompt}]
+    naive = encoding.encode(template.render(said), allowed_special="all")
+    control = {encoding.encode_single_token(text) for text in encoding.special_tokens_set}
+    both = template.encode(said, encoding), naive
+    return Message(*([(runs.text_of(id), id in control) for id in ids] for ids in both))
+
+
+def draw_message(record: Message) -> Scene:
+    panels = []
+    for title, tokens in (
+        ("Template and message encoded apart", record.safe),
+        ("The text encoded as one string", record.naive),
+    ):
+        line = Line([Token(text, "bad" if control else "") for text, control in tokens])
+        panels.append(Panel(title, Tokens([line]), key={"bad": "a control token"}))
+    ours, theirs = (sum(control for _, control in tokens) for tokens in record)
+    panels[0].note = "A message is plain characters, whatever it says."
+    panels[1].note = "The model would read that the text ends inside the message."
+    if ours == theirs:
+        panels[1].note = "This message has no text of a control token, so both are alike."
+    return Scene(
+        "Text that a user types never becomes a control token. The template\u2019s own make "
+        f"{times(ours, 'control token')}; the text encoded as one string would have {theirs}.",
+        panels,
+    )
+
+
+class Merge(NamedTuple):
+    """The parts of a word after a merge."""
+
+    parts: list[str]
+    at: int | None  # the place of the part that is new; None before the first merge
+    id: int | None  # the id of that token
+
+
+def record_merges(prompt: str) -> list[Merge]:
+    """Merges of the longest piece that the pattern cuts out of a prompt."""
+    runs.encode(prompt, 20)
+    encoding = runs.encoding()
+    count = len(encoding.token_byte_values())  # the control tokens are behind them
+    ids = {encoding.decode_single_token_bytes(id): id for id in range(count)}
+    piece = max(regex.findall(PATTERNS["GPT-2"], prompt), key=len).encode()
+    parts = [bytes([byte]) for byte in piece]
+    merges = [Merge([part.decode("utf-8", "backslashreplace") for part in parts], None, None)]
+    while True:
+        joined = [a + b for a, b in zip(parts, parts[1:])]
+        found = [(ids[pair], at) for at, pair in enumerate(joined) if pair in ids]
+        if not found:
+            return merges
+        id, at = min(found)
+        parts[at : at + 2] = [joined[at]]
+        merges.append(Merge([part.decode("utf-8", "backslashreplace") for part in parts], at, id))
+
+
+def draw_merges(merges: list[Merge]) -> Scene:
+    lines = []
+    for number, merge in enumerate(merges):
+        kinds = ["first" if at == merge.at else "" for at in range(len(merge.parts))]
+        tokens = [Token(*pair) for pair in zip(merge.parts, kinds)]
+        lines.append(Line(tokens, str(number), "" if merge.id is None else f"id {merge.id:,}"))
+    text = "".join(merges[-1].parts)
+    return Scene(
+        "The ids of a vocabulary rank its merges: of all neighbours that form a token, the pair "
+        f"with the lowest id is merged first. {word(text)} becomes "
+        f"{times(len(merges[-1].parts), 'token')} in {times(len(merges) - 1, 'merge')}.",
+        [
+            Panel(
+                "Bytes, and the parts after each merge",
+                Tokens(lines),
+                "A pattern cuts the text into such pieces first, and no merge crosses a cut.",
+                {"first": "the pair just merged"},
+            )
+        ],
+    )
+
+
+PICTURES = {
+    "llama-3-tokenizer": Picture("They went to the playground", record_merges, draw_merges),
+    "llama": Picture("The cat sat on", record_turned, draw_turned),
+    "chat": Picture("rain<|endoftext|>", record_message, draw_message),
+}

@@ -1,0 +1,310 @@
+"""Lessons 20 to 23: beams, a race in place of a sort, and drafts from the text itself."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from drafts import lookup
+from infer import beam_search
+from infer_speculative import generate_speculative, propose_lookup
+from pictures import drafting, runs
+from pictures.scene import (
+    Axis,
+    Bar,
+    Bars,
+    Curve,
+    Line,
+    Lines,
+    Panel,
+    Picture,
+    Scene,
+    Token,
+    Tokens,
+    percent,
+    signed,
+    times,
+    word,
+)
+from sampling import SamplingParams, keyed_noise, token_logprob
+
+Scored = list[tuple[str, float]]  # tokens with their log-probabilities
+
+
+class Tree(NamedTuple):
+    prompt: str
+    steps: list[list[Scored]]  # the two texts kept after each step, best first
+    greedy: Scored
+
+
+def record_tree(prompt: str, count: int = 5) -> Tree:
+    model = runs.load()
+    ids = runs.encode(prompt, 100)
+
+    @torch.inference_mode()
+    def scored(tokens: list[int]) -> Scored:
+        logits = model(torch.tensor([ids + tokens]), len(tokens) + 1)[0]
+        logprobs = [token_logprob(*pair, 0).logprob for pair in zip(logits, tokens)]
+        return list(zip(runs.texts_of(tokens), logprobs))
+
+    steps = [beam_search(model, ids, 2, length, ignore_eos=True) for length in range(1, count + 1)]
+    greedy = runs.write(ids, max_new_tokens=count, ignore_eos=True)
+    return Tree(prompt, [[scored(beam.tokens) for beam in step] for step in steps], scored(greedy))
+
+
+def total(scored: Scored) -> float:
+    return sum(logprob for _, logprob in scored)
+
+
+def draw_tree(record: Tree) -> Scene:
+    texts = [[[text for text, _ in scored] for scored in step] for step in record.steps]
+    wins = texts[-1][0]
+    kept = []
+    for number, (step, beams) in enumerate(zip(record.steps, texts), 1):
+        for rank, (scored, text) in enumerate(zip(step, beams)):
+            kind = "first" if text == wins[:number] else ""
+            tokens = [Token(each, kind) for each in text]
+            kept.append(Line(tokens, "" if rank else str(number), signed(total(scored))))
+    best = record.steps[-1][0]
+    finds = []
+    pairs = ("greedy", record.greedy, best, "second"), ("two beams", best, record.greedy, "first")
+    for name, scored, against, kind in pairs:
+        tokens = [
+            Token(text, kind if text != other else "", signed(logprob))
+            for (text, logprob), (other, _) in zip(scored, against)
+        ]
+        finds.append(Line(tokens, name, signed(total(scored))))
+    ratio = math.exp(total(best) - total(record.greedy))
+    found = (
+        "it finds greedy decoding\u2019s text."
+        if wins == [text for text, _ in record.greedy]
+        else f"it finds a text {ratio:.1f} times as probable as greedy decoding\u2019s."
+    )
+    return Scene(
+        f"Beam search keeps the two most probable texts at each step. After {word(record.prompt)} "
+        + found,
+        [
+            Panel(
+                "What each finds",
+                Tokens(finds),
+                "Below each token: its log-probability. Right: their sum. Nearer to 0 is more "
+                "probable.",
+                {
+                    "second": "greedy\u2019s choice",
+                    "first": "the best beam\u2019s, where it differs",
+                },
+            ),
+            Panel(
+                "The two beams after each step",
+                Tokens(kept),
+                "The text that wins need not be the best at every step.",
+                {"first": "the text that wins"},
+            ),
+        ],
+    )
+
+
+class Lookup(NamedTuple):
+    """Drafts copied from the text before them."""
+
+    prompt: list[str]
+    verdicts: list[drafting.Verdict]
+    shown: int | None  # the pass that is shown: the first with an accepted draft
+    size: int  # how many tokens were looked up there
+    source: int  # where the earlier occurrence begins
+
+
+def record_lookup(prompt: str, count: int = 16) -> Lookup:
+    ids = runs.encode(prompt, 100)
+    passes = list(generate_speculative(runs.load(), propose_lookup, ids, SamplingParams(count)))
+    verdicts = [
+        drafting.Verdict(runs.texts_of(each.drafts), each.accepted, runs.texts_of(each.tokens))
+        for each in passes
+    ]
+    shown = next((at for at, each in enumerate(passes) if each.accepted), None)
+    text = ids + [token for each in passes[: shown or 0] for token in each.tokens]
+    size = max((size for size in (2, 3) if lookup(text, 1, size, size)), default=0)
+    places = range(len(text) - size)
+    found = [at for at in places if text[at : at + size] == text[len(text) - size :]]
+    return Lookup(runs.texts_of(ids), verdicts, shown, size, max(found, default=0))
+
+
+def draw_lookup(record: Lookup) -> Scene:
+    drafts = sum(len(each.drafts) for each in record.verdicts)
+    accepted = sum(each.accepted for each in record.verdicts)
+    written = sum(len(each.tokens) for each in record.verdicts)
+    caption = (
+        "Prompt lookup needs no draft model: it proposes what followed the last tokens earlier in "
+        f"the text. {accepted} of {times(drafts, 'draft')} are accepted: {written} tokens in "
+        f"{times(len(record.verdicts), 'pass', 'passes')}."
+    )
+    panels = [
+        Panel(
+            f"{len(record.verdicts)} passes", drafting.passes_of(record.verdicts), "", drafting.KEY
+        )
+    ]
+    if record.shown is not None:
+        text = record.prompt + [t for each in record.verdicts[: record.shown] for t in each.tokens]
+        copied = record.verdicts[record.shown].drafts
+        kinds = [""] * (len(text) - record.size) + ["second"] * record.size
+        start = record.source + record.size
+        kinds[record.source : start] = ["second"] * record.size
+        kinds[start : start + len(copied)] = ["first"] * len(copied)
+        tokens = [Token(*pair) for pair in zip(text, kinds)]
+        tokens += [Token(each, "first", "draft") for each in copied]
+        panels.insert(
+            0,
+            Panel(
+                f"The text before pass {record.shown + 1}, and its drafts",
+                Tokens([Line(tokens)]),
+                key={"second": "the last tokens, found earlier", "first": "what followed, copied"},
+                wide=True,
+            ),
+        )
+    return Scene(caption, panels)
+
+
+class Runner(NamedTuple):
+    """A token in the race."""
+
+    token: str
+    p: float
+    noise: float
+    before: float  # the mass of all more probable tokens
+    round: int  # in which it was the fastest left; 0 for never
+
+
+class Race(NamedTuple):
+    p: float  # top-p
+    tokens: int  # that race
+    runners: list[Runner]  # the fastest, those of each round among them
+
+
+@torch.inference_mode()
+def record_race(prompt: str, p: float = 0.5, rounds: int = 3) -> Race:
+    """The first seed whose race has so many rounds, at temperature 1."""
+    ids = runs.encode(prompt, 200)
+    logits = runs.next_logits(ids)
+    probs = logits.softmax(-1)
+    for seed in range(200):
+        noise = keyed_noise(logits[None], [(seed, len(ids))])[0]
+        speeds = probs / noise
+        fastest = [speeds.argmax().item()]
+        while probs[left := probs > probs[fastest[-1]]].sum() >= p:
+            fastest.append(speeds.masked_fill(~left, -1).argmax().item())
+        if len(fastest) == rounds:
+            break
+    shown = dict.fromkeys(speeds.topk(8).indices.tolist() + fastest)
+    runners = [
+        Runner(
+            runs.text_of(id),
+            probs[id].item(),
+            noise[id].item(),
+            probs[probs > probs[id]].sum().item(),
+            fastest.index(id) + 1 if id in fastest else 0,
+        )
+        for id in sorted(shown, key=lambda id: -speeds[id])
+    ]
+    return Race(p, len(probs), runners)
+
+
+def draw_race(record: Race) -> Scene:
+    asked = sorted((each for each in record.runners if each.round), key=lambda each: each.round)
+    rounds = []
+    limit = 1.0
+    for each in asked:
+        kind = "good" if each.before < record.p else "bad"
+        behind = max(limit - each.before - each.p, 0)
+        parts = [(each.before, "first"), (each.p, kind), (behind, "gone")]
+        verdict = "inside" if kind == "good" else "outside"
+        value = f"{percent(each.before)} before it: {verdict}"
+        rounds.append(Bar(f"{each.round}. {word(each.token)}", parts, value, record.p))
+        limit = each.before
+    speeds = []
+    for each in record.runners:
+        kind = "kept" if not each.round else "good" if each is asked[-1] else "bad"
+        value = f"{percent(each.p)} / {each.noise:.2g}"
+        speeds.append(Bar(word(each.token), [(each.p / each.noise, kind)], value))
+    verdicts = {"bad": "the fastest, outside top-p", "good": "the fastest, inside: drawn"}
+    return Scene(
+        f"{record.tokens:,} tokens race, and only the fastest is asked whether it is inside top-p: "
+        f"nothing is sorted. {word(asked[-1].token)} is drawn after "
+        f"{times(len(asked), 'question')}.",
+        [
+            Panel(
+                "The fastest tokens",
+                Bars(speeds),
+                "Speed: the probability divided by an exponential random number. So a token is the "
+                "fastest as often as its probability says.",
+                verdicts | {"kept": "never asked"},
+            ),
+            Panel(
+                f"Where the fastest stands in each round; line: top-p {record.p:g}",
+                Bars(rounds, 1),
+                "All tokens in a row, the most probable first, each as long as its probability. "
+                "The mass before a token is a sum over all tokens and needs no order.",
+                {"first": "more probable, still in the race"}
+                | verdicts
+                | {"gone": "less probable: out with it"},
+            ),
+        ],
+    )
+
+
+class Lengths(NamedTuple):
+    """Texts that beam search finds by the sum and by the mean of their log-probabilities."""
+
+    beams: int
+    texts: list[tuple[str, int, float]]  # text, number of tokens, sum
+    won: tuple[int, int]  # place of the best by its sum, and by its mean
+
+
+def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Lengths:
+    ids = runs.encode(prompt, 60)
+    sums = {}
+    winners = []
+    for penalty in (0.0, 1.0):
+        found = beam_search(runs.load(), ids, beams, most, length_penalty=penalty)
+        winners.append(tuple(found[0].tokens))
+        sums |= {tuple(beam.tokens): beam.score * len(beam.tokens) ** penalty for beam in found}
+    order = sorted(sums, key=len)
+    texts = [("".join(runs.texts_of(list(each))), len(each), sums[each]) for each in order]
+    return Lengths(beams, texts, tuple(map(order.index, winners)))
+
+
+def draw_lengths(record: Lengths) -> Scene:
+    panels = []
+    for title, power, winner in (
+        ("By the sum: length penalty 0", 0, record.won[0]),
+        ("By the mean: length penalty 1", 1, record.won[1]),
+    ):
+        points = [(n, score / n**power) for _, n, score in record.texts]
+        rest = [point for at, point in enumerate(points) if at != winner]
+        curves = [Curve("other texts found", rest, "kept", dots=True)] * bool(rest)
+        curves.append(Curve("the best", [points[winner]], "good", dots=True))
+        text = record.texts[winner][0].strip()
+        lines = Lines(curves, Axis("tokens"), Axis("mean" if power else "sum"))
+        panels.append(Panel(title, lines, f"The best: \u201c{text}\u201d"))
+    (_, short, total), (_, long, other) = (record.texts[at] for at in record.won)
+    return Scene(
+        "Each token lowers the sum of log-probabilities, so the sum favours short texts: "
+        f"{times(short, 'token')} with {signed(total)}. Divided by the length, "
+        f"{times(long, 'token')} win: {signed(other / long)} a token against "
+        f"{signed(total / short)}."
+        if short != long
+        else f"Here a text of {times(short, 'token')} wins by its sum and by its mean.",
+        panels,
+    )
+
+
+PICTURES = {
+    "length-penalty": Picture("They went home and slept.", record_lengths, draw_lengths),
+    "top-p-without-sorting": Picture("She was very", record_race, draw_race),
+    "beam-search": Picture("The cat sat on", record_tree, draw_tree),
+    "prompt-lookup": Picture(
+        "Once upon a time, there was a little girl named Lily. She loved to play with her toys."
+        "<|endoftext|>Once upon a time",
+        record_lookup,
+        draw_lookup,
+    ),
+}
