@@ -1,5 +1,6 @@
 """What the lessons' tests share: tiny models, the embedded one, and the command line."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -7,6 +8,7 @@ import runpy
 import shutil
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import hypothesis
@@ -248,6 +250,49 @@ def checkpoint(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def door(tiny_llama):
+    """A Door to a server of a random model, which all tests share."""
+    from serving import serving, small_engine
+
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        yield door
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A server of known times instead of the network."""
+    from loads import fake_server
+
+    return fake_server(monkeypatch)
+
+
+@pytest.fixture
+def table(capsys):
+    """A function that runs the client of servers: its exit code, its table, and stderr."""
+    from loads import client_table
+
+    return client_table(capsys)
+
+
+@pytest.fixture
+def start(tiny):
+    """A function that starts a server of a tiny model, with options of the engine: a Door."""
+    from serving import serving, small_encoding
+
+    from engine.engine import Engine
+
+    with contextlib.ExitStack() as stack:
+
+        def enter(model=None, app_options=None, **options):
+            def make():
+                return Engine(model or tiny(), encoding=small_encoding(), **options)
+
+            return stack.enter_context(serving(make, app_options=app_options))
+
+        yield enter
+
+
+@pytest.fixture(scope="session")
 def compiled(tmp_path_factory, request):
     """Native code is compiled into a directory of this session and its workers, not the user's."""
     from native import build
@@ -371,6 +416,23 @@ def run_file(capsys, monkeypatch):
                 runpy.run_module(name, run_name="__main__")
             runpy.run_path(str(ROOT / file), run_name="__main__")
         return ended.value.code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def run_program(capfd, monkeypatch):
+    """A function that runs a program's text in this process: exit code, stdout, stderr."""
+
+    def run(text: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(ROOT)
+        try:
+            exec(text, {"__name__": "__main__"})
+            code = 0
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        return code, *capfd.readouterr()
 
     return run
 

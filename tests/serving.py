@@ -5,13 +5,22 @@ import contextlib
 import functools
 import http.client
 import json
+import multiprocessing
+import os
 import queue
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 
-from conftest import CHECKPOINTS
+from conftest import CHECKPOINTS, ROOT
 
 SMALL = CHECKPOINTS / "stories-llama"
+PATH = "/v1/completions"
+ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True}
 
 
 @functools.cache
@@ -56,6 +65,23 @@ def results_of(engine, prompts, params) -> list[tuple]:
     ]
 
 
+def engine_alone(tiny_llama, prompt, **fields) -> tuple:
+    """Tokens, text, log-probabilities and finish reason that the engine alone has for a request.
+
+    prompt: text or ids. fields: of SamplingParams; the others have the defaults of the API.
+    """
+    from sampling import SamplingParams
+
+    if isinstance(prompt, str):
+        prompt = small_encoding().encode(prompt, allowed_special="all") or [4095]
+    stop = fields.get("stop", ())
+    own = {"max_new_tokens": 16, "temperature": 1.0} | fields
+    own["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    own["top_k"] = max(own.get("top_k", 0), 0)
+    (found,) = results_of(small_engine(tiny_llama), [prompt], [SamplingParams(**own)])
+    return found
+
+
 async def collect(updates) -> dict:
     """All updates of a call, joined: by index what `results_of` has."""
     from server.engine_thread import Update
@@ -69,7 +95,7 @@ async def collect(updates) -> dict:
 
 
 def in_turns(engine, turn):
-    """The same engine, of which each step waits for its turn, a semaphore."""
+    """Let each step of an engine wait for its turn, a semaphore; returns the engine."""
     step = engine.step
 
     def one_step():
@@ -78,6 +104,27 @@ def in_turns(engine, turn):
 
     engine.step = one_step
     return engine
+
+
+def changed(engine, change):
+    """Change each result of an engine; returns the engine. change: (work, result) to result."""
+    compute = engine.compute
+
+    def computed(works):
+        return [change(*pair) for pair in zip(works, compute(works), strict=True)]
+
+    engine.compute = computed
+    return engine
+
+
+def failing(engine, fails):
+    """Let texts of an engine fail; returns the engine. fails: whether a request's text does."""
+    return changed(engine, lambda work, own: None if fails(work.request) else own)
+
+
+def writing(engine, ids: list[int]):
+    """Let an engine write these ids, whatever its model thinks; returns the engine."""
+    return changed(engine, lambda work, own: ([ids[len(work.request.output)]], own[1]))
 
 
 def run_calls(make, use, **options):
@@ -89,6 +136,46 @@ def run_calls(make, use, **options):
             return await asyncio.wait_for(use(thread), 60)
 
     return asyncio.run(main())
+
+
+def refusal(message: str, param: str | None = None, code: str | None = None) -> dict:
+    """The body of an answer that says what is wrong with a request."""
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    return {"error": error}
+
+
+def server_error(message: str) -> dict:
+    """The body of an answer to a good request that the server cannot serve."""
+    return {"error": refusal(message)["error"] | {"type": "server_error"}}
+
+
+def until(condition) -> None:
+    """Wait, twenty seconds at most, for what happens in other threads or processes."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def is_free(owner) -> bool:
+    """Whether nothing is left to do, and nothing is held. owner: of an EngineThread."""
+    scheduler = owner.thread.engine.scheduler
+    idle = not scheduler.running and not scheduler.waiting and not owner.thread.calls
+    return idle and scheduler.pool.available == scheduler.pool.num_pages
+
+
+def request_of(path: str, body: dict) -> bytes:
+    """The bytes of a request."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def connect(door, data: bytes) -> socket.socket:
+    """A client that has sent these bytes."""
+    client = socket.create_connection(("127.0.0.1", door.port), timeout=60)
+    client.sendall(data)
+    return client
 
 
 class Door:
@@ -191,3 +278,76 @@ def serving_app(enter):
         door.server.should_exit = True
         worker.join(20)
         assert not worker.is_alive()
+
+
+@contextlib.contextmanager
+def start(*arguments, program=None) -> Iterator[subprocess.Popen]:
+    """A process of serve.py, which is no more after the block. program: what it runs instead."""
+    options = ["--port", "0", "--device", "cpu", "--backend", "torch"]
+    options += ["--drain-seconds", "60", *arguments]
+    command = [sys.executable, "serve.py", *options]
+    if program:
+        command = [sys.executable, "-c", program.format(arguments=options)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes["env"] = os.environ | {"OMP_NUM_THREADS": "1"}  # more would only wait for each other
+    # What is started in the background of a shell ignores Ctrl-C.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+def door_of(server: subprocess.Popen) -> Door:
+    """A Door to the address that a process prints."""
+    return Door(int(server.stdout.readline().rsplit(":", 1)[1]), None, server)
+
+
+class Script:
+    """serve.py in a process forked from this one, because an import of torch takes seconds.
+
+    What it writes is in two files, out and err.
+    """
+
+    def __init__(self, directory, *options):
+        import serve
+
+        self.out = directory / "stdout"
+        self.err = directory / "stderr"
+        words = ["--port", 0, "--device", "cpu", "--backend", "torch", *options]
+
+        def work():
+            for number, file in ((1, self.out), (2, self.err)):
+                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+            sys.stdout = open(1, "w", closefd=False)
+            sys.stderr = open(2, "w", closefd=False)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            serve.main([str(word) for word in words])
+
+        self.process = multiprocessing.get_context("fork").Process(target=work)
+
+    def __enter__(self) -> "Script":
+        self.process.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def door(self) -> Door:
+        """A Door to the address that it prints."""
+        until(lambda: self.written(self.out).endswith("\n") or not self.process.is_alive())
+        return Door(int(self.written(self.out).rsplit(":", 1)[1]), None, None)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> tuple[int | None, str]:
+        """Its exit code, and all that it has written to stderr."""
+        self.process.join(20)
+        return self.process.exitcode, self.written(self.err)
+
+    @staticmethod
+    def written(file) -> str:
+        return file.read_text() if file.exists() else ""

@@ -3,38 +3,27 @@
 import importlib.util
 from types import SimpleNamespace
 
-import pandas
 import pytest
-from conftest import save_speaking
-from matplotlib.figure import Figure
+from benches import Bench, near, save_endless
 
+from engine.cache import PagedCache
+from engine.engine import Engine
+from engine.scheduler import Scheduler
 from model import GPT
 
 PARTS = ["throughput", "overhead", "sampling", "prefix", "chunks", "queue", "waste"]
 PARTS += ["speculation"]
-EVERY_ID = tuple(range(4096))
-
-
-def test_help_names_the_parts(run_file):
-    code, out = run_file("benchmarks/engine.py", "--help")
-    assert code == 0
-    assert "engine_cpu.csv" in out and "temperature" in out
-    joined = out.replace("\n", " ")
-    assert [part for part in PARTS if f"{part}:" not in joined] == []
+SPECULATION = ("--only", "speculation", "--draft-rows", 2)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tiny, tmp_path_factory):
-    """A model in which each token is an EOS, so a run that does not ignore EOS ends after one."""
-    return save_speaking(tiny, tmp_path_factory.mktemp("models"), eos_token_ids=EVERY_ID)
+    return save_endless(tiny, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
-def bench(checkpoint, tmp_path, run_main, monkeypatch):
-    """A function that runs the benchmark on that model as its own draft.
-
-    It returns the exit code, the rows and stderr.
-    """
+def bench(request, checkpoint, monkeypatch):
+    """The model is its own draft."""
     from benchmarks import engine as script
 
     have = importlib.util.find_spec
@@ -47,17 +36,9 @@ def bench(checkpoint, tmp_path, run_main, monkeypatch):
     small = ["--requests", 5, "--rows", 2, 3, "--prompt-tokens", 2, 6, "--new-tokens", 3, 8]
     small += ["--long-prompt", 20, "--decoding", 2, "--waiting", 7, "--draft-rows", 1, 2]
     small += ["--repeats", 2, "--backend", "torch"]
-
-    def run(*args):
-        output = tmp_path / "run.csv"
-        pair = ("--model", checkpoint, "--draft", checkpoint, "--output", output)
-        code, _, err = run_main(script.main, *pair, *small, *args)
-        return code, pandas.read_csv(output) if output.exists() else None, err
-
-    run.plot = script.plot
-    run.have = have
-    monkeypatch.setattr(script, "plot", lambda summary: Figure())  # the real one takes a while
-    return run
+    bench = Bench(request, script, "--model", checkpoint, "--draft", checkpoint, *small)
+    bench.have = have
+    return bench
 
 
 def values(rows, mode, repeat=0, size=None, temperature=0.0):
@@ -66,10 +47,6 @@ def values(rows, mode, repeat=0, size=None, temperature=0.0):
     found = found[found["temperature"] == temperature]
     found = found[found["rows"] == (size or found["rows"].max())]
     return dict(zip(found["measure"], found["value"]))
-
-
-def near(value):
-    return pytest.approx(value, rel=1e-3)  # four digits
 
 
 def queue(count=5, new_tokens=(3, 8)):
@@ -82,20 +59,12 @@ def queue(count=5, new_tokens=(3, 8)):
     return prompts, [each.max_new_tokens for each in params]
 
 
-def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path, monkeypatch):
-    from benchmarks import engine as script
-
-    figures = []
-
-    def plot(summary):
-        figures.append(bench.plot(summary))
-        return figures[0]
-
-    monkeypatch.setattr(script, "plot", plot)
+def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path):
+    bench.draws = True
     code, rows, err = bench()
     assert code == 0
     assert list(dict.fromkeys(rows["part"])) == PARTS
-    assert list(rows) == list(script.COLUMNS)
+    assert list(rows) == list(bench.script.COLUMNS)
     assert set(rows["parameters"]) == {4096 * 16 + 64 * 16 + 6592}
     assert rows["draft"].equals(rows["model"])
     assert "without transformers: pip install transformers" in err
@@ -119,13 +88,13 @@ def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path, monkeypatch):
         found = runs(part, "repeat", "mode")
         assert [repeat for repeat, _ in found] == [0] * count + [1] * count
         assert len({mode for _, mode in found}) == count
-    summary = pandas.read_csv(tmp_path / "run_summary.csv")
+    summary = bench.summary
     assert (summary["min"] <= summary["median"]).all()
     assert (summary["median"] <= summary["max"]).all()
     assert set(summary[summary["part"] != "waste"]["runs"]) == {2}
     assert (tmp_path / "run.png").stat().st_size > 5000
     drawn = []
-    for axes in figures[0].axes:
+    for axes in bench.figures[0].axes:
         drawn.append([label.get_text() for label in axes.get_yticklabels()][::-1])
     assert drawn[0][:2] == ["one at a time, torch, 1 row", "static batches, torch, 2 rows"]
     assert drawn[1] == [
@@ -140,19 +109,15 @@ def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_each_part_runs_alone(bench, part, monkeypatch):
-    from benchmarks import engine as benchmark_engine
-
-    monkeypatch.setattr(benchmark_engine, "plot", bench.plot)
-    code, rows, _ = bench("--only", part, "--repeats", 1)
-    assert code == 0
+def test_each_part_runs_alone(bench, part):
+    bench.draws = True
+    rows = bench.rows("--only", part, "--repeats", 1)
     assert set(rows["part"]) == {part}
     assert set(rows["draft"].notna()) == {part == "speculation"}
 
 
 def test_throughput_is_of_all_tokens_and_padding_costs(bench, clock):
-    code, rows, _ = bench("--only", "throughput")
-    assert code == 0
+    rows = bench.rows("--only", "throughput")
     prompts, news = queue()
     lengths = [len(prompt) for prompt in prompts]
     assert len(set(news)) > 1 and len(set(lengths)) > 1
@@ -177,18 +142,14 @@ def test_throughput_is_of_all_tokens_and_padding_costs(bench, clock):
 @pytest.mark.parametrize(
     "function, mode", [("in_engine", "engine"), ("in_batches", "static batches")]
 )
-def test_different_tokens_are_not_timed(bench, monkeypatch, function, mode):
-    from benchmarks import engine as script
-
-    right = getattr(script, function)
-
-    def wrong(model, rows, prompts, params):
+def test_different_tokens_are_not_timed(bench, function, mode):
+    def wrong(right, model, rows, prompts, params):
         texts = right(model, rows, prompts, params)
         if rows == 3:
             texts[-1] = texts[-1][:-1] + [4095 - texts[-1][-1]]
         return texts
 
-    monkeypatch.setattr(script, function, wrong)
+    bench.change(function, wrong)
     code, rows, _ = bench("--only", "throughput")
     assert (
         f"{mode}, torch, 3 rows: 1 of 5 texts have other tokens: no timing of wrong results" == code
@@ -206,7 +167,7 @@ def test_transformers_writes_the_same_texts(bench, monkeypatch):
 
 
 def test_transformers_that_cannot_run_is_named_and_left_out(bench, monkeypatch):
-    from benchmarks import engine as script
+    script = bench.script
 
     def broken(*_):
         raise RuntimeError("no such device")
@@ -220,10 +181,6 @@ def test_transformers_that_cannot_run_is_named_and_left_out(bench, monkeypatch):
 
 
 def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
-    from engine.cache import PagedCache
-    from engine.engine import Engine
-    from engine.scheduler import Scheduler
-
     def slow(owner, name, seconds):
         method = getattr(owner, name)
 
@@ -237,8 +194,7 @@ def test_what_is_not_the_models_pass_is_the_engine(bench, clock, monkeypatch):
     slow(PagedCache, "arrange", 3)
     slow(Engine, "compute", 10)
     slow(GPT, "head", 7)
-    code, rows, _ = bench("--only", "overhead")
-    assert code == 0
+    rows = bench.rows("--only", "overhead")
     assert values(rows, "engine", 1) == {
         "step, ms": 25_000,  # three rows, and what is above
         "share of the engine": 0.6,
@@ -260,8 +216,7 @@ def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
         return call
 
     monkeypatch.setattr(runner, "choose", slower_draws(runner.choose))
-    code, rows, _ = bench("--only", "sampling")
-    assert code == 0
+    rows = bench.rows("--only", "sampling")
     for mode in ("engine", "generate"):
         for size in (1, 3):
             assert values(rows, f"{mode}, greedy", 1, size) == {"tokens/s": 1}
@@ -274,33 +229,23 @@ def test_draws_cost_what_they_take_beside_the_pass(bench, clock, monkeypatch):
 BACKENDS = ["torch", "native", "native int8"]
 
 
-def test_backends_take_turns_and_torch_is_what_they_are_compared_with(bench, monkeypatch):
-    from benchmarks import engine as script
-
+def test_backends_take_turns_and_torch_is_what_they_are_compared_with(bench):
     ran = []
     loaded = {}  # each model, and its backend
-    load = script.load
 
-    def remembered(name, backend, device):
+    def remembered(load, name, backend, device):
         model = load(name, backend, device)
         loaded[model] = backend
         return model
 
-    def spy(name):
-        right = getattr(script, name)
+    def noted(right, model, rows, prompts, params):
+        if params[0].max_new_tokens > 2:  # no warm-up
+            ran.append(loaded[model])
+        return right(model, rows, prompts, params)
 
-        def spied(model, rows, prompts, params):
-            if params[0].max_new_tokens > 2:  # no warm-up
-                ran.append(loaded[model])
-            return right(model, rows, prompts, params)
-
-        monkeypatch.setattr(script, name, spied)
-
-    monkeypatch.setattr(script, "load", remembered)
-    spy("in_batches")
-    spy("in_engine")
-    code, rows, _ = bench("--only", "throughput", "--backend", *BACKENDS)
-    assert code == 0
+    for name, call in (("load", remembered), ("in_batches", noted), ("in_engine", noted)):
+        bench.change(name, call)
+    rows = bench.rows("--only", "throughput", "--backend", *BACKENDS)
     assert ran == [name for _ in range(2) for name in BACKENDS for _ in range(5)]
     for repeat in (0, 1):
         for mode, size in (("one at a time", 1), ("engine", 3)):
@@ -310,13 +255,12 @@ def test_backends_take_turns_and_torch_is_what_they_are_compared_with(bench, mon
                 rates.append(found["tokens/s"])
                 if backend != "torch":
                     assert found["x torch"] == near(found["tokens/s"] / rates[0])
-    assert set(rows["kernel"].dropna()) == {script.common.kernel()}
+    assert set(rows["kernel"].dropna()) == {bench.script.common.kernel()}
 
 
 @pytest.mark.parametrize("part", ["overhead", "sampling", "prefix", "speculation"])
 def test_each_backend_has_its_rows(bench, part):
-    code, rows, _ = bench("--only", part, "--backend", *BACKENDS, "--repeats", 1)
-    assert code == 0
+    rows = bench.rows("--only", part, "--backend", *BACKENDS, "--repeats", 1)
     assert list(dict.fromkeys(rows["backend"])) == BACKENDS
     if part == "overhead":
         found = values(rows[rows["backend"] == "native"], "engine")
@@ -325,7 +269,7 @@ def test_each_backend_has_its_rows(bench, part):
 
 
 def test_without_a_compiler_torch_runs_alone(bench, monkeypatch):
-    from benchmarks import engine as script
+    script = bench.script
 
     def kernel():
         raise script.common.BuildError("there is no C compiler")
@@ -340,8 +284,7 @@ def test_without_a_compiler_torch_runs_alone(bench, monkeypatch):
 
 
 def test_shared_prefixes_are_computed_once(bench, clock):
-    code, rows, _ = bench("--only", "prefix", "--rows", 16, "--long-prompt", 40)
-    assert code == 0
+    rows = bench.rows("--only", "prefix", "--rows", 16, "--long-prompt", 40)
     apart = values(rows, "not shared", 1)
     shared = values(rows, "shared", 1)
     # Each has 40 + 8 tokens, then 7 more. A step of 512 holds the first eleven; the others find
@@ -356,8 +299,7 @@ def test_shared_prefixes_are_computed_once(bench, clock):
 
 
 def test_chunks_bound_the_gap(bench, clock):
-    code, rows, _ = bench("--only", "chunks")
-    assert code == 0
+    rows = bench.rows("--only", "chunks")
     small = values(rows, "budget 4, in chunks")
     assert small["plain step, ms"] == 2000
     assert small["longest gap, ms"] == 4000
@@ -370,8 +312,6 @@ def test_chunks_bound_the_gap(bench, clock):
 
 
 def test_the_queue_is_there_while_steps_are_timed(bench, clock, monkeypatch):
-    from engine.engine import Engine
-
     step = Engine.step
 
     def slower_for_waiting(self):
@@ -379,15 +319,13 @@ def test_the_queue_is_there_while_steps_are_timed(bench, clock, monkeypatch):
         return step(self)
 
     monkeypatch.setattr(Engine, "step", slower_for_waiting)
-    code, rows, _ = bench("--only", "queue")
-    assert code == 0
+    rows = bench.rows("--only", "queue")
     assert values(rows, "0 waiting", 1) == {"step, ms": 2000, "x nobody waiting": 1}
     assert values(rows, "7 waiting", 1) == {"step, ms": 9000, "x nobody waiting": 4.5}
 
 
 def test_waste_is_of_the_last_page_alone(bench):
-    code, rows, _ = bench("--only", "waste", "--rows", 1, "--requests", 2, "--new-tokens", 20, 20)
-    assert code == 0
+    rows = bench.rows("--only", "waste", "--rows", 1, "--requests", 2, "--new-tokens", 20, 20)
     prompts, _ = queue(2, (20, 20))
     used = [len(prompt) + step for prompt in prompts for step in range(19)]  # the last one ends it
     assert values(rows, "pages of 16") == {
@@ -403,14 +341,12 @@ def test_waste_is_of_the_last_page_alone(bench):
 def test_a_prompt_on_its_way_into_its_pages_is_no_waste(bench):
     # A step takes 512 tokens, so not all prompts are computed in the first one.
     texts = ("--rows", 20, "--requests", 20, "--prompt-tokens", 40, 40, "--new-tokens", 3, 3)
-    code, rows, _ = bench("--only", "waste", *texts)
-    assert code == 0
+    rows = bench.rows("--only", "waste", *texts)
     assert values(rows, "pages of 16")["unused, most"] == 48 - 40
 
 
 def test_a_draft_that_is_the_model_is_always_right_and_the_cost_model_knows_it(bench, clock):
-    code, rows, _ = bench("--only", "speculation", "--new-tokens", 10, 24, "--gamma", 3)
-    assert code == 0
+    rows = bench.rows(*SPECULATION, "--new-tokens", 10, 24, "--gamma", 3)
     assert values(rows, "passes", size=2) == {"pass, ms": 2000, "x with 4 tokens a row": 4}
     alone = {"tokens/s": 1, "tokens a pass": 1}
     for temperature in (0.0, 0.8):
@@ -424,9 +360,8 @@ def test_a_draft_that_is_the_model_is_always_right_and_the_cost_model_knows_it(b
 
 
 def test_a_draft_that_is_another_model_is_not(bench, clock, tiny, tmp_path):
-    other = save_speaking(tiny, tmp_path / "other", seed=1, eos_token_ids=EVERY_ID)
-    code, rows, _ = bench("--only", "speculation", "--draft", other, "--new-tokens", 10, 24)
-    assert code == 0
+    other = save_endless(tiny, tmp_path / "other", seed=1)
+    rows = bench.rows(*SPECULATION, "--draft", other, "--new-tokens", 10, 24)
     drafted = values(rows, "draft model", 1, 2)
     assert drafted["acceptance"] < 1
     assert drafted["share of equal texts"] == 1
@@ -435,42 +370,14 @@ def test_a_draft_that_is_another_model_is_not(bench, clock, tiny, tmp_path):
     assert drafted["x engine, predicted"] == near(drafted["x engine"])
 
 
-def test_greedy_texts_with_drafts_are_those_without(bench, monkeypatch):
-    from benchmarks import engine as script
-
-    right = script.decode
-
-    def wrong(engine, *args):
+def test_greedy_texts_with_drafts_are_those_without(bench):
+    def wrong(right, engine, *args):
         run = right(engine, *args)
         if engine.drafter:
             run.texts[0][0] += 1
         return run
 
-    monkeypatch.setattr(script, "decode", wrong)
+    bench.change("decode", wrong)
     code, rows, _ = bench("--only", "speculation")
     assert "look-up: 1 of 1 texts have other tokens" in str(code)
     assert set(rows["mode"]) == {"passes", "engine"}
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (("--only", "nothing"), "--only"),
-        (("--prompt-tokens", 6, 5), "--prompt-tokens: the first number"),
-        (("--new-tokens", 6, 5), "--new-tokens: the first number"),
-        (("--new-tokens", 3, 59), "65 tokens do not fit the window"),
-        (("--prompt-tokens", 3, 43), "65 tokens do not fit the window"),
-        (("--long-prompt", 49), "65 tokens do not fit the window"),
-        (("--rows", 0), "--rows"),
-        (("--gamma", 17), "from 1 to 16"),
-        (("--draft", "random:gpt2"), "random:gpt2: a random model"),
-        (("--temperature", -1), "temperature is -1"),
-        (("--model", "nowhere"), "nowhere"),
-        (("--draft", "nowhere"), "nowhere"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(bench, tmp_path, args, said):
-    code, rows, err = bench("--only", "speculation", *args)
-    assert code == 2
-    assert said in err
-    assert list(tmp_path.iterdir()) == []

@@ -3,43 +3,17 @@
 import importlib.util
 import time
 
-import pandas
 import pytest
 import torch
-from matplotlib.figure import Figure
-
-
-def test_help_names_the_modes(run_file):
-    code, out = run_file("benchmark_kv_cache.py", "--help")
-    assert code == 0
-    assert "{cache,no cache,transformers}" in out and "kv_cache_cpu.csv" in out
+from benches import Bench
 
 
 @pytest.fixture
-def bench(checkpoint, tmp_path, run_main, monkeypatch):
-    """A function that runs the benchmark on that model: exit code, the rows, stderr."""
+def bench(request, checkpoint):
     import benchmark_kv_cache as script
 
-    alone = []  # what would have run in a process of its own, which takes seconds
-
-    def in_own_process(*job):
-        alone.append(job)
-        return 1e6 * len(alone)
-
-    monkeypatch.setattr(script.common, "in_own_process", in_own_process)
-    monkeypatch.setattr(script.common, "bandwidth", lambda *_: 1e9)
     small = ("--repeats", 2, "--max-new-tokens", 6, 9, "--prompt-tokens", 5)
-
-    def run(*args):
-        output = tmp_path / "run.csv"
-        files = ("--model", checkpoint, "--output", output)
-        code, _, err = run_main(script.main, *files, *small, *args)
-        return code, pandas.read_csv(output) if output.exists() else None, err
-
-    run.alone = alone
-    run.plot = script.plot
-    monkeypatch.setattr(script, "plot", lambda summary: Figure())  # the real one takes a while
-    return run
+    return Bench(request, script, "--model", checkpoint, *small)
 
 
 @pytest.fixture
@@ -67,18 +41,9 @@ def clock(monkeypatch):
     return seconds
 
 
-def test_a_row_for_each_run_of_each_mode(bench, tmp_path, monkeypatch):
-    import benchmark_kv_cache as script
-
-    figures = []
-
-    def plot(summary):
-        figures.append(bench.plot(summary))
-        return figures[0]
-
-    monkeypatch.setattr(script, "plot", plot)
-    code, rows, _ = bench("--batch-size", 1, 3, 1, "--max-new-tokens", 6, 9, 6)
-    assert code == 0
+def test_a_row_for_each_run_of_each_mode(bench, tmp_path):
+    bench.draws = True
+    rows = bench.rows("--batch-size", 1, 3, 1, "--max-new-tokens", 6, 9, 6)
     # Batch sizes, lengths, repeats, modes: each value once.
     assert len(rows) == 2 * 2 * 2 * 3
     assert list(rows["mode"][:6]) == ["cache", "no cache", "transformers"] * 2  # in turns
@@ -91,14 +56,14 @@ def test_a_row_for_each_run_of_each_mode(bench, tmp_path, monkeypatch):
     assert rows["draft"].isna().all()
     assert rows["roofline_share"].notna().equals(rows["mode"] != "no cache")
     assert list(rows["peak_memory_mb"][:3]) == [1, 2, 3]  # millions of bytes, of each mode
-    summary = pandas.read_csv(tmp_path / "run_summary.csv")
+    summary = bench.summary
     assert len(summary) == 12
     assert set(summary[summary["mode"] == "no cache"]["speedup_median"]) == {1}
-    panels = figures[0].axes
+    panels = bench.figures[0].axes
     titles = [panel.get_title().splitlines()[-1] for panel in panels]
     assert titles == ["float32, batch size 1", "float32, batch size 3"]
     for panel in panels:
-        assert panel.get_legend_handles_labels()[1] == list(script.MODES)
+        assert panel.get_legend_handles_labels()[1] == list(bench.script.MODES)
     assert (tmp_path / "run.png").stat().st_size > 5000
 
 
@@ -112,50 +77,37 @@ def test_time_is_that_of_the_passes_each_mode_needs(bench, clock):
     assert rates["no cache"] == pytest.approx(4 / (6 + 7 + 8 + 9), rel=1e-3)
 
 
-def test_half_precision_holds_the_peer_to_our_logits_in_each_row(bench, monkeypatch):
-    import benchmark_kv_cache as script
-
-    checked = []
-    check = script.common.check_half_precision
-
-    def recorded(model, tokens, peer):
-        checked.append((model.dtype, tokens.shape, peer))
-        check(model, tokens, peer=peer)
-
-    monkeypatch.setattr(script.common, "check_half_precision", recorded)
-    code, rows, _ = bench("--dtype", "bfloat16", "--batch-size", 2, "--max-new-tokens", 6)
-    assert code == 0
+def test_half_precision_holds_the_peer_to_our_logits_in_each_row(bench):
+    checked = bench.spy("check_half_precision", of=bench.script.common)
+    rows = bench.rows("--dtype", "bfloat16", "--batch-size", 2, "--max-new-tokens", 6)
     assert len(rows) == 6
     assert set(rows["dtype"]) == {"bfloat16"}
-    ((dtype, shape, peer),) = checked
-    assert dtype == torch.bfloat16
-    assert shape == (2, 5 + 5)
+    ((model, tokens, peer),) = checked
+    assert model.dtype == torch.bfloat16
+    assert tokens.shape == (2, 5 + 5)
     assert peer(torch.zeros(1, 4, dtype=int)).shape == (1, 4, 61)
     assert bench("--dtype", "bfloat16", "--modes", "cache")[0] == 0
     assert checked[-1][2] is None
-    spoil_the_peer(monkeypatch)
+    spoil_the_peer(bench)
     code, *_ = bench("--dtype", "bfloat16")
     assert "log-probabilities are off" in code
 
 
-def spoil_the_peer(monkeypatch):
+def spoil_the_peer(bench):
     """Let transformers' model have no positions."""
-    import benchmark_kv_cache as script
 
-    load = script.load
-
-    def wrong(mode, *args):
+    def wrong(load, mode, *args):
         model = load(mode, *args)
         if mode == "transformers":
             with torch.no_grad():
                 model.transformer.wpe.weight.zero_()
         return model
 
-    monkeypatch.setattr(script, "load", wrong)
+    bench.change("load", wrong)
 
 
-def test_different_tokens_are_not_timed(bench, monkeypatch):
-    spoil_the_peer(monkeypatch)
+def test_different_tokens_are_not_timed(bench):
+    spoil_the_peer(bench)
     code, rows, _ = bench()
     assert "do not make the same tokens" in code
     assert rows is None
@@ -170,16 +122,12 @@ def test_different_tokens_are_not_timed(bench, monkeypatch):
     ],
     ids=["shorter", "shorter in half precision", "another last token"],
 )
-def test_texts_that_differ_at_the_end_are_not_timed(bench, monkeypatch, dtype, spoil):
-    import benchmark_kv_cache as script
-
-    generate = script.generate
-
-    def wrong(*args, use_cache):
+def test_texts_that_differ_at_the_end_are_not_timed(bench, dtype, spoil):
+    def wrong(generate, *args, use_cache):
         steps = list(generate(*args, use_cache=use_cache))
         return steps if use_cache else spoil(steps)
 
-    monkeypatch.setattr(script, "generate", wrong)
+    bench.change("generate", wrong)
     code, rows, _ = bench("--modes", "cache", "no cache", "--dtype", dtype)
     assert "do not make the same tokens" in code
     assert rows is None
@@ -197,8 +145,7 @@ def test_each_run_has_the_same_prompts(bench):
 
 
 def test_memory_is_of_one_run_of_one_mode(bench, monkeypatch):
-    import benchmark_kv_cache as script
-
+    script = bench.script
     runs = []
 
     def fake(mode, model, prompts, length, device):
@@ -238,40 +185,18 @@ def test_without_the_peer_its_rows_are_missing_and_it_says_so(bench, monkeypatch
 def test_a_model_named_twice_is_timed_once_and_random_ones_need_no_files(
     bench, checkpoint, monkeypatch, tiny
 ):
-    import benchmark_kv_cache as script
-
     monkeypatch.chdir(checkpoint)
     small = tiny(dtype=torch.float32, block_size=64)
-    load_model = script.load_model
+    load_model = bench.script.load_model
 
     def load(name, *args):
         return small if name == "random:gpt2" else load_model(name, *args)
 
-    monkeypatch.setattr(script, "load_model", load)
+    monkeypatch.setattr(bench.script, "load_model", load)
     models = (".", checkpoint, "random:gpt2")
-    code, rows, _ = bench("--model", *models, "--modes", "cache", "--max-new-tokens", 2)
-    assert code == 0
+    rows = bench.rows("--model", *models, "--modes", "cache", "--max-new-tokens", 2)
     names = [str(checkpoint.resolve()), "random:gpt2"]
     assert list(rows["model"]) == [name for name in names for _ in range(2)]
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (("--max-new-tokens", 6, 60), "65 tokens do not fit the window"),
-        (("--max-new-tokens", 1), "--max-new-tokens"),
-        (("--batch-size", 0), "--batch-size"),
-        (("--batch-size", 1_000_000), "--batch-size"),
-        (("--prompt-tokens", 0), "--prompt-tokens"),
-        (("--model", "nowhere"), "nowhere"),
-        (("--model", "random:gpt2", "--prompt-tokens", 1020), "1029 tokens"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(bench, tmp_path, args, said):
-    code, rows, err = bench(*args)
-    assert code == 2
-    assert said in err and err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_longest_text_that_fits_runs(bench):

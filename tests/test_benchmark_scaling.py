@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pandas
 import pytest
 import torch
+from benches import Bench, near
 from conftest import CHECKPOINTS
-from matplotlib.figure import Figure
 from ranks import logits_of, results, save_uneven
+
+from errors import UserError
+from loading.load import load_config, load_model
 
 LAYERS = 8  # of stories-llama
 # The first of 3 ranks has 2 of 6 query heads and the key that they share, 192 of 512 inner numbers
@@ -26,8 +28,6 @@ LINKS = {kind: [1e-3, 1e-3, 1e-3, 3e-3] for kind in ("sum", "all_gather", "gathe
 
 
 def config_of(name):
-    from loading.load import load_config
-
     return load_config(CHECKPOINTS / name)
 
 
@@ -49,7 +49,6 @@ def test_shares_are_those_of_the_rank_with_most():
 @pytest.mark.parametrize("kind", ["tiny", "tiny_llama"])
 def test_meetings_are_those_of_real_ranks(request, tmp_path, kind, way):
     from benchmarks.predict import meetings, sent
-    from loading.load import load_config
 
     model = save_uneven(request.getfixturevalue(kind), tmp_path / "model", kind)
     tokens = torch.arange(5)[None]
@@ -61,7 +60,6 @@ def test_meetings_are_those_of_real_ranks(request, tmp_path, kind, way):
 
 def test_weights_are_those_that_a_rank_holds():
     from benchmarks.predict import part_of, weights
-    from loading.load import load_model
 
     config = config_of("stories-draft")
     whole = part_of(config, 0, 1, "gather")
@@ -86,34 +84,23 @@ def test_a_step_has_a_leader_turns_and_meetings():
 
 
 @pytest.fixture
-def bench(tmp_path, capsys, monkeypatch):
-    """A function that runs the benchmark with groups of no processes: exit code, rows, stderr."""
+def bench(request, monkeypatch):
+    """Its groups have no processes."""
     from benchmarks import scaling as script
 
     def group(directory, job, size, times=1):
         bench.asked.append((job["join"], size, times, job["threads"], job["parts"]))
         seconds = {"product 0": 0.003, "product 1": 0.005, "hidden": 0.02, "head": 0.002}
-        seconds["attention"] = 0.004
-        seconds |= {"step": 0.03 * size, "meeting": 0.001, "tell": 0.003, "sent": 7.0}
+        seconds |= {"attention": 0.004, "step": 0.03 * size, "meeting": 0.001, "tell": 0.003}
         outputs = [[bench.token(job["join"], size)]]
         links = [{kind: times[:3] for kind, times in LINKS.items()}, LINKS]
         found = {"outputs": outputs, "memory": [5e7], "links": links, "collectives": 3}
-        return [found | seconds] * times
+        return [found | seconds | {"sent": 7.0}] * times
 
-    def run(*args):
-        output = tmp_path / "run.csv"
-        small = ["--device", "cpu", "--model", CHECKPOINTS / "stories-llama"]
-        code = 0
-        try:
-            script.main([str(arg) for arg in ("--output", output, *small, *args)])
-        except SystemExit as end:
-            code = end.code
-        rows = pandas.read_csv(output) if output.exists() else None
-        return code, rows, capsys.readouterr().err
-
-    bench = SimpleNamespace(run=run, asked=[], token=lambda join, size: 1, plot=script.plot)
+    bench = Bench(request, script, "--model", CHECKPOINTS / "stories-llama")
+    bench.asked = []
+    bench.token = lambda join, size: 1
     monkeypatch.setattr(script, "group", group)
-    monkeypatch.setattr(script, "plot", lambda summary: Figure())
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     return bench
 
@@ -124,16 +111,9 @@ def values(rows, mode, processes):
     return dict(zip(found["measure"], found["value"]))
 
 
-def near(value):
-    return pytest.approx(value, rel=1e-3)
-
-
 def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
-    from benchmarks import scaling as script
-
-    code, rows, _ = bench.run("--ranks", 2, 3, "--join", "reduce", "--replicas", "--rows", 3)
-    assert code == 0
-    assert list(rows) == list(script.COLUMNS)
+    rows = bench.rows("--ranks", 2, 3, "--join", "reduce", "--replicas", "--rows", 3)
+    assert list(rows) == list(bench.script.COLUMNS)
     one, *others = bench.asked
     assert one == (None, 1, 1, 2, False)
     # A rank has a thread; the parts of its step are those of two that compute beside each other.
@@ -165,8 +145,7 @@ def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
 
 
 def test_memory_is_less_by_weights_and_keys_that_others_have(bench):
-    code, rows, _ = bench.run("--ranks", 2, "--join", "gather", "--replicas", "--rows", 3)
-    assert code == 0
+    rows = bench.rows("--ranks", 2, "--join", "gather", "--replicas", "--rows", 3)
     found = values(rows, "gather", 2)
     assert found["memory of rank 0, MB"] == 50
     # Half of all matrices, with those of the vocabulary, and one of two keys of 3 * 48 positions.
@@ -177,20 +156,19 @@ def test_memory_is_less_by_weights_and_keys_that_others_have(bench):
 
 def test_other_texts_are_not_timed(bench):
     bench.token = lambda join, size: size
-    code, rows, _ = bench.run("--replicas")
+    code, rows, _ = bench("--replicas")
     assert code == "gather, 2 ranks: 1 of 1 texts have other tokens: no timing of wrong results"
     assert values(rows, "gather", 2) == {}
     bench.token = lambda join, size: size if join == "reduce" else 1  # it adds up in another order
-    code, rows, _ = bench.run("--replicas")
-    assert code == 0
+    rows = bench.rows("--replicas")
     assert values(rows, "reduce", 4)["share of texts that are those of one process"] == 0
 
 
 @pytest.fixture
 def served(bench, monkeypatch):
     """Replicas that are not there: N make 50 + 50 N tokens/s, each token in 8 core ms."""
-    from benchmarks import client
-    from benchmarks import scaling as script
+    script = bench.script
+    client = script.client
 
     @contextlib.contextmanager
     def server(line, threads):
@@ -223,13 +201,12 @@ def served(bench, monkeypatch):
     monkeypatch.setattr(client, "measures", rate)
     monkeypatch.setattr(script, "processor_seconds", clock)
     monkeypatch.setattr(script, "memory_of", lambda name: 3e8 * served.asked[-1][0] / 4)
-    served.run = lambda *args: bench.run("--ranks", 2, "--join", "gather", "--rows", 4, *args)
+    bench.given += ("--ranks", 2, "--join", "gather", "--rows", 4)
     return served
 
 
-def test_replicas_have_rows_of_what_is_measured_and_predicted(served):
-    code, rows, _ = served.run("--replicas", 2, 3, "--seconds", 7)
-    assert code == 0
+def test_replicas_have_rows_of_what_is_measured_and_predicted(bench, served):
+    rows = bench.rows("--replicas", 2, 3, "--seconds", 7)
     assert [line[line.index("--replicas") + 1] for line in served.lines] == ["1", "2", "3"]
     assert [line[line.index("--cpus") + 1] for line in served.lines] == ["1.0", "1.0", "0.6666"]
     # The same short requests for all, as many as the most replicas have rows.
@@ -244,21 +221,20 @@ def test_replicas_have_rows_of_what_is_measured_and_predicted(served):
     assert three["memory of replicas, MB, predicted"] == 900
 
 
-def test_replicas_that_fail_or_write_other_texts_are_not_timed(served):
+def test_replicas_that_fail_or_write_other_texts_are_not_timed(bench, served):
     served.text = lambda servers, wanted: str(wanted + servers // 2)
-    code, rows, _ = served.run("--replicas", 2)
+    code, rows, _ = bench("--replicas", 2)
     assert code == "2 replicas: other texts: no timing of wrong results"
     assert values(rows, "replicas", 2) == {}
     served.failure = "cut off"
-    code, rows, err = served.run("--replicas", 2)
+    code, rows, err = bench("--replicas", 2)
     assert code == 2 and err.endswith("error: http://127.0.0.1:1 fails: cut off\n")
     assert "replicas" not in set(rows["mode"])
 
 
 def test_what_is_measured_if_nothing_is_said(bench, tmp_path, monkeypatch):
     """On the CPU of any machine: where there is a GPU, too, or nobody knows how many cores."""
-    from benchmarks import scaling as script
-
+    script = bench.script
     asked = []
 
     def measure(args, *others):
@@ -278,16 +254,16 @@ def test_what_is_measured_if_nothing_is_said(bench, tmp_path, monkeypatch):
 def test_without_ray_there_are_ranks_alone(bench, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "ray" and find(name))
-    code, rows, err = bench.run("--ranks", 2)
+    code, rows, err = bench("--ranks", 2)
     assert code == 0
     assert "without replicas: pip install -r requirements-ray.txt\n" in err
     assert "replicas" not in set(rows["mode"])
 
 
-def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench, tmp_path):
-    code, _, _ = bench.run("--ranks", 2, 3, "--replicas")
-    assert code == 0
-    (axes,) = bench.plot(pandas.read_csv(tmp_path / "run_summary.csv")).axes
+def test_the_plot_has_what_is_predicted_beside_what_is_measured(bench):
+    bench.draws = True
+    bench.rows("--ranks", 2, 3, "--replicas")
+    (axes,) = bench.figures[0].axes
     assert axes.get_legend_handles_labels()[1] == ["one process", "gather", "reduce"]
     points = [line.get_xdata().tolist() for line in axes.get_lines()]
     assert points == [[1], [1, 2, 3], [2, 3], [1, 2, 3], [2, 3]]
@@ -369,10 +345,9 @@ def test_torchrun_starts_so_many_ranks(tmp_path, monkeypatch):
 
 def test_a_real_group_answers_or_says_what_is_wrong(tmp_path):
     from benchmarks import scaling as script
-    from errors import UserError
 
-    found = script.group(tmp_path, job_of(str(CHECKPOINTS / "stories-draft"), 2), 1, times=2)
-    assert [len(each["outputs"]) for each in found] == [2, 2]
+    (found,) = script.group(tmp_path, job_of(str(CHECKPOINTS / "stories-draft"), 2), 1)
+    assert len(found["outputs"]) == 2
     with pytest.raises(UserError, match="^a group of 1: unknown model 'nowhere'"):
         script.group(tmp_path, job_of("nowhere", 2), 1)
 
@@ -392,31 +367,3 @@ def test_the_time_and_memory_of_all_processes():
         assert 50e6 < script.memory_of("by-this-name") < 90e6
         process.communicate()
     assert script.memory_of("by-this-name") == 0
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (("--ranks", 1), "'1': it must be an integer >= 2"),
-        (("--ranks", 7), "7 processes: this model has 6 heads, and each process needs one"),
-        (("--replicas", 0), "'0': it must be an integer >= 2"),
-        (("--join", "all"), "--join"),
-        (("--new-tokens", 300), "do not fit the window"),
-        (("--new-tokens", 2), "'2': it must be an integer >= 3"),
-        (("--model", "nowhere"), "nowhere"),
-        (("--output", "x.txt"), "x.txt"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(bench, tmp_path, args, said):
-    code, rows, err = bench.run(*args)
-    assert code == 2
-    assert said in err and err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-    assert bench.asked == []
-
-
-def test_help_names_columns(run_file):
-    code, out = run_file("benchmarks/scaling.py", "--help")
-    assert code == 0
-    for name in ("one process", "predicted", "scaling_cpu.csv", "serve_ray.py"):
-        assert name in out

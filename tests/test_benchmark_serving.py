@@ -6,48 +6,29 @@ import itertools
 import subprocess
 from types import SimpleNamespace
 
-import pandas
 import pytest
-from conftest import save_speaking
-from loads import fake_server, near, whole
-from matplotlib.figure import Figure
+from benches import Bench, save_endless
+from loads import near, whole
+
+from errors import UserError
+from loading.load import load_model
 
 BUSY = b"HTTP/1.1 429 Busy\r\nContent-Length: 0\r\n\r\n"
 SHARE = "share that the first server writes too"
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    return fake_server(monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def speaking(tiny, tmp_path_factory):
-    """A model in which each token is an EOS, so a text that does not ignore EOS ends after one."""
-    return save_speaking(tiny, tmp_path_factory.mktemp("model"), eos_token_ids=tuple(range(4096)))
+    return save_endless(tiny, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def bench(speaking, tmp_path, capsys, monkeypatch):
-    """A function that runs the benchmark with few requests: its exit code, rows and stderr."""
+def bench(request, speaking):
+    """It sends few requests."""
     from benchmarks import serving as script
 
-    small = ["--device", "cpu", "--model", speaking, "--clients", 2, "--seconds", 10]
-    small += ["--prompt-words", 2, 6, "--new-tokens", 3, 8, "--long-prompt", 20]
-
-    def run(*args):
-        output = tmp_path / "run.csv"
-        code = 0
-        try:
-            script.main([str(arg) for arg in ("--output", output, *small, *args)])
-        except SystemExit as end:
-            code = end.code
-        err = capsys.readouterr().err
-        return code, pandas.read_csv(output) if output.exists() else None, err
-
-    run.plot = script.plot
-    monkeypatch.setattr(script, "plot", lambda summary: Figure())  # the real one takes a while
-    return run
+    small = ["--model", speaking, "--clients", 2, "--seconds", 10, "--long-prompt", 20]
+    return Bench(request, script, *small, "--prompt-words", 2, 6, "--new-tokens", 3, 8)
 
 
 @pytest.fixture
@@ -56,7 +37,7 @@ def simulated(bench, fake, monkeypatch):
 
     The engine alone writes 56 a second.
     """
-    from benchmarks import serving as script
+    script = bench.script
 
     @contextlib.contextmanager
     def server(line):
@@ -95,20 +76,11 @@ def values(rows, mode, load, repeat=0):
     return dict(zip(found["measure"], found["value"]))
 
 
-def test_all_loads_in_turns_with_summary_and_plot(simulated, fake, tmp_path, monkeypatch):
-    from benchmarks import serving as script
-
-    figures = []
-
-    def plot(summary):
-        figures.append(simulated.plot(summary))
-        return figures[0]
-
-    monkeypatch.setattr(script, "plot", plot)
+def test_all_loads_in_turns_with_summary_and_plot(simulated, fake):
+    simulated.draws = True
     modes = ["one at a time", "engine native int8"]
-    code, rows, _ = simulated("--modes", *modes, "--shares", 0.5, 2, "--repeats", 2)
-    assert code == 0
-    assert list(rows) == list(script.COLUMNS)
+    rows = simulated.rows("--modes", *modes, "--shares", 0.5, 2, "--repeats", 2)
+    assert list(rows) == list(simulated.script.COLUMNS)
     loads = ["engine alone", "2 clients", "0.5 of capacity", "2 of capacity"]
     loads += ["long prompts", "long prompts, shared"]
     expected = [[0, mode, "texts"] for mode in modes]
@@ -118,11 +90,11 @@ def test_all_loads_in_turns_with_summary_and_plot(simulated, fake, tmp_path, mon
     asked = [("cache", 1), ("native int8", 2)]
     expected = [(*mode, f"2 clients {repeat}") for repeat in (0, 1) for mode in asked]
     assert simulated.engines == expected
-    summary = pandas.read_csv(tmp_path / "run_summary.csv")
+    summary = simulated.summary
     assert set(summary["runs"]) == {1, 2}
     assert (summary["min"] <= summary["median"]).all()
     drawn = []
-    for axes in figures[0].axes:
+    for axes in simulated.figures[0].axes:
         labels = [label.get_text() for label in axes.get_yticklabels()][::-1]
         drawn.append((labels, axes.get_legend_handles_labels()[1]))
     random = [f"{mode}, {share} of capacity" for mode in modes for share in (0.5, 2)]
@@ -146,8 +118,7 @@ def test_all_loads_in_turns_with_summary_and_plot(simulated, fake, tmp_path, mon
 
 def test_servers_get_the_same_requests_and_new_ones_in_each_repeat(simulated, fake):
     modes = ("--modes", "engine", "engine native")
-    code, _, _ = simulated(*modes, "--shares", 0.5, "--repeats", 2)
-    assert code == 0
+    simulated.rows(*modes, "--shares", 0.5, "--repeats", 2)
     longest = []
     prompts = []
     for _, body in fake.asked:
@@ -170,8 +141,7 @@ def test_servers_get_the_same_requests_and_new_ones_in_each_repeat(simulated, fa
 def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeypatch):
     import importlib.metadata
 
-    from benchmarks import serving as script
-
+    script = simulated.script
     fake.answer = lambda body: whole(*range(1, body["max_tokens"] + 1))
     written = []
     monkeypatch.setattr(script, "write_gguf", lambda model, *rest: written.append(rest))
@@ -203,10 +173,8 @@ def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeyp
 
 
 def test_a_server_that_cannot_run_is_named_and_left_out(simulated, fake, monkeypatch):
-    from benchmarks import serving as script
-
     reasons = {"native": "no C compiler", "llama.cpp": "pip install llama-cpp-python"}
-    monkeypatch.setattr(script, "missing", lambda name, device: reasons.get(name, ""))
+    monkeypatch.setattr(simulated.script, "missing", lambda name, device: reasons.get(name, ""))
     code, rows, err = simulated("--modes", "engine native", "engine", "llama.cpp")
     assert code == 0
     assert "without engine native: no C compiler\n" in err
@@ -238,8 +206,7 @@ def test_failures_under_load_have_rows(simulated, fake):
     good = fake.answer
     numbers = itertools.count()
     fake.answer = lambda body: [(1, BUSY)] if next(numbers) % 3 == 2 else good(body)
-    code, rows, _ = simulated("--modes", "engine")
-    assert code == 0
+    rows = simulated.rows("--modes", "engine")
     found = values(rows, "engine", "2 clients")
     assert found["failed"] == found["failed: HTTP 429"] > 0
     assert found["failed"] == pytest.approx(found["requests"] / 3, abs=1)
@@ -255,8 +222,7 @@ def test_other_texts_are_not_timed(simulated, fake):
 
     fake.answer = answer
     # It is first, and may write others than the two that must agree.
-    code, rows, _ = simulated("--modes", "engine native int8", "engine native", "--shares", 0.5)
-    assert code == 0
+    rows = simulated.rows("--modes", "engine native int8", "engine native", "--shares", 0.5)
     assert values(rows, "engine native", "texts") == {SHARE: 0.5}
     simulated.started.clear()
     code, rows, _ = simulated("--modes", "engine", "engine native")
@@ -264,14 +230,12 @@ def test_other_texts_are_not_timed(simulated, fake):
     assert "2 clients" not in set(rows["load"])
     for mode in ("engine native int8", "transformers"):  # they may write others
         simulated.started.clear()
-        code, rows, _ = simulated("--modes", "engine", mode)
-        assert code == 0
+        rows = simulated.rows("--modes", "engine", mode)
         assert values(rows, mode, "texts") == {SHARE: 0.5}
 
 
 def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatch):
     from benchmarks import serving as script
-    from loading.load import load_model
 
     engines = []
     make = script.Engine
@@ -300,8 +264,7 @@ def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatc
 
 def test_what_is_not_known_has_no_row(simulated):
     simulated.own = {"tokens/s": 0.0}  # too short a time
-    code, rows, _ = simulated("--modes", "engine", "--shares", 0.5)
-    assert code == 0
+    rows = simulated.rows("--modes", "engine", "--shares", 0.5)
     assert "x engine alone" not in values(rows, "engine", "2 clients")
     random = values(rows, "engine", "0.5 of capacity")
     assert "ttft, ms, p99" in random and "ttft, plain steps, p99" not in random
@@ -312,7 +275,8 @@ def test_a_real_server_under_real_load(bench, tiny_llama, monkeypatch):
     from serving import serving, small_engine
 
     import serve
-    from benchmarks import serving as script
+
+    script = bench.script
 
     @contextlib.contextmanager
     def server(line):
@@ -384,35 +348,7 @@ def test_a_server_is_waited_for_and_ended(monkeypatch):
 
 def test_a_server_that_ends_says_why():
     from benchmarks import serving as script
-    from errors import UserError
 
     with pytest.raises(UserError, match="its server did not start: no such model"):
         with script.server(["-c", "import sys; sys.exit('first\\nno such model')"]):
             pass
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        (("--modes", "nothing"), "--modes"),
-        (("--clients", 0), "--clients"),
-        (("--shares", 0.5, -1), "'-1': it must be a number above 0"),
-        (("--prompt-words", 6, 5), "--prompt-words: the first number"),
-        (("--new-tokens", 3, 59), "65 tokens do not fit the window"),
-        (("--long-prompt", 49), "65 tokens do not fit the window"),
-        (("--model", "nowhere"), "nowhere"),
-        (("--output", "x.txt"), "x.txt"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(simulated, tmp_path, args, said):
-    code, rows, err = simulated("--modes", "engine", *args)
-    assert code == 2
-    assert said in err and err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_help_names_columns_and_measures(run_file):
-    code, out = run_file("benchmarks/serving.py", "--help")
-    assert code == 0
-    for name in ("ttft", "itl", "goodput", "send lag", "serving_cpu.csv", "plain step"):
-        assert name in out

@@ -3,7 +3,10 @@
 import asyncio
 
 import pytest
-from serving import SMALL, Door, results_of, serving, small_encoding, small_engine
+from serving import SMALL, Door, engine_alone, refusal, serving, small_encoding, small_engine
+
+from errors import UserError
+from loading.chat import Chat
 
 PATH = "/v1/chat/completions"
 TALK = [
@@ -13,26 +16,14 @@ TALK = [
 ]
 
 
-@pytest.fixture(scope="module")
-def door(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as door:
-        yield door
-
-
 def prompt_of(messages) -> list[int]:
-    from loading.chat import Chat
-
     return Chat(SMALL).encode(messages, small_encoding())
 
 
 def alone(tiny_llama, messages, **params) -> tuple:
     """Tokens, text, log-probabilities and finish reason of the engine alone."""
-    from sampling import SamplingParams
-
     ids = prompt_of(messages)
-    params = {"max_new_tokens": max(64 - len(ids), 1), "temperature": 1.0} | params
-    (found,) = results_of(small_engine(tiny_llama), [ids], [SamplingParams(**params)])
-    return found
+    return engine_alone(tiny_llama, ids, **{"max_new_tokens": max(64 - len(ids), 1)} | params)
 
 
 def test_the_documentation_says_that_the_window_slides():
@@ -54,11 +45,8 @@ def test_a_reply_is_the_text_of_the_engine(door, tiny_llama, messages):
     status, found = door.post(PATH, body)
     assert status == 200 and found.pop("id").startswith("chatcmpl-") and found.pop("created")
     given = len(prompt_of(messages))
-    usage = {
-        "prompt_tokens": given,
-        "completion_tokens": len(tokens),
-        "total_tokens": given + len(tokens),
-    }
+    usage = {"prompt_tokens": given, "completion_tokens": len(tokens)}
+    usage["total_tokens"] = given + len(tokens)
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
     known = {"object": "chat.completion", "model": "small", "choices": [choice], "usage": usage}
@@ -176,61 +164,38 @@ def test_a_second_turn_shares_the_pages_of_the_first(tiny_llama):
     assert shared >= len(prompt_of(TALK[:1])) // 4 * 4 > 0
 
 
-def refusal(message: str, param: str | None) -> tuple:
-    error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
-    return 400, {"error": error}
-
-
-CONTENT = "it must be a string or a list of up to 16384 parts of the type text"
+USER = {"role": "user"}
+CONTENT = "messages.0.content: it must be a string or a list of up to 16384 parts of the type text"
+ROLES = "chat template: this model knows the roles user and assistant only"
+ADD = "add_generation_prompt"
+BEST_OF = "best_of is not supported, but for the same number as n"
+MIN = "messages: List should have at least 1 item after validation, not 0"
 
 
 @pytest.mark.parametrize(
-    "body, message, param",
+    "fields, message, param",
     [
-        ({}, "messages: Field required", "messages"),
-        (
-            {"messages": []},
-            "messages: List should have at least 1 item after validation, not 0",
-            "messages",
-        ),
+        ({"messages": None}, "messages: Input should be a valid list", "messages"),
+        ({"messages": []}, MIN, "messages"),
         ({"messages": [{"content": "x"}]}, "messages.0.role: Field required", "messages"),
-        (
-            {"messages": [{"role": "user", "content": None}]},
-            f"messages.0.content: {CONTENT}",
-            "messages",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            f"messages.0.content: {CONTENT}",
-            "messages",
-        ),
-        (
-            {"messages": [{"role": "system", "content": "x"}]},
-            "chat template: this model knows the roles user and assistant only",
-            "messages",
-        ),
-        (
-            {"messages": TALK, "top_logprobs": 2},
-            "top_logprobs is for logprobs: true only",
-            "top_logprobs",
-        ),
-        ({"messages": TALK, "tools": [{}]}, "tools is not supported", "tools"),
-        ({"messages": TALK, "echo": True}, "echo is not supported for messages", "echo"),
-        (
-            {"messages": TALK, "best_of": 2},
-            "best_of is not supported, but for the same number as n",
-            "best_of",
-        ),
-        (
-            {"messages": TALK, "add_generation_prompt": False},
-            "add_generation_prompt is not supported",
-            "add_generation_prompt",
-        ),
+        ({"messages": [USER | {"content": None}]}, CONTENT, "messages"),
+        ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, CONTENT, "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, ROLES, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs is for logprobs: true only", "top_logprobs"),
+        ({"tools": [{}]}, "tools is not supported", "tools"),
+        ({"echo": True}, "echo is not supported for messages", "echo"),
+        ({"best_of": 2}, BEST_OF, "best_of"),
+        ({"add_generation_prompt": False}, f"{ADD} is not supported", ADD),
     ],
 )
-def test_what_is_refused(door, body, message, param):
-    assert door.post(PATH, body) == refusal(message, param)
-    assert door.post(PATH, body | {"stream": True}) == refusal(message, param)
+def test_what_is_refused(door, fields, message, param):
+    body = {"messages": TALK} | fields
+    assert door.post(PATH, body) == (400, refusal(message, param))
+    assert door.post(PATH, body | {"stream": True}) == (400, refusal(message, param))
+
+
+def test_messages_must_be_there(door):
+    assert door.post(PATH, {}) == (400, refusal("messages: Field required", "messages"))
 
 
 def test_what_asks_for_nothing_more_is_accepted(door):
@@ -243,11 +208,9 @@ def test_what_asks_for_nothing_more_is_accepted(door):
 
 
 def test_a_model_without_a_template(tiny_llama):
-    from errors import UserError
-
     error = UserError("small: this model was not made for chat")
     with serving(lambda: small_engine(tiny_llama), chat=error) as door:
-        assert door.post(PATH, {"messages": TALK}) == refusal(str(error), None)
+        assert door.post(PATH, {"messages": TALK}) == (400, refusal(str(error)))
         assert door.post("/v1/completions", {"max_tokens": 1})[0] == 200
 
 

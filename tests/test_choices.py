@@ -3,9 +3,8 @@
 import itertools
 
 import pytest
-from serving import results_of, serving, small_encoding, small_engine
+from serving import PATH, engine_alone, failing, refusal, serving, small_encoding, small_engine
 
-PATH = "/v1/completions"
 TEXTS = ["Tom", "a dog and", "", "é😀"]
 
 
@@ -21,12 +20,8 @@ def ids_of(prompt: str) -> list[int]:
 
 def alone(tiny_llama, prompts, seeds, **params) -> list[tuple]:
     """Text and finish reason of the engine alone: of each prompt with each seed."""
-    from sampling import SamplingParams
-
-    pairs = list(itertools.product(prompts, seeds))
-    each = [SamplingParams(**{"max_new_tokens": 16} | params, seed=seed) for _, seed in pairs]
-    found = results_of(small_engine(tiny_llama), [ids_of(prompt) for prompt, _ in pairs], each)
-    return [(text, reason) for _, text, _, reason in found]
+    pairs = itertools.product(prompts, seeds)
+    return [engine_alone(tiny_llama, prompt, seed=seed, **params)[1::2] for prompt, seed in pairs]
 
 
 def choices_of(door, body: dict) -> list[tuple]:
@@ -59,13 +54,13 @@ def choices_of(door, body: dict) -> list[tuple]:
     ids=str,
 )
 def test_prompts_in_all_four_forms(door, tiny_llama, prompt, texts):
-    wanted = alone(tiny_llama, texts, [None])
+    wanted = alone(tiny_llama, texts, [None], temperature=0)
     assert choices_of(door, {"prompt": prompt, "temperature": 0}) == wanted
 
 
 def test_n_texts_for_each_prompt_with_seeds_of_their_own(door, tiny_llama):
     body = {"prompt": TEXTS[:2], "n": 3, "seed": 2**64 - 1, "best_of": 3}
-    wanted = alone(tiny_llama, TEXTS[:2], [2**64 - 1, 0, 1], temperature=1)
+    wanted = alone(tiny_llama, TEXTS[:2], [2**64 - 1, 0, 1])
     assert choices_of(door, body) == wanted
     assert len(set(wanted)) == 6
 
@@ -129,22 +124,13 @@ IDS = "the prompt has the id {}; ids of this model are integers from 0 to 4095"
     ],
 )
 def test_what_is_refused(door, body, message, param):
-    error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
     for more in ({}, {"stream": True}, {"echo": True}):
-        assert door.post(PATH, body | more) == (400, {"error": error})
+        assert door.post(PATH, body | more) == (400, refusal(message, param))
 
 
 def test_one_text_that_fails_fails_its_request_alone(tiny_llama):
     def make():
-        engine = small_engine(tiny_llama)
-        compute = engine.compute
-
-        def broken(works):
-            bad = [work.request.tokens[:2] == [7, 8] for work in works]
-            return [None if is_bad else own for is_bad, own in zip(bad, compute(works))]
-
-        engine.compute = broken
-        return engine
+        return failing(small_engine(tiny_llama), lambda request: request.tokens[:2] == [7, 8])
 
     with serving(make) as door:
         assert door.post(PATH, {"prompt": [[1], [7, 8]]})[0] == 500

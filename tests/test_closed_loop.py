@@ -7,19 +7,9 @@ import statistics
 
 import pytest
 from conftest import CHECKPOINTS
-from loads import (
-    END,
-    STREAM,
-    URL,
-    chunk,
-    client_table,
-    counts,
-    fake_server,
-    found,
-    near,
-    piece,
-    whole,
-)
+from loads import END, STREAM, URL, chunk, counts, found, near, piece, whole
+
+from loading.tokenizer import load_encoding
 
 DONE = "data: [DONE]\n\n"
 
@@ -30,16 +20,6 @@ def send(*wanted, seconds=10.0):
 
     exchanges = [client.Exchange(URL, {"prompt": "x", "max_tokens": count}) for count in wanted]
     return client.run(client.closed_loop(iter(exchanges), len(wanted), seconds))
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    return fake_server(monkeypatch)
-
-
-@pytest.fixture
-def table(capsys):
-    return client_table(capsys)
 
 
 def test_known_times_give_exactly_these_figures(fake):
@@ -201,17 +181,17 @@ def test_nobody_listens(table):
     assert (bool(code), values["failed: no connection"]) == (True, 1)  # a name that nobody can have
 
 
-def test_each_reason_has_its_column(fake, table):
-    fake.answer = lambda body: stream(chunk(), chunk(reason="stop"))
-    code, values, _ = table("--clients", 1, "--seconds", 1e-9)
-    assert (bool(code), values["failed: other number of tokens"]) == (True, 1)
-
-
 def test_a_load_of_which_some_requests_failed_is_no_error(fake, table):
     answers = itertools.cycle([whole(0.5), stream(chunk(), ERROR, DONE)])
     fake.answer = lambda body: next(answers)
     code, values, err = table("--clients", 2, "--seconds", 1e-9, "--new-tokens", 1, 1)
     assert (code, values["requests"], values["failed"], err) == (0, 2, 1, "")
+
+
+def test_each_reason_has_its_column(fake, table):
+    fake.answer = lambda body: stream(chunk(), chunk(reason="stop"))
+    code, values, _ = table("--clients", 1, "--seconds", 1e-9)
+    assert (bool(code), values["failed: other number of tokens"]) == (True, 1)
 
 
 def test_percentiles_are_those_of_numpy_and_statistics():
@@ -227,7 +207,6 @@ def test_percentiles_are_those_of_numpy_and_statistics():
 
 def test_words_are_tokens():
     from benchmarks.client import WORDS, bodies
-    from loading.tokenizer import load_encoding
 
     assert len(set(WORDS)) == len(WORDS) > 50
     for name in ("stories", "stories-llama"):
@@ -285,34 +264,3 @@ def test_a_real_server(table, tiny_llama):
     assert values["requests"] >= 3
     assert 0 < values["ttft, ms, p50"] <= values["ttft, ms, p99"]
     assert "itl, ms, p50" in values  # it counts its tokens
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        ((), "--clients"),
-        (("--clients", 0), "--clients"),
-        (("--clients", 1, "--seconds", "nan"), "'nan': it must be a number above 0"),
-        (("--clients", 1, "--seconds", 0), "'0': it must be a number above 0"),
-        (("--clients", 1, "--goodput", 500), "--goodput"),
-        (("--clients", 1, "--prompt-words", 6, 5), "--prompt-words: the first number"),
-        (("--clients", 1, "--new-tokens", 6, 5), "--new-tokens: the first number"),
-        (("--clients", 1, "--url", "127.0.0.1:80"), "127.0.0.1:80: it must be http://HOST:PORT"),
-        (("--clients", 1, "--url", "http://a:99999"), "http://a:99999: it must be"),
-        (("--clients", 1, "--fields", "[]"), "--fields []: it must be a JSON object"),
-        (("--clients", 1, "--fields", "{"), "--fields {: it must be a JSON object"),
-        (("--clients", 1, "--fields", "[" * 10**5), "[: it must be a JSON object"),
-    ],
-)
-def test_bad_input_is_one_line(table, args, said):
-    code, values, err = table(*args)
-    assert (code, values) == (2, {})
-    assert said in err and err.count("\n") == 1
-
-
-def test_help_names_the_measures(run_file):
-    code, out = run_file("benchmarks/client.py", "--help")
-    assert code == 0
-    joined = " ".join(out.split())
-    for name in ("ttft", "itl", "tpot", "goodput", "client CPU", "chunk gap", "default: 5"):
-        assert name in joined

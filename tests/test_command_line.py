@@ -17,6 +17,8 @@ import infer
 from errors import UserError
 from loading.tokenizer import load_encoding
 
+DRAFT = CHECKPOINTS / "stories-draft"  # is loaded sooner than the larger one
+
 
 def test_importing_does_nothing_and_loads_nothing_heavy():
     heavy = "{'transformers', 'pandas', 'huggingface_hub', 'tokenizers'}"
@@ -88,7 +90,7 @@ def test_how_a_run_ends(cli, monkeypatch, error, code, words):
         raise error
 
     monkeypatch.setattr(infer, "load_encoding", fail)
-    ended, out, err = cli("--prompt", "x")
+    ended, out, err = cli("--prompt", "x", "--model", DRAFT)
     assert ended == code and out == "" and err.endswith(words) and err.count("\n") == (code == 2)
 
 
@@ -99,7 +101,7 @@ MISTAKES = [RuntimeError("a mistake"), ValueError("another"), ModuleNotFoundErro
 def test_our_own_mistakes_are_not_hidden(cli, monkeypatch, error):
     monkeypatch.setattr(infer, "load_encoding", lambda *args: (_ for _ in ()).throw(error))
     with pytest.raises(type(error)):
-        cli()
+        cli("--model", DRAFT)
 
 
 def print_texts(*texts):

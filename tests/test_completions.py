@@ -1,27 +1,26 @@
 """/v1/completions for one prompt, over a real socket. Oracle: the engine itself."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
-from serving import results_of, serving, small_encoding, small_engine
+from serving import (
+    engine_alone,
+    failing,
+    refusal,
+    server_error,
+    serving,
+    small_encoding,
+    small_engine,
+)
+
+from sampling import NOT_FINITE
 
 PROMPTS = ["", "Once upon a time", "Tom <|endoftext|> and", "é😀 " * 3, "a dog " * 31 + "a "]
 
 
-@pytest.fixture(scope="module")
-def door(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as door:
-        yield door
-
-
 def greedy(tiny_llama, prompt: str, **params) -> tuple:
     """Prompt tokens, text and finish reason of the engine alone."""
-    from sampling import SamplingParams
-
-    ids = small_encoding().encode(prompt, allowed_special="all") or [4095]
-    params = SamplingParams(**{"max_new_tokens": 16} | params)
-    ((tokens, text, _, reason),) = results_of(small_engine(tiny_llama), [ids], [params])
-    return len(ids), len(tokens), text, reason
+    tokens, text, _, reason = engine_alone(tiny_llama, prompt, temperature=0, **params)
+    given = len(small_encoding().encode(prompt, allowed_special="all")) or 1
+    return given, len(tokens), text, reason
 
 
 def test_a_prompt_may_fill_the_window():
@@ -41,19 +40,6 @@ def test_a_text_is_that_of_the_engine(door, tiny_llama, prompt):
     assert found == {"object": "text_completion", "model": "small", "choices": [choice]}
 
 
-def test_16_clients_at_once(door, tiny_llama):
-    bodies = [
-        {"prompt": "word " * row, "max_tokens": 3 * row, "temperature": 0} for row in range(16)
-    ]
-    with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda body: door.post("/v1/completions", body), bodies))
-    for body, (status, answer) in zip(bodies, found):
-        _, new, text, reason = greedy(tiny_llama, body["prompt"], max_new_tokens=body["max_tokens"])
-        (choice,) = answer["choices"]
-        assert (status, choice["text"], choice["finish_reason"]) == (200, text, reason)
-        assert answer["usage"]["completion_tokens"] == new
-
-
 def test_it_draws_at_temperature_1_if_nothing_is_said(door):
     texts = {
         door.post("/v1/completions", {"prompt": "x"})[1]["choices"][0]["text"] for _ in range(3)
@@ -70,11 +56,6 @@ def test_nothing_said_and_null_are_the_same(door, tiny_llama):
     known = {"model": "small", "prompt": "Tom", "temperature": 0, "nothing_that_is_known": [1]}
     _, found = door.post("/v1/completions", known)
     assert found["choices"][0]["text"] == greedy(tiny_llama, "Tom")[2]
-
-
-def refusal(message: str, param: str | None = None, code: str | None = None) -> dict:
-    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
-    return {"error": error}
 
 
 @pytest.mark.parametrize(
@@ -178,17 +159,7 @@ def test_what_the_engine_refuses(tiny_llama):
 
 
 def test_what_fails_in_the_engine(tiny_llama):
-    from sampling import NOT_FINITE
-
-    def make():
-        engine = small_engine(tiny_llama)
-        engine.compute = lambda works: [None for _ in works]
-        return engine
-
-    def server_error(message):
-        return {"error": refusal(message)["error"] | {"type": "server_error"}}
-
-    with serving(make) as door:
+    with serving(lambda: failing(small_engine(tiny_llama), lambda request: True)) as door:
         assert door.post("/v1/completions", {}) == (500, server_error(NOT_FINITE))
         door.thread.commands.put(lambda: 1 / 0)
         door.thread.thread.join(60)

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, random_tokens
-from serving import collect, results_of, run_calls, small_engine
+from conftest import random_tokens
+from serving import collect, failing, results_of, run_calls, small_engine
+
+from errors import UserError
+from sampling import SamplingParams
 
 PROGRAM = """
 import asyncio
@@ -41,8 +42,6 @@ asyncio.run(main())
 
 
 def endless(**params):
-    from sampling import SamplingParams
-
     return SamplingParams(max_new_tokens=10**9, ignore_eos=True, **params)
 
 
@@ -66,19 +65,16 @@ async def is_idle(thread) -> bool:
     return await in_thread(thread, look) and not thread.calls
 
 
-def test_a_program_hears_that_its_engine_died():
-    command = [sys.executable, "-c", PROGRAM]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def test_a_program_hears_that_its_engine_died(run_program):
+    code, out, err = run_program(PROGRAM)
     text = "EngineDead: the engine has failed: ZeroDivisionError: division by zero"
-    assert (found.returncode, found.stdout) == (0, f"{[text] * 2}\n" * 2)
-    assert found.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert (code, out) == (0, f"{[text] * 2}\n" * 2)
+    assert err.endswith("ZeroDivisionError: division by zero\n")
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_cancelled_task_frees_what_it_held(tiny_llama, count):
     """Queued (nothing is read), or after so many updates; others go on."""
-    from sampling import SamplingParams
-
     prompts = [random_tokens(30, 4000, seed) for seed in range(3)]
     params = SamplingParams(max_new_tokens=30)
 
@@ -127,8 +123,6 @@ def test_an_iterator_that_is_closed_frees_what_it_held(tiny_llama):
 
 
 def test_a_call_that_is_refused_leaves_none_of_its_texts(tiny_llama):
-    from errors import UserError
-
     async def use(thread):
         with pytest.raises(UserError, match="the prompt has the id 4096"):
             await collect(thread.generate([[9], [8], [4096]], [endless()] * 3))
@@ -141,17 +135,7 @@ def test_a_text_that_fails_ends_those_of_its_call(tiny_llama):
     from server.engine_thread import TextFailed
 
     def make():
-        engine = small_engine(tiny_llama)
-        compute = engine.compute
-
-        def broken(works):
-            found = compute(works)
-            return [
-                None if len(work.request.output) == 2 else own for work, own in zip(works, found)
-            ]
-
-        engine.compute = broken
-        return engine
+        return failing(small_engine(tiny_llama), lambda request: len(request.output) == 2)
 
     async def use(thread):
         with pytest.raises(TextFailed):

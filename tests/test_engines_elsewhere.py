@@ -1,9 +1,6 @@
 """An app whose engines are elsewhere writes what an app with one of its own writes."""
 
 import importlib
-import json
-import socket
-import time
 
 import pytest
 from replicas import (
@@ -14,10 +11,7 @@ from replicas import (
     save_small,
     serving_replicas,
 )
-from serving import serving
-
-PATH = "/v1/completions"
-ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True}
+from serving import ENDLESS, PATH, connect, is_free, request_of, serving, until
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +26,6 @@ def servers(model):
     with serving_replicas(args, 3) as (door, replicas):
         with serving(lambda: make_engine(args), max_waiting=20) as one:
             yield door, replicas, one
-
-
-def until(condition) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def is_free(replica) -> bool:
-    scheduler = replica.thread.engine.scheduler
-    idle = not scheduler.running and not scheduler.waiting and not replica.thread.calls
-    return idle and scheduler.pool.available == scheduler.pool.num_pages
 
 
 def test_texts_are_those_of_one_engine_and_each_has_some(servers):
@@ -81,10 +62,7 @@ def test_a_full_engine_is_429(servers):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_the_engine(servers, stream):
     door, replicas, _ = servers
-    data = json.dumps(ENDLESS | {"stream": stream}).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as client:
-        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    with connect(door, request_of(PATH, ENDLESS | {"stream": stream})):
         until(lambda: any(replica.thread.calls for replica in replicas))
     until(lambda: all(map(is_free, replicas)))
 

@@ -7,6 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from serving import collect, results_of, run_calls, serving, small_encoding, small_engine
 
+from errors import UserError
+from sampling import SamplingParams
+
 PATH = "/v1/completions"
 ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True, "stream": True}
 
@@ -130,8 +133,6 @@ def test_a_request_needs_room_for_one_text_if_nothing_is_said(tiny_llama):
 
 @pytest.mark.parametrize("end", ["over", "cancelled", "refused"])
 def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
-    from errors import UserError
-    from sampling import SamplingParams
     from server.engine_thread import QueueFull
 
     params = SamplingParams(max_new_tokens=10**9 if end == "cancelled" else 2, ignore_eos=True)
@@ -157,7 +158,6 @@ def test_room_is_given_back_however_a_call_ends(tiny_llama, end):
 
 def test_a_text_that_is_over_counts_until_its_reader_is_done(tiny_llama):
     """Who does not read cannot have more and more texts made."""
-    from sampling import SamplingParams
     from server.engine_thread import QueueFull, Update
 
     params = SamplingParams(max_new_tokens=9, ignore_eos=True)
@@ -207,13 +207,3 @@ def test_all_texts_of_a_request_have_a_bound(tiny_llama, body, texts, count):
             talk = {"messages": [{"role": "user", "content": "cat"}], "max_tokens": most + 1}
             talk |= {"n": texts, "logprobs": count > 0, "top_logprobs": count}
             assert door.post("/v1/chat/completions", talk) == (400, {"error": error})
-
-
-@pytest.mark.parametrize("option", ["--max-waiting", "--max-waiting-tokens"])
-def test_bounds_below_0(run_main, option):
-    import serve
-
-    code, out, err = run_main(serve.main, "--port", 0, f"{option}=-1")
-    name = option[2:].replace("-", "_")
-    assert (code, out) == (2, "")
-    assert err.endswith(f"error: {name} is -1; it must be an integer >= 0\n")

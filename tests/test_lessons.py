@@ -181,6 +181,12 @@ def script(repo, *args, **options):
     return result.returncode, result.stdout, result.stderr
 
 
+def stands(repo) -> tuple:
+    """All that a command could change: references, branch, commit, tracked and other files."""
+    refs = git(repo, "for-each-ref"), git(repo, "branch", "--show-current")
+    return *refs, git(repo, "rev-parse", "HEAD"), git(repo, "status", "--porcelain")
+
+
 def listed(out):
     return [line[2:].split() for line in out.splitlines()]
 
@@ -299,11 +305,6 @@ def test_without_the_history_it_says_what_to_do(repo, run, error, tmp_path, monk
         assert "git is not installed" in err and err.count("\n") == 1
 
 
-def test_quiet_tags(repo, run):
-    assert run("tag", "--quiet") == (0, "", "")
-    assert git(repo, "tag").split() == ["00-init", "01-add", "02-mul"]
-
-
 def test_ids():
     ids = ["00-init", "04-multinomial", "06-top-k", "07-top-p", "16-variable-batching", "17-top"]
     all_lessons = [lessons.Lesson(id, "", "") for id in ids]
@@ -332,20 +333,11 @@ def test_ids():
 
 def test_what_the_reader_has_configured_changes_nothing(repo, run):
     before = run("list")[1]
-    settings = {
-        "i18n.logOutputEncoding": "latin1",
-        "color.ui": "always",
-        "color.diff": "always",
-        "column.ui": "always",
-        "core.pager": "false",
-        "log.showSignature": "true",
-        "diff.renames": "copies",
-        "diff.noprefix": "true",
-        "status.showUntrackedFiles": "no",
-        "branch.autoSetupMerge": "always",
-    }
-    for name, value in settings.items():
-        git(repo, "config", name, value)
+    settings = """i18n.logOutputEncoding=latin1 color.ui=always color.diff=always
+        column.ui=always core.pager=false log.showSignature=true diff.renames=copies
+        diff.noprefix=true status.showUntrackedFiles=no branch.autoSetupMerge=always"""
+    for setting in settings.split():
+        git(repo, "config", *setting.split("="))
     assert run("list")[1] == before
     assert run("tag")[1].split()[::2] == ["made"] * 3
     code, out, err = run("start", "2")
@@ -480,10 +472,13 @@ def test_start_refuses(repo, error):
     line = error("start", "1")
     assert "git switch my-01-add" in line and "restart 01-add" in line
     git(repo, "checkout", "-q", "--detach", "main~3")
-    (repo / "tests" / "test_mul.py").write_text("my own")
-    line = error("start", "02-mul")
-    assert line.endswith("in the way; git add and commit, or move: tests/test_mul.py\n")
-    assert (repo / "tests" / "test_mul.py").read_text() == "my own"
+    own = repo / "tests" / "test_mul.py"
+    for make in (lambda: own.write_text("my own"), lambda: own.symlink_to("nowhere")):
+        own.unlink(missing_ok=True)
+        make()
+        line = error("start", "02-mul")
+        assert line.endswith("in the way; git add and commit, or move: tests/test_mul.py\n")
+        assert own.is_symlink() or own.read_text() == "my own"
     assert git(repo, "branch", "--list", "my-02-mul") == ""
 
 
@@ -494,10 +489,9 @@ def test_start_leaves_a_merge_that_is_not_committed(repo, error):
     commit(repo, "beside", "G.", {"side.txt": "beside\n"}, None)
     git(repo, "switch", "-q", "main")
     git(repo, "merge", "-q", "-s", "ours", "--no-commit", "side")
-    assert git(repo, "status", "--porcelain") == ""
-    assert "in the middle of a merge" in error("start", "2")
-    assert (repo / ".git" / "MERGE_HEAD").exists()
-    assert git(repo, "branch", "--list", "my-*") == ""
+    before = stands(repo)
+    assert before[-1] == "" and "in the middle of a merge" in error("start", "2")
+    assert (repo / ".git" / "MERGE_HEAD").exists() and stands(repo) == before
 
 
 @pytest.mark.parametrize("target", [None, "nowhere", "elsewhere"])
@@ -513,29 +507,19 @@ def test_start_leaves_what_is_in_the_place_of_a_folder(repo, error, target):
         (repo / "engine").symlink_to(target)
     else:
         (repo / "engine").write_text("mine")
-    before = git(repo, "status", "--porcelain")
+    before = stands(repo)
     assert "or move: engine\n" in error("start", "3")
-    assert git(repo, "status", "--porcelain") == before
+    assert stands(repo) == before
     assert (repo / "elsewhere" / "sub.py").read_text() == "mine"
-
-
-def test_start_leaves_a_link_that_leads_nowhere(repo, error):
-    git(repo, "checkout", "-q", "--detach", "main~3")
-    (repo / "tests" / "test_mul.py").symlink_to("nowhere")
-    assert "or move: tests/test_mul.py\n" in error("start", "2")
-    assert (repo / "tests" / "test_mul.py").is_symlink()
 
 
 @pytest.mark.parametrize("place", ["main", "main~3"])
 def test_a_start_whose_branch_cannot_be_made_changes_nothing(repo, error, place):
     git(repo, "branch", "my-02-mul/mine")  # git keeps a branch in a file: there is a folder
     git(repo, "checkout", "-q", place)
-    before = git(repo, "for-each-ref")
+    before = stands(repo)
     assert "cannot" in error("start", "2")
-    assert git(repo, "status", "--porcelain") == ""
-    assert git(repo, "branch", "--show-current") == ("main" if place == "main" else "")
-    assert git(repo, "rev-parse", "HEAD") == git(repo, "rev-parse", place)
-    assert git(repo, "for-each-ref") == before
+    assert stands(repo) == before
 
 
 @pytest.fixture
@@ -551,13 +535,18 @@ def broken_checkout(repo):
 @pytest.mark.parametrize("place", ["main", "main~3"])
 def test_a_start_that_fails_leaves_nothing_half_made(repo, error, broken_checkout, place):
     git(repo, "checkout", "-q", place)
-    before = git(repo, "rev-parse", "HEAD", "main")
+    before = stands(repo)
     assert "smudge filter bad failed" in error("start", "2")
-    assert git(repo, "branch", "--show-current") == ("main" if place == "main" else "")
-    assert git(repo, "rev-parse", "HEAD", "main") == before
-    assert git(repo, "branch", "--list", "my-*") == ""
-    assert git(repo, "status", "--porcelain") == ""
+    assert stands(repo) == before
     assert (repo / "a").exists() == (place == "main")
+
+
+def test_a_restart_that_fails_leaves_the_branch(repo, error, broken_checkout):
+    git(repo, "branch", "my-02-mul")
+    git(repo, "switch", "-q", "my-02-mul")
+    before = stands(repo)
+    assert "smudge filter bad failed" in error("restart", "2")
+    assert stands(repo) == before
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
@@ -566,7 +555,7 @@ def test_a_start_stopped_after_any_of_its_steps(repo, monkeypatch, command, time
     """restart stands on the branch that it sets."""
     if command == "restart":
         git(repo, "switch", "-q", "--create", "my-02-mul", "main~3")
-    before = git(repo, "for-each-ref"), git(repo, "branch", "--show-current")
+    before = stands(repo)
     real = lessons.git
     steps = []
 
@@ -581,9 +570,7 @@ def test_a_start_stopped_after_any_of_its_steps(repo, monkeypatch, command, time
     monkeypatch.setattr(lessons, "git", stopping)
     with pytest.raises(KeyboardInterrupt):
         lessons.main([command, "2"])
-    assert len(steps) == times
-    assert (git(repo, "for-each-ref"), git(repo, "branch", "--show-current")) == before
-    assert git(repo, "status", "--porcelain") == ""
+    assert len(steps) == times and stands(repo) == before
 
 
 def test_restart_keeps_what_was_written(repo, run, error):
@@ -603,17 +590,6 @@ def test_restart_keeps_what_was_written(repo, run, error):
     git(repo, "commit", "-qam", "on an older attempt")
     assert run("restart")[0] == 0
     assert git(repo, "branch", "--show-current") == "my-02-mul"
-
-
-def test_a_restart_that_fails_leaves_the_branch(repo, run, error, broken_checkout):
-    git(repo, "branch", "my-02-mul")
-    git(repo, "switch", "-q", "my-02-mul")
-    before = git(repo, "rev-parse", "main", "my-02-mul")
-    assert "smudge filter bad failed" in error("restart", "2")
-    assert git(repo, "branch", "--show-current") == "my-02-mul"
-    assert git(repo, "branch", "--list", "my-*-1") == ""
-    assert git(repo, "rev-parse", "main", "my-02-mul") == before
-    assert git(repo, "status", "--porcelain") == ""
 
 
 def test_check(repo, run, monkeypatch):
@@ -683,15 +659,10 @@ def test_check_takes_the_lesson_where_the_reader_stands(repo, run, error):
     assert "the tests of 02-mul are not here" in error("check", "2")
     git(repo, "switch", "-q", "--create", "mine", "main~4^")
     assert "contains no lesson" in error("check")
-    branches = {
-        "my-01-add": "01-add",
-        "my-01-add-2": "01-add",
-        "my-01-add-b": "02-mul",
-        "my-0": "02-mul",
-    }
-    for branch, id in branches.items():
+    for branch in ("my-01-add", "my-01-add-2", "my-01-add-b", "my-0"):
         git(repo, "switch", "-q", "--create", branch, "main")
-        assert lessons.standing(lessons.read_main()[1]).id == id
+        expected = "01-add" if branch in ("my-01-add", "my-01-add-2") else "02-mul"
+        assert lessons.standing(lessons.read_main()[1]).id == expected
 
 
 def test_compare(repo, run):
@@ -769,12 +740,9 @@ def test_try_where_you_stand_is_your_code(repo, run):
 def test_answer(repo, run, error):
     """With the commit that wrote this version of it, where its commands run."""
     (repo / "course" / "answers").mkdir(parents=True)
-    commit(repo, "answers: part one", "H.", {"course/answers/01-add.md": "Forty-one.\n"}, None)
-    commit(
-        repo, "answers: 01 is one more", "H.", {"course/answers/01-add.md": "Forty-two.\n"}, None
-    )
-    hash = git(repo, "rev-parse", "--short", "HEAD")
-    commit(repo, "answers: part two", "H.", {"course/answers/00-init.md": "None.\n"}, None)
+    for name, text in (("01-add", "Forty-one."), ("01-add", "Forty-two."), ("00-init", "None.")):
+        commit(repo, "an answer", "H.", {f"course/answers/{name}.md": f"{text}\n"}, None)
+    hash = git(repo, "rev-parse", "--short", "HEAD^")
     git(repo, "checkout", "-q", "main~6")
     note = f"Its commands run at commit {hash}; go there with: git switch --detach {hash}\n"
     assert run("answer", "add") == run("answer") == (0, "Forty-two.\n", note)

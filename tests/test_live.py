@@ -1,19 +1,12 @@
 """What /live says of the engine is how it stands, and what it did."""
 
-import asyncio
-import contextlib
 import json
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from conftest import ROOT, random_tokens
-from drafting import knowing, own_run
-from serving import Door, serving, small_encoding
-
-from sampling import SamplingParams
+from conftest import random_tokens
+from drafting import knowing
+from serving import Script, until
 
 PROMPT = random_tokens(5)
 EMPTY = {"running": [], "waiting": [], "over": [], "preempted": [], "queued": 0}
@@ -37,17 +30,19 @@ def listen(door):
                 yield json.loads(line.removeprefix(b"data: "))
 
 
+def watch(door):
+    """Frames from now on."""
+    frames = listen(door)
+    next(frames), next(frames)
+    return frames
+
+
 def until_over(frames, count: int) -> list[dict]:
     """Frames up to that in which so many requests have ended."""
     seen = []
     while sum(len(frame["over"]) for frame in seen) < count or seen[-1]["running"]:
         seen.append(next(frames))
     return seen
-
-
-def in_loop(door, work):
-    """What a coroutine returns that runs in the server's event loop."""
-    return asyncio.run_coroutine_threadsafe(work, door.thread.loop).result(10)
 
 
 def live_of(door):
@@ -73,19 +68,12 @@ def check_pages(frame, engine) -> None:
 
 
 @pytest.fixture
-def start(tiny):
-    """A function that starts a server of a tiny model."""
-    from engine.engine import Engine
+def each_step(monkeypatch):
+    """There is a frame for each step."""
+    from server import live
 
-    with contextlib.ExitStack() as stack:
-
-        def enter(model=None, app_options=None, **options):
-            def make():
-                return Engine(model or tiny(), encoding=small_encoding(), **options)
-
-            return stack.enter_context(serving(make, app_options=app_options))
-
-        yield enter
+    monkeypatch.setattr(live, "PERIOD", 0)
+    monkeypatch.setattr(live, "SHARE", 1e9)
 
 
 def test_at_first_it_says_what_the_engine_is_and_how_it_stands(start):
@@ -138,11 +126,7 @@ def shared_pages(frame) -> list[int]:
     return [page for page in set(pages) if pages.count(page) > 1]
 
 
-def test_frames_add_up_to_all_that_was_done(start, tiny, monkeypatch):
-    from server import live
-
-    monkeypatch.setattr(live, "PERIOD", 0)  # so that there is a frame for each step
-    monkeypatch.setattr(live, "SHARE", 1e9)
+def test_frames_add_up_to_all_that_was_done(start, tiny, each_step):
     drafter = knowing(tiny(), wrong=range(0, 40, 3))
     door = start(num_pages=8, page_size=4, drafter=drafter, gamma=3)
     frames = listen(door)
@@ -171,8 +155,7 @@ def test_frames_add_up_to_all_that_was_done(start, tiny, monkeypatch):
 def test_accepted_drafts_are_named_by_their_places(start, tiny):
     """All drafts are right, but for those of places 4 and 9: each step has two of them."""
     door = start(drafter=knowing(tiny(), wrong=(4, 9)), gamma=2, num_pages=100)
-    frames = listen(door)
-    next(frames), next(frames)
+    frames = watch(door)
     answer = post(door, [random_tokens(5)], 12)
     seen = until_over(frames, 1)
     places = [place for frame in seen for row in rows_of(frame) for place in row["drafts"]]
@@ -183,43 +166,10 @@ def test_accepted_drafts_are_named_by_their_places(start, tiny):
     assert names == {f"{answer['id']}-0"}
 
 
-def test_accepted_drafts_after_the_end_are_none_of_the_text(start, tiny):
-    """All of the four drafts are right, and the second of them is EOS."""
-    text = own_run(tiny(), PROMPT, SamplingParams(9, ignore_eos=True))
-    drafter = knowing(tiny())
-    eos = text[2]
-    assert eos not in text[:2]
-    door = start(tiny(eos_token_ids=(eos,)), drafter=drafter, gamma=4)
-    frames = listen(door)
-    next(frames), next(frames)
-    post(door, [PROMPT], 9, ignore_eos=False)
-    seen = until_over(frames, 1)
-    engine = door.thread.engine
-    works = [row["work"] for frame in seen for row in rows_of(frame)]
-    assert [sum(column) for column in zip(*works)] == [len(PROMPT) + 5, 4, 2, 3]
-    assert engine.drafted == engine.accepted == 4
-
-
-def test_a_text_that_fails_is_counted_too(start, tiny):
-    model = tiny()
-    model.wte.weight.data[7] = float("nan")
-    door = start(model)
-    frames = listen(door)
-    next(frames), next(frames)
-    assert door.post("/v1/completions", {"prompt": [7, 7], "max_tokens": 3})[0] == 500
-    ((over,),) = [frame["over"] for frame in until_over(frames, 1)]
-    assert over["reason"] == "error" and over["work"] == [2, 0, 0, 0]
-
-
-def test_who_is_preempted_and_runs_again_in_the_same_step_is_told(start, monkeypatch):
+def test_who_is_preempted_and_runs_again_in_the_same_step_is_told(start, each_step):
     """The second text has two pages and nothing in them, which the first has computed meanwhile."""
-    from server import live
-
-    monkeypatch.setattr(live, "PERIOD", 0)
-    monkeypatch.setattr(live, "SHARE", 1e9)
     door = start(num_pages=4, page_size=4, budget=9)
-    frames = listen(door)
-    next(frames), next(frames)
+    frames = watch(door)
     prompt = random_tokens(8)
     post(door, [prompt, prompt], 3)
     seen = until_over(frames, 2)
@@ -228,34 +178,9 @@ def test_who_is_preempted_and_runs_again_in_the_same_step_is_told(start, monkeyp
     assert len(told) == door.thread.engine.scheduler.preemptions
 
 
-def test_who_was_computed_and_waits_is_in_the_frame(start, monkeypatch):
-    """However few of the queue are."""
-    from server import live
-
-    monkeypatch.setattr(live, "PERIOD", 1e6)
-    monkeypatch.setattr(live, "MOST_WAITING", 0)
-    door = start(num_pages=8, page_size=4)
-    frames = listen(door)
-    next(frames), next(frames)
-    waited = []
-
-    class Check:
-        def stepped(self, events):
-            if door.thread.engine.busy:
-                frame = live_of(door).frame(0.0)
-                works = [row["work"][0] for row in rows_of(frame)]
-                assert sum(works) == door.thread.engine.positions
-                waited.extend(frame["waiting"])
-
-    door.thread.observers.append(Check())
-    post(door, [random_tokens(length, seed=length) for length in (6, 9, 3)], 12)
-    assert any(row["work"][0] for row in waited)
-
-
 def test_a_client_that_leaves_is_seen_to(start):
     door = start()
-    frames = listen(door)
-    next(frames), next(frames)
+    frames = watch(door)
     body = {"prompt": [[1, 2], [3]], "max_tokens": 2**16, "ignore_eos": True, "stream": True}
     with door.send("POST", "/v1/completions", body) as answer:
         answer.readline()
@@ -267,8 +192,7 @@ def test_a_client_that_leaves_is_seen_to(start):
 def test_numbers_only(start):
     """Of a text nothing is told but counts: other clients' texts are theirs."""
     door = start()
-    frames = listen(door)
-    next(frames), next(frames)
+    frames = watch(door)
     post(door, [random_tokens(5)], 3)
     for frame in until_over(frames, 1):
         for row in rows_of(frame):
@@ -286,13 +210,10 @@ def test_nothing_is_done_while_nobody_watches(start):
     live.frame = lambda now: made.append(now) or frame(now)
     post(door, [[1, 2]], 3)
     assert made == []
-    frames = listen(door)
-    next(frames), next(frames)
+    frames = watch(door)
     assert len(made) == 1
     frames.close()
-    end = time.monotonic() + 30
-    while live.watched:  # the server hears of it by itself
-        assert time.monotonic() < end
+    until(lambda: not live.watched)  # the server hears of it by itself
     assert door.thread.calls == live.watchers == set()
     made.clear()
     post(door, [[1, 2]], 3)
@@ -306,89 +227,20 @@ def test_frames_are_so_far_apart_but_for_the_last(start, monkeypatch, limits):
     for name, value in limits.items():
         monkeypatch.setattr(live, name, value)
     door = start()
-    frames = listen(door)
-    next(frames), next(frames)
+    frames = watch(door)
     post(door, [[1, 2]], 9)
     (last,) = until_over(frames, 1)  # when the engine comes to rest
     assert last["steps"] == 9 and last["over"][0]["work"] == [10, 0, 0, 9]
 
 
-def test_a_pass_that_fails_leaves_no_works(tiny):
-    from engine.engine import Engine
-
-    engine = Engine(tiny())
-    engine.add([1, 2, 3], SamplingParams(max_new_tokens=4))
-    engine.step()
-    assert [work.tokens for work in engine.works] == [[1, 2, 3]]
-
-    def fail(works):
-        raise MemoryError
-
-    engine.compute = fail
-    (event,) = engine.step()
-    assert event.error and engine.works == []
-
-
-def test_who_does_not_read_is_cut_off(start, monkeypatch):
-    from server import live
-
-    monkeypatch.setattr(live, "MOST_LATE", 3)
-    door = start()
-    found = live_of(door)
-
-    async def fall_behind():
-        frames = found.watch()
-        await anext(frames)
-        for number in range(5):
-            found.send({"steps": number})
-        assert found.watchers == set()
-        return [frame async for frame in frames]
-
-    kept = in_loop(door, fall_behind())
-    assert kept == [b'data: {"steps":%d}\n\n' % number for number in range(3)]
-
-
-def test_who_takes_nothing_is_cut_off(start, monkeypatch):
-    """Also where he waits in vain to send, and would never hear that he is late."""
-    from server import live
-
-    monkeypatch.setattr(live, "PATIENCE", 0.01)
-    door = start()
-    found = live_of(door)
-    sent = []
-
-    async def send(message):
-        sent.append((message["type"], len(found.watchers)))
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    stream = live.LiveStream(found.watch())
-    in_loop(door, stream({"type": "http"}, asyncio.Event().wait, send))
-    assert sent == [("http.response.start", 0), ("http.response.body", 1)]
-    assert found.watchers == door.thread.calls == set()
-
-
 def test_the_stream_ends_with_the_engine(start):
     door = start()
-    frames = listen(door)
-    next(frames), next(frames)
+    frames = watch(door)
     door.thread.engine.step = lambda: 1 / 0
     body = {"prompt": [1], "max_tokens": 3}
     assert door.post("/v1/completions", body)[0] == 503
     assert list(frames) == []
     assert door.get("/live")[0] == 503
-
-
-def test_time_is_that_of_the_clock(start):
-    door = start()
-    frames = listen(door)
-    next(frames)
-    before = time.perf_counter()
-    first = next(frames)["time"]
-    post(door, [[1, 2]], 3)
-    times = [frame["time"] for frame in until_over(frames, 1)]
-    assert first <= times[0] and times == sorted(times)
-    assert before - 60 < first and times[-1] <= time.perf_counter()
 
 
 def test_a_key_guards_it_too(start):
@@ -400,21 +252,16 @@ def test_a_key_guards_it_too(start):
 
 def test_a_server_that_ends_does_not_wait_for_who_watches(start):
     door = start()
-    frames = listen(door)
-    next(frames), next(frames)
+    frames = watch(door)
     door.thread.loop.call_soon_threadsafe(live_of(door).close)
     assert list(frames) == []
     assert list(listen(door)) == []  # who comes now
 
 
-def test_the_script_ends_though_somebody_watches():
-    command = [sys.executable, "serve.py", "--port", "0", "--device", "cpu", "--backend", "torch"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            port = int(server.stdout.readline().rsplit(":", 1)[1])
-            frames = listen(Door(port, None, server))
-            next(frames)
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(20) == 0  # sooner than a text would have to end
-        finally:
-            server.kill()
+def test_the_script_ends_though_somebody_watches(tmp_path):
+    with Script(tmp_path) as server:
+        frames = listen(server.door())
+        next(frames)
+        server.signal(signal.SIGTERM)
+        assert server.end()[0] == 0  # sooner than a text would have to end
+        frames.close()

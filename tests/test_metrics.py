@@ -1,33 +1,20 @@
 """What /metrics says is what was asked for, and what the engine did."""
 
-import contextlib
 import math
 import threading
-import time
 
 import pytest
 from conftest import random_tokens
 from prometheus_client.parser import text_string_to_metric_families
-from serving import serving, small_encoding
+from serving import in_turns, until
 
-COUNTERS = {
-    "num_preemptions",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "spec_decode_num_draft_tokens",
-    "spec_decode_num_accepted_tokens",
-    "prompt_tokens",
-    "generation_tokens",
-    "request_success",
-}
-GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
-HISTOGRAMS = {
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "e2e_request_latency_seconds",
-    "request_prompt_tokens",
-    "request_generation_tokens",
-}
+from engine.drafter import LookupDrafter
+
+COUNTERS = """num_preemptions prefix_cache_queries prefix_cache_hits spec_decode_num_draft_tokens
+    spec_decode_num_accepted_tokens prompt_tokens generation_tokens request_success""".split()
+GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+HISTOGRAMS = """time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
+    request_prompt_tokens request_generation_tokens""".split()
 
 
 def families(door) -> dict:
@@ -59,27 +46,8 @@ def write(door, *prompts, tokens=4, **fields) -> None:
 
 
 @pytest.fixture
-def start(tiny):
-    """A function that starts a server of a tiny model. options: of the engine."""
-    from engine.engine import Engine
-
-    with contextlib.ExitStack() as stack:
-
-        def enter(model=None, gate=None, **options):
-            def make():
-                engine = Engine(model or tiny(), encoding=small_encoding(), **options)
-                step = engine.step
-                engine.step = lambda: step() if not gate or gate.acquire() else None
-                return engine
-
-            return stack.enter_context(serving(make))
-
-        yield enter
-
-
-@pytest.fixture
 def gate():
-    """Each step of an engine takes one of it, and waits for that."""
+    """For `in_turns`."""
     gate = threading.Semaphore(0)
     yield gate
     gate.release(10**6)  # nobody waits for ever if a test fails
@@ -95,9 +63,8 @@ def test_names_types_and_label_are_those_of_vllm(start):
     before = counts(door)
     assert {value for name, value in before.items() if "_created" not in name} == {0.0}
     ends = {name for name in before if name.startswith("request_success_total")}
-    assert ends == {
-        f"request_success_total{{{reason}}}" for reason in ("stop", "length", "abort", "error")
-    }
+    reasons = ("stop", "length", "abort", "error")
+    assert ends == {f"request_success_total{{{reason}}}" for reason in reasons}
 
 
 def test_buckets_end_at_1_2_and_5_of_each_power_of_ten(start):
@@ -189,8 +156,6 @@ def test_found_pages_are_hits_in_tokens(start):
 
 
 def test_preemptions_and_drafts_are_the_engines(start):
-    from engine.drafter import LookupDrafter
-
     door = start(num_pages=6, page_size=4, drafter=LookupDrafter())
     write(door, [7] * 8, [3] * 8, random_tokens(6), tokens=9)
     engine = door.thread.engine
@@ -203,8 +168,9 @@ def test_preemptions_and_drafts_are_the_engines(start):
     assert found["prompt_tokens_total"] == 22  # once each, however often they were computed
 
 
-def test_what_runs_and_waits_is_seen_while_it_does(start, tiny, gate):
-    door = start(gate=gate, max_rows=2, num_pages=8, page_size=4)
+def test_what_runs_and_waits_is_seen_while_it_does(start, gate):
+    door = start(max_rows=2, num_pages=8, page_size=4)
+    in_turns(door.thread.engine, gate)
     body = {"prompt": [random_tokens(5), random_tokens(6, seed=1), random_tokens(3, seed=2)]}
     body |= {"max_tokens": 2**16, "ignore_eos": True, "stream": True}
     gate.release()
@@ -216,9 +182,8 @@ def test_what_runs_and_waits_is_seen_while_it_does(start, tiny, gate):
         assert found["prompt_tokens_total"] == 11
         assert found["request_success_total{abort}"] == 0
     gate.release(10**6)
-    end = time.monotonic() + 30
-    while counts(door)["request_success_total{abort}"] < 3:  # they do not end by themselves
-        assert time.monotonic() < end
+    # They do not end by themselves.
+    until(lambda: counts(door)["request_success_total{abort}"] == 3)
     found = counts(door)
     assert (found["num_requests_running"], found["num_requests_waiting"]) == (0, 0)
     assert found["kv_cache_usage_perc"] == found["e2e_request_latency_seconds_count"] == 0

@@ -7,7 +7,7 @@ import socket
 
 import numpy
 import pytest
-from loads import URL, client_table, fake_server, found, near, whole
+from loads import URL, found, near, whole
 
 BUSY = b"HTTP/1.1 429 Busy\r\nContent-Length: 0\r\n\r\n"
 
@@ -18,16 +18,6 @@ def send(moments, *wanted):
 
     exchanges = [client.Exchange(URL, {"prompt": "x", "max_tokens": count}) for count in wanted]
     return client.run(client.open_loop(exchanges, moments))
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    return fake_server(monkeypatch)
-
-
-@pytest.fixture
-def table(capsys):
-    return client_table(capsys)
 
 
 def test_a_stall_is_one_late_answer_in_a_closed_loop_and_many_in_an_open_one(fake, table):
@@ -72,13 +62,6 @@ def test_clocks_start_when_a_request_was_due_however_late_it_was_sent(fake):
     values = found(load)
     assert values["send lag, ms, p99"] == near(2000 * 0.98)
     assert values["send lag, ms, p100"] == near(2000)
-
-
-def test_requests_do_not_wait_for_answers(fake):
-    fake.answer = lambda body: whole(100.0)
-    send([0.0, 1.0, 2.0], 1, 1, 1)
-    assert [came for came, _ in fake.asked] == [0, near(1), near(2)]
-    assert fake.most == 3
 
 
 def test_rates_are_those_of_the_seconds_to_the_last_request(fake):
@@ -158,26 +141,3 @@ def test_a_rate_is_of_so_many_requests(fake, table, rate, seconds, count):
     code, values, _ = table("--rate", rate, "--seconds", seconds, "--new-tokens", 1, 1)
     assert (code, values["requests"]) == (0, count)  # 1.1 * 50 is above 55, as floats are
     assert fake.asked[-1][0] == near(count / rate)
-
-
-@pytest.mark.parametrize(
-    "args, said",
-    [
-        ((), "one of the arguments --rate --clients is required"),
-        (("--rate", 1, "--clients", 1), "not allowed with"),
-        (("--rate", 0), "'0': it must be a number above 0"),
-        (("--rate", 1e308, "--seconds", 1e9), "--rate 1e+308 --seconds 1e+09: at most 1000000"),
-        (("--rate", "nan"), "'nan': it must be a number above 0"),
-    ],
-)
-def test_bad_input_is_one_line(table, args, said):
-    code, values, err = table(*args)
-    assert (code, values) == (2, {})
-    assert said in err and err.count("\n") == 1
-
-
-def test_help_names_the_rate_and_the_lag(run_file):
-    code, out = run_file("benchmarks/client.py", "--help")
-    assert code == 0
-    for name in ("--rate", "send lag", "open loop"):
-        assert name in out

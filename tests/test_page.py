@@ -4,9 +4,7 @@ import re
 from html.parser import HTMLParser
 from urllib.parse import urljoin
 
-import pytest
 from conftest import ROOT
-from serving import serving, small_engine
 
 BASE = "http://here/"
 
@@ -32,12 +30,6 @@ class Reader(HTMLParser):
             self.loaded.append(found["src"])
         if "href" in found:
             (self.links if tag == "a" else self.loaded).append(found["href"])
-
-
-@pytest.fixture(scope="module")
-def door(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as door:
-        yield door
 
 
 def fetch(door, path: str) -> tuple[str, str]:

@@ -209,15 +209,3 @@ def test_a_router_knows_where_calls_are(monkeypatch):
     assert calls == {"three": ("b", 1)}
     router.update_replicas([a])
     assert not router.prefixes.calls
-
-
-def run_script(run_main, *arguments) -> tuple[int, str, str]:
-    import serve_ray
-
-    return run_main(serve_ray.main, "--port", 0, *arguments)
-
-
-def test_ways_to_choose_are_an_option(run_main):
-    code, out, err = run_script(run_main, "--routing", "luck")
-    assert (code, out) == (2, "")
-    assert "argument --routing: invalid choice: 'luck' (choose from" in err

@@ -1,24 +1,14 @@
 """A replica that is killed, and one whose engine fails: who hears of it, and how."""
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from replicas import make_engine, parse, save_small, serving_replicas, streamed_texts
-from serving import serving
+from serving import ENDLESS, PATH, server_error, serving, until
 
-PATH = "/v1/completions"
-ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True}
 GONE = "the process that wrote this text has ended, or cannot be reached: RuntimeError"
-ENDED = {"error": {"message": GONE, "type": "server_error", "param": None, "code": None}}
-
-
-def until(condition) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+ENDED = server_error(GONE)
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from replicas import parse, save_small, serving_replicas
-
-PATH = "/v1/completions"
+from serving import PATH
 
 
 @pytest.fixture(scope="module")

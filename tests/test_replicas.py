@@ -7,6 +7,8 @@ import sys
 import pytest
 from conftest import CHECKPOINTS, ROOT
 
+from errors import UserError
+
 
 def run_script(run_main, *arguments) -> tuple[int, str, str]:
     assert (ROOT / "serve_ray.py").is_file()
@@ -31,7 +33,6 @@ def test_the_least_and_the_most_that_is_allowed(run_main, monkeypatch):
 
 
 def test_options_of_serve_run(monkeypatch):
-    from errors import UserError
     from serve_ray import build
 
     monkeypatch.setattr("serve_ray.application", lambda args: args)
@@ -39,19 +40,6 @@ def test_options_of_serve_run(monkeypatch):
     assert (args.replicas, args.max_rows, args.routing) == (3, 8, "prefix")
     with pytest.raises(UserError, match="replicas is 0"):
         build({"replicas": "0"})
-
-
-@pytest.mark.parametrize(
-    ("option", "error"),
-    [
-        ("--replicas=0", "replicas is 0; it must be an integer >= 1"),
-        ("--cpus=0.00001", "cpus is 1e-05; it must be a number >= 0.0001"),
-        ("--cpus=1e5", f"--replicas 2 --cpus 100000: this machine has {os.cpu_count()} CPUs"),
-        ("--gamma=2", "--gamma is for --draft only"),
-    ],
-)
-def test_bad_options_are_a_line(run_main, option, error):
-    assert run_script(run_main, option) == (2, "", f"{error}\n")
 
 
 def test_each_replica_needs_a_gpu(run_main, monkeypatch):

@@ -1,7 +1,7 @@
 """The fields of a request: those that work, against the engine, and those that are refused."""
 
 import pytest
-from serving import results_of, serving, small_encoding, small_engine
+from serving import engine_alone, refusal, serving, small_engine
 
 PARAMS = [
     {"seed": 1},
@@ -15,24 +15,9 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def door(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as door:
-        yield door
-
-
 def alone(tiny_llama, prompt: str, **params) -> tuple:
     """Text and finish reason of the engine alone."""
-    from sampling import SamplingParams
-
-    stop = params.pop("stop", ())
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    params = {"temperature": 1.0} | params
-    params["top_k"] = max(params.get("top_k", 0), 0)
-    own = SamplingParams(max_new_tokens=40, stop=stop, **params)
-    ids = small_encoding().encode(prompt)
-    ((_, text, _, reason),) = results_of(small_engine(tiny_llama), [ids], [own])
-    return text, reason
+    return engine_alone(tiny_llama, prompt, max_new_tokens=40, **params)[1::2]
 
 
 def text_of(door, body: dict) -> tuple:
@@ -70,11 +55,6 @@ def test_a_salt_keeps_prefixes_apart(tiny_llama):
             door.post("/v1/completions", body)
             shared.append(door.thread.engine.scheduler.shared)
     assert shared[:2] == [0, 0] and shared[2] == shared[3] > 0 and shared[4] == 2 * shared[3]
-
-
-def refusal(message: str, param: str) -> dict:
-    error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
-    return {"error": error}
 
 
 ASKING = {  # field -> what asks for nothing, and for something
@@ -126,6 +106,8 @@ def test_the_list_of_what_is_not_supported():
     assert not UNSUPPORTED.keys() & CompletionRequest.model_fields.keys()
 
 
+PENALTY = "presence_penalty: presence_penalty"
+USAGE = "stream_options.include_usage"
 STOP = "stop: it must be a string or a list of up to 16, each of 1 to 256 characters"
 
 
@@ -134,24 +116,12 @@ STOP = "stop: it must be a string or a list of up to 16, each of 1 to 256 charac
     [
         ("top_p", 0, "top_p: top_p is 0.0; it must be a number in (0, 1]"),
         ("top_k", -2, "top_k: top_k is -2; it must be an integer >= 0"),
-        (
-            "presence_penalty",
-            2.1,
-            "presence_penalty: presence_penalty is 2.1; it must be a number in [-2, 2]",
-        ),
+        ("presence_penalty", 2.1, f"{PENALTY} is 2.1; it must be a number in [-2, 2]"),
         ("seed", 2**64, f"seed: Input should be less than {2**64}"),
-        (
-            "seed",
-            -(2**63) - 1,
-            f"seed: Input should be greater than or equal to {-(2**63)}",
-        ),
+        ("seed", -(2**63) - 1, f"seed: Input should be greater than or equal to {-(2**63)}"),
         ("seed", 1.5, "seed: Input should be a valid integer"),
         ("ignore_eos", 1, "ignore_eos: Input should be a valid boolean"),
-        (
-            "stream_options",
-            {"include_usage": 1},
-            "stream_options.include_usage: Input should be a valid boolean",
-        ),
+        ("stream_options", {"include_usage": 1}, f"{USAGE}: Input should be a valid boolean"),
         ("stop", "", STOP),
         ("stop", "x" * 257, STOP),
         ("stop", ["x"] * 17, STOP),

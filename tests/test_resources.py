@@ -12,10 +12,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from serving import serving, small_encoding, small_engine
-from test_disconnects import request_of, until
-from test_draining import ENDLESS, PATH, door_of, start
+from serving import (
+    ENDLESS,
+    PATH,
+    door_of,
+    request_of,
+    serving,
+    small_encoding,
+    small_engine,
+    start,
+    until,
+)
 
+STREAM = ENDLESS | {"stream": True}
 MANY = 2**18  # elements, as a body of 1 MiB can have
 
 
@@ -120,7 +129,7 @@ def test_more_connections_than_descriptors(held):
     """So many are accepted as fit; the others wait until one leaves, and this is said once."""
     with start(program=FEW.replace("{held}", str(held))) as server:
         door = door_of(server)
-        with door.send("POST", PATH, ENDLESS) as answer:
+        with door.send("POST", PATH, STREAM) as answer:
             assert answer.readline().startswith(b"data: ")
             idle = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(100)]
             began = time.monotonic()
@@ -199,7 +208,7 @@ def not_reading(door, body: dict):
         yield client
 
 
-BODIES = [LONG, LONG | {"stream": True}, ENDLESS]
+BODIES = [LONG, LONG | {"stream": True}, STREAM]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=["whole", "echo", "endless"])
@@ -208,7 +217,7 @@ def test_a_client_that_does_not_read_is_cut_off(tiny_llama, monkeypatch, body):
     import serve
 
     monkeypatch.setattr(serve.Protocol, "seconds", 1)
-    most = 1 if body is ENDLESS else 960
+    most = 1 if body is STREAM else 960
     with serving(lambda: small_engine(tiny_llama, max_rows=1), max_waiting=most - 1) as door:
         began = time.monotonic()
         with not_reading(door, body):

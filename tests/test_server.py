@@ -1,7 +1,5 @@
 """serve.py over a real socket: what it serves, whether it is well, and what it does not know."""
 
-import http.client
-import json
 import os
 import signal
 import socket
@@ -11,32 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
-from serving import SMALL, serving, small_engine
-
-
-@pytest.fixture(scope="module")
-def door(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as door:
-        yield door
+from serving import ENDLESS, PATH, SMALL, Door, refusal, serving, small_engine, start
 
 
 def test_the_script_prints_its_address_and_answers_there():
-    command = [sys.executable, "serve.py", "--port", "0", "--device", "cpu", "--backend", "torch"]
-    # What is started in the background of a shell ignores Ctrl-C.
-    heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **heeds) as server:
+    with start() as server:
         try:
             line = server.stdout.readline()
             assert line.startswith("stories-llama at http://127.0.0.1:")
-            port = int(line.rsplit(":", 1)[1])
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            connection.request("GET", "/v1/models")
-            (model,) = json.loads(connection.getresponse().read())["data"]
+            door = Door(int(line.rsplit(":", 1)[1]), None, server)
+            (model,) = door.get("/v1/models")[1]["data"]
             assert (model["id"], model["max_model_len"]) == ("stories-llama", 256)
             assert model["root"] == SMALL.relative_to(ROOT).as_posix()
         finally:
             server.send_signal(signal.SIGINT)
-    assert server.returncode == 130
+        assert server.wait(20) == 130
 
 
 def test_models(door):
@@ -59,17 +46,15 @@ def test_models(door):
 @pytest.mark.parametrize("name", ["other", "org/other", "x" * 5000])
 def test_another_model_is_not_found(door, name):
     message = f"the model {name[:100]!r} does not exist; this server has 'small'"
-    error = {"message": message, "type": "invalid_request_error", "param": "model"}
-    assert door.get(f"/v1/models/{name}") == (404, {"error": error | {"code": "model_not_found"}})
+    error = refusal(message, "model", "model_not_found")
+    assert door.get(f"/v1/models/{name}") == (404, error)
 
 
 def test_unknown_paths_and_methods(door):
-    error = {"type": "invalid_request_error", "param": None, "code": None}
     for path in ("/v1/nothing", "/docs", "/redoc"):
-        assert door.get(path) == (404, {"error": {"message": "Not Found"} | error})
+        assert door.get(path) == (404, refusal("Not Found"))
     assert door.get("/openapi.json")[1]["info"]["title"] == "serve.py"
-    not_allowed = {"error": {"message": "Method Not Allowed"} | error}
-    assert door.post("/v1/models", {}) == (405, not_allowed)
+    assert door.post("/v1/models", {}) == (405, refusal("Method Not Allowed"))
 
 
 def test_health_of_a_dead_engine(tiny_llama):
@@ -88,11 +73,10 @@ def test_health_of_a_dead_engine(tiny_llama):
 
 
 def test_a_full_queue_still_has_its_model(tiny_llama):
-    endless = {"max_tokens": 2**18, "ignore_eos": True, "stream": True}
     with serving(lambda: small_engine(tiny_llama, max_rows=1), max_waiting=0) as door:
-        with door.send("POST", "/v1/completions", endless) as answer:
+        with door.send("POST", PATH, ENDLESS | {"stream": True}) as answer:
             assert answer.status == 200
-            assert door.post("/v1/completions", {})[0] == 429
+            assert door.post(PATH, {})[0] == 429
             assert door.get("/v1/models")[0] == door.get("/health")[0] == 200
 
 
@@ -116,15 +100,6 @@ def test_what_is_sent_does_not_wait_for_an_acknowledgement():
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-@pytest.mark.parametrize("port", [-1, 65536])
-def test_ports_out_of_range(run_main, port):
-    import serve
-
-    code, out, err = run_main(serve.main, f"--port={port}")
-    assert (code, out) == (2, "")
-    assert err.endswith(f"error: --port {port}: it must be from 0 to 65535\n")
-
-
 def test_a_server_reads_with_h11_whatever_is_installed():
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -134,17 +109,6 @@ def test_a_server_reads_with_h11_whatever_is_installed():
     config = serve.Server(SimpleNamespace(state=state), None, 1).config
     config.load()
     assert config.http_protocol_class is serve.Protocol and issubclass(serve.Protocol, H11Protocol)
-
-
-def test_bad_options_are_one_line(run_main):
-    import serve
-
-    code, out, err = run_main(serve.main, "--port", 0, "--gamma", 2)
-    assert (code, out) == (2, "") and err.endswith("error: --gamma is for --draft only\n")
-    code, out, err = run_main(serve.main, "--port", 0, "--model", "nowhere/x/y")
-    assert (code, out) == (2, "") and "unknown model 'nowhere/x/y'" in err
-    code, out, err = run_main(serve.main, "--port", 0, "--max-rows", 0)
-    assert (code, out) == (2, "") and err.endswith("max_rows is 0; it must be an integer >= 1\n")
 
 
 def test_a_wrong_method_is_told_the_right_one(door):

@@ -4,21 +4,27 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving import in_turns, results_of, serving, small_encoding, small_engine
+from serving import (
+    PATH,
+    engine_alone,
+    failing,
+    in_turns,
+    server_error,
+    serving,
+    small_encoding,
+    small_engine,
+    writing,
+)
 
-PATH = "/v1/completions"
+from engine.drafter import LookupDrafter
+from sampling import NOT_FINITE
+
 BODIES = [
     {"temperature": 0},
     {"seed": 1, "top_p": 0.9},
     {"seed": 2, "temperature": 1.5, "presence_penalty": 1},
     {"seed": 3, "stop": ["e", " t"]},
 ]
-
-
-@pytest.fixture(scope="module")
-def door(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as door:
-        yield door
 
 
 def text_of(events) -> tuple:
@@ -28,21 +34,9 @@ def text_of(events) -> tuple:
     return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
 
 
-def alone(tiny_llama, prompt: str, body: dict) -> tuple:
-    """Text and finish reason of the engine alone."""
-    from sampling import SamplingParams
-
-    params = SamplingParams(**({"temperature": 1.0} | body | {"stop": tuple(body.get("stop", ()))}))
-    request = small_encoding().encode(prompt)
-    ((_, text, _, reason),) = results_of(small_engine(tiny_llama), [request], [params])
-    return text, reason
-
-
 @pytest.mark.parametrize("drafts", [False, True])
 def test_16_clients_have_the_texts_of_the_engine(tiny_llama, drafts):
     """Whole and in events, with prefixes in common."""
-    from engine.drafter import LookupDrafter
-
     prompts = ["word " * 20 + "Tom " * row for row in range(16)]
     bodies = [BODIES[row % 4] for row in range(16)]
 
@@ -60,11 +54,8 @@ def test_16_clients_have_the_texts_of_the_engine(tiny_llama, drafts):
             return streamed
 
         found = list(pool.map(ask, prompts, bodies))
-    wanted = [
-        alone(tiny_llama, prompt, body | {"max_new_tokens": 30})
-        for prompt, body in zip(prompts, bodies)
-    ]
-    assert found == wanted
+    for prompt, body, own in zip(prompts, bodies, found, strict=True):
+        assert own == engine_alone(tiny_llama, prompt, max_new_tokens=30, **body)[1::2]
 
 
 def test_the_form_of_an_event(door):
@@ -84,21 +75,8 @@ def test_letters_cut_over_tokens_come_whole(tiny_llama):
     text = "äß😀é\n" * 3
     ids = small_encoding().encode(text)
 
-    def make():
-        engine = small_engine(tiny_llama)
-        compute = engine.compute
-
-        def write(works):  # this text, whatever the model thinks
-            return [
-                ([ids[len(work.request.output)]], logits)
-                for work, (_, logits) in zip(works, compute(works))
-            ]
-
-        engine.compute = write
-        return engine
-
     assert len(ids) > len(text)
-    with serving(make) as door:
+    with serving(lambda: writing(small_engine(tiny_llama), ids)) as door:
         body = {"prompt": "x", "max_tokens": len(ids), "stream": True}
         events = door.events(PATH, body)
         assert text_of(events) == (text, "length")
@@ -158,23 +136,11 @@ def test_a_first_token_comes_before_the_second_is_computed(tiny_llama):
 
 
 def test_an_error_in_a_stream_is_an_event_before_the_end(tiny_llama):
-    from sampling import NOT_FINITE
-
     def make():
-        engine = small_engine(tiny_llama)
-        compute = engine.compute
-
-        def broken(works):
-            good = [len(work.request.output) < 3 for work in works]
-            return [own if fine else None for own, fine in zip(compute(works), good)]
-
-        engine.compute = broken
-        return engine
+        return failing(small_engine(tiny_llama), lambda request: len(request.output) == 3)
 
     body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
     with serving(make) as door:
         *events, error = door.events(PATH, body | {"ignore_eos": True})
         assert all(event["choices"][0]["finish_reason"] is None for event in events)
-        assert error == {
-            "error": {"message": NOT_FINITE, "type": "server_error", "param": None, "code": None}
-        }
+        assert error == server_error(NOT_FINITE)

@@ -1,15 +1,9 @@
 """Log-probabilities of completions. Oracle: the engine itself."""
 
 import pytest
-from serving import results_of, serving, small_encoding, small_engine
+from serving import PATH, results_of, serving, small_encoding, small_engine, writing
 
-PATH = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def door(tiny_llama):
-    with serving(lambda: small_engine(tiny_llama)) as door:
-        yield door
+from sampling import SamplingParams
 
 
 def name(token: int) -> str:
@@ -22,8 +16,6 @@ def name(token: int) -> str:
 
 @pytest.mark.parametrize("count", [0, 1, 20])
 def test_log_probabilities_are_those_of_the_engine(door, tiny_llama, count):
-    from sampling import SamplingParams
-
     params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3, logprobs=count)
     ids = small_encoding().encode("Tom")
     ((tokens, text, logprobs, _),) = results_of(small_engine(tiny_llama), [ids], [params])
@@ -52,21 +44,7 @@ def test_log_probabilities_are_those_of_the_engine(door, tiny_llama, count):
 def written(tiny_llama, text: str, end=()):
     """A server that writes this text, whatever its model thinks."""
     ids = small_encoding().encode(text) + list(end)
-
-    def make():
-        engine = small_engine(tiny_llama)
-        compute = engine.compute
-
-        def write(works):
-            return [
-                ([ids[len(work.request.output)]], logits)
-                for work, (_, logits) in zip(works, compute(works))
-            ]
-
-        engine.compute = write
-        return engine
-
-    return serving(make), len(ids)
+    return serving(lambda: writing(small_engine(tiny_llama), ids)), len(ids)
 
 
 def test_tokens_that_are_parts_of_letters(tiny_llama):

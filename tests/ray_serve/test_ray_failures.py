@@ -3,16 +3,14 @@
 import json
 import os
 import signal
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from on_ray import samples, until
 from replicas import same
+from serving import ENDLESS, PATH, connect, request_of
 
 pytest_plugins = ["ray_fixtures"]
-PATH = "/v1/completions"
-ENDLESS = {"prompt": "Tom", "max_tokens": 2**18, "ignore_eos": True}
 REPLICA = "ray::ServeReplica:default:Replica"
 ENDED = "the process that wrote this text has ended, or cannot be reached: "
 
@@ -26,10 +24,7 @@ def test_a_client_that_leaves_frees_the_engine(servers):
     aborted = {"name": "request_success_total", "finished_reason": "abort"}
     before = total(door, **aborted)
     for stream in (True, False):
-        data = json.dumps(ENDLESS | {"stream": stream}).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", door.port), timeout=60) as client:
-            client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        with connect(door, request_of(PATH, ENDLESS | {"stream": stream})):
             until(lambda: total(door, "num_requests_running") == 1)
         until(lambda: total(door, "num_requests_running") == 0)
     assert total(door, **aborted) - before == 2

@@ -1,0 +1,84 @@
+"""A benchmark's script in this process, on a small model: what it wrote and what it said."""
+
+import functools
+
+import pytest
+from conftest import save_speaking
+
+EVERY_ID = tuple(range(4096))
+
+
+def save_endless(build, directory, **shape):
+    """Save a model of which each token is an EOS, so a text that heeds EOS ends after one."""
+    return save_speaking(build, directory, eos_token_ids=EVERY_ID, **shape)
+
+
+def near(value):
+    return pytest.approx(value, rel=1e-3)  # results have four digits
+
+
+class Bench:
+    """Runs a script with these options and those of the call: exit code, rows and stderr.
+
+    alone: jobs for processes of their own, which take seconds and are not run.
+    draws: whether the plot is drawn, which takes a while. figures: what was drawn.
+    """
+
+    def __init__(self, request, script, *given):
+        self.run_main = request.getfixturevalue("run_main")
+        self.directory = request.getfixturevalue("tmp_path")
+        self.script = script
+        self.given = given
+        self.alone = []
+        self.draws = False
+        self.figures = []
+        self.plot = script.plot
+        self.patch = request.getfixturevalue("monkeypatch").setattr
+        self.patch(script.common, "in_own_process", self.in_own_process)
+        self.patch(script.common, "bandwidth", lambda *_: 1e9)
+        self.patch(script, "plot", self.draw)
+
+    def __call__(self, *args):
+        import pandas
+
+        output = self.directory / "run.csv"
+        code, _, err = self.run_main(self.script.main, "--output", output, *self.given, *args)
+        return code, pandas.read_csv(output) if output.exists() else None, err
+
+    def rows(self, *args):
+        """The rows of a run that succeeds."""
+        code, rows, _ = self(*args)
+        assert code == 0
+        return rows
+
+    @property
+    def summary(self):
+        import pandas
+
+        return pandas.read_csv(self.directory / "run_summary.csv")
+
+    def change(self, name, call, of=None):
+        """Replace a function of the script. call: it gets the real one first."""
+        owner = of or self.script
+        self.patch(owner, name, functools.partial(call, getattr(owner, name)))
+
+    def spy(self, name, of=None) -> list:
+        """Return a list to which each call of a function adds its arguments."""
+        calls = []
+
+        def call(real, *args, **options):
+            calls.append((*args, *options.values()))
+            return real(*args, **options)
+
+        self.change(name, call, of)
+        return calls
+
+    def in_own_process(self, *job):
+        self.alone.append(job)
+        return 1e6 * len(self.alone)
+
+    def draw(self, summary):
+        from matplotlib.figure import Figure
+
+        self.figures.append(self.plot(summary) if self.draws else Figure())
+        return self.figures[-1]

@@ -1,0 +1,154 @@
+"""The options of all benchmarks: help that names what there is, and one line for what is wrong."""
+
+import importlib
+
+import pytest
+from benches import save_endless
+from conftest import CHECKPOINTS
+
+HELP = {  # script -> words of its help
+    "benchmark_kv_cache.py": ["{cache,no cache,transformers}", "kv_cache_cpu.csv"],
+    "benchmark_speculative.py": ["--gamma", "acceptance", "speculative_cpu.csv"],
+    "benchmarks/batching.py": ["native int8", "batching_cpu.csv"],
+    "benchmarks/engine.py": ["throughput:", "overhead:", "sampling:", "prefix:", "chunks:"]
+    + ["queue:", "waste:", "speculation:", "temperature", "engine_cpu.csv"],
+    "benchmarks/client.py": ["ttft", "itl", "tpot", "goodput", "client CPU", "chunk gap"]
+    + ["default: 5", "--rate", "send lag", "open loop"],
+    "benchmarks/serving.py": ["ttft", "itl", "goodput", "send lag", "plain step"]
+    + ["serving_cpu.csv"],
+    "benchmarks/scaling.py": ["one process", "predicted", "serve_ray.py", "scaling_cpu.csv"],
+    "benchmarks/larger_machines.py": ["--bandwidth", "--latency", "--door", "H200"],
+}
+
+
+@pytest.mark.parametrize("script", HELP)
+def test_help_names_what_there_is(run_file, script):
+    code, out = run_file(script, "--help")
+    assert code == 0
+    joined = " ".join(out.split())
+    assert [word for word in HELP[script] if word not in joined] == []
+
+
+REFUSED = {  # script and the options before these -> options, of which the last ones are wrong
+    "benchmark_kv_cache --model MODEL --prompt-tokens 5": {
+        "--max-new-tokens 6 60": "65 tokens do not fit the window",
+        "--max-new-tokens 1": "--max-new-tokens: '1': it must be an integer >= 2",
+        "--max-new-tokens -5": "--max-new-tokens",
+        "--batch-size 0": "--batch-size",
+        "--batch-size 1000000": "--batch-size",
+        "--prompt-tokens 0": "--prompt-tokens",
+        "--model nowhere": "nowhere",
+        "--model random:gpt2 --prompt-tokens 1020 --max-new-tokens 9": "1029 tokens",
+        "--repeats 0": "--repeats: '0': it must be an integer >= 1",
+        "--repeats ²": "--repeats",
+        "--threads 1000000": "from 1 to ",
+        "--threads 0": "from 1",
+        "--dtype int8": "--dtype",
+    },
+    "benchmark_speculative --target MODEL --draft MODEL --prompts 2": {
+        "--gamma 17": "from 1 to 16",
+        "--gamma 0": "from 1 to 16",
+        "--target random:gpt2": "random:gpt2: a random model",
+        "--draft random:gpt2": "random:gpt2: a random model",
+        "--max-new-tokens 9 --gamma 2 4": "--max-new-tokens 9: two passes may make 10",
+        "--max-new-tokens 20 9 --gamma 4 2": "--max-new-tokens 9: two passes may make 10",
+        "--max-new-tokens 1": "--max-new-tokens",
+        "--temperature 0 -1": "temperature is -1",
+        "--temperature nan": "temperature is nan",
+        "--max-new-tokens 12 57": "65 tokens do not fit",
+        "--prompts 7": "from 1 to 6",
+        "--target nowhere": "nowhere",
+    },
+    "benchmarks.batching --model MODEL --prompt-tokens 5 --engines cache": {
+        "--max-new-tokens 60": "65 tokens do not fit the window of",
+    },
+    "benchmarks.engine --model MODEL --draft MODEL --only speculation --prompt-tokens 2 6"
+    " --new-tokens 3 8 --long-prompt 20": {
+        "--only nothing": "--only",
+        "--prompt-tokens 6 5": "--prompt-tokens: the first number",
+        "--new-tokens 6 5": "--new-tokens: the first number",
+        "--new-tokens 3 59": "65 tokens do not fit the window",
+        "--prompt-tokens 3 43": "65 tokens do not fit the window",
+        "--long-prompt 49": "65 tokens do not fit the window",
+        "--rows 0": "--rows",
+        "--gamma 17": "from 1 to 16",
+        "--draft random:gpt2": "random:gpt2: a random model",
+        "--temperature -1": "temperature is -1",
+        "--model nowhere": "nowhere",
+        "--draft nowhere": "nowhere",
+    },
+    "benchmarks.client": {
+        "": "one of the arguments --rate --clients is required",
+        "--rate 1 --clients 1": "not allowed with",
+        "--rate 0": "'0': it must be a number above 0",
+        "--rate 1e308 --seconds 1e9": "--rate 1e+308 --seconds 1e+09: at most 1000000",
+        "--rate nan": "'nan': it must be a number above 0",
+        "--clients 0": "--clients",
+        "--clients 1 --seconds nan": "'nan': it must be a number above 0",
+        "--clients 1 --seconds 0": "'0': it must be a number above 0",
+        "--clients 1 --goodput 500": "--goodput",
+        "--clients 1 --prompt-words 6 5": "--prompt-words: the first number",
+        "--clients 1 --new-tokens 6 5": "--new-tokens: the first number",
+        "--clients 1 --url 127.0.0.1:80": "127.0.0.1:80: it must be http://HOST:PORT",
+        "--clients 1 --url http://a:99999": "http://a:99999: it must be",
+        "--clients 1 --fields []": "--fields []: it must be a JSON object",
+        "--clients 1 --fields {": "--fields {: it must be a JSON object",
+        f"--clients 1 --fields {'[' * 10**5}": "[: it must be a JSON object",
+    },
+    "benchmarks.serving --model MODEL --modes engine --prompt-words 2 6 --new-tokens 3 8"
+    " --long-prompt 20": {
+        "--modes nothing": "--modes",
+        "--clients 0": "--clients",
+        "--shares 0.5 -1": "'-1': it must be a number above 0",
+        "--prompt-words 6 5": "--prompt-words: the first number",
+        "--new-tokens 3 59": "65 tokens do not fit the window",
+        "--long-prompt 49": "65 tokens do not fit the window",
+        "--model nowhere": "nowhere",
+        "--output x.txt": "x.txt",
+    },
+    "benchmarks.scaling --model LLAMA": {
+        "--ranks 1": "'1': it must be an integer >= 2",
+        "--ranks 7": "7 processes: this model has 6 heads, and each process needs one",
+        "--replicas 0": "'0': it must be an integer >= 2",
+        "--join all": "--join",
+        "--new-tokens 300": "do not fit the window",
+        "--new-tokens 2": "'2': it must be an integer >= 3",
+        "--model nowhere": "nowhere",
+        "--output x.txt": "x.txt",
+    },
+    "benchmarks.larger_machines": {
+        "--gpus 0": "'0': it must be an integer from 1 to 64",
+        "--bandwidth 0": "'0': it must be a number above 0",
+        "--reached 1.5": "--reached 1.5: it must be at most 1",
+        "--positions 8193": "'8193': it must be an integer from 1 to 8192",
+        "--reached x": "'x': it must be a number above 0",
+        "--positions 0": "'0': it must be an integer from 1 to 8192",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def models(tiny, compiled, tmp_path_factory):
+    model = save_endless(tiny, tmp_path_factory.mktemp("models"))
+    return {"MODEL": str(model), "LLAMA": str(CHECKPOINTS / "stories-llama")}
+
+
+CASES = [(line, wrong, said) for line, some in REFUSED.items() for wrong, said in some.items()]
+
+
+@pytest.mark.parametrize(
+    "line, wrong, said", CASES, ids=[f"{line.split()[0]} {wrong[:50]}" for line, wrong, _ in CASES]
+)
+def test_what_is_wrong_is_one_line(models, capsys, tmp_path, monkeypatch, line, wrong, said):
+    """And nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("benchmarks.engine.STEPS", 6)  # more do not fit the small model's window
+    name, *words = line.split()
+    files = ["--device", "cpu", "--output", "run.csv"] if words else []
+    options = [*files, *words, *wrong.split()]
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(name).main([models.get(word, word) for word in options])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert said in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

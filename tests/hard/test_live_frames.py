@@ -1,0 +1,126 @@
+"""Frames of the live view where texts fail, leave or are preempted, and nobody reads."""
+
+import asyncio
+import time
+
+from conftest import random_tokens
+from drafting import knowing, own_run
+from test_live import PROMPT, listen, live_of, post, rows_of, until_over, watch
+
+from engine.engine import Engine
+from sampling import SamplingParams
+from server import live
+
+
+def in_loop(door, work):
+    """What a coroutine returns that runs in the server's event loop."""
+    return asyncio.run_coroutine_threadsafe(work, door.thread.loop).result(10)
+
+
+def test_accepted_drafts_after_the_end_are_none_of_the_text(start, tiny):
+    """All of the four drafts are right, and the second of them is EOS."""
+    text = own_run(tiny(), PROMPT, SamplingParams(9, ignore_eos=True))
+    drafter = knowing(tiny())
+    eos = text[2]
+    assert eos not in text[:2]
+    door = start(tiny(eos_token_ids=(eos,)), drafter=drafter, gamma=4)
+    frames = watch(door)
+    post(door, [PROMPT], 9, ignore_eos=False)
+    seen = until_over(frames, 1)
+    engine = door.thread.engine
+    works = [row["work"] for frame in seen for row in rows_of(frame)]
+    assert [sum(column) for column in zip(*works)] == [len(PROMPT) + 5, 4, 2, 3]
+    assert engine.drafted == engine.accepted == 4
+
+
+def test_a_text_that_fails_is_counted_too(start, tiny):
+    model = tiny()
+    model.wte.weight.data[7] = float("nan")
+    door = start(model)
+    frames = watch(door)
+    assert door.post("/v1/completions", {"prompt": [7, 7], "max_tokens": 3})[0] == 500
+    ((over,),) = [frame["over"] for frame in until_over(frames, 1)]
+    assert over["reason"] == "error" and over["work"] == [2, 0, 0, 0]
+
+
+def test_who_was_computed_and_waits_is_in_the_frame(start, monkeypatch):
+    """However few of the queue are."""
+    monkeypatch.setattr(live, "PERIOD", 1e6)
+    monkeypatch.setattr(live, "MOST_WAITING", 0)
+    door = start(num_pages=8, page_size=4)
+    frames = watch(door)
+    waited = []
+
+    class Check:
+        def stepped(self, events):
+            if door.thread.engine.busy:
+                frame = live_of(door).frame(0.0)
+                works = [row["work"][0] for row in rows_of(frame)]
+                assert sum(works) == door.thread.engine.positions
+                waited.extend(frame["waiting"])
+
+    door.thread.observers.append(Check())
+    post(door, [random_tokens(length, seed=length) for length in (6, 9, 3)], 12)
+    frames.close()
+    assert any(row["work"][0] for row in waited)
+
+
+def test_a_pass_that_fails_leaves_no_works(tiny):
+    engine = Engine(tiny())
+    engine.add([1, 2, 3], SamplingParams(max_new_tokens=4))
+    engine.step()
+    assert [work.tokens for work in engine.works] == [[1, 2, 3]]
+
+    def fail(works):
+        raise MemoryError
+
+    engine.compute = fail
+    (event,) = engine.step()
+    assert event.error and engine.works == []
+
+
+def test_who_does_not_read_is_cut_off(start, monkeypatch):
+    monkeypatch.setattr(live, "MOST_LATE", 3)
+    door = start()
+    found = live_of(door)
+
+    async def fall_behind():
+        frames = found.watch()
+        await anext(frames)
+        for number in range(5):
+            found.send({"steps": number})
+        assert found.watchers == set()
+        return [frame async for frame in frames]
+
+    kept = in_loop(door, fall_behind())
+    assert kept == [b'data: {"steps":%d}\n\n' % number for number in range(3)]
+
+
+def test_who_takes_nothing_is_cut_off(start, monkeypatch):
+    """Also where he waits in vain to send, and would never hear that he is late."""
+    monkeypatch.setattr(live, "PATIENCE", 0.01)
+    door = start()
+    found = live_of(door)
+    sent = []
+
+    async def send(message):
+        sent.append((message["type"], len(found.watchers)))
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    stream = live.LiveStream(found.watch())
+    in_loop(door, stream({"type": "http"}, asyncio.Event().wait, send))
+    assert sent == [("http.response.start", 0), ("http.response.body", 1)]
+    assert found.watchers == door.thread.calls == set()
+
+
+def test_time_is_that_of_the_clock(start):
+    door = start()
+    frames = listen(door)
+    next(frames)
+    before = time.perf_counter()
+    first = next(frames)["time"]
+    post(door, [[1, 2]], 3)
+    times = [frame["time"] for frame in until_over(frames, 1)]
+    assert first <= times[0] and times == sorted(times)
+    assert before - 60 < first and times[-1] <= time.perf_counter()
