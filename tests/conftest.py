@@ -2,8 +2,8 @@
 
 import contextlib
 import copy
-import functools
 import gc
+import json
 import runpy
 import shutil
 import sys
@@ -26,6 +26,11 @@ hypothesis.settings.load_profile("course")
 gc.set_threshold(100_000)
 # On a busy machine several threads wait for each other, and tiny models need one.
 torch.set_num_threads(1)
+
+PLAIN = ()  # what to compile for, instead of this processor
+AVX2 = ("-mavx2", "-mfma")
+HAS_AVX2 = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
+TARGETS = [None, PLAIN, *([AVX2] if HAS_AVX2 else [])]
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
@@ -101,6 +106,42 @@ def exact_norm(self, x):
     return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
 
 
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    """`random_peer` in the directory of this test, with exact norms."""
+    from transformers.models.llama import modeling_llama
+    from transformers.models.qwen2 import modeling_qwen2
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
+    monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", exact_norm)
+    return lambda kind, **options: random_peer(kind, tmp_path, **options)
+
+
+def their_text(theirs, prompt: list[int], length: int) -> list[int]:
+    """What transformers writes after a prompt up to so many tokens, greedy; none ends a text."""
+    theirs.generation_config.eos_token_id = None
+    tokens = torch.tensor([prompt])
+    options = {"do_sample": False, "max_length": length, "pad_token_id": 0}
+    text = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    return text[0, len(prompt) :].tolist()
+
+
+def refused(function, *args) -> str:
+    """The one line with which a call is refused."""
+    from errors import UserError
+
+    with pytest.raises(UserError) as error:
+        function(*args)
+    message = str(error.value)
+    assert message and "\n" not in message
+    return message
+
+
+def edit_json(file: Path, changes: dict) -> None:
+    """Write a JSON file again, with other values."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
     """A random Llama or Qwen2 (kind) of transformers, in float64, and where it is saved."""
     import transformers
@@ -116,66 +157,6 @@ def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", 
         weight.data = weight.data.to(saved_as).double()
     copy.deepcopy(model).to(saved_as).save_pretrained(directory, max_shard_size=shard_size)
     return model.eval(), directory
-
-
-def own_run(model, request) -> list[int]:
-    """What `generate` writes for a request of an engine."""
-    return remembered_run(model, tuple(request.tokens[: request.prompt_length]), request.params)
-
-
-@functools.lru_cache(1000)
-def remembered_run(model, prompt: tuple, params) -> list[int]:
-    return run_rows(model, [list(prompt)], **vars(params))[0]
-
-
-def own_texts(model, prompts, params) -> list[list[int]]:
-    """The texts that `generate` writes, one at a time. params: of each prompt."""
-    from infer import generate
-
-    rows = [list(generate(model, [prompt], own)) for prompt, own in zip(prompts, params)]
-    return [[token for (token,) in steps] for steps in rows]
-
-
-def request_params(count: int, **params) -> list:
-    """Parameters for so many requests, each with a seed of its own."""
-    from sampling import SamplingParams
-
-    return [SamplingParams(ignore_eos=True, seed=100 + row, **params) for row in range(count)]
-
-
-def make_engine(model, prompts, params, **options) -> tuple:
-    """An engine, and its requests for these prompts."""
-    from engine.engine import Engine
-
-    engine = Engine(model, **options)
-    return engine, [engine.add(*request) for request in zip(prompts, params)]
-
-
-def outputs_of(engine, prompts, params) -> list[list[int]]:
-    """What an engine writes for these prompts. params: for all of them, or one for each."""
-    from sampling import params_of_each
-
-    each = params_of_each(params, len(prompts))
-    requests = [engine.add(*pair) for pair in zip(prompts, each)]
-    while engine.busy:
-        assert not any(event.error for event in engine.step())
-    return [request.output for request in requests]
-
-
-def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
-    """The same, greedy, for random prompts of these lengths."""
-    prompts = [random_tokens(length, seed=row) for row, length in enumerate(lengths)]
-    params = request_params(len(prompts), max_new_tokens=max_new_tokens)
-    return make_engine(model, prompts, params, **options)
-
-
-def finish_checked(engine, check) -> None:
-    """Step to the end, with a check after each step; all pages are free then."""
-    for _ in range(500):  # not for ever, if a request waits in vain
-        if engine.busy:
-            engine.step()
-            check()
-    assert not engine.busy and engine.scheduler.pool.available == engine.scheduler.pool.num_pages
 
 
 def pytest_collection_modifyitems(items):
@@ -306,6 +287,22 @@ def compiled(tmp_path_factory, request):
         yield
 
 
+@pytest.fixture(params=TARGETS, ids=str)
+def library(request, compiled):
+    """The code compiled for that processor."""
+    from native import build
+
+    return build.load(request.param)
+
+
+@pytest.fixture
+def target(library, monkeypatch):
+    """All code in this test is compiled for that processor."""
+    from native import build
+
+    monkeypatch.setattr(build, "load", lambda *_: library)
+
+
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """native.build, as in a process that has compiled nothing; an empty cache; and little code."""
@@ -348,6 +345,20 @@ def torch_passes(monkeypatch) -> list:
         return hidden(self, tokens, *arguments)
 
     monkeypatch.setattr(GPT, "hidden", recorded)
+    return seen
+
+
+@pytest.fixture
+def attended(monkeypatch) -> list:
+    """To this list each call of torch's attention adds its queries, keys and values."""
+    seen = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(q, k, v, *args, **options):
+        seen.append((q, k, v))
+        return attention(q, k, v, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     return seen
 
 

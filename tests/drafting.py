@@ -1,12 +1,11 @@
 """Drafters for tests, and what must hold in an engine that has one."""
 
 import dataclasses
-import functools
 
 import torch
 from conftest import random_tokens
+from engines import alone, check_texts, finish, make_engine, outputs_of
 
-from infer import generate
 from sampling import SamplingParams
 
 LENGTHS = (3, 9, 1, 14, 5)
@@ -24,20 +23,14 @@ GREEDY = MIXED[0]
 ALWAYS = range(10**9)
 
 
-def own_run(model, prompt, params, stride=None) -> list[int]:
-    """What `generate` writes."""
-    return list(remembered_run(model, tuple(prompt), params, stride))
-
-
-@functools.cache
-def remembered_run(model, prompt, params, stride):
-    return tuple(step[0] for step in generate(model, [prompt], params, stride=stride))
-
-
-def own_runs(model, prompts, params, stride=None) -> list[list[int]]:
-    """The same for each prompt. params: for all of them, or one for each."""
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    return [own_run(model, *pair, stride) for pair in zip(prompts, each, strict=True)]
+def write(model, drafter, prompts=PROMPTS, params=MIXED, stride=None, **options) -> tuple:
+    """An engine with this drafter, which has written the texts of `generate`, and its steps."""
+    options |= {"drafter": drafter, "stride": stride}
+    engine, requests = make_engine(model, prompts, params, **options)
+    steps = finish(engine)
+    check_texts(model, requests, stride)
+    assert "error" not in {request.finish_reason for request in requests}
+    return engine, steps
 
 
 class Scripted:
@@ -64,57 +57,11 @@ def knowing(model, wrong=(), more=0) -> Scripted:
     def propose(request, count):
         length = request.params.max_new_tokens + more
         params = dataclasses.replace(request.params, ignore_eos=True, max_new_tokens=length)
-        text = own_run(model, request.tokens[: request.prompt_length], params)
+        text = alone(model, request.tokens[: request.prompt_length], params)
         indices = range(len(request.output), min(len(request.output) + count + more, length))
         return [(text[index] + (index in wrong)) % model.config.vocab_size for index in indices]
 
     return Scripted(propose)
-
-
-def check_passes(cache, block_size: int = 16) -> list[list[int]]:
-    """From now on, check what each pass touches.
-
-    Returns a list to which each pass adds one: how many tokens each of its spans has.
-    """
-    arrange = cache.arrange
-    num_pages, _, page_size = cache.storage.shape[2:5]
-    passes = []
-
-    def checked(spans):
-        slots = []
-        for span in spans:
-            end = span.start + len(span.tokens)
-            assert 0 <= span.start < end <= min(block_size, len(span.pages) * page_size)
-            assert all(0 <= page < num_pages for page in span.pages)
-            for position in range(span.start, end):
-                slots.append((span.pages[position // page_size], position % page_size))
-        assert len(set(slots)) == len(slots)
-        passes.append([len(span.tokens) for span in spans])
-        return arrange(spans)
-
-    cache.arrange = checked
-    return passes
-
-
-def check_pages(engine) -> None:
-    """Each page is free or held, and a running text holds no more than its tokens need."""
-    scheduler = engine.scheduler
-    pool = engine.scheduler.pool
-    held = [page for request in scheduler.running for page in request.pages]
-    assert sorted([*set(held), *pool.returned]) == list(range(pool.begun))
-    assert pool.holders == {page: held.count(page) for page in held}
-    for request in scheduler.running:
-        assert len(request.pages) <= pool.count(len(request.window))
-
-
-def finish(engine) -> list:
-    """The events of each step; between steps, all pages are where they belong."""
-    steps = []
-    while engine.busy:
-        steps.append(engine.step())
-        check_pages(engine)
-    assert engine.scheduler.pool.available == engine.scheduler.pool.num_pages
-    return steps
 
 
 def spoil(cache, texts) -> None:
@@ -129,8 +76,6 @@ def spoil(cache, texts) -> None:
 
 def check_distribution(model, drafter) -> None:
     """Chi-square: three tokens that are drawn with drafts have the probabilities of the target."""
-    from conftest import outputs_of
-
     from engine.engine import Engine
 
     prompt = [1, 2, 1]

@@ -18,6 +18,8 @@ from conftest import CHECKPOINTS, ROOT
 from serving import Door
 
 SMALL = ["--model", CHECKPOINTS / "stories-draft", "--backend", "torch"]
+LLAMA = CHECKPOINTS / "stories-llama"
+SAMPLES = ["--model", LLAMA, "--prompt", "Lily", "--num-samples", 3, "--max-new-tokens", 9]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 SECONDS = 90  # that a process may take; then it says where it stands, and ends
 
@@ -159,6 +161,16 @@ def logits_of(name, tokens, *way, dtype=torch.float32, native=True):
         logits = model(tokens)
         counts = ranks.collectives, ranks.traffic
         return logits.numpy(), counts, model.n_kv_head
+
+
+def joined(size, *arguments, **options) -> tuple:
+    """Of rank 0 its logits and what they took; of all ranks how many heads their caches have."""
+
+    def action():
+        return logits_of(*arguments, **options)
+
+    found = results(size, action)
+    return torch.from_numpy(found[0][0]), found[0][1], [heads for *_, heads in found]
 
 
 def alone(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:

@@ -6,82 +6,57 @@ import re
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, outputs_of, random_tokens
-from drafting import (
-    GREEDY,
-    MIXED,
-    PROMPTS,
-    Scripted,
-    check_distribution,
-    check_passes,
-    finish,
-    own_run,
-    own_runs,
-    spoil,
-)
+from conftest import CHECKPOINTS, random_tokens
+from drafting import GREEDY, MIXED, Scripted, check_distribution, spoil, write
+from engines import alone, check_passes, greedy, make_engine, outputs_of, own_texts, step
 
+from engine.drafter import PagedDrafter
 from engine.engine import Engine
+from engine.request import Request
 from errors import UserError
 from sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
 def model(tiny):
-    """One for many tests, so that `own_run` remembers its texts."""
+    """One for many tests, so that `alone` remembers its texts."""
     return tiny()
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 16])
 @pytest.mark.parametrize("kind", ["small", "llama", "short window", "long window"])
 def test_each_text_is_that_of_its_own_run(model, tiny, tiny_llama, kind, gamma):
-    from engine.drafter import PagedDrafter
-
     small = {"small": tiny(1, n_layer=1, n_head=1, n_embd=8), "llama": tiny_llama(2)}
     small["short window"] = tiny(1, n_layer=1, block_size=7)
     small["long window"] = tiny(1, n_layer=1, block_size=64)
     drafter = PagedDrafter(small[kind], model, page_size=3)
-    engine = Engine(model, page_size=4, drafter=drafter, gamma=gamma)
-    assert outputs_of(engine, PROMPTS, MIXED) == own_runs(model, PROMPTS, MIXED)
+    engine, _ = write(model, drafter, page_size=4, gamma=gamma)
     assert engine.drafted > 0
 
 
 def test_each_text_of_a_llama_is_that_of_its_own_run(tiny, tiny_llama):
-    from engine.drafter import PagedDrafter
-
     model = tiny_llama()
     drafter = PagedDrafter(tiny(block_size=9), model)
-    engine = Engine(model, page_size=2, num_pages=20, drafter=drafter, gamma=4)
-    assert outputs_of(engine, PROMPTS, MIXED) == own_runs(model, PROMPTS, MIXED)
+    engine, _ = write(model, drafter, page_size=2, num_pages=20, gamma=4)
     assert engine.drafted > 0
 
 
 @pytest.mark.parametrize(("page_size", "stride"), [(1, 3), (3, 16)])
-def test_in_tiny_pools_under_small_budgets(model, page_size, stride):
-    from engine.drafter import PagedDrafter
-
-    for budget in (2, 5, 64):
-        pool = {"num_pages": -(-16 // page_size) + 2, "page_size": page_size, "budget": budget}
-        drafter = PagedDrafter(model, model, page_size=2)
-        engine = Engine(model, max_rows=3, **pool, stride=stride, drafter=drafter, gamma=5)
-        passes = check_passes(engine.cache)
-        requests = [engine.add(*pair) for pair in zip(PROMPTS, MIXED)]
-        finish(engine)
-        assert [request.output for request in requests] == own_runs(model, PROMPTS, MIXED, stride)
-        assert max(sum(tokens) for tokens in passes) <= budget
+@pytest.mark.parametrize("budget", [2, 5, 64])
+def test_in_tiny_pools_under_small_budgets(model, page_size, stride, budget):
+    pool = {"num_pages": -(-16 // page_size) + 2, "page_size": page_size, "budget": budget}
+    drafter = PagedDrafter(model, model, page_size=2)
+    engine, _ = write(model, drafter, stride=stride, max_rows=3, **pool, gamma=5)
+    assert max(sum(tokens) for tokens in engine.passes) <= budget
 
 
 def test_all_drafts_of_the_target_itself_are_accepted(model):
-    from engine.drafter import PagedDrafter
-
     each = [dataclasses.replace(params, ignore_eos=True) for params in MIXED]
-    engine = Engine(model, drafter=PagedDrafter(model, model), gamma=4)
-    assert outputs_of(engine, PROMPTS, each) == own_runs(model, PROMPTS, each)
+    engine, _ = write(model, PagedDrafter(model, model), params=each, gamma=4)
     assert engine.accepted == engine.drafted > 50
 
 
 def test_sequences_have_the_probabilities_of_the_target(tiny):
-    from engine.drafter import PagedDrafter
-
     model = tiny(vocab_size=5, eos_token_id=4, block_size=8)
     draft = tiny(1, vocab_size=5, eos_token_id=4, block_size=4)
     check_distribution(model, PagedDrafter(draft, model, 500))
@@ -89,8 +64,6 @@ def test_sequences_have_the_probabilities_of_the_target(tiny):
 
 def test_similar_models_draw_the_same_tokens(tiny):
     """They race with the same noise. With other noise, a draft would seldom be the target's."""
-    from engine.drafter import PagedDrafter
-
     model = tiny(block_size=64)
     draft = tiny(block_size=64)
     with torch.no_grad():
@@ -119,13 +92,10 @@ def test_similar_models_draw_the_same_tokens(tiny):
 
 
 def test_a_draft_model_computes_the_drafts_of_all_texts_side_by_side(tiny):
-    from engine.drafter import PagedDrafter
-
     model = tiny(block_size=64)
     drafter = PagedDrafter(model, model)
-    engine = Engine(model, drafter=drafter, gamma=3)
     passes = check_passes(drafter.cache, 64)
-    outputs_of(engine, [[5, 6], [7, 8, 9]], SamplingParams(9, True))
+    write(model, drafter, [[5, 6], [7, 8, 9]], greedy(9))
     # After a step of which all was accepted, two tokens lack: the last draft, and what followed it.
     assert passes == [[3, 4], [1, 1], [1, 1], [2, 2], [1, 1], [1, 1]]
 
@@ -133,8 +103,6 @@ def test_a_draft_model_computes_the_drafts_of_all_texts_side_by_side(tiny):
 @pytest.mark.parametrize("block_size", [7, 16, 64])
 def test_a_draft_model_writes_what_it_would_write_alone(model, tiny, block_size):
     """After refusals, and hops of both, whatever lies in the slots that it does not hold."""
-    from engine.drafter import PagedDrafter
-
     draft = tiny(1, block_size=block_size)
     params = SamplingParams(24, True, temperature=1.0, seed=3)
     drafter = PagedDrafter(draft, model, page_size=4)
@@ -147,63 +115,50 @@ def test_a_draft_model_writes_what_it_would_write_alone(model, tiny, block_size)
         drafted.extend((list(request.tokens), tokens) for request, tokens in zip(requests, drafts))
         return drafts
 
-    engine = Engine(model, drafter=Scripted(None), gamma=3)
-    engine.drafter.propose = propose
-    assert outputs_of(engine, PROMPTS, params) == own_runs(model, PROMPTS, params)
+    scripted = Scripted(None)
+    scripted.propose = propose
+    engine, _ = write(model, scripted, params=params)
     for text, tokens in drafted:
-        assert tokens == own_run(
-            draft, text, dataclasses.replace(params, max_new_tokens=len(tokens))
-        )
+        own = dataclasses.replace(params, max_new_tokens=len(tokens))
+        assert tokens == alone(draft, text, own)
     assert max(len(text) for text, _ in drafted) > 20 and 0 < engine.accepted < engine.drafted
     # It keeps what it computed.
     assert sum(sum(tokens) for tokens in passes) < sum(len(text) for text, _ in drafted)
 
 
 def test_a_draft_model_computes_what_was_refused_anew_and_nothing_else(tiny):
-    from engine.drafter import PagedDrafter
-
     model = tiny(block_size=64)
     params = SamplingParams(30, True, temperature=1.0, seed=3)
     drafter = PagedDrafter(tiny(1, block_size=64), model, page_size=4)
-    engine = Engine(model, drafter=drafter, gamma=3)
     passes = check_passes(drafter.cache, 64)
-    outputs_of(engine, [[5, 6]], params)
+    engine, _ = write(model, drafter, [[5, 6]], params)
     assert passes[0] == [3] and max(tokens for (tokens,) in passes[1:]) <= 2
     assert 0 < engine.accepted < engine.drafted
 
 
 def test_a_draft_model_goes_on_where_its_drafts_did_not_fit_the_budget(model):
-    from engine.drafter import PagedDrafter
-
-    engine = Engine(model, budget=4, drafter=PagedDrafter(model, model), gamma=3)
-    for prompt in ([5, 6], [7, 8]):
-        engine.add(prompt, SamplingParams(8, True))
-    steps = finish(engine)
+    drafter = PagedDrafter(model, model)
+    engine, steps = write(model, drafter, [[5, 6], [7, 8]], greedy(8), budget=4)
     counts = [[len(event.tokens) for event in events] for events in steps]
     assert counts == [[1, 1], [3, 1], [3, 1], [1, 3], [2]]
     assert engine.accepted == engine.drafted == 2 + 2 + 2 + 1
 
 
 def test_a_draft_model_of_fewer_rows_than_the_engine(model):
-    from engine.drafter import PagedDrafter
-
     drafter = PagedDrafter(model, model, max_rows=2, page_size=4)
-    engine = Engine(model, drafter=drafter, gamma=3)
     passes = check_passes(drafter.cache)
     assert drafter.pool.num_pages == 2 * 4
-    assert outputs_of(engine, PROMPTS, GREEDY) == own_runs(model, PROMPTS, GREEDY)
+    engine, _ = write(model, drafter, params=GREEDY)
     assert engine.accepted == engine.drafted > 0 and max(len(tokens) for tokens in passes) == 2
 
 
 def test_a_draft_model_gives_the_pages_of_finished_texts_back(model, tiny):
-    from engine.drafter import PagedDrafter
-
     drafter = PagedDrafter(tiny(1), model, max_rows=3)
-    engine = Engine(model, max_rows=3, drafter=drafter)
-    for seed in range(12):  # many more texts than rows
-        engine.add(random_tokens(5, seed=seed), SamplingParams(4 + seed % 3, True))
+    prompts = [random_tokens(5, seed=seed) for seed in range(12)]  # many more texts than rows
+    params = [greedy(4 + seed % 3) for seed in range(12)]
+    engine, _ = make_engine(model, prompts, params, max_rows=3, drafter=drafter)
     while engine.busy:
-        engine.step()
+        step(engine)
         assert len(drafter.held) <= 3
         held = [page for kept in drafter.held.values() for page in kept.pages]
         assert sorted([*held, *drafter.pool.returned]) == list(range(drafter.pool.begun))
@@ -215,8 +170,6 @@ def test_a_draft_model_gives_the_pages_of_finished_texts_back(model, tiny):
     "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], ids=repr
 )
 def test_a_draft_pass_without_memory_leaves_the_texts_as_they_are(model, tiny, monkeypatch, error):
-    from engine.drafter import PagedDrafter
-
     draft = tiny()
     calls = itertools.count()
     params = SamplingParams(24, True, temperature=1.0, seed=7)
@@ -228,44 +181,32 @@ def test_a_draft_pass_without_memory_leaves_the_texts_as_they_are(model, tiny, m
         return hidden(*args)
 
     monkeypatch.setattr(draft, "hidden", sometimes)
-    engine = Engine(model, page_size=4, drafter=PagedDrafter(draft, model, page_size=4), gamma=3)
-    assert outputs_of(engine, PROMPTS, params) == own_runs(model, PROMPTS, params)
+    engine, _ = write(model, PagedDrafter(draft, model, page_size=4), params=params, page_size=4)
     assert engine.accepted == engine.drafted > 0 and next(calls) > 10  # it goes on where it was
 
 
 def test_a_draft_model_without_a_number_leaves_the_texts_as_they_are(model, tiny):
-    from engine.drafter import PagedDrafter
-
     draft = tiny(1)
     draft.ln_f.weight.data[3] = torch.nan
-    engine = Engine(model, drafter=PagedDrafter(draft, model), gamma=3)
-    requests = [engine.add(*each) for each in zip(PROMPTS, MIXED)]
-    finish(engine)
-    assert [request.output for request in requests] == own_runs(model, PROMPTS, MIXED)
+    write(model, PagedDrafter(draft, model))
 
 
 def test_a_draft_that_was_no_number_spoils_no_later_drafts(tiny_llama):
-    from engine.drafter import PagedDrafter
-
     model = tiny_llama()
     draft = tiny_llama()
     draft.embed_tokens.weight.data[5] = torch.nan
     engine = Engine(model, max_rows=1, drafter=PagedDrafter(draft, model, max_rows=1), gamma=3)
-    prompt = [1, 2, 3]
-    params = SamplingParams(8, True)
-    assert 5 not in own_run(model, prompt, params)
-    outputs_of(engine, [[5, 5, 5]], params)
+    (text,) = own_texts(model, [[1, 2, 3]], greedy(8))
+    assert 5 not in text
+    outputs_of(engine, [[5, 5, 5]], greedy(8))
     drafted = engine.drafted
     accepted = engine.accepted
-    assert outputs_of(engine, [prompt], params) == [own_run(model, prompt, params)]
+    assert outputs_of(engine, [[1, 2, 3]], greedy(8)) == [text]
     assert engine.accepted - accepted == engine.drafted - drafted > 0
 
 
 def test_what_is_held_of_a_text_stays_while_no_drafts_are_wanted(tiny):
     """The budget may leave none for some steps; then only what is new is computed."""
-    from engine.drafter import PagedDrafter
-    from engine.request import Request
-
     model = tiny(block_size=64)
     requests = [
         Request(random_tokens(length, seed=length), length, SamplingParams(30, True, seed=0))
@@ -284,9 +225,6 @@ def test_what_is_held_of_a_text_stays_while_no_drafts_are_wanted(tiny):
 
 
 def test_drafts_before_the_first_that_is_no_number_are_kept(tiny):
-    from engine.drafter import PagedDrafter
-    from engine.request import Request
-
     model = tiny()
     draft = tiny(seed=1)
     texts = [Request(random_tokens(n, seed=n), n, SamplingParams(seed=0)) for n in (8, 3)]
@@ -299,10 +237,6 @@ def test_drafts_before_the_first_that_is_no_number_are_kept(tiny):
 
 def test_nan_of_one_text_costs_no_other_its_drafts(tiny):
     """What the draft model wrote for the first text is gone when its pages are used again."""
-    from engine.drafter import PagedDrafter
-    from engine.request import Request
-    from sampling import SamplingParams
-
     model = tiny()
     draft = tiny(seed=1)
     draft.wpe.weight.data[9] = torch.nan
@@ -320,8 +254,6 @@ def test_nan_of_one_text_costs_no_other_its_drafts(tiny):
 
 @pytest.mark.parametrize("shape", [{"vocab_size": 62}, {"eos_token_id": 59}])
 def test_another_vocabulary_is_refused(tiny, shape):
-    from engine.drafter import PagedDrafter
-
     with pytest.raises(
         UserError,
         match="^target and draft need the same vocabulary: the target has 61 tokens, EOS ",
@@ -329,16 +261,11 @@ def test_another_vocabulary_is_refused(tiny, shape):
         PagedDrafter(tiny(**shape), tiny())
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_rows": 0}, {"max_rows": -1}, {"page_size": 0}, {"page_size": -2}]
-)
-def test_a_draft_model_needs_rows_and_pages(model, options):
-    from engine.drafter import PagedDrafter
-
-    with pytest.raises(
-        UserError, match="^(max_rows|page_size) is -?[0-2]; it must be an integer >= 1$"
-    ):
-        PagedDrafter(model, model, **options)
+@pytest.mark.parametrize("name", ["max_rows", "page_size"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_a_draft_model_needs_rows_and_pages(model, name, value):
+    with pytest.raises(UserError, match=f"^{name} is {value}; it must be an integer >= 1$"):
+        PagedDrafter(model, model, **{name: value})
 
 
 # The command line
@@ -374,37 +301,15 @@ def test_the_statistics_count_drafts(engine_cli, tiny_checkpoint):
 def test_the_draft_model_has_rows_and_pages_like_those_of_the_engine(
     engine_cli, tiny_checkpoint, monkeypatch
 ):
-    from engine import drafter
-
     made = []
+    init = PagedDrafter.__init__
 
-    class Watched(drafter.PagedDrafter):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            made.append(self)
+    def watched(self, *args, **options):
+        init(self, *args, **options)
+        made.append(self)
 
-    monkeypatch.setattr("engine.options.PagedDrafter", Watched)
+    monkeypatch.setattr(PagedDrafter, "__init__", watched)
     args = ["--model", tiny_checkpoint, "--draft", tiny_checkpoint, "--max-new-tokens", 2]
     assert engine_cli(*args, "--max-rows", 5, "--page-size", 7)[0] == 0
     (drafter,) = made
     assert (drafter.max_rows, drafter.pool.page_size, drafter.pool.num_pages) == (5, 7, 5 * 10)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--draft", "missing"], "unknown model 'missing': "),
-        (["--draft", "itself", "--max-rows", 0], "max_rows is 0; it must be an integer >= 1"),
-        (["--draft", "itself", "--page-size", 0], "page_size is 0; it must be an integer >= 1"),
-    ],
-)
-def test_bad_options_are_one_line(engine_cli, tiny_checkpoint, options, message):
-    options = [tiny_checkpoint if option == "itself" else option for option in options]
-    code, out, err = engine_cli("--model", tiny_checkpoint, "--prompt", "Once", *options)
-    assert (code, out) == (2, "") and f": error: {message}" in err and err.count("\n") == 1
-
-
-def test_a_draft_of_another_vocabulary_is_one_line(engine_cli, tiny_checkpoint, checkpoint):
-    args = ["--model", tiny_checkpoint, "--prompt", "Once", "--draft", checkpoint]
-    code, out, err = engine_cli(*args)
-    assert (code, out) == (2, "") and "need the same vocabulary" in err and err.count("\n") == 1

@@ -69,18 +69,27 @@ class Chain:
         return self.logits[tokens]
 
 
+PENALTIES = pytest.mark.parametrize("penalty", [0, -1, 0.6, 1, 2])
+
+
+@PENALTIES
 @pytest.mark.parametrize("ends", [(), (3,), (0, 2), (0, 1, 2, 3)])
-def test_with_room_for_all_texts_it_ranks_them_all(tiny, ends):
+def test_with_room_for_all_texts_it_ranks_them_all(tiny, ends, penalty):
     model = tiny(seed=1, vocab_size=4, eos_token_ids=ends or (3,))
     prompt = [2, 1]
-    scored = sorted(all_texts(model, prompt, 4, ends), key=lambda text: -text[1])
-    tokens, scores = search(model, prompt, 256, 4, ignore_eos=not ends)
+    scored = [
+        (tokens, total / len(tokens) ** penalty)
+        for tokens, total in all_texts(model, prompt, 4, ends)
+    ]
+    scored.sort(key=lambda text: -text[1])
+    options = {"length_penalty": penalty, "ignore_eos": not ends}
+    tokens, scores = search(model, prompt, 256, 4, **options)
     assert tokens == [tokens for tokens, _ in scored]
     assert [score for _, score in scored] == scores
     # No more than 36 texts that may go on, or end early, stand in a step: 40 beams lose none of
     # the best 40.
     if ends:
-        assert search(model, prompt, 40, 4)[0] == tokens[:40]
+        assert search(model, prompt, 40, 4, **options)[0] == tokens[:40]
 
 
 def of_transformers(directory, prompt, ends, **options):
@@ -89,44 +98,30 @@ def of_transformers(directory, prompt, ends, **options):
 
     peer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     inputs = torch.tensor([prompt])
-    found = peer.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        num_beams=4,
-        num_return_sequences=4,
-        early_stopping="never",
-        do_sample=False,
-        max_new_tokens=9,
-        eos_token_id=list(ends),
-        pad_token_id=ends[0],
-        return_dict_in_generate=True,
-        output_scores=True,
-        **options,
-    )
+    options |= {"num_beams": 4, "num_return_sequences": 4, "early_stopping": "never"}
+    options |= {"do_sample": False, "max_new_tokens": 9, "eos_token_id": list(ends)}
+    options |= {"pad_token_id": ends[0], "attention_mask": torch.ones_like(inputs)}
+    found = peer.generate(inputs, return_dict_in_generate=True, output_scores=True, **options)
     return found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist()
 
 
-def several_ends(model, prompt):
-    """Tokens that may end a text: none of the greedy one's, one, or several of them."""
-    greedy = run_rows(model, [prompt], max_new_tokens=6)[0]
-    return (60,), tuple(greedy[1:2]), tuple(greedy[:6])
-
-
-def padded(rows, ends, length):
-    return [row + [ends[0]] * (length - len(row)) for row in rows]
-
-
-def test_equals_transformers(tiny, tmp_path):
-    save_model(tiny(seed=5), tmp_path)
+@PENALTIES
+def test_equals_transformers(tiny, tmp_path, penalty):
+    """Where none of the greedy text's tokens, one, or several of them may end a text."""
+    model = tiny(seed=5)
+    save_model(model, tmp_path)
     prompt = [3, 1, 4]
+    (greedy,) = run_rows(model, [prompt], max_new_tokens=6)
     lengths = set()
-    for ends in several_ends(tiny(seed=5), prompt):
-        expected, expected_scores = of_transformers(tmp_path, prompt, ends, length_penalty=0.0)
-        tokens, scores = search(tiny(seed=5, eos_token_ids=ends), prompt, 4, 9)
-        assert padded(tokens, ends, len(expected[0])) == expected
+    for ends in ((60,), tuple(greedy[1:2]), tuple(greedy)):
+        options = {"length_penalty": float(penalty)}
+        expected, expected_scores = of_transformers(tmp_path, prompt, ends, **options)
+        tokens, scores = search(tiny(seed=5, eos_token_ids=ends), prompt, 4, 9, **options)
+        longest = len(expected[0])
+        assert [row + [ends[0]] * (longest - len(row)) for row in tokens] == expected
         assert expected_scores == scores
         lengths |= {len(row) for row in tokens}
-    assert len(lengths) > 2
+    assert len(lengths) > 2 or penalty > 0  # then all are as long as can be
 
 
 @pytest.mark.parametrize("stride", [None, 1, 5, 16])
@@ -264,21 +259,21 @@ def test_no_new_tokens_is_no_text(tiny):
     assert search(tiny(), [1], 3, 0)[0] == [] and len(search(tiny(), [1], 3, 1)[0]) == 3
 
 
+BEAMS = "it must be an integer from 1 to 65536"
+
+
 @pytest.mark.parametrize(
-    "values, words",
+    "name, value, allowed",
     [
-        ({"num_beams": 0}, "num_beams is 0; it must be an integer from 1 to 65536"),
-        ({"num_beams": 65537}, "num_beams is 65537; it must be an integer from 1 to 65536"),
-        ({"num_beams": True}, "num_beams is True; it must be an integer from 1 to 65536"),
-        ({"num_beams": 2.0}, "num_beams is 2.0; it must be an integer from 1 to 65536"),
-        ({"max_new_tokens": -1}, "max_new_tokens is -1; it must be an integer >= 0"),
-        ({"ignore_eos": 1}, "ignore_eos is 1; it must be True or False"),
-        ({"stride": 17}, "stride is 17; it must be an integer from 1 to block_size = 16"),
+        *[("num_beams", value, BEAMS) for value in (0, 65537, True, 2.0)],
+        ("max_new_tokens", -1, "it must be an integer >= 0"),
+        ("ignore_eos", 1, "it must be True or False"),
+        ("stride", 17, "it must be an integer from 1 to block_size = 16"),
     ],
 )
-def test_bad_values_are_named_with_their_range(tiny, values, words):
-    with pytest.raises(UserError, match=words):
-        search(tiny(), [1], **{"num_beams": 2, "max_new_tokens": 2} | values)
+def test_bad_values_are_named_with_their_range(tiny, name, value, allowed):
+    with pytest.raises(UserError, match=f"^{name} is {value}; {allowed}$"):
+        search(tiny(), [1], **{"num_beams": 2, "max_new_tokens": 2} | {name: value})
 
 
 def test_the_command_line_searches(cli, tiny_checkpoint):
@@ -346,24 +341,27 @@ def test_the_best_text_of_each_prompt_is_printed(cli, monkeypatch, tiny_checkpoi
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--num-beams", 0], "num_beams is 0; it must be an integer from 1 to 65536"),
+        ("--num-beams 0", "num_beams is 0; it must be an integer from 1 to 65536"),
+        ("--num-beams 2 --temperature 1", "draws nor penalises tokens; leave out --temperature"),
+        ("--num-beams 2 --num-samples 3 --top-k 5", "leave out --top-k, --num-samples"),
         (
-            ["--num-beams", 2, "--temperature", 1],
-            "neither draws nor penalises tokens; leave out --temperature",
-        ),
-        (["--num-beams", 2, "--num-samples", 3, "--top-k", 5], "leave out --top-k, --num-samples"),
-        (
-            ["--num-beams", 2, "--presence-penalty", 1, "--repetition-penalty", 2],
+            "--num-beams 2 --presence-penalty 1 --repetition-penalty 2",
             "leave out --presence-penalty, --repetition-penalty",
         ),
         (
-            ["--num-beams", 2, "--top-p", 0.5, "--seed", 1, "--frequency-penalty", 1],
+            "--num-beams 2 --top-p 0.5 --seed 1 --frequency-penalty 1",
             "leave out --top-p, --frequency-penalty, --seed",
         ),
+        (
+            "--num-beams 2 --length-penalty nan",
+            "length_penalty is nan; it must be a number in [-10, 10]",
+        ),
+        ("--length-penalty 1", "--length-penalty is for --num-beams only"),
     ],
 )
 def test_options_that_do_not_go_together_are_one_line(cli, tiny_checkpoint, arguments, words):
-    code, out, err = cli("--model", tiny_checkpoint, "--max-new-tokens", 2, *arguments)
+    args = ("--model", tiny_checkpoint, "--max-new-tokens", 2, *arguments.split())
+    code, out, err = cli(*args)
     assert code == 2 and out == "" and err.endswith(words + "\n") and err.count("\n") == 1
 
 

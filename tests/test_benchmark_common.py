@@ -77,22 +77,23 @@ def test_half_precision_is_checked_in_each_row(tiny, monkeypatch, piece):
     model = tiny(dtype=torch.bfloat16)
     tokens = torch.arange(24).view(2, 12)
     sizes = []
-    extend = KVCache.extend
+    arrange = KVCache.arrange
 
-    def counted(self, new, rows):
-        sizes.append(len(new[0]))
-        return extend(self, new, rows)
+    def counted(self, spans):
+        sizes.append(len(spans[0].tokens))
+        return arrange(self, spans)
 
-    monkeypatch.setattr(KVCache, "extend", counted)
+    monkeypatch.setattr(KVCache, "arrange", counted)
     common.check_half_precision(model, tokens, piece)
     assert sizes == 12 // piece * [piece]
 
-    def wrong(self, new, rows):
-        positions = extend(self, new, rows).expand(2, -1).clone()
+    def wrong(self, spans):
+        tokens, positions, ends = arrange(self, spans)
+        positions = positions.expand(2, -1).clone()
         positions[1] = 0
-        return positions
+        return tokens, positions, ends
 
-    monkeypatch.setattr(KVCache, "extend", wrong)
+    monkeypatch.setattr(KVCache, "arrange", wrong)
     with pytest.raises(SystemExit, match="off by"):
         common.check_half_precision(model, tokens, piece)
 

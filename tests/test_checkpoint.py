@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKPOINTS
+from conftest import CHECKPOINTS, refused
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
@@ -17,14 +17,6 @@ from loading.checkpoint import check_values, read_json, read_tensors, write_chec
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b.c": torch.ones(4)}
 SHAPES = {name: tensor.shape for name, tensor in WEIGHTS.items()}
-
-
-def refused(function, *args) -> str:
-    with pytest.raises(UserError) as error:
-        function(*args)
-    message = str(error.value)
-    assert message and "\n" not in message
-    return message
 
 
 def read(file, transposed=("none",)) -> dict:
@@ -286,7 +278,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
 # Imports
 
 
-LIBRARIES = ["errors.py", "int8.py", "llama.py", "model.py"]
+LIBRARIES = ["cache.py", "errors.py", "int8.py", "llama.py", "model.py", "sampling.py"]
 LIBRARIES += [
     f"loading/{name}.py" for name in ("chat", "checkpoint", "config", "load", "tokenizer")
 ]
@@ -300,6 +292,6 @@ def test_imports_are_light(name):
     names = {alias.name for node in imports for alias in node.names}
     names |= {node.module for node in statements if isinstance(node, ast.ImportFrom)}
     light = {"torch", "safetensors", "tiktoken", "parallel", "loading"}
-    light |= {"errors", "int8", "llama", "model"}
+    light |= {"cache", "errors", "int8", "llama", "model", "sampling"}
     allowed = sys.stdlib_module_names | light
     assert {name.partition(".")[0] for name in names} <= allowed

@@ -1,50 +1,39 @@
 """A step computes no more tokens than its budget; a long prompt comes in chunks."""
 
 import re
+import types
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, make_engine, make_greedy, own_texts, random_tokens, request_params
+from conftest import CHECKPOINTS, random_tokens
+from engines import (
+    check_texts,
+    failing,
+    finish,
+    greedy,
+    lettered,
+    letters,
+    make_engine,
+    make_greedy,
+    request_params,
+    step,
+)
 
-
-def add(engine, prompt, max_new_tokens=4):
-    """One more request, greedy."""
-    return engine.add(prompt, request_params(1, max_new_tokens=max_new_tokens)[0])
-
-
-def step(engine, requests) -> tuple[int, str]:
-    """How many positions a step computes, and the letters of the requests that get a token."""
-    before = engine.positions
-    events = engine.step()
-    return engine.positions - before, "".join(
-        "ABCDEFGH"[requests.index(event.request)] for event in events
-    )
-
-
-def finish(engine, requests) -> list[tuple[int, str]]:
-    """All steps that are left."""
-    steps = []
-    while engine.busy:
-        steps.append(step(engine, requests))
-        assert len(steps) < 2000
-    return steps
-
+from engine.engine import Engine
 
 SAMPLED = {"temperature": 1.3, "top_k": 40, "top_p": 0.95}
 
 
 @pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["tiny", "tiny_llama"])
-def test_the_same_texts_and_draws_for_every_budget(kind, params, request):
+def test_the_same_texts_and_draws_for_every_budget(build, params):
     """From one token a step to more than there are. Prompts beyond the window, and hops."""
-    model = request.getfixturevalue(kind)(seed=6)
+    model = build(seed=6)
     prompts = [random_tokens(length, seed=length) for length in (0, 13, 3, 21)]
     each = request_params(4, max_new_tokens=12, **params)
-    texts = own_texts(model, prompts, each)
     for budget in (1, 2, 3, 4, 5, 7, 8, 11, 16, 23, 40):
         engine, requests = make_engine(model, prompts, each, page_size=3, budget=budget)
-        assert max(count for count, _ in finish(engine, requests)) <= budget
-        assert [request.output for request in requests] == texts
+        assert max(count for count, _ in lettered(engine, requests)) <= budget
+        check_texts(model, requests)
 
 
 def test_the_same_texts_where_budget_and_pages_are_short(tiny):
@@ -53,14 +42,12 @@ def test_the_same_texts_where_budget_and_pages_are_short(tiny):
     prompts = [random_tokens(length, seed=length) for length in (14, 9, 5)]
     each = request_params(3, max_new_tokens=14, temperature=1.0)
     preemptions = 0
-    texts = own_texts(model, prompts, each)
     for num_pages in (8, 11):
         for budget in (1, 2, 5, 9):
-            engine, requests = make_engine(
-                model, prompts, each, num_pages=num_pages, page_size=2, budget=budget
-            )
-            finish(engine, requests)
-            assert [request.output for request in requests] == texts
+            pool = {"num_pages": num_pages, "page_size": 2, "budget": budget}
+            engine, requests = make_engine(model, prompts, each, **pool)
+            finish(engine)
+            check_texts(model, requests)
             preemptions += engine.scheduler.preemptions
     assert preemptions > 4
 
@@ -70,111 +57,89 @@ def test_a_prompt_in_chunks_has_its_first_token_after_the_last_one(tiny):
     (request,) = requests
     for computed in (4, 8):
         assert engine.step() == [] and engine.busy
-        assert (
-            request.computed == computed and request.output == [] and request.finish_reason is None
-        )
-    assert finish(engine, requests) == [(3, "A"), (1, "A"), (1, "A")]
+        assert (request.computed, request.output, request.finish_reason) == (computed, [], None)
+    assert lettered(engine, requests) == [(3, "A"), (1, "A"), (1, "A")]
 
 
-def test_a_budget_is_used_up_while_there_is_work(tiny):
-    """The prompts are fed in turn; the end of one shares its step with the begin of the next."""
-    engine, requests = make_greedy(tiny(), [7, 6, 5], 3, budget=10)
-    assert finish(engine, requests) == [(10, "A"), (1 + 3 + 5, "ABC"), (3, "ABC"), (2, "BC")]
+@pytest.mark.parametrize(
+    "lengths, count, options, steps",
+    [
+        # The prompts are fed in turn; the end of one shares its step with the begin of the next.
+        ([7, 6, 5], 3, {"budget": 10}, [(10, "A"), (1 + 3 + 5, "ABC"), (3, "ABC"), (2, "BC")]),
+        ([8], 1, {"budget": 8}, [(8, "A")]),
+        ([9], 1, {"budget": 8}, [(8, ""), (1, "A")]),
+        # One row: the second prompt does not begin while the first text runs.
+        (
+            [6, 3],
+            2,
+            {"budget": 4, "max_rows": 1},
+            [(4, ""), (2, "A"), (1, "A"), (3, "B"), (1, "B")],
+        ),
+    ],
+)
+def test_a_budget_is_used_up_while_there_is_work(tiny, lengths, count, options, steps):
+    assert lettered(*make_greedy(tiny(), lengths, count, **options)) == steps
 
 
-def test_one_more_than_the_budget_is_a_chunk_and_as_many_are_none(tiny):
-    assert finish(*make_greedy(tiny(), [8], 1, budget=8)) == [(8, "A")]
-    assert finish(*make_greedy(tiny(), [9], 1, budget=8)) == [(8, ""), (1, "A")]
-
-
-def gaps(engine, requests) -> tuple[int, int]:
-    """Steps and positions between two tokens of a request, at most. All have just got one."""
-    last = dict.fromkeys(requests, (engine.steps, engine.positions))
-    longest = [(0, 0)]
-    while engine.busy:
-        for event in engine.step():
-            now = engine.steps, engine.positions
-            if event.request in requests:
-                longest.append(tuple(new - old for new, old in zip(now, last[event.request])))
-                last[event.request] = now
-    return tuple(max(each) for each in zip(*longest))
-
-
-@pytest.mark.parametrize("budget, positions, steps", [(8, 8, 12), (23, 23, 3), (512, 63, 1)])
-def test_those_that_decode_do_not_wait_for_a_long_prompt(tiny, budget, positions, steps):
+@pytest.mark.parametrize("budget, steps", [(8, 12), (23, 3), (512, 1)])
+def test_those_that_decode_do_not_wait_for_a_long_prompt(tiny, budget, steps):
     """Three texts get a token in every step; 60 others come in what they leave."""
     model = tiny(block_size=64)
-    prompt = random_tokens(60, seed=9)
     engine, requests = make_greedy(model, [2, 1, 2], 20, budget=budget)
     engine.step()
-    begin = engine.steps
-    late = add(engine, prompt, 3)
-    while not late.output:
-        before = engine.positions
-        got = [event.request for event in engine.step()]
-        assert got == requests + [late] * bool(late.output)
-        assert engine.positions - before <= budget
-    assert engine.steps - begin == steps  # 60 / (budget - 3)
-    assert late.output == own_texts(model, [prompt], request_params(1, max_new_tokens=1))[0]
-
-    engine, requests = make_greedy(model, [2, 1, 2], 20, budget=budget)
-    engine.step()
-    add(engine, prompt, 3)
-    assert gaps(engine, requests) == (1, positions)
+    late = engine.add(random_tokens(60, seed=9), greedy(3))
+    seen = lettered(engine, [*requests, late], steps)
+    assert [got for _, got in seen] == ["ABC"] * (steps - 1) + ["ABCD"]  # 60 / (budget - 3)
+    assert max(count for count, _ in seen) == min(budget, 63)
+    assert all("ABC" in got for got in letters(engine, [*requests, late], 19 - steps))
+    finish(engine)
+    check_texts(model, [late])
 
 
 def test_a_window_that_moves_leaves_a_token_for_each_of_the_others(tiny):
     """The oldest computes 9 positions again, and the two behind it get their tokens."""
     engine, requests = make_greedy(tiny(), [16, 2, 2], 6, budget=5)
-    steps = finish(engine, requests)
-    # Its 16, in the last of those steps with all of the second prompt and two of the third.
-    assert steps[:3] == [(5, ""), (5, ""), (5, "")]
-    assert steps[3] == (1 + 2 + 2, "ABC")
-    # Then it is cut to 9: three at a time, beside two others.
-    assert steps[4:7] == [(5, "BC"), (5, "BC"), (5, "ABC")]
-    assert steps[7] == (3, "ABC")
+    assert lettered(engine, requests, 8) == [
+        # Its 16, in the last of those steps with all of the second prompt and two of the third.
+        *[(5, "")] * 3,
+        (1 + 2 + 2, "ABC"),
+        # Then it is cut to 9: three at a time, beside two others.
+        *[(5, "BC")] * 2,
+        (5, "ABC"),
+        (3, "ABC"),
+    ]
 
 
 def test_a_window_that_moves_in_the_middle_of_the_batch_waits_for_nobody(tiny):
     """One that hops gets what the older one leaves, and the one behind it keeps a token."""
     engine, requests = make_greedy(tiny(), [1, 9, 1], 20, budget=4)
-    assert [step(engine, requests) for _ in range(3)] == [(1 + 3, "A"), (1 + 3, "A"), (1 + 3, "AB")]
-    assert [step(engine, requests) for _ in range(7)] == [(3, "ABC")] * 7
+    assert lettered(engine, requests, 3) == [(1 + 3, "A"), (1 + 3, "A"), (1 + 3, "AB")]
+    assert lettered(engine, requests, 7) == [(3, "ABC")] * 7
     assert requests[1].start == 8 and len(requests[1].window) == 9
-    assert [step(engine, requests) for _ in range(6)] == [(1 + 2 + 1, "AC")] * 4 + [(3, "ABC")] * 2
+    assert lettered(engine, requests, 6) == [(1 + 2 + 1, "AC")] * 4 + [(3, "ABC")] * 2
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3])
 def test_a_budget_below_the_number_of_rows(tiny, budget):
     """As many run as can have a token in each step; the oldest first."""
     model = tiny(seed=3)
-    prompts = [random_tokens(3, seed=row) for row in range(5)]
-    params = request_params(5, max_new_tokens=6)
-    engine, requests = make_engine(model, prompts, params, max_rows=5, budget=budget)
+    engine, requests = make_greedy(model, [3] * 5, 6, max_rows=5, budget=budget)
     while engine.busy:
         left = [request for request in requests if request.finish_reason is None]
-        count, got = step(engine, requests)
+        ((count, got),) = lettered(engine, requests, 1)
         assert count <= budget and len(engine.scheduler.running) <= budget
         decoding = [request for request in left[:budget] if len(request.output) > 1]
         assert all("ABCDE"[requests.index(request)] in got for request in decoding)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
-
-
-def test_chunks_count_as_rows(tiny):
-    """One row: the second prompt does not begin while the first text runs."""
-    engine, requests = make_greedy(tiny(), [6, 3], 2, max_rows=1, budget=4)
-    assert finish(engine, requests) == [(4, ""), (2, "A"), (1, "A"), (3, "B"), (1, "B")]
+    check_texts(model, requests)
 
 
 def test_what_follows_a_chunk_is_not_a_token_of_the_text(tiny):
     """The logits after a chunk say what the model would write there; here each of them says EOS."""
-    model = tiny(eos_token_ids=tuple(range(61)))
     from sampling import SamplingParams
 
-    engine, requests = make_engine(
-        model, [random_tokens(9)], [SamplingParams(max_new_tokens=5)], budget=2
-    )
-    assert finish(engine, requests) == [(2, "")] * 4 + [(1, "A")]
+    model = tiny(eos_token_ids=tuple(range(61)))
+    engine, requests = make_engine(model, [random_tokens(9)], SamplingParams(5), budget=2)
+    assert lettered(engine, requests) == [(2, "")] * 4 + [(1, "A")]
     assert requests[0].finish_reason == "stop" and len(requests[0].tokens) == 10
 
 
@@ -184,173 +149,115 @@ def test_what_follows_a_chunk_is_not_a_token_of_the_text(tiny):
 def test_chunks_of_a_prompt_are_shared_as_soon_as_they_are_computed(tiny, budget, steps, shared):
     """Whole pages of them, wherever a chunk ends. The first is aborted before its first token."""
     model = tiny(block_size=32)
-    prompt = random_tokens(22)
-    engine, (first,) = make_greedy(model, [22], 3, page_size=4, budget=budget)
-    for _ in range(steps):
-        assert engine.step() == []
-    engine.abort(first)
-    late = add(engine, prompt)
-    finish(engine, [late])
-    assert (
-        engine.scheduler.shared == shared and engine.positions == steps * budget + 22 - shared + 3
-    )
-    assert late.output == own_texts(model, [prompt], request_params(1, max_new_tokens=4))[0]
+    engine, requests = make_greedy(model, [22], 3, page_size=4, budget=budget)
+    assert letters(engine, requests, steps) == [""] * steps
+    engine.abort(requests[0])
+    late = engine.add(random_tokens(22), greedy(4))
+    finish(engine)
+    assert engine.scheduler.shared == shared
+    assert engine.positions == steps * budget + 22 - shared + 3
+    check_texts(model, [late])
 
 
 def test_chunks_are_shared_among_prompts_that_are_fed_together(tiny):
     """The second begins beside the first one's last chunk, and finds all chunks before that."""
     model = tiny(block_size=32)
-    prompt = random_tokens(22)
-    engine, requests = make_engine(
-        model, [prompt] * 2, request_params(2, max_new_tokens=4), page_size=4, budget=8
-    )
-    assert finish(engine, requests)[:4] == [(8, ""), (8, ""), (6 + 2, "A"), (1 + 4, "AB")]
+    prompts = [random_tokens(22)] * 2
+    engine, requests = make_engine(model, prompts, greedy(4), page_size=4, budget=8)
+    assert lettered(engine, requests)[:4] == [(8, ""), (8, ""), (6 + 2, "A"), (1 + 4, "AB")]
     assert engine.scheduler.shared == 16
-    assert [request.output for request in requests] == own_texts(
-        model, [prompt] * 2, request_params(2, max_new_tokens=4)
-    )
+    check_texts(model, requests)
 
 
 def test_a_request_preempted_in_its_prompt_goes_on_where_it_was(tiny):
     """Its pages are found again, if nobody needed them."""
-    model = tiny(block_size=32)
-    engine, requests = make_greedy(model, [7, 18], 3, num_pages=7, page_size=4, budget=7)
+    options = {"num_pages": 7, "page_size": 4, "budget": 7}
+    engine, requests = make_greedy(tiny(block_size=32), [7, 18], 3, **options)
     a, b = requests
-    # B holds the five pages of 18.
-    assert [step(engine, requests) for _ in range(2)] == [(7, "A"), (1 + 6, "A")]
-    assert (
-        step(engine, requests) == (1, "A")
-        and list(engine.scheduler.waiting) == [b]
-        and a.finish_reason
-    )
+    assert lettered(engine, requests, 3) == [(7, "A"), (1 + 6, "A"), (1, "A")]
+    # B held the five pages of 18.
+    assert list(engine.scheduler.waiting) == [b] and a.finish_reason
     assert engine.scheduler.preemptions == 1 and b.output == [] and b.pages == []
-    assert finish(engine, requests) == [(7, ""), (7, "B"), (1, "B"), (1, "B")]
+    assert lettered(engine, requests) == [(7, ""), (7, "B"), (1, "B"), (1, "B")]
     assert engine.scheduler.shared == 4
 
 
 def test_an_aborted_chunk_gives_its_pages_back(tiny):
-    model = tiny(block_size=32)
-    engine, requests = make_greedy(model, [20, 9], 4, num_pages=8, page_size=4, budget=6)
+    options = {"num_pages": 8, "page_size": 4, "budget": 6}
+    engine, requests = make_greedy(tiny(block_size=32), [20, 9], 4, **options)
     engine.step()
     assert list(engine.scheduler.running) == requests[:1]
     engine.abort(requests[0])
     assert engine.scheduler.pool.available == 8
-    assert [got for _, got in finish(engine, requests)] == ["", "B", "B", "B", "B"]
+    assert letters(engine, requests) == ["", "B", "B", "B", "B"]
 
 
-def with_nan(model, position):
-    """A GPT-2 that returns NaN for texts that reach a position."""
+@pytest.fixture
+def broken(tiny):
+    """A GPT-2 that returns NaN for texts of ten or more tokens."""
+    model = tiny(block_size=32)
     with torch.no_grad():
-        model.wpe.weight[position] = torch.nan
+        model.wpe.weight[9] = torch.nan
     return model
 
 
-def test_nan_in_a_chunk_ends_its_own_request_at_once(tiny):
+def test_nan_in_a_chunk_ends_its_own_request_at_once(broken):
     """Not after the last chunk, and the others go on."""
-    model = with_nan(tiny(block_size=32), 9)
-    engine, requests = make_greedy(model, [3, 20, 2], 6, page_size=4, budget=6)
+    engine, requests = make_greedy(broken, [3, 20, 2], 6, page_size=4, budget=6)
     a, b, c = requests
-    assert [step(engine, requests) for _ in range(2)] == [(6, "A"), (6, "A")]  # b: 3 and 5
-    (first, second) = engine.step()  # b: positions 8 to 12
+    assert lettered(engine, requests, 2) == [(6, "A"), (6, "A")]  # b: 3 and 5
+    first, second = step(engine)  # b: positions 8 to 12
     assert first.request is a and first.error is None
-    assert (
-        second.request is b
-        and second.tokens == []
-        and second.finish_reason == b.finish_reason == "error"
-    )
-    assert "NaN" in second.error and b.output == [] and b.pages == []
-    finish(engine, requests)
-    prompts = [request.tokens[: request.prompt_length] for request in (a, c)]
-    assert [a.output, c.output] == own_texts(model, prompts, request_params(2, max_new_tokens=6))
-    assert engine.scheduler.pool.available == engine.scheduler.pool.num_pages
+    assert (second.request, second.tokens, second.finish_reason) == (b, [], "error")
+    assert "NaN" in second.error and b.output == []
+    finish(engine)
+    check_texts(broken, [a, c])
 
 
-def test_nan_in_a_chunk_is_not_shared(tiny):
+def test_nan_in_a_chunk_is_not_shared(broken):
     """Another request finds the chunks before it, and computes the broken one itself."""
-    model = with_nan(tiny(block_size=32), 9)
-    prompt = random_tokens(20)
-    engine, requests = make_engine(
-        model, [prompt], request_params(1, max_new_tokens=2), page_size=4, budget=4
-    )
-    steps = []
-    while engine.busy:
-        steps += [engine.step()]
-    assert [len(events) for events in steps] == [0, 0, 1] and requests[0].finish_reason == "error"
-    assert len(engine.scheduler.pool.published) == 2
-    late = add(engine, prompt)
-    assert engine.step()[0].finish_reason == "error" and late.output == []
+    engine, requests = make_greedy(broken, [20], 2, page_size=4, budget=4)
+    assert [len(events) for events in finish(engine)] == [0, 0, 1]
+    assert requests[0].finish_reason == "error" and len(engine.scheduler.pool.published) == 2
+    late = engine.add(random_tokens(20), greedy(4))
+    assert step(engine)[0].finish_reason == "error" and late.output == []
     assert engine.scheduler.shared == 8 and engine.positions == 12 + 4
 
 
-def test_nan_of_a_chunk_stays_in_no_page(tiny):
+def test_nan_of_a_chunk_stays_in_no_page(broken):
     """A mask does not hide NaN: the next text in those pages would be lost."""
-    model = with_nan(tiny(block_size=32), 9)
-    engine, _ = make_greedy(model, [20], 1, num_pages=5, page_size=4, budget=10)
+    engine, _ = make_greedy(broken, [20], 1, num_pages=5, page_size=4, budget=10)
+    finish(engine)
+    requests = [engine.add(random_tokens(length, seed=5), greedy(6)) for length in (3, 2)]
+    finish(engine)
+    assert {request.finish_reason for request in requests} == {"length"}
+    check_texts(broken, requests)
+
+
+def test_a_pass_that_fails_ends_a_request_in_its_prompt(tiny):
+    model = tiny(block_size=32)
+    engine, requests = make_greedy(model, [20, 2], 3, page_size=4, budget=8)
     engine.step()
-    assert not engine.busy
-    params = request_params(2, max_new_tokens=6)
-    prompts = [random_tokens(3, seed=5), random_tokens(2, seed=6)]
-    requests = [engine.add(prompt, its) for prompt, its in zip(prompts, params)]
-    finish(engine, requests)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
-
-
-def test_a_pass_that_fails_ends_a_request_in_its_prompt(tiny, monkeypatch):
-    import engine.engine
-
-    engine_, requests = make_greedy(tiny(block_size=32), [20, 2], 3, page_size=4, budget=8)
-    engine_.step()
-
-    def full(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.engine, "last_logits", full)
-        (event,) = engine_.step()
+    with failing(model, torch.OutOfMemoryError("CUDA out of memory")):
+        (event,) = step(engine)
     assert event.request is requests[0] and (event.tokens, event.finish_reason) == ([], "error")
-    assert finish(engine_, requests) == [(2, "B"), (1, "B"), (1, "B")]  # it had not begun
+    assert lettered(engine, requests) == [(2, "B"), (1, "B"), (1, "B")]  # it had not begun
 
 
 def test_the_budget_is_512_if_not_given(tiny):
-    from engine.engine import Engine
-
     engine = Engine(tiny(block_size=600), max_rows=2)
-    add(engine, random_tokens(600), 1)
-    assert [engine.step() == [], engine.positions] == [True, 512]
-    assert len(engine.step()) == 1 and engine.positions == 600
-
-
-@pytest.mark.parametrize("budget", [0, -1, True, 2.5, "8"])
-def test_a_budget_is_a_positive_integer(tiny, budget):
-    from engine.engine import Engine
-    from errors import UserError
-
-    with pytest.raises(
-        UserError, match=f"^budget is {re.escape(repr(budget))}; it must be an integer >= 1$"
-    ):
-        Engine(tiny(), budget=budget)
+    requests = [engine.add(random_tokens(600), greedy(1))]
+    assert lettered(engine, requests) == [(512, ""), (88, "A")]
 
 
 @pytest.mark.parametrize(
     "params", [(), ("--temperature", 1, "--seed", 5)], ids=["greedy", "sampled"]
 )
 def test_the_command_line_writes_the_same_in_more_steps(cli, engine_cli, params):
-    args = [
-        "--model",
-        CHECKPOINTS / "stories-draft",
-        "--max-new-tokens",
-        8,
-        "--ignore-eos",
-        *params,
-    ]
-    args += [
-        "--prompt",
-        "Once upon a time",
-        "--prompt",
-        "One day, a big dog",
-        "--prompt",
-        "Tom and Lily",
-    ]
+    args = ["--model", CHECKPOINTS / "stories-draft", "--max-new-tokens", 8, "--ignore-eos"]
+    for prompt in ("Once upon a time", "One day, a big dog", "Tom and Lily"):
+        args += ["--prompt", prompt]
+    args += params
     code, out, _ = cli(*args)
     assert code == 0
     steps = []
@@ -364,41 +271,18 @@ def test_the_command_line_writes_the_same_in_more_steps(cli, engine_cli, params)
     assert steps[0] == 8 < steps[1] < steps[2] and positions == {steps[2]}  # one position a step
 
 
-@pytest.mark.parametrize("budget", ["0", "-3"])
-def test_the_command_line_refuses_a_budget_out_of_range(engine_cli, budget):
-    code, out, err = engine_cli("--model", CHECKPOINTS / "stories-draft", "--budget", budget)
-    assert code == 2 and out == "" and f"budget is {budget}; it must be an integer >= 1" in err
-
-
-def test_the_command_line_refuses_a_budget_that_is_no_number(engine_cli):
-    code, out, err = engine_cli("--model", CHECKPOINTS / "stories-draft", "--budget", "many")
-    assert code == 2 and out == "" and "argument --budget: invalid int value: 'many'" in err
-
-
 def test_the_command_line_shows_the_time_of_the_first_token_not_of_the_first_chunk(
     engine_cli, monkeypatch
 ):
     """A clock that counts passes: a prompt of six tokens, one a step."""
-    import types
-
     import command_line
-    import engine.engine
 
-    passes = []
-    last_logits = engine.engine.last_logits
-    monkeypatch.setattr(
-        engine.engine, "last_logits", lambda *args: passes.append(0) or last_logits(*args)
-    )
-    monkeypatch.setattr(
-        command_line, "time", types.SimpleNamespace(perf_counter=lambda: float(len(passes)))
-    )
-    args = [
-        "--model",
-        CHECKPOINTS / "stories-draft",
-        "--max-new-tokens",
-        3,
-        "--prompt",
-        "Once upon a time there was",
-    ]
-    code, _, err = engine_cli(*args, "--budget", 1)
+    steps = []
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self: steps.append(1) or step(self))
+    clock = types.SimpleNamespace(perf_counter=lambda: float(len(steps)))
+    monkeypatch.setattr(command_line, "time", clock)
+    args = ["--model", CHECKPOINTS / "stories-draft", "--max-new-tokens", 3]
+    args += ["--prompt", "Once upon a time there was", "--budget", 1]
+    code, _, err = engine_cli(*args)
     assert code == 0 and "the first after 6.000 s" in err and "8 steps, 8 positions" in err

@@ -1,6 +1,5 @@
 """An engine that requests join and leave at any step: each has the text of its own run."""
 
-import collections
 import io
 import math
 import subprocess
@@ -8,40 +7,38 @@ import sys
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT, outputs_of, passed_widths, random_tokens
+from conftest import CHECKPOINTS, ROOT, passed_widths, random_tokens
+from engines import (
+    alone,
+    check_texts,
+    events_of,
+    failing,
+    finish,
+    greedy,
+    letters,
+    make_engine,
+    outputs_of,
+    own_texts,
+    poison,
+    step,
+)
 
+from engine.engine import Engine
 from errors import UserError
-from infer import generate
 from loading.load import load_model, save_model
 from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 
-MODELS = pytest.mark.parametrize("family", ["tiny", "tiny_llama"])
 NAN = "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
 ENDS = (7, 19, 23, 42, 60)  # tokens that end a text, in models whose texts are to end early
 LINE = "\n" + "-" * 40 + "\n"
 
 
-def make_engine(model, **options):
-    from engine.engine import Engine
-
-    return Engine(model, **options)
-
-
-def alone(model, prompt, params, stride=None) -> list[int]:
-    """The text of a prompt in a run of its own."""
-    return [token for (token,) in generate(model, [prompt], params, stride=stride)]
-
-
-def greedy(count: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, ignore_eos=True)
-
-
 def sampled(count: int, seed: int = 1) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, ignore_eos=True, temperature=1.0, seed=seed)
+    return greedy(count, temperature=1.0, seed=seed)
 
 
-def mixture(count: int) -> list[tuple[list[int], SamplingParams]]:
+def mixture(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Requests of all kinds, prompts within and beyond the window of 16, texts that hop."""
     kinds = (
         {},
@@ -52,66 +49,42 @@ def mixture(count: int) -> list[tuple[list[int], SamplingParams]]:
     )
     lengths = (3, 17, 1, 12, 0, 30, 16)
     counts = (9, 1, 25, 4, 16, 12)
-    return [
-        (
-            random_tokens(lengths[k % 7], seed=k),
-            SamplingParams(counts[k % 6], ignore_eos=k % 3 == 0, seed=k, **kinds[k % 5]),
-        )
+    prompts = [random_tokens(lengths[k % 7], seed=k) for k in range(count)]
+    return prompts, [
+        SamplingParams(counts[k % 6], ignore_eos=k % 3 == 0, seed=k, **kinds[k % 5])
         for k in range(count)
     ]
-
-
-def finish(engine) -> list:
-    """All events until there is nothing to do."""
-    events = []
-    for _ in range(1000):
-        events += engine.step()
-        if not engine.busy:
-            return events
-    raise AssertionError("requests that never end")
 
 
 # The texts
 
 
-@MODELS
 @pytest.mark.parametrize("max_rows, stride", [(1, 1), (3, None), (32, 16)])
-def test_many_requests_on_few_rows_have_the_texts_of_their_own_runs(
-    request, family, max_rows, stride
-):
-    model = request.getfixturevalue(family)(seed=4, eos_token_ids=ENDS)
-    engine = make_engine(model, max_rows=max_rows, stride=stride)
-    requests = mixture(12)
-    added = [engine.add(*pair) for pair in requests]
+def test_many_requests_on_few_rows_have_the_texts_of_their_own_runs(build, max_rows, stride):
+    model = build(seed=4, eos_token_ids=ENDS)
+    engine, requests = make_engine(model, *mixture(12), max_rows=max_rows, stride=stride)
     finish(engine)
-    assert [request.output for request in added] == [
-        alone(model, *pair, stride=stride) for pair in requests
-    ]
-    assert {request.finish_reason for request in added} == {"stop", "length"}
+    check_texts(model, requests, stride)
+    assert {request.finish_reason for request in requests} == {"stop", "length"}
 
 
-@MODELS
-def test_requests_join_between_steps(request, family):
-    model = request.getfixturevalue(family)(seed=4, eos_token_ids=ENDS)
-    engine = make_engine(model, max_rows=4)
-    requests = mixture(12)
-    added = []
+def test_requests_join_between_steps(build):
+    model = build(seed=4, eos_token_ids=ENDS)
+    engine, requests = make_engine(model, [], [], max_rows=4)
+    left = list(zip(*mixture(12)))
     for arriving, steps in ((1, 3), (3, 1), (0, 4), (4, 0), (1, 5), (2, 60), (1, 2)):
-        added += [engine.add(*pair) for pair in requests[len(added) : len(added) + arriving]]
+        requests += [engine.add(*left.pop(0)) for _ in range(arriving)]
         for _ in range(steps):
-            engine.step()
+            step(engine)
     finish(engine)
-    assert [request.output for request in added] == [alone(model, *pair) for pair in requests]
+    check_texts(model, requests)
 
 
 def test_the_embedded_model_beyond_its_window():
-
     model = load_model(CHECKPOINTS / "stories-draft", torch.float64)
     prompts = [random_tokens(length, 4096, seed=length) for length in (1, 250, 300)]
-    params = sampled(12)
-    assert outputs_of(make_engine(model, max_rows=2), prompts, params) == [
-        alone(model, prompt, params) for prompt in prompts
-    ]
+    engine = Engine(model, max_rows=2)
+    assert outputs_of(engine, prompts, sampled(12)) == own_texts(model, prompts, sampled(12))
 
 
 BASE = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 1.2, "seed": 5}
@@ -130,19 +103,17 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_rows_that_differ_in_one_parameter_only(tiny, name):
     """What they have in common must not be taken for all of it."""
+    model = tiny()
     params = [SamplingParams(**BASE | {name: value}) for value in VALUES[name]]
-    texts = [alone(tiny(), [1, 2], own) for own in params]
+    texts = outputs_of(Engine(model), [[1, 2]] * len(params), params)
+    assert texts == own_texts(model, [[1, 2]] * len(params), params)
     assert len({tuple(text) for text in texts}) == len(texts)
-    assert outputs_of(make_engine(tiny()), [[1, 2]] * len(params), params) == texts
 
 
 def test_an_empty_prompt_starts_from_the_token_that_begins_a_text(tiny_llama):
-    engine = make_engine(tiny_llama())
-    request = engine.add([], greedy(5))
-    finish(engine)
-    assert (
-        request.output == alone(tiny_llama(), [], greedy(5)) == alone(tiny_llama(), [59], greedy(5))
-    )
+    model = tiny_llama()
+    (text,) = outputs_of(Engine(model), [[]], greedy(5))
+    assert text == alone(model, [], greedy(5)) == alone(model, [59], greedy(5))
 
 
 @pytest.mark.parametrize("ends", [(60, 7, 9), (9, 60, 7)])
@@ -150,11 +121,11 @@ def test_of_several_ends_the_first_begins_a_text(tiny, ends):
     """A GPT-2 has no other token for that. Each of them ends one."""
     model = tiny(seed=4, eos_token_ids=ends)
     params = [SamplingParams(60, temperature=1.0, seed=seed) for seed in range(30)]
-    engine = make_engine(model)
-    empty = [engine.add([], own) for own in params]
+    engine, empty = make_engine(model, [[]] * 30, params)
     begun = [engine.add([ends[0]], own) for own in params]
     finish(engine)
-    assert [request.output for request in empty] == [alone(model, [], own) for own in params]
+    check_texts(model, empty)
+    assert [request.output for request in empty] == own_texts(model, [[]] * 30, params)
     assert [request.tokens for request in empty] == [request.tokens for request in begun]
     stopped = [request.output for request in empty if request.finish_reason == "stop"]
     assert {output[-1] for output in stopped} == set(ends)
@@ -163,63 +134,51 @@ def test_of_several_ends_the_first_begins_a_text(tiny, ends):
 
 def test_a_prompt_is_left_as_it_is(tiny):
     prompt = [1, 2, 3]
-    engine = make_engine(tiny())
-    request = engine.add(prompt, greedy(4))
+    engine, requests = make_engine(tiny(), [prompt], greedy(4))
     prompt.append(9)
     finish(engine)
-    assert prompt == [1, 2, 3, 9] and request.output == alone(tiny(), [1, 2, 3], greedy(4))
+    assert prompt == [1, 2, 3, 9] and requests[0].output == alone(tiny(), [1, 2, 3], greedy(4))
 
 
 def test_a_prompt_may_end_in_the_end_of_a_text(tiny):
     model = tiny(seed=5)
-    engine = make_engine(model)
-    request = engine.add([1, 60], SamplingParams(max_new_tokens=4))
-    finish(engine)
-    assert request.output == alone(model, [1, 60], SamplingParams(max_new_tokens=4)) != []
+    (text,) = outputs_of(Engine(model), [[1, 60]], SamplingParams(4))
+    assert text == alone(model, [1, 60], max_new_tokens=4) != []
 
 
 # Steps
 
 
+def numbered(model, counts, **options) -> tuple:
+    """An engine with greedy requests for so many tokens each."""
+    prompts = [[row + 1] for row in range(len(counts))]
+    return make_engine(model, prompts, [greedy(count) for count in counts], **options)
+
+
 def test_an_idle_row_is_taken_in_the_very_next_step(tiny):
     """Which request has a token in which step, on two rows: first come, first served."""
-    engine = make_engine(tiny(), max_rows=2)
-    counts = [5, 2, 1, 4, 3, 1]
-    added = [engine.add([row + 1], greedy(count)) for row, count in enumerate(counts)]
-    steps = [[added.index(event.request) for event in engine.step()] for _ in range(8)]
-    assert [sorted(step) for step in steps] == [
-        [0, 1],
-        [0, 1],
-        [0, 2],
-        [0, 3],
-        [0, 3],
-        [3, 4],
-        [3, 4],
-        [4, 5],
-    ]
-    assert engine.steps == 8 and not engine.busy
+    engine, requests = numbered(tiny(), [5, 2, 1, 4, 3, 1], max_rows=2)
+    steps = ["AB", "AB", "AC", "AD", "AD", "DE", "DE", "EF"]
+    assert ["".join(sorted(got)) for got in letters(engine, requests)] == steps
 
 
 def test_two_rows_that_end_together_are_both_taken(tiny):
-    engine = make_engine(tiny(), max_rows=2)
-    outputs_of(engine, [[1]] * 5, [greedy(count) for count in (3, 3, 2, 2, 1)])
-    assert engine.steps == 6
+    engine, requests = numbered(tiny(), [3, 3, 2, 2, 1], max_rows=2)
+    assert letters(engine, requests) == ["AB"] * 3 + ["CD"] * 2 + ["E"]
 
 
 def test_a_request_runs_in_the_step_after_it_was_added(tiny):
-    engine = make_engine(tiny(), max_rows=2)
-    first = engine.add([1], greedy(9))
-    assert [event.request for event in engine.step()] == [first]
-    second = engine.add([2], greedy(9))
-    assert {event.request for event in engine.step()} == {first, second}
+    engine, requests = numbered(tiny(), [9], max_rows=2)
+    assert letters(engine, requests, 1) == ["A"]
+    requests.append(engine.add([2], greedy(9)))
+    assert letters(engine, requests, 1) == ["AB"]
 
 
 def test_a_step_is_one_pass_over_what_its_requests_lack(tiny):
     model, passes = passed_widths(tiny(), shapes=True)
-    engine = make_engine(model, max_rows=3)
-    for length in (15, 5):
-        engine.add(random_tokens(length, seed=length), greedy(4))
-    engine.step()
+    prompts = [random_tokens(length, seed=length) for length in (15, 5)]
+    engine, _ = make_engine(model, prompts, greedy(4), max_rows=3)
+    step(engine)
     engine.add([1, 2, 3], greedy(2))
     finish(engine)
     # The first text grows from 15 to 16, then to 17 tokens, of which its window keeps 9. Its
@@ -229,37 +188,31 @@ def test_a_step_is_one_pass_over_what_its_requests_lack(tiny):
 
 
 def test_a_step_with_nothing_to_do(tiny):
-    engine = make_engine(tiny())
+    engine = Engine(tiny())
     assert engine.step() == [] and not engine.busy and (engine.steps, engine.positions) == (0, 0)
     outputs_of(engine, [[1]], greedy(2))
     assert engine.step() == [] and engine.steps == 2
 
 
-class Untouchable:
-    """A waiting request that nobody may look at."""
+class Queue(list):
+    """Waiting requests, of which a step may look at the first one alone."""
 
-    def __getattribute__(self, name):
-        raise AssertionError(f"a step reads {name} of a waiting request")
+    popleft = property(lambda self: lambda: self.pop(0))
 
-    def __eq__(self, other):
-        raise AssertionError("a step compares a waiting request")
-
-    __hash__ = None
-
-
-class Queue(collections.deque):
     def __iter__(self):
         raise AssertionError("a step goes through the queue")
 
+    def __contains__(self, request):
+        raise AssertionError("a step searches the queue")
+
 
 def test_no_step_looks_at_2000_waiting_requests(tiny):
-    engine = make_engine(tiny(), max_rows=2)
-    added = [engine.add([1, 2], greedy(count)) for count in (20, 3, 30)]
-    engine.scheduler.waiting = Queue(engine.scheduler.waiting)
-    engine.scheduler.waiting.extend([Untouchable()] * 2000)
+    """They are no requests: each use would be an error."""
+    engine, requests = numbered(tiny(), [20, 3, 30], max_rows=2)
+    engine.scheduler.waiting = Queue([*engine.scheduler.waiting, *[object()] * 2000])
     for _ in range(19):
         engine.step()
-    assert [len(request.output) for request in added] == [19, 3, 16]
+    assert [len(request.output) for request in requests] == [19, 3, 16]
     assert len(engine.scheduler.waiting) == 2000
 
 
@@ -271,22 +224,16 @@ def test_an_event_for_each_request_and_step(tiny, temperature):
     model = tiny(seed=6)
     prompts = [[1], [2, 3], [4] * 9]
     params = SamplingParams(max_new_tokens=7, temperature=temperature, seed=3)
-    texts = [alone(model, prompt, params) for prompt in prompts]
+    texts = own_texts(model, prompts, params)
     model = tiny(seed=6, eos_token_id=texts[1][4])  # it ends the second text
-    texts = [alone(model, prompt, params) for prompt in prompts]
-    engine = make_engine(model)
-    added = [engine.add(prompt, params) for prompt in prompts]
-    seen = [[] for _ in prompts]
-    while engine.busy:
-        events = engine.step()
-        assert len({event.request for event in events}) == len(events)
-        for event in events:
-            seen[added.index(event.request)].append(event)
-            assert event.error is None and event.finish_reason == event.request.finish_reason
-    for text, request, events in zip(texts, added, seen, strict=True):
-        assert [event.tokens for event in events] == [
-            [token] for token in text
-        ] and request.output == text
+    texts = own_texts(model, prompts, params)
+    engine, added = make_engine(model, prompts, params)
+    steps = finish(engine)
+    assert all(len({event.request for event in events}) == len(events) for events in steps)
+    for text, request in zip(texts, added, strict=True):
+        events = [event for events in steps for event in events if event.request is request]
+        assert [event.tokens for event in events] == [[token] for token in text]
+        assert request.output == text and not any(event.error for event in events)
         reason = "stop" if text[-1] in model.config.eos_token_ids else "length"
         assert [event.finish_reason for event in events] == [None] * (len(text) - 1) + [reason]
     assert {request.finish_reason for request in added} == {"stop", "length"}
@@ -295,35 +242,28 @@ def test_an_event_for_each_request_and_step(tiny, temperature):
 def test_an_end_of_text_as_the_last_token_is_a_stop(tiny):
     (first,) = alone(tiny(), [1], greedy(1))
     for ignore, reason in ((False, "stop"), (True, "length")):
-        engine = make_engine(tiny(eos_token_ids=(60, first)))
-        engine.add([1], SamplingParams(max_new_tokens=1, ignore_eos=ignore))
-        (event,) = engine.step()
-        assert (event.tokens, event.finish_reason, event.error) == (
-            [first],
-            reason,
-            None,
-        ) and not engine.busy
+        model = tiny(eos_token_ids=(60, first))
+        engine, _ = make_engine(model, [[1]], SamplingParams(1, ignore_eos=ignore))
+        (event,) = events_of(engine)
+        assert (event.tokens, event.finish_reason, event.error) == ([first], reason, None)
 
 
 def test_a_request_for_no_tokens_is_over_at_once(tiny):
-    engine = make_engine(tiny(), max_rows=1)
-    running = engine.add([1], greedy(3))
+    engine, (running,) = numbered(tiny(), [3], max_rows=1)
     request = engine.add([1, 2], greedy(0))
     assert (request.output, request.finish_reason, request.prompt_length) == ([], "length", 2)
-    assert [event.request for event in finish(engine)] == [running] * 3
+    assert [event.request for event in events_of(engine)] == [running] * 3
     with pytest.raises(ValueError, match="this request is over already, with the reason 'length'"):
         engine.abort(request)
 
 
 def test_a_request_without_a_seed_gets_one_that_repeats_it(tiny):
-    engine = make_engine(tiny())
-    params = SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True)
-    first = engine.add([1], params)
-    second = engine.add([1], params)
+    model = tiny()
+    engine, requests = make_engine(model, [[1]] * 2, greedy(12, temperature=1.0))
     finish(engine)
+    first, second = requests
     assert first.params.seed != second.params.seed and first.output != second.output
-    for request in (first, second):
-        assert request.output == alone(tiny(), [1], sampled(12, request.params.seed))
+    check_texts(model, requests)
 
 
 # Abort
@@ -331,47 +271,37 @@ def test_a_request_without_a_seed_gets_one_that_repeats_it(tiny):
 
 def test_abort_frees_the_row(tiny):
     model = tiny()
-    engine = make_engine(model, max_rows=2)
-    added = [engine.add([row], greedy(9)) for row in (1, 2, 3)]
-    for _ in range(4):
-        engine.step()
-    engine.abort(added[0])
-    assert added[0].finish_reason == "abort" and added[0].output == alone(model, [1], greedy(4))
-    assert {event.request for event in engine.step()} == set(added[1:])
-    assert added[0] not in [event.request for event in finish(engine)]
-    assert [request.output for request in added[1:]] == [
-        alone(model, [row], greedy(9)) for row in (2, 3)
-    ]
+    engine, requests = numbered(model, [9, 9, 9], max_rows=2)
+    assert letters(engine, requests, 4) == ["AB"] * 4
+    engine.abort(requests[0])
+    assert requests[0].finish_reason == "abort" and len(requests[0].output) == 4
+    assert letters(engine, requests) == ["BC"] * 5 + ["C"] * 4
+    check_texts(model, requests)
 
 
 def test_abort_of_a_waiting_request(tiny):
-    engine = make_engine(tiny(), max_rows=1)
-    added = [engine.add([row], greedy(2)) for row in (1, 2, 3)]
+    engine, requests = numbered(tiny(), [2, 2, 2], max_rows=1)
     engine.step()
-    engine.abort(added[1])
-    assert [event.request for event in finish(engine)] == [added[0], added[2], added[2]]
-    assert added[1].output == [] and engine.steps == 4
+    engine.abort(requests[1])
+    assert letters(engine, requests) == ["A", "C", "C"] and requests[1].output == []
 
 
 def test_a_request_is_aborted_once_and_only_by_its_engine(tiny):
-    engine = make_engine(tiny(), max_rows=1)
-    other = make_engine(tiny())
-    running, waiting, ended = (engine.add([1], greedy(count)) for count in (2, 2, 0))
+    engine, (running, waiting, ended) = numbered(tiny(), [2, 2, 0], max_rows=1)
+    other = Engine(tiny())
     engine.step()
     for request in (running, waiting):
         with pytest.raises(ValueError, match="^this request was added to another engine$"):
             other.abort(request)
         assert request.finish_reason is None
     engine.abort(waiting)
-    for request, reason in ((waiting, "abort"), (ended, "length")):
-        with pytest.raises(
-            ValueError, match=f"^this request is over already, with the reason '{reason}'$"
-        ):
-            engine.abort(request)
     finish(engine)
-    assert running.output == alone(tiny(), [1], greedy(2)) and waiting.finish_reason == "abort"
-    with pytest.raises(ValueError, match="this request is over already, with the reason 'length'"):
-        engine.abort(running)
+    for request, reason in ((waiting, "abort"), (ended, "length"), (running, "length")):
+        over = f"^this request is over already, with the reason '{reason}'$"
+        with pytest.raises(ValueError, match=over):
+            engine.abort(request)
+        assert request.finish_reason == reason
+    assert len(running.output) == 2
 
 
 # What is wrong with a request or the options
@@ -379,92 +309,48 @@ def test_a_request_is_aborted_once_and_only_by_its_engine(tiny):
 
 @pytest.mark.parametrize("wrong", [61, -1, 10**30, 1.0, "1", None, torch.tensor(1)])
 def test_an_id_that_is_none_is_refused_and_the_engine_goes_on(tiny, wrong):
-    engine = make_engine(tiny())
-    running = engine.add([1], greedy(4))
+    engine, requests = numbered(tiny(), [4])
     engine.step()
     for prompt in ([wrong], [1, wrong, 2]):
         with pytest.raises(UserError) as error:
             engine.add(prompt, greedy(4))
-        assert (
-            str(error.value)
-            == f"the prompt has the id {wrong!r}; ids of this model are integers from 0 to 60"
-        )
-    assert [event.request for event in finish(engine)] == [running] * 3
-    assert running.output == alone(tiny(), [1], greedy(4))
+        ids = "ids of this model are integers from 0 to 60"
+        assert str(error.value) == f"the prompt has the id {wrong!r}; {ids}"
+    assert letters(engine, requests) == ["A"] * 3
 
 
 def test_the_smallest_and_the_largest_id(tiny):
-    assert outputs_of(make_engine(tiny()), [[0, 60]], greedy(3)) == [
-        alone(tiny(), [0, 60], greedy(3))
-    ]
-
-
-@pytest.mark.parametrize("value", [0, -1, True, 1.0, "2", None])
-def test_rows_out_of_range(tiny, value):
-    with pytest.raises(UserError) as error:
-        make_engine(tiny(), max_rows=value)
-    assert str(error.value) == f"max_rows is {value!r}; it must be an integer >= 1"
-
-
-@pytest.mark.parametrize("value", [0, 17, -1])
-def test_strides_out_of_range(tiny, value):
-    with pytest.raises(UserError) as error:
-        make_engine(tiny(), stride=value)
-    assert str(error.value) == f"stride is {value}; it must be an integer from 1 to block_size = 16"
-
-
-def test_more_rows_than_memory(tiny):
-    with pytest.raises(UserError, match="do not fit in memory"):
-        make_engine(tiny(), max_rows=10**13)
+    (text,) = outputs_of(Engine(tiny()), [[0, 60]], greedy(3))
+    assert text == alone(tiny(), [0, 60], greedy(3))
 
 
 # A pass that fails
 
 
-def poison(model, token: int) -> None:
-    """From now on, whatever sees this token is NaN."""
-
-    def hook(module, args, out):
-        return out.masked_fill((args[0] == token)[..., None], math.nan)
-
-    model.layer("embedding").register_forward_hook(hook)
-
-
-@MODELS
-def test_nan_ends_its_own_text_only(request, family):
+def test_nan_ends_its_own_text_only(build):
     """Neither its mates nor the next text in its row see it, which see as many positions."""
-    build = request.getfixturevalue(family)
     prompts = [random_tokens(10, 20), random_tokens(8, 20, seed=1), [1], [2, 3]]
     params = [sampled(20), sampled(20, 2), sampled(9, 3), sampled(9, 4)]
-    texts = [alone(build(seed=8), *pair) for pair in zip(prompts, params)]
+    texts = own_texts(build(seed=8), prompts, params)
     others = {token for row in (0, 2, 3) for token in prompts[row] + texts[row]} | set(prompts[1])
     cut, token = next((cut, token) for cut, token in enumerate(texts[1]) if token not in others)
     # So the first text attends to more positions than the next one, in the step after.
     assert cut < 5
-    model = build(seed=8)
-    poison(model, token)
-    engine = make_engine(model, max_rows=2)
-    added = [engine.add(*pair) for pair in zip(prompts, params)]
-    events = [event for event in finish(engine) if event.request is added[1]]
+    engine, added = make_engine(poison(build(seed=8), token), prompts, params, max_rows=2)
+    events = [event for event in events_of(engine) if event.request is added[1]]
     assert [event.tokens for event in events] == [[token] for token in texts[1][: cut + 1]] + [[]]
-    reasons = [(event.finish_reason, event.error) for event in events]
-    assert reasons[-1] == ("error", NAN) and set(reasons[:-1]) == {(None, None)}
-    assert added[1].finish_reason == "error" and added[1].output == texts[1][: cut + 1]
+    assert [event.error for event in events] == [None] * (cut + 1) + [NAN]
+    assert events[-1].finish_reason == "error" and added[1].output == texts[1][: cut + 1]
     for row in (0, 2, 3):
         assert (added[row].output, added[row].finish_reason) == (texts[row], "length")
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
 def test_infinite_logits_are_an_error_too(tiny, bad, monkeypatch):
-    engine = make_engine(tiny(), max_rows=2)
-    monkeypatch.setattr(
-        engine.model, "head", lambda x: torch.tensor([[0.0] * 61, [0.0] * 60 + [bad]])
-    )
-    added = [engine.add([row], greedy(2)) for row in (1, 2)]
-    assert [(event.request, event.error) for event in engine.step()] == [
-        (added[0], None),
-        (added[1], NAN),
-    ]
+    engine, _ = numbered(tiny(), [2, 2])
+    logits = torch.tensor([[0.0] * 61, [0.0] * 60 + [bad]])
+    monkeypatch.setattr(engine.model, "head", lambda x: logits)
+    assert [event.error for event in engine.step()] == [None, NAN]
 
 
 def raise_once(model, error: BaseException, after: int) -> None:
@@ -487,38 +373,34 @@ FULL = [RuntimeError("CUDA out of memory"), MemoryError("no room"), MemoryError(
 def test_a_pass_without_memory_ends_its_requests_and_the_waiting_ones_go_on(tiny, error, after):
     model = tiny()
     raise_once(model, error, after)
-    engine = make_engine(model, max_rows=2)
-    added = [engine.add([row], sampled(5)) for row in (1, 2, 3, 4, 5)]
+    engine, requests = numbered(model, [5] * 5, max_rows=2)
     for _ in range(after):
         engine.step()
-    events = engine.step()
-    assert [event.request for event in events] == added[:2]
+    events = step(engine)
+    assert [event.request for event in events] == requests[:2]
     for event in events:
-        assert event.tokens == [] and event.finish_reason == event.request.finish_reason == "error"
+        assert event.tokens == [] and event.finish_reason == "error"
         assert event.error == "the texts of this step do not fit in memory"
     finish(engine)
-    assert [request.output for request in added[:2]] == [
-        alone(tiny(), [row], sampled(5))[:after] for row in (1, 2)
-    ]
-    assert [request.output for request in added[2:]] == [
-        alone(tiny(), [row], sampled(5)) for row in (3, 4, 5)
-    ]
+    check_texts(tiny(), requests)
+    assert [len(request.output) for request in requests] == [after, after, 5, 5, 5]
 
 
-def test_what_a_failed_pass_wrote_is_forgotten(tiny):
-    """It may be NaN, which a mask does not hide."""
-    model = tiny()
-    poison(model, 13)
-    raise_once(model, RuntimeError("out of memory"), 0)
-    engine = make_engine(model, max_rows=2)
-    prompt = [5] * 12
-    for tokens in ([13] * 14, [13] * 14):
-        engine.add(tokens, greedy(3))
-    assert [event.finish_reason for event in engine.step()] == ["error"] * 2
-    assert outputs_of(engine, [[1], prompt], greedy(4)) == [
-        alone(tiny(), [1], greedy(4)),
-        alone(tiny(), prompt, greedy(4)),
-    ]
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
+def test_what_a_failed_pass_wrote_is_forgotten(tiny, error):
+    """It may be NaN, which a mask does not hide. An interrupted request is aborted."""
+    model = poison(tiny(), 13)
+    engine, requests = make_engine(model, [[13] * 14] * 2, greedy(3), max_rows=2)
+    with failing(model, error):
+        if isinstance(error, KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+            for request in requests:
+                engine.abort(request)
+        else:
+            assert [event.finish_reason for event in step(engine)] == ["error"] * 2
+    prompts = [[1], [5] * 12]
+    assert outputs_of(engine, prompts, greedy(4)) == own_texts(tiny(), prompts, greedy(4))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, RuntimeError])
@@ -529,33 +411,16 @@ def test_after_any_other_exception_the_next_step_computes_the_same_again(tiny, e
     A RuntimeError that says nothing of memory is a mistake in the code, and not one of a request.
     """
     model = tiny(seed=4, eos_token_ids=ENDS)
-    requests = mixture(9)
     raise_once(model, error("stopped"), after)
-    engine = make_engine(model, max_rows=3)
-    added = [engine.add(*pair) for pair in requests]
+    engine, requests = make_engine(model, *mixture(9), max_rows=3)
     for _ in range(after):
         engine.step()
-    before = [(list(request.tokens), request.finish_reason) for request in added]
+    before = [(list(request.tokens), request.finish_reason) for request in requests]
     with pytest.raises(error, match="stopped"):
         engine.step()
-    assert [(request.tokens, request.finish_reason) for request in added] == before
+    assert [(request.tokens, request.finish_reason) for request in requests] == before
     finish(engine)
-    assert [request.output for request in added] == [
-        alone(tiny(seed=4, eos_token_ids=ENDS), *pair) for pair in requests
-    ]
-
-
-def test_what_an_interrupted_pass_wrote_is_forgotten(tiny):
-    """Its request is aborted, and the next text in that row is the first one to be cleaned for."""
-    model = tiny()
-    poison(model, 13)
-    raise_once(model, KeyboardInterrupt(), 0)
-    engine = make_engine(model, max_rows=1)
-    request = engine.add([13] * 14, greedy(3))
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    engine.abort(request)
-    assert outputs_of(engine, [[1]], greedy(4)) == [alone(tiny(), [1], greedy(4))]
+    check_texts(tiny(seed=4, eos_token_ids=ENDS), requests)
 
 
 # The command line
@@ -601,8 +466,6 @@ def test_the_engine_prints_what_is_printed_without_it(
 
 
 def test_a_single_text_is_printed_as_it_comes(cli, engine_cli, tiny_checkpoint, monkeypatch):
-    from engine.engine import Engine
-
     args = ("--model", tiny_checkpoint, "--prompt", "Once", "--max-new-tokens", 6)
     step = Engine.step
     shown = []
@@ -645,21 +508,6 @@ def test_statistics(engine_cli, tiny_checkpoint, file, max_rows, steps):
     assert f"{second},".startswith(f"{steps} steps, {tokens + 5 * 6} positions computed,")
 
 
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (["--num-beams", 2, "--no-cache"], "unrecognized arguments: --num-beams 2 --no-cache"),
-        (["--max-rows", 0], "max_rows is 0; it must be an integer >= 1"),
-        (["--max-rows", "x"], "--max-rows: invalid int value: 'x'"),
-        (["--stride", 65], "stride is 65; it must be an integer from 1 to block_size = 64"),
-        (["--max-rows", 10**13], "do not fit in memory"),
-    ],
-)
-def test_options_that_it_does_not_take(engine_cli, tiny_checkpoint, args, words):
-    code, out, err = engine_cli("--model", tiny_checkpoint, "--prompt", "Once", *args)
-    assert code == 2 and out == "" and words in err and err.count("\n") == 1
-
-
 @pytest.fixture
 def broken(tiny, tiny_checkpoint):
     """A model in which a text of more than 12 tokens is NaN."""
@@ -691,20 +539,21 @@ def test_where_every_text_fails_the_error_is_all_that_is_said(engine_cli, broken
     "error", [MemoryError(), RuntimeError("CUDA error: out of memory\nCompile with more.\n")]
 )
 def test_a_pass_that_fails_is_one_line(cli, engine_cli, tiny_checkpoint, monkeypatch, error):
-    from engine import engine
+    from engine.cache import PagedCache
 
-    last_logits = engine.last_logits
+    arrange = PagedCache.arrange
     passes = []
 
     def fail_once(*args):
         passes.append(None)
         if len(passes) == 3:
             raise error
-        return last_logits(*args)
+        return arrange(*args)
 
-    monkeypatch.setattr(engine, "last_logits", fail_once)
-    args = ("--model", tiny_checkpoint, "--max-new-tokens", 4, "--prompt", "Two")
-    code, out, err = engine_cli(*args[:4], "--prompt", "One", *args[4:], "--max-rows", 1)
+    monkeypatch.setattr(PagedCache, "arrange", fail_once)
+    args = ("--model", tiny_checkpoint, "--max-new-tokens", 4, "--backend", "torch")
+    args += ("--prompt", "Two")
+    code, out, err = engine_cli("--prompt", "One", *args, "--max-rows", 1)
     first, second = out.removesuffix("\n").split(LINE)
     assert code == 2 and err.count("\n") == 3
     assert err.endswith(": error: text 1: the texts of this step do not fit in memory\n")

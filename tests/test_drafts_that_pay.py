@@ -6,19 +6,19 @@ import re
 import time
 
 import pytest
-from conftest import make_engine, own_texts, random_tokens, request_params
+from conftest import random_tokens
 from drafting import Scripted, knowing
+from engines import check_texts, greedy, make_engine, request_params
 
+from engine.drafter import Trial, Trials
 from engine.engine import Engine
-from sampling import SamplingParams
 
-LONG = SamplingParams(400, ignore_eos=True)
-WINDOW = 512
+LONG = greedy(400)
 
 
 @pytest.fixture
 def model(tiny):
-    return tiny(n_layer=1, block_size=WINDOW)
+    return tiny(n_layer=1, block_size=512)
 
 
 class Timed:
@@ -38,6 +38,11 @@ class Timed:
         self.asked[-1] = True
         return self.scripted.propose(requests, counts)
 
+    def step(self, engine, count=1) -> None:
+        for _ in range(count):
+            self.asked.append(False)
+            engine.step()
+
     def run(self, engine) -> list[bool]:
         """Write all texts of the engine; returns which of its steps asked for drafts."""
         compute = engine.compute
@@ -48,15 +53,20 @@ class Timed:
 
         engine.compute = timed
         while engine.busy:
-            self.asked.append(False)
-            engine.step()
+            self.step(engine)
         return self.asked
 
 
-def trials_engine(model, drafter, rows=1, **options) -> Engine:
-    from engine.drafter import Trials
+def slower(rows, drafting) -> float:
+    return 2.0 if drafting else 1.0
 
-    return Engine(model, rows, page_size=16, drafter=drafter, trials=Trials(), **options)
+
+def trials_engine(model, drafter, *params, rows=1, **options) -> Engine:
+    """An engine that tries drafts, and texts with these parameters."""
+    engine = Engine(model, rows, page_size=16, drafter=drafter, trials=Trials(), **options)
+    for row, own in enumerate(params):
+        engine.add([1 + row, 2], own)
+    return engine
 
 
 def runs(asked: list[bool]) -> list[tuple[bool, int]]:
@@ -65,33 +75,24 @@ def runs(asked: list[bool]) -> list[tuple[bool, int]]:
 
 
 def test_where_drafts_do_not_pay_they_stop_and_are_tried_again(model, monkeypatch):
-    drafter = Timed(monkeypatch, lambda rows, drafting: 2.0 if drafting else 1.0)
-    engine = trials_engine(model, drafter)
-    engine.add([1, 2], LONG)
+    drafter = Timed(monkeypatch, slower)
+    engine = trials_engine(model, drafter, LONG)
     # The prompt, a first step of drafts that does not count, then 16 and 16 and 256 that do.
-    assert runs(drafter.run(engine)) == [
-        (True, 1 + 1 + 16),
-        (False, 16 + 256),
-        (True, 17),
-        (False, 93),
-    ]
+    steps = [(True, 1 + 1 + 16), (False, 16 + 256), (True, 17), (False, 93)]
+    assert runs(drafter.run(engine)) == steps
 
 
 def test_where_drafts_pay_they_stay(model, monkeypatch):
     drafter = Timed(monkeypatch, lambda rows, drafting: 1.0 if drafting else 1.1)
-    engine = trials_engine(model, drafter)
-    engine.add([1, 2], LONG)
+    engine = trials_engine(model, drafter, LONG)
     first = [(True, 1 + 1 + 16), (False, 16), (True, 1 + 256 + 16), (False, 16)]
     assert runs(drafter.run(engine))[:4] == first
 
 
 def test_what_counts_is_tokens_in_the_time(model, monkeypatch):
     """A step with drafts that takes twice as long pays if it makes four times the tokens."""
-    prompt = random_tokens(3)
-    right = knowing(model)
-    drafter = Timed(monkeypatch, lambda rows, drafting: 2.0 if drafting else 1.0, right.function)
-    engine = trials_engine(model, drafter)
-    engine.add(prompt, LONG)
+    drafter = Timed(monkeypatch, slower, knowing(model).function)
+    engine = trials_engine(model, drafter, LONG)
     assert runs(drafter.run(engine))[:3:2] == [(True, 18), (True, 79)]
 
 
@@ -102,8 +103,6 @@ def noted(trial, drafts, count, tokens, seconds) -> None:
 
 def test_older_steps_count_in_a_trial():
     """Sixteen steps that were slow by chance do not outweigh those kept of the term before."""
-    from engine.drafter import Trial
-
     trial = Trial()
     noted(trial, True, 16, 3, 2.0)
     noted(trial, False, 16, 1, 1.0)
@@ -115,8 +114,6 @@ def test_older_steps_count_in_a_trial():
 
 
 def test_a_term_ends_early_when_its_steps_say_so():
-    from engine.drafter import Trial
-
     trial = Trial()
     noted(trial, True, 16, 3, 2.0)
     noted(trial, False, 16, 1, 1.0)
@@ -127,8 +124,6 @@ def test_a_term_ends_early_when_its_steps_say_so():
 
 
 def test_a_term_is_decided_again_after_16_steps_and_not_before():
-    from engine.drafter import Trial
-
     trial = Trial()
     noted(trial, True, 16, 3, 2.0)
     noted(trial, False, 16, 1, 1.0)
@@ -140,8 +135,6 @@ def test_a_term_is_decided_again_after_16_steps_and_not_before():
 
 def test_a_rate_is_that_of_the_newest_64_steps():
     """The mean of their tokens by the median of their seconds."""
-    from engine.drafter import Trial
-
     trial = Trial()
     noted(trial, False, 1, 1, 1.0)
     noted(trial, True, 10, 100, 9.0)
@@ -157,17 +150,14 @@ def test_a_pause_in_one_step_changes_nothing(model, monkeypatch):
         return (1.0 if drafting else 1.1) + next(pauses)
 
     drafter = Timed(monkeypatch, seconds)
-    engine = trials_engine(model, drafter)
-    engine.add([1, 2], LONG)
+    engine = trials_engine(model, drafter, LONG)
     assert runs(drafter.run(engine))[2][0] is True
 
 
 def test_each_number_of_rows_is_tried_for_itself(model, monkeypatch):
     """Alone they pay; for two and three, which are one size, they do not."""
     drafter = Timed(monkeypatch, lambda rows, drafting: 1.0 + (rows > 1) * drafting - drafting / 2)
-    engine = trials_engine(model, drafter, rows=3)
-    for length in (60, 80, 400):
-        engine.add([length % 61], SamplingParams(length, ignore_eos=True))
+    engine = trials_engine(model, drafter, *map(greedy, (60, 80, 400)), rows=3)
     asked = drafter.run(engine)
     together = asked[:80]
     assert runs(together) == [(True, 1 + 1 + 16), (False, 80 - 18)]
@@ -177,37 +167,28 @@ def test_each_number_of_rows_is_tried_for_itself(model, monkeypatch):
 
 def test_only_steps_that_decode_count(model, monkeypatch):
     """A prompt in chunks, and the step in which a text comes in, say nothing of drafts."""
-    drafter = Timed(monkeypatch, lambda rows, drafting: 2.0 if drafting else 1.0)
-    engine = trials_engine(model, drafter, rows=2, budget=8)
-    engine.add([1, 2], LONG)
-    for _ in range(10):
-        drafter.asked.append(False)
-        engine.step()
+    drafter = Timed(monkeypatch, slower)
+    engine = trials_engine(model, drafter, LONG, rows=2, budget=8)
+    drafter.step(engine, 10)
     trial = engine.trials.trials[1]
     assert trial.steps == 8  # of ten, but for the prompt and the first with drafts
     engine.add(random_tokens(53), LONG)
-    for _ in range(8):  # seven positions a step
-        drafter.asked.append(False)
-        engine.step()
+    drafter.step(engine, 8)  # seven positions each
     assert (trial.steps, engine.trials.trials[2].steps) == (8, 0)
 
 
 def test_an_interrupted_step_does_not_count(model, monkeypatch):
     drafter = Timed(monkeypatch, lambda rows, drafting: 1.0)
-    engine = trials_engine(model, drafter)
-    engine.add([1, 2], LONG)
-    for _ in range(5):
-        drafter.asked.append(False)
-        engine.step()
+    engine = trials_engine(model, drafter, LONG)
+    drafter.step(engine, 5)
     compute = engine.compute
 
     def interrupted(works):
         raise KeyboardInterrupt
 
     engine.compute = interrupted
-    drafter.asked.append(False)
     with pytest.raises(KeyboardInterrupt):
-        engine.step()
+        drafter.step(engine)
     engine.compute = compute
     assert engine.trials.trials[1].steps == 3
 
@@ -218,9 +199,8 @@ def test_a_drafter_without_memory_does_not_pay(model, monkeypatch):
     def fail(request, count):
         raise MemoryError
 
-    drafter = Timed(monkeypatch, lambda rows, drafting: 2.0 if drafting else 1.0, fail)
-    engine = trials_engine(model, drafter)
-    engine.add([1, 2], SamplingParams(60, ignore_eos=True))
+    drafter = Timed(monkeypatch, slower, fail)
+    engine = trials_engine(model, drafter, greedy(60))
     assert runs(drafter.run(engine)) == [(True, 1 + 1 + 16), (False, 60 - 18)]
 
 
@@ -233,24 +213,17 @@ def test_texts_are_those_of_generate_whatever_the_clock_says(tiny, tiny_llama, m
     )
     prompts = [random_tokens(length, seed=length) for length in (3, 9, 1, 14, 5)]
     params = request_params(len(prompts), max_new_tokens=70, temperature=1.0)
-    engine, requests = make_engine(
-        model, prompts, params, max_rows=3, page_size=4, drafter=drafter, trials=trials()
-    )
+    options = {"max_rows": 3, "page_size": 4, "drafter": drafter, "trials": Trials()}
+    engine, requests = make_engine(model, prompts, params, **options)
     asked = drafter.run(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    check_texts(model, requests)
     assert {True, False} <= set(asked)
 
 
-def trials():
-    from engine.drafter import Trials
-
-    return Trials()
-
-
 def test_still_an_engine_without_trials_drafts_in_each_step(model, monkeypatch):
-    drafter = Timed(monkeypatch, lambda rows, drafting: 2.0 if drafting else 1.0)
+    drafter = Timed(monkeypatch, slower)
     engine = Engine(model, 1, page_size=16, drafter=drafter)
-    engine.add([1, 2], SamplingParams(60, ignore_eos=True))
+    engine.add([1, 2], greedy(60))
     assert all(drafter.run(engine))
 
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import random_tokens
+from engines import poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,21 +117,13 @@ def test_other_dtypes_are_close(build, dtype, bound):
 
 
 @torch.inference_mode()
-def test_last_logits_are_in_the_order_of_the_spans_and_float32(build):
+@pytest.mark.parametrize("keep", [[1, 1, 1, 1], [5, 1, 2, 4]])
+def test_last_logits_are_in_the_order_of_the_spans_and_float32(build, keep):
+    """As many positions of each as are wanted."""
     model = build()
     spans = [part(2, 0, 5), part(0, 0, 9), part(3, 0, 5), part(1, 0, 16)]
-    logits = last_logits(model, new_cache(model), spans, [1] * 4)
-    assert logits.dtype == torch.float32
-    alone = torch.stack([model(torch.tensor([span.tokens]))[0, -1] for span in spans])
-    torch.testing.assert_close(logits, alone.float(), rtol=0, atol=1e-6)
-
-
-@torch.inference_mode()
-def test_as_many_positions_of_each_span_as_are_wanted(build):
-    model = build()
-    spans = [part(2, 0, 5), part(0, 0, 9), part(3, 0, 5), part(1, 0, 16)]
-    keep = [5, 1, 2, 4]
     logits = last_logits(model, new_cache(model), spans, keep)
+    assert logits.dtype == torch.float32
     alone = [model(torch.tensor([span.tokens]))[0, -count:] for span, count in zip(spans, keep)]
     torch.testing.assert_close(logits, torch.cat(alone).float(), rtol=0, atol=1e-6)
 
@@ -149,21 +141,15 @@ def test_only_new_tokens_are_passed_and_only_last_ones_reach_the_head(tiny):
 
 
 @torch.inference_mode()
-def test_texts_with_as_many_new_tokens_attend_together(tiny, monkeypatch):
-    calls = []
-    attention = F.scaled_dot_product_attention
-
-    def spy(q, k, *args, **options):
-        calls.append((len(q), q.shape[2], k.shape[2]))
-        return attention(q, k, *args, **options)
-
+def test_texts_with_as_many_new_tokens_attend_together(tiny, attended):
     model = tiny(n_layer=1)
     cache = new_cache(model)
     logits_of(model, cache, [part(text, 0, 8 + text) for text in range(4)])
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    check(model, cache, [(0, 8, 9), (1, 9, 12), (2, 10, 11), (3, 11, 12)])
-    # (texts, new tokens, positions that they may see); then come those of each text alone
-    assert calls[:2] == [(3, 1, 12), (1, 3, 12)]
+    attended.clear()
+    logits_of(model, cache, [part(0, 8, 9), part(1, 9, 12), part(2, 10, 11), part(3, 11, 12)])
+    # texts, new tokens, positions that they may see
+    calls = [(len(q), q.shape[2], k.shape[2]) for q, k, _ in attended]
+    assert calls == [(3, 1, 12), (1, 3, 12)]
 
 
 @torch.inference_mode()
@@ -178,15 +164,6 @@ def test_a_pass_writes_its_own_positions_only(tiny):
     assert changed.sum() == 2 * 2 * 2 * (2 + 1)  # layers x keys and values x heads x positions
 
 
-def poison(model):
-    """Make the embedding of BAD not a number. Not its weights: they may be those of the head."""
-    embedding = model.layer("embedding")
-    embedding.register_forward_hook(
-        lambda module, args, x: x.masked_fill((args[0] == BAD)[..., None], torch.nan)
-    )
-    return model
-
-
 def bad_part(text, start, end, at):
     """As `part`, with BAD as its token number `at`."""
     span = part(text, start, end)
@@ -195,7 +172,7 @@ def bad_part(text, start, end, at):
 
 @torch.inference_mode()
 def test_nan_in_one_text_leaves_the_others_alone(build):
-    model = poison(build())
+    model = poison(build(), BAD)
     bad = bad_part(1, 0, 6, at=3)
     for spans in (
         [bad, part(0, 0, 6), part(2, 0, 9)],
@@ -222,7 +199,7 @@ def test_nan_that_a_text_left_is_not_seen_by_shorter_ones(build):
 @torch.inference_mode()
 def test_what_a_text_of_nan_left_is_gone_when_its_room_is_taken_again(build):
     """It is cleaned when the first position is written, and what others have is as it was."""
-    model = poison(build())
+    model = poison(build(), BAD)
     cache = new_cache(model)
     check(model, cache, [(0, 0, 9), (1, 0, 5)])
     assert logits_of(model, cache, [bad_part(1, 5, 14, at=2)])[0][2:].isnan().all()

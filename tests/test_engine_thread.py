@@ -134,21 +134,7 @@ def test_a_text_that_fails_is_an_error_after_what_it_has(tiny_llama):
     assert len(good[0][0]) == 9
 
 
-def failing_engine(tiny_llama):
-    """An engine whose texts fail after two tokens."""
-    engine = small_engine(tiny_llama)
-    compute = engine.compute
-
-    def broken(works):
-        results = compute(works)
-        return [None if len(work.request.output) == 2 else own for work, own in zip(works, results)]
-
-    engine.compute = broken
-    return engine
-
-
 def test_log_probabilities_of_a_text_that_fails_come_once(tiny_llama):
-    from sampling import SamplingParams
     from server.engine_thread import TextFailed
 
     params = SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=0)
@@ -160,17 +146,17 @@ def test_log_probabilities_of_a_text_that_fails_come_once(tiny_llama):
                 counts.append((len(step[0].tokens), len(step[0].logprobs)))
         return [sum(each) for each in zip(*counts)]
 
-    assert run_calls(lambda: failing_engine(tiny_llama), use) == [2, 2]
+    engine = failing(small_engine(tiny_llama), lambda request: len(request.output) == 2)
+    assert run_calls(lambda: engine, use) == [2, 2]
 
 
 def test_a_text_that_is_there_is_no_error_when_the_engine_ends(tiny_llama):
     """Nobody has fetched its end by then."""
-    from sampling import SamplingParams
 
     async def use(thread):
         updates = thread.generate([[5]], [SamplingParams(max_new_tokens=3, ignore_eos=True)])
         tokens = len((await anext(updates))[0].tokens)
-        while thread.unfinished:
+        while thread.engine.busy:
             await asyncio.sleep(0.001)
         thread.stop()
         await asyncio.to_thread(thread.thread.join, 10)

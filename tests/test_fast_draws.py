@@ -6,14 +6,11 @@ import math
 import pytest
 import torch
 from conftest import run_rows
+from draws import random_logits, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
 LAST = 2**64 - 1
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def kept(logits, k, p):
@@ -43,24 +40,6 @@ def drawn_by_filters(logits, params, draws):
         out[:, 1:] = mass[:, :-1] >= params.top_p
         logits = logits.masked_fill(out.scatter(-1, order, out), -math.inf)
     return (logits.softmax(dim=-1) / noise).argmax(dim=-1)
-
-
-def random_logits(kind, rows, size, seed=0):
-    logits = 4 * torch.randn(rows, size, generator=seeded(seed))
-    if kind == "ties":
-        logits = logits.round()
-    elif kind == "bfloat16":
-        logits = logits.bfloat16().float()
-    elif kind == "infinite":
-        logits[torch.rand(rows, size, generator=seeded(seed + 1)) < 0.9] = -math.inf
-        logits[:, size // 2] = 0
-    elif kind == "flat":
-        logits = logits / 100
-    elif kind == "equal":
-        logits = logits * 0
-    elif kind == "peaked":
-        logits = logits * 30
-    return logits
 
 
 @pytest.fixture

@@ -26,10 +26,8 @@ def stories_int8():
 
 def test_the_command_line_takes_int8(cli):
     code, out, err = cli("--prompt", "Once upon a time", "--max-new-tokens", 12, "--dtype", "int8")
-    assert (code, out) == (
-        0,
-        "Once upon a time, there was a little girl named Lily. She loved to\n",
-    )
+    story = "Once upon a time, there was a little girl named Lily. She loved to\n"
+    assert (code, out) == (0, story)
     assert err.startswith("12 tokens, ")
 
 
@@ -57,9 +55,7 @@ def test_a_row_is_rounded_to_the_nearest_step(row):
 
     x = torch.tensor([row])
     values, scale = quantize(x)
-    assert (
-        values.dtype == torch.int8 and values.abs().max() <= 127 and values.min() >= -127
-    )  # never -128
+    assert values.dtype == torch.int8 and -127 <= values.min() <= values.max() <= 127  # not -128
     assert scale.shape == (1,) and scale.dtype == torch.float32
     error = (values.double() * scale.double() - x.double()).abs()
     assert (error <= scale.double() * (0.5 + 1e-5)).all()
@@ -70,12 +66,9 @@ def test_a_row_is_rounded_to_the_nearest_step(row):
 def test_rounding_at_the_edges():
     from int8 import quantize
 
-    values, scale = quantize(
-        torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -126.6], [0.0] * 6, [1e-45] * 6])
-    )
-    assert (
-        values[0].tolist() == [127, 0, 2, 2, 0, -127] and scale[0] == 1
-    )  # a half goes to the even neighbour
+    row = [127.0, 0.5, 1.5, 2.5, -0.5, -126.6]
+    values, scale = quantize(torch.tensor([row, [0.0] * 6, [1e-45] * 6]))
+    assert values[0].tolist() == [127, 0, 2, 2, 0, -127] and scale[0] == 1  # halves to even
     assert values[1:].tolist() == [[0] * 6] * 2 and scale.isfinite().all() and (scale > 0).all()
 
 
@@ -89,24 +82,21 @@ def test_sums_are_exact(size, extreme):
     x = torch.randn(2, 3, size, generator=generator)
     if extreme:
         weight, x = torch.full_like(weight, 127), torch.ones_like(x)
-    scale, bias = torch.rand(5, generator=generator), torch.rand(5, generator=generator)
+    scale, bias = torch.rand(2, 5, generator=generator)
     values, x_scale = quantize(x)
     sums = values.long() @ weight.long().t()  # integers
     assert sums.abs().max() < 2**31 and (sums.abs().max() == 127 * 127 * size) == extreme
-    assert torch.equal(int8_linear(x, weight, scale), sums.float() * (x_scale[..., None] * scale))
-    assert torch.equal(
-        int8_linear(x, weight, scale, bias), sums.float() * (x_scale[..., None] * scale) + bias
-    )
+    expected = sums.float() * (x_scale[..., None] * scale)
+    assert torch.equal(int8_linear(x, weight, scale), expected)
+    assert torch.equal(int8_linear(x, weight, scale, bias), expected + bias)
 
 
 @pytest.mark.parametrize("size", [1025, 2048, 6400])
 def test_sums_that_float32_cannot_hold(size):
     from int8 import int8_linear
 
-    weight, x = (
-        torch.full((1, size), 127, dtype=torch.int8),
-        torch.full((1, size), 127.0, dtype=torch.float64),
-    )
+    weight = torch.full((1, size), 127, dtype=torch.int8)
+    x = weight.double()
     x[0, 0] = 126  # an odd sum, above 2**24 from 1041 terms on
     expected = 127 * 127 * size - 127
     assert int8_linear(x, weight, torch.ones(1, dtype=torch.float64)).item() == expected
@@ -130,9 +120,8 @@ def test_each_row_is_computed_as_if_it_were_alone():
     weight, scale = quantize(torch.randn(40, 100, generator=generator))
     x = torch.randn(9, 100, generator=generator) * torch.logspace(-3, 3, 9)[:, None]
     whole = int8_linear(x, weight, scale)
-    assert all(
-        torch.equal(int8_linear(x[row : row + 1], weight, scale)[0], whole[row]) for row in range(9)
-    )
+    alone = torch.cat([int8_linear(row[None], weight, scale) for row in x])
+    assert torch.equal(alone, whole)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -145,11 +134,16 @@ def test_what_is_not_finite_stays_so(bad):
     assert y[0].isfinite().all() and not y[1].isfinite().any()
 
 
+def in_floats(x, weight, scale, bias):
+    return torch.nn.functional.linear(x, weight * scale[:, None], bias)
+
+
 def test_it_is_the_model_with_rounded_weights(tiny):
     """If activations are not rounded, logits are a float model's with the rounded weights."""
     import int8
 
-    model, rounded = int8_tiny(tiny), tiny()
+    model = int8_tiny(tiny)
+    rounded = tiny()
     with torch.no_grad():
         for name, weight in rounded.named_parameters():
             if weight.dim() == 2 and name != "wpe.weight":
@@ -157,33 +151,23 @@ def test_it_is_the_model_with_rounded_weights(tiny):
                 weight.copy_(values * scale[:, None])
     tokens = torch.tensor([random_tokens(16)])
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(
-            int8,
-            "int8_linear",
-            lambda x, weight, scale, bias: linear(x, weight * scale[:, None], bias),
-        )
+        patch.setattr(int8, "int8_linear", in_floats)
         torch.testing.assert_close(model(tokens), rounded(tokens), rtol=0, atol=1e-12)
-
-
-linear = torch.nn.functional.linear
 
 
 @pytest.mark.parametrize("name", ["stories", "stories-draft"])
 def test_a_file_is_rounded_while_it_is_read(name):
     from int8 import to_int8
 
-    read, whole = (
-        load_model(CHECKPOINTS / name, torch.int8),
-        load_model(CHECKPOINTS / name),
-    )
+    read = load_model(CHECKPOINTS / name, torch.int8)
+    whole = load_model(CHECKPOINTS / name)
     floats = sum(weight.nbytes for weight in whole.parameters())
-    expected, tensors = to_int8(whole).state_dict(), read.state_dict()
-    assert tensors.keys() == expected.keys() and all(
-        torch.equal(tensors[key], expected[key]) for key in tensors
-    )
-    assert read.dtype == torch.float32 and all(
-        t.dtype in (torch.int8, torch.float32) for t in tensors.values()
-    )
+    expected = to_int8(whole).state_dict()
+    tensors = read.state_dict()
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[key], expected[key]) for key in tensors)
+    assert read.dtype == torch.float32
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.int8, torch.float32}
     assert read.lm_head.weight is read.wte.weight and read.lm_head.scale is read.wte.scale
     if name == "stories":
         assert sum({t.data_ptr(): t.nbytes for t in tensors.values()}.values()) <= 0.27 * floats
@@ -191,10 +175,8 @@ def test_a_file_is_rounded_while_it_is_read(name):
 
 def test_random_weights_are_rounded(tiny, monkeypatch):
     monkeypatch.setitem(PRESETS, "gpt2", tiny().config)
-    whole, rounded = (
-        load_model("random:gpt2"),
-        load_model("random:gpt2", torch.int8),
-    )
+    whole = load_model("random:gpt2")
+    rounded = load_model("random:gpt2", torch.int8)
     assert rounded.wte.weight.dtype == torch.int8 and rounded.dtype == torch.float32
     close = rounded.wte.weight * rounded.wte.scale[:, None]
     assert (close - whole.wte.weight).abs().max() <= rounded.wte.scale.max() / 2 * 1.001
@@ -213,16 +195,9 @@ def test_probabilities_change_little(stories, stories_int8):
 def test_text_is_the_same_with_and_without_the_cache(tiny, options):
     model = int8_tiny(tiny)
     prompts = [random_tokens(5), random_tokens(14, seed=1), []]
-    cached, whole = (
-        run_rows(
-            model,
-            prompts,
-            options=options | {"use_cache": use_cache},
-            max_new_tokens=40,
-            ignore_eos=True,
-        )
-        for use_cache in (True, False)
-    )
+    params = {"max_new_tokens": 40, "ignore_eos": True}
+    cached = run_rows(model, prompts, options=options, **params)
+    whole = run_rows(model, prompts, options=options | {"use_cache": False}, **params)
     assert cached == whole and len(set(cached[0])) > 3
 
 
@@ -230,13 +205,11 @@ def test_drafts_of_an_int8_model(tiny):
     from infer_speculative import generate_speculative
     from sampling import SamplingParams
 
-    target, draft = tiny(), int8_tiny(tiny)
-    passes = list(
-        generate_speculative(target, draft, random_tokens(4), SamplingParams(max_new_tokens=30))
-    )
-    assert [t for step in passes for t in step.tokens] == run_rows(
-        target, [random_tokens(4)], max_new_tokens=30
-    )[0]
+    target = tiny()
+    prompt = random_tokens(4)
+    passes = list(generate_speculative(target, int8_tiny(tiny), prompt, SamplingParams(30)))
+    text = [token for step in passes for token in step.tokens]
+    assert [text] == run_rows(target, [prompt], max_new_tokens=30)
     assert sum(step.accepted for step in passes) > len(passes)  # it is nearly the target
 
 

@@ -63,19 +63,17 @@ def test_cached_is_recomputed_is_by_hand_at_four_windows(tiny, stride, seed):
 def test_any_length_and_stride(tiny, length, stride, batch_size):
     model = tiny(seed=12)
     prompts = [random_tokens(length, seed=seed) for seed in range(batch_size)]
-    expected = [by_hand(model, prompt, 25, stride) for prompt in prompts]
-    assert text(model, prompts, 25, stride=stride) == expected
+    expected = [by_hand(model, prompt, 18, stride) for prompt in prompts]  # a hop at least
+    assert text(model, prompts, 18, stride=stride) == expected
 
 
-@pytest.mark.parametrize(
-    "name, length, max_new_tokens", [("stories-draft", 1, 2 * 256), ("stories", 250, 16)]
-)
 @torch.inference_mode()
-def test_each_token_is_the_best_of_its_window(name, length, max_new_tokens):
-    """On the embedded models, in float64; one pass checks all tokens that share a window."""
-    model = load_model(CHECKPOINTS / name, torch.float64)
+def test_each_token_is_the_best_of_its_window():
+    """On an embedded model, in float64; one pass checks all tokens that share a window."""
+    model = load_model(CHECKPOINTS / "stories-draft", torch.float64)
+    length = 1
     tokens = random_tokens(length)
-    tokens += text(model, [tokens], max_new_tokens)[0]
+    tokens += text(model, [tokens], 256 + 128 + 16)[0]  # two hops
     while length < len(tokens):
         start = start_by_hand(length, 256, 128)
         end = min(start + 256, len(tokens) - 1)  # the last token with this window

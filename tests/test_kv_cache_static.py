@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import in_cache, random_tokens, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,16 +24,9 @@ def caches(monkeypatch):
     return made
 
 
-def test_decoding_allocates_no_keys(tiny, monkeypatch):
-    places = []
-    attention = F.scaled_dot_product_attention
-
-    def spy(q, k, v, **options):
-        places.append((k.data_ptr(), v.data_ptr()))
-        return attention(q, k, v, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+def test_decoding_allocates_no_keys(tiny, attended):
     run(tiny(), [[1, 2, 3]], max_new_tokens=10, ignore_eos=True)
+    places = [(k.data_ptr(), v.data_ptr()) for _, k, v in attended]
     assert len(places) == 2 * 10
     assert len(set(places)) == 2  # one place for each of the two layers
 

@@ -3,55 +3,10 @@
 import math
 
 import pytest
-from test_beam_search import (
-    Chain,
-    all_texts,
-    log_probability,
-    of_transformers,
-    padded,
-    search,
-    several_ends,
-)
+from test_beam_search import Chain, log_probability, search
 
 from errors import UserError
-from loading.load import load_model, save_model
-
-PENALTIES = (-1, 0, 0.6, 1, 2)
-
-
-@pytest.mark.parametrize("penalty", PENALTIES)
-@pytest.mark.parametrize("ends", [(), (3,), (0, 2), (0, 1, 2, 3)])
-def test_with_room_for_all_texts_it_ranks_them_all(tiny, ends, penalty):
-    model = tiny(seed=1, vocab_size=4, eos_token_ids=ends or (3,))
-    prompt = [2, 1]
-    scored = [
-        (tokens, total / len(tokens) ** penalty)
-        for tokens, total in all_texts(model, prompt, 4, ends)
-    ]
-    scored.sort(key=lambda text: -text[1])
-    options = {"length_penalty": penalty, "ignore_eos": not ends}
-    tokens, scores = search(model, prompt, 256, 4, **options)
-    assert tokens == [tokens for tokens, _ in scored]
-    assert [score for _, score in scored] == scores
-    if ends:
-        assert search(model, prompt, 40, 4, **options)[0] == tokens[:40]
-
-
-def test_equals_transformers(tiny, tmp_path):
-    save_model(tiny(seed=5), tmp_path)
-    prompt = [3, 1, 4]
-    lengths = set()
-    for ends in several_ends(tiny(seed=5), prompt):
-        model = tiny(seed=5, eos_token_ids=ends)
-        for penalty in PENALTIES:
-            expected, expected_scores = of_transformers(
-                tmp_path, prompt, ends, length_penalty=float(penalty)
-            )
-            tokens, scores = search(model, prompt, 4, 9, length_penalty=penalty)
-            assert padded(tokens, ends, len(expected[0])) == expected
-            assert expected_scores == scores
-            lengths |= {len(row) for row in tokens}
-    assert len(lengths) > 4
+from loading.load import load_model
 
 
 def test_a_penalty_above_0_looks_ahead_to_the_longest_text():
@@ -126,21 +81,6 @@ def test_the_command_line_takes_a_penalty(cli, tiny_checkpoint):
     total = f"sum of log-probabilities {score * count**0.5:.6g}"
     found = err.splitlines()[1]
     assert found == f"score {score:.6g}, {total}, {count} tokens, the best of 4 texts"
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (
-            ["--num-beams", 2, "--length-penalty", "nan"],
-            "length_penalty is nan; it must be a number in [-10, 10]",
-        ),
-        (["--length-penalty", 1], "--length-penalty is for --num-beams only"),
-    ],
-)
-def test_options_that_do_not_go_together_are_one_line(cli, tiny_checkpoint, arguments, words):
-    code, out, err = cli("--model", tiny_checkpoint, "--max-new-tokens", 2, *arguments)
-    assert code == 2 and out == "" and err.endswith(words + "\n") and err.count("\n") == 1
 
 
 def test_still_the_sum_without_a_penalty(tiny):

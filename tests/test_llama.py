@@ -1,6 +1,5 @@
 """Lesson 30: Llama. What transformers computes, and every mode of the lessons before on it."""
 
-import functools
 import json
 import math
 import random
@@ -10,14 +9,13 @@ import torch
 from conftest import (
     CHECKPOINTS,
     difference,
-    exact_norm,
     in_cache,
     load,
-    random_peer,
     random_tokens,
     run,
     run_rows,
     slide,
+    their_text,
 )
 
 from errors import UserError
@@ -32,42 +30,36 @@ def stories_llama():
     return load_model(LLAMA)
 
 
-@pytest.fixture
-def peer(tmp_path, monkeypatch):
-    """A function that builds a random Llama of transformers, in float64, and saves it.
-
-    It gives the model and the directory.
-    """
-    from transformers.models.llama import modeling_llama
-
-    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
-    return functools.partial(random_peer, "Llama", tmp_path)
-
-
 # The forward pass
 
 
-@pytest.mark.parametrize("seed", range(48))
-def test_logits_equal_transformers_in_float64(peer, seed):
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("seed", range(40))
+def test_logits_equal_transformers_in_float64(peer, kind, seed):
     choose = random.Random(seed).choice
     kv_heads = choose([1, 1, 2, 2, 3, 4])
     heads = kv_heads * choose([size for size in (1, 2, 3, 4, 8) if kv_heads * size <= 8])
+    of_llama = {"vocab_size": choose([11, 61]), "head_dim": choose([None, None, 2, 6, 16])}
+    rope = {"rope_type": "default", "rope_theta": choose([10.0, 10000.0, 500000.0])}
     theirs, directory = peer(
+        kind,
         saved_as=choose([torch.float64, torch.float32, torch.bfloat16]),
         shard_size=choose(["1GB", "3KB"]),
-        vocab_size=choose([11, 61]),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=choose([None, None, 2, 6, 16]),
         hidden_size=heads * choose([2, 4, 10]),
         intermediate_size=choose([1, 24, 57]),
         num_hidden_layers=choose([1, 2, 3]),
         max_position_embeddings=choose([8, 24, 40]),
         rms_norm_eps=choose([1e-6, 0.1]),
         tie_word_embeddings=choose([False, True]),
-        rope_parameters={"rope_type": "default", "rope_theta": choose([10.0, 10000.0, 500000.0])},
+        rope_parameters=rope,
+        **(of_llama if kind == "Llama" else {}),
     )
-    assert difference(load(directory), theirs) < 1e-10
+    ours = load(directory)
+    attention = ours.layers[0].self_attn
+    assert [attention.q_proj.bias is None, attention.o_proj.bias is None] == [kind == "Llama", True]
+    assert difference(ours, theirs) < 1e-10
 
 
 def test_logits_equal_transformers_on_the_checkpoint(stories_llama):
@@ -82,19 +74,11 @@ def test_logits_equal_transformers_on_the_checkpoint(stories_llama):
 
 
 @torch.inference_mode()
-def test_greedy_text_equals_transformers(peer):
-    theirs, directory = peer(max_position_embeddings=64)
-    theirs.generation_config.eos_token_id = None
-    prompt = [1, 5, 9]
-    text = theirs.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, 3, dtype=torch.int64),
-        do_sample=False,
-        max_length=64,
-        pad_token_id=0,
-    )
-    ours = run_rows(load(directory), [prompt], max_new_tokens=61, ignore_eos=True)
-    assert ours == [text[0, 3:].tolist()]
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_greedy_text_equals_transformers(peer, kind):
+    theirs, directory = peer(kind, max_position_embeddings=64, tie_word_embeddings=kind == "Qwen2")
+    ours = run_rows(load(directory), [[1, 5, 9]], max_new_tokens=61, ignore_eos=True)
+    assert ours == [their_text(theirs, [1, 5, 9], 64)]
 
 
 @torch.inference_mode()
@@ -379,13 +363,8 @@ def test_a_shape_with_random_weights():
 def test_save_and_load_give_the_same_model(tiny_llama, tmp_path, tied):
     from transformers import AutoModelForCausalLM
 
-    ours = tiny_llama(
-        dtype=torch.float32,
-        tied_head=tied,
-        eos_token_ids=(60, 3),
-        rope_theta=500.0,
-        norm_epsilon=1e-3,
-    )
+    shape = {"eos_token_ids": (60, 3), "rope_theta": 500.0, "norm_epsilon": 1e-3}
+    ours = tiny_llama(dtype=torch.float32, tied_head=tied, **shape)
     save_model(ours, tmp_path)
     again = load(tmp_path, torch.float32)
     assert again.config == ours.config
@@ -422,7 +401,7 @@ def test_a_llama_that_does_not_say_so_is_one_line(tiny_llama, tmp_path):
 def test_files_may_hold_what_is_not_read(peer):
     from safetensors.torch import load_file, save_file
 
-    theirs, directory = peer(tie_word_embeddings=True)
+    theirs, directory = peer("Llama", tie_word_embeddings=True)
     tensors = load_file(directory / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, random_tokens
+from conftest import CHECKPOINTS, random_tokens, refused
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
@@ -21,15 +21,6 @@ from loading.load import (
     save_model,
 )
 from model import GPT, GPTConfig
-
-
-def refused(function, *args) -> str:
-    with pytest.raises(UserError) as error:
-        function(*args)
-    message = str(error.value)
-    assert message and "\n" not in message
-    return message
-
 
 # Names
 

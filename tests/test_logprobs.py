@@ -7,9 +7,24 @@ import re
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, make_engine, own_texts, random_tokens, request_params
+from conftest import CHECKPOINTS, random_tokens
+from engines import (
+    alone,
+    check_texts,
+    events_of,
+    failing,
+    finish,
+    make_engine,
+    request_params,
+    step,
+)
 
+from engine.drafter import LookupDrafter, PagedDrafter
+from engine.engine import Engine
 from errors import UserError
+from loading.load import load_model
+from loading.tokenizer import load_encoding
+from sampling import SamplingParams
 
 DRAFT = CHECKPOINTS / "stories-draft"
 STORY = ["--model", DRAFT, "--prompt", "Once upon a time"]
@@ -44,15 +59,27 @@ def check(model, request, count):
         assert [value for _, value in top] == pytest.approx(best.values.tolist(), abs=2e-6)
 
 
+def ask(model, prompts, params, counts, **options) -> tuple:
+    """An engine, and requests for the log-probabilities of so many tokens each."""
+    each = [
+        dataclasses.replace(own, logprobs=count) for own, count in zip(params, counts, strict=True)
+    ]
+    return make_engine(model, prompts, each, **options)
+
+
 def add(engine, prompt, params, count):
     return engine.add(prompt, dataclasses.replace(params, logprobs=count))
 
 
-def finish(engine) -> list:
-    events = []
-    while engine.busy:
-        events += engine.step()
-    return events
+@pytest.fixture
+def computed(monkeypatch):
+    """To this list each computing of log-probabilities adds its arguments."""
+    from engine import engine as module
+
+    calls = []
+    real = module.token_logprob
+    monkeypatch.setattr(module, "token_logprob", lambda *args: calls.append(args) or real(*args))
+    return calls
 
 
 # Of a text
@@ -61,62 +88,47 @@ def finish(engine) -> list:
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "penalties"])
 def test_they_are_the_models_own(build, params):
     """Whatever the temperature, the filters and the penalties are. The window moves."""
-    from engine.engine import Engine
-
     model = build(seed=3)
-    engine = Engine(model)
     prompts = [random_tokens(length, seed=length) for length in (1, 14, 30)]
-    each = request_params(3, max_new_tokens=20, **params)
-    requests = [add(engine, *pair, 4) for pair in zip(prompts, each)]
+    engine, requests = ask(model, prompts, request_params(3, max_new_tokens=20, **params), [4] * 3)
     finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, each)
+    check_texts(model, requests)
     for request in requests:
         check(model, request, 4)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_pages": 6},
-        {"budget": 3},
-        {"max_rows": 1},
-        {"drafter": "lookup"},
-        {"drafter": "model", "gamma": 5},
-    ],
-    ids=str,
-)
+OPTIONS = [{"num_pages": 6}, {"budget": 3}, {"max_rows": 1}]
+OPTIONS += [{"drafter": "lookup"}, {"drafter": "model", "gamma": 5}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_pages_chunks_and_drafts_change_nothing(tiny, options):
     """One for each token, also of a text that was preempted; none for a draft that was refused."""
-    from engine.drafter import LookupDrafter, PagedDrafter
-    from engine.engine import Engine
-
     model = tiny(seed=8)
     same = random_tokens(3, seed=1) * 3
     drafters = {"lookup": LookupDrafter()}
     drafters["model"] = PagedDrafter(tiny(seed=8, n_layer=1), model, 3, 3)
     if "drafter" in options:
         options = options | {"drafter": drafters[options["drafter"]]}
-    engine = Engine(model, **{"max_rows": 3, "page_size": 3} | options)
     each = request_params(3, max_new_tokens=40, temperature=0.3)
     prompts = [same, same + [5], [7]]
-    requests = [add(engine, *pair, 2) for pair in zip(prompts, each)]
+    engine, requests = ask(
+        model, prompts, each, [2] * 3, **{"max_rows": 3, "page_size": 3} | options
+    )
     finish(engine)
     if "num_pages" in options:
         assert engine.scheduler.preemptions
     if "drafter" in options:
         assert engine.accepted and engine.drafted > engine.accepted
-    assert [request.output for request in requests] == own_texts(model, prompts, each)
+    check_texts(model, requests)
     for request in requests:
         check(model, request, 2)
 
 
 def test_each_request_has_as_many_as_it_asked_for(tiny):
-    from engine.engine import Engine
-
     model = tiny(seed=5)
-    engine = Engine(model)
     each = request_params(4, max_new_tokens=6)
-    requests = [add(engine, [9], *pair) for pair in zip(each, (None, 0, 1, 20))]
+    engine, requests = ask(model, [[9]] * 4, each, (None, 0, 1, 20))
     finish(engine)
     for request, count in zip(requests, (0, 0, 1, 20)):
         assert all(len(top) == count for _, top in request.logprobs)
@@ -128,14 +140,10 @@ def test_each_request_has_as_many_as_it_asked_for(tiny):
 
 def test_after_each_step_there_is_one_for_each_token(tiny):
     """So those of an event are the last ones, as many as it has tokens."""
-    from engine.drafter import PagedDrafter
-    from engine.engine import Engine
-
     model = tiny(seed=2)
-    engine = Engine(model, drafter=PagedDrafter(model, model))
     each = request_params(2, max_new_tokens=9)
-    asked = add(engine, [4], each[0], 1)
-    other = add(engine, [4], each[1], None)
+    drafter = PagedDrafter(model, model)
+    engine, (asked, other) = ask(model, [[4]] * 2, each, (1, None), drafter=drafter)
     widths = set()
     while engine.busy:
         widths |= {len(event.tokens) for event in engine.step()}
@@ -144,37 +152,22 @@ def test_after_each_step_there_is_one_for_each_token(tiny):
     check(model, asked, 1)
 
 
-def test_a_text_that_ends_in_mid_draft_has_none_for_the_rest(tiny, monkeypatch):
+def test_a_text_that_ends_in_mid_draft_has_none_for_the_rest(tiny, computed):
     """At EOS, and that has one too. None is computed for what is not kept."""
-    from engine import engine as module
-    from engine.drafter import PagedDrafter
-    from engine.engine import Engine
-    from sampling import SamplingParams
-
     params = SamplingParams(12, temperature=1.0, seed=3)
-    endless = dataclasses.replace(params, ignore_eos=True)
-    text = own_texts(tiny(seed=2), [[4]], [endless])[0]
+    text = alone(tiny(seed=2), [4], dataclasses.replace(params, ignore_eos=True))
     model = tiny(seed=2, eos_token_id=text[6])
-    engine = Engine(model, drafter=PagedDrafter(model, model), gamma=16)
-    request = add(engine, [4], params, 1)
-    calls = []
-    real = module.token_logprob
-    monkeypatch.setattr(module, "token_logprob", lambda *args: calls.append(args) or real(*args))
+    drafter = PagedDrafter(model, model)
+    engine, (request,) = ask(model, [[4]], [params], [1], drafter=drafter, gamma=16)
     finish(engine)
     assert request.finish_reason == "stop" and request.output == text[:7]
-    assert len(calls) == len(request.output) < engine.accepted
+    assert len(computed) == len(request.output) < engine.accepted
     check(model, request, 1)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_tokens_of_a_stop_string_have_theirs(cli, drafts):
+def test_tokens_of_a_stop_string_have_theirs(drafts):
     """Also where it is found in mid-draft, and the text ends there."""
-    from engine.drafter import PagedDrafter
-    from engine.engine import Engine
-    from loading.load import load_model
-    from loading.tokenizer import load_encoding
-    from sampling import SamplingParams
-
     model = load_model(DRAFT, torch.float64, "cpu")
     encoding = load_encoding(DRAFT, 4096)
     drafter = PagedDrafter(model, model) if drafts else None
@@ -195,87 +188,69 @@ def test_an_error_in_those_of_one_text_ends_that_one_alone(tiny, monkeypatch, er
     model = tiny()
     calls = []
     real = module.token_logprob
-    engine = module.Engine(model)
     params = request_params(2, max_new_tokens=6)
-    requests = [add(engine, [row], own, 1) for row, own in enumerate(params)]
+    engine, requests = ask(model, [[0], [1]], params, [1, 1])
     engine.step()
 
-    def failing(*args):
+    def broken(*args):
         calls.append(args)
         if len(calls) == 2:
             raise error
         return real(*args)
 
-    monkeypatch.setattr(module, "token_logprob", failing)
-    texts = own_texts(model, [[0], [1]], params)
+    monkeypatch.setattr(module, "token_logprob", broken)
     if isinstance(error, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     else:
-        errors = [event.error for event in engine.step()]
+        errors = [event.error for event in step(engine)]
         assert errors == [None, f"{type(error).__name__}: {error}"]
         assert requests[1].finish_reason == "error"
-        texts[1] = texts[1][:1]
     finish(engine)
-    assert [request.output for request in requests] == texts
+    check_texts(model, requests)
     for request in requests:
         check(model, request, 1)
 
 
 def test_nan_in_a_text_that_asked_ends_that_one_alone(tiny):
     """Sampled, at one position: there is nothing to draw from, and no most likely token."""
-    from engine.engine import Engine
-
     model = tiny()
     with torch.no_grad():
         model.wpe.weight[6] = math.nan
-    engine = Engine(model)
     params = request_params(3, max_new_tokens=9, temperature=1.0)
+    params[1] = dataclasses.replace(params[1], max_new_tokens=5)
     prompts = [[1, 2, 3, 4], [5], [6, 7]]
-    broken = add(engine, prompts[0], params[0], 2)
-    short = dataclasses.replace(params[1], max_new_tokens=5)
-    other = add(engine, prompts[1], short, 2)
-    late = add(engine, prompts[2], params[2], None)
-    events = [event for event in finish(engine) if event.error]
+    engine, (broken, other, late) = ask(model, prompts, params, (2, 2, None))
+    events = [event for event in events_of(engine) if event.error]
     assert [event.request for event in events] == [broken, late]
     assert all("NaN or infinite" in event.error for event in events)
-    assert other.output == own_texts(model, [prompts[1]], [short])[0]
+    assert other.finish_reason == "length"
+    check_texts(model, [other])
     assert len(broken.logprobs) == len(broken.output) == 3
     check(model, other, 2)
 
 
-def test_a_request_that_fails_keeps_those_it_has(tiny, monkeypatch):
-    from engine import engine as module
-
+def test_a_request_that_fails_keeps_those_it_has(tiny):
     model = tiny()
-    engine = module.Engine(model)
-    real = module.last_logits
-    request = add(engine, [1], request_params(1, max_new_tokens=9)[0], 1)
+    engine, (request,) = ask(model, [[1]], request_params(1, max_new_tokens=9), [1])
     engine.step()
-    monkeypatch.setattr(module, "last_logits", lambda *args: real(*args) * math.nan)
-    (event,) = engine.step()
+    with failing(model):
+        (event,) = step(engine)
     assert event.finish_reason == "error"
     check(model, request, 1)
 
 
-def test_nothing_is_computed_where_nobody_asked(tiny, monkeypatch):
-    from engine import engine as module
-
-    calls = []
-    real = module.token_logprob
-    monkeypatch.setattr(module, "token_logprob", lambda *args: calls.append(args) or real(*args))
+def test_nothing_is_computed_where_nobody_asked(tiny, computed):
     engine, requests = make_engine(tiny(), [[1], [2]], request_params(2, max_new_tokens=4))
     finish(engine)
-    assert calls == [] and all(request.logprobs == [] for request in requests)
+    assert computed == [] and all(request.logprobs == [] for request in requests)
     add(engine, [1], request_params(1, max_new_tokens=4)[0], 0)
     finish(engine)
-    assert len(calls) == 4
+    assert len(computed) == 4
 
 
 @pytest.mark.parametrize("count", [-1, 21, 1.0, True, "3"])
 def test_a_number_out_of_range_is_refused(tiny, count):
-    from engine.engine import Engine
-
     engine = Engine(tiny())
     with pytest.raises(UserError) as raised:
         add(engine, [1], request_params(1, max_new_tokens=3)[0], count)
@@ -286,7 +261,6 @@ def test_a_number_out_of_range_is_refused(tiny, count):
 def test_generate_keeps_none(tiny):
     from infer import generate
     from infer_speculative import generate_speculative
-    from sampling import SamplingParams
 
     params = SamplingParams(3, logprobs=0)
     for run in (generate(tiny(), [[1]], params), generate_speculative(tiny(), tiny(), [1], params)):
@@ -299,11 +273,6 @@ def test_generate_keeps_none(tiny):
 
 def test_equals_transformers():
     from transformers import AutoModelForCausalLM
-
-    from engine.engine import Engine
-    from loading.load import load_model
-    from loading.tokenizer import load_encoding
-    from sampling import SamplingParams
 
     model = load_model(DRAFT, torch.float64, "cpu")
     prompt = load_encoding(DRAFT, 4096).encode("One day, a cat")
@@ -326,9 +295,7 @@ def test_equals_transformers():
 
 def test_their_sum_is_the_score_of_beam_search(tiny):
     """With one beam and no penalty for its length."""
-    from engine.engine import Engine
     from infer import beam_search
-    from sampling import SamplingParams
 
     model = tiny(seed=6)
     (beam,) = beam_search(model, [3, 4], 1, 18, length_penalty=0.0)
@@ -398,9 +365,6 @@ def test_extreme_logits(dtype):
 
 def test_the_command_line_shows_each_token_with_the_best(engine_cli):
     """After the line of steps. The end of the text is a token too."""
-    from loading.load import load_model
-    from loading.tokenizer import load_encoding
-
     model = load_model(DRAFT, torch.float32, "cpu")
     encoding = load_encoding(DRAFT, 4096)
     args = [*STORY, "--max-new-tokens", 300, "--temperature", 1, "--seed", 3]
@@ -436,18 +400,19 @@ def test_several_texts_are_told_apart(engine_cli):
 
 def test_those_of_the_others_are_shown_where_a_text_failed(engine_cli, monkeypatch):
     """Then the error. The one that failed is the first, and has none."""
-    from engine import engine as module
+    from model import GPT
 
-    real = module.last_logits
+    head = GPT.head
 
-    def first_fails(model, cache, spans, keep):
-        logits = real(model, cache, spans, keep)
-        if len(spans) == 2:
+    def first_fails(self, x):
+        logits = head(self, x)
+        if len(x) == 2:
             logits[0] = math.nan
         return logits
 
-    monkeypatch.setattr(module, "last_logits", first_fails)
-    code, _, err = engine_cli(*STORY, "--prompt", "One", "--max-new-tokens", 2, "--logprobs", 0)
+    monkeypatch.setattr(GPT, "head", first_fails)
+    args = [*STORY, "--prompt", "One", "--max-new-tokens", 2, "--logprobs", 0]
+    code, _, err = engine_cli(*args, "--backend", "torch")
     lines = err.splitlines()[2:]
     assert code == 2 and lines[:2] == ["text 1", "text 2"] and len(lines) == 5
     assert " error: text 1: the model returned logits that are NaN" in lines[4]
@@ -482,16 +447,3 @@ def test_a_token_is_one_line_whatever_it_prints(capsys):
     assert [[cell.strip() for cell in line if cell] for line in shown] == [
         ["-1.500", text, "'é' -0.250"] for text in texts
     ]
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--logprobs", 21], "logprobs is 21; it must be None or an integer from 0 to 20\n"),
-        (["--logprobs", -1], "logprobs is -1; it must be None or an integer from 0 to 20\n"),
-        (["--logprobs", "x"], "argument --logprobs: invalid int value: 'x'\n"),
-    ],
-)
-def test_bad_input_is_one_line(engine_cli, arguments, words):
-    code, out, err = engine_cli("--model", DRAFT, *arguments)
-    assert (code, out) == (2, "") and err.endswith(words) and err.count("\n") == 1

@@ -3,17 +3,9 @@
 import pytest
 import torch
 from conftest import run, run_rows
+from draws import chi_square, seeded
 
 RULER = "\n" + "-" * 40 + "\n"  # between the texts of a run
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def chi_square(counts, probs):
-    expected = counts.sum() * probs
-    return ((counts - expected) ** 2 / expected).sum().item()
 
 
 @torch.inference_mode()

@@ -195,12 +195,12 @@ def test_a_file_that_cannot_be_kept_is_not_compiled_twice(fresh, compilations, m
 
 
 def test_a_pass_takes_what_is_compiled_already(fresh, compilations, tmp_path):
-    from native.step import NativePass
+    from native.step import NativeRunner
 
     (tmp_path / "cache").write_text("")  # no directory
     assert fresh.kernel() == "small"
     with pytest.raises(AttributeError, match="work_floats"):  # which small.c lacks
-        NativePass(SimpleNamespace(config=None))
+        NativeRunner(SimpleNamespace(config=None))
     assert len(compilations) == 1
 
 

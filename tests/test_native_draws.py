@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, outputs_of, own_texts, run_rows
-from test_native_int8 import TARGETS
+from conftest import CHECKPOINTS, run_rows
+from draws import random_logits
+from engines import outputs_of, own_texts
+from natives import threads
 
 from loading.load import load_model
 
@@ -24,14 +26,6 @@ PARAMS = [
 KINDS = ["random", "peaked", "ties", "flat", "equal", "infinite"]
 
 
-@pytest.fixture(params=TARGETS, ids=str)
-def library(request):
-    """The code compiled for that processor."""
-    from native import build
-
-    return build.load(request.param)
-
-
 @pytest.fixture
 def native(tiny):
     """A random model with passes and draws in C."""
@@ -40,23 +34,6 @@ def native(tiny):
     model = tiny(dtype=torch.float32)
     use_native(model)
     return model
-
-
-def random_logits(kind, rows, size, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(rows, size, generator=generator)
-    if kind == "peaked":
-        logits = logits * 10
-    elif kind == "ties":
-        logits = logits.round()
-    elif kind == "flat":
-        logits = logits / 100
-    elif kind == "equal":
-        logits = logits * 0
-    elif kind == "infinite":
-        logits[torch.rand(rows, size, generator=generator) < 0.8] = -math.inf
-        logits[:, size // 2] = 0
-    return logits
 
 
 def params_of(fields, count, first=0):
@@ -108,15 +85,8 @@ def test_texts_take_no_random_numbers_of_torch(native, torch_numbers, fields):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_tokens_as_torch(library, kind, fields):
     """2,805 draws of each. Rounding could part two speeds that are nearly equal; here none are."""
-    for size, rows in (
-        (1, 5),
-        (2, 500),
-        (7, 1000),
-        (63, 1000),
-        (256, 100),
-        (257, 100),
-        (4096, 100),
-    ):
+    shapes = [(1, 5), (2, 500), (7, 1000), (63, 1000), (256, 100), (257, 100), (4096, 100)]
+    for size, rows in shapes:
         logits = random_logits(kind, rows, size, seed=size)
         params = params_of(fields, rows, first=LAST - 50)
         assert in_c(library, logits, params) == in_torch(logits, params), size
@@ -153,23 +123,19 @@ def test_of_equal_logits_the_largest_bits_win(library):
 def test_the_same_tokens_on_every_processor_with_any_threads(library, fields):
     from native import build
 
-    before = torch.get_num_threads()
     logits = random_logits("random", 33, 3001)
     params = params_of(fields, 33)
     expected = in_c(build.load(), logits, params)
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    for count in (1, 2, 5):
+        with threads(count):
             assert in_c(library, logits, params) == expected
-    finally:
-        torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("rows, threads, expected", [(500, 1, 1), (500, 2, 2), (2, 5, 2)])
-def test_no_more_threads_than_torch_has_nor_than_rows(monkeypatch, rows, threads, expected):
+@pytest.mark.parametrize("rows, count, expected", [(500, 1, 1), (500, 2, 2), (2, 5, 2)])
+def test_no_more_threads_than_torch_has_nor_than_rows(monkeypatch, rows, count, expected):
     seen = []
     counting = SimpleNamespace(draw=lambda *arguments: seen.append(arguments[-1]))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
     in_c(counting, torch.zeros(rows, 3), params_of({}, rows))
     assert seen == [expected]
 
@@ -350,8 +316,7 @@ def test_the_engine_and_its_drafter_draw_in_c(native, torch_numbers, fields):
     engine = Engine(native, drafter=PagedDrafter(native, native))
     texts = outputs_of(engine, prompts, params)
     assert torch_numbers == [] and engine.accepted > 0
-    plain = [run_rows(native, [prompt], **vars(own))[0] for prompt, own in zip(prompts, params)]
-    assert texts == plain
+    assert texts == own_texts(native, prompts, params)
 
 
 def test_still_stories_are_those_of_torch(stories):

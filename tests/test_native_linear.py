@@ -1,49 +1,37 @@
-"""Lesson 27: float32 products in C, those of torch but for rounding."""
+"""Products in C: int8 ones bit for bit those of torch, float32 ones but for rounding."""
 
 import math
 
 import pytest
 import torch
-from test_native_int8 import TARGETS, native_linear, random_rows
+from conftest import CHECKPOINTS, run_rows
+from natives import assert_equal, native_linear, random_layer, random_rows, threads
+
+from loading.load import load_model
 
 pytestmark = pytest.mark.usefixtures("compiled")
+INT8 = pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
 
 
-@pytest.fixture(params=TARGETS, ids=str)
-def target(request, monkeypatch):
-    """All code in this test is compiled for that processor."""
-    from native import build
-
-    library = build.load(request.param)
-    monkeypatch.setattr(build, "load", lambda *_: library)
-
-
-def layer(out: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(out, size, generator=generator)
-    return weight, torch.randn(out, generator=generator)
-
-
-def assert_close(x, weight, bias=None) -> None:
+def assert_close(x, weight, scale=None, bias=None) -> None:
     """As near to the exact numbers as float32 can be: an error of each product, at most."""
-    y = native_linear(weight.clone(), None, bias)(x)
-    expected = torch.nn.functional.linear(
-        x.double(), weight.double(), None if bias is None else bias.double()
-    )
-    sizes = x.double().abs() @ weight.double().abs().t()
-    sizes += 0 if bias is None else bias.abs()
+    y = native_linear(weight.clone(), scale, bias)(x)
+    bias = torch.zeros(len(weight)) if bias is None else bias
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    sizes = x.double().abs() @ weight.double().abs().t() + bias.abs()
     assert y.dtype == torch.float32 and y.shape == expected.shape
     error = (y - expected).abs()
     assert (error <= sizes * 2**-24 * (3 + x.shape[-1] ** 0.5)).all()
 
 
+@INT8
 @pytest.mark.parametrize(
     "out, size", [(1024, 256), (256, 1024), (61, 16), (7, 3), (1, 1), (3, 1000), (5, 4096)]
 )
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 17])
-def test_close_to_torch(target, out, size, rows):
-    weight, bias = layer(out, size)
-    assert_close(random_rows(rows, size), weight, bias if rows % 2 else None)
+def test_the_products_of_torch(target, out, size, int8):
+    for rows in (1, 2, 3, 4, 5, 8, 9, 17):
+        check = assert_equal if int8 else assert_close
+        check(random_rows(rows, size), *random_layer(out, size, rows % 2 == 1, int8))
 
 
 def test_whole_numbers_are_exact(target):
@@ -58,52 +46,108 @@ def test_whole_numbers_are_exact(target):
             assert torch.equal(linear(x), x @ weight.t() + bias)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_same_bits_at_any_number_of_threads(threads):
-    before = torch.get_num_threads()
+@INT8
+def test_the_same_bits_at_any_number_of_threads(int8):
     x = random_rows(9, 40)
-    weight, bias = layer(101, 40)
-    linear = native_linear(weight, None, bias)
+    linear = native_linear(*random_layer(101, 40, int8=int8))
     expected = linear(x)
-    try:
-        torch.set_num_threads(threads)
-        assert torch.equal(linear(x), expected)
-    finally:
-        torch.set_num_threads(before)
+    for count in (1, 2, 3):
+        with threads(count):
+            assert torch.equal(linear(x), expected)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_halves_and_tiny_numbers_round_as_in_torch(target):
+    weight, scale, bias = random_layer(8, 6)
+    halves = [127.0, 0.5, 1.5, 2.5, -0.5, -126.5]
+    tiny = [1e-45, -1e-40, 1e-38, 0.0, 0.0, 0.0]
+    larger = [1e-37, -3e-38, 2e-38, 0.0, 1e-36, -1.4e-36]  # whose steps would be below FLT_MIN
+    x = torch.tensor([halves, [0.0] * 6, tiny, larger])
+    assert_equal(x, weight, scale, bias)
+    large = scale * 1e38  # so that what is left of tiny numbers can be seen
+    assert_equal(x, weight, large)
+    assert native_linear(weight, large)(x)[2].any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_so(target, bad):
     x = torch.ones(2, 70)
     x[1, 3] = bad
-    weight, bias = layer(40, 70)
-    y = native_linear(weight, None, bias)(x)
+    y = native_linear(*random_layer(40, 70, int8=False))(x)
     assert y[0].isfinite().all() and not y[1].isfinite().any()
 
 
-def test_shapes_and_strides():
-    weight, bias = layer(10, 6)
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_is_nan_as_in_torch(target, bad):
+    from int8 import int8_linear
+
+    x = torch.ones(2, 70)
+    x[1, 3] = bad
+    layer = random_layer(40, 70)
+    torch_y = int8_linear(x, *layer)
+    y = native_linear(*layer)(x)
+    assert y[0].isfinite().all() and y[1].isnan().all() and torch_y[1].isnan().all()
+
+
+@INT8
+def test_shapes_and_strides(int8):
+    weight, scale, bias = random_layer(10, 6, int8=int8)
     x = random_rows(12, 6).view(2, 6, 6).transpose(0, 1)  # not contiguous
-    linear = native_linear(weight.clone(), None, bias)
-    assert linear(x).shape == (6, 2, 10)
+    linear = native_linear(weight.clone(), scale, bias)
+    y = linear(x)
+    assert y.shape == (6, 2, 10) and torch.equal(y[4, 1], linear(x[4, 1]))
     assert linear(x[:0]).shape == (0, 2, 10)
-    nothing = native_linear(weight[:, :0].clone(), None, bias)(x[..., :0])
+    nothing = native_linear(weight[:, :0].clone(), scale, bias)(x[..., :0])
     assert torch.equal(nothing, bias.expand(6, 2, 10))
-    assert_close(x, weight, bias)
-    assert_close(random_rows(3, 12)[:, ::2], weight)
+    check = assert_equal if int8 else assert_close
+    check(x, weight, scale, bias)
+    check(random_rows(3, 12)[:, ::2], weight, scale)
 
 
-@pytest.mark.parametrize("which", ["x", "x dtype", "weight dtype", "bias", "bias dtype"])
-def test_nothing_outside_its_arrays_is_read(which):
-    x = random_rows(2, 6)
-    weight, bias = layer(10, 6)
-    wrong = {
-        "x": (x[:, :5], weight, bias),
-        "x dtype": (x.double(), weight, bias),
-        "weight dtype": (x, weight.to(torch.int8), bias),
-        "bias": (x, weight, bias[:9]),
-        "bias dtype": (x, weight, bias.half()),
-    }
-    x, weight, bias = wrong[which]
-    with pytest.raises(ValueError, match="native code reads contiguous torch.float32"):
-        native_linear(weight, None, bias)(x)
+WRONG = {
+    "x": lambda x: x[:, :5],
+    "x dtype": lambda x: x.double(),
+    "weight dtype": lambda weight: weight.half(),
+    "weight strides": lambda weight: weight.t().contiguous().t(),
+    "scale": lambda scale: scale[:9],
+    "bias": lambda bias: bias[:9],
+    "bias dtype": lambda bias: bias.half(),
+    "x negative": torch._neg_view,  # numbers that torch has yet to negate
+    "weight negative": torch._neg_view,
+    "scale negative": torch._neg_view,
+    "bias negative": torch._neg_view,
+}
+
+
+CASES = [(which, int8) for which in WRONG for int8 in (True, False) if int8 or "scale" not in which]
+
+
+@pytest.mark.parametrize("which, int8", CASES)
+def test_nothing_outside_its_arrays_is_read(which, int8):
+    name = which.split()[0]
+    given = dict(zip(("weight", "scale", "bias"), random_layer(10, 6, int8=int8)))
+    given["x"] = random_rows(2, 6)
+    given[name] = WRONG[which](given[name])
+    said = ", negative" if "negative" in which else ""
+    with pytest.raises(ValueError, match="native code reads contiguous torch.*" + said):
+        x = given.pop("x")
+        native_linear(**given)(x)
+
+
+def test_the_products_of_a_model_are_native(monkeypatch):
+    from native import use_native
+    from native.linear import NativeLinear
+
+    model = load_model(CHECKPOINTS / "stories-draft", torch.int8)
+    text = run_rows(model, [[5, 6, 7]], options={"use_cache": False}, max_new_tokens=20)
+    use_native(model)
+    seen = []
+    forward = NativeLinear.forward
+
+    def recorded(self, x):
+        seen.append(1)
+        return forward(self, x)
+
+    monkeypatch.setattr(NativeLinear, "forward", recorded)
+    assert run_rows(model, [[5, 6, 7]], options={"use_cache": False}, max_new_tokens=20) == text
+    products = 4 * model.config.n_layer + 1  # in a pass: four in each layer, and the head
+    assert len(text[0]) == 20 and len(seen) == 20 * products

@@ -1,40 +1,25 @@
-"""Lesson 50: weights in panels, and logits that do not depend on what else is computed."""
+"""Weights in panels, and products that do not depend on what else is computed."""
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, random_tokens
-from test_native_int8 import TARGETS, native_linear, random_rows
-from test_native_linear import layer
-from test_native_step import in_pieces, native
+from conftest import CHECKPOINTS, TARGETS, random_tokens, run_rows
+from natives import assert_equal, native, native_linear, random_layer, random_rows
 
+from int8 import to_int8
 from loading.load import load_model
 from model import TorchRunner
 
 pytestmark = pytest.mark.usefixtures("compiled")
-
-
-@torch.inference_mode()
-def test_logits_have_the_same_bits_in_passes_of_any_size():
-    model = native(load_model(CHECKPOINTS / "stories-draft"))
-    texts = torch.tensor([random_tokens(24, 4096, seed=row) for row in range(2)])
-    expected = in_pieces(model, texts, 4)
-    for size in (1, 2, 3, 5, 8):
-        assert torch.equal(in_pieces(model, texts, size), expected)
-
-
-@pytest.fixture(params=TARGETS, ids=str)
-def target(request, monkeypatch):
-    """All code in this test is compiled for that processor."""
-    from native import build
-
-    library = build.load(request.param)
-    monkeypatch.setattr(build, "load", lambda *_: library)
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+# Also the kernel for AVX-512 without its int8 products.
+ALL = [*TARGETS, *([("-march=skylake-avx512",)] if HAS_AVX512 else [])]
+EVERY_KERNEL = pytest.mark.parametrize("library", ALL, ids=str, indirect=True)
+INT8 = pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
 
 
 def test_a_row_has_the_same_bits_among_any_others(target):
     for out, size in ((7, 3), (64, 32), (33, 100), (130, 1000)):
-        weight, bias = layer(out, size)
-        linear = native_linear(weight, None, bias)
+        linear = native_linear(*random_layer(out, size, int8=False))
         x = random_rows(19, size)
         alone = torch.cat([linear(row[None]) for row in x])
         for count in range(1, 20):
@@ -43,42 +28,94 @@ def test_a_row_has_the_same_bits_among_any_others(target):
 
 
 @pytest.mark.parametrize("outputs", [8, 32])
-@pytest.mark.parametrize("out", [1, 7, 8, 31, 32, 64, 100])
-def test_a_panel_has_the_weights_of_one_input_side_by_side(out, outputs):
+@pytest.mark.parametrize("out", [1, 7, 8, 13, 31, 32, 64, 100])
+@pytest.mark.parametrize("group", [0, 1, 2, 4])
+def test_a_panel_has_the_weights_of_a_group_of_inputs_side_by_side(out, outputs, group):
+    """Weights of int8; a group of 0 stands for floats, which have none."""
     from native.linear import pack
 
-    weight = torch.arange(out * 5.0).view(out, 5)
-    original = weight.clone()
-    panels, rest = (part.view(torch.float32) for part in pack(weight, outputs))
-    whole = out // outputs
-    assert panels.shape == (whole, 5, outputs) and rest.shape == (5, outputs)
-    for o in range(out):
-        panel = panels[o // outputs] if o < whole * outputs else rest
-        assert torch.equal(panel[:, o % outputs], original[o])
-    assert not rest[:, out % outputs :].any()
+    dtype = torch.int8 if group else torch.float32
+    group = group or 1
+    for size in (1, 3, 4, 5, 10):
+        weight = (torch.arange(out * size) % 251 - 125).view(out, size).to(dtype)
+        original = weight.clone()
+        panels, rest = (part.view(dtype) for part in pack(weight, outputs, group))
+        groups = -(-size // group)
+        panels = panels.view(out // outputs, groups, outputs, group)
+        rest = rest.view(groups, outputs, group)
+        for o in range(out):
+            panel = panels[o // outputs] if o < out - out % outputs else rest
+            row = panel[:, o % outputs].flatten()
+            assert torch.equal(row[:size], original[o]) and not row[size:].any()
+        assert not rest[:, out % outputs :].any()
 
 
-def test_weights_are_packed_where_they_are():
-    weight, bias = layer(100, 40)
-    linear = native_linear(weight, None, bias)
+@INT8
+def test_weights_are_packed_where_they_are(int8):
+    weight, scale, bias = random_layer(100, 40, int8=int8)
+    linear = native_linear(weight, scale, bias)
     assert linear.weight.data_ptr() == weight.data_ptr()
-    whole = linear.weight.numel() // 40
-    assert whole + 40 > 100 >= whole and linear.rest.shape[1] * 2 > 100 - whole
+    whole = linear.weight.shape[0] * linear.weight.shape[2]
+    assert whole <= 100 < whole + linear.rest.shape[1]
 
 
-def test_still_a_shared_weight_is_packed_once(tiny, tiny_llama):
+@INT8
+def test_a_shared_weight_is_packed_once(tiny, tiny_llama, int8):
     for model in (tiny(dtype=torch.float32), tiny_llama(dtype=torch.float32, tied_head=True)):
-        native(model)
+        native(to_int8(model) if int8 else model)
         embedding = model.layer("embedding")
         assert embedding.linear is model.lm_head
     other = native(tiny_llama(dtype=torch.float32))
     assert other.embed_tokens.linear is not other.lm_head
 
 
+def test_the_weights_of_an_int8_model_are_packed():
+    """And its text is what it was."""
+    model = load_model(CHECKPOINTS / "stories-draft", torch.int8)
+    shapes = {name: layer.weight.shape for name, layer in model.named_modules() if "c_fc" in name}
+    expected = run_rows(model, [[5, 6, 7]], options={"use_cache": False}, max_new_tokens=20)
+    native(model)
+    for name, (out, size) in shapes.items():
+        weight = model.get_submodule(name).weight  # (panels, groups, outputs)
+        assert weight.dim() == 3 and weight.shape[0] * weight.shape[2] == out
+        assert weight.numel() * weight.itemsize == out * size
+    options = {"use_cache": False}
+    assert run_rows(model, [[5, 6, 7]], options=options, max_new_tokens=20) == expected
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 63, 64, 65, 300])
+def test_int8_products_of_every_kernel(target, size):
+    for out in (1, 15, 16, 17, 32, 33, 100):
+        for rows in (1, 2, 4, 6, 7, 13):
+            assert_equal(random_rows(rows, size), *random_layer(out, size))
+
+
+@EVERY_KERNEL
+def test_all_weights_that_a_byte_holds(target):
+    weight = torch.arange(-128, 128).to(torch.int8).repeat(3, 1)
+    x = torch.arange(-128, 128).float() * torch.tensor([[1.0], [-1.0]])
+    assert_equal(x, weight, torch.ones(3))
+
+
+@EVERY_KERNEL
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_as_large_as_int32_holds(target, sign):
+    """With numbers that are made positive they pass 2**31 on the way."""
+    weight = torch.full((2, 2**17), 127 * sign).to(torch.int8)
+    assert_equal(torch.ones(1, 2**17), weight, torch.ones(2))
+    assert_equal(-torch.ones(7, 2**17), weight, torch.ones(2))
+
+
 @torch.inference_mode()
-def test_still_an_embedding_reads_its_rows(tiny, target):
+@EVERY_KERNEL
+@INT8
+@pytest.mark.parametrize("shape", [{}, {"n_head": 3, "n_embd": 51}], ids=str)
+def test_an_embedding_reads_its_rows(tiny, target, shape, int8):
     for vocab_size in (3, 32, 61, 200):
-        model = tiny(dtype=torch.float32, vocab_size=vocab_size, eos_token_id=0)
+        model = tiny(dtype=torch.float32, vocab_size=vocab_size, eos_token_id=0, **shape)
+        if int8:
+            to_int8(model)
         tokens = torch.arange(vocab_size).view(1, -1)
         expected = model.wte(tokens)
         assert torch.equal(native(model).wte(tokens), expected)
@@ -88,7 +125,7 @@ def test_still_an_embedding_reads_its_rows(tiny, target):
 
 
 @torch.inference_mode()
-def test_still_a_model_is_as_it_was_if_it_cannot_be_packed(tiny):
+def test_a_model_is_as_it_was_if_it_cannot_be_packed(tiny):
     model = tiny(dtype=torch.float32)
     texts = torch.tensor([random_tokens(9)])
     expected = model(texts)
@@ -100,7 +137,7 @@ def test_still_a_model_is_as_it_was_if_it_cannot_be_packed(tiny):
 
 
 @torch.inference_mode()
-def test_still_the_whole_model_without_a_cache(tiny):
+def test_the_whole_model_without_a_cache(tiny):
     """Its products are native then, of any number of tokens."""
     model = tiny(dtype=torch.float32)
     texts = torch.tensor([random_tokens(16, seed=row) for row in range(3)])

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import finish_checked, own_run, random_tokens, request_params
+from conftest import random_tokens
+from engines import check_texts, finish, make_engine, request_params
 
 LENGTHS = (1, 3, 4, 5, 9, 16, 17, 30, 31, 60, 63, 64)
 PAGE_SIZE = 4
@@ -28,22 +28,13 @@ def run_pass(model, cache, spans) -> None:
     model.hidden(tokens, positions, cache.attend)
 
 
-@pytest.fixture
-def seen(monkeypatch) -> list:
-    """The shapes of the keys of each call of attention: (texts, positions)."""
-    shapes = []
-    attention = F.scaled_dot_product_attention
-
-    def spy(q, k, *args, **options):
-        shapes.append((k.shape[0], k.shape[2]))
-        return attention(q, k, *args, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    return shapes
+def shapes(attended) -> list[tuple[int, int]]:
+    """How many texts and positions the keys of each call of attention had."""
+    return [(k.shape[0], k.shape[2]) for _, k, _ in attended]
 
 
 @torch.inference_mode()
-def test_a_text_reads_less_than_twice_the_pages_it_has(tiny, seen):
+def test_a_text_reads_less_than_twice_the_pages_it_has(tiny, attended):
     """However long the longest one beside it is."""
     from engine.cache import PagedCache
 
@@ -52,18 +43,19 @@ def test_a_text_reads_less_than_twice_the_pages_it_has(tiny, seen):
     cache = PagedCache(model, sum(len(span.pages) for span in spans), PAGE_SIZE)
     run_pass(model, cache, spans)
     used = sum(len(span.pages) for span in spans)
-    assert sum(texts for texts, _ in seen) == len(spans)
-    assert used <= sum(texts * positions // PAGE_SIZE for texts, positions in seen) < 2 * used
+    assert sum(texts for texts, _ in shapes(attended)) == len(spans)
+    read = sum(texts * positions // PAGE_SIZE for texts, positions in shapes(attended))
+    assert used <= read < 2 * used
 
 
 @torch.inference_mode()
-def test_still_texts_of_the_same_number_of_pages_attend_together(tiny, seen):
+def test_still_texts_of_the_same_number_of_pages_attend_together(tiny, attended):
     from engine.cache import PagedCache
 
     model = tiny(n_layer=1, block_size=64)
     spans = spans_of([33, 36, 34, 35])
     run_pass(model, PagedCache(model, 36, PAGE_SIZE), spans)
-    assert seen == [(4, 36)]
+    assert shapes(attended) == [(4, 36)]
 
 
 @torch.inference_mode()
@@ -86,14 +78,9 @@ def test_a_step_copies_into_the_room_of_the_last_one(build):
 
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 def test_still_the_texts_of_generate_for_texts_of_all_lengths(build, page_size):
-    from engine.engine import Engine
-
     model = build(seed=6, block_size=64)
-    engine = Engine(model, page_size=page_size)
     params = request_params(len(LENGTHS), max_new_tokens=12, temperature=1.0)
     prompts = [random_tokens(length, seed=length) for length in LENGTHS]
-    requests = [engine.add(*pair) for pair in zip(prompts, params)]
-    finish_checked(engine, lambda: None)
-    assert [request.output for request in requests] == [
-        own_run(model, request) for request in requests
-    ]
+    engine, requests = make_engine(model, prompts, params, page_size=page_size)
+    finish(engine)
+    check_texts(model, requests)

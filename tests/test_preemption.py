@@ -4,53 +4,37 @@ import re
 
 import pytest
 import torch
-from conftest import (
-    CHECKPOINTS,
+from conftest import CHECKPOINTS, random_tokens
+from engines import (
+    alone,
+    check_pages,
+    check_texts,
+    failing,
+    finish,
+    letters,
     make_engine,
     make_greedy,
     own_texts,
-    random_tokens,
     request_params,
-    run_rows,
+    step,
 )
 
-
-def finish(engine, requests) -> list[str]:
-    """All steps that are left: the letters of the requests that got a token, A for the first."""
-    steps = []
-    while engine.busy:
-        steps.append("".join("ABCDEFGH"[requests.index(event.request)] for event in engine.step()))
-        assert len(steps) < 500
-    return steps
-
-
-def check_pages(engine):
-    """Each page is free, or in the table of one running request."""
-    pool = engine.scheduler.pool
-    held = [page for request in engine.scheduler.running for page in request.pages]
-    assert sorted([*held, *pool.returned]) == list(range(pool.begun))
-    assert pool.available + len(held) == pool.num_pages
-    assert not any(request.pages for request in engine.scheduler.waiting)
-
+from sampling import SamplingParams
 
 SAMPLED = {"temperature": 1.3, "top_k": 40, "top_p": 0.95}
 
 
 @pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["tiny", "tiny_llama"])
-def test_the_texts_are_the_same_for_every_pool_size(kind, params, request):
+def test_the_texts_are_the_same_for_every_pool_size(build, params):
     """From the pages of one window to those of all; the window of each text moves."""
-    model = request.getfixturevalue(kind)(seed=6)
+    model = build(seed=6)
     prompts = [random_tokens(length, seed=length) for length in (3, 21, 9)]
     each = request_params(3, max_new_tokens=20, **params)
-    texts = own_texts(model, prompts, each)
     counts = []
     for num_pages in range(6, 19):  # of 3 positions; 6 hold a window of 16
         engine, requests = make_engine(model, prompts, each, num_pages=num_pages, page_size=3)
-        while engine.busy:
-            engine.step()
-            check_pages(engine)
-        assert [request.output for request in requests] == texts
+        finish(engine)
+        check_texts(model, requests)
         counts.append(engine.scheduler.preemptions)
     assert counts[0] > 0 and counts[-1] == 0
 
@@ -61,11 +45,10 @@ def test_the_texts_are_the_same_for_texts_that_fill_the_smallest_pool(tiny, page
     model = tiny(seed=12)
     prompts = [random_tokens(length, seed=length) for length in (2, 5, 1, 4)]
     params = request_params(4, max_new_tokens=8, temperature=0.9)
-    engine, requests = make_engine(
-        model, prompts, params, num_pages=-(-12 // page_size), page_size=page_size
-    )
-    finish(engine, requests)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    pool = {"num_pages": -(-12 // page_size), "page_size": page_size}
+    engine, requests = make_engine(model, prompts, params, **pool)
+    finish(engine)
+    check_texts(model, requests)
     assert engine.scheduler.preemptions > 0
 
 
@@ -78,34 +61,25 @@ def test_requests_take_pages_for_what_they_have_not_for_what_they_may_get(tiny):
 
 def test_texts_that_end_early_never_need_the_pages_of_long_ones(tiny):
     """How long a text gets is not known in advance."""
-    from sampling import SamplingParams
-
     prompt = random_tokens(3)
-    ((eos,),) = run_rows(tiny(), [prompt], max_new_tokens=1)
-    engine, requests = make_engine(
-        tiny(eos_token_id=eos),
-        [prompt] * 4,
-        [SamplingParams(max_new_tokens=13)] * 4,
-        num_pages=8,
-        page_size=2,
-    )
-    assert [event.finish_reason for event in engine.step()] == ["stop"] * 4
+    (eos,) = alone(tiny(), prompt, max_new_tokens=1)
+    model = tiny(eos_token_id=eos)
+    engine, _ = make_engine(model, [prompt] * 4, SamplingParams(13), num_pages=8, page_size=2)
+    assert [event.finish_reason for event in step(engine)] == ["stop"] * 4
     assert engine.steps == 1 and not engine.busy and engine.scheduler.preemptions == 0
 
 
 def test_the_youngest_gives_its_pages_back_and_is_computed_again(tiny):
     engine, requests = make_greedy(tiny(), [4, 4], 5, num_pages=3, page_size=4)
-    a, b = requests
-    assert len(engine.step()) == 2  # a page each
-    # It takes the last page, so none is left for b.
-    assert [event.request for event in engine.step()] == [a]
+    _, b = requests
+    # A page each; then the first takes the last page, so none is left for b.
+    assert letters(engine, requests, 2) == ["AB", "A"]
     assert list(engine.scheduler.waiting) == [b] and b.pages == [] and b.computed == 0
     assert len(b.output) == 1 and b.finish_reason is None  # its token stays
     assert engine.scheduler.preemptions == 1
-    check_pages(engine)
-    assert finish(engine, requests) == ["A"] * 3 + ["B"] * 4
+    assert letters(engine, requests) == ["A"] * 3 + ["B"] * 4
     # Twice 4, 4 times 1 for each, and the 4 of b again, or found where they were.
-    assert engine.positions + getattr(engine.scheduler, "shared", 0) == 8 + 8 + 4
+    assert engine.positions + engine.scheduler.shared == 8 + 8 + 4
 
 
 def test_not_the_oldest_even_if_it_is_the_largest(tiny):
@@ -119,12 +93,10 @@ def test_not_the_oldest_even_if_it_is_the_largest(tiny):
 
 def test_two_in_one_step_wait_in_their_order(tiny):
     engine, requests = make_greedy(tiny(), [2, 2, 2, 2], 4, num_pages=8, page_size=1)
-    assert len(engine.step()) == 4
     # All need a page. The first two have those of the fourth, and the third then has none but
     # its own to give.
-    assert [event.request for event in engine.step()] == requests[:2]
+    assert letters(engine, requests, 2) == ["ABCD", "AB"]
     assert list(engine.scheduler.waiting) == requests[2:] and engine.scheduler.preemptions == 2
-    check_pages(engine)
 
 
 def test_in_every_step_the_oldest_gets_a_token_and_nobody_overtakes(tiny):
@@ -135,7 +107,7 @@ def test_in_every_step_the_oldest_gets_a_token_and_nobody_overtakes(tiny):
         )
         while engine.busy:
             left = [request for request in requests if request.finish_reason is None]
-            got = [event.request for event in engine.step()]
+            got = [event.request for event in step(engine)]
             assert got == left[: len(got)] and got
             left = [request for request in requests if request.finish_reason is None]
             assert [*engine.scheduler.running, *engine.scheduler.waiting] == left
@@ -145,68 +117,62 @@ def test_in_every_step_the_oldest_gets_a_token_and_nobody_overtakes(tiny):
 def test_a_preempted_request_is_the_first_to_run_again(tiny):
     """It runs before one that came later, and one that would fit at once waits behind it."""
     engine, requests = make_greedy(tiny(), [4, 7, 1], 5, max_rows=2, num_pages=4, page_size=4)
-    engine.step()
-    engine.step()  # 4 + 1 positions, and 7 + 1: all four pages
     a, b, c = requests
+    letters(engine, requests, 2)  # 4 + 1 positions, and 7 + 1: all four pages
     assert list(engine.scheduler.running) == [a, b] and list(engine.scheduler.waiting) == [c]
-    assert [event.request for event in engine.step()] == [a]
+    assert letters(engine, requests, 1) == ["A"]
     assert list(engine.scheduler.waiting) == [b, c]
     # b needs three pages, and two are free. One of them would do for c.
     assert engine.scheduler.pool.available == 2
-    assert finish(engine, requests) == ["A", "A", "BC", "BC", "BC", "C", "C"]
+    assert letters(engine, requests) == ["A", "A", "BC", "BC", "BC", "C", "C"]
 
 
 def test_a_lone_request_never_preempts_itself(tiny):
     for page_size in (1, 2, 3, 5, 16):
-        engine, requests = make_greedy(
-            tiny(), [5], 60, num_pages=-(-16 // page_size), page_size=page_size
-        )
-        assert finish(engine, requests) == ["A"] * 60
+        pool = {"num_pages": -(-16 // page_size), "page_size": page_size}
+        engine, requests = make_greedy(tiny(), [5], 60, **pool)
+        assert letters(engine, requests) == ["A"] * 60
         assert engine.scheduler.preemptions == 0
 
 
 def test_the_smallest_pool_writes_all_texts_in_the_end(tiny):
     """Each step adds at least a token, though eight requests want what one of them needs."""
-    engine, requests = make_greedy(
-        tiny(), [1, 16, 3, 30, 8, 2, 11, 5], 20, num_pages=8, page_size=2
-    )
-    steps = finish(engine, requests)
+    lengths = [1, 16, 3, 30, 8, 2, 11, 5]
+    engine, requests = make_greedy(tiny(), lengths, 20, num_pages=8, page_size=2)
+    steps = letters(engine, requests)
     assert all(steps) and len("".join(steps)) == 8 * 20  # each token is in one event
-    assert all(
-        len(request.output) == 20 and request.finish_reason == "length" for request in requests
-    )
+    assert all(len(request.output) == 20 for request in requests)
+    assert {request.finish_reason for request in requests} == {"length"}
     assert engine.scheduler.preemptions > 3
-    check_pages(engine)
 
 
 def test_events_give_each_token_once(tiny):
     engine, requests = make_greedy(tiny(seed=3), [3, 5, 4], 9, num_pages=7, page_size=2)
     texts = {request: [] for request in requests}
-    while engine.busy:
-        for event in engine.step():
+    for events in finish(engine):
+        for event in events:
             texts[event.request] += event.tokens
     assert [texts[request] for request in requests] == [request.output for request in requests]
     assert engine.scheduler.preemptions > 0
 
 
-PENALTIES = [{"repetition_penalty": 1.6}, {"frequency_penalty": 1.5}, {"presence_penalty": 2.0}]
-
-
-@pytest.mark.parametrize("penalty", PENALTIES, ids=lambda penalty: next(iter(penalty)))
-def test_penalties_still_know_the_prompt_from_the_output(tiny, penalty):
+@pytest.mark.parametrize(
+    "field, value",
+    [("repetition_penalty", 1.6), ("frequency_penalty", 1.5), ("presence_penalty", 2.0)],
+)
+def test_penalties_still_know_the_prompt_from_the_output(tiny, field, value):
     """What was generated before a preemption is computed like a prompt, but it is none."""
     model = tiny(seed=31)
     prompts = [random_tokens(length, seed=length) for length in (6, 4, 5)]
-    params = request_params(3, max_new_tokens=11, **penalty)
-    texts = own_texts(model, prompts, params)
-    assert texts != own_texts(model, prompts, request_params(3, max_new_tokens=11))
+    params = request_params(3, max_new_tokens=11, **{field: value})
+    plain = request_params(3, max_new_tokens=11)
+    assert own_texts(model, prompts, params) != own_texts(model, prompts, plain)
     engine, requests = make_engine(model, prompts, params, num_pages=8, page_size=2)
     while not engine.scheduler.preemptions:
         engine.step()
-    (preempted, *_) = engine.scheduler.waiting
-    assert preempted.output
-    finish(engine, requests)
-    assert [request.output for request in requests] == texts
+    assert engine.scheduler.waiting[0].output
+    finish(engine)
+    check_texts(model, requests)
     assert [request.prompt_length for request in requests] == [6, 4, 5]
 
 
@@ -215,20 +181,17 @@ def test_a_hop_gives_pages_back(tiny):
     engine, requests = make_greedy(tiny(), [14], 12, num_pages=8, page_size=2)
     held = []
     while len(requests[0].output) < 11:
-        engine.step()
+        step(engine)
         held.append(len(requests[0].pages))
     # Lengths 14, 15, 16, which is cut at once; 9, 10, ...
     assert held == [7, 8, 0, 5, 5, 6, 6, 7, 7, 8, 0]
-    engine.step()
-    check_pages(engine)
 
 
 def test_pages_of_a_hop_let_another_one_run(tiny):
     engine, requests = make_greedy(tiny(), [14, 5], 12, num_pages=8, page_size=2)
-    steps = finish(engine, requests)
     # The second needs 3 pages; from the first one's hop on so many are free. Later both grow, and
     # it is preempted.
-    assert steps[:5] == ["A", "A", "A", "AB", "AB"]
+    assert letters(engine, requests)[:5] == ["A", "A", "A", "AB", "AB"]
     assert engine.scheduler.preemptions == 1
 
 
@@ -242,53 +205,38 @@ def test_an_aborted_request_leaves_no_page_behind(tiny, row):
     output = list(requests[row].output)
     engine.abort(requests[row])
     check_pages(engine)
-    finish(engine, requests)
-    check_pages(engine)
+    finish(engine)
     assert requests[row].output == output
     assert [len(request.output) for request in requests if request is not requests[row]] == [6, 6]
 
 
 def test_an_aborted_request_makes_room_for_a_preempted_one_at_once(tiny):
     engine, requests = make_greedy(tiny(), [4, 4], 5, num_pages=3, page_size=4)
-    engine.step()
-    engine.step()
+    letters(engine, requests, 2)
     engine.abort(requests[0])
-    assert finish(engine, requests) == ["B"] * 4
+    assert letters(engine, requests) == ["B"] * 4
 
 
-def test_a_pass_that_fails_ends_no_preempted_request(tiny, monkeypatch):
-    import engine.engine
-
+def test_a_pass_that_fails_ends_no_preempted_request(tiny):
     model = tiny()
-    engine_, requests = make_greedy(model, [4, 4], 5, num_pages=3, page_size=4)
-    engine_.step()
-
-    def full(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.engine, "last_logits", full)
-        (event,) = engine_.step()
+    engine, requests = make_greedy(model, [4, 4], 5, num_pages=3, page_size=4)
+    engine.step()
+    with failing(model, torch.OutOfMemoryError("CUDA out of memory")):
+        (event,) = step(engine)
     assert event.request is requests[0] and event.finish_reason == "error"
-    check_pages(engine_)
-    finish(engine_, requests)
-    prompts = [request.tokens[:4] for request in requests]
-    assert requests[1].output == own_texts(model, prompts, request_params(2, max_new_tokens=5))[1]
-    assert engine_.scheduler.preemptions == 1
+    finish(engine)
+    check_texts(model, requests)
+    assert len(requests[1].output) == 5 and engine.scheduler.preemptions == 1
 
 
 def test_still_refused_if_it_can_never_fit(tiny):
     from errors import UserError
 
-    with pytest.raises(
-        UserError, match="^a text of up to 10 positions needs 4 pages; there are 3 pages of 3$"
-    ):
-        make_greedy(tiny(), [4], 7, num_pages=3, page_size=3)
     make_greedy(tiny(), [4], 6, num_pages=3, page_size=3)
-    with pytest.raises(
-        UserError, match="^a text of up to 16 positions needs 6 pages; there are 5 pages of 3$"
-    ):
-        make_greedy(tiny(), [1], 100, num_pages=5, page_size=3)
+    for length, count, pages, needs in ((4, 7, 3, "10 positions needs 4"), (1, 100, 5, "16 .* 6")):
+        expected = f"^a text of up to {needs} pages; there are {pages} pages of 3$"
+        with pytest.raises(UserError, match=expected):
+            make_greedy(tiny(), [length], count, num_pages=pages, page_size=3)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +252,5 @@ def test_the_command_line_counts_preemptions_and_writes_the_same(cli, engine_cli
     for num_pages, preempted in ((10, True), (40, False)):  # of 4 positions
         code, text, err = engine_cli(*args, "--num-pages", num_pages, "--page-size", 4)
         assert code == 0 and text == out
-        assert [
-            int(count) > 0 for count in re.findall(r"positions computed.*, (\d+) preemptions", err)
-        ] == [preempted]
+        (count,) = re.findall(r"positions computed.*, (\d+) preemptions", err)
+        assert (int(count) > 0) == preempted

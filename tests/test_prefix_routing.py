@@ -7,7 +7,8 @@ import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from conftest import ROOT, make_greedy, random_tokens
+from conftest import ROOT, random_tokens
+from engines import make_greedy
 
 from sampling import SamplingParams
 

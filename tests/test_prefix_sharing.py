@@ -1,10 +1,9 @@
 """Texts that begin alike compute the full pages of their beginning once; no text changes."""
 
-from collections import Counter
-
 import pytest
-import torch
-from conftest import finish_checked, own_run, random_tokens
+from conftest import random_tokens
+from engines import check_pages, check_texts, failing, greedy, make_engine, poison, step
+from engines import finish as finish_engine
 
 BAD = 60  # a token that `poison` makes NaN, and that no text has by chance
 
@@ -14,40 +13,17 @@ def prompt_of(length, seed=0):
 
 
 def engine_of(model, page_size=4, **options):
-    from engine.engine import Engine
-
-    return Engine(model, page_size=page_size, **options)
+    return make_engine(model, [], [], page_size=page_size, **options)[0]
 
 
 def add(engine, prompt, max_new_tokens=1, salt="", **params):
-    from sampling import SamplingParams
-
-    return engine.add(prompt, SamplingParams(max_new_tokens, ignore_eos=True, **params), salt)
-
-
-def check_pages(engine, requests=()):
-    """A page counts its tables, those in none are free, and a digest names one page.
-
-    requests: those that may be over.
-    """
-    scheduler = engine.scheduler
-    pool = engine.scheduler.pool
-    tables = [request.pages for request in {*requests, *scheduler.running, *scheduler.waiting}]
-    counts = Counter(page for pages in tables for page in pages)
-    assert pool.holders == counts
-    assert sorted(pool.returned) == [page for page in range(pool.begun) if not counts[page]]
-    assert pool.available + len(counts) == pool.num_pages
-    assert all(len(set(pages)) == len(pages) for pages in tables)
-    assert {page: digest for digest, page in pool.published.items()} == pool.digest_of
-    assert len(pool.published) == len(pool.digest_of)
+    return engine.add(prompt, greedy(max_new_tokens, **params), salt)
 
 
 def finish(engine, requests):
-    """Step to the end, checking the pages: all are free then, and the texts are right."""
-    finish_checked(engine, lambda: check_pages(engine, requests))
-    assert [request.output for request in requests] == [
-        own_run(engine.model, request) for request in requests
-    ]
+    """Step to the end: the pages are right after each step, and the texts are."""
+    finish_engine(engine)
+    check_texts(engine.model, requests)
 
 
 def shared(engine, prompt, max_new_tokens=1, salt=""):
@@ -62,7 +38,7 @@ def shared(engine, prompt, max_new_tokens=1, salt=""):
 
 @pytest.fixture(scope="module")
 def model(build):
-    """One for many tests, so that `own_run` remembers its texts."""
+    """One for many tests, so that `alone` remembers its texts."""
     return build(seed=6)
 
 
@@ -71,10 +47,8 @@ def test_shared_or_not_the_texts_are_those_of_generate(model, page_size):
     """Not shared: each with a salt of its own. All texts have one beginning."""
     beginning = prompt_of(9, 9)
     counts = []
-    prompts = [beginning + prompt_of(length, length) for length in (0, 2, 5, 9)] + [
-        beginning[:4],
-        beginning[:7],
-    ]
+    prompts = [beginning + prompt_of(length, length) for length in (0, 2, 5, 9)]
+    prompts += [beginning[:4], beginning[:7]]
     for salts in (" " * 6, "abcdef"):
         engine = engine_of(model, page_size, max_rows=3)
         requests = [add(engine, prompt, 5, salt) for prompt, salt in zip(prompts, salts)]
@@ -126,16 +100,15 @@ def test_a_running_text_shares_and_may_leave_first(build):
     engine.step()
     second = add(engine, prompt_of(10), 4)
     third = add(engine, prompt_of(9) + [7, 7], 4)
-    engine.step()
-    check_pages(engine)
+    step(engine)
     assert second.pages[:2] == third.pages[:2] == first.pages[:2]
     assert len({second.pages[2], third.pages[2], first.pages[2]}) == 3
     assert (engine.positions, engine.scheduler.shared) == (10 + 1 + 2 + 3, 16)
     engine.abort(first)
-    check_pages(engine, [first])
+    check_pages(engine)
     engine.step()
     engine.abort(third)
-    check_pages(engine, [first, third])
+    check_pages(engine)
     finish(engine, [second])
 
 
@@ -143,8 +116,7 @@ def test_two_texts_of_one_step_do_not_share_what_is_not_computed_yet(build):
     engine = engine_of(build())
     first = add(engine, prompt_of(10), 6)
     second = add(engine, prompt_of(10), 3)
-    engine.step()
-    check_pages(engine)
+    step(engine)
     assert (engine.positions, engine.scheduler.shared) == (20, 0)
     # Computed twice, kept once.
     assert first.pages[:2] == second.pages[:2] and first.pages[2] != second.pages[2]
@@ -185,29 +157,9 @@ def test_ids_are_not_mixed_up():
     """As joined digits, bytes, remainders or Python's hash(), some of these would be the same."""
     from engine.pages import PagePool
 
-    ids = [
-        (1, 23),
-        (12, 3),
-        (23, 1),
-        (123, 0),
-        (0, 123),
-        (-1, 0),
-        (-2, 0),
-        (0, -1),
-        (1, 0),
-        (256, 0),
-        (0, 1),
-    ]
-    ids += [
-        (0, 256),
-        (65536, 0),
-        (0, 65536),
-        (2**32, 0),
-        (0, 2**32),
-        (2**32 - 1, 0),
-        (2**61 - 1, 0),
-        (2**63 - 1, 0),
-    ]
+    ids = [(1, 23), (12, 3), (23, 1), (123, 0), (0, 123), (-1, 0), (-2, 0), (0, -1), (1, 0)]
+    ids += [(0, 1), (256, 0), (0, 256), (65536, 0), (0, 65536), (2**32, 0), (0, 2**32)]
+    ids += [(2**32 - 1, 0), (2**61 - 1, 0), (2**63 - 1, 0)]
     ids += [(id, 7) for id in range(600)]
     pool = PagePool(len(ids), 2)
     pages = {}
@@ -258,8 +210,7 @@ def test_pages_that_are_found_do_not_count_as_free(tiny):
     prompt = prompt_of(5)
     assert shared(engine, prompt) == 0
     requests = [add(engine, [7], 2), add(engine, prompt[:4] + [7, 8, 9], 2)]
-    engine.step()
-    check_pages(engine)
+    step(engine)
     assert requests[1].pages == [] and engine.scheduler.shared == 0
     finish(engine, requests)
     assert engine.scheduler.shared == 4 and engine.scheduler.preemptions == 0
@@ -297,10 +248,10 @@ def test_texts_of_one_beginning_in_a_pool_that_is_too_small_for_all(model, page_
     ]
     aborted = [add(engine, beginning + prompt_of(length, length), 8) for length in (0, 2, 4)]
     for request in aborted:
-        engine.step()
-        engine.step()
+        step(engine)
+        step(engine)
         engine.abort(request)
-        check_pages(engine, aborted)
+        check_pages(engine)
     finish(engine, requests)
     assert engine.scheduler.preemptions and engine.scheduler.shared
 
@@ -331,31 +282,13 @@ def test_a_window_that_hopped_begins_with_another_page(build):
     assert engine.scheduler.shared == 12 + 12 + 12
 
 
-class Interrupted:
-    """While it is entered, a pass ends with this error when all of it is written."""
-
-    def __init__(self, model, error):
-        self.model = model
-        self.error = error
-
-    def __enter__(self):
-        self.hook = self.model.lm_head.register_forward_pre_hook(self.raise_error)
-
-    def __exit__(self, *_):
-        self.hook.remove()
-
-    def raise_error(self, module, args):
-        raise self.error
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("go_on", [True, False])
 def test_a_pass_that_did_not_end_publishes_nothing(build, error, go_on):
     engine = engine_of(build())
     request = add(engine, prompt_of(10), 4)
-    with Interrupted(engine.model, error), pytest.raises(error):
-        engine.step()
-    check_pages(engine)
+    with failing(engine.model, error), pytest.raises(error):
+        step(engine)
     assert not engine.scheduler.pool.published
     if go_on:
         finish(engine, [request])
@@ -368,74 +301,51 @@ def test_a_pass_that_did_not_end_publishes_nothing(build, error, go_on):
 def test_a_pass_without_memory_publishes_nothing(build):
     engine = engine_of(build())
     assert shared(engine, prompt_of(6)) == 0
-    requests = [add(engine, prompt_of(10)), add(engine, prompt_of(10, 1))]
-    with Interrupted(engine.model, RuntimeError("out of memory")):
-        assert [event.finish_reason for event in engine.step()] == ["error"] * 2
-    check_pages(engine, requests)
+    for seed in (0, 1):
+        add(engine, prompt_of(10, seed))
+    with failing(engine.model, RuntimeError("out of memory")):
+        assert [event.finish_reason for event in step(engine)] == ["error"] * 2
     assert shared(engine, prompt_of(10)) == 4  # what was published before still is, and still right
     assert shared(engine, prompt_of(10, 1)) == 0
 
 
-def poison(model):
-    """Make the embedding of BAD not a number. Not its weights: they may be those of the head."""
-    embedding = model.layer("embedding")
-    embedding.register_forward_hook(
-        lambda module, args, x: x.masked_fill((args[0] == BAD)[..., None], torch.nan)
-    )
-    return model
-
-
 def test_a_text_that_failed_publishes_nothing_of_that_pass(build):
     """Its first page was computed, and is lost; the other text of that pass publishes its own."""
-    engine = engine_of(poison(build()))
-    broken = add(engine, prompt_of(8) + [BAD])
-    other = add(engine, prompt_of(9, 1))
-    assert [bool(event.error) for event in engine.step()] == [True, False]
-    check_pages(engine, [broken, other])
+    engine = engine_of(poison(build(), BAD))
+    add(engine, prompt_of(8) + [BAD])
+    add(engine, prompt_of(9, 1))
+    assert [bool(event.error) for event in step(engine)] == [True, False]
     assert shared(engine, prompt_of(9)) == 0
     assert shared(engine, prompt_of(9, 1)) == 8
 
 
 def test_a_text_that_failed_leaves_what_it_shared(build):
-    engine = engine_of(poison(build()))
+    engine = engine_of(poison(build(), BAD))
     running = add(engine, prompt_of(9), 6)
     engine.step()
-    broken = add(engine, prompt_of(8) + [BAD])
-    assert [bool(event.error) for event in engine.step()] == [False, True]
-    check_pages(engine, [broken])
+    add(engine, prompt_of(8) + [BAD])
+    assert [bool(event.error) for event in step(engine)] == [False, True]
     assert engine.scheduler.shared == 8
     finish(engine, [running])
     assert shared(engine, prompt_of(9)) == 8
 
 
-# Of 9, 8, 6, 5 and 1 tokens. As in the first are 7 of the second, 4 of the third, and all of the
-# fourth.
-PROMPTS = [
-    "Once upon a time there was a big dog",
-    "Once upon a time there was a cat",
-    "Once upon a time, Tom",
-    "Once upon a time there",
-    "Tom",
-]
-
-
 def test_the_command_line_counts_what_was_shared(cli, engine_cli, tiny_checkpoint):
-    args = ["--model", tiny_checkpoint, "--ignore-eos"]
-    for prompt in PROMPTS:
+    prompts = [  # of 9, 8, 6, 5 and 1 tokens
+        "Once upon a time there was a big dog",
+        "Once upon a time there was a cat",  # 7 are those of the first
+        "Once upon a time, Tom",  # 4
+        "Once upon a time there",  # all
+        "Tom",
+    ]
+    args = ["--model", tiny_checkpoint, "--ignore-eos", "--max-new-tokens", 1]
+    for prompt in prompts:
         args += ["--prompt", prompt]
-    code, out, err = engine_cli(*args, "--max-new-tokens", 1, "--page-size", 2, "--max-rows", 1)
-    assert (code, out) == (0, cli(*args, "--max-new-tokens", 1)[1])
-    assert "5 steps, 15 positions computed, 14 shared, 0 preemptions\n" in err
-
-
-def test_on_the_command_line_pages_of_a_whole_window_share_nothing(
-    cli, engine_cli, tiny_checkpoint
-):
-    args = ["--model", tiny_checkpoint, "--ignore-eos", "--max-new-tokens", 2]
-    args += ["--prompt", "Once upon a time"] * 3
-    code, out, err = engine_cli(*args, "--page-size", 64, "--max-rows", 1)
+    code, out, err = engine_cli(*args, "--page-size", 2, "--max-rows", 1)
     assert (code, out) == (0, cli(*args)[1])
-    assert "6 steps, 15 positions computed, 0 shared, 0 preemptions\n" in err
+    assert "5 steps, 15 positions computed, 14 shared, 0 preemptions\n" in err
+    code, out, err = engine_cli(*args, "--page-size", 64, "--max-rows", 1)
+    assert (code, out) == (0, cli(*args)[1]) and " 0 shared, " in err  # of a whole window each
 
 
 def test_pages_that_nobody_can_find_are_taken_first(tiny):
@@ -452,10 +362,9 @@ def test_of_two_equal_pages_one_is_kept_and_found(tiny):
     engine = engine_of(tiny(), num_pages=6)
     first = add(engine, prompt_of(9), 1)
     second = add(engine, prompt_of(9), 6)
-    engine.step()
+    step(engine)
     assert first.finish_reason == "length" and second.finish_reason is None
     assert engine.scheduler.pool.find(prompt_of(9), "") == second.pages[:2]
-    check_pages(engine)
 
 
 def test_a_salt_is_a_string(tiny):

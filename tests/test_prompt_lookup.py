@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens
+from engines import alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_speculative_decoding import alone, p_value, sequence_probs, tokens
+from test_speculative_decoding import p_value, sequence_probs, tokens
 
 from loading.load import save_model
 
@@ -103,7 +104,7 @@ def test_greedy_text_is_the_targets(tiny, gamma, stride, period, times, eos, pen
     target = tiny(seed=11, vocab_size=8, eos_token_id=eos)
     prompt = random_tokens(period, 8, 1) * times
     params = {"max_new_tokens": 30, **penalties}
-    expected = alone(target, prompt, stride, **params)
+    expected = alone(target, prompt, stride=stride, **params)
     assert tokens(passes(target, prompt, gamma, stride=stride, **params)) == expected
 
 

@@ -1,4 +1,4 @@
-"""Lesson 37: a row with a seed has the text of its own run."""
+"""A row with a seed has the text of its own run."""
 
 import itertools
 import math
@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens
+from draws import chi_square
+from engines import alone as own_text
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -28,10 +30,7 @@ def rows_of(model, prompts, params, **options) -> list[list[int]]:
 
 def alone(model, prompt, fields, **options) -> list[int]:
     """The text of a prompt in a run of its own, with one SamplingParams and no list."""
-    from infer import generate
-    from sampling import SamplingParams
-
-    return [token for (token,) in generate(model, [prompt], SamplingParams(**fields), **options)]
+    return own_text(model, prompt, **options, **fields)
 
 
 def sampled(probs, draws, **fields) -> torch.Tensor:
@@ -40,11 +39,6 @@ def sampled(probs, draws, **fields) -> torch.Tensor:
 
     params = SamplingParams(**{"temperature": 1.0} | fields)
     return sample(probs.log().expand(len(draws), -1), params, draws=draws)
-
-
-def chi_square(counts, probs) -> float:
-    expected = counts.sum() * probs
-    return ((counts - expected) ** 2 / expected).sum().item()
 
 
 # Each row
@@ -87,20 +81,12 @@ def test_a_row_has_the_text_of_its_own_run_whatever_its_mates(
     assert texts == [expected[row] for row in order]
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    {
-        "seed": 2,
-        "temperature": 3.0,
-        "top_k": 2,
-        "top_p": 0.3,
-        "presence_penalty": 2.0,
-        "frequency_penalty": 2.0,
-        "repetition_penalty": 3.0,
-        "max_new_tokens": 7,
-        "ignore_eos": False,
-    }.items(),
-)
+OTHER = {"seed": 2, "temperature": 3.0, "top_k": 2, "top_p": 0.3, "max_new_tokens": 7}
+OTHER |= {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 3.0}
+OTHER |= {"ignore_eos": False}
+
+
+@pytest.mark.parametrize("field, value", OTHER.items())
 def test_two_rows_that_differ_in_one_field_alone(tiny, field, value):
     base = {"max_new_tokens": 20, "seed": 1, "temperature": 1.0, "top_k": 30, "top_p": 0.95}
     base |= {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1}

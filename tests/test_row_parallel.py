@@ -1,20 +1,9 @@
-"""Products by rows: half as many meetings, and logits that differ by rounding."""
+"""Products by rows: half as many meetings, and logits that differ by rounding, if at all."""
 
 import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens
-from ranks import alone, logits_of, results, save_uneven, texts_of
-
-LLAMA = CHECKPOINTS / "stories-llama"
-GPT2 = CHECKPOINTS / "stories"
-
-
-def summed(size, *arguments, **options):
-    def action():
-        return logits_of(*arguments, "reduce", **options)
-
-    (logits, counts, _), *_ = results(size, action)
-    return torch.from_numpy(logits), counts
+from ranks import LLAMA, SAMPLES, alone, joined, results, save_uneven, texts_of
 
 
 @pytest.mark.parametrize("kind, size", [("tiny", 3), ("tiny_llama", 4)])
@@ -22,7 +11,7 @@ def test_logits_differ_by_rounding(request, tmp_path, kind, size):
     name = save_uneven(request.getfixturevalue(kind), tmp_path, kind)
     tokens = torch.tensor([random_tokens(23)])
     options = {"dtype": torch.float64, "native": False}
-    logits, (collectives, traffic) = summed(size, name, tokens, **options)
+    logits, (collectives, traffic), _ = joined(size, name, tokens, "reduce", **options)
     assert (logits - alone(name, tokens, **options)).abs().max() < 1e-11
     assert collectives == 2 * 2 + 2
     width = 160 if kind == "tiny" else 70
@@ -30,16 +19,37 @@ def test_logits_differ_by_rounding(request, tmp_path, kind, size):
     assert traffic == 5 * (2 * (size - 1) * 23 * width * 8 // size)
 
 
-def test_texts(engine_cli, tmp_path):
-    arguments = ["--model", LLAMA, "--prompt", "Lily", "--num-samples", 3, "--max-new-tokens", 9]
-    out = engine_cli(*arguments)[1]
-    arguments += ["--join", "reduce"]
-    found, err = texts_of(2, tmp_path, *arguments)
+@pytest.mark.parametrize(
+    "options, collectives",
+    [
+        (["--dtype", "float32"], 18),
+        # 8 layers of two sums, each with a maximum before; the embedding and the head.
+        (["--dtype", "int8", "--seed", 1, "--temperature", 0.8], 34),
+    ],
+)
+def test_texts(engine_cli, tmp_path, options, collectives):
+    arguments = [*SAMPLES, *options]
+    out = engine_cli(*arguments, "--backend", "torch" if "int8" in options else "auto")[1]
+    found, err = texts_of(2, tmp_path, *arguments, "--join", "reduce")
     assert found == out
-    assert "2 ranks: 18 collectives a step, " in err
+    assert f"2 ranks: {collectives} collectives a step, " in err
 
 
-@pytest.mark.parametrize("name", [LLAMA, GPT2])
+# int8: scales of all ranks and exact sums, so every bit is that of one process.
+
+
+@pytest.mark.parametrize(
+    "name, size, native",
+    [("stories-draft", 2, True), ("stories-llama", 3, False), ("stories-llama", 4, True)],
+)
+def test_int8_logits_are_those_of_one_process(compiled, name, size, native):
+    tokens = torch.tensor([random_tokens(40, 4096)])
+    options = {"dtype": torch.int8, "native": native}
+    logits, *_ = joined(size, CHECKPOINTS / name, tokens, "reduce", **options)
+    assert torch.equal(logits, alone(CHECKPOINTS / name, tokens, **options))
+
+
+@pytest.mark.parametrize("name", [LLAMA, CHECKPOINTS / "stories"])
 def test_torch_s_own_way_gives_the_same(compiled, name):
     tokens = torch.tensor([random_tokens(40, 4096)])
 
@@ -73,5 +83,26 @@ def test_torch_s_own_way_gives_the_same(compiled, name):
         dist.destroy_process_group()
         return logits
 
-    logits, _ = summed(2, name, tokens, dtype=torch.float64, native=False)
+    logits, *_ = joined(2, name, tokens, "reduce", dtype=torch.float64, native=False)
     assert (logits - torch.from_numpy(results(2, theirs)[0])).abs().max() < 1e-12
+
+
+def test_a_nan_of_any_rank_shows():
+    def largest():
+        from parallel.ranks import Ranks
+
+        with Ranks() as ranks:
+            x = torch.full((3, 1), 3.0)
+            x[ranks.rank] = torch.nan  # in another row on each rank
+            return ranks.maximum(x).flatten().tolist()
+
+    assert results(2, largest) == [[torch.inf, torch.inf, 3.0]] * 2
+
+
+def test_infinities_show():
+    from int8 import quantize
+
+    x = torch.tensor([[1.0, float("inf")], [2.0, 4.0]])
+    values, scale = quantize(x[:, :1], x.abs().amax(-1, keepdim=True))
+    assert scale.isinf().tolist() == [True, False]
+    assert values[1].tolist() == [64] and scale[1] == 4 / 127

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import alone, logits_of, results
+from ranks import alone, joined, results
 
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 24000, "block_size": 16}
 
@@ -57,11 +57,7 @@ def test_still_random_weights_are_those_of_one_process(monkeypatch):
     monkeypatch.setitem(load.PRESETS, "small", shape)
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
     options = {"dtype": torch.float64, "native": False}
-
-    def action():
-        return logits_of("random:small", tokens, "reduce", **options)
-
-    logits = torch.from_numpy(results(3, action)[0][0])
+    logits, *_ = joined(3, "random:small", tokens, "reduce", **options)
     assert (logits - alone("random:small", tokens, **options)).abs().max() < 1e-12
 
 

@@ -5,16 +5,12 @@ import math
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, random_tokens, run_rows
+from conftest import CHECKPOINTS, random_tokens
+from engines import alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loading.load import load_model
-
-
-def alone(target, prompt, stride=None, **params):
-    """The target's own tokens."""
-    return run_rows(target, [prompt], options={"stride": stride}, **params)[0]
 
 
 def passes(target, draft, prompt, gamma=3, generator=None, stride=None, **params):
@@ -70,7 +66,7 @@ def test_greedy_text_is_the_targets(tiny, gamma, stride, length, eos, window, pe
     draft = tiny(seed=6, n_layer=1, block_size=window, eos_token_id=eos)
     prompt = random_tokens(length, seed=length)
     params = {"max_new_tokens": 30, **penalties}
-    expected = alone(target, prompt, stride, **params)
+    expected = alone(target, prompt, stride=stride, **params)
     assert tokens(passes(target, draft, prompt, gamma, stride=stride, **params)) == expected
 
 

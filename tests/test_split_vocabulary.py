@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, random_tokens
-from ranks import alone, logits_of, results, texts_of
-
-LLAMA = CHECKPOINTS / "stories-llama"
+from conftest import random_tokens
+from ranks import LLAMA, alone, logits_of, results, texts_of
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -127,30 +127,18 @@ def tokenizer_json(merges: list, special: tuple[str, ...] = (EOT,)) -> dict:
     """A small byte-level BPE in the form of the tokenizers library."""
     tokens = [*byte_of_character(), *(a + b for a, b in merges), *special]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    flags = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
     return {
         "version": "1.0",
-        "added_tokens": [{"id": vocabulary[token], "content": token} | flags for token in special],
+        "added_tokens": [
+            {"id": vocabulary[token], "content": token, "special": True} | flags
+            for token in special
+        ],
         "normalizer": None,
-        "pre_tokenizer": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
+        "pre_tokenizer": level | {"add_prefix_space": False},
         "post_processor": None,
-        "decoder": {
-            "type": "ByteLevel",
-            "add_prefix_space": True,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
+        "decoder": level | {"add_prefix_space": True},
         "model": {
             "type": "BPE",
             "vocab": {token: i for token, i in vocabulary.items() if token not in special},
@@ -179,6 +167,17 @@ def same_ids(encoding, raw, texts) -> None:
     theirs = Tokenizer.from_str(json.dumps(raw))
     for text in texts:
         assert encoding.encode(text, allowed_special="all") == theirs.encode(text).ids
+
+
+def check_refused(words: str, load, *args) -> None:
+    """Loading is refused with these words, in one short line that names the file."""
+    with pytest.raises(UserError) as error:
+        load(*args)
+    message = str(error.value)
+    assert words in message
+    assert "tokenizer.json" in message
+    assert "\n" not in message
+    assert len(message) < 400
 
 
 def with_changes(**changes) -> dict:
@@ -273,76 +272,69 @@ def with_a_blank_in_a_token() -> dict:
     )
 
 
+OTHER_VALUES = {
+    "normalizer": {"type": "Lowercase"},
+    "model__type": "Unigram",
+    "model__dropout": 0.1,
+    "model__end_of_word_suffix": "</w>",
+    "model__continuing_subword_prefix": "##",
+    "pre_tokenizer__type": "Whitespace",
+    "pre_tokenizer__add_prefix_space": True,
+    "pre_tokenizer__use_regex": False,
+    "decoder__type": "WordPiece",
+    "post_processor__type": "BertProcessing",
+}
+
+
+@pytest.mark.parametrize("key, value", OTHER_VALUES.items())
+def test_a_value_that_would_give_other_ids_is_refused_by_name(load, key, value):
+    raw = copy.deepcopy(SMALL) | {"post_processor": {"type": "ByteLevel"}}
+    owner, _, inner = key.rpartition("__")
+    (raw[owner] if owner else raw)[inner] = value
+    check_refused(f"{key.replace('__', '.')} is {value!r}", load, raw)
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_a_flag_of_an_added_token_is_refused_by_name(load, flag):
+    words = f"added token '<|endoftext|>': {flag} is True; supported is False"
+    check_refused(words, load, added(**{flag: True}))
+
+
+FOREIGN = "not a Hugging Face tokenizer"
+
+
 @pytest.mark.parametrize(
     "raw, words",
     [
-        (
-            with_changes(normalizer={"type": "Lowercase"}),
-            "normalizer is {'type': 'Lowercase'}; supported is None",
-        ),
-        (with_changes(model__type="Unigram"), "model.type is 'Unigram'; supported is 'BPE'"),
         (with_changes(model=None), "model.type is None; supported is 'BPE'"),
-        (with_changes(model__dropout=0.1), "model.dropout is 0.1"),
-        (with_changes(model__end_of_word_suffix="</w>"), "model.end_of_word_suffix is '</w>'"),
-        (
-            with_changes(model__continuing_subword_prefix="##"),
-            "model.continuing_subword_prefix is '##'",
-        ),
-        (with_changes(pre_tokenizer__type="Whitespace"), "pre_tokenizer.type is 'Whitespace'"),
-        (
-            with_changes(pre_tokenizer__add_prefix_space=True),
-            "pre_tokenizer.add_prefix_space is True",
-        ),
-        (with_changes(pre_tokenizer__use_regex=False), "pre_tokenizer.use_regex is False"),
         (with_changes(pre_tokenizer=None), "pre_tokenizer.type is None"),
-        (with_changes(decoder={"type": "WordPiece"}), "decoder.type is 'WordPiece'"),
-        (
-            with_changes(post_processor={"type": "BertProcessing"}),
-            "post_processor.type is 'BertProcessing'",
-        ),
-        (
-            with_changes(post_processor=TEMPLATE | {"single": [ADDS_EOT, TEXT_A]}),
-            "post_processor.single",
-        ),
-        (
-            with_changes(post_processor=TEMPLATE | {"single": [TEXT_A, ADDS_EOT]}),
-            "post_processor.single",
-        ),
+        *[
+            (with_changes(post_processor=TEMPLATE | {"single": single}), "post_processor.single")
+            for single in ([ADDS_EOT, TEXT_A], [TEXT_A, ADDS_EOT])
+        ],
         # added tokens
-        (added(lstrip=True), "added token '<|endoftext|>': lstrip is True; supported is False"),
-        (added(rstrip=True), "added token '<|endoftext|>': rstrip is True; supported is False"),
-        (
-            added(single_word=True),
-            "added token '<|endoftext|>': single_word is True; supported is False",
-        ),
         (added(content=""), "added token '' is empty"),
         (added(content=7), "added token 7 is empty, no text"),
-        (
-            tokenizer_json(MERGES, ("<a>", "<a>b")),
-            "added token '<a>b' begins with another one, '<a>'",
-        ),
+        (tokenizer_json(MERGES, ("<a>", "<a>b")), "'<a>b' begins with another one, '<a>'"),
         (first_normalized("<a>b", "a>b<"), "added token '<a>b' is normalized and overlaps 'a>b<'"),
         (first_normalized("<<a>>", "<a>"), "added token '<<a>>' is normalized and overlaps '<a>'"),
         (with_changes(added_tokens=[THE_END, THE_END | {"id": 263}]), "is there twice"),
         (added(content="\ud800"), "added token '\\ud800' is empty, no text"),
-        (
-            with_two_added((263, 262), {"<a>": 262, "<b>": 263}),
-            "added token '<a>' is empty, no text, or has another id in the vocabulary",
-        ),
-        (with_changes(added_tokens=[EOT]), "not a Hugging Face tokenizer"),
-        (with_changes(added_tokens=7), "not a Hugging Face tokenizer"),
-        (added(content=[1]), "not a Hugging Face tokenizer"),
+        (with_two_added((263, 262), {"<a>": 262, "<b>": 263}), "or has another id in the voc"),
+        (with_changes(added_tokens=[EOT]), FOREIGN),
+        (with_changes(added_tokens=7), FOREIGN),
+        (added(content=[1]), FOREIGN),
         # ids
         *[(renumbered(number), IDS) for number in ("261", None, -1, 260, 262, 263, 10**30, 261.0)],
         *[(renumbered(number), IDS) for number in (True, [261])],
         *[(added(id=number), IDS) for number in ("262", None, -1, 261, 263, 10**30, 262.0, [262])],
         # the vocabulary and its merges
-        (with_changes(model__vocab=None), "not a Hugging Face tokenizer"),
-        (with_changes(model__vocab=["a"]), "not a Hugging Face tokenizer"),
-        (with_changes(model__merges=None), "not a Hugging Face tokenizer"),
-        (with_changes(model__merges=[["h", "e", "l"]]), "not a Hugging Face tokenizer"),
-        (with_changes(model__merges=["h e l"]), "not a Hugging Face tokenizer"),
-        (with_changes(model__merges=[["h", 1]]), "not a Hugging Face tokenizer"),
+        (with_changes(model__vocab=None), FOREIGN),
+        (with_changes(model__vocab=["a"]), FOREIGN),
+        (with_changes(model__merges=None), FOREIGN),
+        (with_changes(model__merges=[["h", "e", "l"]]), FOREIGN),
+        (with_changes(model__merges=["h e l"]), FOREIGN),
+        (with_changes(model__merges=[["h", 1]]), FOREIGN),
         (with_changes(model__merges=MERGES[:-1]), ORDER),
         (with_changes(model__merges=[]), ORDER),
         (with_changes(model__merges=MERGES[1:]), ORDER),
@@ -357,20 +349,11 @@ def with_a_blank_in_a_token() -> dict:
         (with_two_added((263, 262), {}), "the ids are not"),
         (tokenizer_json(LATE), ORDER),
         (tokenizer_json([("a", "a"), ("a", "aa")]), ORDER),  # the library makes "aa", "a" of three
-        (
-            with_a_blank_in_a_token(),
-            "the first tokens of the vocabulary are not the 256 bytes",
-        ),
+        (with_a_blank_in_a_token(), "first tokens of the vocabulary are not the 256 bytes"),
     ],
 )
 def test_what_would_give_other_ids_is_refused_by_name(load, raw, words):
-    with pytest.raises(UserError) as error:
-        load(raw)
-    message = str(error.value)
-    assert words in message
-    assert "tokenizer.json" in message
-    assert "\n" not in message
-    assert len(message) < 400
+    check_refused(words, load, raw)
 
 
 def test_what_is_no_tokenizer_is_named(load, tmp_path):

@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 from conftest import run_rows
+from draws import seeded
 
 
 @pytest.fixture
@@ -14,10 +15,6 @@ def module():
     import sampling
 
     return sampling
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def assert_same(module, logits, p, seed=0):

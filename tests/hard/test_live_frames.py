@@ -4,7 +4,8 @@ import asyncio
 import time
 
 from conftest import random_tokens
-from drafting import knowing, own_run
+from drafting import knowing
+from engines import alone
 from test_live import PROMPT, listen, live_of, post, rows_of, until_over, watch
 
 from engine.engine import Engine
@@ -19,7 +20,7 @@ def in_loop(door, work):
 
 def test_accepted_drafts_after_the_end_are_none_of_the_text(start, tiny):
     """All of the four drafts are right, and the second of them is EOS."""
-    text = own_run(tiny(), PROMPT, SamplingParams(9, ignore_eos=True))
+    text = alone(tiny(), PROMPT, SamplingParams(9, ignore_eos=True))
     drafter = knowing(tiny())
     eos = text[2]
     assert eos not in text[:2]

@@ -1,18 +1,26 @@
 """Random histories of an engine: requests are added, steps are taken, requests are aborted.
 
 Each text must be that of `generate` alone. Some dozens of histories run; for more:
-HISTORIES=2000 pytest tests/test_engine.py
+HISTORIES=2000 pytest tests/hard/test_histories.py
 """
 
+import copy
 import functools
 import os
 from dataclasses import dataclass, field
 
 import hypothesis
+import pytest
 import torch
-from conftest import run_rows
+from engines import alone, check_pages, check_passes, step
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 BLOCK_SIZE = 12
 VALUES = {
@@ -112,18 +120,7 @@ class Histories(RuleBasedStateMachine):
         self.base = base
         self.prefix = data.draw(st.lists(TOKENS, max_size=10))
         self.entries = []
-        arrange = self.engine.cache.arrange
-
-        def checked(spans):
-            result = arrange(spans)
-            storage = self.engine.cache.storage
-            written = list(zip(*(index.tolist() for index in self.engine.cache.written)))
-            assert len(set(written)) == len(written)
-            for index, offset in written:
-                assert 0 <= index < storage.shape[2] and 0 <= offset < storage.shape[4]
-            return result
-
-        self.engine.cache.arrange = checked
+        check_passes(self.engine.cache, BLOCK_SIZE)
 
     @rule(
         prompt=PROMPTS,
@@ -146,39 +143,19 @@ class Histories(RuleBasedStateMachine):
     def step(self):
         entries = {entry.request: entry for entry in self.entries}
         before = {request: request.text for request in entries}
-        for event in self.engine.step():
+        for event in step(self.engine):
             assert event.error is None
-            assert event.finish_reason == event.request.finish_reason
             entries[event.request].tokens.extend(event.tokens)
+        assert len(self.engine.scheduler.running) <= self.max_rows
         for request, text in before.items():
             assert request.text.startswith(text)
-        self.check()
 
     @precondition(lambda self: any(not entry.request.finish_reason for entry in self.entries))
     @rule(data=st.data())
     def abort(self, data):
         requests = [entry.request for entry in self.entries if not entry.request.finish_reason]
         self.engine.abort(data.draw(st.sampled_from(requests)))
-        self.check()
-
-    def check(self):
-        """What must hold after each step."""
-        scheduler = self.engine.scheduler
-        assert len(scheduler.running) <= self.max_rows
-        pool = scheduler.pool
-        held = [page for request in scheduler.running for page in request.pages]
-        # Each page once: free, or of a running request.
-        assert sorted([*set(held), *pool.returned]) == list(range(pool.begun))
-        assert pool.available + len(set(held)) == pool.num_pages
-        assert pool.holders == {page: held.count(page) for page in held}
-        assert pool.digest_of == {page: digest for digest, page in pool.published.items()}
-        assert len(pool.digest_of) == len(pool.published)
-        for request in scheduler.running:
-            assert len(set(request.pages)) == len(request.pages)
-        for request in scheduler.running:  # a page too many at most, and never one too few
-            assert request.computed <= len(request.pages) * pool.page_size
-            assert len(request.pages) <= pool.count(len(request.window))
-        assert not any(request.pages or request.computed for request in scheduler.waiting)
+        check_pages(self.engine)
 
     def logits(self, window: list[int]) -> torch.Tensor:
         """What follows a window, from a whole pass over it."""
@@ -210,8 +187,7 @@ class Histories(RuleBasedStateMachine):
             request = entry.request
             aborted = request.finish_reason == "abort"
             params = {name: entry.params[name] for name in VALUES}
-            options = {"stride": self.stride}
-            (expected,) = run_rows(self.model, [entry.prompt], options=options, **params)
+            expected = alone(self.model, entry.prompt, stride=self.stride, **params)
             expected, text = cut(expected, entry.params["stop"], not params["ignore_eos"])
             assert entry.tokens == request.output
             assert request.output == (expected[: len(request.output)] if aborted else expected)
@@ -224,3 +200,37 @@ TestHistories = Histories.TestCase
 TestHistories.settings = hypothesis.settings(
     max_examples=int(os.environ.get("HISTORIES", 24)), stateful_step_count=30
 )
+
+
+@functools.cache
+def native_model(int8: bool, architecture: str, *shape):
+    """The same random models in C, in float32 or int8."""
+    from int8 import to_int8
+    from native import use_native
+
+    made = copy.deepcopy(model(architecture, *shape)).float()
+    if int8:
+        to_int8(made)
+    use_native(made)
+    return made
+
+
+class NativeHistories(Histories):
+    make = staticmethod(functools.partial(native_model, False))
+
+    def logits(self, window):
+        from cache import KVCache
+        from infer import next_logits
+
+        return next_logits(self.model, [window], KVCache(self.model, 1))[0, 0]
+
+
+class Int8Histories(NativeHistories):
+    make = staticmethod(functools.partial(native_model, True))
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("histories", [NativeHistories, Int8Histories])
+def test_any_history_in_c(histories):
+    """Bit for bit: the texts are those of native runs."""
+    run_state_machine_as_test(histories, settings=TestHistories.settings)

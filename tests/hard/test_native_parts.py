@@ -1,22 +1,12 @@
-"""The parts of a native pass, each alone, and what is checked before C reads a model's weights."""
+"""The parts of a native pass, each alone."""
 
 import ctypes
 
 import pytest
 import torch
-from test_native_int8 import TARGETS
-
-from int8 import to_int8
+from conftest import TARGETS
 
 pytestmark = pytest.mark.usefixtures("compiled")
-
-
-@pytest.fixture(params=TARGETS, ids=str)
-def library(request):
-    """The code compiled for that processor."""
-    from native import build
-
-    return build.load(request.param)
 
 
 def call(function, *arguments) -> None:
@@ -109,60 +99,3 @@ def test_these_parts_have_the_same_bits_on_every_processor():
         call(library.gelu, 52, y, wide)
         results.append(torch.stack([y, wide]))
     assert all(torch.equal(each, results[0]) for each in results)
-
-
-def layers(model) -> dict:
-    """Names, and the modules that hold what C reads."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.int8])
-@pytest.mark.parametrize("where", ["wte", "wpe", "h.1.attn.c_proj", "h.1.mlp.c_fc", "ln_f"])
-@pytest.mark.parametrize("change", ["longer", "shorter", "wider", "other dtype", "other strides"])
-def test_weights_of_another_form_are_refused(tiny, kind, where, change):
-    from native.structs import model_struct
-
-    model = tiny(dtype=torch.float32)
-    if kind == torch.int8:
-        to_int8(model)
-    model_struct(model)
-    module = layers(model)[where]
-    weight = module.weight.detach()
-    wider = torch.cat([weight, weight], dim=-1)
-    changed = {
-        "longer": torch.cat([weight, weight]),
-        "shorter": weight[:-1].clone(),
-        "wider": wider,
-        "other dtype": weight.to(torch.float64),
-        "other strides": wider[..., ::2],
-    }[change]
-    if isinstance(module.weight, torch.nn.Parameter):
-        module.weight.data = changed
-    else:
-        module.weight = changed
-    with pytest.raises(ValueError, match="native code reads contiguous torch"):
-        model_struct(model)
-
-
-@pytest.mark.parametrize("where", ["lm_head", "h.1.mlp.c_fc", "h.1.attn.c_attn", "h.1.mlp.c_proj"])
-def test_a_layer_of_another_width_is_refused(tiny, where):
-    """Also in a later layer than the first, and with all its tensors in step."""
-    from native.structs import model_struct
-
-    model = tiny(dtype=torch.float32)
-    parent, _, name = where.rpartition(".")
-    old = layers(model)[where]
-    new = torch.nn.Linear(old.in_features, old.out_features + 16, bias=old.bias is not None)
-    setattr(model.get_submodule(parent), name, new)
-    with pytest.raises(ValueError, match="native code reads contiguous torch"):
-        model_struct(model)
-
-
-def test_another_architecture_is_refused(tiny):
-    """One that computes something else, though it may have the same layers."""
-    from native.structs import model_struct
-
-    model = tiny(dtype=torch.float32)
-    model.__class__ = type("Mamba", (type(model),), {})
-    with pytest.raises(ValueError, match="native code computes GPT.*; this is Mamba"):
-        model_struct(model)

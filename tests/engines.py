@@ -1,0 +1,193 @@
+"""Engines for tests: how they are run, the texts that they must write, and their pages."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+
+from conftest import random_tokens
+
+from sampling import SamplingParams
+
+
+def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
+    """The tokens that `generate` writes for one prompt, which every engine must write.
+
+    fields: those of the params, if none are given.
+    """
+    params = SamplingParams(**fields) if params is None else params
+    if params.stop or params.logprobs is not None:  # for an engine alone
+        params = dataclasses.replace(params, stop=(), logprobs=None)
+    return list(remembered(model, tuple(prompt), params, stride))
+
+
+@functools.lru_cache(4000)
+def remembered(model, prompt: tuple, params, stride) -> list[int]:
+    from infer import generate
+
+    return [token for (token,) in generate(model, [list(prompt)], params, stride=stride)]
+
+
+def own_texts(model, prompts, params, stride=None) -> list[list[int]]:
+    """`alone` for each prompt. params: for all of them, or one for each."""
+    from sampling import params_of_each
+
+    each = params_of_each(params, len(prompts))
+    return [alone(model, *pair, stride) for pair in zip(prompts, each, strict=True)]
+
+
+def check_texts(model, requests, stride=None) -> None:
+    """Requests have the texts of their own runs; one that ended early has a beginning of it."""
+    for request in requests:
+        text = alone(model, request.tokens[: request.prompt_length], request.params, stride)
+        early = request.finish_reason in ("abort", "error")
+        assert request.output == (text[: len(request.output)] if early else text)
+
+
+def greedy(count: int, **fields) -> SamplingParams:
+    return SamplingParams(count, ignore_eos=True, **fields)
+
+
+def request_params(count: int, **fields) -> list[SamplingParams]:
+    """Parameters for so many requests, each with a seed of its own."""
+    return [SamplingParams(ignore_eos=True, seed=100 + row, **fields) for row in range(count)]
+
+
+def make_engine(model, prompts, params, **options) -> tuple:
+    """An engine that checks each pass, and its requests. params: for all, or one for each.
+
+    Its attribute `passes` has how many tokens each span of each pass had.
+    """
+    from engine.engine import Engine
+    from sampling import params_of_each
+
+    engine = Engine(model, **options)
+    engine.passes = check_passes(engine.cache, model.config.block_size)
+    each = params_of_each(params, len(prompts))
+    return engine, [engine.add(*pair) for pair in zip(prompts, each, strict=True)]
+
+
+def make_greedy(model, lengths, max_new_tokens: int, **options) -> tuple:
+    """An engine with greedy requests for random prompts of these lengths."""
+    prompts = [random_tokens(length, seed=row) for row, length in enumerate(lengths)]
+    params = request_params(len(prompts), max_new_tokens=max_new_tokens)
+    return make_engine(model, prompts, params, **options)
+
+
+def check_passes(cache, block_size: int = 16) -> list[list[int]]:
+    """From now on, check that passes stay in the pages of their texts and write no place twice.
+
+    Returns a list to which each pass adds one: how many tokens each of its spans has.
+    """
+    arrange = cache.arrange
+    num_pages, _, page_size = cache.storage.shape[2:5]
+    passes = []
+
+    def checked(spans):
+        slots = []
+        for span in spans:
+            end = span.start + len(span.tokens)
+            assert 0 <= span.start < end <= min(block_size, len(span.pages) * page_size)
+            assert all(0 <= page < num_pages for page in span.pages)
+            for position in range(span.start, end):
+                slots.append((span.pages[position // page_size], position % page_size))
+        assert len(set(slots)) == len(slots)
+        passes.append([len(span.tokens) for span in spans])
+        return arrange(spans)
+
+    cache.arrange = checked
+    return passes
+
+
+def check_pages(engine) -> None:
+    """Each page is free or counts its holders, and no text holds a page too many or too few."""
+    scheduler = engine.scheduler
+    pool = scheduler.pool
+    held = collections.Counter(page for request in scheduler.running for page in request.pages)
+    assert pool.holders == held
+    assert sorted([*held, *pool.returned]) == list(range(pool.begun))
+    assert pool.available + len(held) == pool.num_pages
+    assert pool.digest_of == {page: digest for digest, page in pool.published.items()}
+    assert len(pool.digest_of) == len(pool.published)
+    for request in scheduler.running:
+        assert len(set(request.pages)) == len(request.pages)
+        assert pool.count(request.computed) <= len(request.pages) <= pool.count(request.length)
+    assert not any(request.pages or request.computed for request in scheduler.waiting)
+
+
+def step(engine) -> list:
+    """The events of one step, after which all pages are where they belong."""
+    events = engine.step()
+    for event in events:
+        assert event.finish_reason == event.request.finish_reason
+        assert event.request.pages == [] or not event.finish_reason
+    check_pages(engine)
+    return events
+
+
+def finish(engine) -> list[list]:
+    """The events of all steps that are left; all pages are free then."""
+    steps = []
+    while engine.busy:
+        steps.append(step(engine))
+        assert len(steps) < 2000, "requests that never end"
+    assert engine.scheduler.pool.available == engine.scheduler.pool.num_pages
+    return steps
+
+
+def events_of(engine) -> list:
+    """All events of all steps that are left."""
+    return [event for events in finish(engine) for event in events]
+
+
+def outputs_of(engine, prompts, params) -> list[list[int]]:
+    """What an engine writes for these prompts. params: for all of them, or one for each."""
+    from sampling import params_of_each
+
+    requests = [engine.add(*pair) for pair in zip(prompts, params_of_each(params, len(prompts)))]
+    assert not any(event.error for event in events_of(engine))
+    return [request.output for request in requests]
+
+
+def lettered(engine, requests, count=2000) -> list[tuple[int, str]]:
+    """So many steps, at most: positions computed, and the letters of those who get a token.
+
+    A stands for the first of the requests.
+    """
+    steps = []
+    while engine.busy and len(steps) < count:
+        before = engine.positions
+        got = "".join("ABCDEFGH"[requests.index(event.request)] for event in step(engine))
+        steps.append((engine.positions - before, got))
+    return steps
+
+
+def letters(engine, requests, count=2000) -> list[str]:
+    """The letters of so many steps."""
+    return [got for _, got in lettered(engine, requests, count)]
+
+
+@contextlib.contextmanager
+def failing(model, error=None):
+    """Each pass fails when its keys and values are written; with no error its logits are NaN."""
+
+    def fail(module, args, out):
+        if error is not None:
+            raise error
+        return out * float("nan")
+
+    hook = model.lm_head.register_forward_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def poison(model, token: int):
+    """From now on, whatever sees this token is NaN; not its weights, which the head may share."""
+
+    def spoil(module, args, out):
+        return out.masked_fill((args[0] == token)[..., None], float("nan"))
+
+    model.layer("embedding").register_forward_hook(spoil)
+    return model

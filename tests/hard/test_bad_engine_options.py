@@ -1,0 +1,75 @@
+"""What an engine refuses: in Python with a UserError, on the command line with one line."""
+
+import pytest
+
+from engine.engine import Engine
+from errors import UserError
+
+NO_COUNTS = {
+    "max_rows": (0, -1, True, 1.0, "2", None),
+    "num_pages": (0, -3, 1.5, True, "4"),
+    "page_size": (0, -3, 1.5, True, "4"),
+    "budget": (0, -1, True, 2.5, "8"),
+}
+REFUSED = [(name, value, "an integer >= 1") for name in NO_COUNTS for value in NO_COUNTS[name]]
+REFUSED += [("gamma", value, "an integer from 1 to 16") for value in (-1, 0, 17, 2.5, True, "3")]
+REFUSED += [("gamma", None, "an integer from 1 to 16")]
+REFUSED += [("stride", value, "an integer from 1 to block_size = 16") for value in (0, 17, -1)]
+
+
+@pytest.mark.parametrize("name, value, allowed", REFUSED)
+def test_a_value_out_of_range(tiny, name, value, allowed):
+    with pytest.raises(UserError) as error:
+        Engine(tiny(), **{name: value})
+    assert str(error.value) == f"{name} is {value!r}; it must be {allowed}"
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_rows": 10**13}, {"num_pages": 10**20}, {"page_size": 10**20}]
+)
+def test_more_than_memory(tiny, options):
+    """Also where a size takes more than 64 bits."""
+    with pytest.raises(UserError, match="positions do not fit in memory: "):
+        Engine(tiny(), **options)
+
+
+LINES = [
+    ("--num-beams 2 --no-cache", "unrecognized arguments: --num-beams 2 --no-cache"),
+    ("--stride 65", "stride is 65; it must be an integer from 1 to block_size = 64"),
+    ("--max-rows 0", "max_rows is 0; it must be an integer >= 1"),
+    ("--max-rows x", "argument --max-rows: invalid int value: 'x'"),
+    (f"--max-rows {10**13}", "do not fit in memory"),
+    ("--page-size 0", "page_size is 0; it must be an integer >= 1"),
+    ("--page-size -4", "page_size is -4; it must be an integer >= 1"),
+    ("--page-size 1.5", "argument --page-size: invalid int value: '1.5'"),
+    (f"--page-size {10**12}", f"32 pages of {10**12} positions do not fit in memory"),
+    ("--num-pages 0", "num_pages is 0; it must be an integer >= 1"),
+    ("--num-pages many", "argument --num-pages: invalid int value: 'many'"),
+    ("--num-pages 2 --page-size 4", " pages; there are 2 pages of 4"),
+    (f"--num-pages {10**12}", f"{10**12} pages of 16 positions do not fit in memory"),
+    ("--budget 0", "budget is 0; it must be an integer >= 1"),
+    ("--budget -3", "budget is -3; it must be an integer >= 1"),
+    ("--budget many", "argument --budget: invalid int value: 'many'"),
+    ("--gamma 3", ": error: --gamma is for --draft only"),
+    ("--draft lookup --gamma 0", "gamma is 0; it must be an integer from 1 to 16"),
+    ("--draft lookup --gamma 17", "gamma is 17; it must be an integer from 1 to 16"),
+    ("--draft missing", ": error: unknown model 'missing': "),
+    ("--draft itself --max-rows 0", ": error: max_rows is 0; it must be an integer >= 1"),
+    ("--draft itself --page-size 0", ": error: page_size is 0; it must be an integer >= 1"),
+    ("--draft other", "need the same vocabulary"),
+    ("--logprobs 21", "logprobs is 21; it must be None or an integer from 0 to 20\n"),
+    ("--logprobs -1", "logprobs is -1; it must be None or an integer from 0 to 20\n"),
+    ("--logprobs x", "argument --logprobs: invalid int value: 'x'\n"),
+    ("--stop=", "stop is ('',); it must be a tuple of strings that are not empty\n"),
+    ("--stop=x --stop=", "stop is ('x', ''); it must be a tuple of strings that are not empty\n"),
+    ("--stop", "expected one argument\n"),
+]
+
+
+@pytest.mark.parametrize("options, message", LINES)
+def test_a_bad_option_is_one_line(engine_cli, tiny_checkpoint, checkpoint, options, message):
+    models = {"itself": tiny_checkpoint, "other": checkpoint}
+    given = [models.get(word, word) for word in options.split()]
+    args = ["--model", tiny_checkpoint, "--prompt", "Once upon a time", "--max-new-tokens", 9]
+    code, out, err = engine_cli(*args, *given)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1

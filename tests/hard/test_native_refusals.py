@@ -1,0 +1,248 @@
+"""What C must not read or write is refused before anything changes, and nothing else is lost."""
+
+import concurrent.futures
+
+import pytest
+import torch
+from conftest import TARGETS, random_tokens, run_rows
+from natives import both, native, passed
+
+from cache import KVCache
+from errors import UserError
+from int8 import to_int8
+from model import Linear, TorchRunner
+
+pytestmark = pytest.mark.usefixtures("compiled")
+REFUSED = "native code reads contiguous torch"
+
+
+def pairs(table: dict[str, list]) -> list[tuple]:
+    return [(key, value) for key, values in table.items() for value in values]
+
+
+# Weights
+
+BROKEN = {
+    "tiny": ["wte.weight", "h.0.mlp.c_fc.weight", "h.1.attn.c_attn.bias", "ln_f.bias"],
+    "tiny_llama": [
+        "embed_tokens.weight",
+        "layers.0.mlp.gate_proj.weight",
+        "layers.0.mlp.up_proj.weight",
+        "layers.1.self_attn.k_proj.weight",
+        "layers.1.input_layernorm.weight",
+        "norm.weight",
+    ],
+}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "family, where", [(kind, name) for kind in BROKEN for name in BROKEN[kind]]
+)
+def test_logits_that_are_not_finite_are_noticed(request, family, where, bad):
+    model = request.getfixturevalue(family)(dtype=torch.float32)
+    with torch.no_grad():
+        dict(model.named_parameters())[where].view(-1)[7] = bad
+    with pytest.raises(UserError, match="logits that are NaN or infinite"):
+        run_rows(native(model), [[0, 1, 2]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_weights_are_refused(build, dtype):
+    with pytest.raises(ValueError, match=REFUSED):
+        native(build(dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8])
+@pytest.mark.parametrize("where", ["wte", "wpe", "h.1.attn.c_proj", "h.1.mlp.c_fc", "ln_f"])
+@pytest.mark.parametrize("change", ["longer", "shorter", "wider", "other dtype", "other strides"])
+def test_weights_of_another_form_are_refused(tiny, kind, where, change):
+    model = tiny(dtype=torch.float32)
+    if kind == torch.int8:
+        to_int8(model)
+    module = model.get_submodule(where)
+    weight = module.weight.detach()
+    wider = torch.cat([weight, weight], dim=-1)
+    changed = {
+        "longer": torch.cat([weight, weight]),
+        "shorter": weight[:-1].clone(),
+        "wider": wider,
+        "other dtype": weight.to(torch.float64),
+        "other strides": wider[..., ::2],
+    }[change]
+    if isinstance(module.weight, torch.nn.Parameter):
+        module.weight.data = changed
+    else:
+        module.weight = changed
+    with pytest.raises(ValueError, match=REFUSED):
+        native(model)
+
+
+WIDTHS = {
+    "tiny": ["lm_head", "h.1.mlp.c_fc", "h.1.attn.c_attn", "h.1.mlp.c_proj"],
+    "tiny_llama": [
+        *(f"layers.1.self_attn.{part}_proj" for part in "qkvo"),
+        *(f"layers.1.mlp.{part}_proj" for part in ("up", "down")),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "family, where", [(kind, name) for kind in WIDTHS for name in WIDTHS[kind]]
+)
+def test_a_layer_of_another_width_is_refused(request, family, where):
+    """Also in a later layer than the first, and with all its tensors in step."""
+    model = request.getfixturevalue(family)(dtype=torch.float32)
+    parent, _, name = where.rpartition(".")
+    old = model.get_submodule(where)
+    new = Linear(old.in_features, old.out_features + 6, bias=old.bias is not None)
+    setattr(model.get_submodule(parent), name, new)
+    with pytest.raises(ValueError, match=REFUSED):
+        native(model)
+
+
+def test_a_model_that_lacks_a_layer_has_no_cache(tiny):
+    model = tiny(dtype=torch.float32)
+    cache = KVCache(model, 1)
+    del model.h[1]
+    with pytest.raises(ValueError, match=REFUSED):
+        passed(native(model), cache.storage, [([0], 0, [1])], [1])
+
+
+@pytest.mark.parametrize("heads", [3, 8])
+def test_heads_that_cannot_share_keys_are_refused(tiny_llama, heads):
+    with pytest.raises(ValueError, match="4 heads cannot share the keys of"):
+        native(tiny_llama(dtype=torch.float32, n_kv_head=heads))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8])
+def test_another_architecture_is_refused(build, kind):
+    """One that computes something else, though it may have the same layers."""
+    from native import use_native
+
+    model = build(dtype=torch.float32)
+    if kind == torch.int8:
+        to_int8(model)
+    model.__class__ = type("Mamba", (type(model),), {})
+    with pytest.raises(ValueError, match="native code computes GPT and Llama; this is Mamba"):
+        use_native(model)
+    assert type(model.runner) is TorchRunner
+
+
+def test_layers_become_native_once(tiny):
+    model = native(tiny(dtype=torch.float32))
+    with pytest.raises(ValueError, match="the layers of this model are native already"):
+        native(model)
+
+
+def test_it_is_compiled_for_its_target(tiny):
+    from native import build
+
+    for target in TARGETS:
+        library = build.load() if target is None else build.load(target)
+        assert native(tiny(dtype=torch.float32), target).runner.library is library
+    assert build.load() is not build.load(())
+
+
+# Passes
+
+
+@pytest.mark.parametrize(
+    "parts, keep, message",
+    [
+        ([([0], 0, [61])], [1], r"tokens are \[61\]; they are from 0 to 60"),
+        ([([0], 0, [-1])], [1], r"tokens are \[-1\]; they are from 0 to 60"),
+        ([([2], 0, [1])], [1], r"pages are \[2\]; they are from 0 to 1"),
+        ([([-1], 0, [1])], [1], "pages are .-1.; they are from 0 to 1"),
+        ([([0], 5, [1] * 4)], [1], "4 tokens from 5 on, 1 to keep, in 1 pages of 8"),
+        ([([0], -1, [1])], [1], "1 tokens from -1 on"),
+        ([([0], 0, [1])], [2], "1 tokens from 0 on, 2 to keep"),
+        ([([0], 0, [1])], [-1], "1 tokens from 0 on, -1 to keep"),
+        ([([0, 1, 1], 16, [1])], [1], r"positions are \[16\]; they are from 0 to 15"),
+        ([([0], 0, [1])], [1, 1], "zip"),
+    ],
+)
+def test_nothing_outside_its_arrays_is_touched(tiny, parts, keep, message):
+    model = native(tiny(dtype=torch.float32))
+    storage = torch.zeros(2, 2, 2, 2, 8, 8)
+    with pytest.raises(ValueError, match=message):
+        passed(model, storage, parts, keep)
+    assert not storage.any()
+
+
+def test_a_span_may_want_no_logits(tiny):
+    """Its keys and values are kept all the same."""
+    model = native(tiny(dtype=torch.float32))
+    storage, alone = torch.zeros(2, 2, 2, 2, 2, 8, 8)
+    logits = passed(model, storage, [([0], 0, [1, 2]), ([1], 0, [3])], [0, 1])
+    assert torch.equal(logits, passed(model, alone, [([1], 0, [3])], [1]))
+    passed(model, alone, [([0], 0, [1, 2])], [2])
+    assert storage[:, :, 0].any() and torch.equal(storage, alone)
+
+
+@pytest.mark.parametrize(
+    "new, row, message",
+    [
+        ([1] * 9, 0, "9 positions do not fit into a cache of 8"),
+        ([], 0, "with at least one token"),
+        ([1], 2, r"pages are \[2\]; they are from 0 to 0"),  # only the list of tokens has it
+    ],
+)
+def test_a_cache_that_is_full_is_not_touched(tiny, new, row, message):
+    from infer import pass_logits
+
+    model = native(tiny(dtype=torch.float32))
+    cache = KVCache(model, 1, 8)
+    cache.tokens = [[] for _ in range(row + 1)]
+    with pytest.raises(ValueError, match=message):
+        pass_logits(model, [new], [row], cache, 1)
+    assert not any(cache.tokens[:1]) and not cache.storage.any()
+
+
+OTHERS = {
+    "tiny": [{"n_layer": 1}, {"n_head": 4}, {"n_embd": 32}],
+    "tiny_llama": [{"n_layer": 1}, {"n_kv_head": 4}, {"n_kv_head": 1}, {"head_dim": 4}],
+}
+
+
+@pytest.mark.parametrize("family, shape", pairs(OTHERS))
+def test_the_cache_of_another_model_is_refused(request, family, shape):
+    build = request.getfixturevalue(family)
+    model = native(build(dtype=torch.float32))
+    other = KVCache(build(dtype=torch.float32, **shape), 1)
+    with pytest.raises(ValueError, match=REFUSED):
+        passed(model, other.storage, [([0], 0, [1])], [1])
+
+
+def test_two_threads_may_use_one_model(tiny):
+    model = native(tiny(dtype=torch.float32, n_embd=64, n_layer=4))
+
+    def text(seed):
+        return run_rows(model, [random_tokens(6, seed=seed)], max_new_tokens=200, ignore_eos=True)
+
+    expected = [text(seed) for seed in range(4)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(text, range(4))) == expected
+
+
+# The table of rotations
+
+
+def test_the_table_of_rotations_outlives_its_cache(tiny_llama):
+    from llama import rotations
+
+    eager, model = both(tiny_llama)
+    prompt = [random_tokens(4)]
+    expected = run_rows(eager, prompt, max_new_tokens=12, ignore_eos=True)
+    rotations.cache_clear()
+    others = [torch.full((64, 1, 6), torch.nan) for _ in range(1000)]  # in its memory, if free
+    assert run_rows(model, prompt, max_new_tokens=12, ignore_eos=True) == expected and others
+
+
+def test_the_table_of_rotations_grows_with_use(tiny_llama):
+    """A table for a million positions would be 48 MB here; passes of another thread keep theirs."""
+    eager, model = both(tiny_llama, block_size=10**6)
+    prompt = [random_tokens(4)]
+    expected = run_rows(eager, prompt, max_new_tokens=200, ignore_eos=True)
+    assert run_rows(model, prompt, max_new_tokens=200, ignore_eos=True) == expected
+    assert len(model.runner.rotations.cos) < 1000
