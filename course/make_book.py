@@ -7,17 +7,13 @@ cannot disagree with the code.
 """
 
 import argparse
-import ast
-import functools
 import html
-import itertools
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,11 +22,8 @@ sys.path.insert(0, str(ROOT))
 try:
     import jinja2
     import markdown_it
-    import pygments.filter
-    import pygments.lexers
+    import pygments  # noqa: F401
     from markupsafe import Markup
-    from pygments import token as tokens
-    from pygments.formatters import HtmlFormatter
 except ImportError as error:
     print(
         f"lessons.py: error: the book needs the package {error.name}; "
@@ -42,6 +35,26 @@ except ImportError as error:
 import lessons as course  # noqa: E402
 import pictures  # noqa: E402
 from book import glossary  # noqa: E402
+from book.diffs import (  # noqa: E402
+    Change,
+    Commit,
+    code_lines,
+    defined,
+    names_in,
+    places_of,
+    read_bytes,
+    read_commits,
+    show_change,
+)
+from book.prose import (  # noqa: E402
+    answer,
+    capital,
+    commands,
+    find_papers,
+    prose,
+    specification,
+    unwrap,
+)
 from lessons import Lesson, LessonError, git  # noqa: E402
 
 TEMPLATES = Path(__file__).with_name("book")
@@ -57,559 +70,6 @@ TITLES = {  # of the parts, by their first lesson
     "55": "Part III-B: the door",
     "74": "Part III-C: more than one process",
 }
-ARXIV = "https://arxiv.org/abs/"
-PAPERS = {  # as lessons and docstrings name them
-    "Agrawal et al. 2023": ARXIV + "2308.16369",
-    "Ainslie et al. 2023": ARXIV + "2305.13245",
-    "Braverman et al. 2019": ARXIV + "1906.05664",
-    "Chen et al. 2023": ARXIV + "2302.01318",
-    "Daliri et al. 2024": ARXIV + "2408.07978",
-    "Dettmers et al. 2022": ARXIV + "2208.07339",
-    "Eldan & Li 2023": ARXIV + "2305.07759",
-    "Fan et al. 2018": ARXIV + "1805.04833",
-    "Holtzman et al. 2020": ARXIV + "1904.09751",
-    "Keskar et al. 2019": ARXIV + "1909.05858",
-    "Kwon et al. 2023": ARXIV + "2309.06180",
-    "Leviathan et al. 2022": ARXIV + "2211.17192",
-    "Radford et al. 2019": "https://cdn.openai.com/better-language-models/"
-    "language_models_are_unsupervised_multitask_learners.pdf",
-    "Salmon et al. 2011": "https://doi.org/10.1145/2063384.2063405",
-    "Saxena 2023": "https://github.com/apoorvumang/prompt-lookup-decoding",
-    "Shazeer 2020": ARXIV + "2002.05202",
-    "Su et al. 2021": ARXIV + "2104.09864",
-    "Touvron et al. 2023": ARXIV + "2302.13971",
-    "Llama 2 (Touvron et al. 2023)": ARXIV + "2307.09288",
-    "Xiao et al. 2022": ARXIV + "2211.10438",
-    "Yu et al. 2022": "https://www.usenix.org/conference/osdi22/presentation/yu",
-    "Zhang & Sennrich 2019": ARXIV + "1910.07467",
-    "Zheng et al. 2023": ARXIV + "2312.07104",
-}
-SUFFIXES = (".py", ".c", ".h", ".js", ".html")  # of code
-NUMBER = r"\b\d\d(?:0[1-9]|1[0-2])\.\d{5}\b"  # of a paper on arXiv: year, month, and a count
-TRACKERS = {"transformers": "huggingface/transformers", "vllm": "vllm-project/vllm"}
-
-
-# What git knows.
-
-
-@dataclass
-class Line:
-    kind: str  # "+", "-" or " "
-    old: int  # its place in the old file, from 0; for "+" that of the next line there
-    new: int  # the same in the new file
-
-    @property
-    def number(self) -> int:
-        """In the file that has it; in the new one if both do."""
-        return self.old if self.kind == "-" else self.new
-
-
-@dataclass
-class Hunk:
-    function: str  # that it lies in, as git found it; for Python `heading` knows better
-    first: int  # its first line in the new file
-    lines: list[Line] = field(default_factory=list)
-
-
-@dataclass
-class Change:
-    """What a commit does to a file."""
-
-    path: str
-    old: str  # blob ids; zeros for none
-    new: str
-    hunks: list[Hunk] = field(default_factory=list)
-
-    def count(self, kind: str) -> int:
-        return sum(line.kind == kind for hunk in self.hunks for line in hunk.lines)
-
-    @property
-    def is_test(self) -> bool:
-        return self.path.startswith("tests/")
-
-    @property
-    def is_code(self) -> bool:
-        return Path(self.path).suffix in SUFFIXES and not self.is_test
-
-
-@dataclass
-class Commit:
-    hash: str
-    subject: str
-    body: str
-    changes: list[Change]
-
-
-ATTRIBUTES = "*.c diff=cpp\n*.safetensors binary\ntokenizer.json -diff\n"
-LOG = (
-    "log",
-    "--first-parent",
-    "--diff-merges=first-parent",
-    "--reverse",
-    "--root",
-    "--patch",
-    "--full-index",
-    "--no-renames",
-    "--no-color",
-    "--no-ext-diff",
-    "--no-textconv",
-    "--unified=3",
-    "--src-prefix=a/",
-    "--dst-prefix=b/",
-    "--format=%x01%H%x1f%s%x1f%b%x02",
-)
-
-
-def read_commits(ref: str) -> list[Commit]:
-    """The commits of the first-parent line, oldest first, with their changes."""
-    with tempfile.TemporaryDirectory() as folder:
-        attributes = Path(folder, "attributes")  # the reader's own may name functions otherwise
-        attributes.write_text(ATTRIBUTES)
-        settings = ("-c", f"core.attributesFile={attributes}", "-c", "core.quotePath=false")
-        text = course.run_git(*settings, *LOG, ref).stdout
-    commits = []
-    for part in re.split(r"^\x01", text, flags=re.MULTILINE)[1:]:
-        head, _, patch = part.partition("\x02\n")
-        hash, subject, body = head.split("\x1f")
-        commits.append(Commit(hash, subject, body.strip("\n"), list(read_patch(patch))))
-    return commits
-
-
-def read_patch(patch: str) -> Iterator[Change]:
-    for part in re.split(r"^diff --git ", patch, flags=re.MULTILINE)[1:]:
-        lines = part.split("\n")
-        names = re.fullmatch(r"a/(.*) b/\1", lines[0])
-        if not names:
-            raise LessonError(f"git quotes this path, which the book cannot show: {lines[0]}")
-        index = next((line for line in lines if line.startswith("index ")), "index 0..0")
-        change = Change(names[1], *index.split()[1].split(".."))
-        old = 0
-        new = 0
-        for line in lines[1:]:
-            head = re.match(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,(\d+))? @@ ?(.*)", line)
-            if head:
-                old = int(head[1]) - 1
-                new = int(head[2]) - 1
-                first = new + (head[3] == "0")  # nothing is left: the line before it is named
-                change.hunks.append(Hunk(head[4].strip(), max(first, 0)))
-            elif change.hunks and line[:1] in ("+", "-", " "):
-                change.hunks[-1].lines.append(Line(line[0], old, new))
-                old += line[0] != "+"
-                new += line[0] != "-"
-        yield change
-
-
-@functools.cache
-def blob(name: str) -> str:
-    """A file's text by its id; empty for zeros."""
-    return read_bytes(name).decode("utf-8", "replace") if name.strip("0") else ""
-
-
-def read_bytes(name: str) -> bytes:
-    """Raises LessonError if git cannot read it."""
-    command = [*course.GIT, "cat-file", "blob", name]
-    result = subprocess.run(command, cwd=course.ROOT, capture_output=True)
-    if result.returncode:
-        raise LessonError(f"git cat-file blob {name} failed")
-    return result.stdout
-
-
-@functools.cache
-def places_of(name: str, path: str) -> list[tuple[int, str]]:
-    """What a file defines: (line, name) of each function, class and constant, lines from 0."""
-    found = []
-    if path.endswith(".py"):
-        found += [(first, words) for first, _, words in definitions(name)]
-    for number, line in enumerate(blob(name).split("\n")):
-        method = re.match(r"  (?:async )?(?!if|for|while|switch)(\w+)\(.*\{$", line)
-        if method and not path.endswith(".py"):  # of JavaScript
-            found.append((number, method[1]))
-        found += [(number, words) for words in defined(line) if not line.startswith(" ")]
-    return found
-
-
-@functools.cache
-def definitions(name: str) -> list[tuple[int, int, str]]:
-    """The functions and classes of a Python file, outer ones first.
-
-    Of each (its first line, the line after its last, name), lines from 0.
-    """
-    try:
-        tree = ast.parse(blob(name))
-    except SyntaxError:
-        return []
-    found = []
-
-    def visit(node: ast.AST, prefix: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            inner = prefix
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                first = min(part.lineno for part in (child, *child.decorator_list))
-                found.append((first - 1, child.end_lineno, prefix + child.name))
-                inner = f"{prefix}{child.name}."
-            visit(child, inner)
-
-    visit(tree, "")
-    return found
-
-
-def heading(change: Change, hunk: Hunk) -> str:
-    """The function or class of the first changed line that lies in one.
-
-    Empty if there is none, and where the hunk shows its first line.
-    """
-    if not change.path.endswith(".py"):
-        words = hunk.function
-        # git cuts after 80 bytes
-        return words if len(words) < 79 else words.rpartition(" ")[0] + " …"
-    for line in hunk.lines:
-        if line.kind == " ":
-            continue
-        removed = line.kind == "-"
-        inside = [
-            (first, words)
-            for first, after, words in definitions(change.old if removed else change.new)
-            if first <= line.number < after
-        ]
-        if inside:
-            first, words = inside[-1]
-            shown = {
-                other.old if removed else other.new
-                for other in hunk.lines
-                if other.kind in (" ", line.kind)
-            }
-            return "" if first in shown else words
-    return ""
-
-
-# Colours.
-
-# What Pygments finds -> the kind whose class it gets; all else has the colour of text.
-KINDS = {
-    tokens.Comment.Preproc: tokens.Keyword,
-    tokens.Comment: tokens.Comment,
-    tokens.Keyword: tokens.Keyword,
-    tokens.Operator.Word: tokens.Keyword,
-    tokens.String: tokens.String,
-    tokens.Number: tokens.Number,
-    tokens.Name.Function: tokens.Name.Function,
-    tokens.Name.Class: tokens.Name.Function,
-    tokens.Name.Decorator: tokens.Name.Function,
-}
-
-
-class FewKinds(pygments.filter.Filter):
-    """Leave the kinds of token that have a colour: a page without a tag for each name is half."""
-
-    def filter(self, lexer, stream):
-        for found, value in stream:
-            yield next((KINDS[kind] for kind in KINDS if found in kind), tokens.Text), value
-
-
-@functools.cache
-def highlight(name: str, path: str) -> list[str]:
-    """The lines of a blob as HTML."""
-    return colour(blob(name), path)
-
-
-def colour(text: str, path: str) -> list[str]:
-    try:
-        lexer = pygments.lexers.get_lexer_for_filename(path, stripnl=False, ensurenl=False)
-    except pygments.util.ClassNotFound:
-        shown = html.escape(text, quote=False)
-    else:
-        lexer.add_filter(FewKinds())
-        shown = pygments.highlight(text, lexer, HtmlFormatter(nowrap=True))
-    return shown.removesuffix("\n").split("\n")
-
-
-# A diff as HTML.
-
-FOLD = 4  # unchanged lines from which on they are folded
-
-
-def show_change(change: Change, folded: bool, marks: dict[int, str] | None = None) -> str:
-    """The hunks of a change. folded: the lines between them are there too, one click away.
-
-    marks: the ids of lines of the new file that links lead to.
-    """
-    if not change.hunks:
-        return "<p>Data: left out here.</p>"
-    old = highlight(change.old, change.path)
-    new = list(highlight(change.new, change.path))
-    for number, id in (marks or {}).items():
-        new[number] = f'<span class="at" id="{id}"></span>{new[number]}'
-    parts = []
-    shown = 0  # lines of the new file so far
-    for hunk in change.hunks:
-        between = new[shown : hunk.first]
-        body = "".join(show_lines(hunk.lines, old, new))
-        if folded and len(between) < FOLD and parts:  # one piece of code
-            parts[-1] = parts[-1].removesuffix("</pre>") + spans(between) + body + "</pre>"
-        else:
-            words = heading(change, hunk) if change.is_code or change.is_test else ""
-            parts.append(gap(between, folded))
-            if words:
-                parts.append(f'<h4 class="where"><code>{html.escape(words)}</code></h4>')
-            parts.append(f"<pre>{body}</pre>")
-        shown = max([hunk.first] + [line.new + 1 for line in hunk.lines if line.kind != "-"])
-    if change.new.strip("0"):
-        parts.append(gap(new[shown:] if blob(change.new) else [], folded))
-    return "".join(parts)
-
-
-def gap(lines: list[str], folded: bool) -> str:
-    """Unchanged lines."""
-    if not lines:
-        return ""
-    count = f"{len(lines)} unchanged line{'s' * (len(lines) > 1)}"
-    if not folded:
-        return f'<p class="gap">{count}</p>'
-    if len(lines) < FOLD:
-        return f"<pre>{spans(lines)}</pre>"
-    return f'<details class="gap"><summary>{count}</summary><pre>{spans(lines)}</pre></details>'
-
-
-def show_lines(lines: list[Line], old: list[str], new: list[str]) -> Iterator[str]:
-    """Lines of a hunk.
-
-    Removed ones and those in their place are one block, side by side where there is room.
-    """
-    index = 0
-    while index < len(lines):
-        runs = {kind: [] for kind in " -+"}
-        for kind in " -+":
-            while index < len(lines) and lines[index].kind == kind:
-                runs[kind].append((old if kind == "-" else new)[lines[index].number])
-                index += 1
-        yield spans(runs[" "])
-        removed = f"<del>{spans(runs['-'])}</del>" if runs["-"] else ""
-        added = f"<ins>{spans(runs['+'])}</ins>" if runs["+"] else ""
-        both = removed + added
-        yield f'<span class="pair">{both}</span>' if removed and added else both
-
-
-def spans(lines: list[str]) -> str:
-    """Each line a block, so that a mark can stand before it that nobody copies."""
-    return "".join(f"<span>{line or ' '}</span>" for line in lines)
-
-
-def whole_file(change: Change) -> str:
-    """The new file, with the lines marked that the change adds."""
-    added = {line.number for hunk in change.hunks for line in hunk.lines if line.kind == "+"}
-    lines = highlight(change.new, change.path)
-    parts = []
-    for new, run in itertools.groupby(range(len(lines)), key=lambda number: number in added):
-        shown = spans([lines[number] for number in run])
-        parts.append(f"<ins>{shown}</ins>" if new else shown)
-    return f'<pre class="numbered">{"".join(parts)}</pre>'
-
-
-# A message as HTML.
-
-# What stands in backticks is code. Where a text has none, what looks like code is.
-TICKS = r"`(?P<ticks>[^`]+)`"
-CODE = r"""(?P<code> <\|\w+\|>
-    | (?<![\w-])--[a-z][\w-]*
-    | (?<![\w/.])[\w-]+(?:/[\w.-]+)*/?\.(?:py|c|h|md|json|jinja|toml|csv|safetensors)\b
-    | \w+::\w+
-    | (?<![\w.])
-        (?: (?:\w+\.)*_*[A-Za-z]\w*_\w+ (?:\([^()\n]*\))?
-            | [A-Z]\w+\.[a-z_]\w* (?:\([^()\n]*\))?
-            | [a-z]\w*\.[A-Z]\w+
-            | [A-Za-z]\w*\((?!s\))[^()\n]*\) )
-        (?: \.\w+ | \[\w+\] | ="?[\w.]*\w"? )* )"""
-PAPER = "|".join(re.escape(name).replace(r"\ ", r"\s") for name in PAPERS)
-LINKS = rf"""(?P<arxiv>{NUMBER})
-    | (?P<issue>\b(?:{"|".join(TRACKERS)})\#\d+)
-    | (?P<paper>{PAPER})"""
-MARKED = re.compile(f"{TICKS} | {LINKS}", re.VERBOSE)
-GUESSED = re.compile(f"{TICKS} | {CODE} | {LINKS}", re.VERBOSE)
-Names = frozenset[str] | None  # that are code where they stand; None: code is in backticks
-
-
-def names_in(text: str, names: Names) -> Names:
-    """These names for a text without backticks, else None."""
-    return None if "`" in text else names
-
-
-def inline(text: str, names: Names = frozenset()) -> str:
-    """A line of prose: code, and papers and issues as links.
-
-    names: as of `Names`; if it is not None, what looks like code is code too.
-    """
-    parts = []
-    end = 0
-    for found in (MARKED if names is None else GUESSED).finditer(text):
-        parts.append(plain(text[end : found.start()], names))
-        parts.append(marked(found))
-        end = found.end()
-    return "".join(parts) + plain(text[end:], names)
-
-
-def plain(text: str, names: Names) -> str:
-    """Words between what is marked; "the end" is no name."""
-    if not names:
-        return html.escape(text, quote=False)
-    pieces = re.split(r"((?:\b(?:the|its) )?\b\w+)", text)
-    return "".join(
-        f"<code>{piece}</code>" if piece in names else html.escape(piece, quote=False)
-        for piece in pieces
-    )
-
-
-def marked(found: re.Match) -> str:
-    kind = found.lastgroup
-    words = found[kind]
-    shown = html.escape(words, quote=False)
-    if kind == "arxiv":
-        return f'<a href="{ARXIV}{shown}">arXiv:{shown}</a>'
-    if kind == "paper":
-        return f'<a href="{html.escape(PAPERS[unwrap(words)])}">{shown}</a>'
-    if kind == "issue":
-        tracker, _, number = words.partition("#")
-        return f'<a href="https://github.com/{TRACKERS[tracker]}/issues/{number}">{shown}</a>'
-    return f"<code>{shown}</code>"
-
-
-def prose(text: str, names: Names = frozenset()) -> str:
-    """Paragraphs, lists, and formulas, which are indented. names: as of `inline`."""
-    names = names_in(text, names)
-    parts = []
-    for block in re.split(r"\n\s*\n", text.strip("\n")):
-        lines = block.split("\n")
-        for kind, pairs in itertools.groupby(zip(kinds(lines), lines), key=lambda pair: pair[0]):
-            run = "\n".join(line for _, line in pairs)
-            if kind == "formula":
-                shown = re.sub(r"^    ", "", run, flags=re.MULTILINE)
-                parts.append(f'<pre class="formula">{html.escape(shown, quote=False)}</pre>')
-            elif kind == "list":
-                items = re.split(r"^- ", run, flags=re.MULTILINE)[1:]
-                texts = [re.sub(r"^  ", "", item, flags=re.MULTILINE) for item in items]
-                shown = "".join(f"<li>{prose(item, names)}</li>" for item in texts)
-                parts.append(f"<ul>{shown}</ul>")
-            elif run.strip():
-                parts.append(f"<p>{inline(unwrap(run), names)}</p>")
-    return "".join(parts)
-
-
-def kinds(lines: list[str]) -> Iterator[str]:
-    """What each line of a block belongs to: a paragraph, a formula or a list."""
-    in_list = False
-    for line in lines:
-        in_list |= line.startswith("- ")
-        yield "list" if in_list else "formula" if line.startswith("    ") else "paragraph"
-
-
-def unwrap(text: str) -> str:
-    """One line; a word that a hyphen cuts at the end of a line is whole."""
-    return " ".join(re.sub(r"(?<=\w)-\n\s*(?=\w)", "-", text).split())
-
-
-def capital(text: str) -> str:
-    """A section begins as a sentence does, unless it begins with code."""
-    text = text.strip()
-    return text if re.match(r"\w*[_.(`=A-Z]", text) else text[:1].upper() + text[1:]
-
-
-def remark(text: str) -> str:
-    """What stands right behind a section's name, without the parentheses around all of it."""
-    whole = re.fullmatch(r"\((.*)\)", unwrap(text))
-    return capital(whole[1] if whole else text)
-
-
-def commands(message: str) -> str:
-    """The `Try:` section: each command with a button that copies it, then what it printed."""
-    shown = {"prose": lambda text: prose(remark(text)), "command": command, "output": output}
-    return "".join(shown[kind](text) for kind, text in course.read_try(message))
-
-
-def command(text: str) -> str:
-    """A command to copy, with the Python of a here-document in colours."""
-    script = re.fullmatch(r"(python -[^\n]*<<'(\w+)'[^\n]*\n)(.*\n)(\2)", text, re.DOTALL)
-    before = html.escape(script[1] if script else text, quote=False)
-    shown = re.sub(r"(?<![\w-])--\w[\w-]*", r"<span>\g<0></span>", before)
-    if script:
-        shown += "".join(line + "\n" for line in colour(script[3], "x.py")) + script[4]
-    lines = " lines" if "\n" in text else ""
-    return f'<pre class="command{lines}"><code data-copy>{shown}</code></pre>'
-
-
-def output(text: str) -> str:
-    """What a command printed.
-
-    The columns of a table stay; other lines, which may be stories, are wrapped.
-    """
-    table = " lines" if re.search(r"(?:\S|^) {2,}\S", text, re.MULTILINE) else ""
-    return f'<pre class="output{table}">{html.escape(text, quote=False)}</pre>'
-
-
-def specification(text: str, names: Names = frozenset()) -> str:
-    """An `Implement:` section: a list, whose items are indented once. names: as of `inline`.
-
-    What is indented twice goes on with the item, or is a member of it: see `members`.
-    """
-    names = names_in(text, names)
-    lines = [line for line in text.split("\n") if line.strip()]
-    before = list(itertools.takewhile(lambda line: not line.startswith("    "), lines))
-    lines = lines[len(before) :]
-    items = []
-    for line in lines:
-        if re.match(r" {4}\S", line) or not items:
-            items.append([])
-        items[-1].append(line)
-    width = min(max(map(len, lines), default=0), 88)
-    shown = ""
-    for item in items:
-        parts = [inline(unwrap(member), names) for member in members(item, width)]
-        shown += f"<li>{'<br>'.join(parts)}</li>"
-    note = inline(unwrap(remark("\n".join(before))), names)
-    return (f"<p>{note}</p>" if note else "") + (f"<ul>{shown}</ul>" if shown else "")
-
-
-def members(lines: list[str], width: int) -> list[str]:
-    """The lines of an item, put together to its members. width: of a line that is full.
-
-    Where lines are indented three times, those go on with a member. Elsewhere a member begins after
-    a line that was not full, if that ended a sentence or a call, or this one begins with code.
-    """
-    deep = any(line.startswith(" " * 12) for line in lines)
-    found = lines[:1]
-    for number, (before, line) in enumerate(zip(lines, lines[1:])):
-        word = re.match(r"\s*(`[^`]*`\S*|\S+)", line)[1]  # a line breaks before it, and not in it
-        full = len(before) + 1 + len(word) > width - 4  # 4: a line may break a little early
-        if deep:
-            goes_on = line.startswith(" " * 12) or (number == 0 and full)
-        else:
-            ended = before.rstrip("`")[-1] in ".;)"
-            goes_on = full or not (ended or word.startswith("`"))
-        if goes_on:
-            found[-1] += "\n" + line
-        else:
-            found.append(line)
-    return found
-
-
-def answer(text: str) -> str:
-    """A worked answer, Markdown, as HTML: the sentence in its title, then all but the exercise."""
-    parser = markdown_it.MarkdownIt("commonmark", {"html": False, "highlight": code_block})
-    parser.validateLink = lambda address: address.startswith("https://")
-
-    def first(found: re.Match) -> str:
-        return f"**{found[1].upper()}{found[2]}.**\n"
-
-    text = re.sub(r"^# [^:\n]*: (.)(.*)\n+(?:>.*\n)+", first, text)
-
-    def deeper(tag: re.Match) -> str:
-        return f"<{tag[1]}h{int(tag[2]) + 1}>"
-
-    return re.sub(r"<(/?)h([1-5])>", deeper, parser.render(text))
-
-
-def code_block(text: str, language: str, _) -> str:
-    return (command if language == "sh" else output)(text.removesuffix("\n"))
-
-
 # The pages.
 
 
@@ -636,15 +96,13 @@ def lesson_pages(
     message: str,
     commit: Commit,
     before: list[Commit],
-    names: frozenset[str],
     ids: dict[str, str],
     make: Callable[..., str],
     **context,
 ) -> dict[str, str]:
     """The pages of a lesson, name -> HTML.
 
-    before: the commits that prepare it. names: functions and classes, to be marked where a text
-    without backticks says what to read. ids: of all lessons, by slug.
+    before: the commits that prepare it. ids: of all lessons, by slug.
     """
     parts = course.read_message(message)
     changes = [change for change in commit.changes if not change.is_test]
@@ -652,7 +110,7 @@ def lesson_pages(
     paths = [change.path for change in changes]
     changes.sort(key=lambda change: (not change.is_code, place_in(reading, change, paths)))
     code = [change for change in changes if change.is_code]
-    shown_reading, marks = link_code(prose(reading.strip(), names), code)
+    shown_reading, marks = link_code(prose(reading.strip()), code)
     files = []
     for change in changes:
         closed = not change.is_code or context["previous"] is None
@@ -663,18 +121,16 @@ def lesson_pages(
     tests = test_section(lesson, [change for change in commit.changes if change.is_test])
     sections = preparing + tests
     explain = glossary.linker(lesson.id, ids)
-    classes = frozenset(name for name in names if not name.islower())  # others may well be words
     problem, _, idea = parts[""].partition("\n\n")
-    names_why = names_in(parts[""], frozenset())
     context |= {
         "lesson": lesson,
-        "problem": explain(prose(problem, names_why)),
-        "idea": explain(prose(idea, names_why)),
+        "problem": explain(prose(problem)),
+        "idea": explain(prose(idea)),
         "trying": explain(commands(message)),
         "reading": explain(shown_reading),
         "testing": explain(prose(capital(parts.get("Tests", "")))),
         "exercise": explain(context["exercise"]),
-        "implement": specification(parts.get("Implement", ""), classes),
+        "implement": specification(parts.get("Implement", "")),
         "files": files,
         "tests": tests,
         "before": preparing,
@@ -691,14 +147,7 @@ def place_in(reading: str, change: Change, paths: list[str]) -> int:
 
     paths: of all changed files. What is said of another file counts only if nothing else is found.
     """
-    names = [change.path, Path(change.path).name]
-    for hunk in change.hunks:
-        names += heading(change, hunk).split(".")
-        names += defined(
-            "\n".join(
-                blob(change.new).split("\n")[line.new] for line in hunk.lines if line.kind != "-"
-            )
-        )
+    names = [change.path, Path(change.path).name, *names_in(change)]
     words = "|".join(re.escape(name) for name in names if name)
     own = []
     others = []
@@ -816,58 +265,50 @@ def file_diff(
     return f'<section class="file">{body}</section>'
 
 
-def find_papers(text: str) -> dict[str, str]:
-    """The papers that a text names or numbers, name -> address."""
-    words = unwrap(text)
-    names = {address: name for name, address in PAPERS.items()}
-    found = {name: address for name, address in PAPERS.items() if name in words}
-    for number in re.findall(NUMBER, words):
-        address = ARXIV + number
-        found[names.get(address, f"arXiv:{number}")] = address
-    return dict(sorted(found.items()))
-
-
 # The first page.
 
 # On the page Play a token at least as probable as the first of these is not coloured, and so on.
 SHADES = (0.9, 0.5, 0.2, 0.05, 0.0)
 CARD = "17-speculative-decoding"  # the picture of the first page
+# How the name of a plot begins -> slugs of the lessons that it belongs to, and what it shows.
 PLOTS = {
-    "speculative_cpu.png": "Speculative decoding on a CPU: how many times as fast as the target "
-    "alone with its cache, for 1 to 6 drafts a pass, greedy and sampled; bars are min and max.",
-    "kv_cache_cpu.png": "The key-value cache against none, and transformers: tokens a second after "
-    "the first.",
-    "kv_cache_cpu_batches.png": "The same in batches of 1, 8 and 32 texts, in float32 and "
-    "bfloat16.",
-    "kv_cache_cpu_gpt2.png": "The same with a model of GPT-2's shape.",
-    "batching_cpu.png": "Engines over batch sizes, tokens a second: the cache, half precision, "
-    "int8 and native code here, transformers, CTranslate2 and llama.cpp.",
-    "batching_cpu_gpt2.png": "Engines over batch sizes with a model of GPT-2's shape.",
-    "batching_cpu_llama.png": "Engines over batch sizes with a Llama of 134.5 million parameters: "
-    "cache, bfloat16, native code, transformers and llama.cpp.",
-    "batching_cpu_one_thread.png": "Engines on one thread: cache, native code and CTranslate2.",
-    "engine_cpu.png": "The engine, in torch, in C, and in C with int8 weights: tokens a second "
-    "beside one text at a time, static batches and transformers; the longest gap while a long "
-    "prompt arrives; what draws cost and what drafts gain.",
-    "engine_cpu_gpt2.png": "The engine with a model of GPT-2's shape: tokens a second, and what "
-    "draws cost.",
-    "serving_cpu.png": "Servers under load, in torch, in C, and in C with int8 weights, beside "
-    "transformers' and llama.cpp's: tokens a second of 32 clients beside the engine alone; time to "
-    "the first token of long prompts; requests at random moments: to the first token, and from one "
-    "to the next.",
-    "scaling_cpu.png": "Tokens a second of the embedded target: one process, ranks by gather and "
-    "by reduce, replicas; measured, and dotted as predicted.",
-    "scaling_cpu_gpt2.png": "The same of ranks with a model of GPT-2's shape.",
+    "speculative": (
+        ("speculative-decoding", "benchmark-speculative"),
+        "Speculative decoding: speed-up over the target alone with its cache, for 1 to 6 drafts a "
+        "pass, greedy and sampled; bars are minimum and maximum",
+    ),
+    "kv_cache": (
+        ("benchmark-kv-cache",),
+        "The key-value cache against none and against transformers: tokens a second after the "
+        "first",
+    ),
+    "batching": (
+        ("benchmark-batching",),
+        "Engines over batch sizes, in tokens a second: this one with its cache and in C, "
+        "transformers, CTranslate2 and llama.cpp",
+    ),
+    "engine": (
+        ("continuous-batching", "chunked-prefill", "drafts-that-pay"),
+        "The engine in torch, in C, and in C with int8 weights: tokens a second beside one text at "
+        "a time, static batches and transformers; the longest gap while a long prompt arrives; "
+        "what draws cost and what drafts gain",
+    ),
+    "serving": (
+        ("benchmark-serving",),
+        "Servers under load, beside transformers' and llama.cpp's: tokens a second of 32 clients; "
+        "time to first token and gaps while requests arrive at random",
+    ),
+    "scaling": (
+        ("benchmark-scaling",),
+        "Several processes, in tokens a second: ranks by gather and by reduce, and replicas; "
+        "measured, and dotted as predicted",
+    ),
 }
-
-
-PLOTS_OF = {  # how the name of a plot begins -> slugs of lessons that it belongs to
-    "speculative": ("speculative-decoding", "benchmark-speculative"),
-    "kv_cache": ("benchmark-kv-cache",),
-    "batching": ("benchmark-batching",),
-    "engine": ("continuous-batching", "chunked-prefill", "drafts-that-pay"),
-    "serving": ("benchmark-serving",),
-    "scaling": ("benchmark-scaling",),
+VARIANTS = {  # how the name of a plot ends -> what is different there
+    "_gpt2": ", with a model of GPT-2's shape",
+    "_llama": ", with a Llama of 134.5 million parameters",
+    "_batches": ", in batches of 1, 8 and 32 texts, in float32 and bfloat16",
+    "_one_thread": ", on one thread",
 }
 
 
@@ -886,7 +327,7 @@ def introduction(readme: str) -> tuple[str, str, str]:
 
 
 def read_card(ref: str, names: set[str], lessons: list[Lesson]) -> tuple[str, str, str] | None:
-    """The lesson whose card the first page shows, what the card says, and its height."""
+    """The lesson whose card the first page shows, its text and its height; None if not."""
     path = f"course/pictures/{CARD}.svg"
     if path not in names or CARD not in {lesson.id for lesson in lessons}:
         return None
@@ -939,14 +380,11 @@ def make_pages(
     plots, files = read_plots(ref, names)
     last = -1  # the place of the lesson before
     ids = {lesson.id.partition("-")[2]: lesson.id for lesson in lessons}
-    defined_here = set()  # functions and classes so far
     for number, lesson in enumerate(lessons):
         place = places[lesson.commit]
         commit = commits[place]
         before = commits[last + 1 : place]
         last = place
-        whole = infer_page(lesson, commit, make)
-        pages |= whole
         message = course.message(lesson)
         exercise = prose(capital(course.read_message(message).get("Exercise", "")))
         path = f"course/answers/{lesson.id}.md"
@@ -955,13 +393,11 @@ def make_pages(
         own = code_lines([commit], "+")
         added = code_lines(before, "+") + "\n" + own
         papers = papers_of([*before, commit], added)
-        defined_here |= set(defined(added))
         pages |= lesson_pages(
             lesson,
             message,
             commit,
             before,
-            frozenset(defined_here),
             ids,
             make,
             part=part_of(lesson),
@@ -969,8 +405,6 @@ def make_pages(
             previous=lessons[number - 1] if number else None,
             next=lessons[number + 1] if number + 1 < len(lessons) else None,
             papers=papers,
-            whole=next(iter(whole), None),
-            changed=any(change.path == "infer.py" for change in commit.changes),
             exercise=exercise,
             answer=answer(git("show", f"{ref}:{path}")) if answered else None,
             answered_at=course.answered_at(ref, path) if answered else None,
@@ -1052,23 +486,6 @@ def page_maker(ref: str, lessons: list[Lesson], play: bool) -> Callable[..., str
     return make
 
 
-def infer_page(lesson: Lesson, commit: Commit, make: Callable[..., str]) -> dict[str, str]:
-    """The page that shows infer.py whole, name -> HTML; empty before there is one."""
-    name = blob_id(lesson.commit, "infer.py")
-    if not name:
-        return {}
-    changes = [change for change in commit.changes if change.path == "infer.py"]
-    body = whole_file(changes[0] if changes else Change("infer.py", name, name))
-    page = make("file.html", lesson=lesson, changed=bool(changes), body=body)
-    return {f"{lesson.id}.infer.html": page}
-
-
-def blob_id(commit: str, path: str) -> str | None:
-    """The id of a file at a commit; None if it is not there."""
-    found = course.run_git("rev-parse", "--quiet", "--verify", f"{commit}:{path}")
-    return found.stdout.strip() or None
-
-
 def papers_of(commits: list[Commit], added: str) -> dict[str, str]:
     """The papers that messages name, and those that code names which was not only moved."""
     moved = find_papers(code_lines(commits, "-"))
@@ -1079,26 +496,23 @@ def papers_of(commits: list[Commit], added: str) -> dict[str, str]:
 
 def read_plots(ref: str, names: set[str]) -> tuple[list[dict], dict[str, bytes]]:
     """What the first page says of each plot, and the plots, name -> PNG."""
-    paths = {
-        Path(path).name: path
-        for path in sorted(names)
-        if re.fullmatch(r"benchmark_results/.*\.png", path)
-    }
-    unknown = paths.keys() - PLOTS
-    if unknown:
-        raise LessonError(
-            f"{paths[min(unknown)]} has no text for those who cannot see it; "
-            "write one into PLOTS of make_book.py"
-        )
     plots = []
     files = {}
-    for name, text in PLOTS.items():
-        if name in paths:
-            files[name] = read_bytes(f"{ref}:{paths[name]}")
-            width, height = png_size(files[name])
-            of = next((slugs for start, slugs in PLOTS_OF.items() if name.startswith(start)), ())
-            plot = {"name": name, "text": text, "width": width, "height": height, "lessons": of}
-            plots.append(plot)
+    paths = [path for path in names if re.fullmatch(r"benchmark_results/.*\.png", path)]
+    for path in sorted(paths):
+        name = Path(path).name
+        start = next((start for start in PLOTS if name.startswith(start)), None)
+        if start is None:
+            raise LessonError(
+                f"{path} has no text for those who cannot see it; write one into PLOTS of "
+                "make_book.py"
+            )
+        slugs, text = PLOTS[start]
+        text += "".join(words for end, words in VARIANTS.items() if f"{end}." in name) + "."
+        files[name] = read_bytes(f"{ref}:{path}")
+        width, height = png_size(files[name])
+        plot = {"name": name, "text": text, "width": width, "height": height, "lessons": slugs}
+        plots.append(plot)
     return plots, files
 
 
@@ -1116,23 +530,10 @@ def search_entry(lesson: Lesson, message: str, code: str, papers: dict[str, str]
 
 
 def pieces_of(text: str) -> Iterator[str]:
-    """The paragraphs, items and formulas of a message, each in a line, so that none run together.
-
-    A line goes on with the one before if both are indented by nothing and it is no item, if it is
-    indented as an item's second line, or deeper than one that was indented itself.
-    """
-    piece = ""
-    depth = 0
-    for line in [*text.split("\n"), ""]:
-        own = len(line) - len(line.lstrip())
-        goes_on = own > depth if depth else own < 4 and not line.startswith("- ")
-        if piece and line.strip() and goes_on:
-            piece += "\n" + line.strip()
-            continue
-        if piece:
+    """The paragraphs, items and formulas of a message, a line each."""
+    for piece in re.split(r"\n\s*\n|\n(?=- | {4}\S| {6}\S)", text):
+        if piece.strip():
             yield unwrap(piece)
-        piece = line.strip()
-        depth = own
 
 
 def searchable(message: str) -> str:
@@ -1146,25 +547,6 @@ def searchable(message: str) -> str:
             trying.append(words)
     order = ("", "Read", "Tests", "Implement", "Exercise")
     return "\n\n".join([*(parts.get(name, "").strip("\n") for name in order), *trying])
-
-
-def code_lines(commits: list[Commit], kind: str) -> str:
-    """The lines of code, tests left out, that commits add ("+") or remove ("-")."""
-    found = []
-    for change in (change for commit in commits for change in commit.changes if change.is_code):
-        lines = blob(change.old if kind == "-" else change.new).split("\n")
-        for hunk in change.hunks:
-            found += [lines[line.number] for line in hunk.lines if line.kind == kind]
-    return "\n".join(found)
-
-
-def defined(text: str) -> list[str]:
-    """The functions, classes and constants that lines of Python or C define."""
-    names = (
-        r"^\s*(?:async )?(?:def|class) (\w+)|^([A-Z][A-Z_]+) = "
-        r"|^(?:static |inline |INLINE |async )*\w+\*? \**(\w+)\([^;]*$"
-    )
-    return ["".join(found) for found in re.findall(names, text, re.MULTILINE)]
 
 
 def check_output(output: Path) -> None:

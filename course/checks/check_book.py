@@ -1,215 +1,133 @@
 """Check the book of the whole course: python course/checks/check_book.py BOOK [PICTURES].
 
-PICTURES: a folder for screenshots. First what test_book.py holds against a small course. Then
-in headless Chromium, at 1280 and 360 pixels, light and dark: no error on the console, no request
-but for files of the book, nothing wider than the page, contrast of all text at least 4.5 to 1, a
-search that finds, arrow keys, copy buttons, and tips; and on the page Play the repository's texts.
-The same of each lesson that has a picture, whose text has at least 11 pixels.
-The engine's player plays, steps and is dragged, by mouse, touch and keyboard.
+PICTURES: a folder for screenshots. First what test_book.py holds against a small course. Then in
+headless Chromium, at 1280 and 360 pixels, light and dark, each kind of page and each lesson with a
+picture, as browser.py looks at them; then copy buttons, arrow keys, the search, the engine's player
+by mouse, touch and keyboard, and a lesson without JavaScript. Last the page Play, in Chromium and
+in Firefox.
 """
 
+import itertools
 import sys
 from pathlib import Path
 
+from browser import DRAWN, OPEN, SIZES, View, chromium
+from check_play import compare, fail, use
+from firefox import firefox
 from playwright.sync_api import sync_playwright
+from test_book import ORACLES
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tests/book_pages", "course")]
+import lessons as course
 
-import check_play  # noqa: E402
-import test_book  # noqa: E402
-
-import lessons as course  # noqa: E402
-from pictures import PICTURES  # noqa: E402
-
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-]
-INSIDE = ("file:", "data:", "blob:")
-SIZES = ((1280, 900), (360, 780))
-
-# The smallest contrast of any text with the background behind it (WCAG 2.1, 1.4.3), and whose.
-CONTRAST = """() => {
-  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  const rgba = (color) => {
-    canvas.clearRect(0, 0, 1, 1);
-    canvas.fillStyle = color;
-    canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data];
-  };
-  const over = ([r, g, b, a], below) =>
-    [r, g, b].map((v, i) => (v * a + below[i] * (255 - a)) / 255);
-  const background = (element) => {
-    if (!element) return [255, 255, 255];
-    const own = rgba(getComputedStyle(element).backgroundColor);
-    return own[3] === 255 ? own.slice(0, 3) : over(own, background(element.parentElement));
-  };
-  const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-  const luminance = (color) => {
-    const [r, g, b] = color.map((v) => linear(v / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  let worst = [100, ""];
-  const seen = new Set();
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const element = walker.currentNode.parentElement;
-    const words = walker.currentNode.data.trim();
-    if (!words || ["SCRIPT", "NOSCRIPT"].includes(element.tagName)) continue;
-    const chain = [];
-    for (let at = element; at; at = at.parentElement) chain.push(at.tagName + "." + at.className);
-    const key = chain.join(" ");
-    if (seen.has(key)) continue;
-    seen.add(key);
-    const below = background(element);
-    const text = over(rgba(getComputedStyle(element).color), below);
-    const [dark, light] = [luminance(text), luminance(below)].sort((a, b) => a - b);
-    const ratio = (light + 0.05) / (dark + 0.05);
-    if (ratio < worst[0]) worst = [ratio, key.slice(0, 80) + ": " + words.slice(0, 30)];
-  }
-  return worst;
-}"""
-# The smallest size of any text, in pixels as shown, and whose.
-SIZE = """() => {
-  let least = [100, ""];
-  const picture = document.querySelector(".picture");
-  const walker = document.createTreeWalker(picture, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const words = walker.currentNode.data.trim();
-    const element = walker.currentNode.parentElement;
-    if (!words || element.tagName === "SCRIPT") continue;
-    const svg = element.closest("svg");
-    const scale = svg ? svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 1;
-    const size = parseFloat(getComputedStyle(element).fontSize) * scale;
-    if (size < least[0]) least = [size, words.slice(0, 30)];
-  }
-  return least;
-}"""
+FIRST_SCREEN = ("a.begin", "a[href='play.html']", "img.card")
+SEARCHES = {"preemption": "-preemption: ", "top-p": "-top-p: ", "RoPE": "rotary|-llama|-rope"}
 # Blocks that are wider than their place without a fade, and others with one.
-GOES_ON = """async () => {
-  await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+GOES_ON = """() => {
   const blocks = [...document.querySelectorAll("pre, .wide, .where, .prose table")];
   const hidden = (block) => block.scrollWidth - block.clientWidth - block.scrollLeft > 1;
   const fades = (block) => getComputedStyle(block).maskImage !== "none";
-  return [
-    blocks.filter((block) => hidden(block) && !fades(block)).length,
-    blocks.filter((block) => !hidden(block) && fades(block)).length,
-  ];
+  return blocks.filter((block) => hidden(block) !== fades(block)).length;
 }"""
-WIDTH = "document.documentElement.scrollWidth"
-OPEN = "document.querySelectorAll('details').forEach((details) => (details.open = true))"
+PLAYER = "document.querySelector('.recorded').player"
+# Firefox writes what Play shows first: the tokens before and after.
+WRITE_AGAIN = """async () => {
+  const before = shown.map(({ token }) => token).join();
+  form.requestSubmit();
+  while (!find("status").textContent.includes(" tokens in "))
+    await new Promise((done) => setTimeout(done, 50));
+  return [before, shown.map(({ token }) => token).join()];
+}"""
 
 
-def check(page, name: str, width: int, scheme: str, problems: list[str]) -> None:
-    def must(holds, what) -> None:
-        if not holds:
-            problems.append(f"{name}, {width} pixels, {scheme}: {what}")
+def look(view: View, name: str) -> None:
+    """At the page that is open, at both sizes and in both schemes."""
+    for size, scheme in itertools.product(SIZES, ("light", "dark")):
+        view.resize(size, scheme)
+        view.page.evaluate(DRAWN)
+        view.picture(name)
+        if name == "index":
+            for place in FIRST_SCREEN:
+                top = view.page.locator(f"main {place}").first.bounding_box()["y"]
+                view.must(top < 700, f"{place} is not on the first screen")
+        view.looks()
+    view.page.evaluate(OPEN)
+    for size in reversed(SIZES):
+        view.resize(size, "light")
+        view.page.evaluate(DRAWN)
+        view.looks()
+        blocks = view.page.evaluate(GOES_ON)
+        view.must(blocks == 0, f"{blocks} blocks go on without a fade, or have one and do not")
 
-    wide = page.evaluate(WIDTH)
-    must(wide <= width, f"the page is {wide} pixels wide")
-    page.evaluate(OPEN)
-    wide = page.evaluate(WIDTH)
-    must(wide <= width, f"with all that is folded open it is {wide} pixels wide")
-    contrast, where = page.evaluate(CONTRAST)
-    must(contrast >= 4.5, f"contrast {contrast:.2f} at {where}")
-    if name == "first":
-        for place in ("a.begin", "a[href='play.html']", "img.card"):
-            box = page.locator(f"main {place}").first.bounding_box()
-            must(box["y"] < 700, f"{place} is not on the first screen")
-        texts = page.locator("img").evaluate_all("images => images.map((image) => image.alt)")
-        must(all(texts), "a picture without a text")
-    if name == "lesson":
-        commands = page.locator("[data-copy]").count()
-        buttons = page.locator("pre.command button")
-        must(commands and buttons.count() == commands, "copy buttons")
-        buttons.first.click()
-        buttons.first.get_by_text("ed").wait_for(timeout=2000)  # Copied, Selected
-        here = page.url
-        following = page.locator("a[rel=next]").first.get_attribute("href")
-        page.keyboard.press("ArrowRight")
-        page.wait_for_url(f"**/{following}")
-        page.keyboard.press("ArrowLeft")
-        page.wait_for_url(here)
-    if name == "rotary":
-        found = page.locator("#found a").first.inner_text()
-        must("-llama: " in found, f"the first result for RoPE is {found}")
-    if name == "whole_words":
-        found = page.locator("#found a").first.inner_text()
-        must("-top-p: " in found, f"the first result for top-p is {found}")
-        marks = {text.lower() for text in page.locator("mark").all_inner_texts()}
-        must(marks and marks <= {"top-p", "top_p", "top p"}, f"marked for top-p: {marks}")
-    if name == "wide":
-        wide = page.evaluate(GOES_ON)
-        must(wide == [0, 0], f"{wide} blocks go on without a sign, or have one and do not")
-    if name == "search":
-        links = page.locator("#found a")
-        must(links.count() > 1, f"{links.count()} results")
-        found = links.first.inner_text()
-        must("-preemption: " in found, f"the first result is {found}")
-        page.locator("input[name=q]").fill("qwertzuiop")
+
+def read(view: View, address: str, lesson: str) -> None:
+    """Copy buttons, arrow keys, and the search."""
+    page = view.page
+    page.goto(f"{address}/{lesson}.html")
+    buttons = page.locator("pre.command button")
+    view.must(buttons.count() == page.locator("[data-copy]").count() > 0, "copy buttons")
+    buttons.first.click()
+    buttons.first.get_by_text("ed").wait_for(timeout=2000)  # Copied, Selected
+    here = page.url
+    following = page.locator("a[rel=next]").first.get_attribute("href")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url(f"**/{following}")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_url(here)
+    page.keyboard.press("/")
+    for query, wanted in SEARCHES.items():
+        page.locator("input[name=q]").fill(query)
         page.keyboard.press("Enter")
-        page.wait_for_url("**q=qwertzuiop")
-        must(page.locator("#found li").count() == 0, "results for what is nowhere")
-
-
-def check_picture(page, name: str, width: int, problems: list[str]) -> None:
-    size, where = page.evaluate(SIZE)
-    if size < 11:
-        problems.append(f"{name}, {width} pixels: text of {size:.1f} pixels at {where}")
+        page.wait_for_url(f"**q={query}")
+        found = page.locator("#found a").first.inner_text()
+        view.must(any(word in found for word in wanted.split("|")), f"{query}: first is {found}")
+        view.looks()
+    page.locator("input[name=q]").fill("qwertzuiop")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**q=qwertzuiop")
+    view.must(page.locator("#found li").count() == 0, "results for what is nowhere")
 
 
 class Hand:
-    """Moves the engine's player of a page."""
+    """Moves the engine's player of the page that is open."""
 
-    def __init__(self, page, name: str, problems: list[str]):
-        self.page = page
-        self.name = name
-        self.problems = problems
-        self.place = page.locator(".recorded")
+    def __init__(self, view: View):
+        self.view = view
+        self.page = view.page
+        self.place = self.page.locator(".recorded")
         self.place.scroll_into_view_if_needed()
+        self.last = self.page.evaluate(f"{PLAYER}.frames.length - 1")
 
-    def must(self, holds, what) -> None:
-        if not holds:
-            self.problems.append(f"{self.name}: the player {what}")
-
-    @property
-    def index(self) -> int:
-        return self.place.evaluate("place => place.player.index")
-
-    @property
-    def last(self) -> int:
-        return self.place.evaluate("place => place.player.frames.length - 1")
+    def at(self, index: int, what: str) -> None:
+        found = self.page.evaluate(f"{PLAYER}.index")
+        self.view.must(found == index, f"the player is at {found}, not {index}, after {what}")
 
     def seek(self, index: int) -> None:
-        self.place.evaluate("(place, index) => place.player.seek(index)", index)
+        self.page.evaluate(f"{PLAYER}.seek({index})")
 
     def button(self, name: str):
         return self.place.get_by_role("button", name=name, exact=True)
 
     def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Where the slider begins and ends on the screen."""
-        box = self.place.locator("input").bounding_box()
+        slider = self.place.locator("input")
+        slider.scroll_into_view_if_needed()
+        box = slider.bounding_box()
         middle = box["y"] + box["height"] / 2
         return (box["x"] + 2, middle), (box["x"] + box["width"] - 2, middle)
 
     def move(self) -> None:
         """By mouse and keyboard."""
         page = self.page
-        wide = page.evaluate(WIDTH)
         here = page.url
-        told = self.place.locator(".happened")
         self.seek(0)
         self.button("Play").click()
-        page.wait_for_function("document.querySelector('.recorded').player.index >= 2")
+        page.wait_for_function(f"{PLAYER}.index >= 2")
         self.button("Pause").click()
-        at = self.index
+        at = page.evaluate(f"{PLAYER}.index")
         self.button("one frame on").click()
-        self.must(self.index == at + 1, "does not step on")
+        self.at(at + 1, "a step on")
         self.button("one frame back").click()
-        self.must(self.index == at, "does not step back")
+        self.at(at, "a step back")
         page.wait_for_function(  # what is said is that frame's
             "(at) => document.querySelector('.happened').innerText.startsWith(`Step ${at + 1}:`)",
             arg=at,
@@ -217,22 +135,19 @@ class Hand:
         first, last = self.ends()
         page.mouse.move(*first)
         page.mouse.down()
-        self.must(self.index == 0, "does not go where the slider is pressed")
+        self.at(0, "a press on the slider")
         page.mouse.move(*last, steps=4)
         page.mouse.up()
-        self.must(self.index == self.last, f"is dragged to {self.index}, not {self.last}")
+        self.at(self.last, "a drag of the slider")
         page.keyboard.press("ArrowLeft")
-        self.must(self.index == self.last - 1, "ignores the keys of the slider")
+        self.at(self.last - 1, "a key on the slider")
         self.button("Play").focus()
-        page.keyboard.press("ArrowLeft")
-        page.keyboard.press("ArrowLeft")
-        page.keyboard.press("ArrowRight")
-        self.must(self.index == self.last - 2, "ignores the arrow keys")
+        for key in ("ArrowLeft", "ArrowLeft", "ArrowRight"):
+            page.keyboard.press(key)
+        self.at(self.last - 2, "arrow keys")
         page.keyboard.press("Enter")
-        page.wait_for_function(
-            "(place => !place.player.playing)(document.querySelector('.recorded'))"
-        )
-        self.must(self.index == self.last, "does not play to its end")
+        page.wait_for_function(f"!{PLAYER}.playing")
+        self.at(self.last, "playing to the end")
         self.seek(self.last // 2)
         self.place.locator(".requests").focus()
         page.keyboard.press("ArrowDown")
@@ -243,8 +158,8 @@ class Hand:
             page.wait_for_function(
                 "document.querySelector('.recorded [aria-live]').innerText.startsWith('Page 0')"
             )
-        self.must(page.url == here and told.is_visible(), "leaves the page")
-        self.must(page.evaluate(WIDTH) == wide, "makes the page wider")
+        self.view.must(page.url == here, "the player leaves the page")
+        self.view.looks()
 
     def touch(self) -> None:
         """By fingers."""
@@ -260,130 +175,89 @@ class Hand:
         for share in (0.2, 0.5, 0.8, 1):
             finger("touchMove", (left + share * (right - left), y))
         finger("touchEnd")
-        self.page.evaluate("new Promise(requestAnimationFrame)")
-        self.must(self.index == self.last, f"is dragged by a finger to {self.index}")
+        self.page.evaluate(DRAWN)
+        self.at(self.last, "a drag by a finger")
         self.button("one frame back").tap()
-        self.must(self.index == self.last - 1, "ignores a tap")
+        self.at(self.last - 1, "a tap")
         self.place.locator(".requests li").first.tap()
         self.page.wait_for_function("document.querySelectorAll('.recorded .lit').length === 1")
 
 
-def check_players(browser, address: str, names: list[str], problems: list[str]) -> int:
-    """The players of these lessons, at both widths; returns how many there are."""
-    count = 0
-    for (width, height), touch in zip(SIZES, (False, True)):
-        screen = {"width": width, "height": height}
-        context = browser.new_context(viewport=screen, has_touch=touch)
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        listen(page, problems)
+def check_players(browser, address: str, names: list[str], problems: list[str]) -> None:
+    """The players of these pages, at both widths."""
+    for size, touch in zip(SIZES, (False, True)):
+        view = View(browser, problems, size, has_touch=touch)
         for name in names:
-            page.goto(f"{address}/{name}.html")
-            if page.locator(".recorded").count():
-                count += 1
-                hand = Hand(page, name, problems)
-                hand.move()
-                if touch:
-                    hand.touch()
-        context.close()
-    return count // len(SIZES)
+            view.page.goto(f"{address}/{name}")
+            hand = Hand(view)
+            hand.move()
+            if touch:
+                hand.touch()
+        view.context.close()
 
 
-def listen(page, problems: list[str]) -> None:
-    """Note errors on the console, and requests that leave the book."""
-
-    def console(note) -> None:
-        if note.type == "error":
-            problems.append(f"console: {note.text}")
-
-    def request(asked) -> None:
-        if not asked.url.startswith(INSIDE):
-            problems.append(f"asks for {asked.url}")
-
-    page.on("console", console)
-    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
-    page.on("request", request)
+def check_without_scripts(browser, address: str, lesson: str, problems: list[str]) -> None:
+    """A lesson reads as with JavaScript, but for what could do nothing."""
+    view = View(browser, problems, java_script_enabled=False)
+    page = view.page
+    page.goto(f"{address}/{lesson}.html")
+    texts = [page.locator(f"{part} >> nth=0") for part in (".prose p", "pre.command", ".picture")]
+    view.must(all(text.is_visible() for text in texts), "without JavaScript something is missing")
+    view.must(page.locator("button").count() == 0, "without JavaScript there is a button")
+    view.must(not page.locator(".recorded").first.is_visible(), "without JavaScript, a player")
 
 
-def main(book: Path, pictures: Path | None) -> int:
+def check_play(browser, address: str, problems: list[str], pictures: Path | None) -> str:
+    """Play in both browsers; returns its speeds in words."""
+    for size, scheme in zip(SIZES, ("light", "dark")):
+        view = View(browser, problems, size, scheme, pictures=pictures)
+        view.page.goto(f"{address}/play.html")
+        use(view)
+        view.picture("play-used")
+        view.looks()
+    speed = compare(view.page, problems)
+    problems += fail(browser, f"{address}/play.html")
+    with firefox() as page:
+        page.goto(f"{address}/play.html")
+        before, after = page.evaluate(WRITE_AGAIN)
+        if before != after:
+            problems.append("Play in Firefox does not write what it shows first")
+        return f"{speed} in Chromium, {compare(page, problems, 2)} in Firefox"
+
+
+def main(book: Path, pictures: Path | None = None) -> int:
     problems = []
     pages = {
         file.name: file.read_bytes() if file.suffix == ".png" else file.read_text("utf-8")
         for file in book.iterdir()
     }
     _, lessons = course.read_main()
-    for oracle in test_book.ORACLES:
+    for oracle in ORACLES:
         oracle(lessons, pages)
+    drawn = [f"{each.id}.html" for each in lessons if 'class="picture' in pages[f"{each.id}.html"]]
+    players = [name for name in drawn if 'class="recorded"' in pages[name]]
+    kinds = ("index", "exercises", "transformer", "glossary", "search", "play")
     lesson = course.find(lessons, "paged-cache").id  # a long page, with commits before it
-    drawn = [lesson.id for lesson in lessons if lesson.id.partition("-")[2] in PICTURES]
-    views = {
-        "first": "index.html",
-        "lesson": f"{lesson}.html",
-        "code": f"{course.find(lessons, 'top-p').id}.html#main",
-        "file": f"{lesson}.infer.html",
-        "exercises": "exercises.html",
-        "transformer": "transformer.html",
-        "glossary": "glossary.html",
-        "search": "search.html?q=preemption",
-        "whole_words": "search.html?q=top-p",
-        "rotary": "search.html?q=RoPE",
-        "wide": f"{lesson}.html#code",
-        "play": "play.html",
-    }
     address = book.resolve().as_uri()
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path="/usr/bin/chromium", args=FLAGS)
-        for scheme in ("light", "dark"):
-            for width, height in SIZES:
-                screen = {"width": width, "height": height}
-                context = browser.new_context(viewport=screen, color_scheme=scheme)
-                page = context.new_page()
-                listen(page, problems)
-                for name, path in views.items():
-                    page.goto(f"{address}/{path}")
-                    if name == "play":
-                        problems += check_play.use(page)
-                    if pictures:
-                        page.screenshot(path=pictures / f"{name}-{width}-{scheme}.png")
-                    check(page, name, width, scheme, problems)
-                context.close()
-        page = browser.new_page()
-        listen(page, problems)
-        for name in drawn:
-            page.goto(f"{address}/{name}.html")
-            for width, height in SIZES:
-                page.set_viewport_size({"width": width, "height": height})
-                for scheme in ("light", "dark"):
-                    page.emulate_media(color_scheme=scheme)
-                    if pictures:
-                        file = pictures / f"{name}-{width}-{scheme}.png"
-                        page.locator(".picture").screenshot(path=file)
-                    check(page, name, width, scheme, problems)
-                    check_picture(page, name, width, problems)
-        page.close()
-        players = check_players(browser, address, drawn, problems)
-        if players < 6:
-            problems.append(f"{players} lessons have the engine's player")
-        page = browser.new_page()
-        page.goto(f"{address}/play.html")
-        wrong, speed = check_play.compare(page)
-        problems += wrong + check_play.fail(browser, page.url)
-        context = browser.new_context(java_script_enabled=False)
-        page = context.new_page()
-        page.goto(f"{address}/{lesson}.html")
-        # Without JavaScript a lesson reads as with it, but for what could do nothing.
-        texts = [page.locator(".prose p").first, page.locator("pre.command").first]
-        if not all(text.is_visible() for text in texts) or page.locator("button").count():
-            problems.append("without JavaScript a lesson does not read")
-        if page.locator(".recorded").is_visible() or not page.locator(".picture").is_visible():
-            problems.append("without JavaScript a player is there, or no picture")
+        browser = chromium(play)
+        view = View(browser, problems, pictures=pictures)
+        for name in [*(f"{kind}.html" for kind in kinds), f"{lesson}.tests.html", *drawn]:
+            if name in pages:
+                view.page.goto(f"{address}/{name}")
+                look(view, name.removesuffix(".html"))
+        view.resize(SIZES[0], "light")
+        read(view, address, lesson)
+        check_players(browser, address, players, problems)
+        if len(players) < 3:
+            problems.append(f"{len(players)} lessons have the engine's player")
+        check_without_scripts(browser, address, lesson, problems)
+        speed = check_play(browser, address, problems, pictures)
         browser.close()
-    shown = 2 * len(SIZES) * (len(views) + len(drawn))
-    passed = f"the book: {len(test_book.ORACLES)} checks of its pages, {shown} views in Chromium"
-    passed += f"; Play: {speed}"
-    print(*problems or [passed], sep="\n")
+    passed = f"the book: {len(ORACLES)} checks of its pages, {len(drawn)} lessons with pictures"
+    print(*problems or [f"{passed}, {len(players)} players; Play: {speed}"], sep="\n")
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None))
+    sys.exit(main(*map(Path, sys.argv[1:])))

@@ -13,16 +13,13 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from check_book import CONTRAST, FLAGS, ROOT, SIZES, WIDTH
+from browser import DRAWN, ROOT, SIZES, View, chromium
 from playwright.sync_api import sync_playwright
 from prometheus_client.parser import text_string_to_metric_families
 
 # Without --gamma the engine itself stops drafting where it measures that drafts do not pay.
 OPTIONS = ["--num-pages", "48", "--draft", "lookup", "--gamma", "3", "--backend", "native"]
 
-SMALLEST = """() => Math.min(...[...document.querySelectorAll("body *")]
-  .filter((element) => [...element.childNodes].some((node) => node.data?.trim()))
-  .map((element) => parseFloat(getComputedStyle(element).fontSize)))"""
 # Of the last frame and of all frames: what the page shows is made of them.
 TOTALS = """() => {
   const frames = player.frames;
@@ -38,7 +35,6 @@ TOTALS = """() => {
     marked: document.querySelectorAll("#texts .accepted").length,
   };
 }"""
-DRAWN = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 QUIET = "player && player.frames.length && !player.frames.at(-1).running.length && !writing.size"
 
 
@@ -60,35 +56,15 @@ def read_metrics(address: str) -> dict[str, float]:
     return counts
 
 
-class Check:
-    """A page at one size and in one scheme."""
+class Check(View):
+    """The server's page at one size and in one scheme."""
 
-    def __init__(self, browser, address: str, width: int, height: int, scheme: str, **options):
-        screen = {"width": width, "height": height}
-        self.width = width
-        self.name = f"{width}-{scheme}"
-        self.context = browser.new_context(viewport=screen, color_scheme=scheme, **options)
-        self.page = self.context.new_page()
-        self.problems = []
-        self.page.on("console", self.console)
-        self.page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
-        self.page.on("request", self.request)
+    def __init__(self, browser, problems, address: str, size, scheme: str, pictures, **options):
+        super().__init__(browser, problems, size, scheme, address, pictures, **options)
         self.address = address
         self.page.goto(address)
-        self.page.wait_for_function("player && player.frames.length", timeout=60_000)
+        self.page.wait_for_function("player && player.frames.length")
         self.shows("live")
-
-    def console(self, note) -> None:
-        if note.type == "error" and "Failed to load resource" not in note.text:
-            self.problems.append(f"console: {note.text}")
-
-    def request(self, asked) -> None:
-        if not asked.url.startswith((self.address, "data:")):
-            self.problems.append(f"asks for {asked.url}")
-
-    def must(self, holds, what) -> None:
-        if not holds:
-            self.problems.append(f"{self.name}: {what}")
 
     def shows(self, state: str) -> None:
         """Wait until the page says that this is what it shows."""
@@ -96,47 +72,34 @@ class Check:
 
     def quiet(self) -> None:
         """Wait until nothing is written or computed, and all of it is shown."""
-        self.page.wait_for_function(QUIET, timeout=60_000)
+        self.page.wait_for_function(QUIET)
         self.page.evaluate("player.follow()")
         self.page.evaluate(DRAWN)
-
-    def looks(self) -> None:
-        """Nothing leaves the page, and all of it can be read."""
-        wide = self.page.evaluate(WIDTH)
-        self.must(wide <= self.width, f"the page is {wide} pixels wide")
-        contrast, where = self.page.evaluate(CONTRAST)
-        self.must(contrast >= 4.5, f"contrast {contrast:.2f} at {where}")
-        smallest = self.page.evaluate(SMALLEST)
-        self.must(smallest >= 11, f"text of {smallest} pixels")
 
     def figure(self, name: str) -> str:
         """What the page shows under a name."""
         return self.page.locator(f".figures div:has(dt:text-is('{name}')) dd").inner_text()
 
-    def picture(self, name: str, folder: Path | None) -> None:
-        if folder:
-            self.page.screenshot(path=folder / f"{name}-{self.name}.png", full_page=True)
 
-
-def eight(check: Check, folder: Path | None) -> None:
+def eight(check: Check) -> None:
     """Eight texts at once, and the numbers that are shown of them."""
     page = check.page
     check.looks()
-    check.picture("idle", folder)
+    check.picture("idle")
     before = read_metrics(check.address)
     page.evaluate("get('settings').open = true")
     page.locator("input[name=seed]").fill("7")
     page.click("#eight")
-    page.wait_for_function("player.frames.some((frame) => frame.preempted.length)", timeout=60_000)
+    page.wait_for_function("player.frames.some((frame) => frame.preempted.length)")
     page.evaluate("player.play(false)")
     page.evaluate("player.seek(player.frames.findIndex((frame) => frame.preempted.length))")
     page.evaluate(DRAWN)
     check.shows("paused")
-    check.picture("paused", folder)
+    check.picture("paused")
     check.looks()
     check.quiet()
     check.shows("live")
-    check.picture("after", folder)
+    check.picture("after")
     check.looks()
     totals = page.evaluate(TOTALS)
     after = read_metrics(check.address)
@@ -172,7 +135,7 @@ def eight(check: Check, folder: Path | None) -> None:
         check.must(check.figure(name) == value, f"{name}: {check.figure(name)}, not {value}")
 
 
-def hands(check: Check, folder: Path | None) -> None:
+def hands(check: Check) -> None:
     """Pointer, keys, buttons and wrong values."""
     page = check.page
     token = page.locator("#texts .token").nth(3)
@@ -187,7 +150,7 @@ def hands(check: Check, folder: Path | None) -> None:
     page.keyboard.press("ArrowRight")
     at = page.locator("#texts article").nth(1).locator(".token").nth(1)
     check.must("at" in at.get_attribute("class").split(), "arrow keys do not reach a token")
-    check.picture("tip", folder)
+    check.picture("tip")
     page.keyboard.press("Escape")
     check.must(tip.is_hidden(), "Escape leaves the tip")
     page.get_by_role("button", name="Again, slowly").click()
@@ -202,7 +165,7 @@ def hands(check: Check, folder: Path | None) -> None:
     page.locator(".requests").focus()
     page.keyboard.press("ArrowDown")
     page.wait_for_function("document.querySelectorAll('.requests .lit').length === 1")
-    check.picture("again", folder)
+    check.picture("again")
     page.get_by_role("button", name="Now").click()
     check.shows("live")
 
@@ -236,7 +199,7 @@ def hands(check: Check, folder: Path | None) -> None:
     error.wait_for()
     check.must("temperature" in error.inner_text(), f"the error is {error.inner_text()}")
     check.looks()
-    check.picture("wrong", folder)
+    check.picture("wrong")
     page.locator("input[name=temperature]").fill("0.8")
     page.locator("input[name=max_tokens]").fill("60")
     page.check("input[value=chat]")
@@ -249,23 +212,23 @@ def hands(check: Check, folder: Path | None) -> None:
         check.must(found == messages, f"{found} messages of the chat, not {messages}")
     check.must(page.locator("#texts .error").count() == 1, "the chat fails")
     check.looks()
-    check.picture("chat", folder)
+    check.picture("chat")
 
 
-def main(folder: Path | None) -> int:
+def main(pictures: Path | None = None) -> int:
     problems = []
     process, address = serve(0)
     port = int(address.rsplit(":", 1)[1])
     try:
         with sync_playwright() as play:
-            browser = play.chromium.launch(executable_path="/usr/bin/chromium", args=FLAGS)
+            browser = chromium(play)
             for scheme, size in zip(("light", "dark"), SIZES):
-                check = Check(browser, address, *size, scheme)
-                eight(check, folder)
-                hands(check, folder)
+                check = Check(browser, problems, address, size, scheme, pictures)
+                eight(check)
+                hands(check)
                 check.context.close()
-                problems += check.problems
-            calm = Check(browser, address, *SIZES[0], "light", reduced_motion="reduce")
+            still = {"reduced_motion": "reduce"}
+            calm = Check(browser, problems, address, SIZES[0], "light", pictures, **still)
             calm.page.click("#eight")
             calm.quiet()
             moving = "document.getAnimations().length"
@@ -276,10 +239,9 @@ def main(folder: Path | None) -> int:
             calm.page.click("button.first")
             calm.page.locator("#texts .error").wait_for()
             calm.looks()
-            calm.picture("gone", folder)
+            calm.picture("gone")
             process, _ = serve(port)
-            calm.page.wait_for_function("document.querySelector('#state').innerText === 'live'")
-            problems += calm.problems
+            calm.shows("live")
             browser.close()
     finally:
         process.terminate()
@@ -289,4 +251,4 @@ def main(folder: Path | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))
+    sys.exit(main(*map(Path, sys.argv[1:])))

@@ -24,6 +24,11 @@ from test_lessons import commit, git
 import lessons as course
 
 sys.path.insert(0, str(ROOT / "course"))
+import make_book  # noqa: E402
+import web_model  # noqa: E402
+
+from book import diffs, glossary, prose  # noqa: E402
+
 HOSTS = (
     "arxiv.org",
     "cdn.openai.com",
@@ -148,15 +153,6 @@ def code_is_shown_whole_and_in_order(lessons, pages):
             lines = [line for line in lines_of_code(part) if id(line) not in removed]
             shown = "\n".join(bare(text_of(line)) for line in lines)
             assert shown == blob.removesuffix("\n"), (lesson.id, path)
-        name = f"{lesson.id}.infer.html"
-        if name in pages:
-            blob = course.run_git("show", f"{lesson.commit}:infer.py").stdout
-            tree = parse(pages[name])
-            lines = lines_of_code(tree.find(".//pre"))
-            shown = "\n".join(bare(text_of(line)) for line in lines)
-            assert shown == blob.removesuffix("\n"), lesson.id
-            added = [line for path, line in marked(lesson, "+") if path == "infer.py"]
-            assert [bare(line) for line in lines_of(tree, "ins")] == added, lesson.id
 
 
 def each_command_and_its_output_is_there(lessons, pages):
@@ -280,8 +276,9 @@ CHANGED = INFER.replace("return 1", 'text = """\n    two <i>\n    lines"""\n\n  
 CHANGED = CHANGED.replace("\nx7 = 7\n", "\n")
 CHANGED = CHANGED.replace("return 4", "return 5")
 CHANGED = CHANGED.replace("return 7", "return 8")
-BODY = """Why "it" is <so> & not else, with read_it(a, b) and Engine.step in a/b.py; --option
-too (Kwon et al. 2023; RoFormer, 2104.09864). See infer.py.
+BODY = """Why "it" is <so> & not else, with `read_it(a,
+b)` and `Engine.step` in `a/b.py`; `--option`
+too (Kwon et al. 2023; RoFormer, 2104.09864). See infer.py and p(x).
 
     p(v) ~ exp(x / T)   <- a formula
 
@@ -312,25 +309,24 @@ Try: (a remark)
 Prose between <them>.
     $ echo c
 
-Read: Thing, then first in infer.py, not the last or after that; MOST.
+Read: `Thing`, then `first` in `infer.py`, not the last or `after` that; `MOST`.
 
 Tests: all of it.
 
 Implement: (in infer.py, which the
 next line goes on with)
-    infer.py: read_it(a, b) -> c; UserError "no <such>" of so many words that they
+    `infer.py`: `read_it(a, b) -> c`; UserError "no <such>" of so many words that they
         take a line more;
-        its member, alone
-    --option
+        `its_member`, alone
+    `--option`
 
 Exercise: why?"""
 TICKED = """What is `a < b`, `<|end|>` or a call, `f(x,
-y)`, is marked (Kwon et al. 2023); p(x), x_y and --none of these are.
+y)`, is marked.
 
 - and no_code in a list of tokens, each a token
 
-Try: (as `it`
-says)
+Try: (as `it` says)
 
     $ true
 
@@ -338,12 +334,7 @@ Read: `Thing`, then first and the step in `infer.py`.
 
 Tests: tokens of a vocabulary.
 
-Implement: in `engine.py`
-    `y(a, b) -> c`: of so many words that they take a line
-        `more`
-    `Thing`
-        `one() -> 1`
-        `two() -> 2`; a_word
+Implement: `y(a, b) -> c`
 
 Exercise: what is `y`?"""
 PNG_PARTS = (
@@ -422,23 +413,35 @@ def repo(tmp_path_factory):
 @pytest.fixture
 def here(repo, monkeypatch):
     """The small course, as that of `lessons`."""
-    import make_book
-
     monkeypatch.setattr(course, "ROOT", repo)
     monkeypatch.setattr(make_book.pictures, "figure", lambda id: FIGURES.get(id, ""))
     monkeypatch.setattr(make_book, "web_scripts", lambda: SCRIPTS)
-    make_book.blob.cache_clear()
+    diffs.blob.cache_clear()
     return repo
+
+
+@pytest.fixture
+def blobs(monkeypatch):
+    """A function that puts these texts in the places of git's files, by their ids."""
+
+    def put(**texts: str) -> None:
+        monkeypatch.setattr(diffs, "blob", texts.get)
+
+    def clear() -> None:
+        diffs.definitions.cache_clear()
+        diffs.places_of.cache_clear()
+
+    clear()
+    yield put
+    clear()
 
 
 @pytest.fixture(scope="module")
 def pages(repo):
-    import make_book
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(course, "ROOT", repo)
         patch.setattr(make_book, "LIMIT", 20_000)
-        patch.setattr(make_book, "PLOTS_OF", {"engine": ("add",)})
+        patch.setitem(make_book.PLOTS, "engine", (("add",), make_book.PLOTS["engine"][1]))
         return make_book.make_pages(*course.read_main(), FIGURES, SCRIPTS)
 
 
@@ -448,8 +451,6 @@ def test_of_a_small_course(here, pages, oracle):
 
 
 def test_without_webassembly_nothing_leads_to_the_page_play(here, pages):
-    import make_book
-
     assert {"play.html", "model.js", "play.js", "engine.js"} <= pages.keys()
     without = make_book.make_pages(*course.read_main(), FIGURES, {})
     assert not {"play.html", "model.js", "play.js", "engine.js"} & without.keys()
@@ -458,9 +459,6 @@ def test_without_webassembly_nothing_leads_to_the_page_play(here, pages):
 
 
 def test_without_ziglang_there_is_one_line_and_no_page(monkeypatch, capsys):
-    import make_book
-    import web_model
-
     monkeypatch.setattr(web_model.importlib.util, "find_spec", lambda name: None)
     assert make_book.web_scripts() == {}
     reason = "gpt.c needs a compiler: pip install -r requirements-book.txt"
@@ -476,26 +474,22 @@ def test_tests_that_are_too_long_have_a_page_of_their_own(pages):
 
 @pytest.mark.parametrize("limit, apart", [(70, ""), (69, "c"), (39, "bc"), (19, "abc")])
 def test_the_largest_part_of_a_page_goes_first(monkeypatch, limit, apart):
-    from make_book import Section, fit
-
     monkeypatch.setattr("make_book.LIMIT", limit)
     sizes = {"b": 20, "c": 30, "a": 10}
-    sections = [Section(name, name, "x" * size) for name, size in sizes.items()]
+    sections = [make_book.Section(name, name, "x" * size) for name, size in sizes.items()]
 
     def render() -> str:
         return "x" * 10 + "".join(part.body for part in sections if not part.apart)
 
-    assert len(fit(render, sections, "07-top-p")) <= limit
+    assert len(make_book.fit(render, sections, "07-top-p")) <= limit
     assert sorted(part.name for part in sections if part.apart) == list(apart)
 
 
 def test_a_page_that_is_too_large_without_its_parts_is_no_book(monkeypatch):
-    from make_book import Section, fit
-
     monkeypatch.setattr("make_book.LIMIT", 9)
-    sections = [Section("a", "a", "x")]
+    sections = [make_book.Section("a", "a", "x")]
     with pytest.raises(course.LessonError, match="the page of 07-top-p has more than 9 bytes"):
-        fit(lambda: "x" * 10, sections, "07-top-p")
+        make_book.fit(lambda: "x" * 10, sections, "07-top-p")
 
 
 def test_a_commit_that_prepares_a_lesson_is_folded_behind_its_subject(pages):
@@ -520,30 +514,22 @@ def test_a_diff_names_functions_and_folds_the_rest(pages):
     assert "Data: left out here." in text_of(dict(files_of(pages, "00-init.html"))["data.bin"])
 
 
-@pytest.mark.parametrize(
-    "number, shown, expected",
-    [
-        (1, [], ""),
-        (2, [], "outer.inner"),
-        (3, [], "outer.inner"),
-        (4, [], "outer"),
-        (4, [0], ""),
-        (4, [1], "outer"),
-        (5, [], ""),
-    ],
+# A changed line, lines shown beside it, and the heading: the function up to its last line.
+HEADINGS = (
+    *((1, [], ""), (2, [], "outer.inner"), (3, [], "outer.inner"), (4, [], "outer")),
+    *((4, [0], ""), (4, [1], "outer"), (5, [], "")),
 )
-@pytest.mark.parametrize("kind", ["+", "-"])
-def test_a_line_is_in_a_function_up_to_its_last_one(monkeypatch, kind, number, shown, expected):
-    import make_book
 
+
+@pytest.mark.parametrize("kind", ["+", "-"])
+def test_a_line_is_in_a_function_up_to_its_last_one(blobs, kind):
     text = "def outer():\n    def inner():\n        a = 1\n        return a\n    return 5\nb = 6\n"
-    monkeypatch.setattr(make_book, "blob", {"new": text, "old": text}.get)
-    make_book.definitions.cache_clear()
-    lines = [make_book.Line(" ", place, place) for place in shown]
-    lines.append(make_book.Line(kind, number, number))
-    change = make_book.Change("a.py", "old", "new")
-    assert make_book.heading(change, make_book.Hunk("", 0, lines)) == expected
-    make_book.definitions.cache_clear()
+    blobs(new=text, old=text)
+    change = diffs.Change("a.py", "old", "new")
+    for number, shown, expected in HEADINGS:
+        lines = [diffs.Line(" ", place, place) for place in shown]
+        lines.append(diffs.Line(kind, number, number))
+        assert diffs.heading(change, diffs.Hunk("", 0, lines)) == expected, (number, shown)
 
 
 def test_colours_are_of_the_whole_file(pages):
@@ -554,14 +540,13 @@ def test_colours_are_of_the_whole_file(pages):
 
 
 def test_prose(pages):
-    """Of a message without backticks, where what looks like code is."""
     page = pages["01-add.html"]
     main = parse(page).find(".//main")
     links = {text_of(link): link.get("href") for link in main.iter("a")}
     assert links["Kwon et al. 2023"] == "https://arxiv.org/abs/2309.06180"
     assert links["arXiv:2104.09864"] == "https://arxiv.org/abs/2104.09864"
     why, idea = main.findall("div")
-    codes = ["read_it(a, b)", "Engine.step", "a/b.py", "--option", "infer.py"]
+    codes = ["read_it(a, b)", "Engine.step", "a/b.py", "--option"]
     assert texts_of(why, "code") == codes
     formulas = [text_of(found) for found in of_class(main, "pre", "formula")]
     assert formulas == ["p(v) ~ exp(x / T)   <- a formula", "indented at once", "with a formula"]
@@ -578,29 +563,9 @@ def test_what_to_implement_is_a_list(pages):
     assert text_of(asked.find("p")) == "In infer.py, which the next line goes on with"
     words = 'UserError "no <such>" of so many words that they take a line more;'
     assert [shown_lines(item) for item in asked.iter("li")] == [
-        [f"infer.py: read_it(a, b) -> c; {words}", "its member, alone"],
+        [f"infer.py: read_it(a, b) -> c; {words}", "its_member, alone"],
         ["--option"],
     ]
-
-
-def test_where_code_is_in_backticks_nothing_else_is(pages):
-    page = pages["02-mul.html"]
-    why, idea = parse(page).find(".//main").findall("div")
-    assert texts_of(why, "code") == ["a < b", "<|end|>", "f(x, y)"]
-    assert "is marked (Kwon et al. 2023); p(x), x_y and --none of these are." in text_of(why)
-    assert texts_of(why, "a") == ["Kwon et al. 2023"]
-    assert texts_of(idea, "li") == ["and no_code in a list of tokens, each a token"]
-    assert first(section(page, "Try it"), "p") == "As it says"
-    assert texts_of(section(page, "Read").find("p"), "code") == ["Thing", "infer.py"]
-    (asked,) = of_class(parse(page), "details", "fold asked")
-    assert text_of(asked.find("p")) == "In engine.py"
-    assert [shown_lines(item) for item in asked.iter("li")] == [
-        ["y(a, b) -> c: of so many words that they take a line more"],
-        ["Thing", "one() -> 1", "two() -> 2; a_word"],
-    ]
-    codes = ["y(a, b) -> c", "more", "Thing", "one() -> 1", "two() -> 2"]
-    assert [text for item in asked.iter("li") for text in texts_of(item, "code")] == codes
-    assert text_of(section(page, "Exercise").find("p")) == "What is y?"
 
 
 def test_a_page_shows_the_problem_then_its_picture_then_the_idea(pages):
@@ -613,47 +578,37 @@ def test_a_page_shows_the_problem_then_its_picture_then_the_idea(pages):
     assert "figure" not in {element.tag for element in parse(pages["02-mul.html"]).iter()}
 
 
-@pytest.mark.parametrize(
-    "reading, expected",
-    [
-        ("`first`, then it", 1),
-        ("`method` in `x.py`", 1),
-        ("see `A`", 5),
-        ("see `x.py`", 5),
-        ("see `dir/x.py`", 5),
-        ("firsts and x.pyc", 16),
-    ],
-)
-def test_code_comes_in_the_order_of_what_to_read(monkeypatch, reading, expected):
+def place_in(reading: str, path: str, *changed: int, paths: tuple[str, ...] = ()) -> int:
+    hunks = [diffs.Hunk("", line, [diffs.Line("+", line, line)]) for line in changed]
+    change = diffs.Change(path, "old", "new", hunks)
+    return make_book.place_in(reading, change, [*paths, path])
+
+
+def test_code_comes_in_the_order_of_what_to_read(blobs):
     """Where the text first names a file, a function that the change adds, or one that it alters."""
-    import make_book
-
     text = "def first():\n    pass\nclass A:\n    def method(self):\n        return 1\n"
-    monkeypatch.setattr(make_book, "blob", {"new": text, "old": text}.get)
-    make_book.definitions.cache_clear()
-    hunks = [make_book.Hunk("", line, [make_book.Line("+", line, line)]) for line in (0, 4)]
-    change = make_book.Change("dir/x.py", "old", "new", hunks)
-    assert make_book.place_in(reading, change, ["dir/x.py"]) == expected
-    make_book.definitions.cache_clear()
+    blobs(new=text, old=text)
+    for reading, expected in {
+        "`first`, then it": 1,
+        "`method` in `x.py`": 1,
+        "see `A`": 5,
+        "see `x.py`": 5,
+        "see `dir/x.py`": 5,
+        "firsts and x.pyc": 16,
+    }.items():
+        assert place_in(reading, "dir/x.py", 0, 4) == expected, reading
 
 
-def test_a_name_counts_for_the_file_that_it_is_said_of(monkeypatch):
+def test_a_name_counts_for_the_file_that_it_is_said_of(blobs):
     """`choose` of draw.c is not that of sampling.py; where nothing else is said, it may be."""
-    import make_book
-
-    monkeypatch.setattr(make_book, "blob", {"new": "async def choose():\n    pass\n"}.get)
-    make_book.definitions.cache_clear()
-    hunk = make_book.Hunk("", 0, [make_book.Line("+", 0, 0)])
-    change = make_book.Change("sampling.py", "", "new", [hunk])
-    paths = ["native/draw.c", "sampling.py"]
+    blobs(new="async def choose():\n    pass\n")
     for reading, expected in {
         "`choose` in `draw.c`; `draw`; `choose` in `sampling.py`": 31,
         "`choose` in `draw.c`; `choose`": 23,
         "`choose` in `draw.c`": 1,
         "`it`. `draw`": 12,
     }.items():
-        assert make_book.place_in(reading, change, paths) == expected, reading
-    make_book.definitions.cache_clear()
+        assert place_in(reading, "sampling.py", 0, paths=("native/draw.c",)) == expected, reading
 
 
 def test_what_to_read_leads_to_its_line(pages):
@@ -675,19 +630,15 @@ def test_what_to_read_leads_to_its_line(pages):
     }
 
 
-def test_links_into_code_know_owners_and_files(monkeypatch):
-    import make_book
-
+def test_links_into_code_know_owners_and_files(blobs):
     texts = {
         "a": "class A:\n    def step(self):\n        pass\n    def draw(self):\n        pass\n",
         "b": "def draw():\n    pass\n",
         "c": "INLINE void draw(int a) {\n}\nclass B {\n  step(frame) {\n",
     }
-    monkeypatch.setattr(make_book, "blob", texts.get)
-    make_book.definitions.cache_clear()
-    make_book.places_of.cache_clear()
-    changes = [make_book.Change(f"{name}.py", "", name) for name in "ab"]
-    changes.append(make_book.Change("c.c", "", "c"))
+    blobs(**texts)
+    changes = [diffs.Change(f"{name}.py", "", name) for name in "ab"]
+    changes.append(diffs.Change("c.c", "", "c"))
     reading = (
         "<code>A.step</code> and <code>draw</code>; <code>draw(x)</code> in <code>b.py</code>. "
     )
@@ -707,27 +658,26 @@ def test_links_into_code_know_owners_and_files(monkeypatch):
         "c.c": {0: "code-2-1", 3: "code-2-4"},
     }
     assert re.sub("</?a[^>]*>", "", shown) == reading
-    make_book.definitions.cache_clear()
-    make_book.places_of.cache_clear()
 
 
 # The glossary.
 
 
 def test_the_glossary_names_lessons_and_is_in_order():
-    from book.glossary import WORDS
-
+    WORDS = glossary.WORDS
     _, lessons = course.read_main()
     slugs = {lesson.id.partition("-")[2] for lesson in lessons}
     assert {slug for word in WORDS for slug in (word.slug, *word.elsewhere)} <= slugs
     names = [word.name.lower() for word in WORDS]
     assert names == sorted(names) and len({word.id for word in WORDS}) == len(WORDS)
     assert all(word.meaning.endswith(".") for word in WORDS)
+    assert len(WORDS) == glossary.TEXT.count("\n- ")  # each entry is read
+    assert {"GQA", "RoPE", "TTFT", "ITL", "PagedAttention", "backpressure"} <= {
+        word.name for word in WORDS
+    }
 
 
 def test_the_first_use_of_a_word_is_a_link_and_no_other():
-    from book import glossary
-
     ids = {"init": "00-init", "paged-cache": "39-paged-cache", "page": "70-page"}
 
     def linked(id: str, *texts: str) -> list[tuple[str, str]]:
@@ -762,17 +712,11 @@ def test_a_lesson_links_words_once_in_prose_and_nowhere_else(pages):
 
 
 def test_code_in_backticks_is_no_html():
-    from make_book import prose, specification
-
-    assert prose("so `<b>&amp;</b>` is") == "<p>so <code>&lt;b&gt;&amp;amp;&lt;/b&gt;</code> is</p>"
-    assert "<code>&lt;b&gt;</code>" in specification("\n    `<b>`, a tag")
-
-
-def test_what_to_read_is_code(pages):
-    """The functions, classes and constants that are there by then; but "the last" is a word."""
-    part = section(pages["01-add.html"], "Read").find("p")
-    assert texts_of(part, "code") == ["Thing", "first", "infer.py", "after", "MOST"]
-    assert text_of(part) == "Thing, then first in infer.py, not the last or after that; MOST."
+    assert (
+        prose.prose("so `<b>&amp;</b>` is")
+        == "<p>so <code>&lt;b&gt;&amp;amp;&lt;/b&gt;</code> is</p>"
+    )
+    assert "<code>&lt;b&gt;</code>" in prose.specification("\n    `<b>`, a tag")
 
 
 MEMBERS = {  # an item, | before each further line -> its members; a full line has 48 columns
@@ -798,10 +742,8 @@ MEMBERS = {  # an item, | before each further line -> its members; a full line h
 
 @pytest.mark.parametrize("item", MEMBERS)
 def test_members_of_an_item(item):
-    from make_book import members, unwrap
-
     lines = ("    " + item.replace("|", "\n        ")).split("\n")
-    assert [unwrap(member) for member in members(lines, 48)] == MEMBERS[item]
+    assert [prose.unwrap(member) for member in prose.members(lines, 48)] == MEMBERS[item]
 
 
 def test_the_answer_is_folded_behind_the_exercise(here, pages):
@@ -847,8 +789,6 @@ def test_the_first_page(pages):
 
 
 def test_the_parts_have_names():
-    import make_book
-
     part = {id: make_book.part_of(course.Lesson(f"{id}-any", "", "")) for id in ("19", "20", "99")}
     assert part["19"].startswith("Part I: ") and part["20"].startswith("Part II-A: ")
     assert part["99"] == "Part III-C: more than one process"
@@ -861,20 +801,14 @@ def test_a_plot_stands_on_the_pages_of_its_lessons(pages):
     assert "engine_cpu.png" not in pages["02-mul.html"] and "#measured" not in pages["02-mul.html"]
 
 
-def test_each_plot_of_this_course_has_a_lesson():
-    import make_book
-
+def test_the_plots_of_this_course_have_lessons():
     _, lessons = course.read_main()
     slugs = {lesson.id.partition("-")[2] for lesson in lessons}
-    assert {slug for found in make_book.PLOTS_OF.values() for slug in found} <= slugs
-    for name in make_book.PLOTS:
-        assert [start for start in make_book.PLOTS_OF if name.startswith(start)], name
+    assert {slug for found, _ in make_book.PLOTS.values() for slug in found} <= slugs
 
 
 def test_a_plot_without_a_text_is_no_book(here, monkeypatch, tmp_path, capsys):
-    import make_book
-
-    monkeypatch.delitem(make_book.PLOTS, "engine_cpu.png")
+    monkeypatch.delitem(make_book.PLOTS, "engine")
     assert make(tmp_path / "book") == 2
     words = "benchmark_results/engine_cpu.png has no text for those who cannot see it"
     assert words in capsys.readouterr().err
@@ -895,36 +829,34 @@ def test_pieces_of_a_message_do_not_run_together(pages):
     assert "p(v) ~ exp(x / T)   <- a formula".replace("   ", " ") in lines
     assert "- one item on two lines;" in lines and "- two." in lines
     assert "In a list, endian-ness (vllm#5):" in lines and "indented at once" in lines
-    assert "- an item" in lines and "with a formula" in lines
+    assert "- an item" in lines and "with a formula and more" in lines
     assert "import sys" in lines and "echo c" in lines and "--option" in lines
     named = 'infer.py: read_it(a, b) -> c; UserError "no <such>" of so many words that they'
-    assert any(line.startswith(named) and line.endswith("its member, alone") for line in lines)
+    assert any(line.startswith(named) and line.endswith("its_member, alone") for line in lines)
+
+
+ENTRIES = (
+    ("07-top-p.html", "07-top-p: mass p", "First.\nTop-p, p of top-pq"),
+    ("08.html", "08: topics", "top-performing, stop-p, europe"),
+    ("30-llama.html", "30-llama: rotary positions", "rotary angles"),
+    ("31.html", "31: others", "a rotary phone, prerotary, a rope"),
+    ("41.html", "41: pre-emption", "so pre-emption, stop P"),
+)
+QUERIES = {  # what is found first, and what is marked there
+    "top-p": ("07", ["Top-p"]),
+    "Top P": ("07", ["Top", "p"]),
+    "RoPE": ("30", ["rotary"]),
+    "pre-empt": ("41", ["pre-emption"]),
+    "nothing-of-it": (None, []),
+}
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="node runs the search")
-@pytest.mark.parametrize(
-    "query, first, marked",
-    [
-        ("top-p", "07", ["Top-p"]),
-        ("Top P", "07", ["Top", "p"]),
-        ("RoPE", "30", ["rotary"]),
-        ("pre-empt", "41", ["pre-emption"]),
-        ("nothing-of-it", None, []),
-    ],
-)
-def test_the_search(query, first, marked):
+@pytest.mark.parametrize("query", QUERIES)
+def test_the_search(query):
     """What it finds first, and the whole words that it marks."""
-    entries = [
-        {
-            "page": "07-top-p.html",
-            "title": "07-top-p: mass p",
-            "text": "First.\nTop-p, p of top-pq",
-        },
-        {"page": "08.html", "title": "08: topics", "text": "top-performing, stop-p, europe"},
-        {"page": "30-llama.html", "title": "30-llama: rotary positions", "text": "rotary angles"},
-        {"page": "31.html", "title": "31: others", "text": "a rotary phone, prerotary, a rope"},
-        {"page": "41.html", "title": "41: pre-emption", "text": "so pre-emption, stop P"},
-    ]
+    first, marked = QUERIES[query]
+    entries = [dict(zip(("page", "title", "text"), entry)) for entry in ENTRIES]
     script = (ROOT / "course" / "book" / "book.js").read_text("utf-8")
     script = "const ALIASES" + script.partition("const ALIASES")[2]
     script = script.replace("if (window.SEARCH_INDEX)", "if (false)")
@@ -949,8 +881,6 @@ console.log(JSON.stringify([best.map((hit) => hit.entry.page), marks.map((m) => 
 
 
 def make(output, *args) -> int:
-    import make_book
-
     return make_book.main(["--output", str(output), *args])
 
 
@@ -997,18 +927,22 @@ def test_no_book_is_written_through_a_link_that_leads_nowhere(here, tmp_path, ca
     assert make(tmp_path / "link") == 2
     assert "/link is a link that leads nowhere; name another" in refused(capsys)
     assert os.listdir(tmp_path) == ["link"]
-
-
-def test_a_folder_in_none(here, tmp_path, capsys):
     assert make(tmp_path / "a\x1b[1m" / "b") == 2
     words = "/a\\x1b[1m is no folder; --output names a new folder in one that is there\n"
     assert words in refused(capsys)
+
+
+def shallow(repo) -> None:
+    repo.rename(repo.with_name("whole"))
+    whole = repo.with_name("whole").as_uri()
+    git(repo.parent, "clone", "-q", "--depth", "1", whole, "repo")
 
 
 DAMAGES = {
     "neither main nor origin/main is here": lambda repo: git(repo, "branch", "-m", "main", "other"),
     "this folder is no git clone": lambda repo: (repo / ".git").rename(repo / "git"),
     "main has no lessons": lambda repo: git(repo, "reset", "-q", "--hard", "none"),
+    "this clone is shallow": shallow,
 }
 
 
@@ -1022,17 +956,7 @@ def test_a_folder_without_lessons_writes_nothing(repo, tmp_path, monkeypatch, ca
     assert not (tmp_path / "book").exists()
 
 
-def test_a_shallow_clone_writes_nothing(repo, tmp_path, monkeypatch, capsys):
-    git(tmp_path, "clone", "-q", "--depth", "1", repo.as_uri(), "repo")
-    monkeypatch.setattr(course, "ROOT", tmp_path / "repo")
-    assert make(tmp_path / "book") == 2
-    assert "this clone is shallow" in refused(capsys)
-    assert not (tmp_path / "book").exists()
-
-
 def test_a_book_that_cannot_be_finished_leaves_the_older_one(here, tmp_path, monkeypatch, capsys):
-    import make_book
-
     assert make(tmp_path / "book") == 0
     capsys.readouterr()
     before = {file.name: file.read_bytes() for file in (tmp_path / "book").iterdir()}

@@ -1,8 +1,4 @@
-"""Check the page Play of a book in Firefox: python course/checks/check_firefox.py BOOK [FIREFOX].
-
-Its texts are those of `generate`, and its own controls write what it shows first. Firefox is
-driven over Marionette, its own protocol: JSON over a socket.
-"""
+"""Firefox without a window, driven over Marionette, its own protocol: JSON over a socket."""
 
 import contextlib
 import itertools
@@ -11,16 +7,10 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "course")]
-
-import check_play  # noqa: E402
 
 PREFERENCES = {
     "marionette.port": 0,  # any that is free
@@ -43,17 +33,10 @@ script.textContent = `(async () => {
   catch (error) { root.dataset.result = JSON.stringify(String(error)); }
 })()`;
 document.head.append(script);"""
-PLAY = """async () => {
-  const before = shown.map(({ token }) => token).join();
-  form.requestSubmit();
-  while (!find("status").textContent.includes(" tokens in "))
-    await new Promise((done) => setTimeout(done, 50));
-  return [before, shown.map(({ token }) => token).join()];
-}"""
 
 
 class Page:
-    """A page of Firefox, with so much of Playwright's as check_play.py needs."""
+    """A page of Firefox, with the two methods of Playwright's that check_play.py needs."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection.makefile("rwb")
@@ -96,8 +79,8 @@ class Page:
 
 
 @contextlib.contextmanager
-def firefox(command: str) -> Iterator[Page]:
-    """A new Firefox without a window, ended with all its processes."""
+def firefox(command: str = "firefox-esr") -> Iterator[Page]:
+    """A new Firefox, ended with all its processes."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         lines = [f"user_pref({json.dumps(k)}, {json.dumps(v)});" for k, v in PREFERENCES.items()]
         Path(profile, "user.js").write_text("\n".join(lines))
@@ -117,22 +100,3 @@ def firefox(command: str) -> Iterator[Page]:
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def check(page: Page, address: str) -> tuple[list[str], str]:
-    page.goto(f"{address}/play.html")
-    before, after = page.evaluate(PLAY)
-    problems = [] if before == after else ["Play does not write what it shows first"]
-    wrong, speed = check_play.compare(page, check_play.CASES[2:8:2])
-    return problems + wrong, speed
-
-
-def main(book: Path, command: str = "firefox-esr") -> int:
-    with firefox(command) as page:
-        problems, speed = check(page, book.resolve().as_uri())
-    print(*problems or [f"Play in Firefox: {speed}"], sep="\n")
-    return 1 if problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -1,0 +1,340 @@
+"""The lessons' commits as git has them, and their diffs as HTML."""
+
+import ast
+import functools
+import html
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pygments.filter
+import pygments.lexers
+from pygments import token as tokens
+from pygments.formatters import HtmlFormatter
+
+import lessons as course
+from lessons import LessonError
+
+SUFFIXES = (".py", ".c", ".h", ".js", ".html")  # of code
+
+
+@dataclass
+class Line:
+    kind: str  # "+", "-" or " "
+    old: int  # its place in the old file, from 0; for "+" that of the next line there
+    new: int  # the same in the new file
+
+    @property
+    def number(self) -> int:
+        """In the file that has it; in the new one if both do."""
+        return self.old if self.kind == "-" else self.new
+
+
+@dataclass
+class Hunk:
+    function: str  # that it lies in, as git found it; for Python `heading` knows better
+    first: int  # its first line in the new file
+    lines: list[Line] = field(default_factory=list)
+
+
+@dataclass
+class Change:
+    """What a commit does to a file."""
+
+    path: str
+    old: str  # blob ids; zeros for none
+    new: str
+    hunks: list[Hunk] = field(default_factory=list)
+
+    def count(self, kind: str) -> int:
+        return sum(line.kind == kind for hunk in self.hunks for line in hunk.lines)
+
+    @property
+    def is_test(self) -> bool:
+        return self.path.startswith("tests/")
+
+    @property
+    def is_code(self) -> bool:
+        return Path(self.path).suffix in SUFFIXES and not self.is_test
+
+
+@dataclass
+class Commit:
+    hash: str
+    subject: str
+    body: str
+    changes: list[Change]
+
+
+ATTRIBUTES = "*.c diff=cpp\n*.safetensors binary\ntokenizer.json -diff\n"
+LOG = (
+    "log --first-parent --diff-merges=first-parent --reverse --root --patch --full-index "
+    "--no-renames --no-color --no-ext-diff --no-textconv --unified=3 --src-prefix=a/ "
+    "--dst-prefix=b/ --format=%x01%H%x1f%s%x1f%b%x02"
+).split()
+
+
+def read_commits(ref: str) -> list[Commit]:
+    """The commits of the first-parent line, oldest first, with their changes."""
+    with tempfile.TemporaryDirectory() as folder:
+        attributes = Path(folder, "attributes")  # the reader's own may name functions otherwise
+        attributes.write_text(ATTRIBUTES)
+        settings = ("-c", f"core.attributesFile={attributes}", "-c", "core.quotePath=false")
+        text = course.run_git(*settings, *LOG, ref).stdout
+    commits = []
+    for part in re.split(r"^\x01", text, flags=re.MULTILINE)[1:]:
+        head, _, patch = part.partition("\x02\n")
+        hash, subject, body = head.split("\x1f")
+        commits.append(Commit(hash, subject, body.strip("\n"), list(read_patch(patch))))
+    return commits
+
+
+def read_patch(patch: str) -> Iterator[Change]:
+    for part in re.split(r"^diff --git ", patch, flags=re.MULTILINE)[1:]:
+        lines = part.split("\n")
+        names = re.fullmatch(r"a/(.*) b/\1", lines[0])
+        if not names:
+            raise LessonError(f"git quotes this path, which the book cannot show: {lines[0]}")
+        index = next((line for line in lines if line.startswith("index ")), "index 0..0")
+        change = Change(names[1], *index.split()[1].split(".."))
+        old = 0
+        new = 0
+        for line in lines[1:]:
+            head = re.match(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,(\d+))? @@ ?(.*)", line)
+            if head:
+                old = int(head[1]) - 1
+                new = int(head[2]) - 1
+                first = new + (head[3] == "0")  # nothing is left: the line before it is named
+                change.hunks.append(Hunk(head[4].strip(), max(first, 0)))
+            elif change.hunks and line[:1] in ("+", "-", " "):
+                change.hunks[-1].lines.append(Line(line[0], old, new))
+                old += line[0] != "+"
+                new += line[0] != "-"
+        yield change
+
+
+@functools.cache
+def blob(name: str) -> str:
+    """A file's text by its id; empty for zeros."""
+    return read_bytes(name).decode("utf-8", "replace") if name.strip("0") else ""
+
+
+def read_bytes(name: str) -> bytes:
+    """Raises LessonError if git cannot read it."""
+    command = [*course.GIT, "cat-file", "blob", name]
+    result = subprocess.run(command, cwd=course.ROOT, capture_output=True)
+    if result.returncode:
+        raise LessonError(f"git cat-file blob {name} failed")
+    return result.stdout
+
+
+@functools.cache
+def places_of(name: str, path: str) -> list[tuple[int, str]]:
+    """What a file defines: (line, name) of each function, class and constant, lines from 0."""
+    found = []
+    if path.endswith(".py"):
+        found += [(first, words) for first, _, words in definitions(name)]
+    for number, line in enumerate(blob(name).split("\n")):
+        method = re.match(r"  (?:async )?(?!if|for|while|switch)(\w+)\(.*\{$", line)
+        if method and not path.endswith(".py"):  # of JavaScript
+            found.append((number, method[1]))
+        found += [(number, words) for words in defined(line) if not line.startswith(" ")]
+    return found
+
+
+@functools.cache
+def definitions(name: str) -> list[tuple[int, int, str]]:
+    """The functions and classes of a Python file, outer ones first.
+
+    Of each (its first line, the line after its last, name), lines from 0.
+    """
+    try:
+        tree = ast.parse(blob(name))
+    except SyntaxError:
+        return []
+    found = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = prefix
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                first = min(part.lineno for part in (child, *child.decorator_list))
+                found.append((first - 1, child.end_lineno, prefix + child.name))
+                inner = f"{prefix}{child.name}."
+            visit(child, inner)
+
+    visit(tree, "")
+    return found
+
+
+def heading(change: Change, hunk: Hunk) -> str:
+    """The function or class of the first changed line that lies in one.
+
+    Empty if there is none, and where the hunk shows its first line.
+    """
+    if not change.path.endswith(".py"):
+        words = hunk.function
+        # git cuts after 80 bytes
+        return words if len(words) < 79 else words.rpartition(" ")[0] + " …"
+    for line in hunk.lines:
+        if line.kind == " ":
+            continue
+        removed = line.kind == "-"
+        inside = [
+            (first, words)
+            for first, after, words in definitions(change.old if removed else change.new)
+            if first <= line.number < after
+        ]
+        if inside:
+            first, words = inside[-1]
+            shown = {
+                other.old if removed else other.new
+                for other in hunk.lines
+                if other.kind in (" ", line.kind)
+            }
+            return "" if first in shown else words
+    return ""
+
+
+def names_in(change: Change) -> list[str]:
+    """The names of what a change defines or alters in its file."""
+    lines = blob(change.new).split("\n")
+    names = []
+    for hunk in change.hunks:
+        names += heading(change, hunk).split(".")
+        names += defined("\n".join(lines[line.new] for line in hunk.lines if line.kind != "-"))
+    return names
+
+
+def code_lines(commits: list[Commit], kind: str) -> str:
+    """The lines of code, tests left out, that commits add ("+") or remove ("-")."""
+    found = []
+    for change in (change for commit in commits for change in commit.changes if change.is_code):
+        lines = blob(change.old if kind == "-" else change.new).split("\n")
+        for hunk in change.hunks:
+            found += [lines[line.number] for line in hunk.lines if line.kind == kind]
+    return "\n".join(found)
+
+
+def defined(text: str) -> list[str]:
+    """The functions, classes and constants that lines of Python or C define."""
+    names = (
+        r"^\s*(?:async )?(?:def|class) (\w+)|^([A-Z][A-Z_]+) = "
+        r"|^(?:static |inline |INLINE |async )*\w+\*? \**(\w+)\([^;]*$"
+    )
+    return ["".join(found) for found in re.findall(names, text, re.MULTILINE)]
+
+
+# Colours.
+
+# What Pygments finds -> the kind whose class it gets; all else has the colour of text.
+KINDS = {
+    tokens.Comment.Preproc: tokens.Keyword,
+    tokens.Comment: tokens.Comment,
+    tokens.Keyword: tokens.Keyword,
+    tokens.Operator.Word: tokens.Keyword,
+    tokens.String: tokens.String,
+    tokens.Number: tokens.Number,
+    tokens.Name.Function: tokens.Name.Function,
+    tokens.Name.Class: tokens.Name.Function,
+    tokens.Name.Decorator: tokens.Name.Function,
+}
+
+
+class FewKinds(pygments.filter.Filter):
+    """Leave the kinds of token that have a colour: a page without a tag for each name is half."""
+
+    def filter(self, lexer, stream):
+        for found, value in stream:
+            yield next((KINDS[kind] for kind in KINDS if found in kind), tokens.Text), value
+
+
+@functools.cache
+def highlight(name: str, path: str) -> list[str]:
+    """The lines of a blob as HTML."""
+    return colour(blob(name), path)
+
+
+def colour(text: str, path: str) -> list[str]:
+    try:
+        lexer = pygments.lexers.get_lexer_for_filename(path, stripnl=False, ensurenl=False)
+    except pygments.util.ClassNotFound:
+        shown = html.escape(text, quote=False)
+    else:
+        lexer.add_filter(FewKinds())
+        shown = pygments.highlight(text, lexer, HtmlFormatter(nowrap=True))
+    return shown.removesuffix("\n").split("\n")
+
+
+# A diff as HTML.
+
+FOLD = 4  # unchanged lines from which on they are folded
+
+
+def show_change(change: Change, folded: bool, marks: dict[int, str] | None = None) -> str:
+    """The hunks of a change. folded: the lines between them are there too, one click away.
+
+    marks: the ids of lines of the new file that links lead to.
+    """
+    if not change.hunks:
+        return "<p>Data: left out here.</p>"
+    old = highlight(change.old, change.path)
+    new = list(highlight(change.new, change.path))
+    for number, id in (marks or {}).items():
+        new[number] = f'<span class="at" id="{id}"></span>{new[number]}'
+    parts = []
+    shown = 0  # lines of the new file so far
+    for hunk in change.hunks:
+        between = new[shown : hunk.first]
+        body = "".join(show_lines(hunk.lines, old, new))
+        if folded and len(between) < FOLD and parts:  # one piece of code
+            parts[-1] = parts[-1].removesuffix("</pre>") + spans(between) + body + "</pre>"
+        else:
+            words = heading(change, hunk) if change.is_code or change.is_test else ""
+            parts.append(gap(between, folded))
+            if words:
+                parts.append(f'<h4 class="where"><code>{html.escape(words)}</code></h4>')
+            parts.append(f"<pre>{body}</pre>")
+        shown = max([hunk.first] + [line.new + 1 for line in hunk.lines if line.kind != "-"])
+    if change.new.strip("0"):
+        parts.append(gap(new[shown:] if blob(change.new) else [], folded))
+    return "".join(parts)
+
+
+def gap(lines: list[str], folded: bool) -> str:
+    """Unchanged lines."""
+    if not lines:
+        return ""
+    count = f"{len(lines)} unchanged line{'s' * (len(lines) > 1)}"
+    if not folded:
+        return f'<p class="gap">{count}</p>'
+    if len(lines) < FOLD:
+        return f"<pre>{spans(lines)}</pre>"
+    return f'<details class="gap"><summary>{count}</summary><pre>{spans(lines)}</pre></details>'
+
+
+def show_lines(lines: list[Line], old: list[str], new: list[str]) -> Iterator[str]:
+    """Lines of a hunk.
+
+    Removed ones and those in their place are one block, side by side where there is room.
+    """
+    index = 0
+    while index < len(lines):
+        runs = {kind: [] for kind in " -+"}
+        for kind in " -+":
+            while index < len(lines) and lines[index].kind == kind:
+                runs[kind].append((old if kind == "-" else new)[lines[index].number])
+                index += 1
+        yield spans(runs[" "])
+        removed = f"<del>{spans(runs['-'])}</del>" if runs["-"] else ""
+        added = f"<ins>{spans(runs['+'])}</ins>" if runs["+"] else ""
+        both = removed + added
+        yield f'<span class="pair">{both}</span>' if removed and added else both
+
+
+def spans(lines: list[str]) -> str:
+    """Each line a block, so that a mark can stand before it that nobody copies."""
+    return "".join(f"<span>{line or ' '}</span>" for line in lines)

@@ -1,0 +1,222 @@
+"""Lessons' messages and worked answers as HTML."""
+
+import html
+import itertools
+import re
+from collections.abc import Iterator
+
+import markdown_it
+
+import lessons as course
+from book.diffs import colour
+
+ARXIV = "https://arxiv.org/abs/"
+PAPERS = {  # as lessons and docstrings name them
+    "Agrawal et al. 2023": ARXIV + "2308.16369",
+    "Ainslie et al. 2023": ARXIV + "2305.13245",
+    "Braverman et al. 2019": ARXIV + "1906.05664",
+    "Chen et al. 2023": ARXIV + "2302.01318",
+    "Daliri et al. 2024": ARXIV + "2408.07978",
+    "Dettmers et al. 2022": ARXIV + "2208.07339",
+    "Eldan & Li 2023": ARXIV + "2305.07759",
+    "Fan et al. 2018": ARXIV + "1805.04833",
+    "Holtzman et al. 2020": ARXIV + "1904.09751",
+    "Keskar et al. 2019": ARXIV + "1909.05858",
+    "Kwon et al. 2023": ARXIV + "2309.06180",
+    "Leviathan et al. 2022": ARXIV + "2211.17192",
+    "Radford et al. 2019": "https://cdn.openai.com/better-language-models/"
+    "language_models_are_unsupervised_multitask_learners.pdf",
+    "Salmon et al. 2011": "https://doi.org/10.1145/2063384.2063405",
+    "Saxena 2023": "https://github.com/apoorvumang/prompt-lookup-decoding",
+    "Shazeer 2020": ARXIV + "2002.05202",
+    "Su et al. 2021": ARXIV + "2104.09864",
+    "Touvron et al. 2023": ARXIV + "2302.13971",
+    "Llama 2 (Touvron et al. 2023)": ARXIV + "2307.09288",
+    "Xiao et al. 2022": ARXIV + "2211.10438",
+    "Yu et al. 2022": "https://www.usenix.org/conference/osdi22/presentation/yu",
+    "Zhang & Sennrich 2019": ARXIV + "1910.07467",
+    "Zheng et al. 2023": ARXIV + "2312.07104",
+}
+NUMBER = r"\b\d\d(?:0[1-9]|1[0-2])\.\d{5}\b"  # of a paper on arXiv: year, month, and a count
+TRACKERS = {"transformers": "huggingface/transformers", "vllm": "vllm-project/vllm"}
+# A message as HTML.
+
+PAPER = "|".join(re.escape(name).replace(r"\ ", r"\s") for name in PAPERS)
+MARKED = re.compile(
+    rf"""`(?P<code>[^`]+)`
+    | (?P<arxiv>{NUMBER})
+    | (?P<issue>\b(?:{"|".join(TRACKERS)})\#\d+)
+    | (?P<paper>{PAPER})""",
+    re.VERBOSE,
+)
+
+
+def inline(text: str) -> str:
+    """A line of prose: code, which is in backticks, and papers and issues as links."""
+    parts = []
+    end = 0
+    for found in MARKED.finditer(text):
+        parts += [html.escape(text[end : found.start()], quote=False), marked(found)]
+        end = found.end()
+    return "".join(parts) + html.escape(text[end:], quote=False)
+
+
+def marked(found: re.Match) -> str:
+    kind = found.lastgroup
+    words = found[kind]
+    shown = html.escape(words, quote=False)
+    if kind == "arxiv":
+        return f'<a href="{ARXIV}{shown}">arXiv:{shown}</a>'
+    if kind == "paper":
+        return f'<a href="{html.escape(PAPERS[unwrap(words)])}">{shown}</a>'
+    if kind == "issue":
+        tracker, _, number = words.partition("#")
+        return f'<a href="https://github.com/{TRACKERS[tracker]}/issues/{number}">{shown}</a>'
+    return f"<code>{shown}</code>"
+
+
+def prose(text: str) -> str:
+    """Paragraphs, lists, and formulas, which are indented."""
+    parts = []
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        lines = block.split("\n")
+        for kind, pairs in itertools.groupby(zip(kinds(lines), lines), key=lambda pair: pair[0]):
+            run = "\n".join(line for _, line in pairs)
+            if kind == "formula":
+                shown = re.sub(r"^    ", "", run, flags=re.MULTILINE)
+                parts.append(f'<pre class="formula">{html.escape(shown, quote=False)}</pre>')
+            elif kind == "list":
+                items = re.split(r"^- ", run, flags=re.MULTILINE)[1:]
+                texts = [re.sub(r"^  ", "", item, flags=re.MULTILINE) for item in items]
+                shown = "".join(f"<li>{prose(item)}</li>" for item in texts)
+                parts.append(f"<ul>{shown}</ul>")
+            elif run.strip():
+                parts.append(f"<p>{inline(unwrap(run))}</p>")
+    return "".join(parts)
+
+
+def kinds(lines: list[str]) -> Iterator[str]:
+    """What each line of a block belongs to: a paragraph, a formula or a list."""
+    in_list = False
+    for line in lines:
+        in_list |= line.startswith("- ")
+        yield "list" if in_list else "formula" if line.startswith("    ") else "paragraph"
+
+
+def unwrap(text: str) -> str:
+    """One line; a word that a hyphen cuts at the end of a line is whole."""
+    return " ".join(re.sub(r"(?<=\w)-\n\s*(?=\w)", "-", text).split())
+
+
+def capital(text: str) -> str:
+    """A section begins as a sentence does, unless it begins with code."""
+    text = text.strip()
+    return text if re.match(r"\w*[_.(`=A-Z]", text) else text[:1].upper() + text[1:]
+
+
+def remark(text: str) -> str:
+    """What stands right behind a section's name, without the parentheses around all of it."""
+    whole = re.fullmatch(r"\((.*)\)", unwrap(text))
+    return capital(whole[1] if whole else text)
+
+
+def commands(message: str) -> str:
+    """The `Try:` section: each command with a button that copies it, then what it printed."""
+    shown = {"prose": lambda text: prose(remark(text)), "command": command, "output": output}
+    return "".join(shown[kind](text) for kind, text in course.read_try(message))
+
+
+def command(text: str) -> str:
+    """A command to copy, with the Python of a here-document in colours."""
+    script = re.fullmatch(r"(python -[^\n]*<<'(\w+)'[^\n]*\n)(.*\n)(\2)", text, re.DOTALL)
+    before = html.escape(script[1] if script else text, quote=False)
+    shown = re.sub(r"(?<![\w-])--\w[\w-]*", r"<span>\g<0></span>", before)
+    if script:
+        shown += "".join(line + "\n" for line in colour(script[3], "x.py")) + script[4]
+    lines = " lines" if "\n" in text else ""
+    return f'<pre class="command{lines}"><code data-copy>{shown}</code></pre>'
+
+
+def output(text: str) -> str:
+    """What a command printed.
+
+    The columns of a table stay; other lines, which may be stories, are wrapped.
+    """
+    table = " lines" if re.search(r"(?:\S|^) {2,}\S", text, re.MULTILINE) else ""
+    return f'<pre class="output{table}">{html.escape(text, quote=False)}</pre>'
+
+
+def specification(text: str) -> str:
+    """An `Implement:` section: a list, whose items are indented once.
+
+    What is indented twice goes on with the item, or is a member of it: see `members`.
+    """
+    lines = [line for line in text.split("\n") if line.strip()]
+    before = list(itertools.takewhile(lambda line: not line.startswith("    "), lines))
+    lines = lines[len(before) :]
+    items = []
+    for line in lines:
+        if re.match(r" {4}\S", line) or not items:
+            items.append([])
+        items[-1].append(line)
+    width = min(max(map(len, lines), default=0), 88)
+    shown = ""
+    for item in items:
+        parts = [inline(unwrap(member)) for member in members(item, width)]
+        shown += f"<li>{'<br>'.join(parts)}</li>"
+    note = inline(unwrap(remark("\n".join(before))))
+    return (f"<p>{note}</p>" if note else "") + (f"<ul>{shown}</ul>" if shown else "")
+
+
+def members(lines: list[str], width: int) -> list[str]:
+    """The lines of an item, put together to its members. width: of a line that is full.
+
+    Where lines are indented three times, those go on with a member. Elsewhere a member begins after
+    a line that was not full, if that ended a sentence or a call, or this one begins with code.
+    """
+    deep = any(line.startswith(" " * 12) for line in lines)
+    found = lines[:1]
+    for number, (before, line) in enumerate(zip(lines, lines[1:])):
+        word = re.match(r"\s*(`[^`]*`\S*|\S+)", line)[1]  # a line breaks before it, and not in it
+        full = len(before) + 1 + len(word) > width - 4  # 4: a line may break a little early
+        if deep:
+            goes_on = line.startswith(" " * 12) or (number == 0 and full)
+        else:
+            ended = before.rstrip("`")[-1] in ".;)"
+            goes_on = full or not (ended or word.startswith("`"))
+        if goes_on:
+            found[-1] += "\n" + line
+        else:
+            found.append(line)
+    return found
+
+
+def answer(text: str) -> str:
+    """A worked answer, Markdown, as HTML: the sentence in its title, then all but the exercise."""
+    parser = markdown_it.MarkdownIt("commonmark", {"html": False, "highlight": code_block})
+    parser.validateLink = lambda address: address.startswith("https://")
+
+    def first(found: re.Match) -> str:
+        return f"**{found[1].upper()}{found[2]}.**\n"
+
+    text = re.sub(r"^# [^:\n]*: (.)(.*)\n+(?:>.*\n)+", first, text)
+
+    def deeper(tag: re.Match) -> str:
+        return f"<{tag[1]}h{int(tag[2]) + 1}>"
+
+    return re.sub(r"<(/?)h([1-5])>", deeper, parser.render(text))
+
+
+def code_block(text: str, language: str, _) -> str:
+    return (command if language == "sh" else output)(text.removesuffix("\n"))
+
+
+def find_papers(text: str) -> dict[str, str]:
+    """The papers that a text names or numbers, name -> address."""
+    words = unwrap(text)
+    names = {address: name for name, address in PAPERS.items()}
+    found = {name: address for name, address in PAPERS.items() if name in words}
+    for number in re.findall(NUMBER, words):
+        address = ARXIV + number
+        found[names.get(address, f"arXiv:{number}")] = address
+    return dict(sorted(found.items()))
