@@ -12,9 +12,9 @@ from errors import UserError
 class Span(NamedTuple):
     """The positions of one text that a pass computes."""
 
-    pages: list[int]  # of the text, from position 0 on
-    start: int  # the first of them
-    tokens: list[int]  # at them
+    pages: list[int]  # of the text's cache, from position 0 on
+    start: int  # the first position that is computed
+    tokens: list[int]  # at start, start + 1, ...
 
 
 class KVCache:

@@ -53,8 +53,9 @@ def generate(
     use_cache: keep the keys and values of past positions; without, each step computes all again.
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
     half of block_size.
-    Yields, at most `max_new_tokens` times, the next token of each prompt, EOS included, and None
-    after its last one.
+    The batch is static: a finished row is computed until the last one ends.
+    Yields, at most the largest `max_new_tokens` times, the next token of each prompt, EOS included,
+    and None after its last one.
     Greedy or with a seed, a row has the text of its own run, but for rounding; without a seed it
     depends on its batch, which shares the generator. With int8 weights rounding may change a text,
     as int8.py says, unless C computes the whole pass.
@@ -88,7 +89,7 @@ def generate(
             is_eos = token in model.config.eos_token_ids and not each[row].ignore_eos
             if is_eos or len(sequences[row]) + 1 == lengths[row]:
                 finished[row] = True
-            if not finished[row]:  # a finished row passes the token before its last one again
+            if not finished[row]:  # a finished row computes one position again, and none reads it
                 sequences[row].append(token)
 
 

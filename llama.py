@@ -21,9 +21,8 @@ class RopeScaling:
     """How Llama 3.1 and later slow rotations down, for texts longer than those first trained on."""
 
     factor: float  # how much slower at most
-    # Turns in the original window: a rotation of fewer is slowed by the whole factor,
-    low_freq_factor: float
-    high_freq_factor: float  # and one of more than this stays as it is.
+    low_freq_factor: float  # a rotation with fewer turns in the original window is slowed fully
+    high_freq_factor: float  # one with more turns stays as it is
     original_max_position_embeddings: float  # the original window
 
 

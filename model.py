@@ -1,4 +1,4 @@
-"""GPT-2's forward pass, written out.
+"""What models share, and GPT-2's forward pass, written out: begin with `GPT.hidden`.
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Parameters are named as
 in transformers' GPT-2, so its files load unchanged. In the shape comments B is the batch, T the
@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -34,7 +35,7 @@ class GPTConfig:
     n_embd: int = 768
     eos_token_ids: tuple[int, ...] = (50256,)  # each of them ends a text
     layer_norm_epsilon: float = 1e-5
-    tied_head = True  # the head's weight is the token embedding's
+    tied_head: ClassVar[bool] = True  # the head's weight is the token embedding's
 
     @property
     def bos_token_id(self) -> int:

@@ -223,7 +223,8 @@ def penalize(
     ids = torch.tensor(seen, device=logits.device)
     part = logits.gather(-1, ids)
     if params.repetition_penalty != 1:
-        part = penalize_repetition(part, ids >= 0, params.repetition_penalty)
+        every = torch.ones_like(ids, dtype=torch.bool)  # all of these tokens were seen
+        part = penalize_repetition(part, every, params.repetition_penalty)
     if in_output:
         outputs = [Counter(text[length:]) for text, length in zip(texts, prompt_lengths)]
         # Integers, because a count in bfloat16 would stop at 256.
@@ -319,7 +320,7 @@ def draw_among_few(
     The arguments are those of `sample`; one of the filters is on.
     """
     vocab_size = logits.shape[-1]
-    top_k = params.top_k < vocab_size and params.top_k
+    top_k = params.top_k if params.top_k < vocab_size else 0
     if top_k:
         best = logits.topk(top_k + 1, dim=-1)
         values = apply_temperature(best.values, params.temperature)
@@ -378,7 +379,7 @@ def noise_of(ids: torch.Tensor, draws: list[tuple[int, int]]) -> torch.Tensor:
 
 
 def states_of(draws: list[tuple[int, int]]) -> torch.Tensor:
-    """What the numbers of each draw are counted from, (B,), int64."""
+    """The SplitMix64 state of each draw, (B,), int64: the seed's output at its position."""
     seeds, positions = zip(*draws)
     states = torch.tensor(seeds, dtype=torch.uint64).view(torch.int64)
     return splitmix(states, torch.tensor(positions))

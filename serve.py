@@ -45,7 +45,7 @@ from server.served import Served, find_chat, served_name
 SPARE = 64  # descriptors for all that is no connection
 LLAMA = STORIES.with_name("stories-llama")
 AT_LEAST_0 = (int, lambda value: value >= 0, "an integer >= 0")
-SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number >= 0")
+SECONDS = (int | float, lambda value: 0 <= value < 1e6, "a number from 0 to below 1000000")
 
 
 def main(argv=None) -> None:

@@ -19,11 +19,11 @@ from sampling import finite_rows
 
 
 class Drafter(Protocol):
-    """What an engine asks for drafts. They change no text, whoever guesses, but for three things.
+    """What an engine asks for drafts. Drafts change no text, with three exceptions.
 
-    A pass with drafts has another shape, so it may round in another way. It is larger, so it may be
-    the one for which there is no memory. And a text ends with an error if the logits behind a draft
-    are not finite, which without drafts nobody would see.
+    A pass with drafts has another shape, so it may round in another way. It is larger, so memory
+    may run out in it. A text ends with an error if the logits behind a draft are not finite, which
+    would go unseen without drafts.
     """
 
     def propose(self, requests: list[Request], counts: list[int]) -> list[list[int]]:

@@ -116,7 +116,8 @@ class Engine:
         A pass without memory ends its requests. Logits that are not finite, and any error in the
         work for one request alone, end that one. Waiting ones go on. Any other exception, such as
         KeyboardInterrupt, leaves `step`: its events are lost, but no text is wrong, and the next
-        step goes on from there. With several ranks none does: they are not all at one place.
+        step goes on from there. With several ranks there is no next step, also without memory:
+        some ranks would be inside a pass that others have left.
         """
         self.works = []
         self.draft()
@@ -147,7 +148,7 @@ class Engine:
         counts = [
             min(
                 self.gamma,
-                # Each running request gets a token.
+                # Each running request gets a token, so their number never exceeds the budget.
                 self.scheduler.budget - len(running),
                 # No pass crosses a hop: all of its positions see one window.
                 self.scheduler.block_size - request.length,

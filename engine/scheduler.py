@@ -60,7 +60,7 @@ class Scheduler:
         self.stride = stride
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.preempted: list[Request] = []  # by the last step, who may run again already
+        self.preempted: list[Request] = []  # by the last step; they may be running again
         self.preemptions = 0
         self.looked_up = 0  # positions of requests when they begin to run
         self.shared = 0  # of these, those found instead of computed

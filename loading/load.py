@@ -137,7 +137,7 @@ def parse_name(name) -> Source:
     )
 
 
-# Of each repository on the hub that this process has read, the commit: all files are of one.
+# Repository on the hub -> the commit at which this process reads it: all files are of one.
 COMMITS: dict[str, str] = {}
 
 

@@ -96,8 +96,8 @@ typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alia
 //
 // A weight (out, in) is packed into panels of PANEL outputs. A panel holds the weights of its
 // outputs for the first input (or GROUP inputs), then for the next, so that a vector has the
-// weights of neighbouring outputs. It is read once, from start to end, while the sums of TILE
-// tokens stay in registers. Each sum adds its products in the order of the inputs, whatever the
+// weights of neighbouring outputs. For each TILE tokens it is read from start to end, while their
+// sums stay in registers. Each sum adds its products in the order of the inputs, whatever the
 // number of tokens: the outputs of a token do not depend on the tokens beside it.
 
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
@@ -441,7 +441,7 @@ INLINE void score_block(const int64_t D, const Past *past, const Vector *columns
     for (int t = 0; t <= i - length; t++) scores[i * WIDTH + t] = -INFINITY;
 }
 
-// Step 2 for one query: scores become exponentials, below 1 so that none overflows. Returns their
+// Step 2 for one query: scores become exponentials, at most 1 so that none overflows. Returns their
 // sum: it divides the result of step 3, because a division for each score would take longer.
 INLINE float softmax(int64_t D, int64_t length, float *scores) {
   float factor = 1 / sqrtf(D);
@@ -558,6 +558,7 @@ static void attend_block(int64_t D, const Past *past, Matrix q, float *scores, M
     attend_queries(D, past, q, scores, y);
 }
 
+// Exported for tests, which compare it with torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
             const float *q, float *k, float *v, float *scores, float *y) {
   attend_alone(D, &(Past){k, v, stride, size, pages, length, 1}, q, scores, y);

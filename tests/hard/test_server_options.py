@@ -13,7 +13,7 @@ REFUSED = {
         "--port=-1": "--port -1: it must be from 0 to 65535",
         "--port=65536": "--port 65536: it must be from 0 to 65535",
         "--gamma=2": "--gamma is for --draft only",
-        "--drain-seconds=-1": "drain_seconds is -1.0; it must be a number >= 0",
+        "--drain-seconds=-1": "drain_seconds is -1.0; it must be a number from 0 to below 1000000",
         "--max-waiting=-1": "max_waiting is -1; it must be an integer >= 0",
         "--max-waiting-tokens=-1": "max_waiting_tokens is -1; it must be an integer >= 0",
     },
