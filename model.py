@@ -83,8 +83,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if rows > 8 or x.dtype != torch.float32 or x.device.type != "cpu" or not HAS_MKL:
         return F.linear(x, weight, bias)
     # Few rows cost the time it takes to read the weight, and MKL reads it faster as the left
-    # factor. But it reads it slowly for a single column, in its matrix-vector product, so a single
-    # one is given twice.
+    # factor. MKL's matrix-vector path is slow, so a single row is duplicated.
     x2d = x.reshape(rows, x.shape[-1])
     columns = (torch.cat([x2d, x2d]) if rows == 1 else x2d).t()  # (in_features, rows)
     y = (weight @ columns)[:, :rows].t()
@@ -163,7 +162,7 @@ class Model(nn.Module):
 
     def role(self, name: str) -> str:
         """The role of the layer whose weight or bias has this name."""
-        layer = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0])
+        layer = re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0])
         return {path: role for role, (path, _) in self.ROLES.items()}[layer]
 
     def is_transposed(self, name: str) -> bool:

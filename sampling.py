@@ -90,7 +90,7 @@ DRAW = operator.attrgetter("temperature", "top_k", "top_p")
 IN_C = "in C"  # the rows that C draws need nothing in common
 
 
-class NativeDraws(Protocol):
+class RowDrawer(Protocol):
     """What draws in C on a CPU."""
 
     def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
@@ -118,7 +118,7 @@ def choose(
     texts: list[list[int]],
     prompt_lengths: list[int],
     generator: torch.Generator | None = None,
-    native: NativeDraws | None = None,
+    native: RowDrawer | None = None,
 ) -> list[int]:
     """The next token of each text, by parameters of its own. logits: (B, vocab_size).
 

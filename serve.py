@@ -1,6 +1,7 @@
 """Serve a model over HTTP, for clients of OpenAI's API: python serve.py."""
 
 import asyncio
+import errno
 import functools
 import os
 import re
@@ -64,8 +65,8 @@ def add_server_options(parser: Parser) -> None:
     parser.add_argument("--api-key", help=key_help)
     origin_help = "a web page of this origin may ask; repeatable; *: any"
     parser.add_argument("--allow-origin", action="append", default=[], help=origin_help)
-    host_help = "a name by which clients may call this server, besides localhost, --host and IP"
-    host_help += " addresses; repeatable; *: any; at 0.0.0.0 or :: any if none is given"
+    host_help = "a host name that clients may use, repeatable; localhost, --host and IP addresses"
+    host_help += " always may; *: any name, the default at 0.0.0.0 and ::"
     parser.add_argument("--allowed-host", action="append", default=[], help=host_help)
     waiting_help = "texts that may wait, besides those that run; more are refused with 429"
     parser.add_argument("--max-waiting", type=int, default=1024, help=waiting_help)
@@ -117,20 +118,23 @@ def check_server_options(args) -> None:
 class Protocol(H11Protocol):
     """uvicorn's, which also closes a connection whose client does not send or does not read.
 
-    A head must be whole so many seconds after the connection, or after its first byte if it is not
-    the first; between two pieces of a body there may be as many, and in as many the client must
-    take each piece of an answer. Like nginx's client_header_timeout, client_body_timeout and
-    send_timeout.
+    A head must be complete within `seconds` of the connection, or of its first byte if it is not
+    the first. The next piece of a body must come within `seconds`, and the client must take each
+    piece of an answer within `seconds`. Like nginx's client_header_timeout,
+    client_body_timeout and send_timeout.
     """
 
     seconds = 30
     timer: asyncio.TimerHandle | None = None  # while a request is not whole
     unread: asyncio.TimerHandle | None = None  # while the client has something to take
+    too_late = False  # it was accepted in the moment in which the server shut down
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # each byte that is left over pauses writing
         self.watch()
+        if self.too_late:
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -143,6 +147,7 @@ class Protocol(H11Protocol):
 
     def shutdown(self) -> None:
         if not self.transport:  # connection_made has yet to be called
+            self.too_late = True
             return
         super().shutdown()
         if self.timer:  # nobody new is let in
@@ -202,6 +207,7 @@ class Server(uvicorn.Server):
         await super().startup([])
         (sock,) = sockets
         self.accepting = asyncio.ensure_future(self.accept(sock))
+        self.accepting.add_done_callback(self.end_accepting)
 
     async def accept(self, sock: socket.socket) -> None:
         """Accept connections for ever, each as soon as there is room for it."""
@@ -215,10 +221,20 @@ class Server(uvicorn.Server):
                 connection, _ = await loop.sock_accept(sock)
             except ConnectionAbortedError:  # its client has left
                 continue
-            except OSError:  # whatever else is open has taken all descriptors that were left
+            except OSError as error:  # whatever else is open has taken all descriptors left
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
                 await self.wait()
             else:
                 self.enter(connection)
+
+    def end_accepting(self, accepting: asyncio.Future) -> None:
+        """End the server if it can accept no more: it would look well, and serve nobody."""
+        if not accepting.cancelled():
+            self.should_exit = True
+            print(
+                f"note: no more connections: {accepting.exception()}", file=sys.stderr, flush=True
+            )
 
     async def on_tick(self, counter: int) -> bool:
         """Trim the heap after a second in which nothing came; uvicorn calls this every 0.1 s."""
@@ -248,7 +264,13 @@ class Server(uvicorn.Server):
         state.connections.add(protocol)
         task = loop.create_task(loop.connect_accepted_socket(lambda: protocol, connection))
         state.tasks.add(task)
-        task.add_done_callback(state.tasks.discard)
+
+        def connected(task: asyncio.Task) -> None:
+            state.tasks.discard(task)
+            if task.cancelled() or task.exception():
+                state.connections.discard(protocol)
+
+        task.add_done_callback(connected)
 
     def handle_exit(self, sig: int, frame) -> None:
         if self.signal is not None or not self.thread.ready.done():

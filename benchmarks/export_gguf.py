@@ -70,9 +70,10 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
 
 def gguf_name(model: Model, key: str) -> str:
     """What a GGUF file calls one of a model's tensors."""
-    block = re.search(r"\d+", key)
-    name = model.ROLES[model.role(key)][1]
-    return f"{name.replace('*', block[0]) if block else name}.{key.rpartition('.')[2]}"
+    layer, _, kind = key.rpartition(".")
+    numbers = iter(re.findall(r"(?<=\.)\d+(?=\.|$)", layer))
+    name = re.sub(r"\*", lambda star: next(numbers), model.ROLES[model.role(key)][1])
+    return f"{name}.{kind}"
 
 
 def add_vocabulary(writer, tokenizer: Path, config) -> None:

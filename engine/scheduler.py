@@ -100,7 +100,7 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self.max_rows:
             request = self.waiting[0]
             if not self.admit(request):
-                break  # a shorter one behind it waits too: else a long one might wait for ever
+                break  # strict FIFO: a long request cannot starve
             self.running.append(self.waiting.popleft())
             tokens = request.lacking[:budget]
             works.append(Work(request, tokens, []))

@@ -68,7 +68,9 @@ class Chat:
         reply's token can still count if the template, on finding it, writes one of its own less.) A
         template that escapes a message meets the stand-ins.
         """
-        control = encoding.special_tokens_set  # none begins with another, as tokenizer.py checks
+        control = (
+            encoding.special_tokens_set
+        )  # none begins with another, as tokenizer_checks.py says
         contents = [message["content"] for message in messages]
         used = set().union(self.text, *self.tokens.values(), *control, *contents)
         hide = stand_ins(set().union(*control), used)

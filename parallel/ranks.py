@@ -40,7 +40,7 @@ class Ranks:
         self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=LIMIT))
         group = {"store": self.store, "rank": self.rank, "world_size": self.size}
         dist.init_process_group("gloo", timeout=LIMIT, **group)
-        # Who listens has no limit. Who tells has one: it would wait for one that stands still.
+        # Followers wait forever; the leader times out, or it would hang on a stalled rank.
         self.news = dist.new_group(timeout=FOREVER if self.rank else LIMIT)
         self.patient = dist.new_group(timeout=FOREVER)
         self.collectives = 0

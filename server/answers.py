@@ -49,7 +49,7 @@ async def unless_gone(request: Request, work: Coroutine[None, None, Response]) -
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """The same bytes, MOST_PIECE at a time."""
+    """Cut bytes into pieces of MOST_PIECE."""
     return (data[start : start + MOST_PIECE] for start in range(0, len(data), MOST_PIECE))
 
 
@@ -89,9 +89,9 @@ def to_event(data: dict) -> bytes:
 class Answer:
     """Builds the answer to a request from what is new of its texts. A subclass knows its form.
 
-    name: its id. prompt_tokens: of all prompts. updates: of `EngineThread.generate`; as long as it
-    is open, the texts count. It is, until the client has taken nearly all: those who do not read
-    cannot have more and more answers made.
+    name: its id. prompt_tokens: of all prompts. updates: of `EngineThread.generate`. They stay open
+    until the client has taken nearly all of the answer, and until then the texts count against
+    --max-waiting: a client that does not read cannot pile up answers.
     """
 
     kind: str  # what "object" says
@@ -149,8 +149,12 @@ class Answer:
                 parts.setdefault(index, []).append(update)
         texts = {index: Update.join(parts[index]) for index in sorted(parts)}
         self.completion_tokens = sum(len(text.tokens) for text in texts.values())
-        choices = [self.choice(*text) for text in texts.items()]
-        whole = JSONResponse(self.head | {"choices": choices, "usage": self.usage()})
+        try:
+            choices = [self.choice(*text) for text in texts.items()]
+            whole = JSONResponse(self.head | {"choices": choices, "usage": self.usage()})
+        except BaseException:  # else its texts would count until garbage is looked for
+            await self.updates.aclose()
+            raise
         return Paced(self.parts(whole.body), self.updates, whole.headers)
 
     async def news(self) -> AsyncIterator[dict[int, Update]]:

@@ -86,6 +86,9 @@ class HostMiddleware:
         self.names = {name.lower() for name in names}
 
     async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
         # Only clients of HTTP/1.0, which are no browsers, leave it out.
         host = dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1")
         name = host.rpartition("]")[0].removeprefix("[") or host.partition(":")[0]

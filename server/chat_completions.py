@@ -28,9 +28,10 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     window = served.thread.config.block_size
     room = window // 2 if wanted is None else wanted  # a prompt that is cut leaves so much
     prompt = served.fit(prompt, body.truncate_prompt_tokens, room, "messages")
-    if wanted is None:  # what the window has room for
-        wanted = max(window - len(prompt), 1)
-    params = body.params(wanted, (body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    if wanted is None:  # what the window and the answer have room for
+        wanted = max(min(window - len(prompt), body.most_tokens(logprobs)), 1)
+    params = body.params(wanted, logprobs)
     name = f"chatcmpl-{uuid.uuid4().hex}"
     updates = served.thread.generate([prompt] * len(params), params, body.cache_salt or "", name)
     return await Reply(name, body, served, len(prompt), updates).respond()

@@ -201,13 +201,17 @@ class GenerationRequest(BaseModel):
         """How many the answer has."""
         return self.n or 1
 
+    def most_tokens(self, logprobs: int | None) -> int:
+        """The largest max_tokens for which all texts together are not too long."""
+        entries = 0 if logprobs is None else 1 + logprobs
+        return MOST_BYTES // (self.texts * (TOKEN_BYTES + entries * LOGPROB_BYTES))
+
     def params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
-        """Of each of the n texts that follow a prompt: text i has the seed + i.
+        """The parameters of each of the n texts that follow a prompt: text i has the seed + i.
 
         Raises APIError if all texts together could be too long.
         """
-        entries = 0 if logprobs is None else 1 + logprobs
-        most = MOST_BYTES // (self.texts * (TOKEN_BYTES + entries * LOGPROB_BYTES))
+        most = self.most_tokens(logprobs)
         if max_new_tokens > most:
             what = f"{self.texts} texts with {logprobs or 0} log-probabilities for each token"
             message = f"max_tokens is {max_new_tokens}; for {what} it may be {most}"

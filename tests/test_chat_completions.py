@@ -156,6 +156,16 @@ def test_n_replies(door, tiny_llama):
     assert (texts, sorted(roles)) == (wanted, [0, 1, 2])
 
 
+def test_a_reply_whose_length_is_not_asked_for_fits_the_answer(door, monkeypatch):
+    """A window has room for more tokens than an answer with all their log-probabilities."""
+    monkeypatch.setattr("server.protocol.MOST_BYTES", 3 * 2 * (16 + 6 * 64))
+    body = {"messages": TALK[:1], "n": 2, "logprobs": True, "top_logprobs": 5, "ignore_eos": True}
+    status, found = door.post(PATH, body)
+    assert (status, found["usage"]["completion_tokens"]) == (200, 2 * 3)
+    status, found = door.post(PATH, body | {"max_tokens": 4})
+    assert status == 400 and "it may be 3" in found["error"]["message"]
+
+
 def test_a_second_turn_shares_the_pages_of_the_first(tiny_llama):
     with serving(lambda: small_engine(tiny_llama, page_size=4)) as door:
         (choice,) = door.post(PATH, {"messages": TALK[:1], "max_tokens": 6})[1]["choices"]

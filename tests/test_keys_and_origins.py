@@ -221,3 +221,14 @@ def test_a_name_that_no_host_header_has_is_refused(run_main, name):
     code, out, err = run_main(serve.main, "--port", 0, f"--allowed-host={name}")
     assert (code, out) == (2, "")
     assert err.endswith(f"error: --allowed-host {name}: it must be a name without a port\n")
+
+
+def test_an_app_with_hosts_starts_under_a_server_that_runs_its_lifespan():
+    """Ray Serve runs the lifespan; serve.py does not."""
+    from fastapi.testclient import TestClient
+
+    from server.app import make_app
+
+    app = make_app(None, hosts=["localhost"])
+    with TestClient(app, base_url="http://evil.example") as client:
+        assert client.get("/").status_code == 403

@@ -206,3 +206,14 @@ def test_experts_have_numbers_of_their_own():
 
     assert Experts().path("down", 3, 17) == "layers.3.experts.17.down"
     assert Experts().role("layers.3.experts.17.down.weight") == "down"
+
+
+def test_a_layer_may_end_in_its_number():
+    from benchmarks.export_gguf import gguf_name
+
+    class Listed(Model):
+        ROLES = {"up": ("h.*.mlp.*", "blk.*.up.*")}
+
+    name = Listed().path("up", 1, 20) + ".weight"
+    assert name == "h.1.mlp.20.weight" and Listed().role(name) == "up"
+    assert gguf_name(Listed(), name) == "blk.1.up.20.weight"
