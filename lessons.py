@@ -175,6 +175,18 @@ def chosen(lessons: list[Lesson], wanted: str | None) -> Lesson:
     return lesson
 
 
+def written(lessons: list[Lesson], wanted: str | None) -> Lesson:
+    """The lesson that the reader writes, found as in `chosen`. Raises LessonError on main."""
+    lesson = chosen(lessons, wanted)
+    if wanted is None and git("rev-parse", "HEAD") == git("rev-parse", read_main()[0]):
+        if lesson.commit != git("rev-parse", "HEAD"):
+            raise LessonError(
+                f"you stand on main, which goes on after {lesson.id}; name a lesson, "
+                f"or begin one with: python lessons.py start {lesson.id}"
+            )
+    return lesson
+
+
 def message(lesson: Lesson) -> str:
     """A lesson's message without its trailer, the last line that begins so."""
     whole = git("show", "--no-patch", "--format=%B", lesson.commit)
@@ -546,9 +558,9 @@ def undone_on_failure(branch: str, added: list[str]):
 
 def cmd_check(lessons, args):
     """run a lesson's tests on your code, then all the others"""
-    lesson = chosen(lessons, args.id)
-    files = [file for file in test_files(lesson) if (ROOT / file).exists()]
     require_pytest()
+    lesson = written(lessons, args.id)
+    files = [file for file in test_files(lesson) if (ROOT / file).exists()]
     if not files:
         way = f"python lessons.py start {lesson.id}"
         if is_branch(lesson.branch):
@@ -587,7 +599,7 @@ def cmd_compare(lessons, args):
 
     Tests and texts are left out.
     """
-    lesson = chosen(lessons, args.id)
+    lesson = written(lessons, args.id)
     with tempfile.TemporaryDirectory(prefix="lessons-") as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
         git("read-tree", lesson.commit, **index)  # the lesson's files,

@@ -620,6 +620,14 @@ def test_without_pytest_one_line_says_how_to_get_it(repo, error, monkeypatch, tm
     assert error(command).endswith(" get it, and what tests need, with: make test\n")
 
 
+@pytest.mark.parametrize("command", ["check", "compare"])
+def test_main_is_no_lesson_that_one_writes(repo, run, error, command):
+    words = "you stand on main, which goes on after 02-mul; name a lesson, or begin one with: "
+    assert error(command).endswith(f"{words}python lessons.py start 02-mul\n")
+    git(repo, "switch", "-q", "--detach", "HEAD~")  # the lesson itself, and a tag is the same
+    assert run(command)[0] == 0
+
+
 def test_a_quick_check_runs_the_lessons_own_tests(repo, run):
     code, out, _ = run("check", "--quick", "1")
     assert code == 0 and out.count(" passed in ") == 1 and "1 passed" in out
