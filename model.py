@@ -186,7 +186,7 @@ class Model(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and caches, and of all weights that are not int8."""
+        """The dtype of activations, caches and all weights that are not int8."""
         return next(self.parameters()).dtype
 
     @property
@@ -220,7 +220,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weight(self, name: str, weight: torch.Tensor, std: float = 0.02, generator=None):
-        """The same for one of them, which need not be in the model. Returns it."""
+        """Initialise one weight, which need not be in the model, and return it."""
         if name.endswith("bias"):
             return weight.zero_()
         if weight.dim() == 1:

@@ -94,7 +94,7 @@ class RowDrawer(Protocol):
     """What draws in C on a CPU."""
 
     def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
-        """As `sample` for each row of float32 logits, greedily or with a seed, but for rounding.
+        """Choose a token for each row as `sample` does, greedily or with a seed, but for rounding.
 
         logits: (B, vocab_size), contiguous.
         """
@@ -186,7 +186,7 @@ def penalize_each(
     texts: list[list[int]],
     prompt_lengths: list[int],
 ) -> torch.Tensor:
-    """As `penalize`, each row by parameters of its own.
+    """Penalise each row by parameters of its own; see `penalize`.
 
     Returns new logits, or the same ones if no penalty is on.
     """

@@ -127,7 +127,7 @@ def run(
 def run_ctranslate2(
     generator, prompts: list[list[int]], length: int, device: str
 ) -> tuple[list, float, float]:
-    """The same of CTranslate2's Generator."""
+    """Run CTranslate2's Generator, and return what `run` returns."""
     texts = [[str(token) for token in prompt] for prompt in prompts]
     times = []
 
@@ -218,7 +218,7 @@ def serve(connection, name: str, directory: Path, device: str, threads: int) -> 
 
 @torch.inference_mode()
 def log_probs(name: str, model, text: list[int]) -> torch.Tensor:
-    """Of the token after each position of a text, (T, vocab_size), as that engine computes them."""
+    """Log-probabilities of the token after each position, (T, vocab_size), by that engine."""
     if ENGINES[name].package == "ctranslate2":
         import numpy
 

@@ -272,7 +272,7 @@ def run(load: Coroutine) -> Load:
 
 
 def percentiles(name: str, values: list[float], *places: int) -> dict[str, float]:
-    """Of milliseconds; none of no values."""
+    """Percentiles of milliseconds, by name; none without values."""
     places = places if values else ()
     return {f"{name}, ms, p{place}": float(numpy.percentile(values, place)) for place in places}
 

@@ -109,7 +109,7 @@ class Bench(NamedTuple):
 
 
 def greedy(length: int) -> SamplingParams:
-    """Of a text of exactly that length."""
+    """Greedy parameters for a text of exactly that length."""
     return SamplingParams(max_new_tokens=length, ignore_eos=True)
 
 

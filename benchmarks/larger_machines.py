@@ -29,7 +29,7 @@ LLAMA = LlamaConfig(  # Llama 3's of 70 billion parameters
 
 
 class Assumed(NamedTuple):
-    """Of a GPU, its links, and what is around it; each is an option."""
+    """Constants of a GPU, its links and what is around it; each is an option."""
 
     memory: float
     bandwidth: float

@@ -32,12 +32,12 @@ class LlamaCpp:
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
 
     def run(self, prompts: list[list[int]], length: int, device: str) -> tuple[list, float, float]:
-        """As `benchmarks.batching.run`, of prompts that are equally long."""
+        """Run prompts of equal length, and return what `benchmarks.batching.run` returns."""
         with self.decoder(len(prompts), len(prompts[0]) + length) as decode:
             return common.timed(greedy(decode, prompts, length), device)
 
     def log_probs(self, text: list[int]) -> torch.Tensor:
-        """As `benchmarks.batching.log_probs`: one token at a time."""
+        """Log-probabilities, as of `benchmarks.batching.log_probs`, one token at a time."""
         with self.decoder(1, len(text)) as decode:
             logits = [torch.tensor(decode([[token]], at)) for at, token in enumerate(text)]
         return torch.cat(logits).log_softmax(dim=-1)

@@ -65,7 +65,7 @@ def multiplied(model: Model) -> int:
 
 
 def cache_bytes(model: Model, texts: int, positions: int, itemsize: int = FLOAT) -> int:
-    """Of the keys and values in this part of a model."""
+    """Bytes of the keys and values in this part of a model."""
     config = model.config
     numbers = 2 * config.n_layer * model.n_kv_head * config.head_dim
     return itemsize * texts * positions * numbers

@@ -62,7 +62,7 @@ class Results(common.Measures):
 
 
 def both(name: str, measured: float, predicted: float) -> dict[str, float]:
-    """Of a measure: what it is, what it was predicted to be, and their ratio."""
+    """A measure's value, its prediction and their ratio."""
     ratio = {f"{name}, predicted / measured": predicted / measured} if measured else {}
     return {name: measured, f"{name}, predicted": predicted} | ratio
 

@@ -108,7 +108,7 @@ class Scheduler:
         return self.with_drafts(works, budget)
 
     def with_drafts(self, works: list[Work], budget: int) -> list[Work]:
-        """The same, with the drafts that fit into what they leave of the budget and the pages."""
+        """Add the drafts that fit into what the works leave of the budget and the pages."""
         result = []
         for request, tokens, _ in works:
             drafts = request.drafts[:budget]

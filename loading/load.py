@@ -73,7 +73,7 @@ class Source:
         return path if is_file(path) else None
 
     def file(self, file: str) -> Path:
-        """As `find`, but raises UserError if there is no such file."""
+        """The path that `find` returns. Raises UserError if there is no such file."""
         if path := self.find(file):
             return path
         raise UserError(f"{self.name}: no {file} {self.place}")
@@ -104,7 +104,7 @@ PICKLE = (
 
 
 def is_file(path: Path) -> bool:
-    """As `Path.is_file`. Raises UserError where one may not look, and for too long a name."""
+    """Call `Path.is_file`. Raises UserError where one may not look, and for too long a name."""
     try:
         return path.is_file()
     except OSError as error:

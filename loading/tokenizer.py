@@ -29,7 +29,7 @@ class Encoding(tiktoken.Encoding):
         self.nfc = nfc
 
     def encode(self, text: str, **special) -> list[int]:
-        """As tiktoken's, after the prefix. A text that begins with it gets no second one.
+        """Encode the prefix and a text. A text that begins with the prefix gets no second one.
 
         Such a text comes from a chat template. Raises UserError as `encode_plain`.
         """
@@ -47,7 +47,7 @@ class Encoding(tiktoken.Encoding):
         return self.encode_plain(text, disallowed_special=())
 
     def encode_plain(self, text: str, **special) -> list[int]:
-        """As tiktoken's `encode`. Raises UserError for a million blanks in a row, its limit."""
+        """Call tiktoken's `encode`. Raises UserError for a million blanks in a row, its limit."""
         try:
             return super().encode(text, **special)
         except ValueError as error:

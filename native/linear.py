@@ -76,7 +76,7 @@ class NativeLinear(nn.Module):
         return LinearStruct(*addresses, self.out_features, self.in_features, self.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `F.linear`, or with a scale as int8.py's `int8_linear`, bit for bit.
+        """Compute `F.linear`, or with a scale int8.py's `int8_linear`, bit for bit.
 
         x: (..., in_features), float32, contiguous or not. Raises ValueError for another.
         """

@@ -57,7 +57,7 @@ class Ranks:
         return side_by_side(parts, widths)
 
     def gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
-        """The same on rank 0 alone; the others send it their parts, and get them back."""
+        """Join the parts on rank 0; the other ranks send theirs, and get them back."""
         padded, parts = of_one_size(x, widths)
         if self.rank:
             self.call(padded.nbytes, dist.gather, padded)

@@ -175,7 +175,7 @@ def join_blocks(model: Model, plan: Plan) -> None:
 
 
 def join_vocabulary(model: Model) -> None:
-    """The same for the token embedding, and for the head, whose logits are rank 0's alone.
+    """Join the token embedding, and the head, whose logits are rank 0's alone.
 
     These two may be one tensor, so this comes last, when no layer is replaced any more.
     """
@@ -221,7 +221,7 @@ class RowParallelLinear(nn.Module):
 
 
 class Int8RowParallelLinear(nn.Module):
-    """The same with int8 weights: all ranks round inputs by one scale, and sums are exact."""
+    """RowParallelLinear with int8 weights: ranks share one scale, and sums are exact."""
 
     def __init__(self, layer: Int8Linear, ranks: Ranks):
         super().__init__()

@@ -164,13 +164,13 @@ class EngineThread:
         self.commands.put(None)
 
     async def close(self) -> None:
-        """The same, and wait for it."""
+        """Let the thread end, and wait for it."""
         self.stop()
         await asyncio.to_thread(self.thread.join)
 
     @property
     def config(self):
-        """Of the engine's model."""
+        """The configuration of the engine's model."""
         return self.engine.model.config
 
     @property

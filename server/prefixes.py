@@ -71,7 +71,7 @@ class Prefixes:
             del self.calls[call]
 
     def names(self, prompts: list[list[int]], salt: str, less: int = 0) -> list[bytes]:
-        """Of the full pages of all prompts' windows without their last tokens, each once."""
+        """Names of the full pages of all prompts' windows, less their last tokens, each once."""
         names = {}
         for prompt in prompts:
             window = prompt[window_start(len(prompt), self.block_size, self.stride) :]

@@ -37,7 +37,7 @@ class Replica:
     async def generate(
         self, prompts: list[list[int]], params: list[SamplingParams], salt: str, name: str
     ) -> AsyncIterator[dict[int, Update] | Exception]:
-        """As `EngineThread.generate`. What that raises comes last, as it is: Ray would wrap it."""
+        """Yield what `EngineThread.generate` yields; an error comes last, or Ray would wrap it."""
         try:
             updates = self.thread.generate(prompts, params, salt, name)
             async with contextlib.aclosing(updates):
@@ -109,7 +109,7 @@ class Replicas:
     async def generate(
         self, prompts: list[list[int]], params: list[SamplingParams], salt: str = "", name: str = ""
     ) -> AsyncIterator[dict[int, Update]]:
-        """As `EngineThread.generate`: all texts of a call come from one replica."""
+        """Yield what `EngineThread.generate` yields: all texts of a call come from one replica."""
         updates = self.handle.generate.remote(prompts, params, salt, name)
         try:
             while True:

@@ -37,7 +37,7 @@ def passes_of(
 
 
 class Computed(NamedTuple):
-    """The same steps without and with the cache."""
+    """Steps of one text, without and with the cache."""
 
     words: list[str]  # the token that each step gives
     plain: list[list[int]]  # the positions that each step computes

@@ -40,7 +40,7 @@ LENGTHS = (7, 4, 5, 9, 6, 3)  # of texts
 
 
 class Side(NamedTuple):
-    """The same requests in some engines. Requests are numbers, 1 first."""
+    """Requests, by number from 1, in one or several engines."""
 
     steps: list[list[list[int | None]]]  # of each engine, each step: who has each row
     texts: list[list[str]]
