@@ -32,7 +32,7 @@ from errors import UserError, check_limits
 from loading.chat import Chat
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
-from model import Model, causal_attention, last_logits
+from model import Model, causal_attention
 from sampling import NOT_FINITE, SamplingParams, check_tokens_only, params_of_each
 
 
@@ -209,7 +209,7 @@ def pass_logits(
     """
     if cache is not None:
         spans = cache.spans(new, rows)
-        logits = last_logits(model, cache, spans, [keep] * len(new))
+        logits = model.runner.logits(model, cache, spans, [keep] * len(new))
         cache.record()
         return logits.view(len(new), keep, -1)
     lengths = [len(tokens) for tokens in new]

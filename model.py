@@ -130,11 +130,6 @@ class TorchRunner:
         return choose(logits, params, texts, prompt_lengths, generator)
 
 
-def last_logits(model, cache, spans: list[Span], keep: list[int]) -> torch.Tensor:
-    """The logits of `TorchRunner.logits`, by the runner of the model."""
-    return model.runner.logits(model, cache, spans, keep)
-
-
 class Model(nn.Module):
     """What all architectures share: a pass over whole texts, tied weights, their initialisation.
 

@@ -30,7 +30,7 @@ from errors import UserError
 from infer import generate
 from loading.load import load_model, parse_name, save_model
 from loading.tokenizer import load_encoding
-from model import Model, last_logits
+from model import Model
 from native import NativeRunner, use_native
 from sampling import SamplingParams
 
@@ -567,7 +567,7 @@ def pass_seconds(model: Model, rows: int, count: int, past: int) -> float:
     times = []
     for _ in range(STEPS // 2):
         began = now(model)
-        last_logits(model, cache, spans, [count] * rows)
+        model.runner.logits(model, cache, spans, [count] * rows)
         times.append(now(model) - began)
     return statistics.median(times)
 

@@ -14,7 +14,7 @@ from engine.pages import PagePool, page_count
 from engine.request import Request
 from engine.scheduler import LIMITS, Work
 from errors import check_limits
-from model import Model, last_logits
+from model import Model
 from sampling import finite_rows
 
 
@@ -82,7 +82,7 @@ class PagedDrafter:
             drawing = [requests[row] for row in rows]
             texts = [requests[row].tokens + drafts[row] for row in rows]
             spans = [self.extend(request, text) for request, text in zip(drawing, texts)]
-            logits = last_logits(self.model, self.cache, spans, [1] * len(rows))
+            logits = self.model.runner.logits(self.model, self.cache, spans, [1] * len(rows))
             finite = finite_rows(logits)
             params = [request.params for request in drawing]
             lengths = [request.prompt_length for request in drawing]

@@ -14,7 +14,7 @@ from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
 from loading.tokenizer import StopStream
-from model import Model, last_logits
+from model import Model
 from sampling import NOT_FINITE, SamplingParams, finite_rows, token_logprob
 
 
@@ -170,7 +170,8 @@ class Engine:
         """Run one pass over these works and choose; None where logits are not finite."""
         spans = [work.span for work in works]
         keep = [len(work.drafts) + 1 for work in works]
-        logits = last_logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
+        runner = self.model.runner
+        logits = runner.logits(self.model, self.cache, spans, keep)  # (sum of keep, vocab_size)
         self.works = works
         self.steps += 1
         self.positions += sum(len(work.tokens) for work in works)
@@ -179,7 +180,7 @@ class Engine:
         params = [request.params for request, _ in rows]
         texts = [text for _, text in rows]
         lengths = [request.prompt_length for request, _ in rows]
-        tokens = self.model.runner.choose(logits, params, texts, lengths)
+        tokens = runner.choose(logits, params, texts, lengths)
         choices = []
         for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
             part = slice(end - len(own), end)

@@ -13,7 +13,6 @@ from cache import Span
 from engine.cache import PagedCache
 from errors import UserError
 from infer import generate
-from model import last_logits
 from sampling import SamplingParams
 
 BAD = 60  # a token that is in none of them
@@ -122,7 +121,7 @@ def test_last_logits_are_in_the_order_of_the_spans_and_float32(build, keep):
     """As many positions of each as are wanted."""
     model = build()
     spans = [part(2, 0, 5), part(0, 0, 9), part(3, 0, 5), part(1, 0, 16)]
-    logits = last_logits(model, new_cache(model), spans, keep)
+    logits = model.runner.logits(model, new_cache(model), spans, keep)
     assert logits.dtype == torch.float32
     alone = [model(torch.tensor([span.tokens]))[0, -count:] for span, count in zip(spans, keep)]
     torch.testing.assert_close(logits, torch.cat(alone).float(), rtol=0, atol=1e-6)
@@ -135,8 +134,8 @@ def test_only_new_tokens_are_passed_and_only_last_ones_reach_the_head(tiny):
     model.wte.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape))
     model.lm_head.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[:-1]))
     cache = new_cache(model)
-    last_logits(model, cache, [part(0, 0, 9), part(1, 0, 4), part(2, 0, 9)], [1, 1, 1])
-    last_logits(model, cache, [part(1, 4, 6), part(0, 9, 10)], [1, 1])
+    model.runner.logits(model, cache, [part(0, 0, 9), part(1, 0, 4), part(2, 0, 9)], [1, 1, 1])
+    model.runner.logits(model, cache, [part(1, 4, 6), part(0, 9, 10)], [1, 1])
     assert widths == [(9 + 4 + 9,), (3,), (2 + 1,), (2,)]
 
 

@@ -24,9 +24,13 @@ STORY = (
 )
 
 
-@functools.cache
 def load(name: str = STORIES.name) -> Model:
-    """An embedded model, in float32 on the CPU."""
+    """An embedded model, in float32 on the CPU; the same one for each call."""
+    return loaded(name)  # a default and its value would be two keys of a cache
+
+
+@functools.cache
+def loaded(name: str) -> Model:
     torch.set_num_threads(1)  # fast enough, and on a busy machine several wait for each other
     return load_model(STORIES.with_name(name), torch.float32, "cpu").requires_grad_(False)
 
