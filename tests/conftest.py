@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import json
 import runpy
@@ -27,8 +28,8 @@ gc.set_threshold(100_000)
 # On a busy machine several threads wait for each other, and tiny models need one.
 torch.set_num_threads(1)
 
-PLAIN = ()  # what to compile for, instead of this processor
-AVX2 = ("-mavx2", "-mfma")
+PLAIN = ("-O1",)  # what to compile for, instead of this processor; -O3 takes four times as long
+AVX2 = ("-O1", "-mavx2", "-mfma")
 HAS_AVX2 = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
 TARGETS = [None, PLAIN, *([AVX2] if HAS_AVX2 else [])]
 
@@ -80,6 +81,19 @@ def passed_widths(model, shapes=False) -> tuple[GPT, list]:
     return model, seen
 
 
+def record(monkeypatch, owner, name: str, note) -> list:
+    """To this list each call of a function adds what `note` makes of its arguments."""
+    seen = []
+    function = getattr(owner, name)
+
+    def recorded(*args, **options):
+        seen.append(note(*args))
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, recorded)
+    return seen
+
+
 def in_cache(model, cache, new: list[int]) -> torch.Tensor:
     """The logits of new tokens of the only row of a cache, (1, T, vocab_size)."""
     tokens, positions, _ = cache.arrange(cache.spans([new]))
@@ -117,13 +131,13 @@ def peer(tmp_path, monkeypatch):
     return lambda kind, **options: random_peer(kind, tmp_path, **options)
 
 
-def their_text(theirs, prompt: list[int], length: int) -> list[int]:
-    """What transformers writes after a prompt up to so many tokens, greedy; none ends a text."""
+def their_rows(theirs, prompts: list[list[int]], max_new_tokens: int, **options) -> list:
+    """What transformers writes after prompts of one length, greedy; no token ends a text."""
     theirs.generation_config.eos_token_id = None
-    tokens = torch.tensor([prompt])
-    options = {"do_sample": False, "max_length": length, "pad_token_id": 0}
-    text = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
-    return text[0, len(prompt) :].tolist()
+    tokens = torch.tensor(prompts)
+    options |= {"do_sample": False, "max_new_tokens": max_new_tokens, "pad_token_id": 0}
+    rows = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    return rows[:, tokens.shape[1] :].tolist()
 
 
 def refused(function, *args) -> str:
@@ -135,6 +149,13 @@ def refused(function, *args) -> str:
     message = str(error.value)
     assert message and "\n" not in message
     return message
+
+
+def is_one_line(result: tuple, *words: str) -> bool:
+    """Whether a run ended with exit code 2, no text, and an error of one line with these words."""
+    code, out, err = result
+    said = err.count("\n") == 1 and all(word in err for word in words)
+    return (code, out) == (2, "") and said
 
 
 def edit_json(file: Path, changes: dict) -> None:
@@ -177,9 +198,7 @@ def tiny():
     Its std makes greedy text wander; float64 keeps rounding out of it.
     """
 
-    def build(
-        seed: int = 0, dtype: torch.dtype = torch.float64, eos_token_id: int = 60, **shape
-    ) -> GPT:
+    def build(seed=0, dtype=torch.float64, eos_token_id=60, **shape) -> GPT:
         small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 16}
         model = GPT(GPTConfig(**small | {"eos_token_ids": (eos_token_id,)} | shape)).to(dtype)
         return model.init_weights(std=0.2, generator=torch.Generator().manual_seed(seed)).eval()
@@ -191,7 +210,7 @@ def tiny():
 def tiny_llama():
     """As `tiny`, a Llama: two queries share a key, and a head is no fraction of the width."""
 
-    def build(seed: int = 0, dtype: torch.dtype = torch.float64, eos_token_id: int = 60, **shape):
+    def build(seed=0, dtype=torch.float64, eos_token_id=60, **shape):
         from llama import Llama, LlamaConfig
 
         small = {"vocab_size": 61, "block_size": 16, "n_layer": 2, "n_embd": 16, "n_inner": 24}
@@ -337,29 +356,14 @@ def clock(monkeypatch):
 @pytest.fixture
 def torch_passes(monkeypatch) -> list:
     """To this list each pass of GPT-2 in torch adds the shape of its tokens."""
-    seen = []
-    hidden = GPT.hidden
-
-    def recorded(self, tokens, *arguments):
-        seen.append(tokens.shape)
-        return hidden(self, tokens, *arguments)
-
-    monkeypatch.setattr(GPT, "hidden", recorded)
-    return seen
+    return record(monkeypatch, GPT, "hidden", lambda model, tokens, *_: tokens.shape)
 
 
 @pytest.fixture
 def attended(monkeypatch) -> list:
     """To this list each call of torch's attention adds its queries, keys and values."""
-    seen = []
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    def spy(q, k, v, *args, **options):
-        seen.append((q, k, v))
-        return attention(q, k, v, *args, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    return seen
+    functions = torch.nn.functional
+    return record(monkeypatch, functions, "scaled_dot_product_attention", lambda *args: args[:3])
 
 
 @pytest.fixture
@@ -367,25 +371,14 @@ def torch_numbers(monkeypatch) -> list:
     """To this list each making of random numbers in torch adds how many there were."""
     import sampling
 
-    made = []
-    exponential = sampling.exponential
-
-    def counting(bits):
-        made.append(bits.numel())
-        return exponential(bits)
-
-    monkeypatch.setattr(sampling, "exponential", counting)
-    return made
+    return record(monkeypatch, sampling, "exponential", lambda bits: bits.numel())
 
 
-@pytest.fixture(scope="session")
-def encodings() -> dict:
-    """What was read from a tokenizer.json of these bytes."""
-    return {}
+ENCODINGS = {}  # what was read from a tokenizer.json of these bytes
 
 
 @pytest.fixture
-def run_main(capsys, monkeypatch, encodings, compiled):
+def run_main(capsys, monkeypatch, compiled):
     """A function that runs a script's `main` with these arguments, in this process.
 
     It returns the exit code, stdout and stderr.
@@ -396,9 +389,9 @@ def run_main(capsys, monkeypatch, encodings, compiled):
 
     def read_once(file):  # each time would be a tenth of all tests of the command line
         text = file.read_bytes() if file.is_file() else file
-        if text not in encodings:
-            encodings[text] = read(file)
-        return encodings[text]
+        if text not in ENCODINGS:
+            ENCODINGS[text] = read(file)
+        return ENCODINGS[text]
 
     monkeypatch.setattr(tokenizer, "read_tokenizer_json", read_once)
 
@@ -451,22 +444,22 @@ def run_program(capfd, monkeypatch):
 @pytest.fixture
 def cli(run_main):
     """A function that runs `infer.py` with these arguments, as `run_main`."""
+    import infer
 
-    def run(*args) -> tuple[int, str, str]:
-        import infer
+    return functools.partial(run_main, infer.main)
 
-        return run_main(infer.main, *args)
 
-    return run
+@pytest.fixture
+def given_prompts(monkeypatch) -> list:
+    """To this list each call of `generate` by the command line adds its prompts."""
+    import infer
+
+    return record(monkeypatch, infer, "generate", lambda model, prompts, *_: prompts)
 
 
 @pytest.fixture
 def engine_cli(run_main):
-    """The same for `infer_engine.py`."""
+    """A function that runs `infer_engine.py` with these arguments, as `run_main`."""
+    import infer_engine
 
-    def run(*args) -> tuple[int, str, str]:
-        import infer_engine
-
-        return run_main(infer_engine.main, *args)
-
-    return run
+    return functools.partial(run_main, infer_engine.main)

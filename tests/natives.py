@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import torch
 
 from cache import KVCache, Span
+from infer import pass_logits
+from int8 import int8_linear, quantize
 
 
 def native(model, target=None):
@@ -29,8 +31,6 @@ def passed(model, storage, parts, keep) -> torch.Tensor:
 
 def in_pieces(model, texts: torch.Tensor, size: int) -> torch.Tensor:
     """The logits at all positions of equally long texts, from passes of so many tokens of each."""
-    from infer import pass_logits
-
     cache = KVCache(model, *texts.shape)
     rows = list(range(len(texts)))
     parts = [
@@ -88,8 +88,6 @@ def random_rows(rows: int, size: int, seed: int = 0) -> torch.Tensor:
 
 def random_layer(out: int, size: int, bias: bool = True, int8: bool = True) -> tuple:
     """A weight, its scales (None for float32) and a bias."""
-    from int8 import quantize
-
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out, size, generator=generator)
     weight, scale = quantize(weight) if int8 else (weight, None)
@@ -106,7 +104,5 @@ def native_linear(weight, scale=None, bias=None):
 
 def assert_equal(x, weight, scale, bias=None) -> None:
     """C computes the numbers of int8.py, bit for bit."""
-    from int8 import int8_linear
-
     expected = int8_linear(x, weight, scale, bias)
     assert torch.equal(native_linear(weight.clone(), scale, bias)(x), expected)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, refused
+from conftest import ROOT, record, refused
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
@@ -28,9 +28,6 @@ def read(file, transposed=("none",)) -> dict:
         assert rows.start == sum(len(part) for part in blocks.setdefault(name, []))
         blocks[name].append(block)
     return {name: torch.cat(parts) for name, parts in blocks.items()}
-
-
-# JSON
 
 
 NOT_OBJECTS = {
@@ -59,11 +56,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     assert refused(read_json, tmp_path / "none") == f"{tmp_path}/none: No such file or directory"
 
 
-def test_json_is_utf8(tmp_path):
-    (tmp_path / "x").write_text('{"Ġ": 1}', "utf-8")
-    assert read_json(tmp_path / "x") == {"Ġ": 1}
-
-
 def test_values_are_checked_by_name():
     supported = {"kind": ("x", "y"), "part.size": (None, 1)}
     whole = {"kind": "x", "part": {"size": 1}}
@@ -78,9 +70,6 @@ def test_values_are_checked_by_name():
     deep = json.loads('{"kind": ' + "[" * 900 + "]" * 900 + "}")
     assert len(refused(check_values, "f", deep, supported)) < 100
     assert len(refused(check_values, "f", {"kind": "z" * 10**6}, supported)) < 100
-
-
-# Tensors
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
@@ -154,14 +143,7 @@ def test_large_tensors_come_in_blocks_of_rows_and_the_file_is_closed_between(tmp
     """What was read of an open file counts as memory: loading must not need the model twice."""
     file = tmp_path / "model.safetensors"
     save_file(WEIGHTS, file)
-    opened = []
-    open_file = checkpoint.safe_open
-
-    def watched(*args, **options):
-        opened.append(args)
-        return open_file(*args, **options)
-
-    monkeypatch.setattr(checkpoint, "safe_open", watched)
+    opened = record(monkeypatch, checkpoint, "safe_open", lambda *args: args)
     monkeypatch.setattr(checkpoint, "BLOCK", 12)  # bytes: a row of three floats
     blocks = list(read_tensors([file], SHAPES))
     sizes = [(name, len(block)) for name, _, block in blocks]
@@ -180,14 +162,6 @@ def test_a_transposed_matrix_is_turned(tmp_path):
     assert "tensor a is (2, 3), and config.json says (3, 2)" in refused(read, file, ("a",))
 
 
-def test_tensors_of_several_files_are_one_model(tmp_path):
-    files = [tmp_path / "x.safetensors", tmp_path / "y.safetensors"]
-    for file, name in zip(files, ["b.c", "a"]):
-        save_file({name: WEIGHTS[name]}, file)
-    for name, tensor in read(files).items():
-        assert torch.equal(tensor, WEIGHTS[name])
-
-
 def test_files_that_do_not_fit_each_other_are_named(tmp_path):
     files = [tmp_path / "x.safetensors", tmp_path / "y.safetensors"]
     save_file({"a": WEIGHTS["a"]}, files[0])
@@ -199,9 +173,6 @@ def test_files_that_do_not_fit_each_other_are_named(tmp_path):
     assert refused(read, files) == f"{tmp_path}: tensor b.c is missing"
     files[1].write_bytes(b"short")
     assert f"{files[1]}: not a complete safetensors file" in refused(read, files)
-
-
-# Writing
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -256,14 +227,11 @@ def test_an_interruption_leaves_what_was_there(directory, monkeypatch, owner, st
 
 def test_no_configuration_stands_beside_the_weights_of_another(directory, monkeypatch):
     """The two files cannot be replaced in one step: between them the directory is not a model."""
-    replace = Path.replace
-    seen = []
 
-    def watched(file, target):
-        seen.append((target.name, (directory / "config.json").exists()))
-        return replace(file, target)
+    def names(file, target):
+        return target.name, (directory / "config.json").exists()
 
-    monkeypatch.setattr(Path, "replace", watched)
+    seen = record(monkeypatch, Path, "replace", names)
     write_checkpoint(directory, {"new": True}, WEIGHTS)
     assert seen == [("model.safetensors", False), ("config.json", False)]
     assert read_json(directory / "config.json") == {"new": True}
@@ -275,23 +243,18 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     assert str(tmp_path / "file") in refused(write_checkpoint, tmp_path / "file", {}, WEIGHTS)
 
 
-# Imports
+LIBRARIES = ["cache", "command_line", "errors", "infer", "int8", "llama", "model", "sampling"]
+FOLDERS = ["loading", "native", "parallel"]
+FILES = [f"{name}.py" for name in LIBRARIES]
+FILES += [str(file.relative_to(ROOT)) for name in FOLDERS for file in (ROOT / name).glob("*.py")]
 
 
-LIBRARIES = ["cache.py", "errors.py", "int8.py", "llama.py", "model.py", "sampling.py"]
-LIBRARIES += [
-    f"loading/{name}.py" for name in ("chat", "checkpoint", "config", "load", "tokenizer")
-]
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("name", FILES)
 def test_imports_are_light(name):
-    """Others, as transformers and huggingface_hub, take longer than the embedded model to load."""
-    statements = ast.parse((CHECKPOINTS.parent / name).read_text("utf-8")).body
+    """Others, such as transformers and huggingface_hub, take longer to load than a model."""
+    statements = ast.parse((ROOT / name).read_text("utf-8")).body
     imports = [node for node in statements if isinstance(node, ast.Import)]
     names = {alias.name for node in imports for alias in node.names}
     names |= {node.module for node in statements if isinstance(node, ast.ImportFrom)}
-    light = {"torch", "safetensors", "tiktoken", "parallel", "loading"}
-    light |= {"cache", "errors", "int8", "llama", "model", "sampling"}
-    allowed = sys.stdlib_module_names | light
+    allowed = sys.stdlib_module_names | {"torch", "safetensors", "tiktoken", *LIBRARIES, *FOLDERS}
     assert {name.partition(".")[0] for name in names} <= allowed

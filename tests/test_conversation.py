@@ -4,18 +4,19 @@ import io
 import sys
 
 import pytest
+from conftest import is_one_line
 from test_chat import (
     CHATML,
     END,
     START,
     control_ids,
     conversation,
-    is_one_line,
     replies,
     save_base,
     write_template,
 )
 
+import infer
 from loading.chat import Chat
 from loading.tokenizer import load_encoding
 
@@ -54,8 +55,6 @@ def talk(cli, monkeypatch, directory):
 
 def replace_generate(monkeypatch, function) -> list[list[int]]:
     """Put function, of a prompt, in the place of `generate`; the prompts that it is called with."""
-    import infer
-
     prompts = []
 
     def replaced(model, given, *rest):
@@ -66,28 +65,12 @@ def replace_generate(monkeypatch, function) -> list[list[int]]:
     return prompts
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """The prompts of each call of `generate`, one list a call, which still does its work."""
-    import infer
-
-    calls = []
-    generate = infer.generate
-
-    def recorded(model, prompts, *rest):
-        calls.append(prompts)
-        return generate(model, prompts, *rest)
-
-    monkeypatch.setattr(infer, "generate", recorded)
-    return calls
-
-
-def test_a_conversation_has_all_before_as_its_context(talk, encode, directory, seen):
+def test_a_conversation_has_all_before_as_its_context(talk, encode, directory, given_prompts):
     args = ("--max-new-tokens", 5, "--system", "Hi.")
     code, out, err = talk("One\n\n Two \r\nThree", *args)
     said = []
     shown = ""
-    for text, call in zip(("One", " Two ", "Three"), list(seen), strict=True):
+    for text, call in zip(("One", " Two ", "Three"), list(given_prompts), strict=True):
         said.append(text)
         assert call == [encode(conversation(*said, system="Hi."))]
         said += replies(directory, call, max_new_tokens=5)
@@ -124,8 +107,6 @@ def test_a_reply_that_imitates_a_control_token_is_plain_text(talk, encode, direc
 
 
 def test_each_reply_is_out_before_the_next_line_is_read(monkeypatch, capsys, directory):
-    import infer
-
     heard = []
 
     class Person(io.BytesIO):
@@ -172,14 +153,6 @@ def test_a_full_window_leaves_out_the_oldest_messages_whole(talk, encode, monkey
             assert note + "a smaller --max-new-tokens leaves more room\n" in err
 
 
-def test_a_message_longer_than_the_window_is_still_answered(talk, seen):
-    code, out, err = talk("One\n" + "Once upon a time " * 60, "--max-new-tokens", 3)
-    assert code == 0
-    assert len(seen[1][0]) > 128
-    assert "the 2 oldest messages are left out; " in err
-    assert out.count("\n") >= 2
-
-
 def test_still_a_short_message_leaves_nothing_out_however_long_its_reply_may_be(talk):
     code, _, err = talk("One", "--max-new-tokens", 200)
     assert code == 0
@@ -199,9 +172,9 @@ def test_an_interrupted_reply_ends_the_conversation(talk, monkeypatch):
     assert err.count(" tokens, ") == 2
 
 
-def test_nothing_said_is_nothing_done(talk, seen):
+def test_nothing_said_is_nothing_done(talk, given_prompts):
     assert talk("\n\n") == (0, "", "")
-    assert seen == []
+    assert given_prompts == []
 
 
 def test_one_reply_goes_on(cli, directory):
@@ -223,9 +196,3 @@ def test_closed_standard_input_is_one_line(cli, directory, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     result = cli("--model", directory, "--chat")
     assert is_one_line(result, "standard input is closed, and there is no --prompt")
-
-
-def test_still_one_message_of_the_command_line_has_one_reply(cli, directory, seen, encode):
-    result = cli("--model", directory, "--chat", "--prompt", "One", "--max-new-tokens", 2)
-    assert result[0] == 0
-    assert seen == [[encode(conversation("One"))]]

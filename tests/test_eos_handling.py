@@ -5,7 +5,9 @@ import json
 import pytest
 from conftest import run, run_rows
 
+import infer
 from loading.load import load_model
+from loading.tokenizer import load_encoding
 
 
 @pytest.fixture
@@ -52,8 +54,6 @@ def test_still_generates_after_a_prompt_that_ends_in_eos(tiny, prompt):
 
 def test_eos_is_not_printed(cli, tiny_checkpoint):
     """The last token that is new in a text becomes the EOS: what is printed ends before it."""
-    from loading.tokenizer import load_encoding
-
     encoding = load_encoding(tiny_checkpoint, 4096)
     prompt = "One day"
     (tokens,) = run_rows(load_model(tiny_checkpoint), [encoding.encode(prompt)], max_new_tokens=15)
@@ -73,8 +73,6 @@ def test_eos_is_not_printed(cli, tiny_checkpoint):
 
 
 def test_rows_that_have_ended_are_not_printed_on(cli, monkeypatch, tiny_checkpoint):
-    import infer
-
     steps = [[65], [None], [None]]
     monkeypatch.setattr(infer, "generate", lambda *args, **options: iter(steps))
     code, _, err = cli("--model", tiny_checkpoint)

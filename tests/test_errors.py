@@ -46,9 +46,7 @@ def refused(error) -> str:
     [
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n2 GiB"),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"
-        ),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("MPS backend out of memory"),
     ],
     ids=repr,

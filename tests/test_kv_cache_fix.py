@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, passed_widths, random_tokens, run_rows
+from conftest import is_one_line, passed_widths, random_tokens, run_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from loading.load import load_model
 
 
 def text(model, prompts, max_new_tokens, **options):
@@ -36,61 +34,22 @@ def test_a_token_past_the_window_costs_two_positions_on_average(tiny):
     assert max(widths[1:]) == 9
 
 
-def test_the_default_is_half_the_window(tiny):
+@pytest.mark.parametrize("stride", [1, 5, 16])
+def test_cached_is_recomputed_is_by_hand_at_four_windows(tiny, stride):
     model = tiny(seed=6)
     prompt = random_tokens(5)
-    assert text(model, [prompt], 64) == [by_hand(model, prompt, 64, stride=8)]
-    assert text(model, [prompt], 64) != [by_hand(model, prompt, 64, stride=1)]
-
-
-def test_still_right_for_the_smallest_window(tiny):
-    model = tiny(seed=6, block_size=1)
-    assert text(model, [[3]], 9) == [by_hand(model, [3], 9, stride=1)]
-
-
-@pytest.mark.parametrize("seed", [6, 12])
-@pytest.mark.parametrize("stride", [1, 4, 8, 16])
-def test_cached_is_recomputed_is_by_hand_at_four_windows(tiny, stride, seed):
-    model = tiny(seed=seed)
-    prompt = random_tokens(5, seed=seed)
     expected = [by_hand(model, prompt, 64, stride)]
     assert text(model, [prompt], 64, stride=stride) == expected
     assert text(model, [prompt], 64, stride=stride, use_cache=False) == expected
 
 
 @given(length=st.integers(1, 50), stride=st.integers(1, 16), batch_size=st.integers(1, 3))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_any_length_and_stride(tiny, length, stride, batch_size):
     model = tiny(seed=12)
     prompts = [random_tokens(length, seed=seed) for seed in range(batch_size)]
     expected = [by_hand(model, prompt, 18, stride) for prompt in prompts]  # a hop at least
     assert text(model, prompts, 18, stride=stride) == expected
-
-
-@torch.inference_mode()
-def test_each_token_is_the_best_of_its_window():
-    """On an embedded model, in float64; one pass checks all tokens that share a window."""
-    model = load_model(CHECKPOINTS / "stories-draft", torch.float64)
-    length = 1
-    tokens = random_tokens(length)
-    tokens += text(model, [tokens], 256 + 128 + 16)[0]  # two hops
-    while length < len(tokens):
-        start = start_by_hand(length, 256, 128)
-        end = min(start + 256, len(tokens) - 1)  # the last token with this window
-        logits = model(torch.tensor([tokens[start:end]]))[0, length - 1 - start :]
-        assert logits.argmax(dim=1).tolist() == tokens[length : end + 1]
-        length = end + 1
-
-
-@given(st.integers(1, 300), st.integers(1, 40), st.data())
-def test_window_start(length, block_size, data):
-    from cache import window_start
-
-    stride = data.draw(st.integers(1, block_size))
-    start = window_start(length, block_size, stride)
-    assert start == start_by_hand(length, block_size, stride)
-    assert start % stride == 0 and 1 <= length - start <= block_size
-    assert start == 0 or length - (start - stride) > block_size  # it moves only when it must
 
 
 @pytest.mark.parametrize("block_size, half", [(16, 8), (5, 2), (1, 1)])
@@ -114,10 +73,4 @@ def test_the_command_line_takes_a_stride(cli, tiny_checkpoint):
     code, out, _ = cli(*args, 5)
     assert code == 0
     assert out == cli(*args, 5, "--no-cache")[1] != cli(*args, 64)[1]
-    code, out, err = cli(*args, 65)
-    assert (code, out) == (2, "")
-    assert "block_size = 64" in err and err.count("\n") == 1
-
-
-def test_still_the_same_within_the_window(tiny):
-    assert text(tiny(), [[1, 2]], 14) == [by_hand(tiny(), [1, 2], 14, stride=1)]
+    assert is_one_line(cli(*args, 65), "block_size = 64")

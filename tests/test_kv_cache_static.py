@@ -82,18 +82,6 @@ def test_overflow_raises_and_changes_nothing(tiny):
     torch.testing.assert_close(in_cache(model, cache, tokens[9:]), full[:, 9:], rtol=0, atol=1e-12)
 
 
-@torch.inference_mode()
-def test_another_text_takes_the_place_of_the_first(tiny):
-    model = tiny()
-    cache = KVCache(model, max_len=10)
-    for seed in range(3):
-        tokens = [seed, *random_tokens(9, seed=seed)]
-        cache.match([tokens])
-        assert cache.tokens == [[]]
-        full = model(torch.tensor([tokens]))
-        torch.testing.assert_close(in_cache(model, cache, tokens), full, rtol=0, atol=1e-12)
-
-
 def test_no_memory_is_read_before_it_is_written(tiny, monkeypatch):
     """Allocators hand out memory as others left it, NaN included; 0 times NaN is NaN."""
     model = tiny()
@@ -112,11 +100,3 @@ def test_what_does_not_fit_in_memory_says_its_bytes(tiny):
     assert "a cache of 512,000,000,000,000 bytes does not fit" in said
     factors = "1 rows x 2 layers x keys and values x 2 heads x 1000000000000 positions x"
     assert factors in said
-
-
-def test_still_the_text_of_recomputation(tiny):
-    model = tiny(seed=6)
-    prompts = [[1, 2], [3, 4]]
-    params = {"max_new_tokens": 40, "ignore_eos": True}
-    recomputed = run(model, prompts, options={"use_cache": False}, **params)
-    assert run(model, prompts, **params) == recomputed

@@ -2,15 +2,13 @@
 
 import copy
 import json
-from functools import reduce
-from operator import getitem
 
 import pytest
 import torch
 from conftest import run_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tokenizer import TEMPLATE, check_refused, tokenizer_json
+from test_tokenizer import TEMPLATE, check_refused, library, same_ids, tokenizer_json, with_values
 
 from errors import UserError
 from loading.load import save_model
@@ -116,34 +114,21 @@ def load_from(directory, raw: dict):
     return load_encoding(directory, 5000)
 
 
-def library(raw: dict):
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(json.dumps(raw))
-
-
-def with_values(raw: dict, changes: dict) -> dict:
-    """A copy with other values. changes: path, such as "pre_tokenizer.type" -> value."""
-    raw = copy.deepcopy(raw)
-    for path, value in changes.items():
-        *keys, last = [int(key) if key.isdigit() else key for key in path.split(".")]
-        reduce(getitem, keys, raw)[last] = value
-    return raw
-
-
-def test_a_model_reads_its_prompt_after_the_prefix(raw, tiny, tmp_path, cli):
-    """On the command line. The model is random and no Llama; what counts are its prompt's ids."""
+def check_prompt(raw: dict, prompt: str, tiny, directory, cli) -> None:
+    """The command line has the ids of a prompt that the library has; its model is random."""
     theirs = library(raw)
     size = theirs.get_vocab_size()
     model = tiny(dtype=torch.float32, vocab_size=size, block_size=64, eos_token_id=0)
-    save_model(model, tmp_path)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
-    prompt = "In 2024, they'LL see 1234567 of us"
+    save_model(model, directory)
+    (directory / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
     (new,) = run_rows(model, [theirs.encode(prompt).ids], max_new_tokens=5, ignore_eos=True)
     options = ("--max-new-tokens", 5, "--temperature", 0, "--ignore-eos")
-    code, out, _ = cli("--model", tmp_path, "--prompt", prompt, *options)
-    assert code == 0
-    assert out == prompt + theirs.decode(new, skip_special_tokens=False) + "\n"
+    code, out, _ = cli("--model", directory, "--prompt", prompt, *options)
+    assert (code, out) == (0, prompt + theirs.decode(new, skip_special_tokens=False) + "\n")
+
+
+def test_a_model_reads_its_prompt_after_the_prefix(raw, tiny, tmp_path, cli):
+    check_prompt(raw, "In 2024, they'LL see 1234567 of us", tiny, tmp_path, cli)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -154,7 +139,7 @@ def test_ids_equal_those_of_tokenizers(pair, text):
     assert ours.decode(ids) == BOS + text
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(text=ANY_TEXT)
 def test_ids_equal_those_of_tokenizers_on_any_text(pair, text):
     ours, theirs = pair
@@ -207,10 +192,7 @@ def put(*names: str) -> list:
 )
 def test_forms_close_to_it_give_the_ids_of_tokenizers(raw, tmp_path, changes):
     other = with_values(raw, changes)
-    ours = load_from(tmp_path, other)
-    theirs = library(other)
-    for text in TEXTS:
-        assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
+    same_ids(load_from(tmp_path, other), other, TEXTS)
 
 
 def test_a_prefix_of_two_tokens_is_there_or_not(raw, tmp_path):
@@ -220,20 +202,16 @@ def test_a_prefix_of_two_tokens_is_there_or_not(raw, tmp_path):
     changes = {SINGLE: [*put(BOS, "<|eot_id|>"), TEXT], KNOWN: known}
     other = with_values(raw, changes)
     ours = load_from(tmp_path, other)
-    theirs = library(other)
-    for text in [*TEXTS, f"{BOS}a", f"<|eot_id|>{BOS}a"]:
-        assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
+    same_ids(ours, other, [*TEXTS, f"{BOS}a", f"<|eot_id|>{BOS}a"])
     whole = f"{BOS}<|eot_id|>a"
-    assert ours.encode(whole, allowed_special="all") == theirs.encode("a").ids
+    assert ours.encode(whole, allowed_special="all") == library(other).encode("a").ids
 
 
 def test_a_template_may_stand_alone(raw, tmp_path):
     """As in the first files of Llama 3; with merges as text, as files before 2024 had them."""
     other = with_values(raw, {"post_processor": raw["post_processor"]["processors"][1]})
     other["model"]["merges"] = [" ".join(merge) for merge in other["model"]["merges"]]
-    ours = load_from(tmp_path, other)
-    theirs = library(other)
-    assert ours.encode("12345 wvut") == theirs.encode("12345 wvut").ids
+    same_ids(load_from(tmp_path, other), other, ["12345 wvut"])
 
 
 O200K = (
@@ -267,6 +245,7 @@ SHOWN = r"""pre_tokenizer.pattern is {'Regex': "[^\\r\\n\\p{L}\\p{N}]?"""
         ({PIECE: [LEVEL, LEVEL]}, "pre_tokenizer.type is 'ByteLevel, ByteLevel'"),
         ({PIECE: [LEVEL]}, "pre_tokenizer.use_regex is False; supported is True"),
         ({PIECE: []}, "pre_tokenizer.type is ''"),
+        *[({PIECE: steps}, "pre_tokenizer.type is 'Sequence'") for steps in ([7], None, "Split")],
         # what is put around a text
         ({SINGLE: [TEXT, *put(EOS)]}, "post_processor.single is [{'Sequence': "),
         ({SINGLE: [*put(BOS), TEXT, *put(BOS)]}, PREFIX),
@@ -288,29 +267,12 @@ def test_what_would_give_other_ids_is_refused_by_name(raw, tmp_path, changes, wo
     check_refused(words, load_from, tmp_path, with_values(raw, changes))
 
 
-@pytest.mark.parametrize("steps", [[7], None, "Split"])
-def test_still_a_sequence_without_steps_is_refused(raw, tmp_path, steps):
-    with pytest.raises(UserError, match="pre_tokenizer.type is 'Sequence'"):
-        load_from(tmp_path, with_values(raw, {PIECE: steps}))
-
-
-@pytest.mark.parametrize(
-    "change", ["one is missing", "one comes twice", "one for another", "no token", "order"]
-)
-def test_merges_that_are_not_all_in_order_are_refused(raw, tmp_path, change):
-    merges = raw["model"]["merges"]
-    first, second, *rest = merges
-    assert first[0] + first[1] != second[0] + second[1]
-    others = [["ĠĠ", "ĠĠ"] if merge == ["Ġ", "ĠĠĠ"] else merge for merge in merges]
-    changed = {
-        "one is missing": [second, *rest],
-        "one comes twice": [first, *merges],
-        "one for another": others,
-        "no token": [["Ġ", "q"], second, *rest],
-        "order": [second, first, *rest],
-    }
-    with pytest.raises(UserError, match=ORDER):
-        load_from(tmp_path, with_values(raw, {"model.merges": changed[change]}))
+def test_merges_that_are_not_all_in_order_are_refused(raw, tmp_path):
+    whole = raw["model"]["merges"]
+    first, second, *rest = whole
+    others = [["ĠĠ", "ĠĠ"] if merge == ["Ġ", "ĠĠĠ"] else merge for merge in whole]
+    for merges in (others, [second, first, *rest], [first, *whole]):
+        check_refused(ORDER, load_from, tmp_path, with_values(raw, {"model.merges": merges}))
 
 
 @pytest.mark.parametrize("token", ["a b", "\ud800", "日本"])
@@ -325,6 +287,7 @@ def test_a_token_that_stands_for_no_bytes_is_named(raw, tmp_path, token):
     check_refused(words, load_from, tmp_path, other)
 
 
+@settings(max_examples=50)
 @given(data=st.data())
 def test_all_merges_of_any_tokens_give_the_ids_of_tokenizers(data, tmp_path_factory):
     """Tokens in an order that no training gives: parts come after the whole, or there are none."""
@@ -346,7 +309,5 @@ def test_all_merges_of_any_tokens_give_the_ids_of_tokenizers(data, tmp_path_fact
         assert missing
         assert ORDER in str(error)
     else:
-        theirs = library(raw)
         texts = st.lists(st.text("ab", min_size=5, max_size=60), min_size=5, max_size=5)
-        for text in data.draw(texts):
-            assert ours.encode(text) == theirs.encode(text).ids
+        same_ids(ours, raw, data.draw(texts))

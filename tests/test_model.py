@@ -23,37 +23,29 @@ def peer(directory):
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("name", ["stories", "stories-draft"])
 @torch.inference_mode()
-def test_logits_equal_transformers_on_the_checkpoints(name):
-    ours = load_model(CHECKPOINTS / name)
-    theirs = peer(CHECKPOINTS / name)
+def test_logits_equal_transformers_on_a_checkpoint():
+    ours = load_model(CHECKPOINTS / "stories-draft")
+    theirs = peer(CHECKPOINTS / "stories-draft")
     tokens = batch(2, 256, 4096)
     assert ours.config.eos_token_ids == (theirs.config.eos_token_id,) == (4095,)
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, **CLOSE)
 
 
 @pytest.mark.parametrize(
-    "n_head, n_embd, vocab_size", [(1, 8, 11), (3, 12, 97), (5, 40, 1001), (7, 7, 2)]
+    "n_head, n_embd, vocab_size, epsilon",
+    [(1, 8, 11, 0.5), (3, 12, 97, 1e-5), (5, 40, 1001, 1e-5), (7, 7, 2, 1e-5)],
 )
 @torch.inference_mode()
-def test_logits_equal_transformers_on_random_shapes(tiny, tmp_path, n_head, n_embd, vocab_size):
+def test_logits_equal_transformers_on_random_shapes(
+    tiny, tmp_path, n_head, n_embd, vocab_size, epsilon
+):
     shape = {"n_head": n_head, "n_embd": n_embd, "vocab_size": vocab_size}
-    ours = tiny(dtype=torch.float32, eos_token_id=vocab_size - 1, **shape)
+    shape |= {"eos_token_id": vocab_size - 1, "layer_norm_epsilon": epsilon}
+    ours = tiny(dtype=torch.float32, **shape)
     save_model(ours, tmp_path)
     tokens = batch(3, 16, vocab_size)
     torch.testing.assert_close(ours(tokens), peer(tmp_path)(tokens).logits, **CLOSE)
-
-
-@torch.inference_mode()
-def test_the_epsilon_of_the_configuration_is_used(tiny, tmp_path):
-    """With small activations a large epsilon changes everything, in each of the layer norms."""
-    save_model(tiny(dtype=torch.float32, layer_norm_epsilon=0.5), tmp_path)
-    loaded = load_model(tmp_path)
-    tokens = batch(2, 16)
-    norms = [module for module in loaded.modules() if isinstance(module, torch.nn.LayerNorm)]
-    assert [norm.eps for norm in norms] == [0.5] * 5
-    torch.testing.assert_close(loaded(tokens), peer(tmp_path)(tokens).logits, **CLOSE)
 
 
 @torch.inference_mode()
@@ -106,27 +98,10 @@ def test_logits_to_keep_are_the_last_ones(tiny):
         torch.testing.assert_close(model(tokens, logits_to_keep=n), logits[:, -n:])
 
 
-@torch.inference_mode()
-def test_a_position_sees_only_what_is_before_it(tiny):
-    model = tiny()
-    tokens = torch.arange(10)[None]
-    changed = tokens.clone()
-    changed[0, 7] = 42
-    torch.testing.assert_close(model(tokens)[0, :7], model(changed)[0, :7])
-    assert not torch.allclose(model(tokens)[0, 7], model(changed)[0, 7])
-
-
 @pytest.mark.parametrize("length", [0, 17])
 def test_a_pass_takes_1_to_block_size_tokens(tiny, length):
     with pytest.raises(ValueError, match=rf"{length} tokens in one pass; .* block_size = 16"):
         tiny()(torch.zeros(1, length, dtype=torch.long))
-
-
-def test_head_and_embedding_are_one_parameter(tiny):
-    model = tiny()
-    assert model.lm_head.weight is model.wte.weight
-    names = [name for name, _ in model.named_parameters()]
-    assert "wte.weight" in names and "lm_head.weight" not in names
 
 
 def test_the_config_is_frozen_and_knows_its_heads():

@@ -5,25 +5,16 @@ import torch
 from conftest import run, run_rows
 from draws import chi_square, seeded
 
+import infer
+
 RULER = "\n" + "-" * 40 + "\n"  # between the texts of a run
-
-
-@torch.inference_mode()
-def test_draws_follow_the_softmax(tiny):
-    model = tiny(seed=1, vocab_size=8, eos_token_id=7)
-    (step,) = run(model, [[1, 2]] * 20000, generator=seeded(0), max_new_tokens=1, temperature=1.0)
-    counts = torch.bincount(torch.tensor(step), minlength=8).double()
-    probs = model(torch.tensor([[1, 2]]))[0, -1].softmax(dim=-1)
-    assert counts.min() > 5 and probs.max() < 0.9
-    assert chi_square(counts, probs) < 24.32  # 7 degrees of freedom, p = 0.001
-    assert chi_square(counts, probs.roll(1)) > 24.32  # the check can fail
 
 
 def test_the_second_token_follows_the_first(tiny):
     """Frequencies of the pair against the product of its two conditional probabilities."""
     model = tiny(seed=2, vocab_size=4, eos_token_id=3)
     params = {"max_new_tokens": 2, "temperature": 1.0, "ignore_eos": True}
-    first, second = run(model, [[0]] * 20000, generator=seeded(0), **params)
+    first, second = run(model, [[0]] * 8000, generator=seeded(0), **params)
     counts = torch.bincount(torch.tensor(first) * 4 + torch.tensor(second), minlength=16).double()
     with torch.inference_mode():
         one = model(torch.tensor([[0]]))[0, -1].softmax(dim=-1)
@@ -76,8 +67,6 @@ def test_a_run_without_seed_can_be_repeated_from_its_report(text):
 
 
 def test_several_samples_are_printed_apart_in_order(text, monkeypatch):
-    import infer
-
     out, err = text("--temperature", 1, "--seed", 1, "--num-samples", 3)
     texts = out.removesuffix("\n").split(RULER)
     assert err.startswith("27 tokens")
@@ -102,11 +91,3 @@ def test_greedy_reports_no_seed_and_says_what_changes_nothing(text):
     _, err = text("--seed", 6, "--num-samples", 2)
     assert err.splitlines()[0] == note + ", --num-samples"
     assert err.count("\n") == 2
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_still_greedy_by_default(tiny, seed):
-    model = tiny(seed=seed)
-    with torch.inference_mode():
-        best = model(torch.tensor([[1, 2]]))[0, -1].argmax().item()
-    assert run(model, [[1, 2]], max_new_tokens=1) == [[best]]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, record
 
 ONCE = "note: gpt.c is compiled for this processor, once\n"
 EACH_RUN = "note: gpt.c is compiled in each run: "
@@ -50,12 +50,14 @@ def test_it_is_compiled_once(fresh, compilations, capsys):
     assert len(compilations) == 1 and len(files(fresh)) == 1 and capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("variable", ["CFLAGS", "LDFLAGS", "target", "flags of this file"])
-def test_other_flags_are_other_code(fresh, compilations, monkeypatch, variable):
+@pytest.mark.parametrize("variable", ["CFLAGS", "LDFLAGS", "target", "source", "our flags"])
+def test_other_flags_or_lines_are_other_code(fresh, compilations, monkeypatch, variable):
     fresh.load()
     fresh.load.cache_clear()
-    if variable == "flags of this file":  # one that no predefined macro shows
+    if variable == "our flags":  # one that no predefined macro shows
         monkeypatch.setattr(fresh, "FLAGS", (*fresh.FLAGS, "-fno-inline"))
+    elif variable == "source":
+        fresh.SOURCE.write_text(fresh.SOURCE.read_text() + "int more;\n")
     elif variable != "target":
         monkeypatch.setenv(variable, "-DX" if variable == "CFLAGS" else "-Wl,-O1")
     fresh.load(("-O1",) if variable == "target" else None)
@@ -98,13 +100,9 @@ def test_what_cannot_compile_is_one_line(fresh, monkeypatch, variables, words):
     assert "\n" not in str(raised.value)
 
 
-def test_no_compiler_is_the_systems(fresh, monkeypatch):
-    monkeypatch.setenv("CC", "  ")
-    assert fresh.load().linear
-
-
-def test_hidden_symbols_are_shown(fresh, monkeypatch):
-    monkeypatch.setenv("CFLAGS", "-fvisibility=hidden")
+@pytest.mark.parametrize("name, value", [("CC", "  "), ("CFLAGS", "-fvisibility=hidden")])
+def test_variables_that_change_nothing(fresh, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
     assert fresh.load().linear
 
 
@@ -116,15 +114,7 @@ def test_fast_math_is_not_taken(fresh, compilations, monkeypatch):
     assert torch.tensor(1e-40) + 0 > 0  # the processor still computes with such numbers
 
 
-def test_another_source_is_other_code(fresh, compilations):
-    fresh.load()
-    fresh.SOURCE.write_text(fresh.SOURCE.read_text() + "int more;\n")
-    fresh.load.cache_clear()
-    fresh.load()
-    assert len(compilations) == 2
-
-
-@pytest.mark.parametrize("harm", ["cut", "foreign bytes", 0o720, 0o702, "wrong name"])
+@pytest.mark.parametrize("harm", ["cut", "foreign bytes", 0o720, 0o702, "another user", "a name"])
 def test_a_file_that_this_user_did_not_compile_is_not_loaded(
     fresh, compilations, monkeypatch, harm
 ):
@@ -134,31 +124,17 @@ def test_a_file_that_this_user_did_not_compile_is_not_loaded(
     fresh.load.cache_clear()
     if isinstance(harm, int):
         file.chmod(harm)  # others can write to it
-    elif harm != "wrong name":
+    elif harm == "another user":
+        monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1)
+    elif harm != "a name":
         file.unlink()  # not written in place: this process has it loaded
         file.write_bytes(whole[:1000] if harm == "cut" else whole + b"x")
         file.chmod(0o700)
     else:
         file.rename(file.with_name(file.name.replace("-", "-0", 1)))
-    opened = []
-    open_library = fresh.open_library
-
-    def recorded(path):
-        opened.append(path.read_bytes())
-        return open_library(path)
-
-    monkeypatch.setattr(fresh, "open_library", recorded)
+    opened = record(monkeypatch, fresh, "open_library", Path.read_bytes)
     fresh.load()
     assert len(compilations) == 2 and opened == [whole]
-
-
-def test_a_file_of_another_user_is_not_loaded(fresh, compilations, monkeypatch):
-    fresh.load()
-    me = os.getuid()
-    fresh.load.cache_clear()
-    monkeypatch.setattr(os, "getuid", lambda: me + 1)
-    fresh.load()
-    assert len(compilations) == 2
 
 
 @pytest.mark.parametrize("problem", ["not a directory", 0o770, 0o707, "no home", "full"])
@@ -322,13 +298,9 @@ def test_errors_are_in_english(fresh, monkeypatch, tmp_path):
         fresh.load()
 
 
-def hide_cc(build, monkeypatch) -> None:
-    which = build.shutil.which
-    monkeypatch.setattr(build.shutil, "which", lambda name: None if name == "cc" else which(name))
-
-
 def test_without_a_compiler_the_package_ziglang_is_one(fresh, compilations, monkeypatch, tmp_path):
-    hide_cc(fresh, monkeypatch)
+    which = fresh.shutil.which
+    monkeypatch.setattr(fresh.shutil, "which", lambda name: None if name == "cc" else which(name))
     package = tmp_path / "packages" / "ziglang"  # one that passes everything on
     package.mkdir(parents=True)
     call = "import os, sys\nos.execvp(sys.argv[1], sys.argv[1:])\n"
@@ -341,13 +313,6 @@ def test_without_a_compiler_the_package_ziglang_is_one(fresh, compilations, monk
     fresh.SOURCE.write_text("int broken(\n")
     fresh.load.cache_clear()
     with pytest.raises(fresh.BuildError, match="^the C compiler ziglang failed: .*error: expected"):
-        fresh.load()
-
-
-def test_without_a_compiler_an_error_says_where_to_get_one(fresh, monkeypatch):
-    hide_cc(fresh, monkeypatch)
-    monkeypatch.setattr(fresh.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(fresh.BuildError, match="no C compiler; `pip install ziglang` brings one"):
         fresh.load()
 
 

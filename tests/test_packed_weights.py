@@ -12,7 +12,7 @@ from model import TorchRunner
 pytestmark = pytest.mark.usefixtures("compiled")
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 # Also the kernel for AVX-512 without its int8 products.
-ALL = [*TARGETS, *([("-march=skylake-avx512",)] if HAS_AVX512 else [])]
+ALL = [*TARGETS, *([("-O1", "-march=skylake-avx512")] if HAS_AVX512 else [])]
 EVERY_KERNEL = pytest.mark.parametrize("library", ALL, ids=str, indirect=True)
 INT8 = pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
 
@@ -25,29 +25,6 @@ def test_a_row_has_the_same_bits_among_any_others(target):
         for count in range(1, 20):
             assert torch.equal(linear(x[:count]), alone[:count])
             assert torch.equal(linear(x[-count:]), alone[-count:])
-
-
-@pytest.mark.parametrize("outputs", [8, 32])
-@pytest.mark.parametrize("out", [1, 7, 8, 13, 31, 32, 64, 100])
-@pytest.mark.parametrize("group", [0, 1, 2, 4])
-def test_a_panel_has_the_weights_of_a_group_of_inputs_side_by_side(out, outputs, group):
-    """Weights of int8; a group of 0 stands for floats, which have none."""
-    from native.linear import pack
-
-    dtype = torch.int8 if group else torch.float32
-    group = group or 1
-    for size in (1, 3, 4, 5, 10):
-        weight = (torch.arange(out * size) % 251 - 125).view(out, size).to(dtype)
-        original = weight.clone()
-        panels, rest = (part.view(dtype) for part in pack(weight, outputs, group))
-        groups = -(-size // group)
-        panels = panels.view(out // outputs, groups, outputs, group)
-        rest = rest.view(groups, outputs, group)
-        for o in range(out):
-            panel = panels[o // outputs] if o < out - out % outputs else rest
-            row = panel[:, o % outputs].flatten()
-            assert torch.equal(row[:size], original[o]) and not row[size:].any()
-        assert not rest[:, out % outputs :].any()
 
 
 @INT8
@@ -84,7 +61,7 @@ def test_the_weights_of_an_int8_model_are_packed():
 
 
 @EVERY_KERNEL
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 63, 64, 65, 300])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 63, 64, 65, 1000])
 def test_int8_products_of_every_kernel(target, size):
     for out in (1, 15, 16, 17, 32, 33, 100):
         for rows in (1, 2, 4, 6, 7, 13):
@@ -134,12 +111,3 @@ def test_a_model_is_as_it_was_if_it_cannot_be_packed(tiny):
         native(model)
     model.ln_f.weight.data = model.ln_f.weight.float()
     assert torch.equal(model(texts), expected) and type(model.runner) is TorchRunner
-
-
-@torch.inference_mode()
-def test_the_whole_model_without_a_cache(tiny):
-    """Its products are native then, of any number of tokens."""
-    model = tiny(dtype=torch.float32)
-    texts = torch.tensor([random_tokens(16, seed=row) for row in range(3)])
-    expected = model(texts)
-    torch.testing.assert_close(native(model)(texts), expected, rtol=1e-5, atol=1e-5)

@@ -9,12 +9,15 @@ from conftest import difference, edit_json, load, random_tokens, run_rows
 from draws import seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_llama_3_tokenizer import ANY_TEXT, TEXTS, library, load_from, with_values
-from test_tokenizer import check_refused
+from test_llama_3_tokenizer import ANY_TEXT, TEXTS, check_prompt, load_from
+from test_tokenizer import check_refused, library, same_ids, with_values
 
 from errors import UserError
+from infer import beam_search
+from infer_speculative import generate_speculative
+from int8 import to_int8
 from loading.load import save_model
-from loading.tokenizer import TextStream, load_encoding
+from sampling import SamplingParams
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>"]
 NOT_SPECIAL = ["<tool_call>", "</tool_call>", "<|fim_pad|>", "[KEY]"]
@@ -56,18 +59,7 @@ def pair(raw, tmp_path_factory):
 
 
 def test_a_model_reads_its_prompt_in_normal_form(raw, tiny, tmp_path, cli):
-    """On the command line. The model is random and no Qwen; what counts are its prompt's ids."""
-    theirs = library(raw)
-    size = theirs.get_vocab_size()
-    model = tiny(dtype=torch.float32, vocab_size=size, block_size=64, eos_token_id=0)
-    save_model(model, tmp_path)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
-    prompt = "<|im_start|>user\n2024 Cafe\u0301<|im_end|>"
-    (new,) = run_rows(model, [theirs.encode(prompt).ids], max_new_tokens=5, ignore_eos=True)
-    options = ("--max-new-tokens", 5, "--temperature", 0, "--ignore-eos")
-    code, out, _ = cli("--model", tmp_path, "--prompt", prompt, *options)
-    assert code == 0
-    assert out == prompt + theirs.decode(new, skip_special_tokens=False) + "\n"
+    check_prompt(raw, "<|im_start|>user\n2024 Cafe\u0301<|im_end|>", tiny, tmp_path, cli)
 
 
 @pytest.mark.parametrize("text", [*TEXTS, *NORMALIZED])
@@ -79,17 +71,11 @@ def test_ids_equal_those_of_tokenizers(pair, text):
 PIECES = st.sampled_from([*"eK[]<>\u0301\u0323\u0338\u212a", *NOT_SPECIAL])
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(text=st.lists(ANY_TEXT | PIECES).map("".join))
 def test_ids_equal_those_of_tokenizers_on_any_text(pair, text):
     ours, theirs = pair
     assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
-
-
-def test_digits_are_tokens_of_their_own(pair):
-    ours, _ = pair
-    tokens = ours.encode("v2024.")
-    assert [ours.decode([token]) for token in tokens] == ["v", "2", "0", "2", "4", "."]
 
 
 def test_added_tokens_that_are_not_special_are_tokens_too(pair):
@@ -112,21 +98,12 @@ def test_plain_text_is_in_normal_form_and_plain(pair, raw, text):
     assert pair[0].encode_ordinary("") == pair[0].encode("") == []
 
 
-def test_without_a_normalizer_a_text_stays_as_it_is(raw, tmp_path):
-    other = with_values(raw, {"normalizer": None})
+@pytest.mark.parametrize("normalized", [False, True])
+def test_without_a_normalizer_a_text_stays_as_it_is(raw, tmp_path, normalized):
+    other = with_values(raw, {"normalizer": None, "added_tokens.4.normalized": normalized})
     ours = load_from(tmp_path, other)
-    theirs = library(other)
-    for text in NORMALIZED:
-        assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
-        assert ours.decode(ours.encode_ordinary(text)) == text
-
-
-def test_a_padded_vocabulary_prints_what_no_token_stands_for(raw, tmp_path):
-    """Qwen2.5's models have some hundred ids more than its tokenizer."""
-    load_from(tmp_path, raw)
-    encoding = load_encoding(tmp_path, 1024)
-    assert encoding.n_vocab == 708
-    assert TextStream(encoding).add(1023) == "\ufffd"
+    same_ids(ours, other, NORMALIZED)
+    assert all(ours.decode(ours.encode_ordinary(text)) == text for text in NORMALIZED)
 
 
 NFC_ONLY = "normalizer is {}; supported is None or {{'type': 'NFC'}}"
@@ -150,17 +127,6 @@ def test_what_would_give_other_ids_is_refused_by_name(raw, tmp_path, path, value
     check_refused(words, load_from, tmp_path, with_values(raw, {path: value}))
 
 
-def test_a_normalized_token_is_found_in_a_text_that_nothing_normalizes(raw, tmp_path):
-    other = with_values(raw, {"normalizer": None, "added_tokens.4.normalized": True})
-    ours = load_from(tmp_path, other)
-    theirs = library(other)
-    text = "a<tool_call>e\u0301"
-    assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids
-
-
-# The model
-
-
 @pytest.fixture(scope="session")
 def tiny_qwen(tiny_llama):
     """As `tiny_llama`, with biases that are not zero."""
@@ -178,11 +144,6 @@ def tiny_qwen(tiny_llama):
 
 @pytest.mark.parametrize("dtype", ["float64", "int8"])
 def test_modes_of_the_lessons_before(tiny_qwen, dtype):
-    from infer import beam_search
-    from infer_speculative import generate_speculative
-    from int8 import to_int8
-    from sampling import SamplingParams
-
     model = tiny_qwen() if dtype == "float64" else to_int8(tiny_qwen())
     params = {"max_new_tokens": 40, "ignore_eos": True}
     prompts = [[1, 2, 3], [4], random_tokens(30)]
@@ -220,9 +181,6 @@ def test_a_config_that_this_model_cannot_be_is_refused(tiny_qwen, tmp_path, valu
     edit_json(tmp_path / "config.json", values)
     with pytest.raises(UserError, match=words):
         load(tmp_path)
-
-
-# Ends of text
 
 
 @pytest.fixture(scope="module")

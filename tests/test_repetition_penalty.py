@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, slide
+from conftest import slide, their_rows
 
 from loading.load import save_model
 
@@ -21,49 +21,17 @@ def test_equals_transformers(penalty):
     assert torch.equal(penalize_repetition(logits, seen, penalty), theirs)
 
 
-def test_the_case_in_transformers_own_tests():
-    from sampling import penalize_repetition
-
-    logits = torch.full((2, 10), 0.1)
-    logits[0, 0] = -0.1
-    logits[1, 5] = 0.4
-    seen = torch.zeros(2, 10, dtype=torch.bool)
-    seen[0, [0, 1]] = True
-    seen[1, [0, 5]] = True
-    expected = logits.clone()
-    expected[0, [0, 1]] = torch.tensor([-0.2, 0.05])
-    expected[1, [0, 5]] = torch.tensor([0.05, 0.2])
-    torch.testing.assert_close(penalize_repetition(logits, seen, 2.0), expected)
-
-
-def whole_run_of_transformers(directory, dtype, prompts, **arguments):
-    from transformers import AutoModelForCausalLM
-
-    peer = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    inputs = torch.tensor(prompts)
-    peer.generation_config.eos_token_id = None
-    arguments |= {"attention_mask": torch.ones_like(inputs), "do_sample": False}
-    return peer.generate(inputs, **arguments)[:, inputs.shape[1] :].tolist()
-
-
 @pytest.mark.parametrize("penalty", [1.2, 2.0, 0.8])
 def test_whole_run_equals_transformers_on_a_random_model(tiny, tmp_path, penalty):
+    from transformers import AutoModelForCausalLM
+
     model = tiny(seed=6, block_size=64)
     prompts = [[1, 2, 3], [50, 40, 50]]
     save_model(model, tmp_path)
-    arguments = {"max_new_tokens": 50, "repetition_penalty": penalty}
-    theirs = whole_run_of_transformers(tmp_path, torch.float64, prompts, **arguments)
-    assert slide(model, prompts, ignore_eos=True, **arguments) == theirs
-
-
-def test_whole_run_equals_transformers_on_the_embedded_model(stories):
-    from loading.tokenizer import load_encoding
-
-    prompt = load_encoding(CHECKPOINTS / "stories", 4096).encode("Once upon a time")
-    arguments = {"max_new_tokens": 30, "repetition_penalty": 1.3}
-    directory = CHECKPOINTS / "stories"
-    theirs = whole_run_of_transformers(directory, torch.float32, [prompt], **arguments)
-    assert slide(stories, [prompt], ignore_eos=True, **arguments) == theirs
+    peer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    expected = their_rows(peer, prompts, 50, repetition_penalty=penalty)
+    params = {"max_new_tokens": 50, "ignore_eos": True, "repetition_penalty": penalty}
+    assert slide(model, prompts, **params) == expected
 
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e-39, 1e39, 1e300, 2**64])

@@ -10,8 +10,14 @@ from conftest import random_tokens
 from ranks import logits_of, results
 from safetensors.torch import load_file, save_file
 
+from cache import KVCache
+from infer import next_logits
 from llama import Llama, LlamaConfig, RMSNorm, rotate, rotations
+from loading import load
+from loading.config import llama_fields, read_llama_config
+from loading.load import load_model, save_model
 from model import Linear, Model
+from native import structs, use_native
 
 TOKENS = torch.tensor([random_tokens(23)])
 
@@ -93,8 +99,6 @@ class OtherConfig(LlamaConfig):
 @pytest.fixture(params=[False, True], ids=["own head", "tied head"])
 def both(request, tiny_llama, tmp_path, monkeypatch):
     """Directories with the same weights, as Llama's and as the other architecture's."""
-    from loading import load
-    from loading.config import llama_fields, read_llama_config
 
     def read(file, raw):
         return OtherConfig(**vars(read_llama_config(file, raw | {"model_type": "llama"})))
@@ -104,15 +108,8 @@ def both(request, tiny_llama, tmp_path, monkeypatch):
 
     other = load.Architecture(Other, OtherConfig, read, fields)
     monkeypatch.setitem(load.ARCHITECTURES, "other", other)
-    shape = {
-        "block_size": 64,
-        "n_kv_head": 4,
-        "n_embd": 32,
-        "n_inner": 64,
-        "n_layer": 11,
-        "head_dim": 8,
-    }
-    model = tiny_llama(dtype=torch.float32, tied_head=request.param, **shape)
+    shape = {"block_size": 64, "n_kv_head": 4, "n_embd": 32, "n_inner": 64, "n_layer": 11}
+    model = tiny_llama(dtype=torch.float32, tied_head=request.param, head_dim=8, **shape)
     load.save_model(model, tmp_path / "llama")
     given = load_file(tmp_path / "llama" / "model.safetensors")
     tensors = {"inner.blocks.0.rope.freqs": torch.ones(4)}
@@ -133,8 +130,6 @@ def both(request, tiny_llama, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
 def test_it_is_loaded_and_saved(both, tmp_path, dtype):
-    from loading.load import load_model, save_model
-
     llama, other = (load_model(name, dtype) for name in both)
     assert type(other) is Other
     assert (other.output.weight is other.tok_embeddings.weight) == llama.config.tied_head
@@ -154,10 +149,8 @@ def test_random_weights_end_branches_small():
     assert small == pytest.approx(wide / (2 * config.n_layer) ** 0.5, rel=0.05)
 
 
-@pytest.mark.parametrize("way", ["gather", "reduce"])
+@pytest.mark.parametrize("both, way", [(False, "gather"), (True, "reduce")], indirect=["both"])
 def test_ranks_share_it(both, way):
-    from loading.load import load_model
-
     _, other = both
     options = {"dtype": torch.float64, "native": False}
     found = results(3, lambda: logits_of(other, TOKENS, way, **options))
@@ -168,11 +161,6 @@ def test_ranks_share_it(both, way):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_c_computes_it(both, compiled, monkeypatch, dtype):
-    from cache import KVCache
-    from infer import next_logits
-    from loading.load import load_model
-    from native import structs, use_native
-
     monkeypatch.setattr(structs, "COMPUTED", (Llama, Other))
     found = []
     for model in [load_model(name, dtype) for name in both]:
@@ -185,35 +173,27 @@ def test_its_gguf_file_has_llama_cpps_names(both, tmp_path):
     import gguf
 
     from benchmarks.export_gguf import write_gguf
-    from loading.load import load_model
 
     model = load_model(both[1])
     write_gguf(model, tmp_path / "model.gguf", "float32")
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    block = "attn_norm attn_qkv attn_output ffn_norm ffn_gate ffn_up ffn_down".split()
-    names = {f"blk.{number}.{name}" for number in range(11) for name in block}
-    names |= {"token_embd", "output_norm", "rope_freqs", "output"}
-    names -= {"output"} if model.config.tied_head else set()
-    assert stored.keys() == {f"{name}.weight" for name in names}
-    for role, name in (("qkv", "attn_qkv"), ("down", "ffn_down")):
-        data = torch.tensor(stored[f"blk.10.{name}.weight"].data)
+    assert len(stored) == len(list(model.parameters())) + 1  # its rotations
+    for role, name in (("qkv", "blk.10.attn_qkv"), ("down", "blk.10.ffn_down")):
+        data = torch.tensor(stored[f"{name}.weight"].data)
         assert torch.equal(data, model.layer(role, 10).weight)
 
 
-def test_experts_have_numbers_of_their_own():
+def test_layers_may_have_numbers_of_their_own_and_end_in_them():
+    from benchmarks.export_gguf import gguf_name
+
     class Experts(Model):
-        ROLES = {"down": ("layers.*.experts.*.down", "blk.*.ffn_down_exps")}
+        ROLES = {
+            "down": ("layers.*.experts.*.down", "blk.*.ffn_down_exps"),
+            "up": ("h.*.mlp.*", "blk.*.up.*"),
+        }
 
     assert Experts().path("down", 3, 17) == "layers.3.experts.17.down"
     assert Experts().role("layers.3.experts.17.down.weight") == "down"
-
-
-def test_a_layer_may_end_in_its_number():
-    from benchmarks.export_gguf import gguf_name
-
-    class Listed(Model):
-        ROLES = {"up": ("h.*.mlp.*", "blk.*.up.*")}
-
-    name = Listed().path("up", 1, 20) + ".weight"
-    assert name == "h.1.mlp.20.weight" and Listed().role(name) == "up"
-    assert gguf_name(Listed(), name) == "blk.1.up.20.weight"
+    name = Experts().path("up", 1, 20) + ".weight"
+    assert name == "h.1.mlp.20.weight" and Experts().role(name) == "up"
+    assert gguf_name(Experts(), name) == "blk.1.up.20.weight"

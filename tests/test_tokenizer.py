@@ -2,7 +2,9 @@
 
 import copy
 import json
+from functools import reduce
 from itertools import pairwise
+from operator import getitem
 
 import pytest
 import tiktoken
@@ -78,9 +80,6 @@ def test_every_byte_has_its_character():
     assert byte_of_character()["Ċ"] == ord("\n")
 
 
-# Names
-
-
 def test_random_models_read_bytes_and_print_numbers():
     encoding = load_encoding("random:gpt2", 50257)
     assert encoding.encode("Hi") == [72, 105]
@@ -120,9 +119,6 @@ def test_the_vocabulary_of_a_model_may_be_padded_but_not_cut():
         load_encoding(CHECKPOINTS / "stories", 4095)
 
 
-# tokenizer.json
-
-
 def tokenizer_json(merges: list, special: tuple[str, ...] = (EOT,)) -> dict:
     """A small byte-level BPE in the form of the tokenizers library."""
     tokens = [*byte_of_character(), *(a + b for a, b in merges), *special]
@@ -150,6 +146,9 @@ def tokenizer_json(merges: list, special: tuple[str, ...] = (EOT,)) -> dict:
 MERGES = [("h", "e"), ("Ġ", "t"), ("l", "l"), ("he", "ll"), ("Ġt", "he"), ("hell", "o")]
 SMALL = tokenizer_json(MERGES)
 THE_END = SMALL["added_tokens"][0]
+VOCABULARY = SMALL["model"]["vocab"]
+AFTER = {EOT: 0} | {token: i + 1 for token, i in VOCABULARY.items()}
+WITH_A_BLANK = {("a b" if token == "h" else token): i for token, i in VOCABULARY.items()}
 
 
 @pytest.fixture
@@ -161,10 +160,15 @@ def load(tmp_path):
     return load
 
 
-def same_ids(encoding, raw, texts) -> None:
+def library(raw: dict):
+    """The tokenizer of the library."""
     from tokenizers import Tokenizer
 
-    theirs = Tokenizer.from_str(json.dumps(raw))
+    return Tokenizer.from_str(json.dumps(raw))
+
+
+def same_ids(encoding, raw, texts) -> None:
+    theirs = library(raw)
     for text in texts:
         assert encoding.encode(text, allowed_special="all") == theirs.encode(text).ids
 
@@ -180,13 +184,18 @@ def check_refused(words: str, load, *args) -> None:
     assert len(message) < 400
 
 
+def with_values(raw: dict, changes: dict) -> dict:
+    """A copy with other values. changes: path, such as "pre_tokenizer.type" -> value."""
+    raw = copy.deepcopy(raw)
+    for path, value in changes.items():
+        *keys, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+        reduce(getitem, keys, raw)[last] = value
+    return raw
+
+
 def with_changes(**changes) -> dict:
     """SMALL with other values; `model__type` is that of `type` in `model`."""
-    raw = copy.deepcopy(SMALL)
-    for key, value in changes.items():
-        owner, _, inner = key.rpartition("__")
-        (raw[owner] if owner else raw)[inner] = value
-    return raw
+    return with_values(SMALL, {key.replace("__", "."): changes[key] for key in changes})
 
 
 def added(**changes) -> dict:
@@ -216,7 +225,7 @@ TEMPLATE = {
         SMALL,
         with_changes(model__merges=[f"{a} {b}" for a, b in MERGES]),  # files before 2024
         # The special token in both places.
-        with_changes(model__vocab=SMALL["model"]["vocab"] | {EOT: 262}),
+        with_changes(model__vocab=VOCABULARY | {EOT: 262}),
         with_changes(
             post_processor={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}
         ),
@@ -225,18 +234,12 @@ TEMPLATE = {
         first_normalized("b<c", "<a>b"),
         with_changes(model__ignore_merges=True),
         tokenizer_json(MERGES, (EOT, "<pad>", "the")),
+        # Special tokens first: the ids of bytes and merges begin after theirs.
+        with_values(SMALL, {"added_tokens.0.id": 0, "model.vocab": AFTER}),
     ],
 )
 def test_forms_that_real_files_have_give_the_ids_of_tokenizers(load, raw):
     same_ids(load(raw), raw, [*TEXTS, "hello the hell<pad>", " the the", "<a>b<c b<c"])
-
-
-def test_special_tokens_may_come_first(load):
-    """As in tokenizers trained with them: the ids of bytes and merges begin after theirs."""
-    raw = copy.deepcopy(SMALL)
-    raw["model"]["vocab"] = {EOT: 0} | {token: i + 1 for token, i in raw["model"]["vocab"].items()}
-    raw["added_tokens"][0]["id"] = 0
-    same_ids(load(raw), raw, [*TEXTS, "hello the hell"])
 
 
 @pytest.mark.parametrize("none", [[], None])
@@ -247,7 +250,7 @@ def test_a_file_without_added_tokens_has_none(load, none):
 
 
 def renumbered(number, token="hello") -> dict:
-    return with_changes(model__vocab=SMALL["model"]["vocab"] | {token: number})
+    return with_changes(model__vocab=VOCABULARY | {token: number})
 
 
 IDS = "the ids are not 0 to 262, once each, those of the added tokens last"
@@ -261,37 +264,28 @@ def with_two_added(ids: tuple[int, int], in_vocabulary: dict) -> dict:
     tokens = tokenizer_json(MERGES, ("<a>", "<b>"))["added_tokens"]
     return with_changes(
         added_tokens=[token | {"id": number} for token, number in zip(tokens, ids)],
-        model__vocab=SMALL["model"]["vocab"] | in_vocabulary,
-    )
-
-
-def with_a_blank_in_a_token() -> dict:
-    vocabulary = SMALL["model"]["vocab"]
-    return with_changes(
-        model__vocab={("a b" if token == "h" else token): i for token, i in vocabulary.items()}
+        model__vocab=VOCABULARY | in_vocabulary,
     )
 
 
 OTHER_VALUES = {
     "normalizer": {"type": "Lowercase"},
-    "model__type": "Unigram",
-    "model__dropout": 0.1,
-    "model__end_of_word_suffix": "</w>",
-    "model__continuing_subword_prefix": "##",
-    "pre_tokenizer__type": "Whitespace",
-    "pre_tokenizer__add_prefix_space": True,
-    "pre_tokenizer__use_regex": False,
-    "decoder__type": "WordPiece",
-    "post_processor__type": "BertProcessing",
+    "model.type": "Unigram",
+    "model.dropout": 0.1,
+    "model.end_of_word_suffix": "</w>",
+    "model.continuing_subword_prefix": "##",
+    "pre_tokenizer.type": "Whitespace",
+    "pre_tokenizer.add_prefix_space": True,
+    "pre_tokenizer.use_regex": False,
+    "decoder.type": "WordPiece",
+    "post_processor.type": "BertProcessing",
 }
 
 
 @pytest.mark.parametrize("key, value", OTHER_VALUES.items())
 def test_a_value_that_would_give_other_ids_is_refused_by_name(load, key, value):
-    raw = copy.deepcopy(SMALL) | {"post_processor": {"type": "ByteLevel"}}
-    owner, _, inner = key.rpartition("__")
-    (raw[owner] if owner else raw)[inner] = value
-    check_refused(f"{key.replace('__', '.')} is {value!r}", load, raw)
+    raw = with_values(SMALL | {"post_processor": {"type": "ByteLevel"}}, {key: value})
+    check_refused(f"{key} is {value!r}", load, raw)
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
@@ -325,9 +319,9 @@ FOREIGN = "not a Hugging Face tokenizer"
         (with_changes(added_tokens=7), FOREIGN),
         (added(content=[1]), FOREIGN),
         # ids
-        *[(renumbered(number), IDS) for number in ("261", None, -1, 260, 262, 263, 10**30, 261.0)],
-        *[(renumbered(number), IDS) for number in (True, [261])],
-        *[(added(id=number), IDS) for number in ("262", None, -1, 261, 263, 10**30, 262.0, [262])],
+        *[(renumbered(id), IDS) for id in ("261", None, -1, 260, 262, 263, 10**30, 261.0)],
+        *[(renumbered(id), IDS) for id in (True, [261])],
+        *[(added(id=id), IDS) for id in ("262", None, -1, 261, 263, 10**30, 262.0, [262])],
         # the vocabulary and its merges
         (with_changes(model__vocab=None), FOREIGN),
         (with_changes(model__vocab=["a"]), FOREIGN),
@@ -349,7 +343,7 @@ FOREIGN = "not a Hugging Face tokenizer"
         (with_two_added((263, 262), {}), "the ids are not"),
         (tokenizer_json(LATE), ORDER),
         (tokenizer_json([("a", "a"), ("a", "aa")]), ORDER),  # the library makes "aa", "a" of three
-        (with_a_blank_in_a_token(), "first tokens of the vocabulary are not the 256 bytes"),
+        (with_changes(model__vocab=WITH_A_BLANK), "first tokens of the vocabulary are not the"),
     ],
 )
 def test_what_would_give_other_ids_is_refused_by_name(load, raw, words):
@@ -361,15 +355,11 @@ def test_what_is_no_tokenizer_is_named(load, tmp_path):
         load_encoding(tmp_path, 4096)
     with pytest.raises(UserError, match="tokenizer.json: not a JSON object"):
         load([])
-    with pytest.raises(UserError, match="tokenizer.json: pre_tokenizer.type is None"):
-        load({})
 
 
 @given(data=st.data())
 def test_any_merges_are_refused_or_give_the_ids_of_tokenizers(data, tmp_path_factory):
     """Merges that nobody would learn, over two letters, so that they meet in every way."""
-    from tokenizers import Tokenizer
-
     tokens = ["a", "b"]
     merges = []
     for _ in range(data.draw(st.integers(1, 8))):
@@ -386,7 +376,7 @@ def test_any_merges_are_refused_or_give_the_ids_of_tokenizers(data, tmp_path_fac
         ours = read_tokenizer_json(file)
     except UserError as error:
         assert ORDER in str(error)
-        theirs = Tokenizer.from_str(json.dumps(raw))
+        theirs = library(raw)
         # For tiktoken each token's own text is one token.
         assert any(len(theirs.encode(token).ids) > 1 for token in tokens)
     else:
@@ -411,9 +401,6 @@ def test_any_added_tokens_are_refused_or_give_the_ids_of_tokenizers(data, tmp_pa
         same_ids(ours, raw, data.draw(texts))
 
 
-# A stream of tokens
-
-
 def streamed(encoding, tokens, skip=()) -> list[str]:
     stream = TextStream(encoding, skip)
     return [*(stream.add(token) for token in tokens), stream.end()]
@@ -436,18 +423,6 @@ def test_bytes_are_held_back_until_a_character_is_whole():
     assert streamed(encoding, "a🙂".encode()[:-1]) == ["a", "", "", "", "\ufffd"]
     assert streamed(encoding, [0xFF, 65]) == ["\ufffd", "A", ""]
     assert streamed(encoding, []) == [""]
-
-
-def test_each_row_of_a_batch_has_its_own_stream():
-    encoding = load_encoding("random:gpt2", 50257)
-    first = TextStream(encoding)
-    second = TextStream(encoding)
-    texts = ["", ""]
-    for a, b in zip("é…".encode(), "ü🙂".encode()):
-        texts[0] += first.add(a)
-        texts[1] += second.add(b)
-    assert texts == ["é…", "ü"]
-    assert (first.end(), second.end()) == ("", "\ufffd")
 
 
 def test_skipped_tokens_print_nothing():

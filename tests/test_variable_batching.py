@@ -6,7 +6,7 @@ from conftest import CHECKPOINTS, passed_widths, random_tokens, run, run_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loading.load import load_model
+from cache import KVCache
 
 
 def alone(model, prompts, **arguments):
@@ -29,26 +29,6 @@ def test_each_row_equals_its_own_run(tiny, lengths, stride, eos, use_cache):
     assert run_rows(model, prompts, options=options, max_new_tokens=25) == expected
 
 
-def test_rows_end_at_different_steps_and_the_others_go_on(tiny):
-    model = tiny(seed=6)
-    prompts = [random_tokens(length, seed=length) for length in (1, 20, 9, 14)]
-    texts = alone(model, prompts, max_new_tokens=50, ignore_eos=True)
-    # The first row ends at its fourth token at the latest.
-    model = tiny(seed=6, eos_token_id=texts[0][3])
-    rows = run_rows(model, prompts, max_new_tokens=50)
-    assert rows == alone(model, prompts, max_new_tokens=50)
-    assert len(rows[0]) <= 4
-    assert len({len(row) for row in rows}) > 1
-
-
-def test_the_embedded_model_on_prompts_within_and_beyond_the_window():
-    model = load_model(CHECKPOINTS / "stories-draft", torch.float64)
-    prompts = [random_tokens(length, 4096, seed=length) for length in (1, 300, 250, 40)]
-    params = {"max_new_tokens": 20, "ignore_eos": True}
-    recomputed = alone(model, prompts, options={"use_cache": False}, **params)
-    assert run_rows(model, prompts, **params) == recomputed
-
-
 def test_a_hop_prefills_its_row_only(tiny):
     model, passes = passed_widths(tiny(), shapes=True)
     prompts = [random_tokens(length) for length in (15, 5, 3)]
@@ -69,8 +49,6 @@ def run_pass(model, cache, new, rows) -> torch.Tensor:
 @torch.inference_mode()
 def test_a_pass_mixes_rows_of_any_past_and_any_number_of_new_tokens(tiny):
     """Logits against full recomputation; the longest past and most new tokens are in two rows."""
-    from cache import KVCache
-
     model = tiny()
     tokens = [random_tokens(16, seed=row) for row in range(4)]
     pasts = [12, 1, 7, 3]
@@ -91,8 +69,6 @@ def test_a_pass_mixes_rows_of_any_past_and_any_number_of_new_tokens(tiny):
 
 
 def test_rows_that_do_not_fit_change_nothing(tiny):
-    from cache import KVCache
-
     cache = KVCache(tiny(), 2, max_len=4)
     cache.tokens = [[1, 2], [3]]
     with pytest.raises(ValueError, match="5 positions do not fit into a cache of 4"):
@@ -132,18 +108,3 @@ def test_the_command_line_prints_prompts_in_order(cli):
     code, out, err = cli(*given, *args)
     assert (code, out) == (0, ("\n" + "-" * 40 + "\n").join(texts) + "\n")
     assert err.startswith("18 tokens")
-
-
-@torch.inference_mode()
-def test_still_the_same_draws_for_prompts_of_one_length(tiny):
-    from sampling import SamplingParams, sample
-
-    model = tiny()
-    params = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
-    steps = run(model, [[1, 2], [3, 4]], generator=torch.Generator().manual_seed(3), **params)
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.tensor([[1, 2], [3, 4]])
-    for step in steps:
-        drawn = sample(model(tokens)[:, -1].float(), SamplingParams(**params), generator)
-        assert step == drawn.tolist()
-        tokens = torch.cat([tokens, drawn[:, None]], dim=1)

@@ -4,13 +4,16 @@ import concurrent.futures
 
 import pytest
 import torch
-from conftest import TARGETS, random_tokens, run_rows
+from conftest import PLAIN, TARGETS, random_tokens, run_rows
 from natives import both, native, passed
 
 from cache import KVCache
 from errors import UserError
+from infer import pass_logits
 from int8 import to_int8
+from llama import rotations
 from model import Linear, TorchRunner
+from native import build, use_native
 
 pytestmark = pytest.mark.usefixtures("compiled")
 REFUSED = "native code reads contiguous torch"
@@ -19,8 +22,6 @@ REFUSED = "native code reads contiguous torch"
 def pairs(table: dict[str, list]) -> list[tuple]:
     return [(key, value) for key, values in table.items() for value in values]
 
-
-# Weights
 
 BROKEN = {
     "tiny": ["wte.weight", "h.0.mlp.c_fc.weight", "h.1.attn.c_attn.bias", "ln_f.bias"],
@@ -36,9 +37,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize(
-    "family, where", [(kind, name) for kind in BROKEN for name in BROKEN[kind]]
-)
+@pytest.mark.parametrize("family, where", pairs(BROKEN))
 def test_logits_that_are_not_finite_are_noticed(request, family, where, bad):
     model = request.getfixturevalue(family)(dtype=torch.float32)
     with torch.no_grad():
@@ -87,9 +86,7 @@ WIDTHS = {
 }
 
 
-@pytest.mark.parametrize(
-    "family, where", [(kind, name) for kind in WIDTHS for name in WIDTHS[kind]]
-)
+@pytest.mark.parametrize("family, where", pairs(WIDTHS))
 def test_a_layer_of_another_width_is_refused(request, family, where):
     """Also in a later layer than the first, and with all its tensors in step."""
     model = request.getfixturevalue(family)(dtype=torch.float32)
@@ -118,8 +115,6 @@ def test_heads_that_cannot_share_keys_are_refused(tiny_llama, heads):
 @pytest.mark.parametrize("kind", [torch.float32, torch.int8])
 def test_another_architecture_is_refused(build, kind):
     """One that computes something else, though it may have the same layers."""
-    from native import use_native
-
     model = build(dtype=torch.float32)
     if kind == torch.int8:
         to_int8(model)
@@ -136,15 +131,10 @@ def test_layers_become_native_once(tiny):
 
 
 def test_it_is_compiled_for_its_target(tiny):
-    from native import build
-
     for target in TARGETS:
         library = build.load() if target is None else build.load(target)
         assert native(tiny(dtype=torch.float32), target).runner.library is library
-    assert build.load() is not build.load(())
-
-
-# Passes
+    assert build.load() is not build.load(PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +179,6 @@ def test_a_span_may_want_no_logits(tiny):
     ],
 )
 def test_a_cache_that_is_full_is_not_touched(tiny, new, row, message):
-    from infer import pass_logits
-
     model = native(tiny(dtype=torch.float32))
     cache = KVCache(model, 1, 8)
     cache.tokens = [[] for _ in range(row + 1)]
@@ -218,19 +206,14 @@ def test_two_threads_may_use_one_model(tiny):
     model = native(tiny(dtype=torch.float32, n_embd=64, n_layer=4))
 
     def text(seed):
-        return run_rows(model, [random_tokens(6, seed=seed)], max_new_tokens=200, ignore_eos=True)
+        return run_rows(model, [random_tokens(6, seed=seed)], max_new_tokens=60, ignore_eos=True)
 
     expected = [text(seed) for seed in range(4)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert list(pool.map(text, range(4))) == expected
 
 
-# The table of rotations
-
-
 def test_the_table_of_rotations_outlives_its_cache(tiny_llama):
-    from llama import rotations
-
     eager, model = both(tiny_llama)
     prompt = [random_tokens(4)]
     expected = run_rows(eager, prompt, max_new_tokens=12, ignore_eos=True)
@@ -243,6 +226,6 @@ def test_the_table_of_rotations_grows_with_use(tiny_llama):
     """A table for a million positions would be 48 MB here; passes of another thread keep theirs."""
     eager, model = both(tiny_llama, block_size=10**6)
     prompt = [random_tokens(4)]
-    expected = run_rows(eager, prompt, max_new_tokens=200, ignore_eos=True)
-    assert run_rows(model, prompt, max_new_tokens=200, ignore_eos=True) == expected
+    expected = run_rows(eager, prompt, max_new_tokens=80, ignore_eos=True)
+    assert run_rows(model, prompt, max_new_tokens=80, ignore_eos=True) == expected
     assert len(model.runner.rotations.cos) < 1000
