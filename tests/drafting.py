@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 from conftest import random_tokens
-from engines import alone, check_texts, finish, make_engine, outputs_of
+from engines import alone, check_texts, finish, make_engine
 
 from sampling import SamplingParams
 
@@ -72,28 +72,3 @@ def spoil(cache, texts) -> None:
         for index, page in enumerate(pages):
             unused[page, : max(length - index * size, 0)] = False
     cache.storage.masked_fill_(unused[:, None, :, None], 1e3)
-
-
-def check_distribution(model, drafter) -> None:
-    """Chi-square: three tokens that are drawn with drafts have the probabilities of the target."""
-    from engine.engine import Engine
-
-    prompt = [1, 2, 1]
-    size = model.config.vocab_size
-    number = 1500
-    sequences = torch.cartesian_prod(*[torch.arange(size)] * 3)
-    texts = torch.cat([torch.tensor([prompt]).expand(size**3, -1), sequences], dim=1)
-    log_probs = (model(texts) / 1.5).log_softmax(dim=-1)[:, len(prompt) - 1 : -1]
-    expected = log_probs.gather(-1, sequences[..., None]).sum(dim=1).exp()[:, 0] * number
-    engine = Engine(model, max_rows=500, budget=4000, page_size=4, drafter=drafter)
-    params = [SamplingParams(3, True, 1.5, seed=seed) for seed in range(number)]
-    counts = torch.zeros(len(sequences), dtype=torch.float64)
-    for a, b, c in outputs_of(engine, [prompt] * number, params):
-        counts[(a * size + b) * size + c] += 1
-    rare = expected < 5  # together
-    seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    wanted = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    freedom = len(seen) - 1
-    statistic = ((seen - wanted) ** 2 / wanted).sum()
-    assert freedom > 20 and statistic < freedom + 4 * (2 * freedom) ** 0.5
-    assert 0 < engine.accepted < engine.drafted

@@ -7,11 +7,10 @@ import re
 import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens
-from drafting import GREEDY, MIXED, Scripted, check_distribution, spoil, write
-from engines import alone, check_passes, greedy, make_engine, outputs_of, own_texts, step
+from drafting import GREEDY, MIXED, Scripted, spoil, write
+from engines import alone, check_passes, greedy, make_engine, step
 
 from engine.drafter import PagedDrafter
-from engine.engine import Engine
 from engine.request import Request
 from errors import UserError
 from sampling import SamplingParams
@@ -34,13 +33,6 @@ def test_each_text_is_that_of_its_own_run(model, tiny, tiny_llama, kind, gamma):
     assert engine.drafted > 0
 
 
-def test_each_text_of_a_llama_is_that_of_its_own_run(tiny, tiny_llama):
-    model = tiny_llama()
-    drafter = PagedDrafter(tiny(block_size=9), model)
-    engine, _ = write(model, drafter, page_size=2, num_pages=20, gamma=4)
-    assert engine.drafted > 0
-
-
 @pytest.mark.parametrize(("page_size", "stride"), [(1, 3), (3, 16)])
 @pytest.mark.parametrize("budget", [2, 5, 64])
 def test_in_tiny_pools_under_small_budgets(model, page_size, stride, budget):
@@ -54,41 +46,6 @@ def test_all_drafts_of_the_target_itself_are_accepted(model):
     each = [dataclasses.replace(params, ignore_eos=True) for params in MIXED]
     engine, _ = write(model, PagedDrafter(model, model), params=each, gamma=4)
     assert engine.accepted == engine.drafted > 50
-
-
-def test_sequences_have_the_probabilities_of_the_target(tiny):
-    model = tiny(vocab_size=5, eos_token_id=4, block_size=8)
-    draft = tiny(1, vocab_size=5, eos_token_id=4, block_size=4)
-    check_distribution(model, PagedDrafter(draft, model, 500))
-
-
-def test_similar_models_draw_the_same_tokens(tiny):
-    """They race with the same noise. With other noise, a draft would seldom be the target's."""
-    model = tiny(block_size=64)
-    draft = tiny(block_size=64)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight.mul_(1.01)
-    params = [SamplingParams(40, True, temperature=1.5, seed=seed) for seed in range(8)]
-    engine = Engine(model, drafter=PagedDrafter(draft, model), gamma=1)
-    outputs_of(engine, [[1]] * 8, params)
-    assert engine.drafted > 100 and engine.accepted > 0.8 * engine.drafted
-    shifted = PagedDrafter(draft, model)
-    propose = shifted.propose
-
-    def with_other_seeds(requests, counts):
-        own = [request.params for request in requests]
-        for request in requests:
-            request.params = dataclasses.replace(request.params, seed=request.params.seed + 100)
-        drafts = propose(requests, counts)
-        for request, params in zip(requests, own):
-            request.params = params
-        return drafts
-
-    shifted.propose = with_other_seeds
-    other = Engine(model, drafter=shifted, gamma=1)
-    outputs_of(other, [[1]] * 8, params)
-    assert other.accepted < 0.4 * other.drafted
 
 
 def test_a_draft_model_computes_the_drafts_of_all_texts_side_by_side(tiny):
@@ -189,20 +146,6 @@ def test_a_draft_model_without_a_number_leaves_the_texts_as_they_are(model, tiny
     draft = tiny(1)
     draft.ln_f.weight.data[3] = torch.nan
     write(model, PagedDrafter(draft, model))
-
-
-def test_a_draft_that_was_no_number_spoils_no_later_drafts(tiny_llama):
-    model = tiny_llama()
-    draft = tiny_llama()
-    draft.embed_tokens.weight.data[5] = torch.nan
-    engine = Engine(model, max_rows=1, drafter=PagedDrafter(draft, model, max_rows=1), gamma=3)
-    (text,) = own_texts(model, [[1, 2, 3]], greedy(8))
-    assert 5 not in text
-    outputs_of(engine, [[5, 5, 5]], greedy(8))
-    drafted = engine.drafted
-    accepted = engine.accepted
-    assert outputs_of(engine, [[1, 2, 3]], greedy(8)) == [text]
-    assert engine.accepted - accepted == engine.drafted - drafted > 0
 
 
 def test_what_is_held_of_a_text_stays_while_no_drafts_are_wanted(tiny):

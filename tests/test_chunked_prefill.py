@@ -36,22 +36,6 @@ def test_the_same_texts_and_draws_for_every_budget(build, params):
         check_texts(model, requests)
 
 
-def test_the_same_texts_where_budget_and_pages_are_short(tiny):
-    """Requests are preempted while they are fed, and after it."""
-    model = tiny(seed=12)
-    prompts = [random_tokens(length, seed=length) for length in (14, 9, 5)]
-    each = request_params(3, max_new_tokens=14, temperature=1.0)
-    preemptions = 0
-    for num_pages in (8, 11):
-        for budget in (1, 2, 5, 9):
-            pool = {"num_pages": num_pages, "page_size": 2, "budget": budget}
-            engine, requests = make_engine(model, prompts, each, **pool)
-            finish(engine)
-            check_texts(model, requests)
-            preemptions += engine.scheduler.preemptions
-    assert preemptions > 4
-
-
 def test_a_prompt_in_chunks_has_its_first_token_after_the_last_one(tiny):
     engine, requests = make_greedy(tiny(), [11], 3, budget=4)
     (request,) = requests
@@ -182,16 +166,6 @@ def test_a_request_preempted_in_its_prompt_goes_on_where_it_was(tiny):
     assert engine.scheduler.shared == 4
 
 
-def test_an_aborted_chunk_gives_its_pages_back(tiny):
-    options = {"num_pages": 8, "page_size": 4, "budget": 6}
-    engine, requests = make_greedy(tiny(block_size=32), [20, 9], 4, **options)
-    engine.step()
-    assert list(engine.scheduler.running) == requests[:1]
-    engine.abort(requests[0])
-    assert engine.scheduler.pool.available == 8
-    assert letters(engine, requests) == ["", "B", "B", "B", "B"]
-
-
 @pytest.fixture
 def broken(tiny):
     """A GPT-2 that returns NaN for texts of ten or more tokens."""
@@ -222,16 +196,6 @@ def test_nan_in_a_chunk_is_not_shared(broken):
     late = engine.add(random_tokens(20), greedy(4))
     assert step(engine)[0].finish_reason == "error" and late.output == []
     assert engine.scheduler.shared == 8 and engine.positions == 12 + 4
-
-
-def test_nan_of_a_chunk_stays_in_no_page(broken):
-    """A mask does not hide NaN: the next text in those pages would be lost."""
-    engine, _ = make_greedy(broken, [20], 1, num_pages=5, page_size=4, budget=10)
-    finish(engine)
-    requests = [engine.add(random_tokens(length, seed=5), greedy(6)) for length in (3, 2)]
-    finish(engine)
-    assert {request.finish_reason for request in requests} == {"length"}
-    check_texts(broken, requests)
 
 
 def test_a_pass_that_fails_ends_a_request_in_its_prompt(tiny):

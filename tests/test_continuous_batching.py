@@ -2,12 +2,11 @@
 
 import io
 import math
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, ROOT, passed_widths, random_tokens
+from conftest import CHECKPOINTS, passed_widths, random_tokens
 from engines import (
     alone,
     check_texts,
@@ -25,7 +24,7 @@ from engines import (
 
 from engine.engine import Engine
 from errors import UserError
-from loading.load import load_model, save_model
+from loading.load import save_model
 from loading.tokenizer import load_encoding
 from sampling import SamplingParams
 
@@ -80,36 +79,6 @@ def test_requests_join_between_steps(build):
     check_texts(model, requests)
 
 
-def test_the_embedded_model_beyond_its_window():
-    model = load_model(CHECKPOINTS / "stories-draft", torch.float64)
-    prompts = [random_tokens(length, 4096, seed=length) for length in (1, 250, 300)]
-    engine = Engine(model, max_rows=2)
-    assert outputs_of(engine, prompts, sampled(12)) == own_texts(model, prompts, sampled(12))
-
-
-BASE = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 1.2, "seed": 5}
-BASE |= {"top_k": 30, "top_p": 0.9, "presence_penalty": 0.3, "frequency_penalty": 0.2}
-VALUES = {
-    "temperature": (0.0, 0.6, 1.2, 2.0),
-    "top_k": (2, 5, 30, 0),
-    "top_p": (0.2, 0.5, 0.9, 1.0),
-    "presence_penalty": (-2.0, 0.3, 2.0),
-    "frequency_penalty": (-1.0, 0.2, 1.5),
-    "repetition_penalty": (0.7, 1.0, 3.0),
-    "seed": (5, 6, 2**64 - 1),
-}
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_rows_that_differ_in_one_parameter_only(tiny, name):
-    """What they have in common must not be taken for all of it."""
-    model = tiny()
-    params = [SamplingParams(**BASE | {name: value}) for value in VALUES[name]]
-    texts = outputs_of(Engine(model), [[1, 2]] * len(params), params)
-    assert texts == own_texts(model, [[1, 2]] * len(params), params)
-    assert len({tuple(text) for text in texts}) == len(texts)
-
-
 def test_an_empty_prompt_starts_from_the_token_that_begins_a_text(tiny_llama):
     model = tiny_llama()
     (text,) = outputs_of(Engine(model), [[]], greedy(5))
@@ -120,12 +89,12 @@ def test_an_empty_prompt_starts_from_the_token_that_begins_a_text(tiny_llama):
 def test_of_several_ends_the_first_begins_a_text(tiny, ends):
     """A GPT-2 has no other token for that. Each of them ends one."""
     model = tiny(seed=4, eos_token_ids=ends)
-    params = [SamplingParams(60, temperature=1.0, seed=seed) for seed in range(30)]
-    engine, empty = make_engine(model, [[]] * 30, params)
+    params = [SamplingParams(40, temperature=1.0, seed=seed) for seed in range(20)]
+    engine, empty = make_engine(model, [[]] * 20, params)
     begun = [engine.add([ends[0]], own) for own in params]
     finish(engine)
     check_texts(model, empty)
-    assert [request.output for request in empty] == own_texts(model, [[]] * 30, params)
+    assert [request.output for request in empty] == own_texts(model, [[]] * 20, params)
     assert [request.tokens for request in empty] == [request.tokens for request in begun]
     stopped = [request.output for request in empty if request.finish_reason == "stop"]
     assert {output[-1] for output in stopped} == set(ends)
@@ -160,11 +129,6 @@ def test_an_idle_row_is_taken_in_the_very_next_step(tiny):
     engine, requests = numbered(tiny(), [5, 2, 1, 4, 3, 1], max_rows=2)
     steps = ["AB", "AB", "AC", "AD", "AD", "DE", "DE", "EF"]
     assert ["".join(sorted(got)) for got in letters(engine, requests)] == steps
-
-
-def test_two_rows_that_end_together_are_both_taken(tiny):
-    engine, requests = numbered(tiny(), [3, 3, 2, 2, 1], max_rows=2)
-    assert letters(engine, requests) == ["AB"] * 3 + ["CD"] * 2 + ["E"]
 
 
 def test_a_request_runs_in_the_step_after_it_was_added(tiny):
@@ -279,31 +243,6 @@ def test_abort_frees_the_row(tiny):
     check_texts(model, requests)
 
 
-def test_abort_of_a_waiting_request(tiny):
-    engine, requests = numbered(tiny(), [2, 2, 2], max_rows=1)
-    engine.step()
-    engine.abort(requests[1])
-    assert letters(engine, requests) == ["A", "C", "C"] and requests[1].output == []
-
-
-def test_a_request_is_aborted_once_and_only_by_its_engine(tiny):
-    engine, (running, waiting, ended) = numbered(tiny(), [2, 2, 0], max_rows=1)
-    other = Engine(tiny())
-    engine.step()
-    for request in (running, waiting):
-        with pytest.raises(ValueError, match="^this request was added to another engine$"):
-            other.abort(request)
-        assert request.finish_reason is None
-    engine.abort(waiting)
-    finish(engine)
-    for request, reason in ((waiting, "abort"), (ended, "length"), (running, "length")):
-        over = f"^this request is over already, with the reason '{reason}'$"
-        with pytest.raises(ValueError, match=over):
-            engine.abort(request)
-        assert request.finish_reason == reason
-    assert len(running.output) == 2
-
-
 # What is wrong with a request or the options
 
 
@@ -365,11 +304,9 @@ def raise_once(model, error: BaseException, after: int) -> None:
     model.h[1].register_forward_pre_hook(hook)
 
 
-FULL = [RuntimeError("CUDA out of memory"), MemoryError("no room"), MemoryError()]
-
-
-@pytest.mark.parametrize("error", FULL, ids=repr)
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(
+    "error, after", [(RuntimeError("CUDA out of memory"), 0), (MemoryError(), 2)], ids=repr
+)
 def test_a_pass_without_memory_ends_its_requests_and_the_waiting_ones_go_on(tiny, error, after):
     model = tiny()
     raise_once(model, error, after)
@@ -403,8 +340,8 @@ def test_what_a_failed_pass_wrote_is_forgotten(tiny, error):
     assert outputs_of(engine, prompts, greedy(4)) == own_texts(tiny(), prompts, greedy(4))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, RuntimeError])
-@pytest.mark.parametrize("after", [0, 1, 6, 14])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("after", [0, 1, 14])
 def test_after_any_other_exception_the_next_step_computes_the_same_again(tiny, error, after):
     """In a step that takes requests from the queue, one that decodes, and one with a hop.
 
@@ -558,10 +495,3 @@ def test_a_pass_that_fails_is_one_line(cli, engine_cli, tiny_checkpoint, monkeyp
     assert code == 2 and err.count("\n") == 3
     assert err.endswith(": error: text 1: the texts of this step do not fit in memory\n")
     assert second + "\n" == cli(*args)[1] and first.startswith("One") and len(passes) == 7
-
-
-def test_it_is_a_script_of_its_own(tiny_checkpoint, cli):
-    args = ["--model", str(tiny_checkpoint), "--prompt", "Once", "--max-new-tokens", "3"]
-    script = [sys.executable, str(ROOT / "infer_engine.py"), "--device", "cpu", *args]
-    result = subprocess.run(script, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (0, cli(*args)[1])

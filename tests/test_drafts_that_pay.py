@@ -1,14 +1,13 @@
 """Drafts in the steps where they are measured to be faster; the texts stay."""
 
 import itertools
-import random
 import re
 import time
 
 import pytest
 from conftest import random_tokens
 from drafting import Scripted, knowing
-from engines import check_texts, greedy, make_engine, request_params
+from engines import greedy
 
 from engine.drafter import Trial, Trials
 from engine.engine import Engine
@@ -143,17 +142,6 @@ def test_a_rate_is_that_of_the_newest_64_steps():
     assert trial.rate(True) == 2 / 2.0
 
 
-def test_a_pause_in_one_step_changes_nothing(model, monkeypatch):
-    pauses = iter([0.0] * 5 + [100.0] + [0.0] * 500)
-
-    def seconds(rows, drafting):
-        return (1.0 if drafting else 1.1) + next(pauses)
-
-    drafter = Timed(monkeypatch, seconds)
-    engine = trials_engine(model, drafter, LONG)
-    assert runs(drafter.run(engine))[2][0] is True
-
-
 def test_each_number_of_rows_is_tried_for_itself(model, monkeypatch):
     """Alone they pay; for two and three, which are one size, they do not."""
     drafter = Timed(monkeypatch, lambda rows, drafting: 1.0 + (rows > 1) * drafting - drafting / 2)
@@ -177,22 +165,6 @@ def test_only_steps_that_decode_count(model, monkeypatch):
     assert (trial.steps, engine.trials.trials[2].steps) == (8, 0)
 
 
-def test_an_interrupted_step_does_not_count(model, monkeypatch):
-    drafter = Timed(monkeypatch, lambda rows, drafting: 1.0)
-    engine = trials_engine(model, drafter, LONG)
-    drafter.step(engine, 5)
-    compute = engine.compute
-
-    def interrupted(works):
-        raise KeyboardInterrupt
-
-    engine.compute = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        drafter.step(engine)
-    engine.compute = compute
-    assert engine.trials.trials[1].steps == 3
-
-
 def test_a_drafter_without_memory_does_not_pay(model, monkeypatch):
     """The time that it took counts, although there were no drafts."""
 
@@ -202,29 +174,6 @@ def test_a_drafter_without_memory_does_not_pay(model, monkeypatch):
     drafter = Timed(monkeypatch, slower, fail)
     engine = trials_engine(model, drafter, greedy(60))
     assert runs(drafter.run(engine)) == [(True, 1 + 1 + 16), (False, 60 - 18)]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_texts_are_those_of_generate_whatever_the_clock_says(tiny, tiny_llama, monkeypatch, seed):
-    model = (tiny if seed % 2 else tiny_llama)(n_layer=1, block_size=64)
-    draw = random.Random(seed)
-    drafter = Timed(
-        monkeypatch, lambda rows, drafting: draw.random(), knowing(model, wrong={5, 9}).function
-    )
-    prompts = [random_tokens(length, seed=length) for length in (3, 9, 1, 14, 5)]
-    params = request_params(len(prompts), max_new_tokens=70, temperature=1.0)
-    options = {"max_rows": 3, "page_size": 4, "drafter": drafter, "trials": Trials()}
-    engine, requests = make_engine(model, prompts, params, **options)
-    asked = drafter.run(engine)
-    check_texts(model, requests)
-    assert {True, False} <= set(asked)
-
-
-def test_still_an_engine_without_trials_drafts_in_each_step(model, monkeypatch):
-    drafter = Timed(monkeypatch, slower)
-    engine = Engine(model, 1, page_size=16, drafter=drafter)
-    engine.add([1, 2], greedy(60))
-    assert all(drafter.run(engine))
 
 
 WRITE = ["--prompt", "Lily and Tom and Lily and", "--max-new-tokens", 90, "--ignore-eos"]

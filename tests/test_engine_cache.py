@@ -51,13 +51,6 @@ def check(model, cache, parts):
 
 
 @torch.inference_mode()
-def test_texts_of_any_lengths(build):
-    model = build()
-    for lengths in ([16, 16, 16, 16], [1, 1, 1, 1], [5, 5, 16, 2], [3, 9, 3, 9], [1, 16, 2, 7]):
-        check(model, new_cache(model), [(text, 0, length) for text, length in enumerate(lengths)])
-
-
-@torch.inference_mode()
 def test_a_pass_mixes_any_pasts_and_spans_in_any_order(build):
     """Not all is longest in one text, and two spans of one length have other pasts."""
     model = build()
@@ -91,14 +84,6 @@ def test_tokens_in_any_cuts(tiny, passes):
         check(model, cache, parts)
         for text, _, end in parts:
             ends[text] = end
-
-
-@torch.inference_mode()
-def test_a_position_at_a_time(build):
-    model = build()
-    cache = new_cache(model)
-    for end in range(1, 17):
-        check(model, cache, [(text, end - 1, end) for text in range(4)])
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-4), (torch.bfloat16, 0.5)])

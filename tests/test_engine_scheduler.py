@@ -79,10 +79,6 @@ def widths(works: list) -> list[int]:
     return [len(tokens) for _, tokens in works]
 
 
-def test_nothing_to_do():
-    assert build().schedule() == []
-
-
 def test_a_prompt_and_then_token_after_token():
     scheduler = build()
     (request,) = add(scheduler, [5, 6, 7], max_new_tokens=3)
@@ -107,29 +103,6 @@ def test_each_text_is_as_by_hand_however_many_rows():
         assert [request.output for request in requests] == [
             by_hand(prompt, 15) for prompt in prompts
         ]
-
-
-def test_a_request_that_comes_later_is_as_by_hand():
-    scheduler = build(2)
-    requests = add(scheduler, [1, 2, 3])
-    for prompt in ([40], [4] * 5, [7] * 11, [9, 8]):
-        step(scheduler)
-        requests += add(scheduler, prompt)
-    while scheduler.running:
-        step(scheduler)
-    assert [request.output for request in requests] == [
-        by_hand(it.tokens[: it.prompt_length]) for it in requests
-    ]
-
-
-def test_first_come_first_served():
-    scheduler = build(2)
-    a, b, c, d = (
-        add(scheduler, [token], max_new_tokens=count)[0]
-        for token, count in enumerate((3, 1, 2, 1), 1)
-    )
-    steps = [who(works) for works in finish_all(scheduler)]
-    assert steps == [[a, b], [a, c], [a, c], [d]]  # c takes the row of b one step after b has ended
 
 
 def test_no_more_than_max_rows_and_each_in_a_place_of_its_own():
@@ -166,14 +139,6 @@ def test_a_window_that_is_outgrown_is_cut_and_computed_again():
     assert step(scheduler) == [(request, request.tokens[4:9])]
     assert [widths(step(scheduler)) for _ in range(4)] == [[1], [1], [1], [5]]
     assert request.start == 8
-
-
-def test_a_window_moves_for_its_own_request_only():
-    scheduler = build()
-    add(scheduler, [1] * 8, [2])
-    assert widths(step(scheduler)) == [8, 1]
-    assert widths(step(scheduler)) == [5, 1]
-    assert widths(step(scheduler)) == [1, 1]
 
 
 @pytest.mark.parametrize("length, start", [(8, 0), (9, 4), (12, 4), (13, 8), (30, 24)])
@@ -215,34 +180,6 @@ def test_a_waiting_request_ends_and_never_runs():
     assert b.finish_reason == "abort" and b.output == []
     # No row was given back for b.
     assert [who(works) for works in finish_all(scheduler)] == [[a], [c], [c]]
-
-
-def test_a_request_ends_before_it_was_ever_scheduled():
-    scheduler = build()
-    a, b = add(scheduler, [1], [2], max_new_tokens=1)
-    scheduler.finish(a, "abort")
-    assert [who(works) for works in finish_all(scheduler)] == [[b]]
-
-
-def test_rows_of_ended_requests_are_used_again_and_never_twice():
-    scheduler = build(2)
-    # A row that is lost would be missing, one that is given back twice would be one too many.
-    for _ in range(5):
-        a, b, c = add(scheduler, [1, 1], [2], [3])
-        assert who(step(scheduler)) == [a, b]
-        for request in (b, c, a):
-            scheduler.finish(request, "abort")
-        assert scheduler.schedule() == []
-
-
-def test_two_requests_with_the_same_prompt_are_two():
-    scheduler = build(2)
-    a, b, c, d = add(scheduler, [1], [1], [1], [1])
-    step(scheduler)
-    scheduler.finish(b, "abort")
-    scheduler.finish(d, "abort")
-    assert who(step(scheduler)) == [a, c]
-    assert [it.finish_reason for it in (a, b, c, d)] == [None, "abort", None, "abort"]
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])

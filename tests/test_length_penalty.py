@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from test_beam_search import Chain, log_probability, search
+from test_beam_search import Chain, search
 
 from errors import UserError
 from loading.load import load_model
@@ -81,10 +81,3 @@ def test_the_command_line_takes_a_penalty(cli, tiny_checkpoint):
     total = f"sum of log-probabilities {score * count**0.5:.6g}"
     found = err.splitlines()[1]
     assert found == f"score {score:.6g}, {total}, {count} tokens, the best of 4 texts"
-
-
-def test_still_the_sum_without_a_penalty(tiny):
-    tokens, scores = search(tiny(seed=6), [1, 2], 3, 12)
-    again, same = search(tiny(seed=6), [1, 2], 3, 12, length_penalty=0)
-    assert again == tokens and same.expected == scores.expected
-    assert [log_probability(tiny(seed=6), [1, 2], row) for row in tokens] == scores

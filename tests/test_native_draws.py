@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import CHECKPOINTS, run_rows
-from draws import random_logits
+from draws import bits, random_logits
 from engines import outputs_of, own_texts
 from natives import threads
 
@@ -84,8 +84,8 @@ def test_texts_take_no_random_numbers_of_torch(native, torch_numbers, fields):
 @pytest.mark.parametrize("fields", PARAMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_tokens_as_torch(library, kind, fields):
-    """2,805 draws of each. Rounding could part two speeds that are nearly equal; here none are."""
-    shapes = [(1, 5), (2, 500), (7, 1000), (63, 1000), (256, 100), (257, 100), (4096, 100)]
+    """945 draws of each. Rounding could part two speeds that are nearly equal; here none are."""
+    shapes = [(1, 5), (2, 200), (7, 300), (63, 300), (256, 50), (257, 50), (4096, 40)]
     for size, rows in shapes:
         logits = random_logits(kind, rows, size, seed=size)
         params = params_of(fields, rows, first=LAST - 50)
@@ -103,12 +103,6 @@ def test_the_same_tokens_of_a_large_vocabulary(library, fields):
 def test_of_equal_logits_the_largest_bits_win(library):
     """The race in whole numbers, for seeds and positions of up to 64 and 63 bits."""
     from sampling import SamplingParams
-
-    def bits(state, index):
-        number = (state + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
-        number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        number = (number ^ number >> 27) * 0x94D049BB133111EB % 2**64
-        return number ^ number >> 31
 
     logits = torch.zeros(1, 1000)
     for seed in (0, 1, 2**63, LAST):
@@ -200,22 +194,6 @@ def test_a_token_that_is_hardly_ever_drawn_can_be(library, logit):
     logits = torch.tensor([[0.0, logit, 0.0]])
     params = [SamplingParams(temperature=1.0, seed=seed_for(LAST, 9, 1))]
     assert in_c(library, logits, params) == in_torch(logits, params) == [1]
-
-
-@pytest.mark.parametrize("fields", PARAMS[:4])
-def test_draws_follow_the_probabilities(library, fields):
-    from sampling import sampling_probs
-
-    logits = random_logits("random", 1, 60)
-    params = params_of(fields, 20000)
-    probs = sampling_probs(logits, params[0])[0].double()
-    counts = torch.tensor(in_c(library, logits.expand(20000, -1), params)).bincount(minlength=60)
-    assert counts[probs == 0].sum() == 0
-    likely = 20000 * probs >= 5
-    expected = 20000 * probs[likely]
-    freedom = likely.sum().item() - 1
-    value = ((counts[likely] - expected) ** 2 / expected).sum().item()
-    assert value < freedom + 4 * (2 * freedom) ** 0.5 + 4
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -327,5 +305,5 @@ def test_still_stories_are_those_of_torch(stories):
     model = load_model(CHECKPOINTS / "stories")
     use_native(model)
     fields = [PARAMS[2], PARAMS[1], PARAMS[0] | {"repetition_penalty": 1.2}]
-    params = [SamplingParams(60, True, seed=row, **own) for row, own in enumerate(fields)]
+    params = [SamplingParams(12, True, seed=row, **own) for row, own in enumerate(fields)]
     assert own_texts(model, [[]] * 3, params) == own_texts(stories, [[]] * 3, params)

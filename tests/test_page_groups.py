@@ -1,9 +1,7 @@
 """Texts of similar length attend together, and what they read is copied into room that stays."""
 
-import pytest
 import torch
 from conftest import random_tokens
-from engines import check_texts, finish, make_engine, request_params
 
 LENGTHS = (1, 3, 4, 5, 9, 16, 17, 30, 31, 60, 63, 64)
 PAGE_SIZE = 4
@@ -74,13 +72,3 @@ def test_a_step_copies_into_the_room_of_the_last_one(build):
     assert places[0][1] < places[1][1] < places[5][1]
     config = model.config
     assert places[5][1] == 2 * (2 * 64) * config.n_kv_head * config.head_dim
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 4])
-def test_still_the_texts_of_generate_for_texts_of_all_lengths(build, page_size):
-    model = build(seed=6, block_size=64)
-    params = request_params(len(LENGTHS), max_new_tokens=12, temperature=1.0)
-    prompts = [random_tokens(length, seed=length) for length in LENGTHS]
-    engine, requests = make_engine(model, prompts, params, page_size=page_size)
-    finish(engine)
-    check_texts(model, requests)

@@ -4,9 +4,8 @@ import tracemalloc
 
 import pytest
 import torch
-from conftest import in_cache, random_tokens
+from conftest import random_tokens
 from engines import (
-    alone,
     check_pages,
     check_texts,
     finish,
@@ -53,65 +52,11 @@ def test_the_texts_of_generate_for_any_page_size_and_pool(model, page_size):
     prompts = [prompt_of(length, length) for length in (3, 8, 12, 20, 1, 4, 14, 5)]
     params = [greedy(9)] * 4 + [greedy(7, temperature=1.0, seed=seed) for seed in range(3)]
     params.append(SamplingParams(12, repetition_penalty=1.3))
-    for num_pages in (window, window + 1, 2 * window + 1, None):
+    for num_pages in (window, window + 1, None):
         options = {"page_size": page_size, "num_pages": num_pages, "max_rows": 4}
         engine, requests = make_engine(model, prompts, params, **options)
         finish(engine)
         check_texts(model, requests)
-
-
-@SIZES
-@torch.inference_mode()
-def test_the_logits_of_the_contiguous_cache(build, page_size):
-    """The first page and the last are not theirs, and NaN: nothing is read there."""
-    from cache import KVCache
-    from engine.cache import PagedCache, Span
-
-    model = build(n_head=4)
-    texts = [prompt_of(BLOCK_SIZE, seed) for seed in range(4)]
-    width = needed(page_size, BLOCK_SIZE)
-    order = torch.randperm(4 * width, generator=torch.Generator().manual_seed(page_size))
-    tables = (order + 1).view(4, width).tolist()
-    cache = PagedCache(model, 4 * width + 2, page_size)
-    rows = [KVCache(model) for _ in texts]
-    cache.storage[:, :, [0, 4 * width + 1]] = torch.nan
-    for ends in (
-        [0, 0, 0, 0],
-        [5, 8, 9, 12],
-        [6, 9, 10, 13],
-        [7, 10, 11, 14],
-        [8, 11, 15, 16],
-        [10, 16, 16, 16],
-    ):
-        spans = []
-        for text, table, row, end in zip(texts, tables, rows, ends):
-            (held,) = row.tokens
-            if len(held) < end:
-                spans.append((Span(table, len(held), text[len(held) : end]), row))
-        if not spans:
-            continue
-        tokens, positions, ends = cache.arrange([span for span, _ in spans])
-        logits = model.head(model.hidden(tokens, positions, cache.attend))
-        for (span, row), end in zip(spans, ends):
-            ours = logits[end - len(span.tokens) : end]
-            contiguous = in_cache(model, row, span.tokens)[0]
-            torch.testing.assert_close(ours, contiguous, rtol=0, atol=1e-12)
-
-
-@torch.inference_mode()
-def test_attention_sees_the_pages_in_use(tiny, attended):
-    """However many are reserved."""
-    from engine.cache import PagedCache, Span
-
-    model = tiny(n_layer=1)
-    text = prompt_of(BLOCK_SIZE)
-    cache = PagedCache(model, 8, 4)
-    for length, width in [(1, 4), (4, 4), (5, 8), (8, 8), (9, 12), (12, 12), (13, 16), (16, 16)]:
-        span = Span([5, 7, 1, 2], length - 1, text[length - 1 : length])
-        tokens, positions, _ = cache.arrange([span])
-        model.hidden(tokens, positions, cache.attend)
-        _, keys, _ = attended.pop()
-        assert keys.shape[2] == width and not attended
 
 
 def test_a_shorter_table_is_not_filled_up_with_pages_of_others(build):
@@ -161,37 +106,11 @@ def test_what_can_never_fit_is_refused_at_once_and_the_others_go_on(tiny):
     check_texts(model, requests)
 
 
-def test_the_same_memory_holds_more_short_texts(tiny):
-    model = tiny()
-    engine = engine_of(model, 4, num_pages=8)  # the positions of two windows
-    requests = [engine.add(prompt_of(2, seed), greedy(3)) for seed in range(8)]
-    assert letters(engine, requests) == ["ABCDEFGH"] * 3
-    check_texts(model, requests)
-
-
 def test_a_short_text_does_not_overtake_a_long_one_that_waits_for_pages(tiny):
     engine = engine_of(tiny(), 4, num_pages=4)
     shapes = enumerate([(10, 2), (13, 1), (2, 1)])
     requests = [engine.add(prompt_of(length, row), greedy(n)) for row, (length, n) in shapes]
     assert letters(engine, requests) == ["A", "A", "B", "C"]
-
-
-def test_max_rows_still_counts_texts(tiny):
-    engine = engine_of(tiny(), 1, num_pages=100, max_rows=3)
-    requests = [engine.add(prompt_of(2, seed), greedy(2)) for seed in range(5)]
-    assert letters(engine, requests) == ["ABC", "ABC", "DE", "DE"]
-
-
-def test_pages_come_back_after_the_end_of_a_text(tiny):
-    (eos,) = alone(tiny(seed=6), prompt_of(6), max_new_tokens=1)
-    model = tiny(seed=6, eos_token_id=eos)
-    engine = engine_of(model, 2, num_pages=16)
-    ended = engine.add(prompt_of(6), SamplingParams(9))
-    other = engine.add(prompt_of(3, 1), greedy(4))
-    step(engine)
-    assert ended.finish_reason == "stop" and ended.pages == [] and other.pages
-    finish(engine)
-    check_texts(model, [ended, other])
 
 
 def test_pages_come_back_after_an_abort(tiny):
@@ -221,21 +140,6 @@ def test_nan_in_a_page_does_not_reach_the_next_text_that_gets_it(build, page_siz
     finish(engine)
     assert request.finish_reason == "length"
     check_texts(model, [request])
-
-
-def test_nan_of_a_text_that_fails_later_leaves_the_others_alone(tiny):
-    """It has written half of a page before. Then somebody else gets that page."""
-    model = poison(tiny(seed=1), BAD)
-    engine = engine_of(model, 4, num_pages=8)
-    other = engine.add(prompt_of(9, 1), greedy(6))
-    broken = engine.add(prompt_of(6, 2), greedy(8))
-    engine.step()
-    broken.tokens[-1] = BAD  # as if it had been drawn
-    assert {event.finish_reason for event in step(engine)} == {None, "error"}
-    late = engine.add(prompt_of(3, 3), greedy(9))
-    finish(engine)
-    assert late.finish_reason == other.finish_reason == "length"
-    check_texts(model, [other, late])
 
 
 def test_pages_of_which_size_and_how_many(tiny_llama):
@@ -270,14 +174,3 @@ def test_the_command_line_takes_pages(cli, engine_cli, tiny_checkpoint, options)
     code, out, err = engine_cli("--model", tiny_checkpoint, *ARGS, *options)
     assert (code, out) == (0, cli("--model", tiny_checkpoint, *ARGS)[1])
     assert "27 tokens" in err and " steps, " in err
-
-
-def test_on_the_command_line_texts_wait_for_pages(cli, engine_cli, tiny_checkpoint):
-    """Three prompts of 6 or 7 tokens, and 9 positions: the texts run one after the other."""
-    args = ["--model", tiny_checkpoint, "--max-new-tokens", 3, "--ignore-eos"]
-    args += ["--prompt", "Once upon a time there was"]
-    args += ["--prompt", "Tom and Lily went to the park"]
-    args += ["--prompt", "A small bird sat in a tree"]
-    for num_pages, steps in ((9, 9), (27, 3)):
-        code, out, err = engine_cli(*args, "--page-size", 1, "--num-pages", num_pages)
-        assert (code, out) == (0, cli(*args)[1]) and f"{steps} steps, 26 positions" in err

@@ -4,9 +4,8 @@ import re
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, random_tokens
+from conftest import random_tokens
 from engines import (
-    alone,
     check_pages,
     check_texts,
     failing,
@@ -19,8 +18,6 @@ from engines import (
     step,
 )
 
-from sampling import SamplingParams
-
 SAMPLED = {"temperature": 1.3, "top_k": 40, "top_p": 0.95}
 
 
@@ -31,7 +28,7 @@ def test_the_texts_are_the_same_for_every_pool_size(build, params):
     prompts = [random_tokens(length, seed=length) for length in (3, 21, 9)]
     each = request_params(3, max_new_tokens=20, **params)
     counts = []
-    for num_pages in range(6, 19):  # of 3 positions; 6 hold a window of 16
+    for num_pages in (6, 7, 9, 12, 18):  # of 3 positions; 6 hold a window of 16
         engine, requests = make_engine(model, prompts, each, num_pages=num_pages, page_size=3)
         finish(engine)
         check_texts(model, requests)
@@ -39,34 +36,11 @@ def test_the_texts_are_the_same_for_every_pool_size(build, params):
     assert counts[0] > 0 and counts[-1] == 0
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 4, 5])
-def test_the_texts_are_the_same_for_texts_that_fill_the_smallest_pool(tiny, page_size):
-    """Without a hop: the longest text needs all pages in its last step."""
-    model = tiny(seed=12)
-    prompts = [random_tokens(length, seed=length) for length in (2, 5, 1, 4)]
-    params = request_params(4, max_new_tokens=8, temperature=0.9)
-    pool = {"num_pages": -(-12 // page_size), "page_size": page_size}
-    engine, requests = make_engine(model, prompts, params, **pool)
-    finish(engine)
-    check_texts(model, requests)
-    assert engine.scheduler.preemptions > 0
-
-
 def test_requests_take_pages_for_what_they_have_not_for_what_they_may_get(tiny):
     """Four texts of up to 15 positions in 16: reserved in advance, only one of them would run."""
     engine, requests = make_greedy(tiny(), [3] * 4, 13, num_pages=8, page_size=2)
     assert len(engine.step()) == 4
     assert [len(request.pages) for request in requests] == [2] * 4
-
-
-def test_texts_that_end_early_never_need_the_pages_of_long_ones(tiny):
-    """How long a text gets is not known in advance."""
-    prompt = random_tokens(3)
-    (eos,) = alone(tiny(), prompt, max_new_tokens=1)
-    model = tiny(eos_token_id=eos)
-    engine, _ = make_engine(model, [prompt] * 4, SamplingParams(13), num_pages=8, page_size=2)
-    assert [event.finish_reason for event in step(engine)] == ["stop"] * 4
-    assert engine.steps == 1 and not engine.busy and engine.scheduler.preemptions == 0
 
 
 def test_the_youngest_gives_its_pages_back_and_is_computed_again(tiny):
@@ -127,14 +101,6 @@ def test_a_preempted_request_is_the_first_to_run_again(tiny):
     assert letters(engine, requests) == ["A", "A", "BC", "BC", "BC", "C", "C"]
 
 
-def test_a_lone_request_never_preempts_itself(tiny):
-    for page_size in (1, 2, 3, 5, 16):
-        pool = {"num_pages": -(-16 // page_size), "page_size": page_size}
-        engine, requests = make_greedy(tiny(), [5], 60, **pool)
-        assert letters(engine, requests) == ["A"] * 60
-        assert engine.scheduler.preemptions == 0
-
-
 def test_the_smallest_pool_writes_all_texts_in_the_end(tiny):
     """Each step adds at least a token, though eight requests want what one of them needs."""
     lengths = [1, 16, 3, 30, 8, 2, 11, 5]
@@ -144,16 +110,6 @@ def test_the_smallest_pool_writes_all_texts_in_the_end(tiny):
     assert all(len(request.output) == 20 for request in requests)
     assert {request.finish_reason for request in requests} == {"length"}
     assert engine.scheduler.preemptions > 3
-
-
-def test_events_give_each_token_once(tiny):
-    engine, requests = make_greedy(tiny(seed=3), [3, 5, 4], 9, num_pages=7, page_size=2)
-    texts = {request: [] for request in requests}
-    for events in finish(engine):
-        for event in events:
-            texts[event.request] += event.tokens
-    assert [texts[request] for request in requests] == [request.output for request in requests]
-    assert engine.scheduler.preemptions > 0
 
 
 @pytest.mark.parametrize(
@@ -187,14 +143,6 @@ def test_a_hop_gives_pages_back(tiny):
     assert held == [7, 8, 0, 5, 5, 6, 6, 7, 7, 8, 0]
 
 
-def test_pages_of_a_hop_let_another_one_run(tiny):
-    engine, requests = make_greedy(tiny(), [14, 5], 12, num_pages=8, page_size=2)
-    # The second needs 3 pages; from the first one's hop on so many are free. Later both grow, and
-    # it is preempted.
-    assert letters(engine, requests)[:5] == ["A", "A", "A", "AB", "AB"]
-    assert engine.scheduler.preemptions == 1
-
-
 @pytest.mark.parametrize("row", range(3))
 def test_an_aborted_request_leaves_no_page_behind(tiny, row):
     """It runs, or it was preempted."""
@@ -210,13 +158,6 @@ def test_an_aborted_request_leaves_no_page_behind(tiny, row):
     assert [len(request.output) for request in requests if request is not requests[row]] == [6, 6]
 
 
-def test_an_aborted_request_makes_room_for_a_preempted_one_at_once(tiny):
-    engine, requests = make_greedy(tiny(), [4, 4], 5, num_pages=3, page_size=4)
-    letters(engine, requests, 2)
-    engine.abort(requests[0])
-    assert letters(engine, requests) == ["B"] * 4
-
-
 def test_a_pass_that_fails_ends_no_preempted_request(tiny):
     model = tiny()
     engine, requests = make_greedy(model, [4, 4], 5, num_pages=3, page_size=4)
@@ -229,27 +170,14 @@ def test_a_pass_that_fails_ends_no_preempted_request(tiny):
     assert len(requests[1].output) == 5 and engine.scheduler.preemptions == 1
 
 
-def test_still_refused_if_it_can_never_fit(tiny):
-    from errors import UserError
-
-    make_greedy(tiny(), [4], 6, num_pages=3, page_size=3)
-    for length, count, pages, needs in ((4, 7, 3, "10 positions needs 4"), (1, 100, 5, "16 .* 6")):
-        expected = f"^a text of up to {needs} pages; there are {pages} pages of 3$"
-        with pytest.raises(UserError, match=expected):
-            make_greedy(tiny(), [length], count, num_pages=pages, page_size=3)
-
-
-@pytest.mark.parametrize(
-    "params", [(), ("--temperature", 1, "--seed", 5)], ids=["greedy", "sampled"]
-)
-def test_the_command_line_counts_preemptions_and_writes_the_same(cli, engine_cli, params):
-    args = ["--model", CHECKPOINTS / "stories-draft", "--max-new-tokens", 30, "--ignore-eos"]
+def test_the_command_line_counts_preemptions_and_writes_the_same(cli, engine_cli, tiny_checkpoint):
+    args = ["--model", tiny_checkpoint, "--max-new-tokens", 30, "--ignore-eos"]
     for prompt in ("Once upon a time", "One day, a big dog", "Tom and Lily"):
         args += ["--prompt", prompt]
-    args += params
+    args += ["--temperature", 1, "--seed", 5]
     code, out, _ = cli(*args)
     assert code == 0
-    for num_pages, preempted in ((10, True), (40, False)):  # of 4 positions
+    for num_pages, preempted in ((16, True), (40, False)):  # of 4 positions
         code, text, err = engine_cli(*args, "--num-pages", num_pages, "--page-size", 4)
         assert code == 0 and text == out
         (count,) = re.findall(r"positions computed.*, (\d+) preemptions", err)

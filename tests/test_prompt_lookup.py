@@ -1,6 +1,5 @@
 """Lesson 23: drafts copied from the text change the speed and nothing else."""
 
-import dataclasses
 import math
 
 import pytest
@@ -99,20 +98,19 @@ PENALTIES = [{}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.4, "frequen
     eos=st.integers(0, 7),
     penalties=st.sampled_from(PENALTIES),
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_greedy_text_is_the_targets(tiny, gamma, stride, period, times, eos, penalties):
     target = tiny(seed=11, vocab_size=8, eos_token_id=eos)
     prompt = random_tokens(period, 8, 1) * times
-    params = {"max_new_tokens": 30, **penalties}
+    params = {"max_new_tokens": 20, **penalties}
     expected = alone(target, prompt, stride=stride, **params)
     assert tokens(passes(target, prompt, gamma, stride=stride, **params)) == expected
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 3, 5, 8, 16])
-@pytest.mark.parametrize("penalties", [{}, {"frequency_penalty": 0.2}])
-def test_greedy_at_four_windows(tiny, gamma, penalties):
+@pytest.mark.parametrize("gamma, penalties", [(1, {}), (3, {"frequency_penalty": 0.2}), (16, {})])
+def test_greedy_at_several_windows(tiny, gamma, penalties):
     target = tiny(seed=11, vocab_size=8, eos_token_id=7)
-    params = {"max_new_tokens": 64, "ignore_eos": True, **penalties}
+    params = {"max_new_tokens": 48, "ignore_eos": True, **penalties}
     steps = passes(target, [1, 2], gamma, **params)
     assert tokens(steps) == alone(target, [1, 2], **params)
     assert 0 < sum(step.accepted for step in steps) < sum(len(step.drafts) for step in steps)
@@ -132,15 +130,6 @@ def test_drafts_are_looked_up_in_prompt_and_output(tiny):
     assert len(text) == end
 
 
-def test_a_text_that_repeats_itself_takes_fewer_passes(tiny):
-    target = tiny(seed=8, vocab_size=8, eos_token_id=7, block_size=128)
-    params = {"max_new_tokens": 60, "ignore_eos": True}
-    steps = passes(target, [1, 2], 4, **params)
-    assert tokens(steps) == alone(target, [1, 2], **params)
-    assert len(set(tokens(steps)[-50:])) == 1
-    assert len(steps) <= 32
-
-
 # Sampled: in distribution.
 
 
@@ -152,7 +141,7 @@ def test_texts_follow_the_targets_probabilities(tiny):
     generator = torch.Generator().manual_seed(0)
     counts = dict.fromkeys(probs, 0)
     accepted = set()
-    for _ in range(700):
+    for _ in range(400):
         steps = passes(target, prompt, 2, generator, max_new_tokens=3, temperature=1.0)
         assert steps[0].drafts == [0, 1]
         counts[tuple(tokens(steps))] += 1
@@ -178,37 +167,13 @@ def test_the_embedded_model_takes_fewer_passes_for_a_story_it_has_seen(stories, 
     assert max(step.accepted for step in steps) == 3
 
 
-def test_an_eos_among_the_accepted_drafts_ends_the_text(stories, again, monkeypatch):
-    first, second, *_ = alone(stories, again, max_new_tokens=4)
-    config = dataclasses.replace(stories.config, eos_token_ids=(second,))
-    monkeypatch.setattr(stories, "config", config)
-    (step,) = passes(stories, again, max_new_tokens=20)
-    assert step.tokens == [first, second]
-    assert step.accepted == 3
-
-
-@pytest.mark.parametrize(
-    "arguments", [("--prompt", AGAIN), ("--prompt", "Once", "--prompt", "Lily and Tom"), ()]
-)
-def test_the_command_line_prints_the_text_of_the_target(run_main, cli, arguments):
+def test_the_command_line_prints_the_text_of_the_target(run_main, cli):
     from infer_speculative import main
 
-    arguments = (*arguments, "--max-new-tokens", 8)
+    arguments = ("--prompt", AGAIN, "--prompt", "Lily and Tom", "--max-new-tokens", 8)
     code, out, err = run_main(main, "--target", DRAFT, "--draft", "lookup", *arguments)
     assert (code, out) == cli("--model", DRAFT, *arguments)[:2], err
     assert "drafts accepted" in err and "tokens a target pass" in err
-
-
-def test_the_report_of_a_text_without_drafts(run_main):
-    from infer_speculative import main
-
-    prompt = ("--prompt", "Once upon a time", "--max-new-tokens", 4)
-    code, _, err = run_main(main, "--target", DRAFT, "--draft", "lookup", *prompt)
-    assert code == 0, err
-    assert err.splitlines()[:2] == [
-        "0 of 0 drafts accepted (0%), 1.00 tokens a target pass",
-        "passes by accepted drafts: 0: 4",
-    ]
 
 
 def test_lookup_is_no_directory(run_main, tmp_path, monkeypatch):

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from conftest import random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import KVCache
 from infer import next_logits
-from sampling import SamplingParams, penalize, sampling_probs
+from sampling import SamplingParams, sampling_probs
 
 
 @given(data=st.data(), keep=st.integers(1, 4), cached=st.booleans())
@@ -26,18 +25,6 @@ def test_logits_equal_full_recomputation(tiny, data, keep, cached):
         assert logits.dtype == torch.float32
         for tokens, ours in zip(windows, logits):
             torch.testing.assert_close(ours, model(torch.tensor([tokens]))[0, -keep:].float())
-
-
-@torch.inference_mode()
-def test_a_hop_of_one_row_with_several_positions_to_keep(tiny):
-    model = tiny()
-    cache = KVCache(model, 2)
-    texts = [random_tokens(16, seed=1), random_tokens(11, seed=2)]
-    next_logits(model, texts, cache, keep=3)
-    windows = [texts[0][8:] + [5], texts[1] + [7, 9, 4]]
-    logits = next_logits(model, windows, cache, keep=3)
-    for tokens, ours in zip(windows, logits):
-        torch.testing.assert_close(ours, model(torch.tensor([tokens]))[0, -3:].float())
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -64,18 +51,3 @@ def test_greedy_is_a_distribution_too():
     """All of the mass on the best token, so that one rule accepts greedy and sampled drafts."""
     logits = torch.tensor([[1.0, 3.0, 2.0], [9.0, 9.0, 0.0]])
     assert sampling_probs(logits, SamplingParams()).tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
-
-
-def test_penalties_one_by_one():
-    """A penalty that is on counts even if the others are off."""
-    logits = torch.tensor([[2.0, 2.0, 2.0, -2.0]])
-    text = [3, 2, 1, 2, 2]  # the first token is the prompt
-
-    def penalized(**penalties):
-        return penalize(logits, SamplingParams(**penalties), [text], [1]).tolist()[0]
-
-    assert penalized() == [2.0, 2.0, 2.0, -2.0]
-    assert penalized(presence_penalty=0.5) == [2.0, 1.5, 1.5, -2.0]
-    assert penalized(frequency_penalty=0.5) == [2.0, 1.5, 0.5, -2.0]
-    assert penalized(repetition_penalty=2.0) == [2.0, 1.0, 1.0, -4.0]
-    assert penalized(repetition_penalty=2.0, presence_penalty=0.5) == [2.0, 0.5, 0.5, -4.0]
