@@ -1,9 +1,12 @@
 """A benchmark's script in this process, on a small model: what it wrote and what it said."""
 
 import functools
+import importlib.util
 
+import pandas
 import pytest
 from conftest import save_speaking
+from matplotlib.figure import Figure
 
 EVERY_ID = tuple(range(4096))
 
@@ -39,28 +42,38 @@ class Bench:
         self.patch(script, "plot", self.draw)
 
     def __call__(self, *args):
-        import pandas
-
         output = self.directory / "run.csv"
         code, _, err = self.run_main(self.script.main, "--output", output, *self.given, *args)
         return code, pandas.read_csv(output) if output.exists() else None, err
 
-    def rows(self, *args):
-        """The rows of a run that succeeds."""
-        code, rows, _ = self(*args)
-        assert code == 0
+    def rows(self, *args, says: str = ""):
+        """The rows of a run that succeeds, and says these words, among others, on stderr."""
+        code, rows, err = self(*args)
+        assert code == 0 and says in err, err
         return rows
+
+    def stops(self, said, *args):
+        """A run that ends with these words, among others, and without rows."""
+        code, rows, _ = self(*args)
+        assert said in code and rows is None
 
     @property
     def summary(self):
-        import pandas
-
         return pandas.read_csv(self.directory / "run_summary.csv")
 
     def change(self, name, call, of=None):
         """Replace a function of the script. call: it gets the real one first."""
         owner = of or self.script
         self.patch(owner, name, functools.partial(call, getattr(owner, name)))
+
+    def installed(self, **packages):
+        """Let packages be there, or not."""
+        find = importlib.util.find_spec
+
+        def find_spec(name):
+            return name if packages.get(name) else None if name in packages else find(name)
+
+        self.patch(importlib.util, "find_spec", find_spec)
 
     def spy(self, name, of=None) -> list:
         """Return a list to which each call of a function adds its arguments."""
@@ -78,7 +91,5 @@ class Bench:
         return 1e6 * len(self.alone)
 
     def draw(self, summary):
-        from matplotlib.figure import Figure
-
         self.figures.append(self.plot(summary) if self.draws else Figure())
         return self.figures[-1]

@@ -16,7 +16,6 @@ URL = "http://127.0.0.1:1"
 
 
 def piece(text: str | bytes) -> bytes:
-    """A piece of a chunked body."""
     data = text if isinstance(text, bytes) else text.encode()
     return b"%x\r\n%s\r\n" % (len(data), data)
 
@@ -125,10 +124,18 @@ def client_table(capsys):
 
 
 def found(load, ttft=math.inf, tpot=math.inf):
-    """The measures of a load."""
     from benchmarks.client import measures
 
     return measures(load, ttft, tpot)
+
+
+def early(asked, seconds: float) -> list[float]:
+    """The share of each text's tokens, one each quarter of a second, that come in that time."""
+    shares = []
+    for came, body in asked:
+        moments = [came + 0.25 * at for at in range(1, body["max_tokens"] + 1)]
+        shares.append(sum(moment < seconds for moment in moments) / len(moments))
+    return shares
 
 
 def near(value):

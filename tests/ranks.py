@@ -132,7 +132,6 @@ def serving(directory, *arguments, size: int = 2):
 
 
 def written(directory, size: int) -> list[tuple[str, str]]:
-    """What each rank has written."""
     names = [("out", "err")] * size
     return [
         tuple((directory / f"{name}{rank}").read_text() for name in pair)
@@ -163,18 +162,18 @@ def logits_of(name, tokens, *way, dtype=torch.float32, native=True):
         return logits.numpy(), counts, model.n_kv_head
 
 
-def joined(size, *arguments, **options) -> tuple:
-    """Of rank 0 its logits and what they took; of all ranks how many heads their caches have."""
+def compared(size, name, tokens, *way, **options) -> tuple:
+    """How far rank 0's logits are from those of one process, what they took, and all heads."""
 
     def action():
-        return logits_of(*arguments, **options)
+        return logits_of(name, tokens, *way, **options)
 
     found = results(size, action)
-    return torch.from_numpy(found[0][0]), found[0][1], [heads for *_, heads in found]
+    difference = torch.from_numpy(found[0][0]) - alone(name, tokens, **options)
+    return difference.abs().max().item(), found[0][1], [heads for *_, heads in found]
 
 
 def alone(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:
-    """Those of one process."""
     from loading.load import load_model
     from native import build
     from native.linear import native_layers
@@ -193,7 +192,12 @@ def save_uneven(build, directory, kind: str, **sizes):
     shape = {"vocab_size": 61, "n_embd": 160, "n_head": 5, "block_size": 64}
     if kind == "tiny_llama":
         shape |= {"n_head": 10, "n_kv_head": 5, "head_dim": 32, "n_inner": 224, "n_embd": 70}
-    save_model(build(dtype=torch.float32, **shape | sizes), directory)
+    model = build(dtype=torch.float32, **shape | sizes)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.dim() == 1:  # biases too, which a new model has as zeros
+            weight.data.normal_(mean=1, std=0.4, generator=generator)
+    save_model(model, directory)
     return directory
 
 

@@ -7,7 +7,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 from conftest import save_speaking
-from serving import serving_app
+from serving import serving_app, texts_of
 
 OPTIONS = ["--device", "cpu", "--backend", "torch", "--page-size", "4"]
 
@@ -142,25 +142,15 @@ def same(answer: tuple) -> tuple:
 
 def streamed_texts(door, body: dict) -> dict:
     """The texts of a streamed answer, by index."""
-    texts = {}
-    for event in door.events("/v1/completions", body | {"stream": True}):
-        (choice,) = event["choices"]
-        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-    return texts
+    texts = texts_of(door.events("/v1/completions", body | {"stream": True}))
+    return {index: text for index, (text, _) in texts.items()}
 
 
-def check_texts(door, one) -> None:
-    """A server writes what a server with one engine writes."""
-    for body in bodies():
-        whole = same(door.post("/v1/completions", body))
-        assert whole == same(one.post("/v1/completions", body))
-        texts = {choice["index"]: choice["text"] for choice in whole[1]["choices"]}
-        assert streamed_texts(door, body) == texts
-
-
-def check_texts_at_once(door, one, clients: int) -> None:
-    """So does one that has so many clients at a time."""
-    own = [same(one.post("/v1/completions", body))[1]["choices"] for body in bodies()]
+def check_texts(door, one, clients: int) -> None:
+    """A server, one request or so many at a time, writes what a server with one engine writes."""
+    own = [same(one.post("/v1/completions", body)) for body in bodies()]
+    assert [same(door.post("/v1/completions", body)) for body in bodies()] == own
     with ThreadPoolExecutor(clients) as pool:
         found = list(pool.map(lambda body: streamed_texts(door, body), bodies()))
-    assert found == [{choice["index"]: choice["text"] for choice in choices} for choices in own]
+    choices = [answer["choices"] for _, answer in own]
+    assert found == [{choice["index"]: choice["text"] for choice in some} for some in choices]

@@ -38,22 +38,6 @@ def small_engine(tiny_llama, **options):
     return Engine(model, encoding=small_encoding(), **options)
 
 
-def various_params(count: int) -> list:
-    """Greedy and sampled ones, with penalties, stop strings and log-probabilities."""
-    from sampling import SamplingParams
-
-    kinds = (
-        {},
-        {"temperature": 0.8, "top_p": 0.9},
-        {"temperature": 1.3, "top_k": 20, "presence_penalty": 0.5, "stop": ("a", "th")},
-        {"logprobs": 2, "repetition_penalty": 1.2},
-    )
-    return [
-        SamplingParams(max_new_tokens=5 + 3 * row, seed=row, **kinds[row % len(kinds)])
-        for row in range(count)
-    ]
-
-
 def results_of(engine, prompts, params) -> list[tuple]:
     """What an engine writes: tokens, text, log-probabilities and finish reason of each."""
     requests = [engine.add(*pair) for pair in zip(prompts, params, strict=True)]
@@ -149,9 +133,29 @@ def server_error(message: str) -> dict:
     return {"error": refusal(message)["error"] | {"type": "server_error"}}
 
 
-def until(condition) -> None:
-    """Wait, twenty seconds at most, for what happens in other threads or processes."""
-    end = time.monotonic() + 20
+def metric_families(door) -> list:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with door.send("GET", "/metrics") as answer:
+        assert answer.status == 200
+        assert answer.headers["Content-Type"].startswith("text/plain; version=")
+        return list(text_string_to_metric_families(answer.read().decode()))
+
+
+def texts_of(events) -> dict[int, tuple]:
+    """Text and finish reason of each choice: the last of its events alone has a reason."""
+    texts = {}
+    for event in events:
+        (choice,) = event["choices"]
+        text, reason = texts.get(choice["index"], ("", None))
+        assert reason is None
+        texts[choice["index"]] = (text + choice["text"], choice["finish_reason"])
+    return texts
+
+
+def until(condition, seconds: float = 20) -> None:
+    """Wait for what happens in other threads or processes."""
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -165,14 +169,12 @@ def is_free(owner) -> bool:
 
 
 def request_of(path: str, body: dict) -> bytes:
-    """The bytes of a request."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 def connect(door, data: bytes) -> socket.socket:
-    """A client that has sent these bytes."""
     client = socket.create_connection(("127.0.0.1", door.port), timeout=60)
     client.sendall(data)
     return client

@@ -98,30 +98,31 @@ def test_half_precision_is_checked_in_each_row(tiny, monkeypatch, piece):
         common.check_half_precision(model, tokens, piece)
 
 
-@pytest.mark.parametrize("wrong", [1.5, torch.nan])
-def test_the_peer_is_checked_in_half_precision(tiny, wrong):
+LARGE = torch.zeros(1, 12, 61)
+LARGE[0, 5, 7] = 2
+SMALL = 0.3 * torch.randn(1, 12, 61, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda logits: 1.5 * logits, ""),
+        (lambda logits: torch.nan * logits, ""),
+        (lambda logits: logits + LARGE, "[12]"),
+        (lambda logits: logits + SMALL, "0.[1-4]"),
+    ],
+    ids=["scaled", "nan", "one large error", "many small errors"],
+)
+def test_the_peer_is_checked_in_half_precision(tiny, wrong, said):
     model = tiny(dtype=torch.bfloat16)
     tokens = torch.arange(24).view(2, 12)
     common.check_half_precision(model, tokens, peer=model)
 
-    def second_row_scaled(text):
-        return model(text) * (wrong if text[0, 0] == 12 else 1)
+    def wrong_in_the_second_row(text):
+        return wrong(model(text)) if text[0, 0] == 12 else model(text)
 
-    with pytest.raises(SystemExit, match="off by"):
-        common.check_half_precision(model, tokens, peer=second_row_scaled)
-
-
-@pytest.mark.parametrize("kind, said", [("one large", "[12]"), ("many small", "0.[1-4]")])
-def test_neither_one_large_difference_nor_many_small_ones_pass(tiny, kind, said):
-    model = tiny(dtype=torch.bfloat16)
-    noise = 0.3 * torch.randn(1, 12, 61, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
-    if kind == "one large":
-        noise = torch.zeros(1, 12, 61)
-        noise[0, 5, 7] = 2
     with pytest.raises(SystemExit, match=f"off by up to {said}"):
-        common.check_half_precision(
-            model, torch.arange(12)[None], peer=lambda text: model(text) + noise
-        )
+        common.check_half_precision(model, tokens, peer=wrong_in_the_second_row)
 
 
 def test_rows_are_there_as_they_are_measured_and_measured_numbers_are_rounded(tmp_path, capsys):
@@ -138,31 +139,23 @@ def test_rows_are_there_as_they_are_measured_and_measured_numbers_are_rounded(tm
 
 
 def test_help_explains_each_column_and_what_happens_to_the_file():
-    parser = argparse.ArgumentParser()
-    common.add_options(parser, "x.csv", lengths=[60], repeats=3)
-    text = parser.format_help()
+    def help_of(**options):
+        parser = argparse.ArgumentParser()
+        common.add_options(parser, "x.csv", repeats=3, **options)
+        return parser.format_help()
+
+    text = help_of(lengths=[60])
     assert [name for name in common.COLUMNS if f"\n  {name} " not in text] == []
-    assert ".part" in text
-    assert "(default: 3)" in text
-
-
-def test_options_that_a_benchmark_does_not_have_are_left_out():
-    parser = argparse.ArgumentParser()
-    only = {"value": "as measured"}
-    common.add_options(parser, "x.csv", lengths=None, repeats=3, dtypes=False, columns=only)
-    text = parser.format_help()
-    assert "--max-new-tokens" not in text
-    assert "--dtype" not in text
+    assert ".part" in text and "(default: 3)" in text
+    text = help_of(lengths=None, dtypes=False, columns={"value": "as measured"})
+    assert "--max-new-tokens" not in text and "--dtype" not in text
     assert text.endswith(f"columns of the CSV file:\n  {'value':20} as measured\n")
 
 
 def test_speedup_is_the_median_of_paired_ratios():
-    rates = {0: {"b": 20, "a": 10}, 1: {"b": 40, "a": 80}, 2: {"a": 10, "b": 90}, 3: {"b": 70}}
-    runs = [("b", 1), ("a", 2), ("b", 0), ("a", 0), ("a", 1), ("b", 2), ("b", 3)]
-    rows = []
-    for mode, repeat in runs:
-        rate = {"decode_tokens_per_s": rates[repeat][mode]}
-        rows.append(ROW | {"mode": mode, "repeat": repeat} | rate)
+    runs = [("b", 1, 40), ("a", 2, 10), ("b", 0, 20), ("a", 0, 10), ("a", 1, 80), ("b", 2, 90)]
+    names = ("mode", "repeat", "decode_tokens_per_s")
+    rows = [ROW | dict(zip(names, run)) for run in [*runs, ("b", 3, 70)]]
     rows[0]["first_token_s"] = 9
     summary = common.summarise(rows, "a").set_index("mode")
     assert list(summary.index) == ["b", "a"]
@@ -186,18 +179,17 @@ def test_speedup_is_the_median_of_paired_ratios():
     ],
 )
 def test_settings_are_not_pooled(column, values):
-    rows = []
-    for index, value in enumerate(values):
-        rows.append(ROW | {column: value, "decode_tokens_per_s": 10 + index})
+    pairs = zip(values, (10, 11))
+    rows = [ROW | {column: value, "decode_tokens_per_s": rate} for value, rate in pairs]
     summary = common.summarise(rows, "a")
     assert list(summary[column]) == list(values)
     assert list(summary["speedup_median"]) == [1, 1]
 
 
 def test_a_baseline_of_one_dtype_serves_all():
-    rows = []
-    for mode, dtype, rate in (("a", "int8", 30), ("a", "float32", 10), ("b", "int8", 40)):
-        rows.append(ROW | {"mode": mode, "dtype": dtype, "decode_tokens_per_s": rate})
+    names = ("mode", "dtype", "decode_tokens_per_s")
+    runs = (("a", "int8", 30), ("a", "float32", 10), ("b", "int8", 40))
+    rows = [ROW | dict(zip(names, run)) for run in runs]
     summary = common.summarise(rows, {"mode": "a", "dtype": "float32"})
     assert list(summary["speedup_median"]) == [3, 1, 4]
 

@@ -1,6 +1,5 @@
 """What the engine's benchmark measures, on a clock that counts positions; no peer is needed."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -26,18 +25,12 @@ def bench(request, checkpoint, monkeypatch):
     """The model is its own draft."""
     from benchmarks import engine as script
 
-    have = importlib.util.find_spec
-
-    def find_spec(name):
-        return name != "transformers" and have(name)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(script, "STEPS", 6)
     small = ["--requests", 5, "--rows", 2, 3, "--prompt-tokens", 2, 6, "--new-tokens", 3, 8]
     small += ["--long-prompt", 20, "--decoding", 2, "--waiting", 7, "--draft-rows", 1, 2]
     small += ["--repeats", 2, "--backend", "torch"]
     bench = Bench(request, script, "--model", checkpoint, "--draft", checkpoint, *small)
-    bench.have = have
+    bench.installed(transformers=False)
     return bench
 
 
@@ -61,13 +54,11 @@ def queue(count=5, new_tokens=(3, 8)):
 
 def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path):
     bench.draws = True
-    code, rows, err = bench()
-    assert code == 0
+    rows = bench.rows(says="without transformers: pip install transformers")
     assert list(dict.fromkeys(rows["part"])) == PARTS
     assert list(rows) == list(bench.script.COLUMNS)
     assert set(rows["parameters"]) == {4096 * 16 + 64 * 16 + 6592}
     assert rows["draft"].equals(rows["model"])
-    assert "without transformers: pip install transformers" in err
 
     def runs(part, *columns):
         found = rows[(rows["part"] == part) & (rows["mode"] != "passes")]
@@ -108,14 +99,6 @@ def test_all_parts_in_turns_with_summary_and_plot(bench, tmp_path):
     assert len(drawn[3]) == 2 * 2 * 3  # the engine alone is 1 by itself
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_each_part_runs_alone(bench, part):
-    bench.draws = True
-    rows = bench.rows("--only", part, "--repeats", 1)
-    assert set(rows["part"]) == {part}
-    assert set(rows["draft"].notna()) == {part == "speculation"}
-
-
 def test_throughput_is_of_all_tokens_and_padding_costs(bench, clock):
     rows = bench.rows("--only", "throughput")
     prompts, news = queue()
@@ -151,32 +134,23 @@ def test_different_tokens_are_not_timed(bench, function, mode):
 
     bench.change(function, wrong)
     code, rows, _ = bench("--only", "throughput")
-    assert (
-        f"{mode}, torch, 3 rows: 1 of 5 texts have other tokens: no timing of wrong results" == code
-    )
+    wrong = "1 of 5 texts have other tokens: no timing of wrong results"
+    assert code == f"{mode}, torch, 3 rows: {wrong}"
     assert 3 not in set(rows[rows["mode"] == mode]["rows"])
 
 
-def test_transformers_writes_the_same_texts(bench, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", bench.have)
-    code, rows, err = bench("--only", "throughput", "--repeats", 1)
-    assert code == 0
-    assert "without" not in err
-    measures = {"tokens/s", "x one at a time", "x static batches"}
-    assert set(values(rows, "transformers", size=3)) == measures
-
-
-def test_transformers_that_cannot_run_is_named_and_left_out(bench, monkeypatch):
-    script = bench.script
-
+def test_transformers_writes_the_same_texts_or_is_named_and_left_out(bench, monkeypatch):
     def broken(*_):
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr(importlib.util, "find_spec", bench.have)
-    monkeypatch.setattr(script, "peer", broken)
+    bench.installed(transformers=True)
     code, rows, err = bench("--only", "throughput", "--repeats", 1)
-    assert code == 0
-    assert "without transformers: RuntimeError: no such device\n" in err
+    assert code == 0 and "without" not in err
+    measures = {"tokens/s", "x one at a time", "x static batches"}
+    assert set(values(rows, "transformers", size=3)) == measures
+    monkeypatch.setattr(bench.script, "peer", broken)
+    words = "without transformers: RuntimeError: no such device\n"
+    rows = bench.rows("--only", "throughput", "--repeats", 1, says=words)
     assert set(rows["mode"]) == {"one at a time", "static batches", "engine"}
 
 
@@ -258,10 +232,14 @@ def test_backends_take_turns_and_torch_is_what_they_are_compared_with(bench):
     assert set(rows["kernel"].dropna()) == {bench.script.common.kernel()}
 
 
-@pytest.mark.parametrize("part", ["overhead", "sampling", "prefix", "speculation"])
-def test_each_backend_has_its_rows(bench, part):
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_runs_alone(bench, part):
+    bench.draws = True
     rows = bench.rows("--only", part, "--backend", *BACKENDS, "--repeats", 1)
-    assert list(dict.fromkeys(rows["backend"])) == BACKENDS
+    assert set(rows["part"]) == {part}
+    assert set(rows["draft"].notna()) == {part == "speculation"}
+    if part != "waste":
+        assert list(dict.fromkeys(rows["backend"])) == BACKENDS
     if part == "overhead":
         found = values(rows[rows["backend"] == "native"], "engine")
         assert 0 < found["share of the engine"] < 1
@@ -275,9 +253,9 @@ def test_without_a_compiler_torch_runs_alone(bench, monkeypatch):
         raise script.common.BuildError("there is no C compiler")
 
     monkeypatch.setattr(script.common, "kernel", kernel)
-    code, rows, err = bench("--only", "waste", "--backend", "native", "torch")
-    assert (code, set(rows["backend"])) == (0, {"torch"})
-    assert "without native: there is no C compiler\n" in err
+    words = "without native: there is no C compiler\n"
+    rows = bench.rows("--only", "waste", "--backend", "native", "torch", says=words)
+    assert set(rows["backend"]) == {"torch"}
     code, _, err = bench("--only", "waste", "--backend", "native", "native int8")
     assert code == 2
     assert err.endswith(": error: --backend native native int8: there is no C compiler\n")
@@ -336,10 +314,7 @@ def test_waste_is_of_the_last_page_alone(bench):
         "unused positions a request, mean": near(64 - sum(used) / len(used)),
         "unused, most": 64 - min(used),
     }
-
-
-def test_a_prompt_on_its_way_into_its_pages_is_no_waste(bench):
-    # A step takes 512 tokens, so not all prompts are computed in the first one.
+    # A prompt on its way into its pages is no waste: a step takes 512 tokens, not all 20 prompts.
     texts = ("--rows", 20, "--requests", 20, "--prompt-tokens", 40, 40, "--new-tokens", 3, 3)
     rows = bench.rows("--only", "waste", *texts)
     assert values(rows, "pages of 16")["unused, most"] == 48 - 40

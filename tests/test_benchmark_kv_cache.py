@@ -1,11 +1,8 @@
 """Lesson 19: three ways to the same tokens, timed apart; the peer may be missing."""
 
-import importlib.util
-import time
-
 import pytest
 import torch
-from benches import Bench
+from benches import Bench, near
 
 
 @pytest.fixture
@@ -14,31 +11,6 @@ def bench(request, checkpoint):
 
     small = ("--repeats", 2, "--max-new-tokens", 6, 9, "--prompt-tokens", 5)
     return Bench(request, script, "--model", checkpoint, *small)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock on which only passes take time: a second for each position that a model computes."""
-    from transformers import GPT2Model
-
-    from model import GPT
-
-    seconds = [0.0]
-    hidden = GPT.hidden
-    forward = GPT2Model.forward
-
-    def ours(self, tokens, *args):
-        seconds[0] += tokens.numel()
-        return hidden(self, tokens, *args)
-
-    def peers(self, input_ids, **options):
-        seconds[0] += input_ids.numel()
-        return forward(self, input_ids, **options)
-
-    monkeypatch.setattr(GPT, "hidden", ours)
-    monkeypatch.setattr(GPT2Model, "forward", peers)
-    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
-    return seconds
 
 
 def test_a_row_for_each_run_of_each_mode(bench, tmp_path):
@@ -51,8 +23,7 @@ def test_a_row_for_each_run_of_each_mode(bench, tmp_path):
     assert list(rows["repeat"][:6]) == [0, 0, 0, 1, 1, 1]
     assert list(rows["new_tokens"][:12]) == 6 * [6] + 6 * [9]
     assert list(rows["batch_size"]) == 12 * [1] + 12 * [3]
-    assert set(rows["prompt_tokens"]) == {5}
-    assert set(rows["temperature"]) == {0}
+    assert (set(rows["prompt_tokens"]), set(rows["temperature"])) == ({5}, {0})
     assert rows["draft"].isna().all()
     assert rows["roofline_share"].notna().equals(rows["mode"] != "no cache")
     assert list(rows["peak_memory_mb"][:3]) == [1, 2, 3]  # millions of bytes, of each mode
@@ -67,14 +38,22 @@ def test_a_row_for_each_run_of_each_mode(bench, tmp_path):
     assert (tmp_path / "run.png").stat().st_size > 5000
 
 
-def test_time_is_that_of_the_passes_each_mode_needs(bench, clock):
-    code, rows, _ = bench("--batch-size", 3, "--max-new-tokens", 5, "--repeats", 1)
+def test_time_is_that_of_the_passes_each_mode_needs(bench, clock, monkeypatch):
+    from transformers import GPT2Model
+
+    forward = GPT2Model.forward
+
+    def timed(self, input_ids, **options):
+        clock[0] += input_ids.numel()
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(GPT2Model, "forward", timed)
+    rows = bench.rows("--batch-size", 3, "--max-new-tokens", 5, "--repeats", 1)
     by_mode = rows.set_index("mode")
-    assert code == 0
     assert set(by_mode["first_token_s"]) == {3 * 5}  # each prefills three prompts of 5
     rates = by_mode["decode_tokens_per_s"]
     assert rates["cache"] == 1 == rates["transformers"]
-    assert rates["no cache"] == pytest.approx(4 / (6 + 7 + 8 + 9), rel=1e-3)
+    assert rates["no cache"] == near(4 / (6 + 7 + 8 + 9))
 
 
 def test_half_precision_holds_the_peer_to_our_logits_in_each_row(bench):
@@ -86,16 +65,11 @@ def test_half_precision_holds_the_peer_to_our_logits_in_each_row(bench):
     assert model.dtype == torch.bfloat16
     assert tokens.shape == (2, 5 + 5)
     assert peer(torch.zeros(1, 4, dtype=int)).shape == (1, 4, 61)
-    assert bench("--dtype", "bfloat16", "--modes", "cache")[0] == 0
+    bench.rows("--dtype", "bfloat16", "--modes", "cache")
     assert checked[-1][2] is None
-    spoil_the_peer(bench)
-    code, *_ = bench("--dtype", "bfloat16")
-    assert "log-probabilities are off" in code
 
 
-def spoil_the_peer(bench):
-    """Let transformers' model have no positions."""
-
+def test_a_peer_without_positions_is_not_timed(bench):
     def wrong(load, mode, *args):
         model = load(mode, *args)
         if mode == "transformers":
@@ -104,23 +78,17 @@ def spoil_the_peer(bench):
         return model
 
     bench.change("load", wrong)
-
-
-def test_different_tokens_are_not_timed(bench):
-    spoil_the_peer(bench)
-    code, rows, _ = bench()
-    assert "do not make the same tokens" in code
-    assert rows is None
+    bench.stops("do not make the same tokens")
+    bench.stops("log-probabilities are off", "--dtype", "bfloat16")
 
 
 @pytest.mark.parametrize(
     "dtype, spoil",
     [
-        ("float32", lambda steps: steps[1:]),
         ("bfloat16", lambda steps: steps[1:]),
         ("float32", lambda steps: steps[:-1] + [[60 - token for token in steps[-1]]]),
     ],
-    ids=["shorter", "shorter in half precision", "another last token"],
+    ids=["shorter", "another last token"],
 )
 def test_texts_that_differ_at_the_end_are_not_timed(bench, dtype, spoil):
     def wrong(generate, *args, use_cache):
@@ -128,9 +96,7 @@ def test_texts_that_differ_at_the_end_are_not_timed(bench, dtype, spoil):
         return steps if use_cache else spoil(steps)
 
     bench.change("generate", wrong)
-    code, rows, _ = bench("--modes", "cache", "no cache", "--dtype", dtype)
-    assert "do not make the same tokens" in code
-    assert rows is None
+    bench.stops("do not make the same tokens", "--modes", "cache", "no cache", "--dtype", dtype)
 
 
 def test_each_run_has_the_same_prompts(bench):
@@ -162,24 +128,15 @@ def test_memory_is_of_one_run_of_one_mode(bench, monkeypatch):
     assert runs == [(mode, 2, 6) for mode in script.MODES]
 
 
-def test_without_the_peer_its_rows_are_missing_and_it_says_so(bench, monkeypatch):
-    find_spec = importlib.util.find_spec
-
-    def without_it(name):
-        return None if name == "transformers" else find_spec(name)
-
-    monkeypatch.setattr(importlib.util, "find_spec", without_it)
-    code, rows, err = bench()
-    assert code == 0
+def test_without_the_peer_its_rows_are_missing_and_it_says_so(bench):
+    bench.installed(transformers=False)
+    rows = bench.rows(says="transformers is not installed")
     assert set(rows["mode"]) == {"cache", "no cache"}
-    assert "transformers is not installed" in err
     code, rows, err = bench("--modes", "cache")
-    assert code == 0
-    assert set(rows["mode"]) == {"cache"}
+    assert (code, set(rows["mode"])) == (0, {"cache"})
     assert "not installed" not in err
     code, _, err = bench("--modes", "transformers")
-    assert code == 2
-    assert "nothing else to run" in err
+    assert code == 2 and "nothing else to run" in err
 
 
 def test_a_model_named_twice_is_timed_once_and_random_ones_need_no_files(

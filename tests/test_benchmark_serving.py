@@ -1,6 +1,5 @@
-"""Servers under load, fake ones on a clock that only waiting moves, and a real one."""
+"""Servers under load, fake ones on a clock that only waiting moves."""
 
-import asyncio
 import contextlib
 import itertools
 import subprocess
@@ -10,6 +9,7 @@ import pytest
 from benches import Bench, save_endless
 from loads import near, whole
 
+from command_line import Parser
 from errors import UserError
 from loading.load import load_model
 
@@ -23,21 +23,15 @@ def speaking(tiny, tmp_path_factory):
 
 
 @pytest.fixture
-def bench(request, speaking):
-    """It sends few requests."""
-    from benchmarks import serving as script
-
-    small = ["--model", speaking, "--clients", 2, "--seconds", 10, "--long-prompt", 20]
-    return Bench(request, script, *small, "--prompt-words", 2, 6, "--new-tokens", 3, 8)
-
-
-@pytest.fixture
-def simulated(bench, fake, monkeypatch):
-    """The same where servers are fake, and write a token each 50 ms, the first after 200 ms.
+def simulated(request, speaking, fake, monkeypatch):
+    """A Bench of few requests, whose servers write a token each 50 ms, the first after 200 ms.
 
     The engine alone writes 56 a second.
     """
-    script = bench.script
+    from benchmarks import serving as script
+
+    small = ["--model", speaking, "--clients", 2, "--seconds", 10, "--long-prompt", 20]
+    bench = Bench(request, script, *small, "--prompt-words", 2, 6, "--new-tokens", 3, 8)
 
     @contextlib.contextmanager
     def server(line):
@@ -71,7 +65,6 @@ def simulated(bench, fake, monkeypatch):
 
 
 def values(rows, mode, load, repeat=0):
-    """measure -> value of one run."""
     found = rows[(rows["mode"] == mode) & (rows["load"] == load) & (rows["repeat"] == repeat)]
     return dict(zip(found["measure"], found["value"]))
 
@@ -141,6 +134,8 @@ def test_servers_get_the_same_requests_and_new_ones_in_each_repeat(simulated, fa
 def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeypatch):
     import importlib.metadata
 
+    import serve
+
     script = simulated.script
     fake.answer = lambda body: whole(*range(1, body["max_tokens"] + 1))
     written = []
@@ -151,17 +146,22 @@ def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeyp
     code, rows, err = simulated("--shares", 0.5)
     assert (code, err.count("without")) == (0, 0)
     commands = dict(zip(script.MODES, simulated.started))
-    one, plain, native, int8, theirs, llama = (" ".join(line) for line in commands.values())
-    assert "serve.py" in one and f"--model {speaking} " in one and "--device cpu" in one
-    assert "--max-rows 1 " in one and "--backend torch" in one
-    assert "--max-rows 2 " in plain and "--backend torch" in plain and "float32" in plain
-    assert "--backend native" in native and "--dtype float32" in native
-    assert "--backend native" in int8 and "--dtype int8" in int8
-    assert f"transformers serve {speaking} " in theirs and "--cb-num-blocks 8" in theirs
-    assert "llama_cpp.server" in llama and "--n_ctx 64" in llama
     ((file, dtype, tokenizer),) = written
-    assert f"--model {file} " in llama and dtype == "float32"
-    assert tokenizer == speaking / "tokenizer.json"
+    assert (dtype, tokenizer) == ("float32", speaking / "tokenizer.json")
+    words = [  # of each command
+        ("serve.py", f"--model {speaking} ", "--device cpu", "--max-rows 1 ", "--backend torch"),
+        ("--max-rows 2 ", "--backend torch", "float32"),
+        ("--backend native", "--dtype float32"),
+        ("--backend native", "--dtype int8"),
+        (f"transformers serve {speaking} ", "--cb-num-blocks 8"),
+        ("llama_cpp.server", "--n_ctx 64", f"--model {file} "),
+    ]
+    parser = Parser()
+    serve.add_server_options(parser)
+    for line, some in zip(commands.values(), words, strict=True):
+        assert [word for word in some if word not in " ".join(line)] == []
+        if line[0].endswith("serve.py"):
+            assert parser.parse_args(line[1:]).model == str(speaking)
     common = {"prompt", "max_tokens", "temperature", "stream"}
     kinds = {frozenset(body) - common for _, body in fake.asked}
     own = frozenset({"ignore_eos", "stream_options"})
@@ -172,24 +172,19 @@ def test_each_server_is_told_in_its_own_words(simulated, fake, speaking, monkeyp
     assert "engine alone" not in set(rows[rows["mode"] == "llama.cpp"]["load"])
 
 
-def test_a_server_that_cannot_run_is_named_and_left_out(simulated, fake, monkeypatch):
-    reasons = {"native": "no C compiler", "llama.cpp": "pip install llama-cpp-python"}
+def test_a_server_that_cannot_run_or_fails_at_first_is_named_and_left_out(
+    simulated, fake, monkeypatch
+):
+    reasons = {"llama.cpp": "pip install llama-cpp-python"}
     monkeypatch.setattr(simulated.script, "missing", lambda name, device: reasons.get(name, ""))
-    code, rows, err = simulated("--modes", "engine native", "engine", "llama.cpp")
-    assert code == 0
-    assert "without engine native: no C compiler\n" in err
-    assert "without llama.cpp: pip install llama-cpp-python\n" in err
-    assert set(rows["mode"]) == {"engine"}
-    assert SHARE in values(rows, "engine", "texts")
-
-
-def test_a_server_that_fails_at_first_is_named_and_left_out(simulated, fake):
     good = fake.answer
     fake.answer = lambda body: [(1, BUSY)] if len(simulated.started) == 1 else good(body)
-    modes = ("engine native int8", "engine", "engine native")
+    modes = ("engine native int8", "engine", "engine native", "llama.cpp")
     code, rows, err = simulated("--modes", *modes, "--shares", 0.5)
-    assert (code, err.count("without")) == (0, 1)
+    assert (code, err.count("without")) == (0, 2)
+    assert "without llama.cpp: pip install llama-cpp-python\n" in err
     assert list(rows["mode"].unique()) == ["engine", "engine native"]
+    assert SHARE in values(rows, "engine native", "texts")
     assert (simulated.beside, simulated.running) == ([0, 0, 1], 0)  # it ended before the next
 
 
@@ -245,9 +240,8 @@ def test_the_engine_alone_is_busy_as_the_clients_are(speaking, clock, monkeypatc
         return engines[-1]
 
     monkeypatch.setattr(script, "Engine", note)
-    args = SimpleNamespace(model=speaking, clients=1, seconds=120.0)
-    args.prompt_words = [5, 5]
-    args.new_tokens = [8, 8]
+    sizes = {"prompt_words": [5, 5], "new_tokens": [8, 8]}
+    args = SimpleNamespace(model=speaking, clients=1, seconds=120.0, **sizes)
     model = load_model(speaking)
     # A second for each position: 5 + 7 of them make 8 tokens.
     alone = {"tokens/s": near(8 / 12), "plain step, ms": 1000}
@@ -269,49 +263,6 @@ def test_what_is_not_known_has_no_row(simulated):
     random = values(rows, "engine", "0.5 of capacity")
     assert "ttft, ms, p99" in random and "ttft, plain steps, p99" not in random
     assert rows["value"].notna().all()
-
-
-def test_a_real_server_under_real_load(bench, tiny_llama, monkeypatch):
-    from serving import serving, small_engine
-
-    import serve
-
-    script = bench.script
-
-    @contextlib.contextmanager
-    def server(line):
-        parsed = []
-        monkeypatch.setattr(serve, "run_script", lambda parser, *_: parsed.append(parser))
-        serve.main([])
-        args = parsed[0].parse_args([str(part) for part in line[1:]])
-        assert line[0].name == "serve.py"
-        options = {"max_rows": args.max_rows, "page_size": args.page_size}
-        with serving(lambda: small_engine(tiny_llama, **options)) as door:
-            yield f"http://127.0.0.1:{door.port}"
-
-    def worker(*_):  # in this process, because one more takes seconds to start
-        def work(function, *arguments):
-            return function("cache", small_engine(tiny_llama).model, *arguments)
-
-        work.close = lambda: None
-        return work
-
-    closed_loop = script.client.closed_loop
-
-    async def until_the_end(*options):  # so that all tokens count, however slow the machine is
-        sent, began, _ = await closed_loop(*options)
-        return sent, began, asyncio.get_running_loop().time() - began
-
-    monkeypatch.setattr(script.client, "closed_loop", until_the_end)
-    monkeypatch.setattr(script, "server", server)
-    monkeypatch.setattr(script, "Worker", worker)
-    code, rows, err = bench("--modes", "engine", "--seconds", 0.2, "--shares", 0.5)
-    assert (code, err.count("without")) == (0, 0)
-    for load in ("2 clients", "0.5 of capacity"):
-        found = values(rows, "engine", load)
-        assert found["failed"] == 0 < found["requests"]
-        assert 0 < found["ttft, ms, p50"] <= found["ttft, ms, p99"]
-    assert values(rows, "engine", "long prompts, shared")["failed"] == 0
 
 
 SCRIPT = """

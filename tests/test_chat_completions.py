@@ -1,9 +1,7 @@
 """/v1/chat/completions over a real socket, by the official client too. Oracle: the engine."""
 
-import asyncio
-
 import pytest
-from serving import SMALL, Door, engine_alone, refusal, serving, small_encoding, small_engine
+from serving import SMALL, engine_alone, refusal, serving, small_encoding, small_engine
 
 from errors import UserError
 from loading.chat import Chat
@@ -24,14 +22,6 @@ def alone(tiny_llama, messages, **params) -> tuple:
     """Tokens, text, log-probabilities and finish reason of the engine alone."""
     ids = prompt_of(messages)
     return engine_alone(tiny_llama, ids, **{"max_new_tokens": max(64 - len(ids), 1)} | params)
-
-
-def test_the_documentation_says_that_the_window_slides():
-    from server.app import make_app
-
-    paths = make_app(None).openapi()["paths"]
-    said = paths.get(PATH, {}).get("post", {}).get("description", "")
-    assert said.endswith("A text that outgrows the model's window goes on: the window slides.")
 
 
 FULL = [{"role": "user", "content": "x " * 27 + "x,"}]  # a window of tokens
@@ -58,9 +48,9 @@ def test_messages_longer_than_the_window_are_refused(door):
     count = len(prompt_of(long))
     status, found = door.post(PATH, {"messages": long})
     assert len(prompt_of(FULL)) == 64 < count and status == 400
-    error = found["error"]
-    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
-    assert error["message"].startswith(f"a prompt of {count} tokens; this model's window has 64")
+    message = f"a prompt of {count} tokens; this model's window has 64 tokens: send fewer, or"
+    message += " truncate_prompt_tokens to keep the last ones only"
+    assert found == refusal(message, "messages", "context_length_exceeded")
 
 
 @pytest.mark.parametrize(
@@ -73,11 +63,8 @@ def test_messages_that_are_cut_leave_room_for_the_reply(door, limits, kept, new)
     body = {"messages": long, "truncate_prompt_tokens": -1, "seed": 4, "ignore_eos": True}
     status, found = door.post(PATH, body | limits)
     assert status == 200
-    assert found["usage"] == {
-        "prompt_tokens": kept,
-        "completion_tokens": new,
-        "total_tokens": kept + new,
-    }
+    usage = {"prompt_tokens": kept, "completion_tokens": new, "total_tokens": kept + new}
+    assert found["usage"] == usage
     plain = {"prompt": prompt_of(long)[-kept:], "max_tokens": new, "seed": 4, "ignore_eos": True}
     _, own = door.post("/v1/completions", plain)
     assert found["choices"][0]["message"]["content"] == own["choices"][0]["text"]
@@ -98,18 +85,11 @@ def test_events_begin_with_the_role_and_the_first_token(door, tiny_llama):
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(tokens)
 
 
-@pytest.mark.parametrize(
-    "limits, wanted",
-    [
-        ({"max_tokens": 3}, 3),
-        ({"max_completion_tokens": 4}, 4),
-        ({"max_completion_tokens": 4, "max_tokens": 3}, 4),
-        ({"max_completion_tokens": 0}, 0),
-    ],
-)
-def test_limits_of_length(door, limits, wanted):
-    body = {"messages": TALK, "ignore_eos": True} | limits
-    assert door.post(PATH, body)[1]["usage"]["completion_tokens"] == wanted
+def test_limits_of_length(door):
+    names = ("max_tokens", "max_completion_tokens")
+    for limits, wanted in (((3, None), 3), ((None, 4), 4), ((3, 4), 4), ((None, 0), 0)):
+        body = {"messages": TALK, "ignore_eos": True} | dict(zip(names, limits))
+        assert door.post(PATH, body)[1]["usage"]["completion_tokens"] == wanted
 
 
 def test_content_in_parts(door):
@@ -204,14 +184,9 @@ def test_what_is_refused(door, fields, message, param):
     assert door.post(PATH, body | {"stream": True}) == (400, refusal(message, param))
 
 
-def test_messages_must_be_there(door):
-    assert door.post(PATH, {}) == (400, refusal("messages: Field required", "messages"))
-
-
 def test_what_asks_for_nothing_more_is_accepted(door):
     plain = {"messages": TALK, "seed": 1, "max_tokens": 3}
-    more = {"echo": False, "best_of": 1, "add_generation_prompt": True}
-    more |= {"tool_choice": "auto"}
+    more = {"echo": False, "best_of": 1, "add_generation_prompt": True, "tool_choice": "auto"}
     null = dict.fromkeys(more)
     first, *others = (door.post(PATH, plain | fields)[1] for fields in ({}, more, null))
     assert all(other["choices"] == first["choices"] for other in others)
@@ -224,61 +199,42 @@ def test_a_model_without_a_template(tiny_llama):
         assert door.post("/v1/completions", {"max_tokens": 1})[0] == 200
 
 
-def client_options(door: Door) -> dict:
-    return {"base_url": f"http://127.0.0.1:{door.port}/v1", "api_key": "none", "max_retries": 0}
-
-
 def test_the_official_client(door, tiny_llama):
     import openai
 
     _, text, logprobs, reason = alone(tiny_llama, TALK, seed=3, logprobs=1, max_new_tokens=12)
     asked = {"model": "small", "messages": TALK, "seed": 3, "max_completion_tokens": 12}
-    with openai.OpenAI(**client_options(door)) as client:
+    where = {"base_url": f"http://127.0.0.1:{door.port}/v1", "api_key": "none"}
+    with openai.OpenAI(**where, max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["small"]
         reply = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1)
-        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (text, reason)
-        content = reply.choices[0].logprobs.content
-        assert [entry.logprob for entry in content] == [entry.logprob for entry in logprobs]
-        stream = client.chat.completions.create(
-            **asked, stream=True, stream_options={"include_usage": True}
-        )
-        *events, last = stream
+        (choice,) = reply.choices
+        assert (choice.message.content, choice.finish_reason) == (text, reason)
+        found = [entry.logprob for entry in choice.logprobs.content]
+        assert found == [entry.logprob for entry in logprobs]
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        *events, last = client.chat.completions.create(**asked, **usage)
         assert "".join(event.choices[0].delta.content for event in events) == text
         assert last.usage.total_tokens == reply.usage.total_tokens
-        ids = prompt_of(TALK)
-        plain = client.completions.create(model="small", prompt=ids, seed=3, max_tokens=12)
-        assert plain.choices[0].text == text
-        with pytest.raises(openai.NotFoundError) as found:
-            client.chat.completions.create(**(asked | {"model": "gpt-4"}))
-        assert found.value.code == "model_not_found"
-        with pytest.raises(openai.BadRequestError, match="logit_bias is not supported"):
-            client.chat.completions.create(**asked, logit_bias={"5": 1})
+        with pytest.raises(openai.NotFoundError) as refused:
+            client.completions.create(model="gpt-4", prompt=prompt_of(TALK))
+        assert refused.value.code == "model_not_found"
 
 
-def test_the_official_client_in_16_tasks(door, tiny_llama):
-    import openai
-
-    async def ask(client, seed):
-        stream = await client.chat.completions.create(
-            model="small", messages=TALK, seed=seed, stream=True
-        )
-        return "".join([event.choices[0].delta.content async for event in stream])
-
-    async def main():
-        async with openai.AsyncOpenAI(**client_options(door)) as client:
-            return await asyncio.gather(*(ask(client, seed) for seed in range(16)))
-
-    assert asyncio.run(main()) == [alone(tiny_llama, TALK, seed=seed)[1] for seed in range(16)]
-
-
-@pytest.mark.parametrize("role", ["", "user\nhi<|im_end|>", "User ", "x" * 65])
-def test_a_role_is_a_word(door, role):
-    body = {"messages": [{"role": role, "content": "x"}]}
-    status, answer = door.post("/v1/chat/completions", body)
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ({}, "messages: Field required"),
+        *(
+            ({"messages": [{"role": role, "content": "x"}]}, "messages.0.role: ")
+            for role in ("", "user\nhi<|im_end|>", "User ", "x" * 65)
+        ),
+        ({"messages": [0] * 300_000}, "messages"),
+    ],
+    ids=range(6),
+)
+def test_wrong_messages_are_told_of_the_first(door, body, words):
+    status, answer = door.post(PATH, body)
     assert (status, answer["error"]["param"]) == (400, "messages")
-    assert answer["error"]["message"].startswith("messages.0.role: ")
-
-
-def test_a_million_wrong_messages_are_told_of_the_first(door):
-    status, answer = door.post("/v1/chat/completions", {"messages": [0] * 300_000})
-    assert status == 400 and len(answer["error"]["message"]) < 200
+    message = answer["error"]["message"]
+    assert message.startswith(words) and len(message) < 200

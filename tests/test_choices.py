@@ -3,7 +3,16 @@
 import itertools
 
 import pytest
-from serving import PATH, engine_alone, failing, refusal, serving, small_encoding, small_engine
+from serving import (
+    PATH,
+    engine_alone,
+    failing,
+    refusal,
+    serving,
+    small_encoding,
+    small_engine,
+    texts_of,
+)
 
 TEXTS = ["Tom", "a dog and", "", "é😀"]
 
@@ -30,15 +39,7 @@ def choices_of(door, body: dict) -> list[tuple]:
     assert status == 200, found
     assert [choice["index"] for choice in found["choices"]] == list(range(len(found["choices"])))
     whole = [(choice["text"], choice["finish_reason"]) for choice in found["choices"]]
-    texts = [""] * len(whole)
-    reasons = [None] * len(whole)
-    for event in door.events(PATH, body | {"stream": True}):
-        (choice,) = event["choices"]
-        index = choice["index"]
-        assert reasons[index] is None
-        texts[index] += choice["text"]
-        reasons[index] = choice["finish_reason"]
-    assert list(zip(texts, reasons)) == whole
+    assert texts_of(door.events(PATH, body | {"stream": True})) == dict(enumerate(whole))
     return whole
 
 
@@ -63,29 +64,27 @@ def test_n_texts_for_each_prompt_with_seeds_of_their_own(door, tiny_llama):
     wanted = alone(tiny_llama, TEXTS[:2], [2**64 - 1, 0, 1])
     assert choices_of(door, body) == wanted
     assert len(set(wanted)) == 6
+    _, unseeded = door.post(PATH, {"prompt": "Tom", "n": 4})
+    assert len({choice["text"] for choice in unseeded["choices"]}) > 1
 
 
-def test_without_a_seed_n_texts_differ(door):
-    _, found = door.post(PATH, {"prompt": "Tom", "n": 4})
-    assert len({choice["text"] for choice in found["choices"]}) > 1
+EDGES = [[0], [4095, 0, 4095]]  # the first and the last id
+ECHOES = [  # a prompt and its texts
+    *(("Tom é😀", ["Tom é😀"]), (ids_of("Tom é😀"), ["Tom é😀"])),
+    ([ids_of("Tom"), ids_of("é")], ["Tom", "é"]),
+    (EDGES, small_encoding().decode_batch(EDGES)),
+]
 
 
-@pytest.mark.parametrize("prompt", ["Tom é😀", ids_of("Tom é😀"), [ids_of("Tom"), ids_of("é")]])
-def test_an_echo_is_the_prompt_before_each_text(door, prompt):
+@pytest.mark.parametrize("prompt, echoes", ECHOES)
+def test_an_echo_is_the_prompt_before_each_text(door, prompt, echoes):
     body = {"prompt": prompt, "n": 2, "seed": 1, "max_tokens": 5}
     plain = choices_of(door, body)
-    echoes = ["Tom", "Tom", "é", "é"] if isinstance(prompt[0], list) else ["Tom é😀"] * 2
+    echoes = [echo for echo in echoes for _ in range(2)]
     wanted = [(echo + text, reason) for echo, (text, reason) in zip(echoes, plain)]
     assert choices_of(door, body | {"echo": True}) == wanted
-    assert choices_of(door, body | {"echo": True, "max_tokens": 0}) == [
-        (echo, "length") for echo in echoes
-    ]
-
-
-def test_an_echo_has_the_first_and_the_last_id(door):
-    for ids in ([0], [4095, 0, 4095]):
-        body = {"prompt": ids, "max_tokens": 0, "echo": True}
-        assert choices_of(door, body) == [(small_encoding().decode(ids), "length")]
+    alone = [(echo, "length") for echo in echoes]
+    assert choices_of(door, body | {"echo": True, "max_tokens": 0}) == alone
 
 
 def test_usage_counts_each_prompt_once_and_each_text(door):
@@ -138,6 +137,7 @@ def test_one_text_that_fails_fails_its_request_alone(tiny_llama):
         assert not door.thread.calls
 
 
-def test_half_a_letter_in_a_list_is_no_text(door):
-    status, answer = door.post(PATH, {"prompt": ["Tom", "\udfff"], "echo": True, "stream": True})
+@pytest.mark.parametrize("prompt", ["\ud800", ["Tom", "\udfff"]], ids=ascii)
+def test_half_a_letter_is_no_text(door, prompt):
+    status, answer = door.post(PATH, {"prompt": prompt, "echo": True, "stream": True})
     assert status == 400 and answer["error"]["message"].endswith(": not UTF-8 text")

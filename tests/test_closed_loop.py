@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 from conftest import CHECKPOINTS
-from loads import END, STREAM, URL, chunk, counts, found, near, piece, whole
+from loads import END, STREAM, URL, chunk, counts, early, found, near, piece, whole
 
 from loading.tokenizer import load_encoding
 
@@ -119,33 +119,29 @@ def stream(*events: str, end: bytes = END) -> list[tuple[float, bytes]]:
 
 
 ERROR = 'data: {"error": {"message": "no memory", "type": "server_error"}}\n\n'
+CUT = "cut off"
+COUNT = "other number of tokens"
 FAILURES = {  # what is written -> why it does not count
     "429": ([(1, b"HTTP/1.1 429 Busy\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n")], "HTTP 429"),
     "500": ([(1, b"HTTP/1.1 500 Oh\r\nContent-Length: 2\r\n\r\nno")], "HTTP 500"),
     "404": ([(1, b"HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n")], "HTTP 404"),
     "error": (stream(chunk(), ERROR, DONE), "error event"),
-    "closed": (stream(chunk(), chunk(), end=b""), "cut off"),
-    "closed in an event": (stream(chunk(), end=piece(chunk())[:20]), "cut off"),
-    "closed after the last chunk": (stream(chunk(), chunk(reason="length"), end=b""), "cut off"),
-    "no reason": (stream(chunk(), chunk()), "cut off"),
-    "nothing": ([], "cut off"),
-    "head only": ([(1, STREAM[:20])], "cut off"),
-    "no event": (stream(), "cut off"),
-    "too few": (stream(chunk(), chunk(reason="stop")), "other number of tokens"),
-    "too many": (stream(*[chunk()] * 3, chunk(reason="length")), "other number of tokens"),
-    "too many by usage": (
-        stream(chunk(tokens=2), chunk(reason="length", tokens=4)),
-        "other number of tokens",
-    ),
-    "too few by usage": (
-        stream(chunk(), chunk(reason="length"), counts(2)),
-        "other number of tokens",
-    ),
+    "closed": (stream(chunk(), chunk(), end=b""), CUT),
+    "closed in an event": (stream(chunk(), end=piece(chunk())[:20]), CUT),
+    "closed after the last chunk": (stream(chunk(), chunk(reason="length"), end=b""), CUT),
+    "no reason": (stream(chunk(), chunk()), CUT),
+    "nothing": ([], CUT),
+    "head only": ([(1, STREAM[:20])], CUT),
+    "no event": (stream(), CUT),
+    "too few": (stream(chunk(), chunk(reason="stop")), COUNT),
+    "too many": (stream(*[chunk()] * 3, chunk(reason="length")), COUNT),
+    "too many by usage": (stream(chunk(tokens=2), chunk(reason="length", tokens=4)), COUNT),
+    "too few by usage": (stream(chunk(), chunk(reason="length"), counts(2)), COUNT),
     "too few by each usage": (
         stream(chunk(tokens=1), chunk(reason="length", tokens=2), counts(2)),
-        "other number of tokens",
+        COUNT,
     ),
-    "counted but not there": (stream(chunk("", "length"), counts(3)), "other number of tokens"),
+    "counted but not there": (stream(chunk("", "length"), counts(3)), COUNT),
     "no JSON": (stream("data: {\n\n"), "no completion"),
     "a list": (stream("data: []\n\n"), "no completion"),
     "too deep": (stream(f"data: {'[' * 10**5}\n\n"), "no completion"),
@@ -188,12 +184,6 @@ def test_a_load_of_which_some_requests_failed_is_no_error(fake, table):
     assert (code, values["requests"], values["failed"], err) == (0, 2, 1, "")
 
 
-def test_each_reason_has_its_column(fake, table):
-    fake.answer = lambda body: stream(chunk(), chunk(reason="stop"))
-    code, values, _ = table("--clients", 1, "--seconds", 1e-9)
-    assert (bool(code), values["failed: other number of tokens"]) == (True, 1)
-
-
 def test_percentiles_are_those_of_numpy_and_statistics():
     from benchmarks import client
 
@@ -232,10 +222,7 @@ def test_the_command_line_asks_what_it_says(fake, table):
     assert (values["ttft, ms, p99"], values["itl, ms, p50"]) == (250, 250)
     # 12 a second, but for those that come later than in the five seconds.
     assert values["tokens/s"] == pytest.approx(12, abs=0.7)
-    shares = []
-    for came, body in fake.asked:
-        early = [came + 0.25 * at < 5 for at in range(1, body["max_tokens"] + 1)]
-        shares.append(sum(early) / len(early))
+    shares = early(fake.asked, 5)
     assert 0 < min(shares) < 1
     assert values["goodput, requests/s"] == pytest.approx(sum(shares) / 5, rel=1e-3)
     for _, body in fake.asked:

@@ -1,5 +1,6 @@
 """How a server begins and ends: 503 while it loads, and what signals do."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,20 +9,19 @@ import socket
 import pytest
 from serving import ENDLESS, PATH, Door, Script, connect, request_of, server_error, until
 
+import serve
+
 STREAM = ENDLESS | {"stream": True}
 
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that makes a process of serve.py."""
     return lambda *options: Script(tmp_path, "--drain-seconds", 60, *options)
 
 
 @pytest.fixture
 def slow(start, monkeypatch):
     """A server that waits before it loads its model, a Door to it, and what lets it go on."""
-    import serve
-
     held, let_go = os.pipe()
     load = serve.load_engine
 
@@ -39,10 +39,9 @@ def slow(start, monkeypatch):
 
 
 def lets_in(door) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return bool(door.get("/health"))
-    except OSError:
-        return False
+    return False
 
 
 def rest_of(answer) -> list[dict]:

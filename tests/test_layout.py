@@ -43,8 +43,7 @@ def test_one_text_needs_no_engine():
     program = "import sys, infer; print(*sys.modules)"
     command = [sys.executable, "-c", program]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    names = [
-        name for name in found.stdout.split() if (ROOT / f"{name.replace('.', '/')}.py").is_file()
-    ]
+    places = {name: ROOT / f"{name.replace('.', '/')}.py" for name in found.stdout.split()}
+    names = [name for name, place in places.items() if place.is_file()]
     assert {name.partition(".")[0] for name in names if "." in name} == {"loading", "native"}
     assert len(names) == 19, (names, found.stderr)

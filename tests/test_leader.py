@@ -7,6 +7,9 @@ import subprocess
 from conftest import CHECKPOINTS, ROOT
 from ranks import SCRIPT, SMALL, TORCHRUN, script, serving, start, texts_of, wait, written
 
+import infer_engine
+from engine import options
+
 DRAFT = CHECKPOINTS / "stories-draft"
 WRITE = ["--seed", 1, "--temperature", 0.8, "--max-new-tokens", 12]
 PROMPTS = ["--prompt", "Tom had a red ball and", "--prompt", "Tom had a red ball", "--prompt", "A"]
@@ -25,16 +28,6 @@ def test_torchrun_writes_one_text(engine_cli):
             process.terminate()  # then torchrun ends its own processes; a kill would leave them
     assert (process.returncode, found) == (code, out) == (0, out)
     assert notes.count("tokens/s") == 1
-
-
-def test_preempted_texts_in_chunks_with_shared_pages(engine_cli, tmp_path):
-    small = ["--num-pages", 18, "--page-size", 2, "--max-rows", 3, "--budget", 4]
-    arguments = [*PROMPTS, *WRITE, "--model", DRAFT, *small]
-    code, out, err = engine_cli(*arguments)
-    work = err.splitlines()[-1]
-    assert code == 0 and " 0 shared" not in work and " 0 preemptions" not in work
-    found, notes = texts_of(2, tmp_path, *arguments)
-    assert found == out and work in notes
 
 
 def test_drafts_are_rank_0_s(engine_cli, tmp_path):
@@ -57,8 +50,6 @@ def test_rank_0_reads_and_draws_a_seed(tmp_path, engine_cli):
 
 
 def test_bad_input_is_told_once(tmp_path):
-    import infer_engine
-
     processes = start(2, script, tmp_path, infer_engine.main, ["--model", "nowhere"])
     assert wait(processes)[0] == 2
     (out, err), other = written(tmp_path, 2)
@@ -67,9 +58,6 @@ def test_bad_input_is_told_once(tmp_path):
 
 
 def test_other_devices_are_told_once(tmp_path, monkeypatch):
-    import infer_engine
-    from engine import options
-
     monkeypatch.setattr(options, "pick_device", lambda name: "cuda")
     processes = start(2, script, tmp_path, infer_engine.main, ["--prompt", "A"])
     assert wait(processes) == [2, 2]

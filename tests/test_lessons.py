@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -68,26 +69,14 @@ Try: (paste nothing, `lessons.py try` runs it)
 Read: apply.
 
     $ echo never"""
+TEST_INIT = "def test_import():\n    import calc\n"
+READMES = {"Readme.md": "a door\n", "a/b.txt": "comes before calc.py\n"}
+PRODUCTS = {"calc.py": MUL, "tests/test_mul.py": TEST_MUL, "Readme.md": "products\n"}
 COMMITS = [  # subject, body, files, lesson
-    (
-        "00 init: a place",
-        "A.",
-        {"calc.py": STUB, "tests/test_init.py": "def test_import():\n    import calc\n"},
-        "00-init",
-    ),
+    ("00 init: a place", "A.", {"calc.py": STUB, "tests/test_init.py": TEST_INIT}, "00-init"),
     ("01 add: sums", "B.", {"calc.py": ADD, "tests/test_add.py": TEST_ADD}, "01-add"),
-    (
-        "calc: one door for all operations",
-        "C.",
-        {"calc.py": DOOR, "Readme.md": "a door\n", "a/b.txt": "comes before calc.py\n"},
-        None,
-    ),
-    (
-        "02 mul: products",
-        BODY,
-        {"calc.py": MUL, "tests/test_mul.py": TEST_MUL, "Readme.md": "products\n"},
-        "02-mul",
-    ),
+    ("calc: one door for all operations", "C.", READMES | {"calc.py": DOOR}, None),
+    ("02 mul: products", BODY, PRODUCTS, "02-mul"),
 ]
 
 
@@ -97,14 +86,12 @@ def git(repo, *args):
     return subprocess.run(command, check=True, **options).stdout.strip()
 
 
-def commit(repo, subject, body, files, lesson):
+def commit(repo, subject, files, lesson=None, body="Why."):
     for name, text in files.items():
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
         (repo / name).write_text(text)
     git(repo, "add", ".")
-    words = f"{subject}\n\n{body}"
-    if lesson:
-        words += f"\n\nLesson: {lesson}"
+    words = f"{subject}\n\n{body}" + (f"\n\nLesson: {lesson}" if lesson else "")
     git(repo, "commit", "-q", "-m", words)
 
 
@@ -120,11 +107,11 @@ def built(tmp_path_factory):
     git(path, "add", ".")
     git(path, "commit", "-q", "-m", "files")
     git(path, "branch", "main")
-    commit(path, "01 add: old sums", "An edition before.", {"calc.py": "old = 1\n"}, "01-add")
-    commit(path, "02 old: old products", "An edition before.", {"calc.py": "old = 2\n"}, "02-old")
+    commit(path, "01 add: old sums", {"calc.py": "old = 1\n"}, "01-add")
+    commit(path, "02 old: old products", {"calc.py": "old = 2\n"}, "02-old")
     git(path, "switch", "-q", "main")
-    for entry in COMMITS:
-        commit(path, *entry)
+    for subject, body, *entry in COMMITS:
+        commit(path, subject, *entry, body)
     git(path, "merge", "-q", "-s", "ours", "-m", "edition 2: calc", "old")
     git(path, "branch", "-D", "old")
     return path
@@ -197,10 +184,13 @@ ALL = [["00-init", "a", "place"], ["01-add", "sums"], ["02-mul", "products"]]
 # Which lessons there are.
 
 
-def test_older_editions_on_second_parents_do_not_count(repo, run):
-    code, out, err = run("list")
-    assert code == 0 and listed(out) == ALL
-    assert out.splitlines()[2].startswith("* 02-mul")
+def test_a_reader_sees_all_lessons_of_this_edition_wherever_he_stands(repo, run):
+    run("tag")
+    for place, marks in (("main", "  *"), ("01-add", " * ")):
+        git(repo, "checkout", "-q", place)
+        code, out, err = run("list")
+        assert (code, listed(out), err) == (0, ALL, "")
+        assert "".join(line[0] for line in out.splitlines()) == marks
 
 
 def test_tags_come_from_the_trailers(repo, run):
@@ -247,19 +237,11 @@ def test_tags_of_lessons_that_an_earlier_edition_had_are_named(repo, run):
     assert git(repo, "tag").split() == ["00-init", "01-add", "02-mine", "02-mul", "v2"]
 
 
-def test_a_reader_on_an_early_lesson_sees_the_later_ones(repo, run):
-    run("tag")
-    git(repo, "checkout", "-q", "01-add")
-    code, out, err = run("list")
-    assert code == 0 and err == "" and listed(out) == ALL
-    assert [line[0] for line in out.splitlines()] == [" ", "*", " "]
-
-
 def test_main_comes_before_the_origins(repo, run, tmp_path, monkeypatch):
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "-q", str(repo), str(clone))
     monkeypatch.setattr(lessons, "ROOT", clone)
-    commit(clone, "03 sub: differences", "D.", {"sub.py": ""}, "03-sub")
+    commit(clone, "03 sub: differences", {"sub.py": ""}, "03-sub")
     assert "03-sub" in run("list")[1]
     git(clone, "checkout", "-q", "--detach")
     git(clone, "branch", "-q", "-D", "main")
@@ -269,7 +251,7 @@ def test_main_comes_before_the_origins(repo, run, tmp_path, monkeypatch):
 def test_a_fork_that_merged_the_course(repo, run, error):
     git(repo, "update-ref", "refs/remotes/upstream/main", "main")
     git(repo, "switch", "-q", "--orphan", "mine")
-    commit(repo, "my own", "E.", {"notes.txt": "mine\n"}, None)
+    commit(repo, "my own", {"notes.txt": "mine\n"})
     git(repo, "merge", "-q", "--allow-unrelated-histories", "-m", "merge the course", "main")
     git(repo, "branch", "-M", "main")
     code, out, err = run("list")
@@ -295,29 +277,24 @@ def test_without_the_history_it_says_what_to_do(repo, run, error, tmp_path, monk
         monkeypatch.setattr(lessons, "ROOT", folder)
         assert words in error("list")
         assert run("tag", "--quiet") == (0, "", "")
+    monkeypatch.setattr(lessons, "ROOT", repo)
     with monkeypatch.context() as patch:
-        patch.setattr(lessons, "ROOT", repo)
         patch.setenv("PATH", str(empty))
         assert "git is not installed" in error("list")
         assert run("tag", "--quiet") == (0, "", "")
         code, out, err = script(repo, "list")
-        assert (code, out) == (2, "")
-        assert "git is not installed" in err and err.count("\n") == 1
+        assert (code, out, err.count("\n")) == (2, "", 1) and "git is not installed" in err
+
+
+IDS = "00-init 04-multinomial 06-top-k 07-top-p 16-variable-batching 17-top".split()
+MEANT = {"00-init": "0", "04-multinomial": "multi 04 04-m", "06-top-k": "06-top-k top-k"}
+MEANT |= {"07-top-p": "7 07", "16-variable-batching": "16 var", "17-top": "top"}
 
 
 def test_ids():
-    ids = ["00-init", "04-multinomial", "06-top-k", "07-top-p", "16-variable-batching", "17-top"]
-    all_lessons = [lessons.Lesson(id, "", "") for id in ids]
-    meant = {
-        "00-init": ("0",),
-        "04-multinomial": ("multi", "04", "04-m"),
-        "06-top-k": ("06-top-k", "top-k"),
-        "07-top-p": ("7", "07"),
-        "16-variable-batching": ("16", "var"),
-        "17-top": ("top",),
-    }
-    for id, names in meant.items():
-        for wanted in names:
+    all_lessons = [lessons.Lesson(id, "", "") for id in IDS]
+    for id, names in MEANT.items():
+        for wanted in names.split():
             assert lessons.find(all_lessons, wanted).id == id
     refused = {
         "top-": "'top-' may be 06-top-k, 07-top-p",
@@ -350,7 +327,7 @@ def test_a_lesson_line_in_the_text_is_no_trailer(repo, run):
     text = lessons.message(lessons.read_main()[1][2])
     assert "\nLesson: what stands here is no trailer.\n" in text
     assert text.endswith("$ echo never")
-    commit(repo, "03 sub: it", "D.", {"sub.py": ""}, "a line that stands in a note\nLesson: 03-sub")
+    commit(repo, "03 sub: it", {"sub.py": ""}, "a line that stands in a note\nLesson: 03-sub")
     assert listed(run("list")[1]) == [*ALL, ["03-sub", "it"]]
 
 
@@ -361,9 +338,6 @@ def test_show_and_diff(repo, run, error):
     assert out.index("one door for all operations") < out.index("02 mul: products")
     assert "01 add: sums" not in out
     assert "first lesson" in error("diff", "00-init")
-
-
-def test_errors_are_one_line(repo, error):
     assert "names no lesson" in error("show", "09-nothing")
     assert "invalid choice" in error("lits")
     assert "required" in error("start")
@@ -374,7 +348,7 @@ def test_control_characters_reach_no_terminal(repo, run, error):
     """Not those of a file's name, of what is typed, of a message or of an answer."""
     assert "unrecognized arguments: a\\x1b[31mb\\nc" in error("list", "a\x1b[31mb\nc")
     files = {"course/answers/03-sub.md": "A\x1b[2Jnswer.\n", "tests/test_\x1b.py": ""}
-    commit(repo, "03 sub: differ\x1b[1mences", "Cle\x9bar.", files, "03-sub")
+    commit(repo, "03 sub: differ\x1b[1mences", files, "03-sub", "Cle\x9bar.")
     git(repo, "checkout", "-q", "--detach", "main^")
     (repo / "tests" / "test_\x1b.py").touch()
     assert error("start", "3").endswith("or move: tests/test_\\x1b.py\n")
@@ -393,7 +367,7 @@ def test_an_old_version_runs_the_newest(repo):
     old = git(repo, "rev-parse", "main^")
     line = "    args = parse(argv)\n"
     newest = SCRIPT.read_text().replace(line, f"{line}    print('newest:', ROOT)\n")
-    commit(repo, "lessons.py: newer", "F.", {"lessons.py": newest}, None)
+    commit(repo, "lessons.py: newer", {"lessons.py": newest})
     git(repo, "checkout", "-q", old)
     assert "newest:" not in (repo / "lessons.py").read_text()
     code, out, err = script(repo, "list")
@@ -486,7 +460,7 @@ def test_start_leaves_a_merge_that_is_not_committed(repo, error):
     """It changes no file, so that git's status alone does not show it."""
     git(repo, "branch", "side", "main")
     git(repo, "switch", "-q", "side")
-    commit(repo, "beside", "G.", {"side.txt": "beside\n"}, None)
+    commit(repo, "beside", {"side.txt": "beside\n"})
     git(repo, "switch", "-q", "main")
     git(repo, "merge", "-q", "-s", "ours", "--no-commit", "side")
     before = stands(repo)
@@ -498,8 +472,8 @@ def test_start_leaves_a_merge_that_is_not_committed(repo, error):
 def test_start_leaves_what_is_in_the_place_of_a_folder(repo, error, target):
     """A file, or a link."""
     files = {"engine/sub.py": "def sub(a, b):\n    return a - b\n"}
-    commit(repo, "engine: a folder", "H.", files, None)
-    commit(repo, "03 sub: differences", "D.", {"tests/test_sub.py": ""}, "03-sub")
+    commit(repo, "engine: a folder", files)
+    commit(repo, "03 sub: differences", {"tests/test_sub.py": ""}, "03-sub")
     git(repo, "checkout", "-q", "--detach", "main~2")
     (repo / "elsewhere").mkdir()
     (repo / "elsewhere" / "sub.py").write_text("mine")
@@ -513,13 +487,13 @@ def test_start_leaves_what_is_in_the_place_of_a_folder(repo, error, target):
     assert (repo / "elsewhere" / "sub.py").read_text() == "mine"
 
 
-@pytest.mark.parametrize("place", ["main", "main~3"])
-def test_a_start_whose_branch_cannot_be_made_changes_nothing(repo, error, place):
+def test_a_start_whose_branch_cannot_be_made_changes_nothing(repo, error):
     git(repo, "branch", "my-02-mul/mine")  # git keeps a branch in a file: there is a folder
-    git(repo, "checkout", "-q", place)
-    before = stands(repo)
-    assert "cannot" in error("start", "2")
-    assert stands(repo) == before
+    for place in ("main", "main~3"):
+        git(repo, "checkout", "-q", place)
+        before = stands(repo)
+        assert "cannot" in error("start", "2")
+        assert stands(repo) == before
 
 
 @pytest.fixture
@@ -532,21 +506,18 @@ def broken_checkout(repo):
     (repo / ".git" / "info" / "attributes").write_text("calc.py filter=bad\n")
 
 
-@pytest.mark.parametrize("place", ["main", "main~3"])
-def test_a_start_that_fails_leaves_nothing_half_made(repo, error, broken_checkout, place):
+STARTS = [("start", "main"), ("start", "main~3"), ("restart", "my-02-mul")]
+
+
+@pytest.mark.parametrize("command, place", STARTS)
+def test_a_start_that_fails_leaves_nothing_half_made(repo, error, broken_checkout, command, place):
+    if command == "restart":
+        git(repo, "branch", place)
     git(repo, "checkout", "-q", place)
     before = stands(repo)
-    assert "smudge filter bad failed" in error("start", "2")
+    assert "smudge filter bad failed" in error(command, "2")
     assert stands(repo) == before
-    assert (repo / "a").exists() == (place == "main")
-
-
-def test_a_restart_that_fails_leaves_the_branch(repo, error, broken_checkout):
-    git(repo, "branch", "my-02-mul")
-    git(repo, "switch", "-q", "my-02-mul")
-    before = stands(repo)
-    assert "smudge filter bad failed" in error("restart", "2")
-    assert stands(repo) == before
+    assert (repo / "a").exists() == (place != "main~3")
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
@@ -577,7 +548,7 @@ def test_restart_keeps_what_was_written(repo, run, error):
     assert "python lessons.py start 02-mul" in error("restart")
     run("start", "02-mul")
     for n in (1, 2):
-        commit(repo, f"attempt {n}", "G.", {"calc.py": f"attempt = {n}\n"}, None)
+        commit(repo, f"attempt {n}", {"calc.py": f"attempt = {n}\n"})
         assert f"is on branch my-02-mul-{n}." in run("restart")[1]
         assert git(repo, "show", f"my-02-mul-{n}:calc.py") == f"attempt = {n}"
         assert git(repo, "branch", "--show-current") == "my-02-mul"
@@ -604,38 +575,35 @@ def test_check(repo, run, monkeypatch):
     assert out.startswith("02-mul: its own tests") and "1 failed, 1 passed" in out
     assert "All others" not in out and "not yet" in out
     assert "python lessons.py compare 02-mul" in out
+    code, out, _ = run("check", "--quick")
+    assert code == 1 and "1 failed" in out and "02-mul: not yet" in out
+    assert "For all the others" not in out
     (repo / "calc.py").write_text(MUL)
+    code, out, _ = run("check", "--quick")
+    assert code == 0 and out.count(" passed in ") == 1 and "2 passed" in out
+    assert "02-mul: its own tests pass\n" in out and "all tests pass" not in out
+    assert "For all the others: python lessons.py check 02-mul\n" in out
     code, out, _ = run("check")
     assert code == 0 and out.index("2 passed") < out.index("3 passed")  # its own, then all others
     assert "all tests pass" in out and "last lesson" in out
     assert "compare 02-mul" in out and "git switch main" in out
 
 
-@pytest.mark.parametrize("command", ["check", "verify"])
-def test_without_pytest_one_line_says_how_to_get_it(repo, error, monkeypatch, tmp_path, command):
+def test_without_pytest_one_line_says_how_to_get_it(repo, error, monkeypatch, tmp_path):
     bare = tmp_path / "python"
     bare.write_text("#!/bin/sh\nexit 1\n")
     bare.chmod(0o755)
     monkeypatch.setattr(lessons, "python", lambda: str(bare))
-    assert error(command).endswith(" get it, and what tests need, with: make test\n")
+    for command in ("check", "verify"):
+        assert error(command).endswith(" get it, and what tests need, with: make test\n")
 
 
-@pytest.mark.parametrize("command", ["check", "compare"])
-def test_main_is_no_lesson_that_one_writes(repo, run, error, command):
+def test_main_is_no_lesson_that_one_writes(repo, run, error):
     words = "you stand on main, which goes on after 02-mul; name a lesson, or begin one with: "
-    assert error(command).endswith(f"{words}python lessons.py start 02-mul\n")
+    for command in ("check", "compare"):
+        assert error(command).endswith(f"{words}python lessons.py start 02-mul\n")
     git(repo, "switch", "-q", "--detach", "HEAD~")  # the lesson itself, and a tag is the same
-    assert run(command)[0] == 0
-
-
-def test_a_quick_check_runs_the_lessons_own_tests(repo, run):
-    code, out, _ = run("check", "--quick", "1")
-    assert code == 0 and out.count(" passed in ") == 1 and "1 passed" in out
-    assert "01-add: its own tests pass\n" in out and "all tests pass" not in out
-    assert "python lessons.py check 01-add\n" in out
-    (repo / "calc.py").write_text(STUB)
-    code, out, _ = run("check", "--quick", "1")
-    assert code == 1 and "1 failed" in out and "01-add: not yet" in out
+    assert run("compare")[0] == 0
 
 
 def test_check_fails_where_an_earlier_lesson_breaks(repo, run):
@@ -690,16 +658,7 @@ def test_compare(repo, run):
     assert git(repo, "status", "--porcelain", "--", "calc.py") == "?? calc.py"
 
 
-TRIED = """product 14
-product 21
-$ echo a long \\
-  line | tr a-z A-Z
-A LONG LINE
-$ echo 'no document: <<<EOF'
-no document: <<<EOF
-$ ls -d .venv
-.venv
-$ python"""
+TRIED = textwrap.dedent(BODY.partition("    EOF\n")[2].partition(" -c ")[0])
 
 
 def test_try_elsewhere_is_a_temporary_copy(repo, run, error):
@@ -727,12 +686,6 @@ def test_a_worktree_on_a_drive_that_is_not_mounted_is_not_forgotten(repo, run, t
     git(repo, "worktree", "remove", str(drive / "mine"))
 
 
-def test_a_worktree_goes_that_was_stopped_while_it_was_made(repo):
-    with lessons.worktree("main") as tree:
-        git(repo, "worktree", "lock", str(tree))  # as git does while it makes one
-    assert git(repo, "worktree", "list").count("\n") == 0
-
-
 def test_try_where_you_stand_is_your_code(repo, run):
     run("start", "02-mul")
     (repo / "calc.py").write_text(MUL.replace("a * b", "1000 * a"))
@@ -749,7 +702,7 @@ def test_answer(repo, run, error):
     """With the commit that wrote this version of it, where its commands run."""
     (repo / "course" / "answers").mkdir(parents=True)
     for name, text in (("01-add", "Forty-one."), ("01-add", "Forty-two."), ("00-init", "None.")):
-        commit(repo, "an answer", "H.", {f"course/answers/{name}.md": f"{text}\n"}, None)
+        commit(repo, "an answer", {f"course/answers/{name}.md": f"{text}\n"})
     hash = git(repo, "rev-parse", "--short", "HEAD^")
     git(repo, "checkout", "-q", "main~6")
     note = f"Its commands run at commit {hash}; go there with: git switch --detach {hash}\n"
@@ -776,7 +729,7 @@ def test_verify_passes_good_lessons(repo, run, monkeypatch):
 
 def test_verify_runs_whole_suites_where_asked(repo, run, monkeypatch):
     for id in ("19-nineteen", "20-twenty", "26-more"):
-        commit(repo, f"{id[:2]} x: y", "I.", {f"tests/test_{id[:2]}.py": ""}, id)
+        commit(repo, f"{id[:2]} x: y", {f"tests/test_{id[:2]}.py": ""}, id)
     seen = {}
 
     def fake(lesson, first, whole, tree):
@@ -840,7 +793,7 @@ def test_verify_checks_once_more_what_fails(repo, run, monkeypatch):
 
 
 def test_verify_wants_a_test_file(repo, run, monkeypatch):
-    commit(repo, "03 bare: no new file", "J.", {"tests/test_add.py": TEST_ADD + "\n"}, "03-bare")
+    commit(repo, "03 bare: no new file", {"tests/test_add.py": TEST_ADD + "\n"}, "03-bare")
     monkeypatch.setattr(lessons, "run_tests", lambda tree, files: ({"test": "passed"}, ""))
     assert "the lesson adds no test file" in run("verify", "3")[1]
     modified = lessons.test_files(lessons.read_main()[1][-1])  # what `check` runs
@@ -877,7 +830,7 @@ def test_what_hangs_is_ended(repo, monkeypatch):
     assert time.monotonic() - began < 50
 
 
-def test_a_worktree_holds_one_commit_and_nothing_else(repo):
+def test_a_worktree_holds_one_commit_and_nothing_else_and_goes(repo):
     with lessons.worktree("main") as tree:
         (tree / "left.pyc").touch()
         (tree / ".venv").mkdir()
@@ -885,6 +838,8 @@ def test_a_worktree_holds_one_commit_and_nothing_else(repo):
         lessons.check_out(tree, "main~3")
         assert git(tree, "status", "--porcelain", "--ignored") == ""
         assert (tree / "calc.py").read_text() == ADD
+        git(repo, "worktree", "lock", str(tree))  # as git does while it makes one
+    assert git(repo, "worktree", "list").count("\n") == 0
 
 
 def stopped(repo, tmp_path, marks, stop, *args):
@@ -905,18 +860,14 @@ def stopped(repo, tmp_path, marks, stop, *args):
     return code, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
 
 
-def ctrl_c(process):
-    os.killpg(process.pid, signal.SIGINT)
-
-
-@pytest.mark.parametrize("stop", [ctrl_c, subprocess.Popen.terminate])
-def test_a_stopped_verify_leaves_nothing(repo, tmp_path, stop):
+def test_a_stopped_verify_leaves_nothing(repo, tmp_path):
     slow = (
         "import os, pathlib, time\n\n\ndef test_slow():\n"
         "    pathlib.Path(os.environ['MARK'] + str(os.getpid())).touch()\n    time.sleep(60)\n"
     )
     for n in (3, 4, 5):
-        commit(repo, f"0{n} slow: sleep", "K.", {f"tests/test_{n}.py": slow}, f"0{n}-slow{n}")
+        commit(repo, f"0{n} slow: sleep", {f"tests/test_{n}.py": slow}, f"0{n}-slow{n}")
+    stop = subprocess.Popen.terminate
     assert stopped(repo, tmp_path, 2, stop, "verify", "3", "4", "5") == (130, "", "")
     marks = list(tmp_path.glob("mark-*"))
     assert len(marks) == 2  # the third one did not begin
@@ -926,8 +877,11 @@ def test_a_stopped_verify_leaves_nothing(repo, tmp_path, stop):
 
 
 def test_ctrl_c_while_trying(repo, tmp_path):
+    def ctrl_c(process):
+        os.killpg(process.pid, signal.SIGINT)
+
     body = "Try:\n\n    $ touch $MARK; exec sleep 60"
-    commit(repo, "03 nap: sleep", body, {"nap.txt": ""}, "03-nap")
+    commit(repo, "03 nap: sleep", {"nap.txt": ""}, "03-nap", body)
     git(repo, "checkout", "-q", "main^")
     code, out, err = stopped(repo, tmp_path, 1, ctrl_c, "try", "3")
     assert code == 130 and out.startswith("$ touch") and err.count("\n") == 1

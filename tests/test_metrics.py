@@ -3,10 +3,8 @@
 import math
 import threading
 
-import pytest
 from conftest import random_tokens
-from prometheus_client.parser import text_string_to_metric_families
-from serving import in_turns, until
+from serving import in_turns, metric_families, until
 
 from engine.drafter import LookupDrafter
 
@@ -18,13 +16,7 @@ HISTOGRAMS = """time_to_first_token_seconds inter_token_latency_seconds e2e_requ
 
 
 def families(door) -> dict:
-    """What /metrics says: families by name."""
-    with door.send("GET", "/metrics") as answer:
-        assert answer.status == 200
-        assert answer.headers["Content-Type"].startswith("text/plain; version=")
-        text = answer.read().decode()
-    found = {family.name: family for family in text_string_to_metric_families(text)}
-    return {name.removeprefix("vllm:"): family for name, family in found.items()}
+    return {family.name.removeprefix("vllm:"): family for family in metric_families(door)}
 
 
 def counts(door) -> dict[str, float]:
@@ -43,14 +35,6 @@ def write(door, *prompts, tokens=4, **fields) -> None:
     body = {"prompt": list(prompts), "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     status, answer = door.post("/v1/completions", body | fields)
     assert status == 200, answer
-
-
-@pytest.fixture
-def gate():
-    """For `in_turns`."""
-    gate = threading.Semaphore(0)
-    yield gate
-    gate.release(10**6)  # nobody waits for ever if a test fails
 
 
 def test_names_types_and_label_are_those_of_vllm(start):
@@ -80,6 +64,9 @@ def test_buckets_end_at_1_2_and_5_of_each_power_of_ten(start):
 
 
 def test_tokens_and_requests_are_counted(start):
+    """By each server for itself, and nothing is kept of texts that are over."""
+    from server.metrics import Metrics
+
     door = start()
     write(door, random_tokens(5), random_tokens(9, seed=1), tokens=4)
     write(door, random_tokens(2, seed=2), tokens=7, stream=False)
@@ -96,15 +83,10 @@ def test_tokens_and_requests_are_counted(start):
     assert found["inter_token_latency_seconds_count"] == 3 + 3 + 6
     assert found["num_requests_running"] == found["num_requests_waiting"] == 0
     assert found["kv_cache_usage_perc"] == 0
-
-
-def test_nothing_is_kept_of_texts_that_are_over(start):
-    from server.metrics import Metrics
-
-    door = start()
-    write(door, random_tokens(5), random_tokens(9, seed=1))
+    assert counts(start())["generation_tokens_total"] == 0
+    assert counts(door)["generation_tokens_total"] == 4 + 4 + 7
     (metrics,) = (each for each in door.thread.observers if isinstance(each, Metrics))
-    assert metrics.outputs._value.get() == 8 and metrics.last == {}
+    assert metrics.last == {}
 
 
 def test_a_stop_is_no_length(start, tiny):
@@ -147,12 +129,11 @@ def test_a_chunk_is_no_token(start, clock):
 def test_found_pages_are_hits_in_tokens(start):
     door = start(page_size=4)
     prompt = random_tokens(11)
-    write(door, prompt, tokens=1)
-    found = counts(door)
-    assert (found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]) == (11, 0)
-    write(door, prompt, tokens=1)
-    found = counts(door)
-    assert (found["prefix_cache_queries_total"], found["prefix_cache_hits_total"]) == (22, 8)
+    for expected in ((11, 0), (22, 8)):
+        write(door, prompt, tokens=1)
+        found = counts(door)
+        names = ("prefix_cache_queries_total", "prefix_cache_hits_total")
+        assert tuple(found[name] for name in names) == expected
 
 
 def test_preemptions_and_drafts_are_the_engines(start):
@@ -168,12 +149,12 @@ def test_preemptions_and_drafts_are_the_engines(start):
     assert found["prompt_tokens_total"] == 22  # once each, however often they were computed
 
 
-def test_what_runs_and_waits_is_seen_while_it_does(start, gate):
+def test_what_runs_and_waits_is_seen_while_it_does(start):
     door = start(max_rows=2, num_pages=8, page_size=4)
-    in_turns(door.thread.engine, gate)
+    turn = threading.Semaphore(1)
+    in_turns(door.thread.engine, turn)
     body = {"prompt": [random_tokens(5), random_tokens(6, seed=1), random_tokens(3, seed=2)]}
     body |= {"max_tokens": 2**16, "ignore_eos": True, "stream": True}
-    gate.release()
     with door.send("POST", "/v1/completions", body) as answer:
         assert answer.status == 200  # one step is made, and no other begins
         found = counts(door)
@@ -181,7 +162,7 @@ def test_what_runs_and_waits_is_seen_while_it_does(start, gate):
         assert found["kv_cache_usage_perc"] == 4 / 8
         assert found["prompt_tokens_total"] == 11
         assert found["request_success_total{abort}"] == 0
-    gate.release(10**6)
+    turn.release(10**6)
     # They do not end by themselves.
     until(lambda: counts(door)["request_success_total{abort}"] == 3)
     found = counts(door)
@@ -193,25 +174,10 @@ def test_an_error_is_no_success_and_has_no_latency(start, tiny):
     model = tiny()
     model.wte.weight.data[7] = float("nan")
     door = start(model)
-    body = {"prompt": [7, 7], "max_tokens": 3}
-    status, _ = door.post("/v1/completions", body)
-    assert status == 500
+    assert door.post("/v1/completions", {"prompt": [[1], [10**6]]})[0] == 400  # is no abort
+    assert sum(value for name, value in counts(door).items() if "_created" not in name) == 0
+    assert door.post("/v1/completions", {"prompt": [7, 7], "max_tokens": 3})[0] == 500
     found = counts(door)
     assert found["request_success_total{error}"] == 1
     assert found["prompt_tokens_total"] == found["e2e_request_latency_seconds_count"] == 0
     assert found["time_to_first_token_seconds_count"] == 0
-
-
-def test_a_call_that_is_refused_is_no_abort(start):
-    door = start()
-    status, _ = door.post("/v1/completions", {"prompt": [[1], [10**6]]})
-    assert status == 400
-    assert sum(value for name, value in counts(door).items() if "_created" not in name) == 0
-
-
-def test_each_server_counts_for_itself(start):
-    first = start()
-    write(first, random_tokens(5))
-    second = start()
-    assert counts(second)["generation_tokens_total"] == 0
-    assert counts(first)["generation_tokens_total"] == 4

@@ -7,15 +7,15 @@ import socket
 
 import numpy
 import pytest
-from loads import URL, found, near, whole
+from loads import URL, early, found, near, whole
+
+from benchmarks import client
 
 BUSY = b"HTTP/1.1 429 Busy\r\nContent-Length: 0\r\n\r\n"
 
 
 def send(moments, *wanted):
     """What came of requests for so many tokens each, at these moments."""
-    from benchmarks import client
-
     exchanges = [client.Exchange(URL, {"prompt": "x", "max_tokens": count}) for count in wanted]
     return client.run(client.open_loop(exchanges, moments))
 
@@ -74,15 +74,8 @@ def test_rates_are_those_of_the_seconds_to_the_last_request(fake):
     assert (values["ttft, ms, p50"], values["send lag, ms, p100"]) == (near(750), near(0))
 
 
-def test_requests_that_fail_have_a_send_lag_and_nothing_else(fake):
-    fake.answer = lambda body: [(1, BUSY)]
-    values = found(send([0.5], 3))
-    assert (values["requests"], values["failed: HTTP 429"], values["tokens/s"]) == (1, 1, 0)
-    assert values["send lag, ms, p100"] == near(0)
-    assert "ttft, ms, p50" not in values
-
-
 def test_a_client_without_sockets_does_not_blame_the_server(fake, monkeypatch):
+    """Its request has a send lag, and nothing else."""
     number = errno.EMFILE
 
     def no_more():
@@ -90,16 +83,20 @@ def test_a_client_without_sockets_does_not_blame_the_server(fake, monkeypatch):
 
     def answer(body):
         monkeypatch.setattr(socket, "socketpair", no_more)  # the connections of the fake server
-        return whole(0.5)
+        return [(1, BUSY)]
 
     fake.answer = answer
     load = send([0.0, 1.0], 1, 1)
-    assert [reply.failure for reply in load.answers] == ["", f"client: {os.strerror(number)}"]
+    failures = ["HTTP 429", f"client: {os.strerror(number)}"]
+    assert [reply.failure for reply in load.answers] == failures
+    values = found(load)
+    assert [values[f"failed: {failure}"] for failure in failures] == [1, 1]
+    assert (values["requests"], values["tokens/s"]) == (2, 0)
+    assert values["send lag, ms, p100"] == near(0)
+    assert "ttft, ms, p50" not in values
 
 
 def test_arrivals_are_poissons_and_seeded():
-    from benchmarks import client
-
     moments = client.arrivals(20_000, 8.0, "seed")
     assert moments == client.arrivals(20_000, 8.0, "seed") != client.arrivals(20_000, 8.0, "other")
     assert moments[-1] == near(20_000 / 8)
@@ -120,11 +117,8 @@ def test_the_command_line_asks_at_random_moments(fake, table):
     assert (code, err) == (0, "")
     assert values["requests"] == len(fake.asked) == 50  # in five seconds
     assert (values["ttft, ms, p99"], values["itl, ms, p50"]) == (250, 250)
-    shares = []
-    for came, body in fake.asked:
-        early = [came + 0.25 * at < 5 for at in range(1, body["max_tokens"] + 1)]
-        shares.append(sum(early) / len(early))
-    assert values["goodput, requests/s"] == pytest.approx(sum(shares) / 5, rel=1e-3)
+    goodput = sum(early(fake.asked, 5)) / 5
+    assert values["goodput, requests/s"] == pytest.approx(goodput, rel=1e-3)
     gaps = numpy.diff([came for came, _ in fake.asked])
     assert fake.asked[-1][0] == near(5) and 0.05 < gaps.std() < 0.15
     first = list(fake.asked)

@@ -10,26 +10,21 @@ BASE = "http://here/"
 
 
 class Reader(HTMLParser):
-    """Notes the addresses that a page names, its ids and the texts of its controls."""
+    """Notes the values of a page's attributes: (tag, attribute) -> all of them."""
 
     def __init__(self, text: str):
         super().__init__()
-        self.loaded = []
-        self.links = []
-        self.ids = []
-        self.language = None
+        self.found = {}
         self.feed(text)
 
     def handle_starttag(self, tag, pairs):
-        found = dict(pairs)
-        if tag == "html":
-            self.language = found.get("lang")
-        if "id" in found:
-            self.ids.append(found["id"])
-        if "src" in found:
-            self.loaded.append(found["src"])
-        if "href" in found:
-            (self.links if tag == "a" else self.loaded).append(found["href"])
+        for name, value in pairs:
+            self.found.setdefault((tag, name), []).append(value)
+
+    def all(self, *names: str) -> list[str]:
+        """The values of attributes of any tag, but for the links to other pages."""
+        found = [value for key, value in self.found.items() if key[1] in names and key[0] != "a"]
+        return sum(found, [])
 
 
 def fetch(door, path: str) -> tuple[str, str]:
@@ -40,32 +35,29 @@ def fetch(door, path: str) -> tuple[str, str]:
 
 
 def test_the_page_and_its_script_are_served(door):
-    for path, name, kind in (
-        ("/", "page.html", "text/html"),
-        ("/player.js", "player.js", "text/javascript"),
-    ):
+    files = (("/", "page.html", "text/html"), ("/player.js", "player.js", "text/javascript"))
+    for path, name, kind in files:
         text, given = fetch(door, path)
         assert text == (ROOT / "server" / name).read_text("utf-8")
         assert given.startswith(kind)
-
-
-def test_nothing_is_asked_from_elsewhere(door):
-    page, _ = fetch(door, "/")
-    script, _ = fetch(door, "/player.js")
-    for text in (page, script):
+        # Nothing is asked from elsewhere.
         assert re.findall(r"https?:|//[\w.-]+\.\w|@import|url\(", text) == []
-    reader = Reader(page)
-    assert sorted(reader.loaded) == ["data:,", "player.js"]
-    assert all(urljoin(BASE, link).startswith(BASE) for link in reader.links)
-    for link in reader.links:
+
+
+def test_what_the_page_loads_and_links_is_there(door):
+    reader = Reader(fetch(door, "/")[0])
+    assert sorted(reader.all("src", "href")) == ["data:,", "player.js"]
+    for link in reader.found["a", "href"]:
+        assert urljoin(BASE, link).startswith(BASE)
         fetch(door, "/" + link)  # none is dead
-    assert reader.language == "en" and len(set(reader.ids)) == len(reader.ids)
+    ids = reader.all("id")
+    assert reader.found["html", "lang"] == ["en"] and len(set(ids)) == len(ids)
 
 
 def test_what_the_script_names_is_there(door):
     page, _ = fetch(door, "/")
     asked = set(re.findall(r'get\("([a-z]+)"\)', page))
-    assert {"texts", "player"} <= asked <= set(Reader(page).ids)
+    assert {"texts", "player"} <= asked <= set(Reader(page).all("id"))
     paths = set(re.findall(r'"(v1/[a-z/]+|live|metrics)"', page))
     assert paths == {"v1/completions", "v1/chat/completions", "live", "metrics"}
 

@@ -43,6 +43,9 @@ def test_a_prompt_goes_where_its_beginning_is():
     send(prefixes, "c", PROMPT[:8])
     assert prefixes.order(list("abc"), [PROMPT[:13] + [1, 2, 3]], "") == ["b", "c", "a"]
     assert first(prefixes, PROMPT[:7] + [60] * 9) == "c"  # one page: it knows the fewest
+    send(prefixes, "a", PROMPT, salt="x")  # another beginning
+    assert first(prefixes, PROMPT, salt="x") == "a"
+    assert first(prefixes, PROMPT, salt="y") == "c"
 
 
 def test_the_last_token_is_computed_and_a_page_counts_when_it_is_full():
@@ -53,13 +56,6 @@ def test_the_last_token_is_computed_and_a_page_counts_when_it_is_full():
     send(prefixes, "a", [59] * 20)  # from now on it has more pages
     assert first(prefixes, PROMPT[:5], replicas="ab") == "a"
     assert first(prefixes, PROMPT[:4], replicas="ab") == "b"
-
-
-def test_a_salt_is_another_beginning():
-    prefixes = make(*"ab")
-    send(prefixes, "a", PROMPT, salt="x")
-    assert first(prefixes, PROMPT, salt="x", replicas="ab") == "a"
-    assert first(prefixes, PROMPT, salt="y", replicas="ab") == "b"
 
 
 def test_without_a_beginning_it_goes_where_least_is_to_do():
@@ -76,15 +72,10 @@ def test_pages_are_worth_so_many_texts():
     send(prefixes, "a", PROMPT[:12])
     send(prefixes, "a", *[[1]] * 3, over=False)
     assert first(prefixes, PROMPT, replicas="ba") == "b"  # equal, but a has more pages
+    # A page that several prompts have counts once.
+    assert first(prefixes, PROMPT, PROMPT[:12] + [60] * 8, replicas="ab") == "b"
     prefixes.sent("b", "other", [[1]], "")
     assert first(prefixes, PROMPT, replicas="ba") == "a"
-
-
-def test_a_page_that_several_prompts_have_counts_once():
-    prefixes = make(*"ab", max_rows=9)
-    send(prefixes, "a", PROMPT[:8])
-    send(prefixes, "a", *[[1]] * 3, over=False)
-    assert first(prefixes, PROMPT, PROMPT[:8] + [60] * 8, replicas="ab") == "b"
 
 
 def test_where_no_row_is_free_pages_do_not_count():
@@ -108,14 +99,9 @@ def test_what_a_cache_has_no_room_for_is_forgotten_and_the_beginning_last():
     send(prefixes, "a", [59] * 16)
     send(prefixes, "b", [58] * 16)
     assert first(prefixes, PROMPT, replicas="ba") == "b"
-
-
-def test_a_beginning_that_is_asked_for_again_is_kept():
-    prefixes = make(*"ab", num_pages=4)
     for prompt in (PROMPT[:8], [60] * 8, PROMPT[:8], [59] * 8):  # two pages each
         send(prefixes, "a", prompt)
-    send(prefixes, "b", [58] * 16)
-    assert first(prefixes, PROMPT[:9], replicas="ba") == "a"
+    assert first(prefixes, PROMPT[:9], replicas="ba") == "a"  # it was asked for again
     assert first(prefixes, [60] * 9, replicas="ba") == "b"
 
 

@@ -9,17 +9,21 @@ from datetime import timedelta
 import pytest
 from ranks import SMALL, appears, script, serving, start, wait, written
 
+import command_line
+import infer_engine
+from engine import options
+from model import TorchRunner
+from parallel.ranks import RankRunner, Ranks
+
 ARGUMENTS = [*SMALL, "--prompt", "Tom", "--ignore-eos"]
 ENDLESS = [*ARGUMENTS, "--max-new-tokens", 10**9]
 STREAM = {"prompt": "Tom", "ignore_eos": True, "stream": True}
-ENDED = "another of the processes has ended or does not answer\n"
+ENDED = "another of the processes has ended or does not answer"
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 def begin(directory) -> list:
     """Two processes that write a text without an end, once it has begun."""
-    import infer_engine
-
     processes = start(2, script, directory, infer_engine.main, ENDLESS)
     appears(directory, processes[0], "Tom ")
     return processes
@@ -29,11 +33,13 @@ def data_of(event: bytes) -> dict:
     return json.loads(event.strip().removeprefix(b"data: "))
 
 
-def errors_of(directory) -> list[str]:
-    """Lines that the two have written to stderr, but for the three of statistics."""
-    lines = "".join(err for _, err in written(directory, 2)).splitlines(keepends=True)
+def check_line(directory, *ends: str) -> None:
+    """The two have written a line for each of these ends to stderr, and three of statistics."""
+    lines = "".join(err for _, err in written(directory, 2)).splitlines()
     counts = "tokens/s", " positions computed", " collectives a step"
-    return [line for line in lines if not any(count in line for count in counts)]
+    told = [line for line in lines if not any(count in line for count in counts)]
+    assert len(told) == len(ends), told
+    assert all(line.endswith(f"error: {end}") for line, end in zip(told, ends))
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -42,18 +48,12 @@ def test_one_is_killed(tmp_path, victim):
     processes[victim].kill()
     codes = wait(processes)
     assert (codes[victim], codes[1 - victim]) == (-signal.SIGKILL, 2)
-    found = errors_of(tmp_path)
-    assert len(found) == 1, found
-    (line,) = found
-    assert line.endswith(f"error: {ENDED if victim else 'rank 1: ' + ENDED}")
+    check_line(tmp_path, ENDED if victim else f"rank 1: {ENDED}")
 
 
 @pytest.mark.parametrize("place", ["tell", "all_gather"])
 def test_one_stands_still(tmp_path, monkeypatch, place):
-    import infer_engine
-    from parallel import ranks
-
-    real = getattr(ranks.Ranks, place)
+    real = getattr(Ranks, place)
     calls = []
 
     def stopping(self, *arguments):
@@ -62,15 +62,12 @@ def test_one_stands_still(tmp_path, monkeypatch, place):
             os.kill(os.getpid(), signal.SIGSTOP)
         return real(self, *arguments)
 
-    monkeypatch.setattr(ranks, "LIMIT", timedelta(seconds=5))
-    monkeypatch.setattr(ranks.Ranks, place, stopping)
+    monkeypatch.setattr("parallel.ranks.LIMIT", timedelta(seconds=3))
+    monkeypatch.setattr(Ranks, place, stopping)
     processes = start(2, script, tmp_path, infer_engine.main, ENDLESS)
     processes[0].join(100)
     assert wait(processes, 0) == [2, None]
-    found = errors_of(tmp_path)
-    assert len(found) == 1, found
-    (line,) = found
-    assert line.endswith(f"error: {ENDED}")
+    check_line(tmp_path, ENDED)
 
 
 def test_ctrl_c(tmp_path):
@@ -81,14 +78,12 @@ def test_ctrl_c(tmp_path):
     assert code == 130 and other in (-signal.SIGINT, 2)  # 2: rank 0 has ended before it hears
     (out, err), other = written(tmp_path, 2)
     assert out.startswith("Tom") and out.endswith("\n") and "tokens/s" in err
-    assert (errors_of(tmp_path), other) == ([], ("", ""))
+    assert other == ("", "")
+    check_line(tmp_path)
 
 
 @pytest.mark.parametrize("place, victim", [("load_part", 1), ("logits", 0), ("logits", 1)])
 def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
-    import infer_engine
-    from engine import options
-    from model import TorchRunner
     from parallel.ranks import RankError  # noqa: F401  without it both would wait
 
     owner = options if place == "load_part" else TorchRunner
@@ -104,17 +99,12 @@ def test_one_has_no_memory(tmp_path, monkeypatch, victim, place):
     monkeypatch.setattr(owner, place, failing)
     processes = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 9])
     assert wait(processes) == [2, 2]
-    found = errors_of(tmp_path)
-    assert len(found) == 1, found
-    (line,) = found
     what = "texts of this step" if owner is TorchRunner else "model and its texts"
     name = "rank 1: " if victim else ""
-    assert line.endswith(f"error: {name}the {what} do not fit in memory\n")
+    check_line(tmp_path, f"{name}the {what} do not fit in memory")
 
 
 def test_one_that_fails_when_the_other_is_done_ends_both():
-    from parallel.ranks import Ranks
-
     def end():
         with Ranks() as ranks:
             if ranks.rank:
@@ -124,8 +114,6 @@ def test_one_that_fails_when_the_other_is_done_ends_both():
 
 
 def test_without_a_store_each_says_why():
-    from parallel.ranks import Ranks
-
     class Gone:
         def add(self, *_):
             raise RuntimeError("it was in a process that has ended")
@@ -136,32 +124,24 @@ def test_without_a_store_each_says_why():
 
 
 def test_who_has_to_wait_has_no_limit(tmp_path, monkeypatch):
-    import command_line
-    import infer_engine
-    from parallel import ranks
-
     real = command_line.load_model
 
     def slow(*arguments):
-        time.sleep(6 if os.environ["RANK"] == "1" else 0)
+        time.sleep(4 if os.environ["RANK"] == "1" else 0)
         return real(*arguments)
 
     def idle():
-        with ranks.Ranks() as group:
-            time.sleep(0 if group.rank else 6)
+        with Ranks() as group:
+            time.sleep(0 if group.rank else 4)
             group.tell()
 
     monkeypatch.setattr(command_line, "load_model", slow)
-    monkeypatch.setattr(ranks, "LIMIT", timedelta(seconds=5))
+    monkeypatch.setattr("parallel.ranks.LIMIT", timedelta(seconds=3))
     loading = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 3])
-    codes = [wait(processes) for processes in (start(2, idle), loading)]
-    assert codes == [[0, 0], [0, 0]]
+    assert [wait(processes) for processes in (start(2, idle), loading)] == [[0, 0]] * 2
 
 
 def test_a_mistake_has_its_traceback(tmp_path, monkeypatch):
-    import infer_engine
-    from parallel.ranks import RankRunner
-
     def follow(*arguments):
         raise ZeroDivisionError("a mistake")
 
@@ -182,7 +162,7 @@ def test_a_server_drains(tmp_path, number, codes):
             *_, last, done, end = answer.read().split(b"\n\n")
         assert data_of(last)["choices"][0]["finish_reason"] == "length"
         assert (done, end, wait(processes)) == (b"data: [DONE]", b"", codes)
-    assert errors_of(tmp_path) == []
+    check_line(tmp_path)
 
 
 def test_a_server_loses_a_process(tmp_path):
@@ -191,15 +171,12 @@ def test_a_server_loses_a_process(tmp_path):
             answer.readline()
             processes[1].kill()
             *_, error, done, end = answer.read().split(b"\n\n")
-        assert data_of(error)["error"]["message"] == ENDED.rstrip()
+        assert data_of(error)["error"]["message"] == ENDED
         assert (done, end, wait(processes)) == (b"data: [DONE]", b"", [2, -signal.SIGKILL])
-    (line,) = errors_of(tmp_path)
-    assert line.endswith(f"error: {ENDED}")
+    check_line(tmp_path, ENDED)
 
 
 def test_a_server_has_no_memory(tmp_path, monkeypatch):
-    from model import TorchRunner
-
     real = TorchRunner.logits
 
     def failing(*arguments):
@@ -213,5 +190,4 @@ def test_a_server_has_no_memory(tmp_path, monkeypatch):
         error = "the texts of this step do not fit in memory"
         assert (status, answer["error"]["message"]) == (503, error)
         assert wait(processes) == [2, 2]
-    (line,) = errors_of(tmp_path)
-    assert line.endswith(f"error: {error}\n")
+    check_line(tmp_path, error)

@@ -18,18 +18,15 @@ def run_script(run_main, *arguments) -> tuple[int, str, str]:
     return code, out, err.partition("error: ")[2]
 
 
-def test_without_ray_a_line_says_what_to_install(run_main, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    hint = "get it with: pip install -r requirements-ray.txt"
-    assert run_script(run_main) == (2, "", f"Ray is not installed here; {hint}\n")
+HINT = "Ray is not installed here; get it with: pip install -r requirements-ray.txt\n"
 
 
-def test_the_least_and_the_most_that_is_allowed(run_main, monkeypatch):
+@pytest.mark.parametrize("cpus", [0.0001, os.cpu_count()])
+def test_without_ray_a_line_says_what_to_install(run_main, monkeypatch, cpus):
+    """With the least and the most that is allowed."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    options = "--replicas=1", "--max-replicas=1", "--scale-seconds=1"
-    for cpus in (0.0001, os.cpu_count()):
-        _, _, error = run_script(run_main, *options, f"--cpus={cpus}")
-        assert error.startswith("Ray is not installed here")
+    options = "--replicas=1", "--max-replicas=1", "--scale-seconds=1", f"--cpus={cpus}"
+    assert run_script(run_main, *options) == (2, "", HINT)
 
 
 def test_options_of_serve_run(monkeypatch):
@@ -49,8 +46,7 @@ def test_each_replica_needs_a_gpu(run_main, monkeypatch):
     assert run_script(run_main, "--cpus=0.1", "--device=cuda") == (2, "", error)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setitem(sys.modules, "ray", None)
-    _, _, error = run_script(run_main, "--cpus=0.1", "--device=cuda")
-    assert error.startswith("Ray is not installed here")
+    assert run_script(run_main, "--cpus=0.1", "--device=cuda") == (2, "", HINT)
 
 
 def test_a_model_without_weights_is_a_line(run_main, tmp_path):

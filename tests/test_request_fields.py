@@ -16,7 +16,6 @@ PARAMS = [
 
 
 def alone(tiny_llama, prompt: str, **params) -> tuple:
-    """Text and finish reason of the engine alone."""
     return engine_alone(tiny_llama, prompt, max_new_tokens=40, **params)[1::2]
 
 
@@ -135,7 +134,6 @@ def test_values_out_of_range(door, field, value, message):
 
 def test_stop_strings_at_their_limits(door):
     assert text_of(door, {"prompt": "Tom", "stop": ["x" * 256] * 16})
-    assert door.post("/v1/completions", {"stop": ["x" * 256] * 17})[0] == 400
 
 
 TOO_LONG = (413, refusal("the body is too long; it may have 1048576 bytes", None))
@@ -147,7 +145,6 @@ def test_a_body_has_at_most_a_mebibyte(door, chunked):
     for more in (0, 1, 2**20, 2**22):
         body = b"[" + b" " * (2**20 - 1 + more)
         parts = [body[start : start + 2**18] for start in range(0, len(body), 2**18)]
-        # Without a Content-Length in chunks.
         found = door.post("/v1/completions", iter(parts) if chunked else body)
         if more:
             assert found == TOO_LONG

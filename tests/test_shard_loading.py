@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import alone, joined, results
+from ranks import compared, results
+
+from loading import load
+from loading.load import save_model
+from model import GPTConfig
+from parallel.ranks import Ranks
 
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 24000, "block_size": 16}
 
@@ -25,8 +30,6 @@ def peak(action) -> int:
 @pytest.fixture(scope="module")
 def large(tiny, tmp_path_factory):
     """A directory with 37 MB of weights, and in small a model of the same kind."""
-    from loading.load import save_model
-
     directory = tmp_path_factory.mktemp("large")
     save_model(tiny(dtype=torch.float32, **SHAPE), directory)
     save_model(tiny(dtype=torch.float32, n_head=4), directory / "small")
@@ -37,7 +40,6 @@ def large(tiny, tmp_path_factory):
 @pytest.mark.parametrize("way", ["gather", "reduce"])
 def test_the_peak_of_each_rank(large, way):
     def action():
-        from parallel.ranks import Ranks
         from parallel.shards import load_part
 
         with Ranks(way) as ranks:
@@ -50,15 +52,11 @@ def test_the_peak_of_each_rank(large, way):
 
 
 def test_still_random_weights_are_those_of_one_process(monkeypatch):
-    from loading import load
-    from model import GPTConfig
-
     shape = GPTConfig(**SHAPE | {"vocab_size": 61, "eos_token_ids": (60,)})
     monkeypatch.setitem(load.PRESETS, "small", shape)
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
     options = {"dtype": torch.float64, "native": False}
-    logits, *_ = joined(3, "random:small", tokens, "reduce", **options)
-    assert (logits - alone("random:small", tokens, **options)).abs().max() < 1e-12
+    assert compared(3, "random:small", tokens, "reduce", **options)[0] < 1e-12
 
 
 def test_places_of_a_block():

@@ -41,19 +41,19 @@ def test_log_probabilities_are_those_of_the_engine(door, tiny_llama, count):
         assert sum(parts, []) == values
 
 
-def written(tiny_llama, text: str, end=()):
-    """A server that writes this text, whatever its model thinks."""
-    ids = small_encoding().encode(text) + list(end)
-    return serving(lambda: writing(small_engine(tiny_llama), ids)), len(ids)
+def choice_of(tiny_llama, text: str, **fields) -> tuple[dict, int]:
+    """What a server answers that writes this text, whatever its model thinks, and its tokens."""
+    ids = small_encoding().encode(text, allowed_special="all")
+    with serving(lambda: writing(small_engine(tiny_llama), ids)) as door:
+        body = {"prompt": "x", "max_tokens": len(ids)} | fields
+        (choice,) = door.post(PATH, body)[1]["choices"]
+    return choice, len(ids)
 
 
 def test_tokens_that_are_parts_of_letters(tiny_llama):
     """They are shown as bytes, and begin where their letter does; EOS begins at the end."""
     text = "a😀é😀"
-    server, count = written(tiny_llama, text, [4095])
-    with server as door:
-        body = {"prompt": "x", "max_tokens": 99, "logprobs": 0}
-        (choice,) = door.post(PATH, body)[1]["choices"]
+    choice, count = choice_of(tiny_llama, f"{text}<|endoftext|>", max_tokens=99, logprobs=0)
     found = choice["logprobs"]
     assert (choice["text"], choice["finish_reason"]) == (text, "stop")
     assert len(found["tokens"]) == len(found["token_logprobs"]) == count
@@ -72,10 +72,7 @@ def test_tokens_that_are_parts_of_letters(tiny_llama):
 
 
 def test_tokens_of_a_stop_string_are_shown(tiny_llama):
-    server, count = written(tiny_llama, "one two three")
-    with server as door:
-        body = {"prompt": "x", "max_tokens": count, "logprobs": 1, "stop": [" two"]}
-        (choice,) = door.post(PATH, body)[1]["choices"]
+    choice, _ = choice_of(tiny_llama, "one two three", logprobs=1, stop=[" two"])
     assert (choice["text"], choice["finish_reason"]) == ("one", "stop")
     assert "".join(choice["logprobs"]["tokens"]).startswith("one two")
 
@@ -89,9 +86,8 @@ def test_each_choice_has_its_own(door):
 def test_without_asking_there_are_none(door):
     assert door.post(PATH, {"logprobs": None})[1]["choices"][0]["logprobs"] is None
     (choice,) = door.post(PATH, {"logprobs": 0, "max_tokens": 0})[1]["choices"]
-    assert choice["logprobs"] == {
-        column: [] for column in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    }
+    columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    assert choice["logprobs"] == {column: [] for column in columns}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import yaml
 from conftest import ROOT
 
+from command_line import OPTIONAL
+
 
 def workflow(name: str) -> dict:
     return yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text("utf-8"))
@@ -30,15 +32,13 @@ def packages(name: str) -> set[str]:
 
 
 def test_running_needs_no_package_of_tests_or_benchmarks():
-    from command_line import OPTIONAL
-
     assert OPTIONAL <= packages("requirements-test.txt")
     assert not packages("requirements-test.txt") & packages("requirements.txt")
 
 
 def test_the_book_is_made_of_main_and_put_on_pages():
     found = workflow("book.yml")
-    build, deploy = found["jobs"]["build"], found["jobs"]["deploy"]
+    build, deploy = (found["jobs"][name] for name in ("build", "deploy"))
     assert found[True]["push"] == {"branches": ["main"]}  # YAML reads `on` as true
     assert build["steps"][0]["with"] == {"fetch-depth": 0, "ref": "main"}
     assert steps_of(build)[-2:] == ["make book PYTHON=python", "actions/upload-pages-artifact"]

@@ -60,7 +60,7 @@ REFUSED = {  # script and the options before these -> options, of which the last
         "--target nowhere": "nowhere",
     },
     "benchmarks.batching --model MODEL --prompt-tokens 5 --engines cache": {
-        "--max-new-tokens 60": "65 tokens do not fit the window of",
+        "--max-new-tokens 60": "65 tokens do not fit the window of"
     },
     "benchmarks.engine --model MODEL --draft MODEL --only speculation --prompt-tokens 2 6"
     " --new-tokens 3 8 --long-prompt 20": {

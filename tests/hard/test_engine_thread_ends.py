@@ -8,6 +8,7 @@ from serving import collect, run_calls, small_engine
 
 from errors import UserError
 from sampling import SamplingParams
+from server.engine_thread import EngineThread
 
 
 def test_no_texts_and_texts_of_no_tokens(tiny_llama):
@@ -34,8 +35,6 @@ def test_updates_do_not_change(tiny_llama):
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_thread_ends_if_nobody_waits_for_its_engine(tiny_llama, capfd, fails):
     """Cancelled while the engine is made, in a loop that goes on and in one that has ended."""
-    from server.engine_thread import EngineThread
-
     made = threading.Event()
 
     def make():

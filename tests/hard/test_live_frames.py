@@ -45,7 +45,6 @@ def test_a_text_that_fails_is_counted_too(start, tiny):
 
 
 def test_who_was_computed_and_waits_is_in_the_frame(start, monkeypatch):
-    """However few of the queue are."""
     monkeypatch.setattr(live, "PERIOD", 1e6)
     monkeypatch.setattr(live, "MOST_WAITING", 0)
     door = start(num_pages=8, page_size=4)

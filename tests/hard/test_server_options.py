@@ -12,6 +12,8 @@ REFUSED = {
     "serve": {
         "--port=-1": "--port -1: it must be from 0 to 65535",
         "--port=65536": "--port 65536: it must be from 0 to 65535",
+        "--host=": "--host is empty; 0.0.0.0 listens at all addresses",
+        f"--host={70 * chr(233)}": f"--host {70 * chr(233)}: not the name of a host",
         "--gamma=2": "--gamma is for --draft only",
         "--drain-seconds=-1": "drain_seconds is -1.0; it must be a number from 0 to below 1000000",
         "--max-waiting=-1": "max_waiting is -1; it must be an integer >= 0",

@@ -34,9 +34,7 @@ BODY = request_of("/v1/completions", ENDLESS)
 @pytest.fixture
 def limit(monkeypatch) -> float:
     """Seconds that a head may take, or the next piece of a body."""
-    import serve
-
-    monkeypatch.setattr(serve.Protocol, "seconds", 0.5)
+    monkeypatch.setattr("serve.Protocol.seconds", 0.5)
     return 0.5
 
 
@@ -118,12 +116,7 @@ def test_a_body_and_an_answer_may_take_longer(tiny_llama, limit):
     def make():
         engine = small_engine(tiny_llama)
         step = engine.step
-
-        def slow_step():
-            time.sleep(limit / 5)
-            return step()
-
-        engine.step = slow_step
+        engine.step = lambda: time.sleep(limit / 5) or step()
         return engine
 
     text = {"prompt": "Tom", "max_tokens": 6, "ignore_eos": True}

@@ -1,17 +1,19 @@
 """A server on Ray, as its users start it."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 from conftest import ROOT
-from prometheus_client.parser import text_string_to_metric_families
 from replicas import OPTIONS
-from serving import Door
+from serving import Door, metric_families
+from serving import until as until_in
+
+until = functools.partial(until_in, seconds=100)
 
 
 class Server:
@@ -62,18 +64,9 @@ def start(model, directory, *options) -> Iterator[tuple[Door, Server]]:
             assert server.result() == (130, "", [])
 
 
-def until(condition) -> None:
-    end = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def samples(door, name: str, **labels) -> dict[str, float]:
     """The values of a metric, of each engine by its name, which have these labels."""
-    with door.send("GET", "/metrics") as answer:
-        assert answer.status == 200
-        families = list(text_string_to_metric_families(answer.read().decode()))
+    families = metric_families(door)
     assert len({family.name for family in families}) == len(families)
     return {
         sample.labels["engine"]: sample.value

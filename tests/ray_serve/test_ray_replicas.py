@@ -1,7 +1,7 @@
 """Engines on Ray write what one engine writes."""
 
 from on_ray import Server
-from replicas import check_texts, check_texts_at_once
+from replicas import check_texts
 
 pytest_plugins = ["ray_fixtures"]
 PATH = "/v1/completions"
@@ -9,12 +9,7 @@ PATH = "/v1/completions"
 
 def test_texts_are_those_of_one_engine(servers):
     door, _, one = servers
-    check_texts(door, one)
-
-
-def test_texts_at_once_are_those_of_one_engine(servers):
-    door, _, one = servers
-    check_texts_at_once(door, one, clients=8)
+    check_texts(door, one, clients=8)
 
 
 def test_what_an_engine_refuses_is_told(servers):
