@@ -9,10 +9,11 @@ cannot disagree with the code.
 import argparse
 import html
 import json
+import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,27 +35,7 @@ except ImportError as error:
 
 import lessons as course  # noqa: E402
 import pictures  # noqa: E402
-from book import glossary  # noqa: E402
-from book.diffs import (  # noqa: E402
-    Change,
-    Commit,
-    code_lines,
-    defined,
-    names_in,
-    places_of,
-    read_bytes,
-    read_commits,
-    show_change,
-)
-from book.prose import (  # noqa: E402
-    answer,
-    capital,
-    commands,
-    find_papers,
-    prose,
-    specification,
-    unwrap,
-)
+from book import diffs, glossary, prose  # noqa: E402
 from lessons import Lesson, LessonError, git  # noqa: E402
 
 TEMPLATES = Path(__file__).with_name("book")
@@ -81,6 +62,10 @@ def part_of(lesson: Lesson) -> str:
     return TITLES[max(number for number in TITLES if number <= lesson.id)]
 
 
+# Of a lesson's message, as the search has them.
+SECTIONS = ("problem", "idea", "reading", "testing", "implement", "exercise", "trying")
+
+
 @dataclass
 class Section:
     """A folded part of a lesson's page, or a page of its own where that would grow too large."""
@@ -94,23 +79,21 @@ class Section:
 def lesson_pages(
     lesson: Lesson,
     message: str,
-    commit: Commit,
-    before: list[Commit],
+    commit: diffs.Commit,
+    before: list[diffs.Commit],
     ids: dict[str, str],
     make: Callable[..., str],
     **context,
-) -> dict[str, str]:
-    """The pages of a lesson, name -> HTML.
+) -> tuple[dict[str, str], str]:
+    """The pages of a lesson, name -> HTML; and its sections alone, for the search.
 
     before: the commits that prepare it. ids: of all lessons, by slug.
     """
     parts = course.read_message(message)
     changes = [change for change in commit.changes if not change.is_test]
-    reading = parts.get("Read", "")
-    paths = [change.path for change in changes]
-    changes.sort(key=lambda change: (not change.is_code, place_in(reading, change, paths)))
-    code = [change for change in changes if change.is_code]
-    shown_reading, marks = link_code(prose(reading.strip()), code)
+    reading, marks = link_code(prose.prose(parts.get("Read", "").strip()), changes)
+    order = [*marks, *(change.path for change in changes)]
+    changes.sort(key=lambda change: (not change.is_code, order.index(change.path)))
     files = []
     for change in changes:
         closed = not change.is_code or context["previous"] is None
@@ -124,13 +107,13 @@ def lesson_pages(
     problem, _, idea = parts[""].partition("\n\n")
     context |= {
         "lesson": lesson,
-        "problem": explain(prose(problem)),
-        "idea": explain(prose(idea)),
-        "trying": explain(commands(message)),
-        "reading": explain(shown_reading),
-        "testing": explain(prose(capital(parts.get("Tests", "")))),
+        "problem": explain(prose.prose(problem)),
+        "idea": explain(prose.prose(idea)),
+        "trying": explain(prose.commands(message)),
+        "reading": explain(reading),
+        "testing": explain(prose.prose(prose.capital(parts.get("Tests", "")))),
         "exercise": explain(context["exercise"]),
-        "implement": specification(parts.get("Implement", "")),
+        "implement": prose.specification(parts.get("Implement", "")),
         "files": files,
         "tests": tests,
         "before": preparing,
@@ -139,73 +122,45 @@ def lesson_pages(
     for section in sections:
         if section.apart:
             pages[f"{section.name}.html"] = make("part.html", **context | {"section": section})
-    return pages
+    return pages, "".join(context[name] for name in SECTIONS)
 
 
-def place_in(reading: str, change: Change, paths: list[str]) -> int:
-    """Where a text on what to read first names a file, or what a change defines or alters in it.
-
-    paths: of all changed files. What is said of another file counts only if nothing else is found.
-    """
-    names = [change.path, Path(change.path).name, *names_in(change)]
-    words = "|".join(re.escape(name) for name in names if name)
-    own = []
-    others = []
-    for start, clause in clauses(reading):
-        about = files_in(clause, paths)
-        for found in re.finditer(rf"(?<![\w/.])(?:{words})(?!\w)", clause):
-            (own if not about or change.path in about else others).append(start + found.start())
-    return min(own or others or [len(reading)])
-
-
-def clauses(reading: str) -> Iterator[tuple[int, str]]:
-    """The parts of a text on what to read, each with its place: each is about some files."""
-    for found in re.finditer(r"(?:(?!;\s|\.\s).)+", reading, re.DOTALL):
-        yield found.start(), found[0]
-
-
-def files_in(clause: str, paths: list[str]) -> list[str]:
-    """Those of the paths that a text names, by their last part or whole."""
-    named = re.findall(r"[\w/.-]*\w", clause)
-    return [path for path in paths if path in named or Path(path).name in named]
-
-
-def link_code(reading: str, changes: list[Change]) -> tuple[str, dict[str, dict[int, str]]]:
+def link_code(reading: str, changes: list[diffs.Change]) -> tuple[str, dict[str, dict[int, str]]]:
     """What to read, as HTML, with a link from each name to where the page shows it.
 
-    changes: of code, in the order of the page. Returns the ids of lines too, path -> line -> id.
+    Returns the ids of lines too, path -> line -> id, with files in the order of the text.
     """
-    paths = [change.path for change in changes]
-    marks = {path: {} for path in paths}
+    marks = {}
     shown = ""
-    end = 0
-    owner = ""  # "Engine" after `Engine.step`: `compute` is then its own rather than another's
-    for start, clause in clauses(reading):
-        about = files_in(re.sub(r"<[^>]*>", " ", clause), paths)
-        named = [change for change in changes if change.path in about]
-        for found in re.finditer(r"<code>([\w.]+)(?:\([^<]*)?</code>", clause):
-            place = find_code(found[1], owner, named) or find_code(found[1], owner, changes)
-            if place:
-                path, line, name = place
-                owner = name.rpartition(".")[0]
-                id = marks[path].setdefault(line, f"code-{paths.index(path)}-{line + 1}")
-                shown += reading[end : start + found.start()] + f'<a href="#{id}">{found[0]}</a>'
-                end = start + found.end()
-    return shown + reading[end:], marks
+    for clause in re.split(r"(?<=[;.]\s)", reading):  # each is about some files
+        words = re.findall(r"[\w.-]*\w", re.sub(r"<[^>]*>", " ", clause))
+        named = [change for change in changes if Path(change.path).name in words]
+
+        def link(found: re.Match, named: list[diffs.Change] = named) -> str:
+            place = find_code(found[1], named) or find_code(found[1], changes)
+            if not place:
+                return found[0]
+            change, line = place
+            id = f"code-{changes.index(change)}-{line + 1}"
+            marks.setdefault(change.path, {})[line] = id
+            return f'<a href="#{id}">{found[0]}</a>'
+
+        shown += re.sub(r"<code>([\w.]+)(?:\([^<]*)?</code>", link, clause)
+        for change in named:
+            marks.setdefault(change.path, {})
+    return shown, marks
 
 
-def find_code(name: str, owner: str, changes: list[Change]) -> tuple[str, int, str] | None:
-    """Where a name is defined: (path, line, full name); None if these files do not define it."""
+def find_code(name: str, changes: list[diffs.Change]) -> tuple[diffs.Change, int] | None:
+    """Where a name, or a method of that name, is defined; None if these files do not define it."""
     places = [
-        (change.path, line, found)
+        (f".{found}", change, line)
         for change in changes
-        for line, found in places_of(change.new, change.path)
+        if change.is_code
+        for line, found in diffs.places_of(change.new, change.path)
     ]
-    for wanted in (f"{owner}.{name}", name):
-        for path, line, found in places:
-            if found == wanted:
-                return path, line, found
-    return next((place for place in places if place[2].endswith(f".{name}")), None)
+    places.sort(key=lambda place: place[0] != f".{name}")
+    return next((place[1:] for place in places if place[0].endswith(f".{name}")), None)
 
 
 def fit(render: Callable[[], str], sections: list[Section], name: str) -> str:
@@ -229,9 +184,9 @@ def fit(render: Callable[[], str], sections: list[Section], name: str) -> str:
 APART = ("answers/", "pictures/", "tools/", "course/", "tests/book_pages/")
 
 
-def diff_section(name: str, commit: Commit) -> Section:
+def diff_section(name: str, commit: diffs.Commit) -> Section:
     """A commit between two lessons: its message and its diff, but for data and the book's code."""
-    body = prose(commit.body)
+    body = prose.prose(commit.body)
     for change in commit.changes:
         if Path(change.path).suffix in (".csv", ".json") or change.path.startswith(APART):
             path = f"<code>{html.escape(change.path)}</code>"
@@ -241,7 +196,7 @@ def diff_section(name: str, commit: Commit) -> Section:
     return Section(name, commit.subject, body)
 
 
-def test_section(lesson: Lesson, changes: list[Change]) -> list[Section]:
+def test_section(lesson: Lesson, changes: list[diffs.Change]) -> list[Section]:
     """The section of a lesson's tests; none if it has none."""
     if not changes:
         return []
@@ -252,12 +207,12 @@ def test_section(lesson: Lesson, changes: list[Change]) -> list[Section]:
 
 
 def file_diff(
-    change: Change, folded: bool, closed: bool = False, marks: dict[int, str] | None = None
+    change: diffs.Change, folded: bool, closed: bool = False, marks: dict[int, str] | None = None
 ) -> str:
     """folded, marks: as of `show_change`. closed: the whole is behind its name."""
     counts = f"+{change.count('+')} &minus;{change.count('-')}"
     name = f"<h3><code>{html.escape(change.path)}</code> <small>{counts}</small></h3>"
-    body = show_change(change, folded, marks)
+    body = diffs.show_change(change, folded, marks)
     if closed:
         body = f"<details><summary>{name}</summary>{body}</details>"
     else:
@@ -371,7 +326,7 @@ def make_pages(
     """
     make = page_maker(ref, lessons, bool(scripts))
     names = set(git("ls-tree", "-r", "--name-only", ref).splitlines())
-    commits = read_commits(ref)
+    commits = diffs.read_commits(ref)
     places = {commit.hash: place for place, commit in enumerate(commits)}
     pages = {}
     sizes = {}
@@ -386,14 +341,14 @@ def make_pages(
         before = commits[last + 1 : place]
         last = place
         message = course.message(lesson)
-        exercise = prose(capital(course.read_message(message).get("Exercise", "")))
+        exercise = prose.prose(prose.capital(course.read_message(message).get("Exercise", "")))
         path = f"course/answers/{lesson.id}.md"
         answered = path in names
         exercises.append((lesson, exercise, answered))
-        own = code_lines([commit], "+")
-        added = code_lines(before, "+") + "\n" + own
+        own = diffs.code_lines([commit], "+")
+        added = diffs.code_lines(before, "+") + "\n" + own
         papers = papers_of([*before, commit], added)
-        pages |= lesson_pages(
+        made, shown = lesson_pages(
             lesson,
             message,
             commit,
@@ -406,18 +361,19 @@ def make_pages(
             next=lessons[number + 1] if number + 1 < len(lessons) else None,
             papers=papers,
             exercise=exercise,
-            answer=answer(git("show", f"{ref}:{path}")) if answered else None,
+            answer=prose.answer(git("show", f"{ref}:{path}")) if answered else None,
             answered_at=course.answered_at(ref, path) if answered else None,
             picture=figures.get(lesson.id, ""),
             plots=[plot for plot in plots if lesson.id.partition("-")[2] in plot["lessons"]],
             plays=pictures.RECORDED in figures.get(lesson.id, ""),
         )
+        pages |= made
         sizes[lesson.id] = {
             "adds": title(lesson),
             "code": sum(change.count("+") for change in commit.changes if change.is_code),
             "tests": sum(change.count("+") for change in commit.changes if change.is_test),
         }
-        entries.append(search_entry(lesson, message, own, papers))
+        entries.append(search_entry(lesson, shown, own, papers))
     shades = [f"from {least:.0%}" if least else f"below {SHADES[-2]:.0%}" for least in SHADES]
     headline, first, start = introduction(git("show", f"{ref}:Readme.md"))
     pages |= files
@@ -486,11 +442,11 @@ def page_maker(ref: str, lessons: list[Lesson], play: bool) -> Callable[..., str
     return make
 
 
-def papers_of(commits: list[Commit], added: str) -> dict[str, str]:
+def papers_of(commits: list[diffs.Commit], added: str) -> dict[str, str]:
     """The papers that messages name, and those that code names which was not only moved."""
-    moved = find_papers(code_lines(commits, "-"))
-    papers = find_papers("\n".join(commit.body for commit in commits))
-    new = find_papers(added)
+    moved = prose.find_papers(diffs.code_lines(commits, "-"))
+    papers = prose.find_papers("\n".join(commit.body for commit in commits))
+    new = prose.find_papers(added)
     return papers | {name: address for name, address in new.items() if name not in moved}
 
 
@@ -509,55 +465,36 @@ def read_plots(ref: str, names: set[str]) -> tuple[list[dict], dict[str, bytes]]
             )
         slugs, text = PLOTS[start]
         text += "".join(words for end, words in VARIANTS.items() if f"{end}." in name) + "."
-        files[name] = read_bytes(f"{ref}:{path}")
+        files[name] = diffs.read_bytes(f"{ref}:{path}")
         width, height = png_size(files[name])
         plot = {"name": name, "text": text, "width": width, "height": height, "lessons": slugs}
         plots.append(plot)
     return plots, files
 
 
-def search_entry(lesson: Lesson, message: str, code: str, papers: dict[str, str]) -> dict[str, str]:
-    """What the search knows of a lesson. code: the lines that it adds."""
-    pieces = list(pieces_of(searchable(message).replace("`", "")))
-    pieces.append(f"Defines {', '.join(sorted(set(defined(code))))}")
+def search_entry(lesson: Lesson, shown: str, code: str, papers: dict[str, str]) -> dict[str, str]:
+    """What the search knows of a lesson: a line for each paragraph, item, formula and command.
+
+    shown: its sections, as HTML; what commands printed is left out. code: the lines that it adds.
+    """
+    shown = re.sub(r'<pre class="output.*?</pre>', "", shown, flags=re.DOTALL)
+    shown = re.sub(r"<[^>]*>", "", re.sub(r"<(?:p|li|pre)\b", "\n<", shown))
+    lines = [" ".join(line.split()) for line in html.unescape(shown).split("\n")]
+    lines.append(f"Defines {', '.join(sorted(set(diffs.defined(code))))}")
     if papers:
-        pieces.append(f"Papers: {'; '.join(papers)}")
+        lines.append(f"Papers: {'; '.join(papers)}")
     return {
         "page": f"{lesson.id}.html",
         "title": f"{lesson.id}: {title(lesson)}",
-        "text": "\n".join(pieces),
+        "text": "\n".join(filter(None, lines)),
     }
-
-
-def pieces_of(text: str) -> Iterator[str]:
-    """The paragraphs, items and formulas of a message, a line each."""
-    for piece in re.split(r"\n\s*\n|\n(?=- | {4}\S| {6}\S)", text):
-        if piece.strip():
-            yield unwrap(piece)
-
-
-def searchable(message: str) -> str:
-    """A lesson's message without its subject and what commands printed."""
-    parts = course.read_message(message)
-    trying = []
-    for kind, words in course.read_try(message):
-        if kind == "command":  # each line a piece
-            words = words.replace("\n", "\n\n")
-        if kind != "output":
-            trying.append(words)
-    order = ("", "Read", "Tests", "Implement", "Exercise")
-    return "\n\n".join([*(parts.get(name, "").strip("\n") for name in order), *trying])
 
 
 def check_output(output: Path) -> None:
     """Raise LessonError for a path that is neither free, nor an empty folder or an older book."""
-    if output.is_symlink() and not output.exists():
-        raise LessonError(
-            f"{output} is a link that leads nowhere; name another folder with --output"
-        )
-    if output.is_dir() and (not any(output.iterdir()) or MARK in first_page(output)):
-        return
-    if output.exists():
+    index = output / "index.html"
+    older = index.is_file() and MARK in index.read_text("utf-8", "replace")
+    if not older and (any(output.iterdir()) if output.is_dir() else os.path.lexists(output)):
         raise LessonError(
             f"{output} holds something that is not this book; name another folder with --output"
         )
@@ -565,13 +502,6 @@ def check_output(output: Path) -> None:
         raise LessonError(
             f"{output.parent} is no folder; --output names a new folder in one that is there"
         )
-
-
-def first_page(output: Path) -> str:
-    try:
-        return (output / "index.html").read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def write(pages: dict[str, str | bytes], output: Path) -> None:

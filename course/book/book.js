@@ -42,7 +42,7 @@ function fade(block) {
 }
 
 const sizes = new ResizeObserver((entries) => entries.forEach(({ target }) => fade(target)));
-for (const block of document.querySelectorAll("pre, .wide, .panel, .scroll, .where, .prose table")) {
+for (const block of document.querySelectorAll("pre, .wide, .panel, .scroll, .where")) {
   sizes.observe(block); // also when what it lies in is unfolded
   block.addEventListener("scroll", () => fade(block), { passive: true });
 }

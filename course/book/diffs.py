@@ -182,31 +182,13 @@ def heading(change: Change, hunk: Hunk) -> str:
     for line in hunk.lines:
         if line.kind == " ":
             continue
-        removed = line.kind == "-"
-        inside = [
-            (first, words)
-            for first, after, words in definitions(change.old if removed else change.new)
-            if first <= line.number < after
-        ]
-        if inside:
-            first, words = inside[-1]
-            shown = {
-                other.old if removed else other.new
-                for other in hunk.lines
-                if other.kind in (" ", line.kind)
-            }
-            return "" if first in shown else words
+        name, start = change.new, hunk.lines[0].new
+        if line.kind == "-":
+            name, start = change.old, hunk.lines[0].old
+        for first, after, words in reversed(definitions(name)):
+            if first <= line.number < after:
+                return words if first < start else ""
     return ""
-
-
-def names_in(change: Change) -> list[str]:
-    """The names of what a change defines or alters in its file."""
-    lines = blob(change.new).split("\n")
-    names = []
-    for hunk in change.hunks:
-        names += heading(change, hunk).split(".")
-        names += defined("\n".join(lines[line.new] for line in hunk.lines if line.kind != "-"))
-    return names
 
 
 def code_lines(commits: list[Commit], kind: str) -> str:

@@ -5,38 +5,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-# What is linked, where that is not the name and its plural; "" for nothing.
+# What is linked, where that is not a part of the name and its plural; "" for nothing.
 FORMS = {
     "acceptance": r"accept(?:ance|ed|s)?",
-    "attention": "attention",
-    "batch": "batch(?:es)?",
     "block": "",
-    "BOS, EOS": "BOS|EOS",
     "chat template": "template",
     "closed loop, open loop": "(?:closed|open)[ -]loops?",
     "decode, prefill": "prefill|decode|decoding step",
     "draw": "draws?|drawn",
-    "gamma": "gamma",
     "gap": "",
     "greedy": "greedy|greedily",
     "key, query, value": "keys and values|quer(?:y|ies)|keys",
     "log-probability": "log-probabilit(?:y|ies)|logprobs?",
     "mask": "mask(?:s|ed)?",
-    "noise": "noise",
     "padding": "padding|padded",
     "page, pool, table": "pages?|pools?|page tables?",
     "pass": "(?<=the )pass|(?<=one )pass|(?<=a )pass|(?<=each )pass|(?<=first )pass|(?<=whole )pass"
     "|(?<=forward )pass(?:es)?",
     "penalty": "penalt(?:y|ies)",
     "preemption": "preempt(?:ion|ions|ed|s)?",
-    "prefix": "prefix(?:es)?",
     "rotary positions": "rotary positions?|rotations?",
     "sampling": "sampl(?:ing|ed)",
-    "softmax": "softmax",
-    "target": "target|target model",
     "time to first token": "time to (?:the )?first token",
-    "top-k, top-p": "top-[kp]",
-    "weights": "weights",
     "work": "(?<=a )work|(?<=each )work|(?<=one )work|works(?= of)",
 }
 # Slugs of the lessons in which a word means something else.
@@ -68,7 +58,8 @@ class Word(NamedTuple):
 
     @property
     def pattern(self) -> str:
-        return FORMS.get(self.name, rf"{re.escape(self.name)}s?")
+        parts = (rf"{re.escape(part)}(?:e?s)?" for part in self.name.split(", "))
+        return FORMS.get(self.name, "|".join(parts))
 
     @property
     def elsewhere(self) -> list[str]:

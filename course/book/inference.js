@@ -343,8 +343,8 @@ function best(numbers, count) {
   return ids;
 }
 
-// The worker's end of model.js: {write}, {ask} or neither, each with an id that its answers carry.
-// Anything but a question ends what is being written.
+// The worker's end of model.js: {write}, {open} or neither, each with an id that its answers carry.
+// Anything but {open} ends what is being written.
 function serve() {
   const models = {};
   const { port1, port2 } = new MessageChannel();
@@ -355,9 +355,9 @@ function serve() {
       port1.addEventListener("message", done, { once: true });
       port2.postMessage(null); // sooner than setTimeout, which waits for 4 ms
     });
-  onmessage = async ({ data: { id, write, ask } }) => {
+  onmessage = async ({ data: { id, write, open } }) => {
     try {
-      if (ask) return postMessage({ id, answer: QUESTIONS[ask.name](models, ...ask.values) });
+      if (open) return postMessage({ id, answer: openModel(models, ...open) });
       newest = id;
       if (!write) return;
       for (const event of generate(models, write.prompt, write.params)) {
@@ -371,11 +371,8 @@ function serve() {
   };
 }
 
-// What a page can ask for: name -> function.
-const QUESTIONS = { open };
-
 // Returns how long the model takes for a token.
-function open(models, code, name, weights) {
+function openModel(models, code, name, weights) {
   const model = new Model(new WebAssembly.Module(bytes(atob(code))), weights);
   models[name] = model;
   models.target ??= model;

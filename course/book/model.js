@@ -24,7 +24,7 @@ const SLOWEST = 0.4; // seconds for a token; what is slower is no pleasure
 class PageModel {
   #worker;
   #loaded = {}; // name -> promise
-  #asked = new Map(); // id of a question -> what its answer goes to
+  #asked = new Map(); // id of a model that is opened -> what its answer goes to
   #writing = 0; // id of what is being written
   #hear; // who hears the events of that
   #id = 0;
@@ -52,12 +52,6 @@ class PageModel {
     this.#writing = this.#send({});
   }
 
-  // What a function of the worker returns: (models, ...values).
-  ask(name, ...values) {
-    const id = this.#send({ ask: { name, values } });
-    return new Promise((done, fail) => this.#asked.set(id, { done, fail }));
-  }
-
   // From a Blob, because a page in a file may have no worker in another file, and read none.
   #start() {
     const source = new Blob([window.ENGINE.source, "\nserve();\n"], { type: "text/javascript" });
@@ -78,7 +72,8 @@ class PageModel {
 
   async #open(name) {
     await loadScript(`weights-${name}.js`);
-    return this.ask("open", window.ENGINE.code, name, window.WEIGHTS[name]);
+    const id = this.#send({ open: [window.ENGINE.code, name, window.WEIGHTS[name]] });
+    return new Promise((done, fail) => this.#asked.set(id, { done, fail }));
   }
 
   #send(message) {

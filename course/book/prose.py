@@ -147,48 +147,11 @@ def output(text: str) -> str:
 
 
 def specification(text: str) -> str:
-    """An `Implement:` section: a list, whose items are indented once.
-
-    What is indented twice goes on with the item, or is a member of it: see `members`.
-    """
-    lines = [line for line in text.split("\n") if line.strip()]
-    before = list(itertools.takewhile(lambda line: not line.startswith("    "), lines))
-    lines = lines[len(before) :]
-    items = []
-    for line in lines:
-        if re.match(r" {4}\S", line) or not items:
-            items.append([])
-        items[-1].append(line)
-    width = min(max(map(len, lines), default=0), 88)
-    shown = ""
-    for item in items:
-        parts = [inline(unwrap(member)) for member in members(item, width)]
-        shown += f"<li>{'<br>'.join(parts)}</li>"
-    note = inline(unwrap(remark("\n".join(before))))
+    """An `Implement:` section: a list, whose items are indented once and go on indented twice."""
+    before, *items = re.split(r"^ {4}(?=\S)", text, flags=re.MULTILINE)
+    note = inline(unwrap(remark(before)))
+    shown = "".join(f"<li>{inline(unwrap(item))}</li>" for item in items)
     return (f"<p>{note}</p>" if note else "") + (f"<ul>{shown}</ul>" if shown else "")
-
-
-def members(lines: list[str], width: int) -> list[str]:
-    """The lines of an item, put together to its members. width: of a line that is full.
-
-    Where lines are indented three times, those go on with a member. Elsewhere a member begins after
-    a line that was not full, if that ended a sentence or a call, or this one begins with code.
-    """
-    deep = any(line.startswith(" " * 12) for line in lines)
-    found = lines[:1]
-    for number, (before, line) in enumerate(zip(lines, lines[1:])):
-        word = re.match(r"\s*(`[^`]*`\S*|\S+)", line)[1]  # a line breaks before it, and not in it
-        full = len(before) + 1 + len(word) > width - 4  # 4: a line may break a little early
-        if deep:
-            goes_on = line.startswith(" " * 12) or (number == 0 and full)
-        else:
-            ended = before.rstrip("`")[-1] in ".;)"
-            goes_on = full or not (ended or word.startswith("`"))
-        if goes_on:
-            found[-1] += "\n" + line
-        else:
-            found.append(line)
-    return found
 
 
 def answer(text: str) -> str:

@@ -8,6 +8,7 @@ in Firefox.
 """
 
 import itertools
+import re
 import sys
 from pathlib import Path
 
@@ -20,14 +21,23 @@ from test_book import ORACLES
 import lessons as course
 
 FIRST_SCREEN = ("a.begin", "a[href='play.html']", "img.card")
-SEARCHES = {"preemption": "-preemption: ", "top-p": "-top-p: ", "RoPE": "rotary|-llama|-rope"}
+# What is asked for, what the first result has in its name, and which words are marked in all.
+SEARCHES = (
+    ("preemption", "-preemption: ", r"preemptions?"),
+    ("top-p", "-top-p: ", r"top[-_ ]p"),  # not top_penalties
+    ("Top P", "-top-p: ", r"top\w*|p"),
+    ("RoPE", "rotary|-llama|-rope", r"rotary"),  # an alias; nothing of europe
+)
 # Blocks that are wider than their place without a fade, and others with one.
 GOES_ON = """() => {
-  const blocks = [...document.querySelectorAll("pre, .wide, .where, .prose table")];
+  const blocks = [...document.querySelectorAll("pre, .wide, .where")];
   const hidden = (block) => block.scrollWidth - block.clientWidth - block.scrollLeft > 1;
   const fades = (block) => getComputedStyle(block).maskImage !== "none";
   return blocks.filter((block) => hidden(block) !== fades(block)).length;
 }"""
+# The words that are marked, with what stands before them in a word.
+MARKS = """() => [...document.querySelectorAll("#found mark")].map((mark) =>
+  (mark.previousSibling?.data ?? "").match(/[a-z0-9]*$/i)[0] + mark.textContent)"""
 PLAYER = "document.querySelector('.recorded').player"
 # Firefox writes what Play shows first: the tokens before and after.
 WRITE_AGAIN = """async () => {
@@ -74,12 +84,15 @@ def read(view: View, address: str, lesson: str) -> None:
     page.keyboard.press("ArrowLeft")
     page.wait_for_url(here)
     page.keyboard.press("/")
-    for query, wanted in SEARCHES.items():
+    for query, wanted, word in SEARCHES:
         page.locator("input[name=q]").fill(query)
         page.keyboard.press("Enter")
-        page.wait_for_url(f"**q={query}")
+        page.wait_for_url(f"**q={query.replace(' ', '+')}")
         found = page.locator("#found a").first.inner_text()
-        view.must(any(word in found for word in wanted.split("|")), f"{query}: first is {found}")
+        view.must(re.search(wanted, found), f"{query}: first is {found}")
+        marks = page.evaluate(MARKS)
+        wrong = {mark for mark in marks if not re.fullmatch(word, mark, re.IGNORECASE)}
+        view.must(marks and not wrong, f"{query}: these words are marked: {wrong}")
         view.looks()
     page.locator("input[name=q]").fill("qwertzuiop")
     page.keyboard.press("Enter")
@@ -207,22 +220,22 @@ def check_without_scripts(browser, address: str, lesson: str, problems: list[str
     view.must(not page.locator(".recorded").first.is_visible(), "without JavaScript, a player")
 
 
-def check_play(browser, address: str, problems: list[str], pictures: Path | None) -> str:
+def check_play(browser, book: Path, problems: list[str], pictures: Path | None) -> str:
     """Play in both browsers; returns its speeds in words."""
+    address = (book.resolve() / "play.html").as_uri()
     for size, scheme in zip(SIZES, ("light", "dark")):
         view = View(browser, problems, size, scheme, pictures=pictures)
-        view.page.goto(f"{address}/play.html")
+        view.page.goto(address)
         use(view)
         view.picture("play-used")
         view.looks()
-    speed = compare(view.page, problems)
-    problems += fail(browser, f"{address}/play.html")
-    with firefox() as page:
-        page.goto(f"{address}/play.html")
-        before, after = page.evaluate(WRITE_AGAIN)
+    speed = compare(view.page.evaluate, problems)
+    problems += fail(browser, address)
+    with firefox(book) as evaluate:
+        before, after = evaluate(WRITE_AGAIN)
         if before != after:
             problems.append("Play in Firefox does not write what it shows first")
-        return f"{speed} in Chromium, {compare(page, problems, 2)} in Firefox"
+        return f"{speed} in Chromium, {compare(evaluate, problems, 2)} in Firefox"
 
 
 def main(book: Path, pictures: Path | None = None) -> int:
@@ -252,7 +265,7 @@ def main(book: Path, pictures: Path | None = None) -> int:
         if len(players) < 3:
             problems.append(f"{len(players)} lessons have the engine's player")
         check_without_scripts(browser, address, lesson, problems)
-        speed = check_play(browser, address, problems, pictures)
+        speed = check_play(browser, book, problems, pictures)
         browser.close()
     passed = f"the book: {len(ORACLES)} checks of its pages, {len(drawn)} lessons with pictures"
     print(*problems or [f"{passed}, {len(players)} players; Play: {speed}"], sep="\n")

@@ -1,5 +1,7 @@
 """The page Play against the repository: the same tokens as `generate` with int8 weights in C."""
 
+from collections.abc import Callable
+
 import torch
 from browser import View
 
@@ -55,6 +57,11 @@ WRITE = """async ([prompt, params]) => {
   found.seconds = (performance.now() - began) / 1000;
   return found;
 }"""
+# From here on WRITE lets the model write that drafts for the other one.
+DRAFTER = """() => {
+  window.checked = new PageModel();
+  return window.checked.load(["stories-draft"]);
+}"""
 # The first of two texts must end where the second begins, and both by what comes after.
 CANCEL = """() => new Promise((done) => {
   const heard = [0, 0, 0];
@@ -70,13 +77,16 @@ CANCEL = """() => new Promise((done) => {
 })"""
 
 
-def compare(page, problems: list[str], every: int = 1) -> str:
-    """Every so many of CASES on the open page Play; returns its speed in words."""
+def compare(evaluate: Callable, problems: list[str], every: int = 1) -> str:
+    """Every so many of CASES on the open page Play; returns its speed in words.
+
+    evaluate: what runs a function of JavaScript there.
+    """
     torch.set_num_threads(1)
     model = load_model(CHECKPOINT, torch.int8)
     use_native(model)
     encoding = load_encoding(CHECKPOINT, model.config.vocab_size)
-    page.evaluate(WRITE, ["warm up", {"max_new_tokens": 20}])
+    evaluate(WRITE, ["warm up", {"max_new_tokens": 20}])
     rate = 0.0
     for number, (prompt, params) in enumerate(CASES[::every]):
         ids = encoding.encode(prompt, allowed_special="all")
@@ -84,7 +94,7 @@ def compare(page, problems: list[str], every: int = 1) -> str:
         silent = () if params.get("ignore_eos") else model.config.eos_token_ids
         text = encoding.decode([token for token in wanted if token not in silent])
         for draft in ("", ("lookup", "stories-draft")[number % 2]):
-            found = page.evaluate(WRITE, [prompt, params | {"draft": draft}])
+            found = evaluate(WRITE, [prompt, params | {"draft": draft}])
             holds = {
                 "the tokens are those of generate": found["tokens"] == wanted,
                 "the text is that of generate": found["text"] == text,
@@ -100,9 +110,16 @@ def compare(page, problems: list[str], every: int = 1) -> str:
             ]
             if not draft:
                 rate = max(rate, len(wanted) / found["seconds"])
-    heard = page.evaluate(CANCEL)
+    heard = evaluate(CANCEL)
     if heard != [5, 5, 0]:
         problems.append(f"Play: a text that was stopped went on: {heard}")
+    model = load_model("checkpoints/stories-draft", torch.int8)
+    use_native(model)
+    ids = encoding.encode("Lily and Tom")
+    wanted = [token for (token,) in generate(model, [ids], SamplingParams(**LONG))]
+    evaluate(DRAFTER)
+    if evaluate(WRITE, ["Lily and Tom", LONG])["tokens"] != wanted:
+        problems.append("Play: the draft model does not write what generate does")
     if rate < RATE:
         problems.append(f"Play writes {rate:.0f} tokens a second")
     return f"{rate:.0f} tokens/s"
@@ -147,6 +164,7 @@ def use(view: View) -> None:
     write = page.locator("#play [type=submit]")
     before = page.locator(WRITTEN).all_text_contents()
     must(len(before) > 100 and page.evaluate(SAME), "the recording is not shown")
+    must(page.locator("#stop").is_hidden(), "Stop is there before anything is written")
     # Stop while the model is loaded; then the same text as the recording.
     page.evaluate(
         "['#play [type=submit]', '#stop'].map((id) => document.querySelector(id).click())"

@@ -1,26 +1,17 @@
 """Lesson 38: many texts in one engine."""
 
-from typing import NamedTuple
+from types import SimpleNamespace as Record
 
 from engine.engine import Engine
 from infer import generate
-from pictures import runs
-from pictures.runs import Arrival, Run, work_of
-from pictures.scene import Cell, Cells, Panel, Picture, Row, Scene
+from pictures import runs, scene
+from pictures.runs import Arrival, work_of
 from sampling import SamplingParams
 
 LENGTHS = (3, 9, 5, 4, 7, 3)
 
 
-class Batches(NamedTuple):
-    """Who has which row of a batch at which step: the number of a request, None for nobody."""
-
-    static: list[list[int | None]]  # steps of rows
-    continuous: list[list[int | None]]
-    run: Run  # the second one
-
-
-def record_batches(prompt: str, rows: int = 3) -> Batches:
+def record_batches(prompt: str, rows: int = 3) -> Record:
     """Six texts of a prompt in three rows, once in batches that end together."""
     model = runs.load()
     ids = runs.encode(prompt, 20)
@@ -38,15 +29,16 @@ def record_batches(prompt: str, rows: int = 3) -> Batches:
     places = [None] * rows
     for frame in run.frames:
         now = [number for number in range(1, len(params) + 1) if work_of(frame, number)]
-        places = [number if number in now else None for number in places]
-        for number in now:  # a new one takes the first free place
-            if number not in places:
-                places[places.index(None)] = number
-        continuous.append(list(places))
-    return Batches(static, continuous, run)
+        places = runs.seat(places, now)
+        continuous.append(places)
+    return Record(
+        static=static,  # steps of rows
+        continuous=continuous,
+        run=run,  # the second one
+    )
 
 
-def draw_batches(record: Batches) -> Scene:
+def draw_batches(record: Record) -> scene.Scene:
     parts = []
     counts = []
     for name, steps, why in (
@@ -54,26 +46,26 @@ def draw_batches(record: Batches) -> Scene:
         ("Continuous batching", record.continuous, "no request is left to take the row"),
     ):
         rows = [
-            Row(
+            scene.Row(
                 f"row {row + 1}",
-                [Cell(f"owner{n}", str(n)) if n else Cell("idle") for n in owners],
+                [scene.Cell(f"owner{n}", str(n)) if n else scene.Cell("idle") for n in owners],
             )
             for row, owners in enumerate(zip(*steps))
         ]
         idle = sum(step.count(None) for step in steps)
         counts.append(len(steps))
         title = f"{name}: {len(steps)} steps, {idle} places idle"
-        parts.append(Panel(title, Cells(rows), key={"idle": f"idle: {why}"}))
+        parts.append(scene.Panel(title, scene.Cells(rows), key={"idle": f"idle: {why}"}))
     frames = record.run.frames
     later = range(len(frames) // 2, len(frames))  # no text ends in the first that is shown
     first = next((at for at in later if len(frames[at]["running"]) == len(record.static[0])), 0)
-    parts.append(Panel("The engine, step by step", runs.player(record.run, first)))
-    return Scene(
+    parts.append(scene.Panel("The engine, step by step", runs.player(record.run, first)))
+    return scene.Scene(
         "In a continuous batch a finished row takes the next request at once, instead of waiting "
         f"for the longest text of its batch: {counts[1]} steps instead of {counts[0]} for "
         f"{len(record.run.requests)} texts.",
-        parts,
+        *parts,
     )
 
 
-PICTURES = {"continuous-batching": Picture("Lily", record_batches, draw_batches, card=(0, 1))}
+PICTURES = {"continuous-batching": scene.Picture("Lily", record_batches, draw_batches, card=(0, 1))}

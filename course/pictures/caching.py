@@ -1,29 +1,15 @@
 """Lessons 13 to 16: what each step computes, and what the cache keeps."""
 
+from types import SimpleNamespace as Record
 from typing import NamedTuple
 
 import torch
 
 from cache import KVCache
 from infer import generate, next_logits
-from pictures import runs
+from pictures import runs, scene
 from pictures.runs import Pass
-from pictures.scene import (
-    Axis,
-    Cell,
-    Cells,
-    Curve,
-    Line,
-    Lines,
-    Panel,
-    Picture,
-    Row,
-    Scene,
-    Token,
-    Tokens,
-    times,
-    word,
-)
+from pictures.scene import times, word
 from sampling import SamplingParams
 
 
@@ -52,45 +38,35 @@ def record_computed(prompt: str, count: int = 10) -> Computed:
     return Computed(words, *([each.positions[0] for each in seen] for seen in (plain, cached)))
 
 
-def row_of(name: str, width: int, value: str = "", **kinds: int) -> Row:
+def row_of(name: str, width: int, value: str = "", **kinds: int) -> scene.Row:
     """A row of squares, so many of each kind, and nothing up to its width."""
-    cells = [Cell(kind) for kind, count in kinds.items() for _ in range(count)]
-    return Row(word(name), cells + [Cell()] * (width - len(cells)), value)
+    cells = [scene.Cell(kind) for kind, count in kinds.items() for _ in range(count)]
+    return scene.Row(word(name), cells + [scene.Cell()] * (width - len(cells)), value)
 
 
-def draw_computed(record: Computed) -> Scene:
+def draw_computed(record: Computed) -> scene.Scene:
     width = len(record.plain[-1])
 
-    def grid(steps: list[list[int]]) -> Cells:
+    def grid(steps: list[list[int]]) -> scene.Cells:
         rows = []
         for name, places in zip(record.words, steps):
             count = len(places)
             rows.append(row_of(name, width, str(count), kept=places[0], first=count))
-        return Cells(rows)
+        return scene.Cells(rows)
 
     plain, cached = (sum(map(len, steps)) for steps in (record.plain, record.cached))
     key = {"first": "computed", "kept": "keys and values kept from before"}
-    return Scene(
+    return scene.Scene(
         f"Without a cache, {len(record.words)} tokens cost {plain} computed positions. With the "
         f"keys and values of earlier positions kept, {cached} are enough. The text is the same.",
-        [
-            Panel(f"Without a cache: {plain} positions", grid(record.plain)),
-            Panel(f"With a KV cache: {cached} positions", grid(record.cached), key=key),
-        ],
+        scene.Panel(f"Without a cache: {plain} positions", grid(record.plain)),
+        scene.Panel(f"With a KV cache: {cached} positions", grid(record.cached), key=key),
     )
 
 
-class Storage(NamedTuple):
-    """A static cache while a text grows."""
-
-    words: list[str]
-    filled: list[int]  # positions of the storage that are not zeros, after each step
-    room: int
-    bytes: int  # of a position
-
-
 @torch.inference_mode()
-def record_storage(prompt: str, count: int = 10) -> Storage:
+def record_storage(prompt: str, count: int = 10) -> Record:
+    """A static cache while a text grows."""
     model = runs.load()
     text = runs.encode(prompt, 6)
     given = len(text)
@@ -100,10 +76,15 @@ def record_storage(prompt: str, count: int = 10) -> Storage:
         text = text + [next_logits(model, [text], cache)[0, -1].argmax().item()]
         filled.append(int((cache.storage != 0).any(dim=-1).all(dim=(0, 1, 2, 3)).sum()))
     room = cache.storage.shape[4]
-    return Storage(runs.texts_of(text[given:]), filled, room, cache.storage.nbytes // room)
+    return Record(
+        words=runs.texts_of(text[given:]),
+        filled=filled,  # positions of the storage that are not zeros, after each step
+        room=room,
+        bytes=cache.storage.nbytes // room,  # of a position
+    )
 
 
-def draw_storage(record: Storage) -> Scene:
+def draw_storage(record: Record) -> scene.Scene:
     grown = []
     static = []
     before = 0
@@ -115,45 +96,41 @@ def draw_storage(record: Storage) -> Scene:
         static.append(row_of(name, record.room, "0", kept=before, first=new, idle=rest))
         copied += before
         before = filled
-    return Scene(
+    return scene.Scene(
         f"A cache that grows copies everything it holds at each step: here {copied} positions of "
         f"{record.bytes:,} bytes. One that is allocated once for {record.room} positions writes "
         "only the new ones.",
-        [
-            Panel(
-                f"A longer array each step (torch.cat): {copied} positions copied",
-                Cells(grown),
-                key={"first": "written", "second": "copied"},
-            ),
-            Panel(
-                f"One allocation of {record.bytes * record.room:,} bytes: none copied",
-                Cells(static),
-                key={"first": "written", "kept": "stays in place", "idle": "reserved"},
-            ),
-        ],
+        scene.Panel(
+            f"A longer array each step (torch.cat): {copied} positions copied",
+            scene.Cells(grown),
+            key={"first": "written", "second": "copied"},
+        ),
+        scene.Panel(
+            f"One allocation of {record.bytes * record.room:,} bytes: none copied",
+            scene.Cells(static),
+            key={"first": "written", "kept": "stays in place", "idle": "reserved"},
+        ),
     )
 
 
-class Hops(NamedTuple):
-    stride: int
-    computed: list[int]  # positions that each step computes
-
-
-def record_hops(prompt: str, count: int = 400) -> list[Hops]:
+def record_hops(prompt: str, count: int = 400) -> list[Record]:
     """A text past the window, by the small draft model, so that it takes seconds."""
     name = "stories-draft"
     text = runs.encode(prompt, 100)
     size = runs.load(name).config.block_size
     return [
-        Hops(
-            stride,
-            [len(each.positions[0]) for each in passes_of([text], count, name, stride=stride)[1]],
+        Record(
+            stride=stride,
+            # positions that each step computes
+            computed=[
+                len(each.positions[0]) for each in passes_of([text], count, name, stride=stride)[1]
+            ],
         )
         for stride in (size // 2, 1)
     ]
 
 
-def draw_hops(record: list[Hops]) -> Scene:
+def draw_hops(record: list[Record]) -> scene.Scene:
     curves = []
     totals = [sum(each.computed) for each in record]
     for each, total, kind in zip(record, totals, ("first", "second")):
@@ -169,38 +146,30 @@ def draw_hops(record: list[Hops]) -> Scene:
             )
             > 1
         ]
-        curves.append(Curve(name, sorted({points[0], *turns, points[-1]}), kind))
-    return Scene(
+        curves.append(scene.Curve(name, sorted({points[0], *turns, points[-1]}), kind))
+    return scene.Scene(
         "When the window moves, every kept token gets another position, so the whole window is "
         f"computed anew. In hops of {record[0].stride} tokens that is rare: {totals[0]:,} "
         f"positions for {len(record[0].computed)} tokens instead of {totals[1]:,}.",
-        [
-            Panel(
-                "Positions that each step computes",
-                Lines(curves[::-1], Axis("step"), Axis("positions computed")),
-                "Run with the small draft model. Any model with this window computes as many.",
-            )
-        ],
+        scene.Panel(
+            "Positions that each step computes",
+            scene.Lines(curves[::-1], scene.Axis("step"), scene.Axis("positions computed")),
+            "Run with the small draft model. Any model with this window computes as many.",
+        ),
     )
-
-
-class Ragged(NamedTuple):
-    """A batch of texts of different lengths."""
-
-    lengths: list[int]
-    passes: list[Pass]
 
 
 BESIDE = ("One day, a big dog", "Lily saw")
 
 
-def record_ragged(prompt: str, count: int = 3) -> Ragged:
+def record_ragged(prompt: str, count: int = 3) -> Record:
     # Of two tokens at least: one makes a pass with those that decode.
+    """A batch of texts of different lengths."""
     texts = [runs.encode(text, 8, 2) for text in (prompt, *BESIDE)]
-    return Ragged([len(text) for text in texts], passes_of(texts, count)[1])
+    return Record(lengths=[len(text) for text in texts], passes=passes_of(texts, count)[1])
 
 
-def draw_ragged(record: Ragged) -> Scene:
+def draw_ragged(record: Record) -> scene.Scene:
     prefill, *decode = record.passes
     lines = []
     padding = 0
@@ -211,28 +180,26 @@ def draw_ragged(record: Ragged) -> Scene:
             for at, (text, place) in enumerate(zip(texts, each.positions[row])):
                 pad = at >= length
                 padding += pad
-                tokens.append(Token(text, "idle" if pad else kind, str(place)))
-        lines.append(Line(tokens, f"row {row + 1}"))
-    return Scene(
+                tokens.append(scene.Token(text, "idle" if pad else kind, str(place)))
+        lines.append(scene.Line(tokens, f"row {row + 1}"))
+    return scene.Scene(
         f"{len(record.lengths)} texts of different lengths in one batch, each computed as if it "
         "were alone. Shorter rows are padded with copies of their last token.",
-        [
-            Panel(
-                f"A prefill of {len(lines)} rows, then {times(len(decode), 'decode step')}",
-                Tokens(lines),
-                "The number under a token is its position in its text. Padding, here "
-                f"{times(padding, 'token')}, repeats a token at its own position: it writes the "
-                "same keys and values again, and its result is ignored.",
-                {"idle": "padding", "good": "one new token a row in each step"},
-                wide=True,
-            )
-        ],
+        scene.Panel(
+            f"A prefill of {len(lines)} rows, then {times(len(decode), 'decode step')}",
+            scene.Tokens(lines),
+            "The number under a token is its position in its text. Padding, here "
+            f"{times(padding, 'token')}, repeats a token at its own position: it writes the "
+            "same keys and values again, and its result is ignored.",
+            {"idle": "padding", "good": "one new token a row in each step"},
+            wide=True,
+        ),
     )
 
 
 PICTURES = {
-    "kv-cache-dynamic": Picture("Once upon a time", record_computed, draw_computed),
-    "kv-cache-static": Picture("Once upon a time", record_storage, draw_storage),
-    "kv-cache-fix": Picture("Once upon a time", record_hops, draw_hops),
-    "variable-batching": Picture("Once upon a time", record_ragged, draw_ragged),
+    "kv-cache-dynamic": scene.Picture("Once upon a time", record_computed, draw_computed),
+    "kv-cache-static": scene.Picture("Once upon a time", record_storage, draw_storage),
+    "kv-cache-fix": scene.Picture("Once upon a time", record_hops, draw_hops),
+    "variable-batching": scene.Picture("Once upon a time", record_ragged, draw_ragged),
 }

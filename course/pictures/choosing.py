@@ -1,26 +1,11 @@
 """Lessons 04 to 07: from a distribution to a token."""
 
-from typing import NamedTuple
+from types import SimpleNamespace as Record
 
 import torch
 
-from pictures import runs
-from pictures.scene import (
-    Axis,
-    Bar,
-    Bars,
-    Curve,
-    Line,
-    Lines,
-    Mark,
-    Panel,
-    Picture,
-    Scene,
-    Token,
-    Tokens,
-    percent,
-    word,
-)
+from pictures import runs, scene
+from pictures.scene import percent, word
 from sampling import SamplingParams, apply_temperature, sample, top_k_filter, top_p_filter
 
 Shares = list[tuple[str, float]]  # tokens with their probabilities, best first
@@ -31,49 +16,47 @@ def others(shown: Shares, count: int) -> tuple[str, float]:
     return f"{count - len(shown):,} others", 1 - sum(p for _, p in shown)
 
 
-class Draws(NamedTuple):
-    prompt: str
-    likely: Shares
-    counts: list[int]  # how often each of those was drawn
-    drawn: list[str]  # all draws, in order
-    vocabulary: int
-
-
 @torch.inference_mode()
-def record_draws(prompt: str, count: int = 1000) -> Draws:
+def record_draws(prompt: str, count: int = 1000) -> Record:
     """Many draws from one distribution, each with a seed of its own."""
     text = runs.encode(prompt, 200)
     logits = runs.next_logits(text)
     draws = [(seed, len(text)) for seed in range(1, count + 1)]
     ids = sample(logits.expand(count, -1), SamplingParams(temperature=1.0), draws=draws)
-    counts = (ids[:, None] == logits.topk(10).indices).sum(dim=0).tolist()
-    drawn = [runs.text_of(id) for id in ids.tolist()]
-    return Draws(prompt, runs.likely(logits.softmax(-1), 10), counts, drawn, len(logits))
+    return Record(
+        prompt=prompt,
+        likely=runs.likely(logits.softmax(-1), 10),
+        counts=(ids[:, None] == logits.topk(10).indices)
+        .sum(dim=0)
+        .tolist(),  # how often each of those was drawn
+        drawn=[runs.text_of(id) for id in ids.tolist()],  # all draws, in order
+        vocabulary=len(logits),
+    )
 
 
-def draw_draws(record: Draws) -> Scene:
+def draw_draws(record: Record) -> scene.Scene:
     total = len(record.drawn)
     rows = [(word(text), p, n) for (text, p), n in zip(record.likely, record.counts)]
     rows.append((*others(record.likely, record.vocabulary), total - sum(record.counts)))
-    bars = [Bar(name, [(p, "first")], f"{percent(p)}, drawn {n}", n / total) for name, p, n in rows]
+    bars = [
+        scene.Bar(name, [(p, "first")], f"{percent(p)}, drawn {n}", n / total)
+        for name, p, n in rows
+    ]
     best, p = record.likely[0]
-    return Scene(
+    return scene.Scene(
         f"Greedy decoding takes {word(best)} each time. Sampling takes it {percent(p)} of the "
         "time, and every other token as often as the model finds it likely: "
         f"{len(set(record.drawn))} different tokens in {total:,} draws.",
-        [
-            Panel(
-                f"After {word(record.prompt)}: probabilities, and {total:,} draws",
-                Bars(bars),
-                "Bar: probability. Line: share of the draws.",
-            ),
-            Panel(
-                "The first 30 draws",
-                Tokens([Line([Token(text) for text in record.drawn[:30]])]),
-                f"Each draw has a seed of its own, 1 to {total:,}. The same seed gives the same "
-                "draw.",
-            ),
-        ],
+        scene.Panel(
+            f"After {word(record.prompt)}: probabilities, and {total:,} draws",
+            scene.Bars(bars),
+            "Bar: probability. Line: share of the draws.",
+        ),
+        scene.Panel(
+            "The first 30 draws",
+            scene.Tokens([scene.Line([scene.Token(text) for text in record.drawn[:30]])]),
+            f"Each draw has a seed of its own, 1 to {total:,}. The same seed gives the same draw.",
+        ),
     )
 
 
@@ -87,63 +70,53 @@ def record_temperatures(prompt: str) -> dict[float, torch.Tensor]:
     return {T: apply_temperature(logits, T).softmax(dim=-1) for T in TEMPERATURES}
 
 
-def draw_temperatures(record: dict[float, torch.Tensor]) -> Scene:
+def draw_temperatures(record: dict[float, torch.Tensor]) -> scene.Scene:
     parts = []
     for T, probs in record.items():
         shown = runs.likely(probs, 6)
         rest = others(shown, len(probs))
-        bars = [Bar(word(text), [(p, "first")], percent(p)) for text, p in shown]
-        bars.append(Bar(rest[0], [(rest[1], "idle")], percent(rest[1])))
-        parts.append(Panel(f"T = {T:g}: {TEMPERATURES[T]}", Bars(bars, 1)))
+        bars = [scene.Bar(word(text), [(p, "first")], percent(p)) for text, p in shown]
+        bars.append(scene.Bar(rest[0], [(rest[1], "idle")], percent(rest[1])))
+        parts.append(scene.Panel(f"T = {T:g}: {TEMPERATURES[T]}", scene.Bars(bars, 1)))
     (best, cold), (_, hot) = (runs.likely(record[T], 1)[0] for T in (0.5, 2.0))
     caption = (
         "A temperature T divides the logits: below 1 it sharpens the distribution, above 1 it "
         f"flattens it. The order of the tokens never changes. {word(best)} has {percent(cold)} at "
         f"T = 0.5 and {percent(hot)} at T = 2."
     )
-    return Scene(caption, parts)
-
-
-class Cut(NamedTuple):
-    k: int
-    before: Shares
-    after: list[float]
-    kept: float  # the mass that the k tokens had
-    vocabulary: int
+    return scene.Scene(caption, *parts)
 
 
 @torch.inference_mode()
-def record_top_k(prompt: str, k: int = 10, shown: int = 14) -> Cut:
+def record_top_k(prompt: str, k: int = 10, shown: int = 14) -> Record:
     logits = apply_temperature(runs.next_logits(runs.encode(prompt, 200)), 2.0)
     probs = logits.softmax(dim=-1)
     cut = top_k_filter(logits, k).softmax(dim=-1)
-    after = cut[probs.topk(shown).indices].tolist()
-    return Cut(k, runs.likely(probs, shown), after, probs[cut > 0].sum().item(), len(logits))
-
-
-def draw_top_k(record: Cut) -> Scene:
-    rest = others(record.before, record.vocabulary)
-    rows = [(word(text), p, left) for (text, p), left in zip(record.before, record.after)]
-    rows.append((*rest, 0.0))
-    before = [Bar(name, [(p, "first" if left else "gone")], percent(p)) for name, p, left in rows]
-    after = [Bar(name, [(left, "first")], percent(left)) for name, _, left in rows]
-    largest = max(rest[1], record.after[0])
-    return Scene(
-        f"Top-k keeps the {record.k} most likely tokens of {record.vocabulary:,}. At temperature 2 "
-        f"they had {percent(record.kept)} of the probability and now share all of it. The tail, "
-        f"which had the other {percent(1 - record.kept)}, cannot be drawn.",
-        [
-            Panel("At temperature 2", Bars(before, largest), key={"gone": "cut by top-k"}),
-            Panel(f"Cut to the {record.k} most likely", Bars(after, largest)),
-        ],
+    return Record(
+        k=k,
+        before=runs.likely(probs, shown),
+        after=cut[probs.topk(shown).indices].tolist(),
+        kept=probs[cut > 0].sum().item(),  # the mass that the k tokens had
+        vocabulary=len(logits),
     )
 
 
-class Nucleus(NamedTuple):
-    prompt: str
-    mass: list[float]  # of the 1, 2, ... most likely tokens
-    kept: int  # by top-p
-    likely: Shares
+def draw_top_k(record: Record) -> scene.Scene:
+    rest = others(record.before, record.vocabulary)
+    rows = [(word(text), p, left) for (text, p), left in zip(record.before, record.after)]
+    rows.append((*rest, 0.0))
+    before = [
+        scene.Bar(name, [(p, "first" if left else "gone")], percent(p)) for name, p, left in rows
+    ]
+    after = [scene.Bar(name, [(left, "first")], percent(left)) for name, _, left in rows]
+    largest = max(rest[1], record.after[0])
+    return scene.Scene(
+        f"Top-k keeps the {record.k} most likely tokens of {record.vocabulary:,}. At temperature 2 "
+        f"they had {percent(record.kept)} of the probability and now share all of it. The tail, "
+        f"which had the other {percent(1 - record.kept)}, cannot be drawn.",
+        scene.Panel("At temperature 2", scene.Bars(before, largest), key={"gone": "cut by top-k"}),
+        scene.Panel(f"Cut to the {record.k} most likely", scene.Bars(after, largest)),
+    )
 
 
 P = 0.9
@@ -151,60 +124,67 @@ BESIDE = ("Once upon a", "She was very", "They went to the")
 
 
 @torch.inference_mode()
-def record_top_p(prompt: str) -> list[Nucleus]:
+def record_top_p(prompt: str) -> list[Record]:
     """How mass adds up after a prompt, and after three others."""
     found = []
     for text in dict.fromkeys([prompt, *BESIDE]):
         logits = runs.next_logits(runs.encode(text, 200))
         probs = logits.softmax(dim=-1)
-        mass = probs.sort(descending=True).values.cumsum(dim=-1).tolist()
-        kept = top_p_filter(logits, P).isfinite().sum().item()
-        found.append(Nucleus(text, mass, kept, runs.likely(probs, 8)))
+        found.append(
+            Record(
+                prompt=text,
+                mass=probs.sort(descending=True)
+                .values.cumsum(dim=-1)
+                .tolist(),  # of the 1, 2, ... most likely tokens
+                kept=top_p_filter(logits, P).isfinite().sum().item(),  # by top-p
+                likely=runs.likely(probs, 8),
+            )
+        )
     return found
 
 
-def draw_top_p(record: list[Nucleus]) -> Scene:
+def draw_top_p(record: list[Record]) -> scene.Scene:
     own = record[0]
     ranks = sorted({round(len(own.mass) ** (step / 60)) for step in range(61)})
     curves = []
     for each, kind in zip(record, ("first", "good", "second", "third")):
         name = f"{word(each.prompt)} keeps {each.kept:,}"
-        curves.append(Curve(name, [(rank, each.mass[rank - 1]) for rank in ranks], kind))
+        curves.append(scene.Curve(name, [(rank, each.mass[rank - 1]) for rank in ranks], kind))
     for each, curve in zip(record, curves[:4]):
-        curves.append(Curve("", [(each.kept, each.mass[each.kept - 1])], curve.kind, dots=True))
+        curves.append(
+            scene.Curve("", [(each.kept, each.mass[each.kept - 1])], curve.kind, dots=True)
+        )
     bars = []
     for (text, p), total, rank in zip(own.likely, own.mass, range(1, 9)):
         kind = "first" if rank <= own.kept else "gone"
-        bars.append(Bar(word(text), [(p, kind)], f"{percent(p)}, together {percent(total)}"))
+        bars.append(scene.Bar(word(text), [(p, kind)], f"{percent(p)}, together {percent(total)}"))
     counts = sorted(each.kept for each in record)
-    return Scene(
+    return scene.Scene(
         f"Top-p keeps the most likely tokens until together they have {percent(P)}. How many that "
         f"takes depends on how sure the model is: {', '.join(map(str, counts))} after these "
         "prompts. Top-k would keep the same number after each.",
-        [
-            Panel(
-                "Probabilities of the most likely tokens, added up",
-                Lines(
-                    curves,
-                    Axis("tokens, most likely first (log scale)", log=True),
-                    Axis("mass", [(0, "0 %"), (0.5, "50 %"), (1, "100 %")]),
-                    [Mark(f"p = {P}", y=P)],
-                ),
-                "A dot is where a curve first reaches p.",
+        scene.Panel(
+            "Probabilities of the most likely tokens, added up",
+            scene.Lines(
+                curves,
+                scene.Axis("tokens, most likely first (log scale)", log=True),
+                scene.Axis("mass", [(0, "0 %"), (0.5, "50 %"), (1, "100 %")]),
+                [scene.Mark(f"p = {P}", y=P)],
             ),
-            Panel(
-                f"After {word(own.prompt)}: {own.kept:,} stay",
-                Bars(bars),
-                f"The token that crosses {percent(P)} stays too.",
-                {"first": "kept", "gone": "cut"} if own.kept < 8 else {},
-            ),
-        ],
+            "A dot is where a curve first reaches p.",
+        ),
+        scene.Panel(
+            f"After {word(own.prompt)}: {own.kept:,} stay",
+            scene.Bars(bars),
+            f"The token that crosses {percent(P)} stays too.",
+            {"first": "kept", "gone": "cut"} if own.kept < 8 else {},
+        ),
     )
 
 
 PICTURES = {
-    "multinomial": Picture("The cat", record_draws, draw_draws),
-    "temperature": Picture("One day, Tom saw a", record_temperatures, draw_temperatures),
-    "top-k": Picture("The cat", record_top_k, draw_top_k),
-    "top-p": Picture("One day, a girl named", record_top_p, draw_top_p),
+    "multinomial": scene.Picture("The cat", record_draws, draw_draws),
+    "temperature": scene.Picture("One day, Tom saw a", record_temperatures, draw_temperatures),
+    "top-k": scene.Picture("The cat", record_top_k, draw_top_k),
+    "top-p": scene.Picture("One day, a girl named", record_top_p, draw_top_p),
 }

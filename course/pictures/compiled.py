@@ -1,12 +1,13 @@
 """Lessons 49 and 50: what compiled code does not compute, and how its weights are laid out."""
 
+from types import SimpleNamespace as Record
 from typing import NamedTuple
 
 import torch
 
 from native.linear import pack
-from pictures import runs
-from pictures.scene import Bar, Bars, Cell, Cells, Panel, Picture, Row, Scene, signed, times, word
+from pictures import runs, scene
+from pictures.scene import signed, times, word
 from sampling import SamplingParams, keyed_noise
 
 SEED = 7
@@ -28,14 +29,8 @@ class Racer(NamedTuple):
         return self.bound > self.before
 
 
-class Draw(NamedTuple):
-    vocabulary: int
-    asked: int  # logarithms
-    racers: list[Racer]  # those with the highest bounds, in the order of the code
-
-
 @torch.inference_mode()
-def record_draw(prompt: str, shown: int = 12) -> Draw:
+def record_draw(prompt: str, shown: int = 12) -> Record:
     ids = runs.encode(prompt, 200)
     logits = runs.next_logits(ids)
     params = SamplingParams(temperature=0.8, seed=SEED)
@@ -61,10 +56,14 @@ def record_draw(prompt: str, shown: int = 12) -> Draw:
         )
         for id in [first, *order]
     ]
-    return Draw(len(logits), len(asked), racers)
+    return Record(
+        vocabulary=len(logits),
+        asked=len(asked),  # logarithms
+        racers=racers,  # those with the highest bounds, in the order of the code
+    )
 
 
-def draw_draw(record: Draw) -> Scene:
+def draw_draw(record: Record) -> scene.Scene:
     (drawn,) = (each for each in record.racers if each.drawn)
     largest = 1.25 * drawn.score
     bars = []
@@ -72,41 +71,31 @@ def draw_draw(record: Draw) -> Scene:
         kind = "good" if each.drawn else "second" if each.asked else "kept"
         value = f"at most {each.bound:.3g}" + f": {each.score:.3g}" * each.asked
         tick = each.before or None
-        bars.append(Bar(word(each.text), [(min(each.bound, largest), kind)], value, tick))
-    return Scene(
+        bars.append(scene.Bar(word(each.text), [(min(each.bound, largest), kind)], value, tick))
+    return scene.Scene(
         "A token whose bound is below the best score so far cannot win the draw. It needs no "
         f"logarithm: {times(record.asked, 'logarithm')} for a vocabulary of "
         f"{record.vocabulary:,} tokens.",
-        [
-            Panel(
-                "Bar: bound of a token\u2019s score. Line: the best score so far",
-                Bars(bars, largest),
-                "A draw gives each token a random number u and takes the one with the highest "
-                "score p / \u2212ln u. Its bound p / (1 \u2212 u) needs no logarithm: 1 \u2212 u "
-                "is at most \u2212ln u. Here p is relative to the most likely token, which is "
-                "computed first. The line is the best score before the token\u2019s block of "
-                f"{BLOCK} tokens. All other tokens have lower bounds.",
-                {"good": "drawn", "second": "logarithm computed", "kept": "cannot win"},
-                wide=True,
-            )
-        ],
+        scene.Panel(
+            "Bar: bound of a token\u2019s score. Line: the best score so far",
+            scene.Bars(bars, largest),
+            "A draw gives each token a random number u and takes the one with the highest "
+            "score p / \u2212ln u. Its bound p / (1 \u2212 u) needs no logarithm: 1 \u2212 u "
+            "is at most \u2212ln u. Here p is relative to the most likely token, which is "
+            "computed first. The line is the best score before the token\u2019s block of "
+            f"{BLOCK} tokens. All other tokens have lower bounds.",
+            {"good": "drawn", "second": "logarithm computed", "kept": "cannot win"},
+            wide=True,
+        ),
     )
 
 
 WIDTH = 4  # outputs in a panel, so that it can be drawn; 8, 16 or 32 on a processor
 
 
-class Packed(NamedTuple):
-    """The corner of a weight, its places in memory, and its product with an input."""
-
-    x: list[float]
-    weight: list[list[float]]  # (out, in)
-    panels: list[list[list[tuple[int, int] | None]]]  # of vectors; None is padding
-    sums: list[float]
-
-
 @torch.inference_mode()
-def record_packed(prompt: str, outputs: int = 6, inputs: int = 4) -> Packed:
+def record_packed(prompt: str, outputs: int = 6, inputs: int = 4) -> Record:
+    """The corner of a weight, its places in memory, and its product with an input."""
     ids = runs.encode(prompt, 200)
     model = runs.load()
     layer = model.h[0].mlp.c_fc
@@ -122,55 +111,60 @@ def record_packed(prompt: str, outputs: int = 6, inputs: int = 4) -> Packed:
         [[divmod(number - 1, inputs) if number else None for number in row] for row in panel]
         for panel in [*whole.tolist(), rest.tolist()]
     ]
-    return Packed(x.tolist(), weight.tolist(), panels, (weight @ x).tolist())
+    return Record(
+        x=x.tolist(),
+        weight=weight.tolist(),  # (out, in)
+        panels=panels,  # of vectors; None is padding
+        sums=(weight @ x).tolist(),
+    )
 
 
-def draw_packed(record: Packed) -> Scene:
+def draw_packed(record: Record) -> scene.Scene:
     def shown(number: float) -> str:
         return signed(100 * number, 1)
 
     head = [*(f"x{at}" for at in range(len(record.x))), "sum"]
-    plain = [Row("x", [Cell("", signed(x)) for x in record.x] + [Cell()])]
+    plain = [scene.Row("x", [scene.Cell("", signed(x)) for x in record.x] + [scene.Cell()])]
     for output, (row, total) in enumerate(zip(record.weight, record.sums)):
-        cells = [Cell(f"owner{output + 1}", shown(w)) for w in row]
-        plain.append(Row(f"output {output}", [*cells, Cell("", shown(total))]))
+        cells = [scene.Cell(f"owner{output + 1}", shown(w)) for w in row]
+        plain.append(scene.Row(f"output {output}", [*cells, scene.Cell("", shown(total))]))
     packed = []
     for number, panel in enumerate(record.panels):
         for at, vector in enumerate(panel):
             cells = []
             for place in vector:
                 if place is None:
-                    cells.append(Cell("idle", "0"))
+                    cells.append(scene.Cell("idle", "0"))
                 else:
                     output, column = place
                     weight = record.weight[output][column]
-                    cells.append(Cell(f"owner{output + 1}", shown(weight)))
-            packed.append(Row(f"panel {number}, times x{at}", cells))
-        sums = [Cell("", shown(record.sums[place[0]]) if place else "0") for place in panel[0]]
-        packed.append(Row("sums", sums))
-    return Scene(
+                    cells.append(scene.Cell(f"owner{output + 1}", shown(weight)))
+            packed.append(scene.Row(f"panel {number}, times x{at}", cells))
+        sums = [
+            scene.Cell("", shown(record.sums[place[0]]) if place else "0") for place in panel[0]
+        ]
+        packed.append(scene.Row("sums", sums))
+    return scene.Scene(
         f"Packed weights let one vector hold a weight of each of {WIDTH} outputs. Each lane adds "
         "up the sum of one output. Row by row, the products in a vector would still have to be "
         "added to each other.",
-        [
-            Panel(
-                "Row by row",
-                Cells(plain, head),
-                "The first weights of a layer, times 100. A colour is an output. A row of colour "
-                "is a vector in memory.",
-            ),
-            Panel(
-                f"Packed in panels of {WIDTH} outputs",
-                Cells(packed),
-                "Each vector is multiplied by one input and added to the sums. On a processor a "
-                "panel has 8, 16 or 32 outputs.",
-                {"idle": "padding"},
-            ),
-        ],
+        scene.Panel(
+            "Row by row",
+            scene.Cells(plain, head),
+            "The first weights of a layer, times 100. A colour is an output. A row of colour "
+            "is a vector in memory.",
+        ),
+        scene.Panel(
+            f"Packed in panels of {WIDTH} outputs",
+            scene.Cells(packed),
+            "Each vector is multiplied by one input and added to the sums. On a processor a "
+            "panel has 8, 16 or 32 outputs.",
+            {"idle": "padding"},
+        ),
     )
 
 
 PICTURES = {
-    "native-draws": Picture("The cat", record_draw, draw_draw),
-    "packed-weights": Picture("Once upon a time", record_packed, draw_packed),
+    "native-draws": scene.Picture("The cat", record_draw, draw_draw),
+    "packed-weights": scene.Picture("Once upon a time", record_packed, draw_packed),
 }

@@ -1,7 +1,7 @@
 """Lessons 00 to 03: what a pass computes, and the loop around it."""
 
 import math
-from typing import NamedTuple
+from types import SimpleNamespace as Record
 
 import torch
 
@@ -9,44 +9,13 @@ from cache import KVCache, window_start
 from infer import next_logits
 from loading.tokenizer import EOT
 from model import causal_attention
-from pictures import runs
-from pictures.scene import (
-    Axis,
-    Bar,
-    Bars,
-    Cell,
-    Cells,
-    Curve,
-    Line,
-    Lines,
-    Mark,
-    Panel,
-    Picture,
-    Row,
-    Scene,
-    Token,
-    Tokens,
-    percent,
-    signed,
-    word,
-)
-
-
-class PassRecord(NamedTuple):
-    """A pass over a prompt, and what became of its last position."""
-
-    tokens: list[tuple[str, int]]  # text and id of each
-    vectors: list[list[float]]  # the first numbers of what goes into the first layer
-    rivals: tuple[str, str]  # the answer, and what came nearest to it on the way
-    after: list[list[float]]  # their probabilities after 0, 1, ... layers
-    layer: int  # of the head that is shown, from 1
-    head: int
-    attention: list[list[float]]  # its weights, (T, T)
-    top: list[tuple[str, float, float]]  # token, probability, logit
+from pictures import runs, scene
+from pictures.scene import percent, signed, word
 
 
 @torch.inference_mode()
-def record_pass(prompt: str) -> PassRecord:
+def record_pass(prompt: str) -> Record:
+    """A pass over a prompt, and what became of its last position."""
     model = runs.load()
     ids = runs.encode(prompt, 10)
     T = len(ids)
@@ -78,19 +47,22 @@ def record_pass(prompt: str) -> PassRecord:
     looks = heads[:, :, -1, first : max(first + 1, T - 1)].amax(dim=-1)
     layer, head = divmod(looks.argmax().item(), looks.shape[1])
     scores = logits[-1].topk(5).values.tolist()
-    return PassRecord(
-        list(zip(runs.texts_of(ids), ids)),
-        inputs[0][:, :12].tolist(),
-        (runs.text_of(best), runs.text_of(rival)),
-        [[row[best].item(), row[rival].item()] for row in probs],
-        layer + 1,
-        head + 1,
-        heads[layer, head].tolist(),
-        [(*pair, logit) for pair, logit in zip(runs.likely(probs[-1], 5), scores)],
+    return Record(
+        tokens=list(zip(runs.texts_of(ids), ids)),  # text and id of each
+        vectors=inputs[0][:, :12].tolist(),  # the first numbers of what goes into the first layer
+        # the answer, and what came nearest to it on the way
+        rivals=(runs.text_of(best), runs.text_of(rival)),
+        # their probabilities after 0, 1, ... layers
+        after=[[row[best].item(), row[rival].item()] for row in probs],
+        layer=layer + 1,  # of the head that is shown, from 1
+        head=head + 1,
+        attention=heads[layer, head].tolist(),  # its weights, (T, T)
+        # token, probability, logit
+        top=[(*pair, logit) for pair, logit in zip(runs.likely(probs[-1], 5), scores)],
     )
 
 
-def draw_pass(record: PassRecord) -> Scene:
+def draw_pass(record: Record) -> scene.Scene:
     texts = [text for text, _ in record.tokens]
     last = word(texts[-1])
     answer, rival = map(word, record.rivals)
@@ -100,13 +72,13 @@ def draw_pass(record: PassRecord) -> Scene:
     turn = f"turns from {rival} to" if any(behind) else "becomes"
     layers = [str(layer) for layer in range(0, len(record.after), 4)]
     curves = [
-        Curve(answer, [(at, pair[0]) for at, pair in enumerate(record.after)], "first"),
-        Curve(rival, [(at, pair[1]) for at, pair in enumerate(record.after)], "second"),
+        scene.Curve(answer, [(at, pair[0]) for at, pair in enumerate(record.after)], "first"),
+        scene.Curve(rival, [(at, pair[1]) for at, pair in enumerate(record.after)], "second"),
     ]
     vectors = [
-        Row(
+        scene.Row(
             word(text),
-            [Cell("first" if v > 0 else "second", share=min(abs(v) * 6, 1)) for v in vector],
+            [scene.Cell("first" if v > 0 else "second", share=min(abs(v) * 6, 1)) for v in vector],
             f"{signed(vector[0])}, {signed(vector[1])}, \u2026",
         )
         for text, vector in zip(texts, record.vectors)
@@ -114,110 +86,107 @@ def draw_pass(record: PassRecord) -> Scene:
     weights = []
     for at, row in enumerate(record.attention):
         best = max(range(at + 1), key=row.__getitem__)
-        cells = [Cell("third", share=weight) for weight in row[: at + 1]]
-        weights.append(Row(word(texts[at]), cells, f"{percent(row[best])} {word(texts[best])}"))
-    chips = [Token(text, number=str(id)) for text, id in record.tokens]
+        cells = [scene.Cell("third", share=weight) for weight in row[: at + 1]]
+        weights.append(
+            scene.Row(word(texts[at]), cells, f"{percent(row[best])} {word(texts[best])}")
+        )
+    chips = [scene.Token(text, number=str(id)) for text, id in record.tokens]
     scores = [
-        Bar(word(text), [(p, "first")], f"logit {signed(logit, 1)}, {percent(p)}")
+        scene.Bar(word(text), [(p, "first")], f"logit {signed(logit, 1)}, {percent(p)}")
         for text, p, logit in record.top
     ]
-    return Scene(
+    return scene.Scene(
         "One forward pass: a text goes in, a score for every possible next token comes out. "
         f"On the way through the layers {last} looks back at {seen}, and the answer {turn} "
         f"{answer}.",
-        [
-            Panel(
-                "1. The text, cut into tokens, each with its id",
-                Tokens([Line(chips)]),
-                "A space belongs to the word after it.",
+        scene.Panel(
+            "1. The text, cut into tokens, each with its id",
+            scene.Tokens([scene.Line(chips)]),
+            "A space belongs to the word after it.",
+        ),
+        scene.Panel(
+            "2. A vector of 256 numbers for each token",
+            scene.Cells(vectors),
+            f"The first {len(record.vectors[0])} numbers of each: blue above 0, orange below. "
+            f"{len(record.after) - 1} layers then change these vectors, one after the other.",
+        ),
+        scene.Panel(
+            f"3. Attention: where {last} looks",
+            scene.Cells(weights),
+            f"Head {record.head} of layer {record.layer}. Each row is a token; the stronger a "
+            "square, the more the token takes from that one. No token sees a later one.",
+        ),
+        scene.Panel(
+            f"4. What {last} would say after each layer",
+            scene.Lines(
+                curves,
+                scene.Axis("layers passed", [(int(at), at) for at in layers]),
+                scene.Axis("probability", [(0, "0 %"), (0.5, "50 %"), (1, "100 %")]),
+                [scene.Mark(f"layer {record.layer}", x=record.layer)],
             ),
-            Panel(
-                "2. A vector of 256 numbers for each token",
-                Cells(vectors),
-                f"The first {len(record.vectors[0])} numbers of each: blue above 0, orange below. "
-                f"{len(record.after) - 1} layers then change these vectors, one after the other.",
-            ),
-            Panel(
-                f"3. Attention: where {last} looks",
-                Cells(weights),
-                f"Head {record.head} of layer {record.layer}. Each row is a token; the stronger a "
-                "square, the more the token takes from that one. No token sees a later one.",
-            ),
-            Panel(
-                f"4. What {last} would say after each layer",
-                Lines(
-                    curves,
-                    Axis("layers passed", [(int(at), at) for at in layers]),
-                    Axis("probability", [(0, "0 %"), (0.5, "50 %"), (1, "100 %")]),
-                    [Mark(f"layer {record.layer}", x=record.layer)],
-                ),
-                "The probabilities of two tokens if the layers above were left out.",
-            ),
-            Panel(
-                "5. The end: a score, the logit, for each of 4,096 tokens",
-                Bars(scores),
-                "The five largest. Softmax turns the logits into probabilities, the bars.",
-            ),
-        ],
+            "The probabilities of two tokens if the layers above were left out.",
+        ),
+        scene.Panel(
+            "5. The end: a score, the logit, for each of 4,096 tokens",
+            scene.Bars(scores),
+            "The five largest. Softmax turns the logits into probabilities, the bars.",
+        ),
     )
 
 
-class Step(NamedTuple):
-    """A turn of the loop."""
-
-    text: list[str]  # what goes in
-    choices: list[tuple[str, float]]  # the most likely tokens with their logits, best first
-
-
-def record_steps(prompt: str, count: int = 6) -> list[Step]:
+def record_steps(prompt: str, count: int = 6) -> list[Record]:
     text = runs.encode(prompt, 8)
     written = runs.write(text, max_new_tokens=count)
     steps = []
     for at in range(len(written)):
         before = text + written[:at]
-        steps.append(Step(runs.texts_of(before), runs.likely(runs.next_logits(before), 3)))
+        steps.append(
+            Record(
+                text=runs.texts_of(before),  # what goes in
+                # the most likely tokens with their logits, best first
+                choices=runs.likely(runs.next_logits(before), 3),
+            )
+        )
     return steps
 
 
-def draw_steps(steps: list[Step]) -> Scene:
+def draw_steps(steps: list[Record]) -> scene.Scene:
     given = len(steps[0].text)
     lines = []
     for number, step in enumerate(steps, 1):
-        text = [Token(each, "kept" if at >= given else "") for at, each in enumerate(step.text)]
-        best, *others = [Token(text, number=signed(logit, 1)) for text, logit in step.choices]
+        text = [
+            scene.Token(each, "kept" if at >= given else "") for at, each in enumerate(step.text)
+        ]
+        best, *others = [scene.Token(text, number=signed(logit, 1)) for text, logit in step.choices]
         text.append(best._replace(kind="good"))
         also = ", ".join(f"{word(other.text)} {other.number}" for other in others)
-        lines.append(Line(text, str(number), also))
-    return Scene(
+        lines.append(scene.Line(text, str(number), also))
+    return scene.Scene(
         "Greedy decoding is a loop: each step puts the whole text into the model, takes the token "
         f"with the largest logit and appends it. {len(steps)} steps, {len(steps)} tokens.",
-        [
-            Panel(
-                "Each step: the text so far, the token taken with its logit, and the two next best",
-                Tokens(lines),
-                key={"kept": "taken in an earlier step", "good": "taken in this step"},
-                wide=True,
-            )
-        ],
+        scene.Panel(
+            "Each step: the text so far, the token taken with its logit, and the two next best",
+            scene.Tokens(lines),
+            key={"kept": "taken in an earlier step", "good": "taken in this step"},
+            wide=True,
+        ),
     )
 
 
-class Ends(NamedTuple):
-    tokens: list[str]  # generated ones, EOS included if it came
-    chances: list[float]  # of EOS in the place of each
-
-
 @torch.inference_mode()
-def record_ends(prompt: str) -> Ends:
+def record_ends(prompt: str) -> Record:
     model = runs.load()
     text = runs.encode(prompt, 36)
     written = runs.write(text)
     logits = next_logits(model, [text + written[:-1]], KVCache(model), keep=len(written))[0]
     (eos,) = model.config.eos_token_ids
-    return Ends(runs.texts_of(written), logits.softmax(dim=-1)[:, eos].tolist())
+    return Record(
+        tokens=runs.texts_of(written),  # generated ones, EOS included if it came
+        chances=logits.softmax(dim=-1)[:, eos].tolist(),  # of EOS in the place of each
+    )
 
 
-def draw_ends(record: Ends) -> Scene:
+def draw_ends(record: Record) -> scene.Scene:
     count = len(record.chances)
     after = [text[-1:] in (".", "!", "?", '"') for text in ["", *record.tokens[:-1]]]
     points = [list(zip(range(count), record.chances)) for _ in range(2)]
@@ -228,40 +197,38 @@ def draw_ends(record: Ends) -> Scene:
     ticks = [(1e-9, "10\u207b\u2079"), (1e-6, "10\u207b\u2076"), (1e-3, "10\u207b\u00b3"), (1, "1")]
     floor = [max(p, 1e-9) for p in record.chances]
     curves = [
-        Curve("elsewhere", [(at, floor[at]) for at, _ in inside], "kept", dots=True),
-        Curve("after the end of a sentence", [(at, floor[at]) for at, _ in ends], "first", True),
+        scene.Curve("elsewhere", [(at, floor[at]) for at, _ in inside], "kept", dots=True),
+        scene.Curve(
+            "after the end of a sentence", [(at, floor[at]) for at, _ in ends], "first", True
+        ),
     ]
     bars = [
-        Bar(word(record.tokens[at]), [(record.chances[at], "first")], percent(record.chances[at]))
+        scene.Bar(
+            word(record.tokens[at]), [(record.chances[at], "first")], percent(record.chances[at])
+        )
         for at in range(max(0, count - 9), count)
     ]
     likely = sum(p >= 0.001 for p in record.chances)
     ended = record.tokens[-1] == EOT
     end = " At the last it is the likeliest token, so the text ends." * ended
-    return Scene(
+    return scene.Scene(
         f"The end of a text is a token like any other: EOS, written {word(EOT)}. It reaches 0.1 % "
         f"at {likely} of {count} places.{end}",
-        [
-            Panel(
-                "The probability of EOS at each step",
-                Lines(
-                    [curve for curve in curves if curve.points],
-                    Axis("tokens written"),
-                    Axis("probability, on a logarithmic scale", ticks, log=True),
-                ),
+        scene.Panel(
+            "The probability of EOS at each step",
+            scene.Lines(
+                [curve for curve in curves if curve.points],
+                scene.Axis("tokens written"),
+                scene.Axis("probability, on a logarithmic scale", ticks, log=True),
             ),
-            Panel("How likely EOS was in the place of each of the last tokens", Bars(bars, 1)),
-        ],
+        ),
+        scene.Panel(
+            "How likely EOS was in the place of each of the last tokens", scene.Bars(bars, 1)
+        ),
     )
 
 
-class Windows(NamedTuple):
-    size: int  # of the window
-    text: list[str]  # as long as the window, and some tokens more
-    starts: dict[int, int]  # length of a text -> where its window starts
-
-
-def record_windows(prompt: str, beyond: int = 3) -> Windows:
+def record_windows(prompt: str, beyond: int = 3) -> Record:
     """Greedy decoding by the small draft model, with a window that moves at each step."""
     name = "stories-draft"
     size = runs.load(name).config.block_size
@@ -269,37 +236,42 @@ def record_windows(prompt: str, beyond: int = 3) -> Windows:
     count = size + beyond - len(text)
     text += runs.write(text, name, stride=1, max_new_tokens=count, ignore_eos=True)
     lengths = range(size - 1, size + beyond)
-    return Windows(size, runs.texts_of(text), {n: window_start(n, size, 1) for n in lengths})
+    return Record(
+        size=size,  # of the window
+        text=runs.texts_of(text),  # as long as the window, and some tokens more
+        # length of a text -> where its window starts
+        starts={n: window_start(n, size, 1) for n in lengths},
+    )
 
 
-def draw_windows(record: Windows) -> Scene:
+def draw_windows(record: Record) -> scene.Scene:
     lines = []
     for length, start in record.starts.items():
-        tokens = [Token(text, "gone", "out") for text in record.text[:start]]
-        tokens += [Token(record.text[at], "", str(at - start)) for at in range(start, 4)]
-        tokens.append(Token("\u2026"))
-        tokens += [Token(record.text[at], "", str(at - start)) for at in (length - 2, length - 1)]
-        tokens.append(Token(record.text[length], "good"))
-        lines.append(Line(tokens, f"{length} tokens"))
-    return Scene(
+        tokens = [scene.Token(text, "gone", "out") for text in record.text[:start]]
+        tokens += [scene.Token(record.text[at], "", str(at - start)) for at in range(start, 4)]
+        tokens.append(scene.Token("\u2026"))
+        tokens += [
+            scene.Token(record.text[at], "", str(at - start)) for at in (length - 2, length - 1)
+        ]
+        tokens.append(scene.Token(record.text[length], "good"))
+        lines.append(scene.Line(tokens, f"{length} tokens"))
+    return scene.Scene(
         f"The model sees the last {record.size} tokens, its window. In a longer text the first "
         f"tokens fall out and all others move: {word(record.text[1])} stands at position 1, then "
         "0, then nowhere.",
-        [
-            Panel(
-                "What the model sees, with positions, and the token it writes",
-                Tokens(lines),
-                "Written by the small model stories-draft, with --ignore-eos and --stride 1.",
-                {"gone": "out of the window", "good": "written"},
-                wide=True,
-            )
-        ],
+        scene.Panel(
+            "What the model sees, with positions, and the token it writes",
+            scene.Tokens(lines),
+            "Written by the small model stories-draft, with --ignore-eos and --stride 1.",
+            {"gone": "out of the window", "good": "written"},
+            wide=True,
+        ),
     )
 
 
 PICTURES = {
-    "init": Picture("Lily lost her doll. Lily was very", record_pass, draw_pass),
-    "greedy-decoding": Picture("Once upon a time", record_steps, draw_steps),
-    "eos-handling": Picture("Once upon a time", record_ends, draw_ends),
-    "context-window": Picture("Once upon a time", record_windows, draw_windows),
+    "init": scene.Picture("Lily lost her doll. Lily was very", record_pass, draw_pass),
+    "greedy-decoding": scene.Picture("Once upon a time", record_steps, draw_steps),
+    "eos-handling": scene.Picture("Once upon a time", record_ends, draw_ends),
+    "context-window": scene.Picture("Once upon a time", record_windows, draw_windows),
 }

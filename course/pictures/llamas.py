@@ -1,5 +1,6 @@
 """Lessons 30 to 34: rotary positions, merges, and messages of a chat."""
 
+from types import SimpleNamespace as Record
 from typing import NamedTuple
 
 import regex
@@ -10,36 +11,15 @@ from llama import rotate, rotations
 from loading.chat import Chat
 from loading.tokenizer_checks import PATTERNS
 from model import causal_attention
-from pictures import runs
-from pictures.scene import (
-    Axis,
-    Curve,
-    Line,
-    Lines,
-    Panel,
-    Picture,
-    Scene,
-    Token,
-    Tokens,
-    signed,
-    times,
-    word,
-)
+from pictures import runs, scene
+from pictures.scene import signed, times, word
 
 NAME = "stories-llama"
 LATER = 100  # positions
 
 
-class Turned(NamedTuple):
-    """Scores of a query and a key that are turned by their positions."""
-
-    query: str
-    key: str
-    scores: dict[int, list[float]]  # position of the key -> the scores at distances 0, 1, ...
-
-
 @torch.inference_mode()
-def record_turned(prompt: str, most: int = 64) -> Turned:
+def record_turned(prompt: str, most: int = 64) -> Record:
     """The last token's query and the key two before it, in the first head of the first layer."""
     model = runs.load(NAME)
     ids = runs.encode(prompt, 100)
@@ -59,27 +39,31 @@ def record_turned(prompt: str, most: int = 64) -> Turned:
         turned = rotate(queries[-1], cos[places], sin[places])  # (most + 1, 1, head_dim)
         key = rotate(keys[other], cos[start], sin[start])
         scores[start] = (turned * key).sum(-1)[:, 0].tolist()
-    return Turned(runs.text_of(ids[-1]), runs.text_of(ids[other]), scores)
+    return Record(
+        query=runs.text_of(ids[-1]),
+        key=runs.text_of(ids[other]),
+        scores=scores,  # position of the key -> the scores at distances 0, 1, ...
+    )
 
 
-def draw_turned(record: Turned) -> Scene:
+def draw_turned(record: Record) -> scene.Scene:
     here, later = record.scores.values()
     curves = [
-        Curve("key at position 0", list(enumerate(here)), "first"),
-        Curve(f"key at position {LATER}", list(enumerate(later))[::4], "second", dots=True),
+        scene.Curve("key at position 0", list(enumerate(here)), "first"),
+        scene.Curve(f"key at position {LATER}", list(enumerate(later))[::4], "second", dots=True),
     ]
-    return Scene(
+    return scene.Scene(
         "Rotary positions turn each query and each key by an angle that grows with its position. "
         f"So a score depends on the distance alone: {signed(here[2])} at distance 2, "
         f"{signed(here[32])} at 32, wherever both stand.",
-        [
-            Panel(
-                f"Query of {word(record.query)}, key of {word(record.key)}",
-                Lines(curves, Axis("distance in positions"), Axis("score: q \u00b7 k")),
-                "The same two vectors at each distance. Pairs of their numbers turn at different "
-                "speeds, hence the waves.",
-            )
-        ],
+        scene.Panel(
+            f"Query of {word(record.query)}, key of {word(record.key)}",
+            scene.Lines(
+                curves, scene.Axis("distance in positions"), scene.Axis("score: q \u00b7 k")
+            ),
+            "The same two vectors at each distance. Pairs of their numbers turn at different "
+            "speeds, hence the waves.",
+        ),
     )
 
 
@@ -101,23 +85,23 @@ def record_message(prompt: str) -> Message:
     return Message(*([(runs.text_of(id), id in control) for id in ids] for ids in both))
 
 
-def draw_message(record: Message) -> Scene:
+def draw_message(record: Message) -> scene.Scene:
     panels = []
     for title, tokens in (
         ("Template and message encoded apart", record.safe),
         ("The text encoded as one string", record.naive),
     ):
-        line = Line([Token(text, "bad" if control else "") for text, control in tokens])
-        panels.append(Panel(title, Tokens([line]), key={"bad": "a control token"}))
+        line = scene.Line([scene.Token(text, "bad" if control else "") for text, control in tokens])
+        panels.append(scene.Panel(title, scene.Tokens([line]), key={"bad": "a control token"}))
     ours, theirs = (sum(control for _, control in tokens) for tokens in record)
     panels[0].note = "A message is plain characters, whatever it says."
     panels[1].note = "The model would read that the text ends inside the message."
     if ours == theirs:
         panels[1].note = "This message has no text of a control token, so both are alike."
-    return Scene(
+    return scene.Scene(
         "Text that a user types never becomes a control token. The template\u2019s own make "
         f"{times(ours, 'control token')}; the text encoded as one string would have {theirs}.",
-        panels,
+        *panels,
     )
 
 
@@ -148,30 +132,30 @@ def record_merges(prompt: str) -> list[Merge]:
         merges.append(Merge([part.decode("utf-8", "backslashreplace") for part in parts], at, id))
 
 
-def draw_merges(merges: list[Merge]) -> Scene:
+def draw_merges(merges: list[Merge]) -> scene.Scene:
     lines = []
     for number, merge in enumerate(merges):
         kinds = ["first" if at == merge.at else "" for at in range(len(merge.parts))]
-        tokens = [Token(*pair) for pair in zip(merge.parts, kinds)]
-        lines.append(Line(tokens, str(number), "" if merge.id is None else f"id {merge.id:,}"))
+        tokens = [scene.Token(*pair) for pair in zip(merge.parts, kinds)]
+        lines.append(
+            scene.Line(tokens, str(number), "" if merge.id is None else f"id {merge.id:,}")
+        )
     text = "".join(merges[-1].parts)
-    return Scene(
+    return scene.Scene(
         "The ids of a vocabulary rank its merges: of all neighbours that form a token, the pair "
         f"with the lowest id is merged first. {word(text)} becomes "
         f"{times(len(merges[-1].parts), 'token')} in {times(len(merges) - 1, 'merge')}.",
-        [
-            Panel(
-                "Bytes, and the parts after each merge",
-                Tokens(lines),
-                "A pattern cuts the text into such pieces first, and no merge crosses a cut.",
-                {"first": "the pair just merged"},
-            )
-        ],
+        scene.Panel(
+            "Bytes, and the parts after each merge",
+            scene.Tokens(lines),
+            "A pattern cuts the text into such pieces first, and no merge crosses a cut.",
+            {"first": "the pair just merged"},
+        ),
     )
 
 
 PICTURES = {
-    "llama-3-tokenizer": Picture("They went to the playground", record_merges, draw_merges),
-    "llama": Picture("The cat sat on", record_turned, draw_turned),
-    "chat": Picture("rain<|endoftext|>", record_message, draw_message),
+    "llama-3-tokenizer": scene.Picture("They went to the playground", record_merges, draw_merges),
+    "llama": scene.Picture("The cat sat on", record_turned, draw_turned),
+    "chat": scene.Picture("rain<|endoftext|>", record_message, draw_message),
 }

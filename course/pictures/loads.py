@@ -5,27 +5,13 @@ import itertools
 import math
 import selectors
 from collections.abc import Callable, Coroutine, Iterator
-from typing import NamedTuple
+from types import SimpleNamespace as Record
 
 from benchmarks import client
 from benchmarks.client import Answer, Load
 from engine.engine import Engine
 from engine.request import Request
-from pictures import runs
-from pictures.scene import (
-    Axis,
-    Bar,
-    Bars,
-    Curve,
-    Lane,
-    Lanes,
-    Lines,
-    Mark,
-    Panel,
-    Picture,
-    Scene,
-    Span,
-)
+from pictures import runs, scene
 from sampling import SamplingParams
 
 
@@ -136,7 +122,7 @@ def record_gaps(prompt: str) -> Load:
     return server.run(client.closed_loop(asked, CLIENTS, 1.0))
 
 
-def draw_gaps(record: Load) -> Scene:
+def draw_gaps(record: Load) -> scene.Scene:
     found = client.measures(record, math.inf, math.inf)
     usual = found["itl, ms, p50"]
     lanes = [[] for _ in range(CLIENTS)]
@@ -144,39 +130,39 @@ def draw_gaps(record: Load) -> Scene:
     for answer in record.answers:
         number = ends.index(answer.due)  # a client asks when it has its answer
         ends[number] = answer.times[-1]
-        lanes[number].append(Span(1000 * answer.due, 1000 * answer.times[0], "second"))
+        lanes[number].append(scene.Span(1000 * answer.due, 1000 * answer.times[0], "second"))
         for pair in itertools.pairwise(answer.times):
             begin, end = (1000 * moment for moment in pair)
             kind = "bad" if end - begin > 2 * usual else "first"
             if lanes[number][-1].kind == kind == "first":
                 lanes[number][-1] = lanes[number][-1]._replace(end=end)
             else:
-                lanes[number].append(Span(begin, end, kind))
+                lanes[number].append(scene.Span(begin, end, kind))
     bars = []
     for name in ("itl, ms, p50", "tpot, ms, p50", "tpot, ms, p99", "itl, ms, p99", "itl, ms, p100"):
         kind = "bad" if found[name] > 4 * usual else "first"
-        bars.append(Bar(name.replace(", ms", ""), [(found[name], kind)], f"{found[name]:.0f} ms"))
-    return Scene(
+        bars.append(
+            scene.Bar(name.replace(", ms", ""), [(found[name], kind)], f"{found[name]:.0f} ms")
+        )
+    return scene.Scene(
         f"An average hides gaps. The mean gap of a text, tpot, has a 99th percentile of "
         f"{found['tpot, ms, p99']:.0f} ms; that of single gaps, itl, is "
         f"{found['itl, ms, p99']:.0f} ms. While a prompt is computed, all other texts wait.",
-        [
-            Panel(
-                f"{CLIENTS} clients in a closed loop",
-                Lanes(
-                    [Lane(f"client {at}", spans) for at, spans in enumerate(lanes, 1)],
-                    Axis("ms"),
-                ),
-                "On this clock a step takes a millisecond for each position that it computes.",
-                {
-                    "second": "waits for the first token: ttft",
-                    "first": "tokens come steadily",
-                    "bad": "a gap of more than twice the median",
-                },
-                wide=True,
+        scene.Panel(
+            f"{CLIENTS} clients in a closed loop",
+            scene.Lanes(
+                [scene.Lane(f"client {at}", spans) for at, spans in enumerate(lanes, 1)],
+                scene.Axis("ms"),
             ),
-            Panel("Time from token to token", Bars(bars)),
-        ],
+            "On this clock a step takes a millisecond for each position that it computes.",
+            {
+                "second": "waits for the first token: ttft",
+                "first": "tokens come steadily",
+                "bad": "a gap of more than twice the median",
+            },
+            wide=True,
+        ),
+        scene.Panel("Time from token to token", scene.Bars(bars)),
     )
 
 
@@ -186,14 +172,7 @@ def draw_gaps(record: Load) -> Scene:
 STALL = (2.0, 3.0)
 
 
-class Stalled(NamedTuple):
-    """A server that stalls, as two loads see it."""
-
-    closed: Load
-    open: Load
-
-
-def record_stall(prompt: str) -> Stalled:
+def record_stall(prompt: str) -> Record:
     """A step takes 10 ms, and there is none while the server stalls."""
 
     def load(make: Callable[[Iterator[Exchange]], Coroutine]) -> Load:
@@ -201,13 +180,13 @@ def record_stall(prompt: str) -> Stalled:
         return server.run(make(exchanges(server, prompt, (5, 9), (5, 15))))
 
     moments = client.arrivals(100, 20.0, "0")
-    return Stalled(
-        load(lambda asked: client.closed_loop(asked, 2, 5.0)),
-        load(lambda asked: client.open_loop(list(itertools.islice(asked, 100)), moments)),
+    return Record(
+        closed=load(lambda asked: client.closed_loop(asked, 2, 5.0)),
+        open=load(lambda asked: client.open_loop(list(itertools.islice(asked, 100)), moments)),
     )
 
 
-def draw_stall(record: Stalled) -> Scene:
+def draw_stall(record: Record) -> scene.Scene:
     panels = []
     late = []
     for name, load in (
@@ -216,24 +195,24 @@ def draw_stall(record: Stalled) -> Scene:
     ):
         points = [(answer.due, answer.ttft) for answer in load.answers]
         late.append(f"{sum(ttft > 100 for _, ttft in points)} of {len(points)}")
-        curve = Curve("", points, "first", dots=True)
-        marks = [Mark("stall", x=STALL[0]), Mark("", x=STALL[1])]
+        curve = scene.Curve("", points, "first", dots=True)
+        marks = [scene.Mark("stall", x=STALL[0]), scene.Mark("", x=STALL[1])]
         axes = (
-            Axis("second in which a request is due"),
-            Axis("ttft, ms", [(0, "0"), (500, "500"), (1000, "1,000")]),
+            scene.Axis("second in which a request is due"),
+            scene.Axis("ttft, ms", [(0, "0"), (500, "500"), (1000, "1,000")]),
         )
-        panels.append(Panel(f"{name}: {late[-1]} late", Lines([curve], *axes, marks)))
+        panels.append(scene.Panel(f"{name}: {late[-1]} late", scene.Lines([curve], *axes, marks)))
     panels[-1].note = "Late: more than 100 ms. The clock is simulated; a step takes 10 ms."
-    return Scene(
+    return scene.Scene(
         f"A server stalls for {STALL[1] - STALL[0]:g} s. A closed loop, whose clients wait and ask "
         f"for nothing, counts {late[0]} requests as late. An open loop, where requests keep "
         f"coming, counts {late[1]}.",
-        panels,
+        *panels,
     )
 
 
 PROMPT = "Once upon a time"
 PICTURES = {
-    "closed-loop": Picture(PROMPT, record_gaps, draw_gaps),
-    "open-loop": Picture(PROMPT, record_stall, draw_stall),
+    "closed-loop": scene.Picture(PROMPT, record_gaps, draw_gaps),
+    "open-loop": scene.Picture(PROMPT, record_stall, draw_stall),
 }

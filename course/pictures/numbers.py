@@ -1,20 +1,12 @@
 """Lessons 12 and 24: what is left of a number in 16 bits, and of a row of weights in 8."""
 
-from typing import NamedTuple
+from types import SimpleNamespace as Record
 
 import torch
 
 from int8 import quantize
-from pictures import runs
-from pictures.scene import Bar, Bars, Cell, Cells, Panel, Picture, Row, Scene, signed, word
-
-
-class Rounded(NamedTuple):
-    """A number in three formats."""
-
-    token: str  # whose logit it is
-    rows: list[tuple[str, str, float]]  # format, its bits, and the value that they stand for
-
+from pictures import runs, scene
+from pictures.scene import signed, word
 
 FORMATS = {  # name: dtype, its integer of the same size, bits of the exponent
     "float32": (torch.float32, torch.int32, 8),
@@ -23,7 +15,7 @@ FORMATS = {  # name: dtype, its integer of the same size, bits of the exponent
 }
 
 
-def record_rounded(prompt: str) -> Rounded:
+def record_rounded(prompt: str) -> Record:
     """The largest logit after a prompt."""
     logits = runs.next_logits(runs.encode(prompt, 200))
     best = logits.argmax().item()
@@ -32,53 +24,46 @@ def record_rounded(prompt: str) -> Rounded:
         value = logits[best].to(dtype)
         width = 8 * value.itemsize
         rows.append((name, f"{value.view(integer).item() % 2**width:0{width}b}", value.item()))
-    return Rounded(runs.text_of(best), rows)
+    return Record(
+        token=runs.text_of(best),  # whose logit it is
+        rows=rows,  # format, its bits, and the value that they stand for
+    )
 
 
-def draw_rounded(record: Rounded) -> Scene:
+def draw_rounded(record: Record) -> scene.Scene:
     exact = record.rows[0][2]
     rows = []
     for name, bits, value in record.rows:
         exponent = FORMATS[name][2]
         kinds = ["bad"] + ["second"] * exponent + ["first"] * (len(bits) - 1 - exponent)
-        cells = [Cell(kind, bit) for kind, bit in zip(kinds, bits)]
-        cells += [Cell()] * (32 - len(bits))
+        cells = [scene.Cell(kind, bit) for kind, bit in zip(kinds, bits)]
+        cells += [scene.Cell()] * (32 - len(bits))
         off = f", off by {abs(value - exact):.2g}" if value != exact else ""
-        rows.append(Row(name, cells, f"{value:.8g}{off}"))
+        rows.append(scene.Row(name, cells, f"{value:.8g}{off}"))
     half, brain = (abs(row[2] - exact) for row in record.rows[1:])
-    return Scene(
+    return scene.Scene(
         f"Half the bytes, nearly the same number: float16 is off by {half:.2g} and ends at "
         f"{torch.finfo(torch.float16).max:,.0f}; bfloat16 is off by {brain:.2g} and keeps the "
         "range of float32.",
-        [
-            Panel(
-                f"The logit of {word(record.token)}, bit by bit",
-                Cells(rows),
-                "Here one number is rounded once. In the lesson weights and all intermediate "
-                "values are rounded, so a whole pass is off by more.",
-                {"bad": "sign", "second": "exponent: the range", "first": "fraction: the digits"},
-                wide=True,
-            )
-        ],
+        scene.Panel(
+            f"The logit of {word(record.token)}, bit by bit",
+            scene.Cells(rows),
+            "Here one number is rounded once. In the lesson weights and all intermediate "
+            "values are rounded, so a whole pass is off by more.",
+            {"bad": "sign", "second": "exponent: the range", "first": "fraction: the digits"},
+            wide=True,
+        ),
     )
 
 
-class Weights(NamedTuple):
-    """A row of weights and what int8 makes of it."""
-
-    weights: list[float]
-    values: list[int]
-    scale: float
-
-
-def record_weights(prompt: str) -> Weights:
+def record_weights(prompt: str) -> Record:
     """The embedding of the last token of the prompt; the head has the same row."""
     row = runs.load().wte.weight[runs.encode(prompt, 200)[-1]]
     values, scale = quantize(row)
-    return Weights(row.tolist(), values.tolist(), scale.item())
+    return Record(weights=row.tolist(), values=values.tolist(), scale=scale.item())
 
 
-def draw_weights(record: Weights) -> Scene:
+def draw_weights(record: Record) -> scene.Scene:
     largest = max(range(len(record.values)), key=lambda at: abs(record.values[at]))
     shown = sorted({*range(5), largest})
     off = max(abs(w - v * record.scale) for w, v in zip(record.weights, record.values))
@@ -87,33 +72,31 @@ def draw_weights(record: Weights) -> Scene:
         w, value = record.weights[at], record.values[at]
         kind = "second" if at == largest else ""
         cells = signed(w, 5), signed(value, 0), signed(value * record.scale, 5)
-        rows.append(Row(f"weight {at}", [Cell(kind, text) for text in cells]))
+        rows.append(scene.Row(f"weight {at}", [scene.Cell(kind, text) for text in cells]))
     count = len(record.values)
     memory = [
-        Bar("float32", [(4 * count, "first")], f"{4 * count:,} bytes"),
-        Bar("int8", [(count, "first"), (4, "second")], f"{count + 4} bytes"),
+        scene.Bar("float32", [(4 * count, "first")], f"{4 * count:,} bytes"),
+        scene.Bar("int8", [(count, "first"), (4, "second")], f"{count + 4} bytes"),
     ]
-    return Scene(
+    return scene.Scene(
         f"A row of {count} weights takes {count + 4} bytes instead of {4 * count:,}: one byte a "
         "weight and one scale for the row. No weight moves by more than half a step.",
-        [
-            Panel(
-                "Some of the weights, and the largest",
-                Cells(rows, ["weight", "int8", "int8 \u00d7 scale"]),
-                f"scale = largest / 127 = {record.scale:.6f}. int8 = weight / scale, rounded. The "
-                f"largest error of the row is {off:.6f}, at most scale / 2.",
-                {"second": "the largest: it becomes \u00b1127"},
-            ),
-            Panel(
-                "The row in memory",
-                Bars(memory),
-                key={"first": "weights", "second": "the scale, 4 bytes"},
-            ),
-        ],
+        scene.Panel(
+            "Some of the weights, and the largest",
+            scene.Cells(rows, ["weight", "int8", "int8 \u00d7 scale"]),
+            f"scale = largest / 127 = {record.scale:.6f}. int8 = weight / scale, rounded. The "
+            f"largest error of the row is {off:.6f}, at most scale / 2.",
+            {"second": "the largest: it becomes \u00b1127"},
+        ),
+        scene.Panel(
+            "The row in memory",
+            scene.Bars(memory),
+            key={"first": "weights", "second": "the scale, 4 bytes"},
+        ),
     )
 
 
 PICTURES = {
-    "fp16-bf16": Picture("Once upon a time", record_rounded, draw_rounded),
-    "int8-weights": Picture("Once upon a time", record_weights, draw_weights),
+    "fp16-bf16": scene.Picture("Once upon a time", record_rounded, draw_rounded),
+    "int8-weights": scene.Picture("Once upon a time", record_weights, draw_weights),
 }

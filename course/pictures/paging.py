@@ -1,28 +1,15 @@
 """Lessons 39 to 43: pages of the KV cache, and a budget of tokens for each step."""
 
+from types import SimpleNamespace as Record
 from typing import NamedTuple
 
 import cache
 from engine.cache import PagedCache
 from engine.engine import Engine
 from engine.pages import page_count
-from pictures import runs
+from pictures import runs, scene
 from pictures.runs import Arrival, Frame, Run, row_of, work_of
-from pictures.scene import (
-    Axis,
-    Bar,
-    Bars,
-    Cell,
-    Cells,
-    Lane,
-    Lanes,
-    Panel,
-    Picture,
-    Row,
-    Scene,
-    Span,
-    times,
-)
+from pictures.scene import times
 from sampling import SamplingParams
 
 PAGE = 4  # positions, so that a picture has several pages
@@ -42,7 +29,7 @@ def owners_of(frame: Frame) -> dict[int, list[int]]:
     return owners
 
 
-def pool(run: Run, frame: Frame, last: int) -> Cells:
+def pool(run: Run, frame: Frame, last: int) -> scene.Cells:
     """The first pages of the pool with the tokens that they hold. last: number of the last one."""
     texts = run.texts()
     owners = owners_of(frame)
@@ -59,20 +46,20 @@ def pool(run: Run, frame: Frame, last: int) -> Cells:
             kind, said = f"owner{numbers[0]}", f"request {numbers[0]}"
         elif numbers:
             kind, said = "kept", f"{len(numbers)} requests"
-        cells = [Cell(kind, text.strip() or text) for text in held.get(page, [])]
-        cells += [Cell(kind)] * (PAGE - len(cells))
-        rows.append(Row(f"page {page}", cells, said))
-    return Cells(rows)
+        cells = [scene.Cell(kind, text.strip() or text) for text in held.get(page, [])]
+        cells += [scene.Cell(kind)] * (PAGE - len(cells))
+        rows.append(scene.Row(f"page {page}", cells, said))
+    return scene.Cells(rows)
 
 
-def block_tables(frame: Frame) -> Cells:
+def block_tables(frame: Frame) -> scene.Cells:
     shared = {page for page, numbers in owners_of(frame).items() if numbers[1:]}
     rows = []
     for row in frame["running"]:
         own = f"owner{row['number']}"
-        cells = [Cell("kept" if page in shared else own, str(page)) for page in row["pages"]]
-        rows.append(Row(f"request {row['number']}", cells))
-    return Cells(rows)
+        cells = [scene.Cell("kept" if page in shared else own, str(page)) for page in row["pages"]]
+        rows.append(scene.Row(f"request {row['number']}", cells))
+    return scene.Cells(rows)
 
 
 class Pool(NamedTuple):
@@ -94,7 +81,7 @@ def record_pool(prompt: str) -> Pool:
     return Pool(run, next(at for at, row in enumerate(last) if row and row["computed"] >= 7))
 
 
-def draw_pool(record: Pool) -> Scene:
+def draw_pool(record: Pool) -> scene.Scene:
     run, at = record
     frame = run.frames[at]
     row = frame["running"][-1]
@@ -102,24 +89,22 @@ def draw_pool(record: Pool) -> Scene:
     entry, offset = divmod(place, PAGE)
     count = run.setup["num_pages"]
     free = count - len(owners_of(frame))
-    return Scene(
+    return scene.Scene(
         "The keys and values of all texts lie in one pool of pages. A text takes a page wherever "
         "one is free, and its block table lists its pages in order.",
-        [
-            Panel(
-                f"The pool after step {at + 1}: {free} of {count} pages free",
-                pool(run, frame, count - 1),
-                SMALL,
-                {"idle": "free"},
-            ),
-            Panel(
-                "Block tables",
-                block_tables(frame),
-                f"Position {place} of request {row['number']} is in entry {entry} of its block "
-                f"table: page {row['pages'][entry]}, offset {offset}.",
-            ),
-            Panel("The engine, step by step", runs.player(run, at)),
-        ],
+        scene.Panel(
+            f"The pool after step {at + 1}: {free} of {count} pages free",
+            pool(run, frame, count - 1),
+            SMALL,
+            {"idle": "free"},
+        ),
+        scene.Panel(
+            "Block tables",
+            block_tables(frame),
+            f"Position {place} of request {row['number']} is in entry {entry} of its block "
+            f"table: page {row['pages'][entry]}, offset {offset}.",
+        ),
+        scene.Panel("The engine, step by step", runs.player(run, at)),
     )
 
 
@@ -137,7 +122,7 @@ def record_sharing(prompt: str) -> Pool:
     return Pool(run, max(range(len(saved)), key=lambda at: (saved[at], at)))
 
 
-def draw_sharing(record: Pool) -> Scene:
+def draw_sharing(record: Pool) -> scene.Scene:
     run, at = record
     frame = run.frames[at]
     owners = owners_of(frame)
@@ -151,26 +136,24 @@ def draw_sharing(record: Pool) -> Scene:
         if shared
         else "This prompt does not fill a page, so no page is shared."
     )
-    return Scene(
+    return scene.Scene(
         caption,
-        [
-            Panel(
-                f"Pages after step {at + 1}: {shared} shared, {len(owners) - shared} not",
-                pool(run, frame, max(owners)),
-                SMALL,
-                {"kept": "shared", "idle": "free"},
-            ),
-            Panel(
-                "Block tables",
-                block_tables(frame),
-                f"Requests 2 to 4 each found {found} of {times(length, 'prompt token')} in the "
-                f"cache and computed {length - found}. The last token of a prompt is always "
-                "computed, because its logits are needed. A page that becomes equal to a shared "
-                "one is replaced by it.",
-                {"kept": "a shared page"},
-            ),
-            Panel("The engine, step by step", runs.player(run, at)),
-        ],
+        scene.Panel(
+            f"Pages after step {at + 1}: {shared} shared, {len(owners) - shared} not",
+            pool(run, frame, max(owners)),
+            SMALL,
+            {"kept": "shared", "idle": "free"},
+        ),
+        scene.Panel(
+            "Block tables",
+            block_tables(frame),
+            f"Requests 2 to 4 each found {found} of {times(length, 'prompt token')} in the "
+            f"cache and computed {length - found}. The last token of a prompt is always "
+            "computed, because its logits are needed. A page that becomes equal to a shared "
+            "one is replaced by it.",
+            {"kept": "a shared page"},
+        ),
+        scene.Panel("The engine, step by step", runs.player(run, at)),
     )
 
 
@@ -185,12 +168,12 @@ def record_preemption(prompt: str) -> Run:
     return runs.play(engine, arrivals, "pages", "preemption", "sharing")
 
 
-def draw_preemption(record: Run) -> Scene:
+def draw_preemption(record: Run) -> scene.Scene:
     frames = record.frames
-    pages = [[Cell()] * len(frames) for _ in range(record.setup["num_pages"])]
+    pages = [[scene.Cell()] * len(frames) for _ in range(record.setup["num_pages"])]
     for at, frame in enumerate(frames):
         for page, (number,) in owners_of(frame).items():
-            pages[page][at] = Cell(f"owner{number}")
+            pages[page][at] = scene.Cell(f"owner{number}")
     lanes = []
     again = 0  # positions computed more than once
     for number, request in enumerate(record.requests, 1):
@@ -213,8 +196,8 @@ def draw_preemption(record: Run) -> Scene:
             if spans and spans[-1].kind == kind:
                 spans[-1] = spans[-1]._replace(end=at + 1)
             else:
-                spans.append(Span(at, at + 1, kind))
-        lanes.append(Lane(f"request {number}", spans, times(len(request.output), "token")))
+                spans.append(scene.Span(at, at + 1, kind))
+        lanes.append(scene.Lane(f"request {number}", spans, times(len(request.output), "token")))
     count = frames[-1]["preemptions"]
     caption = (
         "When no page is free, the youngest request is preempted: it returns its pages and later "
@@ -224,44 +207,36 @@ def draw_preemption(record: Run) -> Scene:
         else f"The {len(pages)} pages are enough for these texts: no request is preempted."
     )
     first = next((at for at, frame in enumerate(frames) if frame["preempted"]), 0)
-    return Scene(
+    return scene.Scene(
         caption,
-        [
-            Panel(
-                f"{len(pages)} pages over {len(frames)} steps",
-                Cells([Row(f"page {page}", cells) for page, cells in enumerate(pages)]),
-                f"A column is a step. {SMALL}",
-                {f"owner{number}": f"request {number}" for number in range(1, len(lanes) + 1)},
-            ),
-            Panel(
-                "The requests",
-                Lanes(lanes, Axis("step")),
-                "A preempted request waits until pages for its whole text are free. It finds "
-                "those of its old pages that were not taken. Requests behind it in the queue do "
-                "not overtake it.",
-                {
-                    "first": "computes new positions",
-                    "bad": "preempted",
-                    "idle": "waits",
-                    "second": "computes its text again",
-                },
-            ),
-            Panel("The engine, step by step", runs.player(record, first)),
-        ],
+        scene.Panel(
+            f"{len(pages)} pages over {len(frames)} steps",
+            scene.Cells([scene.Row(f"page {page}", cells) for page, cells in enumerate(pages)]),
+            f"A column is a step. {SMALL}",
+            {f"owner{number}": f"request {number}" for number in range(1, len(lanes) + 1)},
+        ),
+        scene.Panel(
+            "The requests",
+            scene.Lanes(lanes, scene.Axis("step")),
+            "A preempted request waits until pages for its whole text are free. It finds "
+            "those of its old pages that were not taken. Requests behind it in the queue do "
+            "not overtake it.",
+            {
+                "first": "computes new positions",
+                "bad": "preempted",
+                "idle": "waits",
+                "second": "computes its text again",
+            },
+        ),
+        scene.Panel("The engine, step by step", runs.player(record, first)),
     )
-
-
-class Groups(NamedTuple):
-    """What a decode step gathers for attention."""
-
-    lengths: list[int]  # positions of each text
-    groups: list[tuple[int, list[int]]]  # pages that each row of a group reads; which texts
 
 
 SHORT = (2, 3, 7, 9)  # positions of the texts beside the prompt
 
 
-def record_groups(prompt: str) -> Groups:
+def record_groups(prompt: str) -> Record:
+    """What a decode step gathers for attention."""
     lengths = [len(runs.encode(prompt, 120)), *SHORT]
     counts = [page_count(length, PAGE) for length in lengths]
     paged = PagedCache(runs.load(), sum(counts), PAGE)
@@ -275,10 +250,13 @@ def record_groups(prompt: str) -> Groups:
     for part, _, mask in paged.groups:
         members = [text for text, end in enumerate(ends) if part.start < end <= part.stop]
         groups.append((mask.shape[-1] // PAGE, members))
-    return Groups(lengths, groups)
+    return Record(
+        lengths=lengths,  # positions of each text
+        groups=groups,  # pages that each row of a group reads; which texts
+    )
 
 
-def draw_groups(record: Groups) -> Scene:
+def draw_groups(record: Record) -> scene.Scene:
     counts = [page_count(length, PAGE) for length in record.lengths]
     together = [(max(counts), list(range(len(counts))))]
     key = {"first": "a page of the text", "idle": "padding: its last page again"}
@@ -291,32 +269,27 @@ def draw_groups(record: Groups) -> Scene:
         rows = []
         for width, members in sorted(groups, reverse=True):
             for text in sorted(members, key=lambda text: -counts[text]):
-                cells = [Cell("first")] * counts[text] + [Cell("idle")] * (width - counts[text])
-                cells += [Cell()] * (max(counts) - width)
-                rows.append(Row(f"text {text + 1}", cells, f"reads {width}"))
+                cells = [scene.Cell("first")] * counts[text] + [scene.Cell("idle")] * (
+                    width - counts[text]
+                )
+                cells += [scene.Cell()] * (max(counts) - width)
+                rows.append(scene.Row(f"text {text + 1}", cells, f"reads {width}"))
         sums.append(sum(width * len(members) for width, members in groups))
-        parts.append(Panel(f"{title}: {sums[-1]} pages read", Cells(rows), note, key))
-    return Scene(
+        parts.append(scene.Panel(f"{title}: {sums[-1]} pages read", scene.Cells(rows), note, key))
+    return scene.Scene(
         "One batched attention call reads as many pages of each text as the longest one has: "
         f"{sums[0]} here. One call for each group of similar length reads {sums[1]}. The texts "
         f"have {times(sum(counts), 'page')}.",
-        parts,
+        *parts,
     )
-
-
-class Budgets(NamedTuple):
-    """A long prompt arrives while two short texts are written, under two budgets."""
-
-    budgets: tuple[int, int]
-    runs: list[Run]
-    first: list[int]  # the step that gives the long prompt its first token
 
 
 BESIDE = ("Lily", "The dog")
 ARRIVES = 2  # steps before the long prompt comes
 
 
-def record_budgets(prompt: str, budgets: tuple[int, int] = (512, 8)) -> Budgets:
+def record_budgets(prompt: str, budgets: tuple[int, int] = (512, 8)) -> Record:
+    """A long prompt arrives while two short texts are written, under two budgets."""
     params = SamplingParams(12, ignore_eos=True)
     arrivals = [Arrival(0, runs.encode(text, 20), params) for text in BESIDE]
     arrivals.append(Arrival(ARRIVES, runs.encode(prompt, 200), params))
@@ -330,10 +303,14 @@ def record_budgets(prompt: str, budgets: tuple[int, int] = (512, 8)) -> Budgets:
         first.append(
             next(n for n, row in enumerate(rows, 1) if row and row["tokens"] > row["prompt"])
         )
-    return Budgets(budgets, played, first)
+    return Record(
+        budgets=budgets,
+        runs=played,
+        first=first,  # the step that gives the long prompt its first token
+    )
 
 
-def draw_budgets(record: Budgets) -> Scene:
+def draw_budgets(record: Record) -> scene.Scene:
     parts = []
     most = []
     for budget, run, first in zip(record.budgets, record.runs, record.first):
@@ -342,31 +319,31 @@ def draw_budgets(record: Budgets) -> Scene:
             shares = [(work_of(frame, number), f"owner{number}") for number in (1, 2, 3)]
             total = sum(share for share, _ in shares)
             value = f"{total}, first token" if step == first else str(total)
-            bars.append(Bar(f"step {step}", shares, value))
+            bars.append(scene.Bar(f"step {step}", shares, value))
         most.append(max(work_of(frame, 0) for frame in run.frames))
         title = f"Budget {budget}: {len(run.frames)} steps, at most {times(most[-1], 'token')}"
         key = {"owner1": "request 1", "owner2": "request 2", "owner3": "request 3, a long prompt"}
-        parts.append(Panel(title, Bars(bars, max(most)), key=key))
+        parts.append(scene.Panel(title, scene.Bars(bars, max(most)), key=key))
     run = record.runs[1]
     budget = record.budgets[1]
     shown = min(4, len(run.frames) - 1)
-    parts.append(Panel(f"Budget {budget}, step by step", runs.player(run, shown)))
+    parts.append(scene.Panel(f"Budget {budget}, step by step", runs.player(run, shown)))
     early, late = record.first
     price = f" The price: its first token comes in step {late} instead of {early}."
-    return Scene(
+    return scene.Scene(
         f"A long prompt arrives while two texts are decoded. A budget of {budget} tokens a step "
         f"splits its prefill into chunks: no step computes more than {most[1]} tokens instead of "
         f"{most[0]}, so each step stays short.{price * (late > early)}",
-        parts,
+        *parts,
     )
 
 
 PICTURES = {
-    "paged-cache": Picture("Lily", record_pool, draw_pool),
-    "page-groups": Picture(runs.STORY, record_groups, draw_groups),
-    "preemption": Picture("Lily", record_preemption, draw_preemption),
-    "prefix-sharing": Picture(
+    "paged-cache": scene.Picture("Lily", record_pool, draw_pool),
+    "page-groups": scene.Picture(runs.STORY, record_groups, draw_groups),
+    "preemption": scene.Picture("Lily", record_preemption, draw_preemption),
+    "prefix-sharing": scene.Picture(
         "Once upon a time, there was a little girl named Lily", record_sharing, draw_sharing
     ),
-    "chunked-prefill": Picture(runs.STORY, record_budgets, draw_budgets),
+    "chunked-prefill": scene.Picture(runs.STORY, record_budgets, draw_budgets),
 }

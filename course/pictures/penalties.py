@@ -1,38 +1,17 @@
 """Lessons 09 to 11: what penalties do to logits."""
 
 import functools
-from typing import NamedTuple
+from types import SimpleNamespace as Record
 
 import torch
 
-from pictures import runs
-from pictures.scene import (
-    Bar,
-    Bars,
-    Line,
-    Panel,
-    Picture,
-    Scene,
-    Token,
-    Tokens,
-    signed,
-    times,
-    word,
-)
+from pictures import runs, scene
+from pictures.scene import signed, times, word
 from sampling import SamplingParams, penalize
 
 
-class Moved(NamedTuple):
-    """The step at which a penalty first changes the choice."""
-
-    rows: list[tuple[str, float, float, int]]  # token, logit before and after, times written
-    chosen: tuple[str, str]  # without the penalty and with it
-    start: list[str]  # the end of the text before that step
-    texts: tuple[list[str], list[str]]  # what follows without it and with it
-
-
 @torch.inference_mode()
-def record_moved(prompt: str, common: dict, own: dict, count: int = 60) -> Moved:
+def record_moved(prompt: str, common: dict, own: dict, count: int = 60) -> Record:
     """Greedy decoding with the parameters `common`, and with `own` as well."""
     ids = runs.encode(prompt, 100)
     both = (common, common | own)
@@ -50,12 +29,16 @@ def record_moved(prompt: str, common: dict, own: dict, count: int = 60) -> Moved
     rows = [
         (runs.text_of(id), before[id].item(), after[id].item(), output.count(id)) for id in shown
     ]
-    chosen = tuple(runs.text_of(each[at]) for each in texts)
-    following = tuple(runs.texts_of(each[at : at + 12]) for each in texts)
-    return Moved(rows, chosen, runs.texts_of(text)[-12:], following)
+    return Record(
+        rows=rows,  # token, logit before and after, times written
+        chosen=tuple(runs.text_of(each[at]) for each in texts),  # without the penalty and with it
+        start=runs.texts_of(text)[-12:],  # the end of the text before that step
+        # what follows without it and with it
+        texts=tuple(runs.texts_of(each[at : at + 12]) for each in texts),
+    )
 
 
-def draw_moved(record: Moved, rule: str, note: str) -> Scene:
+def draw_moved(record: Record, rule: str, note: str) -> scene.Scene:
     least = min(0.0, *(value for row in record.rows for value in row[1:3]))
     kinds = {record.chosen[0]: "bad", record.chosen[1]: "good"}
     bars = []
@@ -65,31 +48,31 @@ def draw_moved(record: Moved, rule: str, note: str) -> Scene:
         value = signed(before, 1) if before == after else moved
         kind = kinds.get(text, "kept")
         tick = None if before == after else before - least
-        bars.append(Bar(word(text), [(after - least, kind)], value, tick))
+        bars.append(scene.Bar(word(text), [(after - least, kind)], value, tick))
     names = ("without", "with it")
-    lines = [Line([Token(text, "kept") for text in record.start], "the text")]
+    lines = [scene.Line([scene.Token(text, "kept") for text in record.start], "the text")]
     for name, texts, kind in zip(names, record.texts, ("bad", "good")):
-        lines.append(Line([Token(texts[0], kind), *map(Token, texts[1:])], name))
+        lines.append(scene.Line([scene.Token(texts[0], kind), *map(scene.Token, texts[1:])], name))
     turn = f"Here {word(record.chosen[0])} falls behind {word(record.chosen[1])}."
     if record.chosen[0] == record.chosen[1]:
         turn = "It changes no choice in this text."
-    return Scene(
+    return scene.Scene(
         f"{rule} {turn}",
-        [
-            Panel(
-                "The best tokens at the first step that the penalty changes",
-                Bars(bars),
-                f"Line: the logit before. Bar: after the penalty. {note}",
-                {"bad": "chosen without the penalty", "good": "chosen with it", "kept": "others"},
-            ),
-            Panel("How the text goes on", Tokens(lines)),
-        ],
+        scene.Panel(
+            "The best tokens at the first step that the penalty changes",
+            scene.Bars(bars),
+            f"Line: the logit before. Bar: after the penalty. {note}",
+            {"bad": "chosen without the penalty", "good": "chosen with it", "kept": "others"},
+        ),
+        scene.Panel("How the text goes on", scene.Tokens(lines)),
     )
 
 
-def picture(common: dict, own: dict, rule: str, note: str) -> Picture:
+def picture(common: dict, own: dict, rule: str, note: str) -> scene.Picture:
     record = functools.partial(record_moved, common=common, own=own)
-    return Picture("The big bear", record, functools.partial(draw_moved, rule=rule, note=note))
+    return scene.Picture(
+        "The big bear", record, functools.partial(draw_moved, rule=rule, note=note)
+    )
 
 
 PICTURES = {

@@ -4,6 +4,7 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace as Record
 from typing import NamedTuple
 
 import torch
@@ -12,21 +13,8 @@ from command_line import STORIES
 from model import Model
 from parallel.ranks import Ranks
 from parallel.shards import join_vocabulary, load_part
-from pictures import runs
-from pictures.scene import (
-    Bar,
-    Bars,
-    Cell,
-    Cells,
-    Line,
-    Panel,
-    Picture,
-    Row,
-    Scene,
-    Token,
-    Tokens,
-    word,
-)
+from pictures import runs, scene
+from pictures.scene import word
 
 NAME = "stories-llama"
 
@@ -64,16 +52,9 @@ class Rank(Ranks):
         self.met.append((collective.__name__, own.shape[-1], traffic))
 
 
-class Pass(NamedTuple):
-    """A forward pass of several ranks over a text."""
-
-    models: list[Model]  # of each rank
-    met: list[list[tuple[str, int, int]]]  # of each rank, bytes for one token
-    logits: torch.Tensor  # of the last token, on rank 0
-
-
 @functools.cache
-def compute(way: str, size: int, ids: tuple[int, ...]) -> Pass:
+def compute(way: str, size: int, ids: tuple[int, ...]) -> Record:
+    """A forward pass of several ranks over a text."""
     table = Table(size)
 
     def work(rank: Rank) -> tuple[Model, torch.Tensor]:
@@ -86,8 +67,12 @@ def compute(way: str, size: int, ids: tuple[int, ...]) -> Pass:
     ranks = [Rank(table, number, way) for number in range(size)]
     with ThreadPoolExecutor(size) as pool:
         models, logits = zip(*pool.map(work, ranks))
-    met = [[(*each, sent // len(ids)) for *each, sent in rank.met] for rank in ranks]
-    return Pass(list(models), met, logits[0])
+    return Record(
+        models=list(models),  # of each rank
+        # of each rank, bytes for one token
+        met=[[(*each, sent // len(ids)) for *each, sent in rank.met] for rank in ranks],
+        logits=logits[0],  # of the last token, on rank 0
+    )
 
 
 class Stage(NamedTuple):
@@ -99,22 +84,12 @@ class Stage(NamedTuple):
     sent: list[int]  # bytes that each rank sends for a token
 
 
-class Half(NamedTuple):
-    """Some stages of a forward pass, and what comes of it."""
-
-    ways: dict[str, list[Stage]]
-    off: dict[str, float]  # the largest difference of a logit to that of one process
-    following: str  # the most likely token
-    prompt: list[tuple[str, int]]  # text and id of its tokens
-    head: int  # numbers of a head
-
-
 ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", 1, "self_attn.o_proj", 2]
 MLP = ["mlp.gate_proj", "mlp.up_proj", 3, "mlp.down_proj", 4]
 VOCABULARY = ["embed_tokens", 0, "lm_head", -1]
 
 
-def record_half(prompt: str, steps: list[str | int], *ways: str, size: int = 2) -> Half:
+def record_half(prompt: str, steps: list[str | int], *ways: str, size: int = 2) -> Record:
     """steps: weights of the first layer, and places of collectives in a gathered pass."""
     ids = tuple(runs.encode(prompt, 20))
     whole = runs.load(NAME)
@@ -132,9 +107,13 @@ def record_half(prompt: str, steps: list[str | int], *ways: str, size: int = 2) 
                 met = [each[step if way == "gather" else step // 2] for each in run.met]
                 names, widths, sent = map(list, zip(*met))
                 found[way].append(Stage(names[0].replace("_", "-"), "", widths, sent))
-    pieces = list(zip(runs.texts_of(list(ids)), ids))
-    following = runs.text_of(run.logits.argmax().item())
-    return Half(found, off, following, pieces, whole.config.head_dim)
+    return Record(
+        ways=found,
+        off=off,  # the largest difference of a logit to that of one process
+        following=runs.text_of(run.logits.argmax().item()),  # the most likely token
+        prompt=list(zip(runs.texts_of(list(ids)), ids)),  # text and id of its tokens
+        head=whole.config.head_dim,  # numbers of a head
+    )
 
 
 def weight_stage(name: str, whole: Model, models: list[Model]) -> Stage:
@@ -150,19 +129,19 @@ def weight_stage(name: str, whole: Model, models: list[Model]) -> Stage:
     return Stage(name.rpartition(".")[2], "columns" if columns else "rows", widths, [])
 
 
-def cells_of(stage: Stage, rank: int, unit: int) -> list[Cell]:
+def cells_of(stage: Stage, rank: int, unit: int) -> list[scene.Cell]:
     """What a rank has afterwards; a square stands for so many numbers."""
     if stage.name == "all-reduce":
-        return [Cell("kept")] * max(1, stage.widths[rank] // unit)
+        return [scene.Cell("kept")] * max(1, stage.widths[rank] // unit)
     all_parts = stage.name == "all-gather" or (stage.name == "gather" and rank == 0)
     return [
-        Cell(f"owner{at}" if all_parts or at == rank + 1 else "idle")
+        scene.Cell(f"owner{at}" if all_parts or at == rank + 1 else "idle")
         for at, width in enumerate(stage.widths, 1)
         for _ in range(width // unit)
     ]
 
 
-def draw_half(record: Half, caption: str, unit: int, *more: Panel) -> Scene:
+def draw_half(record: Record, caption: str, unit: int, *more: scene.Panel) -> scene.Scene:
     """A panel for each rank; where two ways are compared, for each way's rank 0."""
     panels = []
     for way, stages in record.ways.items():
@@ -175,26 +154,26 @@ def draw_half(record: Half, caption: str, unit: int, *more: Panel) -> Scene:
                     if stage.sent
                     else (f"{stage.widths[rank]:,} of {sum(stage.widths):,} {stage.kind}")
                 )
-                rows.append(Row(stage.name, cells_of(stage, rank, unit), value))
+                rows.append(scene.Row(stage.name, cells_of(stage, rank, unit), value))
             title = f"Rank {rank}" + f", --join {way}" * (len(record.ways) > 1)
-            panels.append(Panel(title, Cells(rows)))
+            panels.append(scene.Panel(title, scene.Cells(rows)))
     reduced = any(stage.name == "all-reduce" for stages in record.ways.values() for stage in stages)
     key = {"owner1": "of rank 0", "owner2": "of rank 1", "idle": "on the other rank only"}
     panels[-1].key = key | ({"kept": "sums of both ranks"} if reduced else {})
     panels[-1].note = f"A square is {unit} rows, columns, or numbers of a token."
-    return Scene(caption, [*panels, *more])
+    return scene.Scene(caption, *panels, *more)
 
 
 def same(off: float) -> str:
     return "bit for bit those of one process" if off == 0 else f"within {off:.6f} of one process's"
 
 
-def bytes_of(record: Half, way: str = "gather") -> int:
+def bytes_of(record: Record, way: str = "gather") -> int:
     """Sent by rank 0 for each token."""
     return sum(sum(stage.sent[:1]) for stage in record.ways[way])
 
 
-def draw_mlp(record: Half) -> Scene:
+def draw_mlp(record: Record) -> scene.Scene:
     return draw_half(
         record,
         "Each rank computes half of the MLP. Two all-gathers hand it the other half, "
@@ -204,7 +183,7 @@ def draw_mlp(record: Half) -> Scene:
     )
 
 
-def draw_heads(record: Half) -> Scene:
+def draw_heads(record: Record) -> scene.Scene:
     (own, heads), (own_keys, keys) = (
         (stage.widths[0] // record.head, sum(stage.widths) // record.head)
         for stage in record.ways["gather"][:2]
@@ -217,20 +196,26 @@ def draw_heads(record: Half) -> Scene:
     )
 
 
-def draw_vocabulary(record: Half) -> Scene:
+def draw_vocabulary(record: Record) -> scene.Scene:
     rows = record.ways["gather"][0].widths[0]
-    tokens = [Token(text, f"owner{id // rows + 1}", str(id // rows)) for text, id in record.prompt]
+    tokens = [
+        scene.Token(text, f"owner{id // rows + 1}", str(id // rows)) for text, id in record.prompt
+    ]
     return draw_half(
         record,
         "Embedding and head are cut by tokens. A token's row is on one rank; the others add "
         "zeros to it. Rank 0 alone gets all logits, because it alone chooses the next token, "
         f"{word(record.following)}.",
         512,
-        Panel("The prompt, and the rank that embeds each token", Tokens([Line(tokens)]), wide=True),
+        scene.Panel(
+            "The prompt, and the rank that embeds each token",
+            scene.Tokens([scene.Line(tokens)]),
+            wide=True,
+        ),
     )
 
 
-def draw_ways(record: Half) -> Scene:
+def draw_ways(record: Record) -> scene.Scene:
     gather, reduce = (bytes_of(record, way) for way in record.ways)
     return draw_half(
         record,
@@ -256,40 +241,38 @@ def record_sizes(prompt: str) -> dict[int, list[int]]:
     }
 
 
-def draw_sizes(record: dict[int, list[int]]) -> Scene:
+def draw_sizes(record: dict[int, list[int]]) -> scene.Scene:
     rows = []
     for size, ranks in record.items():
         for rank, held in enumerate(ranks):
             name = f"rank {rank} of {size}" if size > 1 else "one process"
-            rows.append(Bar(name, [(held, f"owner{rank + 1}")], f"{held / 1e6:.1f} MB"))
+            rows.append(scene.Bar(name, [(held, f"owner{rank + 1}")], f"{held / 1e6:.1f} MB"))
     most = [f"{max(ranks) / 1e6:.1f} MB" for ranks in record.values()]
-    return Scene(
+    return scene.Scene(
         "Each rank reads the file block by block and keeps the rows and columns that it computes. "
         f"No process ever holds the whole {most[0]}: of two ranks each holds at most {most[1]}, "
         f"of three {most[2]}.",
-        [
-            Panel(
-                "Weights in memory",
-                Bars(rows),
-                "The parts of three ranks add up to more than the model: there are two key heads, "
-                "so one rank has a copy of both.",
-            )
-        ],
+        scene.Panel(
+            "Weights in memory",
+            scene.Bars(rows),
+            "The parts of three ranks add up to more than the model: there are two key heads, "
+            "so one rank has a copy of both.",
+        ),
     )
 
 
-def half(steps: list[str | int], *ways: str) -> Callable[[str], Half]:
+def half(steps: list[str | int], *ways: str) -> Callable[[str], Record]:
     return lambda prompt: record_half(prompt, steps, *ways)
 
 
 PROMPT = "Once upon a time"
 RARE = "The knight hid a treasure map in the garden"  # tokens of both ranks
 PICTURES = {
-    "tensor-parallel": Picture(PROMPT, half(MLP), draw_mlp),
-    "split-heads": Picture(PROMPT, half(ATTENTION), draw_heads),
-    "split-vocabulary": Picture(
+    "tensor-parallel": scene.Picture(PROMPT, half(MLP), draw_mlp),
+    "split-heads": scene.Picture(PROMPT, half(ATTENTION), draw_heads),
+    "split-vocabulary": scene.Picture(
         "The knight hid a treasure map in the garden", half(VOCABULARY), draw_vocabulary
     ),
-    "row-parallel": Picture(PROMPT, half(ATTENTION + MLP, "gather", "reduce"), draw_ways),
-    "shard-loading": Picture(PROMPT, record_sizes, draw_sizes),
+    "row-parallel": scene.Picture(PROMPT, half(ATTENTION + MLP, "gather", "reduce"), draw_ways),
+    "shard-loading": scene.Picture(PROMPT, record_sizes, draw_sizes),
 }

@@ -7,7 +7,6 @@ numbers stand beside it as text, and a chart is followed by a table of its point
 import html
 import json
 import math
-import re
 from collections.abc import Callable, Iterable
 
 from pictures import scene
@@ -295,8 +294,3 @@ def picture(drawn: Scene, below: str = "") -> str:
         f'<figure class="picture scene"><figcaption>{shown(drawn.caption)}</figcaption>'
         f'<div class="panels">{body}</div>{below}</figure>'
     )
-
-
-def words_of(drawn: str) -> str:
-    """The text of a piece of HTML, for tests and for the search."""
-    return html.unescape(re.sub(r"<[^>]+>", "", drawn))

@@ -4,29 +4,13 @@ import itertools
 import math
 import random
 from collections import deque
-from typing import NamedTuple
+from types import SimpleNamespace as Record
 
 import serve_ray
 from engine.engine import Engine
 from engine.request import Request
-from pictures import runs
-from pictures.scene import (
-    Axis,
-    Bar,
-    Bars,
-    Cell,
-    Cells,
-    Curve,
-    Lane,
-    Lanes,
-    Lines,
-    Panel,
-    Picture,
-    Row,
-    Scene,
-    Span,
-    times,
-)
+from pictures import runs, scene
+from pictures.scene import times
 from sampling import SamplingParams
 from server.prefixes import Prefixes
 
@@ -39,58 +23,52 @@ NAME = "stories-llama"
 LENGTHS = (7, 4, 5, 9, 6, 3)  # of texts
 
 
-class Side(NamedTuple):
-    """Requests, by number from 1, in one or several engines."""
-
-    steps: list[list[list[int | None]]]  # of each engine, each step: who has each row
-    texts: list[list[str]]
-
-
-def record_sides(prompt: str, rows: int = 2) -> list[Side]:
+def record_sides(prompt: str, rows: int = 2) -> list[Record]:
     ids = runs.encode(prompt, 20)
     return [side_by_side(ids, count, rows) for count in (1, 2)]
 
 
-def side_by_side(ids: list[int], count: int, rows: int) -> Side:
+def side_by_side(ids: list[int], count: int, rows: int) -> Record:
+    """Requests, by number from 1, in one or several engines."""
     engines = [Engine(runs.load(NAME), max_rows=rows) for _ in range(count)]
     requests = [
         engines[seed % count].add(ids, SamplingParams(length, True, temperature=1.0, seed=seed))
         for seed, length in enumerate(LENGTHS)
     ]
     steps = [[] for _ in engines]
-    places = [[None] * rows for _ in engines]
     while any(engine.busy for engine in engines):
-        for engine, own, seen in zip(engines, places, steps):
+        for engine, seen in zip(engines, steps):
             engine.step()
             now = [requests.index(work.request) + 1 for work in engine.works]
-            own[:] = [number if number in now else None for number in own]
-            for number in now:
-                if number not in own:
-                    own[own.index(None)] = number
-            seen.append(list(own))
-    return Side(steps, [runs.texts_of(request.output) for request in requests])
+            seen.append(runs.seat(seen[-1] if seen else [None] * rows, now))
+    return Record(
+        steps=steps,  # of each engine, each step: who has each row
+        texts=[runs.texts_of(request.output) for request in requests],
+    )
 
 
-def draw_sides(record: list[Side]) -> Scene:
+def draw_sides(record: list[Record]) -> scene.Scene:
     panels = []
     for side in record:
         rows = [
-            Row(
+            scene.Row(
                 f"engine {number}" * (row == 0),
-                [Cell(f"owner{owner}" if owner else "idle") for owner in owners],
+                [scene.Cell(f"owner{owner}" if owner else "idle") for owner in owners],
                 "texts " + ", ".join(str(owner) for owner in dict.fromkeys(owners) if owner),
             )
             for number, steps in enumerate(side.steps, 1)
             for row, owners in enumerate(zip(*steps))
         ]
         title = f"{times(len(side.steps), 'engine')}: {len(side.steps[0])} steps"
-        panels.append(Panel(title, Cells(rows), key={"idle": "no request is left for the row"}))
+        panels.append(
+            scene.Panel(title, scene.Cells(rows), key={"idle": "no request is left for the row"})
+        )
     one, two = (len(side.steps[0]) for side in record)
-    return Scene(
+    return scene.Scene(
         f"A second engine has its own copy of the model and its own rows: {two} steps instead of "
         f"{one} for {times(len(LENGTHS), 'text')}. Requests go to the engines in turn, and each "
         "text is the same as before.",
-        panels,
+        *panels,
     )
 
 
@@ -106,16 +84,7 @@ OTHERS = (
 ENDS = " and saw then found with who ate ran sat took gave made".split(" ")[1:]
 
 
-class Sent(NamedTuple):
-    """A request, the engine that it goes to, and what that has in its cache."""
-
-    beginning: int
-    engine: int
-    length: int
-    found: int
-
-
-def record_routing(prompt: str) -> dict[str, list[Sent]]:
+def record_routing(prompt: str) -> dict[str, list[Record]]:
     """Way -> requests in the order in which they come, each when the one before is over."""
     beginnings = [runs.encode(text, 30) for text in (prompt, *OTHERS)]
     order = [number for number in range(len(beginnings)) for _ in range(4)]
@@ -125,7 +94,7 @@ def record_routing(prompt: str) -> dict[str, list[Sent]]:
     return {"in turn": route(asked, False), "by prefix": route(asked, True)}
 
 
-def route(asked: list[tuple[int, list[int]]], by_prefix: bool) -> list[Sent]:
+def route(asked: list[tuple[int, list[int]]], by_prefix: bool) -> list[Record]:
     model = runs.load(NAME)
     engines = [Engine(model, max_rows=8, num_pages=96, page_size=PAGE) for _ in range(ENGINES)]
     prefixes = Prefixes(model.config.block_size, None, PAGE, 96, 8)
@@ -141,36 +110,43 @@ def route(asked: list[tuple[int, list[int]]], by_prefix: bool) -> list[Sent]:
         while engine.busy:
             engine.step()
         prefixes.done(chosen, str(call))
-        sent.append(Sent(beginning, chosen, len(prompt), engine.scheduler.shared - before))
+        sent.append(
+            Record(
+                beginning=beginning,
+                engine=chosen,
+                length=len(prompt),
+                found=engine.scheduler.shared - before,
+            )
+        )
     return sent
 
 
-def draw_routing(record: dict[str, list[Sent]]) -> Scene:
+def draw_routing(record: dict[str, list[Record]]) -> scene.Scene:
     panels = []
     bars = []
     for way, sent in record.items():
         rows = []
         for engine in range(ENGINES):
             cells = [
-                Cell("good" if each.found else "second", "ABC"[each.beginning])
+                scene.Cell("good" if each.found else "second", "ABC"[each.beginning])
                 if each.engine == engine
-                else Cell()
+                else scene.Cell()
                 for each in sent
             ]
-            rows.append(Row(f"engine {engine + 1}", cells))
-        panels.append(Panel(f"Requests go {way}", Cells(rows), wide=True))
+            rows.append(scene.Row(f"engine {engine + 1}", cells))
+        panels.append(scene.Panel(f"Requests go {way}", scene.Cells(rows), wide=True))
         length = sum(each.length for each in sent)
         found = sum(each.found for each in sent)
         parts = [(found, "good"), (length - found, "second")]
-        bars.append(Bar(way, parts, f"{found} of {length} positions found"))
+        bars.append(scene.Bar(way, parts, f"{found} of {length} positions found"))
     key = {"good": "its beginning is in the cache", "second": "computed from the start"}
-    panels.append(Panel("Positions of all prompts", Bars(bars), key=key))
+    panels.append(scene.Panel("Positions of all prompts", scene.Bars(bars), key=key))
     found = [sum(each.found for each in sent) for sent in record.values()]
-    return Scene(
+    return scene.Scene(
         "An engine finds only the pages that it computed itself. A request that goes to the "
         f"engine with its beginning, A, B or C, finds them: {found[1]} positions instead of "
         f"{found[0]} when engines take turns.",
-        panels,
+        *panels,
     )
 
 
@@ -182,22 +158,7 @@ CLIENTS = [2] * 10 + [11] * 25 + [2] * 25  # in each second, each with one reque
 TOKENS = 5
 
 
-class Second(NamedTuple):
-    """How things are after a second, in which each engine takes a step."""
-
-    requests: int  # that are not over
-    wanted: int  # engines, by Ray's rule
-    target: int  # engines that get requests
-    leaving: list[int]  # engines that only finish what they have
-
-
-class Scaling(NamedTuple):
-    settings: dict
-    seconds: list[Second]
-    lengths: list[int]  # of all texts that are over
-
-
-def record_scaling(prompt: str) -> Scaling:
+def record_scaling(prompt: str) -> Record:
     ids = runs.encode(prompt, 20)
     args = serve_ray.make_parser().parse_args(OPTIONS.split())
     settings = serve_ray.scaling(args)
@@ -223,9 +184,20 @@ def record_scaling(prompt: str) -> Scaling:
         if late > settings["upscale_delay_s"]:
             target = wanted
             late = 0
-        leaving = [at for at in range(target, len(engines)) if engines[at].busy]
-        seconds.append(Second(counts[-1], wanted, target, leaving))
-    return Scaling(settings, seconds, [len(request.output) for request in over])
+        seconds.append(
+            Record(
+                requests=counts[-1],  # that are not over
+                wanted=wanted,  # engines, by Ray's rule
+                target=target,  # engines that get requests
+                # engines that only finish what they have
+                leaving=[at for at in range(target, len(engines)) if engines[at].busy],
+            )
+        )
+    return Record(
+        settings=settings,
+        seconds=seconds,
+        lengths=[len(request.output) for request in over],  # of all texts that are over
+    )
 
 
 def load_of(engine: Engine) -> int:
@@ -238,7 +210,7 @@ def decide(counts: deque[int], settings: dict) -> int:
     return min(max(wanted, settings["min_replicas"]), settings["max_replicas"])
 
 
-def draw_scaling(record: Scaling) -> Scene:
+def draw_scaling(record: Record) -> scene.Scene:
     rows = record.settings["target_ongoing_requests"]
     requests = []
     room = []
@@ -252,40 +224,38 @@ def draw_scaling(record: Scaling) -> Scene:
             for second in record.seconds
         ]
         ends = [at for at, pair in enumerate(zip(["", *kinds], [*kinds, ""])) if pair[0] != pair[1]]
-        spans = [Span(*pair, kinds[pair[0]]) for pair in itertools.pairwise(ends)]
-        lanes.append(Lane(f"engine {engine + 1}", [span for span in spans if span.kind]))
+        spans = [scene.Span(*pair, kinds[pair[0]]) for pair in itertools.pairwise(ends)]
+        lanes.append(scene.Lane(f"engine {engine + 1}", [span for span in spans if span.kind]))
     delay = record.settings["upscale_delay_s"]
-    return Scene(
+    return scene.Scene(
         f"Engines follow the load, {delay:g} seconds late: one for every {rows:g} requests on "
         f"average. An engine that goes finishes its texts first, so all "
         f"{len(record.lengths)} texts are whole.",
-        [
-            Panel(
-                "Requests, and the rows for them",
-                Lines(
-                    [
-                        Curve("requests that are not over", requests, "first"),
-                        Curve("rows of the engines that get requests", room, "second"),
-                    ],
-                    Axis("second"),
-                    Axis("requests"),
-                ),
+        scene.Panel(
+            "Requests, and the rows for them",
+            scene.Lines(
+                [
+                    scene.Curve("requests that are not over", requests, "first"),
+                    scene.Curve("rows of the engines that get requests", room, "second"),
+                ],
+                scene.Axis("second"),
+                scene.Axis("requests"),
             ),
-            Panel(
-                "The engines",
-                Lanes(lanes, Axis("second")),
-                "Ray's rule is worked out here beside real engines that take a step each second.",
-                {"first": "gets requests", "second": "finishes what it has"},
-            ),
-        ],
+        ),
+        scene.Panel(
+            "The engines",
+            scene.Lanes(lanes, scene.Axis("second")),
+            "Ray's rule is worked out here beside real engines that take a step each second.",
+            {"first": "gets requests", "second": "finishes what it has"},
+        ),
     )
 
 
 PROMPT = "Tom had a big red ball"
 PICTURES = {
-    "replicas": Picture(PROMPT, record_sides, draw_sides),
-    "prefix-routing": Picture(
+    "replicas": scene.Picture(PROMPT, record_sides, draw_sides),
+    "prefix-routing": scene.Picture(
         "Once upon a time, there was a little girl named Lily", record_routing, draw_routing
     ),
-    "scaling": Picture(PROMPT, record_scaling, draw_scaling),
+    "scaling": scene.Picture(PROMPT, record_scaling, draw_scaling),
 }

@@ -210,6 +210,15 @@ def work_of(frame: Frame, number: int) -> int:
     return sum(row["work"][0] for row in rows_of(frame) if number in (0, row["number"]))
 
 
+def seat(places: list[int | None], now: list[int]) -> list[int | None]:
+    """Who has each row of a batch: those that stay keep theirs, a new one takes the first free."""
+    places = [number if number in now else None for number in places]
+    for number in now:
+        if number not in places:
+            places[places.index(None)] = number
+    return places
+
+
 UNUSED = {"name", "drafts"}  # what player.js does not need of a row
 
 

@@ -5,12 +5,12 @@ To draw lesson 07, write `course/pictures/choosing.py`, or add to a module that 
     def record(prompt: str) -> list[tuple[str, float]]:
         return runs.likely(runs.next_logits(runs.encode(prompt, 200)).softmax(-1), 8)
 
-    def draw(likely: list[tuple[str, float]]) -> Scene:
-        bars = [Bar(word(text), [(p, "first")], percent(p)) for text, p in likely]
+    def draw(likely: list[tuple[str, float]]) -> scene.Scene:
+        bars = [scene.Bar(word(text), [(p, "first")], percent(p)) for text, p in likely]
         caption = f"The model prefers {word(likely[0][0])}, with {percent(likely[0][1])}."
-        return Scene(caption, [Panel("The next token", Bars(bars))])
+        return scene.Scene(caption, scene.Panel("The next token", scene.Bars(bars)))
 
-    PICTURES = {"top-p": Picture("One day, a girl named", record, draw)}
+    PICTURES = {"top-p": scene.Picture("One day, a girl named", record, draw)}
 
 `record` runs the code of the course through its public functions (`generate`, `Engine.step`,
 sampling functions, cache objects) and returns plain data. It raises UserError for a prompt that it
@@ -168,10 +168,10 @@ class Panel:
     wide: bool = False  # as wide as the page
 
 
-@dataclass
 class Scene:
-    caption: str  # what to see, in a sentence or two
-    panels: list[Panel]
+    def __init__(self, caption: str, *panels: Panel):
+        self.caption = caption  # what to see, in a sentence or two
+        self.panels = panels
 
 
 class Picture(NamedTuple):

@@ -1,6 +1,7 @@
 """Lessons 20 to 23: beams, a race in place of a sort, and drafts from the text itself."""
 
 import math
+from types import SimpleNamespace as Record
 from typing import NamedTuple
 
 import torch
@@ -8,36 +9,14 @@ import torch
 from drafts import lookup
 from infer import beam_search
 from infer_speculative import generate_speculative, propose_lookup
-from pictures import drafting, runs
-from pictures.scene import (
-    Axis,
-    Bar,
-    Bars,
-    Curve,
-    Line,
-    Lines,
-    Panel,
-    Picture,
-    Scene,
-    Token,
-    Tokens,
-    percent,
-    signed,
-    times,
-    word,
-)
+from pictures import drafting, runs, scene
+from pictures.scene import percent, signed, times, word
 from sampling import SamplingParams, keyed_noise, token_logprob
 
 Scored = list[tuple[str, float]]  # tokens with their log-probabilities
 
 
-class Tree(NamedTuple):
-    prompt: str
-    steps: list[list[Scored]]  # the two texts kept after each step, best first
-    greedy: Scored
-
-
-def record_tree(prompt: str, count: int = 5) -> Tree:
+def record_tree(prompt: str, count: int = 5) -> Record:
     model = runs.load()
     ids = runs.encode(prompt, 100)
 
@@ -49,72 +28,66 @@ def record_tree(prompt: str, count: int = 5) -> Tree:
 
     steps = [beam_search(model, ids, 2, length, ignore_eos=True) for length in range(1, count + 1)]
     greedy = runs.write(ids, max_new_tokens=count, ignore_eos=True)
-    return Tree(prompt, [[scored(beam.tokens) for beam in step] for step in steps], scored(greedy))
+    return Record(
+        prompt=prompt,
+        # the two texts kept after each step, best first
+        steps=[[scored(beam.tokens) for beam in step] for step in steps],
+        greedy=scored(greedy),
+    )
 
 
 def total(scored: Scored) -> float:
     return sum(logprob for _, logprob in scored)
 
 
-def draw_tree(record: Tree) -> Scene:
+def draw_tree(record: Record) -> scene.Scene:
     texts = [[[text for text, _ in scored] for scored in step] for step in record.steps]
     wins = texts[-1][0]
     kept = []
     for number, (step, beams) in enumerate(zip(record.steps, texts), 1):
         for rank, (scored, text) in enumerate(zip(step, beams)):
             kind = "first" if text == wins[:number] else ""
-            tokens = [Token(each, kind) for each in text]
-            kept.append(Line(tokens, "" if rank else str(number), signed(total(scored))))
+            tokens = [scene.Token(each, kind) for each in text]
+            kept.append(scene.Line(tokens, "" if rank else str(number), signed(total(scored))))
     best = record.steps[-1][0]
     finds = []
     pairs = ("greedy", record.greedy, best, "second"), ("two beams", best, record.greedy, "first")
     for name, scored, against, kind in pairs:
         tokens = [
-            Token(text, kind if text != other else "", signed(logprob))
+            scene.Token(text, kind if text != other else "", signed(logprob))
             for (text, logprob), (other, _) in zip(scored, against)
         ]
-        finds.append(Line(tokens, name, signed(total(scored))))
+        finds.append(scene.Line(tokens, name, signed(total(scored))))
     ratio = math.exp(total(best) - total(record.greedy))
     found = (
         "it finds greedy decoding\u2019s text."
         if wins == [text for text, _ in record.greedy]
         else f"it finds a text {ratio:.1f} times as probable as greedy decoding\u2019s."
     )
-    return Scene(
+    return scene.Scene(
         f"Beam search keeps the two most probable texts at each step. After {word(record.prompt)} "
         + found,
-        [
-            Panel(
-                "What each finds",
-                Tokens(finds),
-                "Below each token: its log-probability. Right: their sum. Nearer to 0 is more "
-                "probable.",
-                {
-                    "second": "greedy\u2019s choice",
-                    "first": "the best beam\u2019s, where it differs",
-                },
-            ),
-            Panel(
-                "The two beams after each step",
-                Tokens(kept),
-                "The text that wins need not be the best at every step.",
-                {"first": "the text that wins"},
-            ),
-        ],
+        scene.Panel(
+            "What each finds",
+            scene.Tokens(finds),
+            "Below each token: its log-probability. Right: their sum. Nearer to 0 is more "
+            "probable.",
+            {
+                "second": "greedy\u2019s choice",
+                "first": "the best beam\u2019s, where it differs",
+            },
+        ),
+        scene.Panel(
+            "The two beams after each step",
+            scene.Tokens(kept),
+            "The text that wins need not be the best at every step.",
+            {"first": "the text that wins"},
+        ),
     )
 
 
-class Lookup(NamedTuple):
+def record_lookup(prompt: str, count: int = 16) -> Record:
     """Drafts copied from the text before them."""
-
-    prompt: list[str]
-    verdicts: list[drafting.Verdict]
-    shown: int | None  # the pass that is shown: the first with an accepted draft
-    size: int  # how many tokens were looked up there
-    source: int  # where the earlier occurrence begins
-
-
-def record_lookup(prompt: str, count: int = 16) -> Lookup:
     ids = runs.encode(prompt, 100)
     passes = list(generate_speculative(runs.load(), propose_lookup, ids, SamplingParams(count)))
     verdicts = [
@@ -126,10 +99,16 @@ def record_lookup(prompt: str, count: int = 16) -> Lookup:
     size = max((size for size in (2, 3) if lookup(text, 1, size, size)), default=0)
     places = range(len(text) - size)
     found = [at for at in places if text[at : at + size] == text[len(text) - size :]]
-    return Lookup(runs.texts_of(ids), verdicts, shown, size, max(found, default=0))
+    return Record(
+        prompt=runs.texts_of(ids),
+        verdicts=verdicts,
+        shown=shown,  # the pass that is shown: the first with an accepted draft
+        size=size,  # how many tokens were looked up there
+        source=max(found, default=0),  # where the earlier occurrence begins
+    )
 
 
-def draw_lookup(record: Lookup) -> Scene:
+def draw_lookup(record: Record) -> scene.Scene:
     drafts = sum(len(each.drafts) for each in record.verdicts)
     accepted = sum(each.accepted for each in record.verdicts)
     written = sum(len(each.tokens) for each in record.verdicts)
@@ -139,7 +118,7 @@ def draw_lookup(record: Lookup) -> Scene:
         f"{times(len(record.verdicts), 'pass', 'passes')}."
     )
     panels = [
-        Panel(
+        scene.Panel(
             f"{len(record.verdicts)} passes", drafting.passes_of(record.verdicts), "", drafting.KEY
         )
     ]
@@ -150,18 +129,18 @@ def draw_lookup(record: Lookup) -> Scene:
         start = record.source + record.size
         kinds[record.source : start] = ["second"] * record.size
         kinds[start : start + len(copied)] = ["first"] * len(copied)
-        tokens = [Token(*pair) for pair in zip(text, kinds)]
-        tokens += [Token(each, "first", "draft") for each in copied]
+        tokens = [scene.Token(*pair) for pair in zip(text, kinds)]
+        tokens += [scene.Token(each, "first", "draft") for each in copied]
         panels.insert(
             0,
-            Panel(
+            scene.Panel(
                 f"The text before pass {record.shown + 1}, and its drafts",
-                Tokens([Line(tokens)]),
+                scene.Tokens([scene.Line(tokens)]),
                 key={"second": "the last tokens, found earlier", "first": "what followed, copied"},
                 wide=True,
             ),
         )
-    return Scene(caption, panels)
+    return scene.Scene(caption, *panels)
 
 
 class Runner(NamedTuple):
@@ -174,14 +153,8 @@ class Runner(NamedTuple):
     round: int  # in which it was the fastest left; 0 for never
 
 
-class Race(NamedTuple):
-    p: float  # top-p
-    tokens: int  # that race
-    runners: list[Runner]  # the fastest, those of each round among them
-
-
 @torch.inference_mode()
-def record_race(prompt: str, p: float = 0.5, rounds: int = 3) -> Race:
+def record_race(prompt: str, p: float = 0.5, rounds: int = 3) -> Record:
     """The first seed whose race has so many rounds, at temperature 1."""
     ids = runs.encode(prompt, 200)
     logits = runs.next_logits(ids)
@@ -205,10 +178,14 @@ def record_race(prompt: str, p: float = 0.5, rounds: int = 3) -> Race:
         )
         for id in sorted(shown, key=lambda id: -speeds[id])
     ]
-    return Race(p, len(probs), runners)
+    return Record(
+        p=p,  # top-p
+        tokens=len(probs),  # that race
+        runners=runners,  # the fastest, those of each round among them
+    )
 
 
-def draw_race(record: Race) -> Scene:
+def draw_race(record: Record) -> scene.Scene:
     asked = sorted((each for each in record.runners if each.round), key=lambda each: each.round)
     rounds = []
     limit = 1.0
@@ -218,48 +195,39 @@ def draw_race(record: Race) -> Scene:
         parts = [(each.before, "first"), (each.p, kind), (behind, "gone")]
         verdict = "inside" if kind == "good" else "outside"
         value = f"{percent(each.before)} before it: {verdict}"
-        rounds.append(Bar(f"{each.round}. {word(each.token)}", parts, value, record.p))
+        rounds.append(scene.Bar(f"{each.round}. {word(each.token)}", parts, value, record.p))
         limit = each.before
     speeds = []
     for each in record.runners:
         kind = "kept" if not each.round else "good" if each is asked[-1] else "bad"
         value = f"{percent(each.p)} / {each.noise:.2g}"
-        speeds.append(Bar(word(each.token), [(each.p / each.noise, kind)], value))
+        speeds.append(scene.Bar(word(each.token), [(each.p / each.noise, kind)], value))
     verdicts = {"bad": "the fastest, outside top-p", "good": "the fastest, inside: drawn"}
-    return Scene(
+    return scene.Scene(
         f"{record.tokens:,} tokens race, and only the fastest is asked whether it is inside top-p: "
         f"nothing is sorted. {word(asked[-1].token)} is drawn after "
         f"{times(len(asked), 'question')}.",
-        [
-            Panel(
-                "The fastest tokens",
-                Bars(speeds),
-                "Speed: the probability divided by an exponential random number. So a token is the "
-                "fastest as often as its probability says.",
-                verdicts | {"kept": "never asked"},
-            ),
-            Panel(
-                f"Where the fastest stands in each round; line: top-p {record.p:g}",
-                Bars(rounds, 1),
-                "All tokens in a row, the most probable first, each as long as its probability. "
-                "The mass before a token is a sum over all tokens and needs no order.",
-                {"first": "more probable, still in the race"}
-                | verdicts
-                | {"gone": "less probable: out with it"},
-            ),
-        ],
+        scene.Panel(
+            "The fastest tokens",
+            scene.Bars(speeds),
+            "Speed: the probability divided by an exponential random number. So a token is the "
+            "fastest as often as its probability says.",
+            verdicts | {"kept": "never asked"},
+        ),
+        scene.Panel(
+            f"Where the fastest stands in each round; line: top-p {record.p:g}",
+            scene.Bars(rounds, 1),
+            "All tokens in a row, the most probable first, each as long as its probability. "
+            "The mass before a token is a sum over all tokens and needs no order.",
+            {"first": "more probable, still in the race"}
+            | verdicts
+            | {"gone": "less probable: out with it"},
+        ),
     )
 
 
-class Lengths(NamedTuple):
+def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Record:
     """Texts that beam search finds by the sum and by the mean of their log-probabilities."""
-
-    beams: int
-    texts: list[tuple[str, int, float]]  # text, number of tokens, sum
-    won: tuple[int, int]  # place of the best by its sum, and by its mean
-
-
-def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Lengths:
     ids = runs.encode(prompt, 60)
     sums = {}
     winners = []
@@ -269,10 +237,14 @@ def record_lengths(prompt: str, beams: int = 4, most: int = 24) -> Lengths:
         sums |= {tuple(beam.tokens): beam.score * len(beam.tokens) ** penalty for beam in found}
     order = sorted(sums, key=len)
     texts = [("".join(runs.texts_of(list(each))), len(each), sums[each]) for each in order]
-    return Lengths(beams, texts, tuple(map(order.index, winners)))
+    return Record(
+        beams=beams,
+        texts=texts,  # text, number of tokens, sum
+        won=tuple(map(order.index, winners)),  # place of the best by its sum, and by its mean
+    )
 
 
-def draw_lengths(record: Lengths) -> Scene:
+def draw_lengths(record: Record) -> scene.Scene:
     panels = []
     for title, power, winner in (
         ("By the sum: length penalty 0", 0, record.won[0]),
@@ -280,28 +252,28 @@ def draw_lengths(record: Lengths) -> Scene:
     ):
         points = [(n, score / n**power) for _, n, score in record.texts]
         rest = [point for at, point in enumerate(points) if at != winner]
-        curves = [Curve("other texts found", rest, "kept", dots=True)] * bool(rest)
-        curves.append(Curve("the best", [points[winner]], "good", dots=True))
+        curves = [scene.Curve("other texts found", rest, "kept", dots=True)] * bool(rest)
+        curves.append(scene.Curve("the best", [points[winner]], "good", dots=True))
         text = record.texts[winner][0].strip()
-        lines = Lines(curves, Axis("tokens"), Axis("mean" if power else "sum"))
-        panels.append(Panel(title, lines, f"The best: \u201c{text}\u201d"))
+        lines = scene.Lines(curves, scene.Axis("tokens"), scene.Axis("mean" if power else "sum"))
+        panels.append(scene.Panel(title, lines, f"The best: \u201c{text}\u201d"))
     (_, short, total), (_, long, other) = (record.texts[at] for at in record.won)
-    return Scene(
+    return scene.Scene(
         "Each token lowers the sum of log-probabilities, so the sum favours short texts: "
         f"{times(short, 'token')} with {signed(total)}. Divided by the length, "
         f"{times(long, 'token')} win: {signed(other / long)} a token against "
         f"{signed(total / short)}."
         if short != long
         else f"Here a text of {times(short, 'token')} wins by its sum and by its mean.",
-        panels,
+        *panels,
     )
 
 
 PICTURES = {
-    "length-penalty": Picture("They went home and slept.", record_lengths, draw_lengths),
-    "top-p-without-sorting": Picture("She was very", record_race, draw_race),
-    "beam-search": Picture("The cat sat on", record_tree, draw_tree),
-    "prompt-lookup": Picture(
+    "length-penalty": scene.Picture("They went home and slept.", record_lengths, draw_lengths),
+    "top-p-without-sorting": scene.Picture("She was very", record_race, draw_race),
+    "beam-search": scene.Picture("The cat sat on", record_tree, draw_tree),
+    "prompt-lookup": scene.Picture(
         "Once upon a time, there was a little girl named Lily. She loved to play with her toys."
         "<|endoftext|>Once upon a time",
         record_lookup,

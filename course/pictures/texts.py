@@ -1,44 +1,16 @@
 """Lessons 46 and 47: text that is held back, and how sure the model was of each token."""
 
 import math
-from typing import NamedTuple
+from types import SimpleNamespace as Record
 
 from engine.engine import Engine
 from loading.tokenizer import StopStream
-from pictures import runs
-from pictures.scene import (
-    Bar,
-    Bars,
-    Line,
-    Panel,
-    Picture,
-    Scene,
-    Token,
-    Tokens,
-    percent,
-    signed,
-    times,
-    word,
-)
+from pictures import runs, scene
+from pictures.scene import percent, signed, times, word
 from sampling import SamplingParams
 
 
-class Step(NamedTuple):
-    """A token on its way to the reader."""
-
-    token: str
-    shown: str  # text that is sent with it
-    held: str  # text that is held back then
-
-
-class Held(NamedTuple):
-    stop: str
-    steps: list[Step]
-    stopped: bool
-    end: str  # what the end of the text releases
-
-
-def record_held(prompt: str, most: int = 24) -> Held:
+def record_held(prompt: str, most: int = 24) -> Record:
     """The stop string is one whose beginning stands earlier in the text, if there is one."""
     ids = runs.encode(prompt, 100)
     eos = runs.load().config.eos_token_ids
@@ -47,10 +19,21 @@ def record_held(prompt: str, most: int = 24) -> Held:
     stream = StopStream(runs.encoding(), stop=(stop,) if stop else ())
     steps = []
     for id, text in zip(written, runs.texts_of(written)):
-        steps.append(Step(text, stream.add(id), stream.held))
+        steps.append(
+            Record(
+                token=text,
+                shown=stream.add(id),  # text that is sent with it
+                held=stream.held,  # text that is held back then
+            )
+        )
         if stream.stopped:
             break
-    return Held(stop, steps, stream.stopped, stream.end())
+    return Record(
+        stop=stop,
+        steps=steps,
+        stopped=stream.stopped,
+        end=stream.end(),  # what the end of the text releases
+    )
 
 
 def pick_stop(text: str) -> str:
@@ -66,57 +49,43 @@ def pick_stop(text: str) -> str:
     return best
 
 
-def draw_held(record: Held) -> Scene:
+def draw_held(record: Record) -> scene.Scene:
     lines = []
     released = []  # text that was held back for nothing
     before = ""
     for number, step in enumerate(record.steps, 1):
         pieces = [(step.shown, "good"), (step.held, "second")]
-        sent = [Token(text, kind) for text, kind in pieces if text]
-        lines.append(Line(sent, f"{number}. {word(step.token)}"))
+        sent = [scene.Token(text, kind) for text, kind in pieces if text]
+        lines.append(scene.Line(sent, f"{number}. {word(step.token)}"))
         if before and step.shown.startswith(before):
             released.append(before)
         before = step.held
     shown = "".join(step.shown for step in record.steps) + record.end
     if record.stopped:
-        lines[-1].tokens.append(Token(record.stop, "gone"))
+        lines[-1].tokens.append(scene.Token(record.stop, "gone"))
     note = ""
     if released:
         note = f"{word(max(released, key=len))} was held back until the text went on differently."
-    return Scene(
+    return scene.Scene(
         f"Text that may be the beginning of the stop string {word(record.stop)} is held back. "
         + (
             "Once the stop string is complete, the text ends before it."
             if record.stopped
             else "The stop string never comes, so the end of the text releases what is held."
         ),
-        [
-            Panel(
-                "What each token sends to the reader",
-                Tokens(lines),
-                note,
-                {"good": "sent", "second": "held back", "gone": "the stop string, never sent"},
-            ),
-            Panel("What the reader gets", Tokens([Line([Token(shown, "good")])])),
-        ],
+        scene.Panel(
+            "What each token sends to the reader",
+            scene.Tokens(lines),
+            note,
+            {"good": "sent", "second": "held back", "gone": "the stop string, never sent"},
+        ),
+        scene.Panel(
+            "What the reader gets", scene.Tokens([scene.Line([scene.Token(shown, "good")])])
+        ),
     )
 
 
-class Chance(NamedTuple):
-    """A token, with the model's most likely one in its place."""
-
-    text: str
-    logprob: float
-    best: str
-    best_logprob: float
-
-
-class Chances(NamedTuple):
-    prompt: str
-    tokens: list[Chance]
-
-
-def record_chances(prompt: str, count: int = 16) -> Chances:
+def record_chances(prompt: str, count: int = 16) -> Record:
     ids = runs.encode(prompt, 100)
     engine = Engine(runs.load(), max_rows=1)
     request = engine.add(ids, SamplingParams(count, temperature=1.0, seed=5, logprobs=1))
@@ -124,43 +93,41 @@ def record_chances(prompt: str, count: int = 16) -> Chances:
         engine.step()
     tokens = []
     for text, (own, [(best, logprob)]) in zip(runs.texts_of(request.output), request.logprobs):
-        tokens.append(Chance(text, own, runs.text_of(best), logprob))
-    return Chances(prompt, tokens)
+        tokens.append(Record(text=text, logprob=own, best=runs.text_of(best), best_logprob=logprob))
+    return Record(prompt=prompt, tokens=tokens)
 
 
-def draw_chances(record: Chances) -> Scene:
+def draw_chances(record: Record) -> scene.Scene:
     bars = []
     for each in record.tokens:
         p, best = math.exp(each.logprob), math.exp(each.best_logprob)
         value = f"{signed(each.logprob)}, {percent(p)}"
         if each.logprob == each.best_logprob:
-            bars.append(Bar(word(each.text), [(p, "first")], value))
+            bars.append(scene.Bar(word(each.text), [(p, "first")], value))
         else:
             value += f"; {word(each.best)} {percent(best)}"
-            bars.append(Bar(word(each.text), [(p, "second")], value, best))
+            bars.append(scene.Bar(word(each.text), [(p, "second")], value, best))
     logprobs = [each.logprob for each in record.tokens]
     mean = sum(logprobs) / len(logprobs)
     unsure = min(record.tokens, key=lambda each: each.logprob)
-    return Scene(
+    return scene.Scene(
         "Log-probabilities show where the model was unsure. The least likely token here is "
         f"{word(unsure.text)}, with {percent(math.exp(unsure.logprob))}. The perplexity of these "
         f"{times(len(logprobs), 'token')} is {math.exp(-mean):.2f}.",
-        [
-            Panel(
-                f"After {word(record.prompt)}, drawn at temperature 1",
-                Bars(bars, 1),
-                "Behind each bar: log-probability, probability, and the most likely token where "
-                f"that is another one. The mean of the log-probabilities is {signed(mean, 3)}, and "
-                f"the perplexity is exp({signed(-mean, 3)}) = {math.exp(-mean):.2f}: the model was "
-                "as unsure as among that many equally likely tokens.",
-                {"first": "the most likely token", "second": "another one; line: the most likely"},
-                wide=True,
-            )
-        ],
+        scene.Panel(
+            f"After {word(record.prompt)}, drawn at temperature 1",
+            scene.Bars(bars, 1),
+            "Behind each bar: log-probability, probability, and the most likely token where "
+            f"that is another one. The mean of the log-probabilities is {signed(mean, 3)}, and "
+            f"the perplexity is exp({signed(-mean, 3)}) = {math.exp(-mean):.2f}: the model was "
+            "as unsure as among that many equally likely tokens.",
+            {"first": "the most likely token", "second": "another one; line: the most likely"},
+            wide=True,
+        ),
     )
 
 
 PICTURES = {
-    "stop-strings": Picture("The dog", record_held, draw_held),
-    "logprobs": Picture("Once upon a time", record_chances, draw_chances),
+    "stop-strings": scene.Picture("The dog", record_held, draw_held),
+    "logprobs": scene.Picture("Once upon a time", record_chances, draw_chances),
 }

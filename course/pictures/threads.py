@@ -4,20 +4,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from engine.engine import Engine
-from pictures import runs
-from pictures.scene import (
-    Axis,
-    Lane,
-    Lanes,
-    Line,
-    Panel,
-    Picture,
-    Scene,
-    Span,
-    Token,
-    Tokens,
-    times,
-)
+from pictures import runs, scene
+from pictures.scene import times
 from sampling import SamplingParams
 from server.engine_thread import EngineDead, EngineThread, QueueFull
 
@@ -76,12 +64,12 @@ class Client:
             self.error = str(error)
         self.end = engine.steps
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[scene.Span]:
         """Waiting and running, in steps; a moment for an error."""
-        error = [Span(self.end, self.end, "bad", self.error)] * bool(self.error)
+        error = [scene.Span(self.end, self.end, "bad", self.error)] * bool(self.error)
         begin = self.reads[0][0] - 1 if self.reads else self.end
-        waits = [Span(self.after, begin, "second")] * (begin > self.after)
-        return waits + [Span(begin, self.end, "first")] * bool(self.reads) + error
+        waits = [scene.Span(self.after, begin, "second")] * (begin > self.after)
+        return waits + [scene.Span(begin, self.end, "first")] * bool(self.reads) + error
 
 
 def serve(clients: list[Client], rows: int, stop: int | None = None, **bounds) -> list[Client]:
@@ -113,39 +101,41 @@ def record_readers(prompt: str) -> list[Client]:
     return serve(clients, 2)
 
 
-def draw_readers(record: list[Client]) -> Scene:
+def draw_readers(record: list[Client]) -> scene.Scene:
     lanes = []
     lines = []
     for client in record:
         first = client.reads[0][0]
         steps = range(first - 1, first - 1 + client.count)
-        lanes.append(Lane(f"engine: {client.name}", [Span(at, at + 1, "kept") for at in steps]))
+        lanes.append(
+            scene.Lane(f"engine: {client.name}", [scene.Span(at, at + 1, "kept") for at in steps])
+        )
         spans = []
         for after, tokens in client.reads:
-            spans.append(Span(after, after + 1, "first", str(len(tokens))))
-            pieces = [Token(text) for text in runs.texts_of(tokens)]
+            spans.append(scene.Span(after, after + 1, "first", str(len(tokens))))
+            pieces = [scene.Token(text) for text in runs.texts_of(tokens)]
             if client.away:
-                lines.append(Line(pieces, f"after step {after}"))
-        away = [Span(client.away.start + 1, client.away.stop, "idle", "busy")] * bool(client.away)
-        lanes.append(Lane(f"reader {client.name}", spans + away))
+                lines.append(scene.Line(pieces, f"after step {after}"))
+        away = [scene.Span(client.away.start + 1, client.away.stop, "idle", "busy")] * bool(
+            client.away
+        )
+        lanes.append(scene.Lane(f"reader {client.name}", spans + away))
     slow = record[-1]
     most = max(len(tokens) for _, tokens in slow.reads)
-    return Scene(
+    return scene.Scene(
         "The engine never waits for a reader. While B is busy its text goes on, and what it has "
         f"not fetched is joined into one update of {times(most, 'token')}.",
-        [
-            Panel(
-                "The engine's thread computes, the event loop reads",
-                Lanes(lanes, Axis("step")),
-                "Each step's results reach the event loop in one call for all texts.",
-                {
-                    "kept": "a step computes the text's next token",
-                    "first": "an update is read, with so many tokens",
-                    "idle": "the reader does something else",
-                },
-            ),
-            Panel("The updates that B reads", Tokens(lines)),
-        ],
+        scene.Panel(
+            "The engine's thread computes, the event loop reads",
+            scene.Lanes(lanes, scene.Axis("step")),
+            "Each step's results reach the event loop in one call for all texts.",
+            {
+                "kept": "a step computes the text's next token",
+                "first": "an update is read, with so many tokens",
+                "idle": "the reader does something else",
+            },
+        ),
+        scene.Panel("The updates that B reads", scene.Tokens(lines)),
     )
 
 
@@ -167,28 +157,26 @@ def record_queue(prompt: str) -> list[Client]:
     return serve(clients, 2, max_waiting=2, max_waiting_tokens=3 * len(ids))
 
 
-def draw_queue(record: list[Client]) -> Scene:
+def draw_queue(record: list[Client]) -> scene.Scene:
     lanes = []
     for client in record:
         what = "tokens" if "tokens" in client.error else "texts"
-        lanes.append(Lane(client.name, client.spans(), f"429: {what}" * bool(client.error)))
+        lanes.append(scene.Lane(client.name, client.spans(), f"429: {what}" * bool(client.error)))
     limit = len(record[-1].ids)
-    return Scene(
+    return scene.Scene(
         "Two bounds keep the queue short: texts, which need rows, and tokens of prompts, which "
         "need memory. A request that exceeds one is refused at once, before any work, and may "
         "ask again.",
-        [
-            Panel(
-                f"Two rows, two waiting texts, {limit} waiting tokens",
-                Lanes(lanes, Axis("step")),
-                key={
-                    "second": "waits",
-                    "first": "a row computes it",
-                    "bad": "refused with 429: too many texts, or too many tokens",
-                },
-                wide=True,
-            )
-        ],
+        scene.Panel(
+            f"Two rows, two waiting texts, {limit} waiting tokens",
+            scene.Lanes(lanes, scene.Axis("step")),
+            key={
+                "second": "waits",
+                "first": "a row computes it",
+                "bad": "refused with 429: too many texts, or too many tokens",
+            },
+            wide=True,
+        ),
     )
 
 
@@ -208,39 +196,40 @@ def record_drain(prompt: str) -> tuple[int, int, list[Client]]:
     return signal, limit, serve(clients, 2, limit)
 
 
-def draw_drain(record: tuple[int, int, list[Client]]) -> Scene:
+def draw_drain(record: tuple[int, int, list[Client]]) -> scene.Scene:
     signal, limit, clients = record
     lanes = [
-        Lane("server", [Span(0, signal, "good", "serves"), Span(signal, limit, "kept", "drains")])
+        scene.Lane(
+            "server",
+            [scene.Span(0, signal, "good", "serves"), scene.Span(signal, limit, "kept", "drains")],
+        )
     ]
     for client in clients:
         written = sum(len(tokens) for _, tokens in client.reads)
-        lanes.append(Lane(client.name, client.spans(), f"{written} of {client.count} tokens"))
-    lanes.append(Lane("E", [Span(signal + 2, signal + 2, "bad")], "no connection"))
+        lanes.append(scene.Lane(client.name, client.spans(), f"{written} of {client.count} tokens"))
+    lanes.append(scene.Lane("E", [scene.Span(signal + 2, signal + 2, "bad")], "no connection"))
     whole = sum(not client.error for client in clients)
-    return Scene(
+    return scene.Scene(
         f"After SIGTERM the server accepts nobody, but {times(len(clients), 'text')} may go on, "
         f"waiting ones too. {whole} of them end in time; the others end with an error.",
-        [
-            Panel(
-                f"A signal after step {signal}, and {limit - signal} steps to drain",
-                Lanes(lanes, Axis("step")),
-                key={
-                    "good": "the server accepts requests",
-                    "kept": "it drains",
-                    "second": "a text waits",
-                    "first": "a row computes it",
-                    "bad": "an error",
-                },
-                wide=True,
-            )
-        ],
+        scene.Panel(
+            f"A signal after step {signal}, and {limit - signal} steps to drain",
+            scene.Lanes(lanes, scene.Axis("step")),
+            key={
+                "good": "the server accepts requests",
+                "kept": "it drains",
+                "second": "a text waits",
+                "first": "a row computes it",
+                "bad": "an error",
+            },
+            wide=True,
+        ),
     )
 
 
 PROMPT = "Once upon a time"
 PICTURES = {
-    "engine-thread": Picture(PROMPT, record_readers, draw_readers),
-    "full-queue": Picture(PROMPT, record_queue, draw_queue),
-    "draining": Picture(PROMPT, record_drain, draw_drain),
+    "engine-thread": scene.Picture(PROMPT, record_readers, draw_readers),
+    "full-queue": scene.Picture(PROMPT, record_queue, draw_queue),
+    "draining": scene.Picture(PROMPT, record_drain, draw_drain),
 }

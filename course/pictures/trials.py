@@ -1,13 +1,13 @@
 """Lesson 54: trials decide whether drafts pay."""
 
 import itertools
-from typing import NamedTuple
+from types import SimpleNamespace as Record
 
 from engine.drafter import TRIAL, PagedDrafter, Trial
 from engine.engine import Engine
-from pictures import runs
+from pictures import runs, scene
 from pictures.runs import Arrival
-from pictures.scene import Axis, Curve, Lines, Panel, Picture, Scene, signed
+from pictures.scene import signed
 from sampling import SamplingParams
 
 GAMMA = 3
@@ -24,16 +24,7 @@ CLOCKS = {  # what a step costs with drafts: title, note; a pass over one token 
 }
 
 
-class Tried(NamedTuple):
-    """Decode steps on a clock that counts."""
-
-    clock: str
-    cost: float  # of a step with drafts
-    steps: list[tuple[bool, int]]  # with drafts? tokens
-    rates: tuple[float, float]  # tokens per unit with drafts and without, when it is decided
-
-
-def record_trials(prompt: str) -> list[Tried]:
+def record_trials(prompt: str) -> list[Record]:
     """Accepted drafts of a run, handed to a trial on two clocks."""
     ids = runs.encode(prompt, 20)
     target, draft = runs.load(), runs.load("stories-draft")
@@ -46,7 +37,7 @@ def record_trials(prompt: str) -> list[Tried]:
     return [tried(clock, cost + small, counts) for clock, cost in zip(CLOCKS, (1, GAMMA + 1))]
 
 
-def tried(clock: str, cost: float, counts: list[int]) -> Tried:
+def tried(clock: str, cost: float, counts: list[int]) -> Record:
     """counts: tokens of each step with drafts."""
     trial = Trial()
     with_drafts = itertools.cycle(counts)
@@ -58,10 +49,15 @@ def tried(clock: str, cost: float, counts: list[int]) -> Tried:
         trial.note(drafts, tokens, cost if drafts else 1.0)
         if len(steps) == 2 * TRIAL:
             rates = trial.rate(True), trial.rate(False)
-    return Tried(clock, cost, steps, rates)
+    return Record(
+        clock=clock,
+        cost=cost,  # of a step with drafts
+        steps=steps,  # with drafts? tokens
+        rates=rates,  # tokens per unit with drafts and without, when it is decided
+    )
 
 
-def draw_trials(record: list[Tried]) -> Scene:
+def draw_trials(record: list[Record]) -> scene.Scene:
     parts = []
     for each in record:
         time = total = 0
@@ -77,7 +73,7 @@ def draw_trials(record: list[Tried]) -> Scene:
         for drafts, points in pieces:
             name = "with drafts" if drafts else "without drafts"
             kind = "good" if drafts else "second"
-            curves.append(Curve("" if kind in named else name, points, kind))
+            curves.append(scene.Curve("" if kind in named else name, points, kind))
             named.add(kind)
         pays = "pay" if each.rates[0] > each.rates[1] else "do not pay"
         title, note = CLOCKS[each.clock]
@@ -86,14 +82,16 @@ def draw_trials(record: list[Tried]) -> Scene:
             f" With the draft model, a step with drafts takes {each.cost:.2f}. Tokens per unit of "
             f"time: {with_drafts} with drafts, {without} without."
         )
-        lines = Lines(curves, Axis("time, in passes over one token"), Axis("tokens"))
-        parts.append(Panel(f"{title}: drafts {pays}", lines, note))
-    return Scene(
+        lines = scene.Lines(
+            curves, scene.Axis("time, in passes over one token"), scene.Axis("tokens")
+        )
+        parts.append(scene.Panel(f"{title}: drafts {pays}", lines, note))
+    return scene.Scene(
         "Drafts pay where a step with them yields more tokens in its time. The engine measures "
         f"{TRIAL} steps with drafts and {TRIAL} without, then goes on with the faster way. "
         "Times are counted here, not measured.",
-        parts,
+        *parts,
     )
 
 
-PICTURES = {"drafts-that-pay": Picture("Lily", record_trials, draw_trials)}
+PICTURES = {"drafts-that-pay": scene.Picture("Lily", record_trials, draw_trials)}

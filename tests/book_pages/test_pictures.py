@@ -17,20 +17,6 @@ from scenes import drawn, forms, probs_after, written
 import lessons as course
 import pictures
 from pictures import card, render, runs, scene
-from pictures.scene import (
-    Axis,
-    Bar,
-    Bars,
-    Cells,
-    Curve,
-    Lane,
-    Lanes,
-    Lines,
-    Panel,
-    Scene,
-    Span,
-    Tokens,
-)
 from sampling import SamplingParams, top_p_filter
 
 LARGEST = 120_000  # bytes of a picture
@@ -45,19 +31,19 @@ def tree_of(shown: str):
 
 def kinds_of(form) -> set[str]:
     """The kinds that a form uses, wherever they are in it."""
-    if isinstance(form, scene.Player | Axis):
+    if isinstance(form, scene.Player | scene.Axis):
         return set()
     if dataclasses.is_dataclass(form):
         form = [getattr(form, each.name) for each in dataclasses.fields(form)]
     found = {form.kind} if hasattr(form, "kind") else set()
-    if isinstance(form, Bar):
+    if isinstance(form, scene.Bar):
         found |= {kind for _, kind in form.parts}
     elif isinstance(form, list | tuple):
         found |= {kind for part in form if not isinstance(part, str) for kind in kinds_of(part)}
     return found
 
 
-def check(drawn_scene: Scene, shown: str) -> None:
+def check(drawn_scene: scene.Scene, shown: str) -> None:
     """What holds for each picture: its words, its kinds, and its HTML."""
     assert 40 < len(drawn_scene.caption) < 330 and drawn_scene.caption.endswith(".")
     said = {"", "first"}.union(*(panel.key for panel in drawn_scene.panels))
@@ -96,16 +82,21 @@ def test_each_picture_is_of_a_lesson():
 
 def test_what_is_drawn_is_also_said():
     """What screen readers skip (bars, squares, curves) stands beside it as text."""
-    lanes = Lanes([Lane("A", [Span(1, 3, "first", "writes"), Span(4, 4, "bad")])], Axis("step"))
-    chart = Lines([Curve("mine", [(0, 1.0), (2, 3.5)], "first")], Axis("step"), Axis("rate"))
-    bars = Bars([Bar("`<a>\n`", [(1, "first"), (3, "bad")], "4 in all", tick=2)])
+    lanes = scene.Lanes(
+        [scene.Lane("A", [scene.Span(1, 3, "first", "writes"), scene.Span(4, 4, "bad")])],
+        scene.Axis("step"),
+    )
+    chart = scene.Lines(
+        [scene.Curve("mine", [(0, 1.0), (2, 3.5)], "first")], scene.Axis("step"), scene.Axis("rate")
+    )
+    bars = scene.Bars([scene.Bar("`<a>\n`", [(1, "first"), (3, "bad")], "4 in all", tick=2)])
     panels = [
-        Panel("Lanes", lanes, key={"first": "at work", "bad": "it ends"}),
-        Panel("Chart", chart),
-        Panel("Bars", bars),
-        Panel("Cells", Cells([scene.Row("r", [scene.Cell("first")] * 2, "2")])),
+        scene.Panel("Lanes", lanes, key={"first": "at work", "bad": "it ends"}),
+        scene.Panel("Chart", chart),
+        scene.Panel("Bars", bars),
+        scene.Panel("Cells", scene.Cells([scene.Row("r", [scene.Cell("first")] * 2, "2")])),
     ]
-    tree = tree_of(render.picture(Scene("c", panels)))
+    tree = tree_of(render.picture(scene.Scene("c", *panels)))
     for part in list(tree.iter()):
         for child in list(part):
             if child.get("aria-hidden"):
@@ -121,11 +112,11 @@ def test_what_is_drawn_is_also_said():
 @pytest.mark.parametrize(
     "axis, values, expected",
     [
-        (Axis("x"), [3, 9], (0, 9, ["0", "2", "4", "6", "8"])),
-        (Axis("x"), [80, 100], (80, 100, ["80", "90", "100"])),
-        (Axis("x"), [0, 0], (0, 1, ["0", "0.5", "1"])),
-        (Axis("x", log=True), [2, 500], (2, 500, ["10", "100"])),
-        (Axis("x", [(0, "none"), (1, "all")]), [0.5], (0, 1, ["none", "all"])),
+        (scene.Axis("x"), [3, 9], (0, 9, ["0", "2", "4", "6", "8"])),
+        (scene.Axis("x"), [80, 100], (80, 100, ["80", "90", "100"])),
+        (scene.Axis("x"), [0, 0], (0, 1, ["0", "0.5", "1"])),
+        (scene.Axis("x", log=True), [2, 500], (2, 500, ["10", "100"])),
+        (scene.Axis("x", [(0, "none"), (1, "all")]), [0.5], (0, 1, ["none", "all"])),
     ],
 )
 def test_scales(axis, values, expected):
@@ -158,7 +149,7 @@ def test_a_picture_of_the_reader_s_own_prompt(tmp_path, monkeypatch, capsys):
     html5lib.HTMLParser(strict=True, namespaceHTMLElements=False).parse(page)
     assert "http" not in page and "src=" not in page
     assert "--prompt 'Tom <and>'" in html.unescape(page)
-    first, *_ = forms(drawn("greedy-decoding", "Tom <and>")[1], Tokens)[0].lines
+    first, *_ = forms(drawn("greedy-decoding", "Tom <and>")[1], scene.Tokens)[0].lines
     assert "".join(token.text for token in first.tokens[:-1]) == "Tom <and>"
 
 
@@ -191,26 +182,6 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path, monkeypatch, capsys, args, w
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_of_the_course(monkeypatch, tmp_path, capsys):
-    """It runs the script with the packages of `make`, and says where main is if it is not there."""
-    calls = []
-
-    def called(args, **_):
-        calls.append(args)
-        return subprocess.CompletedProcess(args, 3)
-
-    lessons = [course.Lesson("07-top-p", "", "")]
-    monkeypatch.setattr(course.subprocess, "run", called)
-    monkeypatch.setattr(course, "read_main", lambda: (course.REFS[0], lessons))
-    script = str(ROOT / "course" / "draw_picture.py")
-    assert course.main(["picture", "7", "--prompt", "a b"]) == 3
-    assert calls[0][1:] == [script, "07-top-p", "--prompt", "a b"]
-    monkeypatch.setattr(course, "ROOT", tmp_path)
-    assert course.main(["picture", "7"]) == 2
-    line = "lessons.py: error: what draws pictures is on main only; go there with: git switch main"
-    assert capsys.readouterr().err == line + "\n"
-
-
 # The cards of the Readme
 
 CARDS = ("17-speculative-decoding", "38-continuous-batching")
@@ -234,8 +205,10 @@ def test_cards(id):
     slug = id[3:]
     for at in pictures.PICTURES[slug].card:
         form = pictures.scene_of(slug).panels[at].form
-        rows = form.lines if isinstance(form, Tokens) else form.rows
-        kinds = [part.kind for row in rows for part in row[0 if isinstance(form, Tokens) else 1]]
+        rows = form.lines if isinstance(form, scene.Tokens) else form.rows
+        kinds = [
+            part.kind for row in rows for part in row[0 if isinstance(form, scene.Tokens) else 1]
+        ]
         for kind in set(kinds):
             drawn = [box for box in boxes if box.get("fill") == card.FILLS[kind]]
             assert len(drawn) >= kinds.count(kind)
@@ -295,7 +268,7 @@ def test_steps_of_greedy_decoding():
     steps, shown = drawn("greedy-decoding")
     tokens = written("Once upon a time", max_new_tokens=len(steps))
     assert [step.choices[0][0] for step in steps] == tokens
-    for at, line in enumerate(forms(shown, Tokens)[0].lines):
+    for at, line in enumerate(forms(shown, scene.Tokens)[0].lines):
         text = "".join(token.text for token in line.tokens)
         assert text == "Once upon a time" + "".join(tokens[: at + 1])
         logits = [logit for _, logit in steps[at].choices]
@@ -308,7 +281,7 @@ def test_the_end_of_a_text():
     for place in (0, 100, len(record.tokens) - 1):
         probs = probs_after("Once upon a time" + "".join(record.tokens[:place]))
         assert record.chances[place] == pytest.approx(probs[4095].item(), rel=1e-3)
-    (chart,) = forms(shown, Lines)
+    (chart,) = forms(shown, scene.Lines)
     assert sum(len(curve.points) for curve in chart.curves) == len(record.chances)
     assert max(y for _, y in chart.curves[1].points) == max(record.chances)
     assert "reaches 0.1 % at 3 of 206 places. At the last" in shown.caption
@@ -321,7 +294,7 @@ def test_windows_are_those_that_the_model_saw():
     name = "stories-draft"
     tokens = written(text[:16], name, stride=1, max_new_tokens=count, ignore_eos=True)
     assert record.text[4:] == tokens and text.startswith("Once upon a time,")
-    lines = forms(shown, Tokens)[0].lines
+    lines = forms(shown, scene.Tokens)[0].lines
     places = [[token.number for token in line.tokens] for line in lines]
     assert [row[1] for row in places] == ["1", "1", "0", "out"]
     assert [row[-2] for row in places] == ["254", "255", "255", "255"]
@@ -345,14 +318,14 @@ def test_draws_are_counted():
     for seed in (1, 500, 1000):  # `generate` with that seed draws the same
         (token,) = written("The cat", max_new_tokens=1, temperature=1.0, seed=seed)
         assert token == record.drawn[seed - 1]
-    (bars,) = forms(shown, Bars)
+    (bars,) = forms(shown, scene.Bars)
     assert sum(row.parts[0][0] for row in bars.rows) == pytest.approx(1)
     assert sum(row.tick for row in bars.rows) == pytest.approx(1)
 
 
 def test_temperatures():
     record, shown = drawn("temperature")
-    for (T, probs), bars in zip(record.items(), forms(shown, Bars)):
+    for (T, probs), bars in zip(record.items(), forms(shown, scene.Bars)):
         expected = probs_after("One day, Tom saw a", T)
         assert probs.double().allclose(expected, atol=1e-6)
         shares = [row.parts[0][0] for row in bars.rows]
@@ -366,7 +339,7 @@ def test_top_k_gives_the_mass_to_ten_tokens():
     assert record.kept == pytest.approx(best[:10].sum().item(), rel=1e-4)
     expected = [*(best[:10] / record.kept).tolist(), 0, 0, 0, 0]
     assert record.after == pytest.approx(expected, rel=1e-4)
-    before, after = forms(shown, Bars)
+    before, after = forms(shown, scene.Bars)
     assert [row.parts[0][1] for row in before.rows] == ["first"] * 10 + ["gone"] * 5
     assert sum(row.parts[0][0] for row in after.rows) == pytest.approx(1)
 
@@ -380,7 +353,7 @@ def test_top_p_keeps_as_many_as_the_lesson_says():
         assert each.mass[each.kept - 1] >= 0.9 and (each.kept == 1 or mass[each.kept - 2] < 0.9)
         assert each.kept == top_p_filter(probs.log().float(), 0.9).isfinite().sum()
     assert "1, 5, 74, 266 after these prompts" in shown.caption
-    (chart,) = forms(shown, Lines)
+    (chart,) = forms(shown, scene.Lines)
     dots = [curve.points[0] for curve in chart.curves if curve.dots]
     assert dots == [(each.kept, each.mass[each.kept - 1]) for each in record]
 
@@ -419,7 +392,7 @@ def test_penalties(slug, common, own, change):
         assert count == output.count(text) and after == pytest.approx(change(before, count))
     best = [max(record.rows, key=lambda row, which=which: row[which])[0] for which in (1, 2)]
     assert tuple(best) == record.chosen
-    (bars,) = forms(shown, Bars)
+    (bars,) = forms(shown, scene.Bars)
     assert [row.parts[0][0] for row in bars.rows] == [row[2] for row in record.rows]
     assert sum(row.tick is not None for row in bars.rows) == len(moved)
 
@@ -435,7 +408,7 @@ def test_bits_stand_for_the_number():
         assert struct.unpack(f">{letter}", packed) == (value,)
     (value,) = struct.unpack(">f", struct.pack(">I", int(brain + 16 * "0", 2)))
     assert value == record.rows[2][2] and (len(bits), len(half), len(brain)) == (32, 16, 16)
-    rows = forms(shown, Cells)[0].rows
+    rows = forms(shown, scene.Cells)[0].rows
     assert ["".join(cell.text for cell in row.cells) for row in rows] == [bits, half, brain]
 
 
@@ -447,7 +420,7 @@ def test_computed_positions():
     assert record.words == written("Once upon a time", max_new_tokens=10, ignore_eos=True)
     assert record.plain == [list(range(4 + step)) for step in range(10)]
     assert record.cached == [[0, 1, 2, 3], *([4 + step] for step in range(9))]
-    for steps, grid in zip((record.plain, record.cached), forms(shown, Cells)):
+    for steps, grid in zip((record.plain, record.cached), forms(shown, scene.Cells)):
         for step, row in zip(steps, grid.rows):
             computed = [at for at, cell in enumerate(row.cells) if cell.kind == "first"]
             assert computed == step
@@ -459,7 +432,7 @@ def test_the_storage_fills_up():
     assert record.filled == list(range(4, 14)) and record.room == 13
     config = runs.load().config
     assert record.bytes == 2 * config.n_layer * config.n_embd * 4
-    grown, static = forms(shown, Cells)
+    grown, static = forms(shown, scene.Cells)
     copied = sum(cell.kind == "second" for row in grown.rows for cell in row.cells)
     assert copied == sum(record.filled[:-1]) and f"here {copied} positions" in shown.caption
     assert all(len(row.cells) == 13 for row in static.rows)
@@ -477,7 +450,7 @@ def test_hops():
             moved = max(0, -(-(length - 256) // each.stride) * each.stride)
             assert computed == (length - moved if moved != start or not step else 1)
             start = moved
-    (chart,) = forms(shown, Lines)
+    (chart,) = forms(shown, scene.Lines)
     for curve, each in zip(chart.curves, record[::-1]):
         assert all(each.computed[x - 1] == y for x, y in curve.points)
         assert max(y for _, y in curve.points) == max(each.computed)
@@ -486,7 +459,7 @@ def test_hops():
 def test_a_batch_of_different_lengths():
     record, shown = drawn("variable-batching")
     prompts = ["Once upon a time", "One day, a big dog", "Lily saw"]
-    lines = forms(shown, Tokens)[0].lines
+    lines = forms(shown, scene.Tokens)[0].lines
     for prompt, line in zip(prompts, lines, strict=True):
         alone = prompt + "".join(written(prompt, max_new_tokens=2, ignore_eos=True))
         shown_text = "".join(token.text for token in line.tokens if token.kind != "idle")
@@ -508,7 +481,7 @@ def test_drafts_and_a_refusal():
     assert [each.accepted for each in record.verdicts] == [each.accepted for each in passes]
     tokens = [text for each in record.verdicts for text in each.tokens]
     assert tokens == [runs.text_of(id) for each in passes for id in each.tokens]
-    text, lines, *_ = forms(shown, Tokens)
+    text, lines, *_ = forms(shown, scene.Tokens)
     own = [token.text for token in text.lines[0].tokens if token.kind == "third"]
     assert len(own) == len(passes) and len(tokens) == 40
     assert "".join(token.text for token in text.lines[0].tokens) == "One day" + "".join(tokens)
@@ -531,7 +504,7 @@ def test_drafts_and_a_refusal():
 def test_batches_have_each_token_once():
     record, shown = drawn("continuous-batching")
     lengths = [3, 9, 5, 4, 7, 3]
-    for steps, grid in zip((record.static, record.continuous), forms(shown, Cells)):
+    for steps, grid in zip((record.static, record.continuous), forms(shown, scene.Cells)):
         taken = [number for step in steps for number in step if number]
         assert [taken.count(number) for number in range(1, 7)] == lengths
         for number in range(1, 7):  # one row each
