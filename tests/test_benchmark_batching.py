@@ -185,6 +185,7 @@ def test_llama_cpp_decodes_the_prompts_and_then_its_own_tokens():
 
     assert list(greedy(decode, [[1, 2], [3, 4]], 3)) == [[3, 5], [4, 6], [5, 7]]
     assert passes == [([[1, 2], [3, 4]], 0), ([[3], [5]], 2), ([[4], [6]], 3)]
+    assert list(greedy(decode, [[1]], 2)) == [[2], [3]]  # of one prompt, too
 
 
 def test_different_tokens_are_not_timed(bench):
@@ -278,3 +279,15 @@ def what_it_is(name, model, number):
 
 def end_it(name, model):
     os._exit(1)
+
+
+def test_a_worker_computes_with_the_threads_of_who_started_it(monkeypatch):
+    from benchmarks.batching import serve
+
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    here, there = multiprocessing.Pipe()
+    there.close()
+    serve(here, "native", None, "cpu", 3)
+    assert counts == [3]

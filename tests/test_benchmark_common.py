@@ -210,3 +210,9 @@ def test_what_ran_on_what(tiny, tmp_path, monkeypatch):
     assert about["threads"] == torch.get_num_threads()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
     assert common.describe("random:gpt2", model, "cuda")["device"] == "GPU"
+
+
+def test_memory_is_what_linux_says(monkeypatch):
+    said = "VmPeak:\t     900 kB\nVmHWM:\t     300 kB\nVmRSS:\t     200 kB\n"
+    monkeypatch.setattr(common.Path, "read_text", lambda self: said)
+    assert common.memory_in_use("cpu") == 300 * 1024

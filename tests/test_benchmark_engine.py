@@ -1,5 +1,6 @@
 """What the engine's benchmark measures, on a clock that counts positions; no peer is needed."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -140,14 +141,26 @@ def test_different_tokens_are_not_timed(bench, function, mode):
 
 
 def test_transformers_writes_the_same_texts_or_is_named_and_left_out(bench, monkeypatch):
+    import transformers
+
+    sizes = []
+    made = transformers.ContinuousBatchingConfig
+
+    def noting(**given):
+        sizes.append((given["num_blocks"], given["max_batch_tokens"]))
+        return made(**given)
+
     def broken(*_):
         raise RuntimeError("no such device")
 
+    monkeypatch.setattr(transformers, "ContinuousBatchingConfig", noting)
     bench.installed(transformers=True)
     code, rows, err = bench("--only", "throughput", "--repeats", 1)
     assert code == 0 and "without" not in err
     measures = {"tokens/s", "x one at a time", "x static batches"}
     assert set(values(rows, "transformers", size=3)) == measures
+    budget = inspect.signature(Engine).parameters["budget"].default
+    assert set(sizes) == {(3 * 4, budget)}  # windows of 64, pages of 16
     monkeypatch.setattr(bench.script, "peer", broken)
     words = "without transformers: RuntimeError: no such device\n"
     rows = bench.rows("--only", "throughput", "--repeats", 1, says=words)

@@ -146,7 +146,8 @@ def test_ranks_have_rows_of_what_is_measured_and_predicted(bench):
 
 
 def test_memory_is_less_by_weights_and_keys_that_others_have(bench):
-    rows = bench.rows("--ranks", 2, "--join", "gather", "--replicas", "--rows", 3)
+    options = ["--replicas", "--rows", 3, "--new-tokens", 26]  # 33 positions, so three pages
+    rows = bench.rows("--ranks", 2, "--join", "gather", *options)
     found = values(rows, "gather", 2)
     assert found["memory of rank 0, MB"] == 50
     # Half of all matrices, with those of the vocabulary, and one of two keys of 3 * 48 positions.
@@ -365,3 +366,14 @@ def test_the_time_and_memory_of_all_processes():
         assert 50e6 < script.memory_of("by-this-name") < 90e6
         process.communicate()
     assert script.memory_of("by-this-name") == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux tells who started whom")
+def test_a_family_has_children_with_sessions_of_their_own():
+    from benchmarks.scaling import family
+
+    line = [sys.executable, "-c", "import time; time.sleep(61)"]
+    with subprocess.Popen(line, start_new_session=True) as child:
+        found = family("sleep.61")
+        child.kill()
+    assert found == [Path("/proc", str(child.pid))]

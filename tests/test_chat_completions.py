@@ -1,6 +1,7 @@
 """/v1/chat/completions over a real socket, by the official client too. Oracle: the engine."""
 
 import pytest
+from conftest import CHECKPOINTS
 from serving import SMALL, engine_alone, refusal, serving, small_encoding, small_engine
 
 from errors import UserError
@@ -238,3 +239,12 @@ def test_wrong_messages_are_told_of_the_first(door, body, words):
     assert (status, answer["error"]["param"]) == (400, "messages")
     message = answer["error"]["message"]
     assert message.startswith(words) and len(message) < 200
+
+
+def test_a_server_has_the_template_of_its_model_or_says_why_there_is_none():
+    from loading.load import parse_name
+    from server.served import find_chat
+
+    assert isinstance(find_chat(parse_name(SMALL)), Chat)
+    error = find_chat(parse_name(CHECKPOINTS / "stories"))
+    assert isinstance(error, UserError) and "stories" in str(error)

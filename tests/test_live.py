@@ -239,3 +239,9 @@ def test_the_script_ends_though_somebody_watches(tmp_path):
         server.signal(signal.SIGTERM)
         assert server.end()[0] == 0  # sooner than a text would have to end
         frames.close()
+
+
+def test_who_watches_takes_no_room_of_requests(start):
+    door = start()
+    watch(door)
+    assert (door.thread.unfinished, door.thread.waiting_tokens) == (0, 0)

@@ -425,3 +425,10 @@ def test_several_tokens_may_end_a_text_and_keep_their_order(saved, tmp_path, tin
 def test_what_a_config_lacks_is_as_in_gpt2(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert load_config(tmp_path) == GPTConfig() == PRESETS["gpt2"]
+
+
+def test_the_largest_sizes_that_are_read(saved):
+    largest = {"vocab_size": 10**6, "n_positions": 10**6, "n_embd": 10**5}
+    for key, limit in (largest | {"n_layer": 1000, "n_head": 1000}).items():
+        message = refused(saved, {key: limit + 1})
+        assert message.endswith(f"{key} is {limit + 1}; it must be an integer from 1 to {limit}")

@@ -72,6 +72,9 @@ def test_the_directory_is_for_this_user_alone(fresh, capsys):
         os.umask(before)
     assert fresh.cache_directory().stat().st_mode & 0o777 == 0o700
     assert capsys.readouterr().err == ONCE
+    fresh.load.cache_clear()
+    fresh.load()  # the file is for this user alone, too, or it would be compiled anew
+    assert capsys.readouterr().err == ""
 
 
 def test_an_empty_variable_is_no_directory(fresh, monkeypatch, tmp_path):

@@ -307,3 +307,10 @@ def test_still_stories_are_those_of_torch(stories):
     fields = [PARAMS[2], PARAMS[1], PARAMS[0] | {"repetition_penalty": 1.2}]
     params = [SamplingParams(12, True, seed=row, **own) for row, own in enumerate(fields)]
     assert own_texts(model, [[]] * 3, params) == own_texts(stories, [[]] * 3, params)
+
+
+def test_top_k_tells_the_smallest_distance_from_none(library):
+    """A logit that is 2**-149 below the largest after the temperature: as little as floats hold."""
+    logits = torch.tensor([[0.0, -(2.0**-30), -1.0]]).expand(50, 3)
+    params = params_of({"temperature": 2.0**119, "top_k": 1}, 50)
+    assert set(in_c(library, logits, params)) == set(in_torch(logits, params)) == {0}

@@ -9,7 +9,6 @@ from datetime import timedelta
 import pytest
 from ranks import SMALL, appears, script, serving, start, wait, written
 
-import command_line
 import infer_engine
 from engine import options
 from model import TorchRunner
@@ -124,18 +123,18 @@ def test_without_a_store_each_says_why():
 
 
 def test_who_has_to_wait_has_no_limit(tmp_path, monkeypatch):
-    real = command_line.load_model
+    real = options.load_part
 
-    def slow(*arguments):
+    def slow(*arguments, **named):
         time.sleep(4 if os.environ["RANK"] == "1" else 0)
-        return real(*arguments)
+        return real(*arguments, **named)
 
     def idle():
         with Ranks() as group:
             time.sleep(0 if group.rank else 4)
             group.tell()
 
-    monkeypatch.setattr(command_line, "load_model", slow)
+    monkeypatch.setattr(options, "load_part", slow)
     monkeypatch.setattr("parallel.ranks.LIMIT", timedelta(seconds=3))
     loading = start(2, script, tmp_path, infer_engine.main, [*ARGUMENTS, "--max-new-tokens", 3])
     assert [wait(processes) for processes in (start(2, idle), loading)] == [[0, 0]] * 2

@@ -1,11 +1,13 @@
 """The script that starts engines on Ray, as far as that goes without Ray: see tests/ray_serve."""
 
+import argparse
 import os
 import shutil
 import sys
 
 import pytest
 from conftest import CHECKPOINTS, ROOT
+from replicas import Handle
 
 from errors import UserError
 
@@ -54,3 +56,14 @@ def test_a_model_without_weights_is_a_line(run_main, tmp_path):
         shutil.copy(CHECKPOINTS / "stories-llama" / name, tmp_path)
     error = f"{tmp_path}: no model.safetensors in this directory\n"
     assert run_script(run_main, "--model", tmp_path) == (2, "", error)
+
+
+def test_the_process_of_the_door_collects_no_garbage_of_its_imports(monkeypatch):
+    from server import replicas
+
+    frozen = []
+    monkeypatch.setattr(replicas, "freeze", lambda: frozen.append(True))
+    options = {"host": "127.0.0.1", "api_key": None, "allow_origin": [], "allowed_host": []}
+    args = argparse.Namespace(model=CHECKPOINTS / "stories-llama", **options)
+    replicas.Door(args, Handle([])).__serve_build_asgi_app__()
+    assert frozen == [True]

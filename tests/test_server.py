@@ -111,3 +111,13 @@ def test_an_address_that_cannot_be_printed_is_one_line(tmp_path):
         line = "error: standard output: No space left on device\n"
         code, err = script.end()
     assert code == 2 and err.endswith(line) and err.count("\n") == 1
+
+
+def test_the_address_is_that_of_the_readme():
+    from command_line import Parser
+    from serve import add_server_options
+
+    parser = Parser()
+    add_server_options(parser)
+    found = parser.parse_args([])
+    assert (found.host, found.port) == ("127.0.0.1", 8000)

@@ -103,9 +103,9 @@ def test_what_a_rank_has():
 
 def test_statistics_are_of_one_pass():
     ranks = object.__new__(Ranks)
-    ranks.__dict__.update(size=3, collectives=8, traffic=5000, seconds=0.01)
-    assert ranks.statistics(2) == "3 ranks: 4 collectives a step, 2,500 bytes sent, 5.0 ms"
-    assert ranks.statistics(1) == "3 ranks: 8 collectives a step, 5,000 bytes sent, 10.0 ms"
+    ranks.__dict__.update(size=3, collectives=8, traffic=5000, seconds=2.0)
+    assert ranks.statistics(2) == "3 ranks: 4 collectives a step, 2,500 bytes sent, 1000.0 ms"
+    assert ranks.statistics(1) == "3 ranks: 8 collectives a step, 5,000 bytes sent, 2000.0 ms"
 
 
 def test_draws_are_in_c(compiled):

@@ -60,7 +60,8 @@ def test_of_ray_s_own_processes_two_are_needed(monkeypatch, name):
     monkeypatch.setattr(ray._private.worker, "_global_node", Node())
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
         own = [psutil.Process(child.pid)]
-        monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: own)
+        found = {True: own, False: []}
+        monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: found[recursive])
         if name == "log_monitor":
             assert serve_ray.wait_for(signals) == signal.SIGTERM
             assert child.poll() is None
