@@ -68,9 +68,8 @@ class Chat:
         reply's token can still count if the template, on finding it, writes one of its own less.) A
         template that escapes a message meets the stand-ins.
         """
-        control = (
-            encoding.special_tokens_set
-        )  # none begins with another, as tokenizer_checks.py says
+        # None begins with another, as tokenizer_checks.py says.
+        control = encoding.special_tokens_set
         contents = [message["content"] for message in messages]
         used = set().union(self.text, *self.tokens.values(), *control, *contents)
         hide = stand_ins(set().union(*control), used)
