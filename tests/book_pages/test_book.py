@@ -368,10 +368,10 @@ def repo(tmp_path_factory):
         "dir/ä b.md": "# Titel\n",
     }
     (path / "data.bin").write_bytes(bytes(range(256)))
-    commit(path, "00 init: a place", body, files, "00-init")
+    commit(path, "00 init: a place", files, "00-init", body)
     (path / "course" / "book").mkdir(parents=True)
     files = {"infer.py": INFER + "door = 1\n", "course/book/door.py": "window = 2\n" * 9}
-    commit(path, "infer: a door, because <two> follow", "It & nothing.", files, None)
+    commit(path, "infer: a door, because <two> follow", files, None, "It & nothing.")
     git(path, "rm", "-q", "gone.c")
     files = {
         "infer.py": CHANGED.removesuffix("\n"),
@@ -379,16 +379,16 @@ def repo(tmp_path_factory):
         "empty.py": "",
         "tests/test_add.py": "assert 1 < 2\n\n",
     }
-    commit(path, "01 add: sums & <more>", BODY, files, "01-add")
+    commit(path, "01 add: sums & <more>", files, "01-add", BODY)
     large = "".join(
         f"def test_{n}():\n    assert first({n}) == 'two' and {n} < {n + 1}\n\n\n"
         for n in range(90)
     )
     files = {"engine.py": "y = 2\n", "tests/test_mul.py": large}
-    commit(path, "02 mul: products", TICKED, files, "02-mul")
+    commit(path, "02 mul: products", files, "02-mul", TICKED)
     (path / "benchmark_results").mkdir()
     (path / "benchmark_results" / "engine_cpu.png").write_bytes(PNG)
-    commit(path, "answers: worked out", "So.", {"course/answers/01-add.md": ANSWER}, None)
+    commit(path, "answers: worked out", {"course/answers/01-add.md": ANSWER}, None, "So.")
     return path
 
 
