@@ -4,7 +4,9 @@ import ctypes
 
 import pytest
 import torch
+from conftest import TARGETS
 
+from native import build
 from native.structs import NormStruct
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -54,3 +56,45 @@ def test_gelu(library):
     call(library.gelu, len(x), x, y)
     expected = torch.nn.functional.gelu(x.double(), approximate="tanh").float()
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=2e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 100])
+@pytest.mark.parametrize("size", [1, 4, 20, 64])
+def test_the_attention_of_one_query(library, length, size):
+    q = 3 * random(1, size)
+    k = random(length, size, seed=1)
+    v = random(length, size, seed=2)
+    scores = torch.empty(length)
+    page = torch.zeros(1, dtype=torch.int64)
+    y = torch.empty(size)
+    call(library.attend, page, length, 0, length, size, q, k, v, scores, y)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    expected = attention(q.double(), k.double(), v.double())[0].float()
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_far_from_each_other(library):
+    """The exponentials of the softmax leave the range of float32 there."""
+    k = torch.tensor([[-300.0], [0.0], [290.0], [300.0]])
+    v = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    y = torch.empty(1)
+    page = torch.zeros(1, dtype=torch.int64)
+    call(library.attend, page, 4, 0, 4, 1, torch.ones(1), k, v, torch.empty(4), y)
+    assert y.item() == pytest.approx(4 - 1 / (1 + torch.tensor(10.0).exp().item()), rel=1e-6)
+
+
+def test_these_parts_have_the_same_bits_on_every_processor():
+    """Sums are added in one order, and nothing is fused, whatever the width of a vector."""
+    q = random(1, 52)
+    k = random(37, 52, seed=1)
+    v = random(37, 52, seed=2)
+    results = []
+    for target in TARGETS:
+        library = build.load(target)
+        y = torch.empty(52)
+        wide = torch.empty(52)
+        page = torch.zeros(1, dtype=torch.int64)
+        call(library.attend, page, 37, 0, 37, 52, q, k, v, torch.empty(37), y)
+        call(library.gelu, 52, y, wide)
+        results.append(torch.stack([y, wide]))
+    assert all(torch.equal(each, results[0]) for each in results)
