@@ -9,7 +9,6 @@ import runpy
 import shutil
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import hypothesis
@@ -420,23 +419,6 @@ def run_file(capsys, monkeypatch):
                 runpy.run_module(name, run_name="__main__")
             runpy.run_path(str(ROOT / file), run_name="__main__")
         return ended.value.code, capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture
-def run_program(capfd, monkeypatch):
-    """A function that runs a program's text in this process: exit code, stdout, stderr."""
-
-    def run(text: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(ROOT)
-        try:
-            exec(text, {"__name__": "__main__"})
-            code = 0
-        except Exception:
-            traceback.print_exc()
-            code = 1
-        return code, *capfd.readouterr()
 
     return run
 

@@ -266,7 +266,6 @@ def half(steps: list[str | int], *ways: str) -> Callable[[str], Record]:
 
 
 PROMPT = "Once upon a time"
-RARE = "The knight hid a treasure map in the garden"  # tokens of both ranks
 PICTURES = {
     "tensor-parallel": scene.Picture(PROMPT, half(MLP), draw_mlp),
     "split-heads": scene.Picture(PROMPT, half(ATTENTION), draw_heads),

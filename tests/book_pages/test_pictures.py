@@ -20,7 +20,6 @@ from pictures import card, render, runs, scene
 from sampling import SamplingParams, top_p_filter
 
 LARGEST = 120_000  # bytes of a picture
-STYLES = (pictures.HERE / "scenes.css").read_text("utf-8")
 
 
 def tree_of(shown: str):
