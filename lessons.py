@@ -36,6 +36,7 @@ PARTS = {  # slug of a part's first lesson -> the part's title
     "engine-thread": "Part VI: the server",
     "leader": "Part VII: several processes",
     "engines-elsewhere": "Part VIII: several engines",
+    "any-bpe": "Part IX: the models people have",
 }
 EVENING = (  # a path of fifteen lessons
     "greedy-decoding",

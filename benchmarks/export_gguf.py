@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from errors import UserError
 from llama import LlamaConfig, Rotations
+from loading.byte_level import PATTERNS
 from loading.checkpoint import read_json
-from loading.tokenizer import PATTERNS, read_tokenizer_json
+from loading.tokenizer import read_tokenizer_json
 from model import Model
 
 SPLITS = {"GPT-2": "gpt-2", "Llama 3": "llama-bpe", "Qwen2": "qwen2"}  # as llama.cpp names them
@@ -90,15 +92,29 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
         tokens[token] = text
         kinds[token] = gguf.TokenType.CONTROL if text in added else gguf.TokenType.NORMAL
     merges = raw["model"]["merges"]
-    names = {pattern: SPLITS[name] for name, pattern in PATTERNS.items()}
     writer.add_tokenizer_model("gpt2")  # BPE of bytes
-    writer.add_tokenizer_pre(names[encoding._pat_str])
+    writer.add_tokenizer_pre(split_name(tokenizer, raw["pre_tokenizer"]))
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_ids[0])
     writer.add_add_bos_token(bool(encoding.prefix))
+
+
+def split_name(file: Path, step: dict) -> str:
+    """What llama.cpp calls the split of a pre_tokenizer. Raises UserError where it has no name."""
+    level = {"type": "ByteLevel", "add_prefix_space": False}
+    steps = [part.copy() for part in step.get("pretokenizers", [step])]
+    for part in steps:
+        part.pop("trim_offsets", None)
+    if steps in ([level], [level | {"use_regex": True}]):
+        return SPLITS["GPT-2"]
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    for name, pattern in PATTERNS.items():
+        if steps == [split | {"pattern": {"Regex": pattern}}, level | {"use_regex": False}]:
+            return SPLITS[name]
+    raise UserError(f"{file}: GGUF files have no name for the split of this pre_tokenizer")
 
 
 def pairs_together(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from cache import KVCache
 from infer import generate, next_logits
 from int8 import Int8Linear
 from llama import Llama, rotations
+from loading.byte_level import PATTERNS
 from loading.load import load_model
 from loading.tokenizer import EOT, load_encoding
 from native import build, use_native
@@ -133,7 +134,7 @@ def vocabulary(directory: Path, vocab_size: int) -> dict:
     encoding = load_encoding(directory, vocab_size)
     tokens = [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
     # What Python calls white space is not what JavaScript does.
-    pattern = encoding._pat_str.replace(r"\s", r"\p{White_Space}")
+    pattern = PATTERNS["GPT-2"].replace(r"\s", r"\p{White_Space}")
     return {
         "tokens": [token.decode("latin-1") for token in tokens],
         "special": {EOT: encoding.encode_single_token(EOT)},

@@ -3,7 +3,6 @@
 import itertools
 from typing import NamedTuple
 
-import tiktoken
 import torch
 
 from cache import check_stride, shared_length
@@ -13,7 +12,7 @@ from engine.pages import PagePool, page_count
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
-from loading.tokenizer import StopStream
+from loading.tokenizer import Encoding, StopStream
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, finite_rows, token_logprob
 
@@ -53,7 +52,7 @@ class Engine:
         drafter: Drafter | None = None,
         gamma: int = 3,
         trials: Trials | None = None,
-        encoding: tiktoken.Encoding | None = None,
+        encoding: Encoding | None = None,
     ):
         check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget, gamma=gamma)
         block_size = model.config.block_size

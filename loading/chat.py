@@ -6,11 +6,10 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-import tiktoken
-
 from errors import UserError
 from loading.checkpoint import read_json
 from loading.load import Source, parse_name
+from loading.tokenizer import Encoding
 
 # Special tokens that tokenizer_config.json may name, each as NAME_token. A template may use them.
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -55,7 +54,7 @@ class Chat:
         with self.failing():
             return self.template.render(given, add_generation_prompt=True)
 
-    def encode(self, messages: list[dict[str, str]], encoding: tiktoken.Encoding) -> list[int]:
+    def encode(self, messages: list[dict[str, str]], encoding: Encoding) -> list[int]:
         """The ids of that text, in which no text of a user or a system message is a control token.
 
         An added token in a message would let its author speak in any role. So in messages

@@ -9,9 +9,10 @@ from pathlib import Path
 import tiktoken
 
 from errors import UserError
+from loading.byte_level import PATTERNS, byte_of_character
 from loading.checkpoint import read_json
 from loading.load import HUB_NAMES, parse_name
-from loading.tokenizer_checks import PATTERNS, byte_of_character, check_tokenizer, has_template
+from loading.tokenizer_checks import check_tokenizer, has_template
 
 EOT = "<|endoftext|>"
 
@@ -162,7 +163,7 @@ def one_step(part, key: str):
 class TextStream:
     """Tokens in, text out, as soon as whole characters are there. skip: what prints nothing."""
 
-    def __init__(self, encoding: tiktoken.Encoding, skip: tuple[int, ...] = ()):
+    def __init__(self, encoding: Encoding, skip: tuple[int, ...] = ()):
         self.encoding = encoding
         self.skip = skip
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -190,9 +191,7 @@ class StopStream(TextStream):
     it. stopped: whether one was found; all after it prints nothing.
     """
 
-    def __init__(
-        self, encoding: tiktoken.Encoding, skip: tuple[int, ...] = (), stop: tuple[str, ...] = ()
-    ):
+    def __init__(self, encoding: Encoding, skip: tuple[int, ...] = (), stop: tuple[str, ...] = ()):
         super().__init__(encoding, skip)
         self.stop = stop
         self.held = ""

@@ -12,11 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import tiktoken
-
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
+from loading.tokenizer import Encoding
 from parallel.ranks import RankError
 from sampling import SamplingParams, TokenLogprob
 
@@ -171,7 +170,7 @@ class EngineThread:
         return self.engine.model.config
 
     @property
-    def encoding(self) -> tiktoken.Encoding:
+    def encoding(self) -> Encoding:
         return self.engine.encoding
 
     @property

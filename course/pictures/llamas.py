@@ -8,8 +8,8 @@ import torch
 
 from command_line import STORIES
 from llama import rotate, rotations
+from loading.byte_level import PATTERNS
 from loading.chat import Chat
-from loading.tokenizer_checks import PATTERNS
 from model import causal_attention
 from pictures import runs, scene
 from pictures.scene import signed, times, word
@@ -117,7 +117,8 @@ def record_merges(prompt: str) -> list[Merge]:
     """Merges of the longest piece that the pattern cuts out of a prompt."""
     runs.encode(prompt, 20)
     encoding = runs.encoding()
-    count = len(encoding.token_byte_values())  # the control tokens are behind them
+    # The control tokens are behind the others.
+    count = encoding.n_vocab - len(encoding.special_tokens_set)
     ids = {encoding.decode_single_token_bytes(id): id for id in range(count)}
     piece = max(regex.findall(PATTERNS["GPT-2"], prompt), key=len).encode()
     parts = [bytes([byte]) for byte in piece]

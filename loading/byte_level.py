@@ -1,0 +1,26 @@
+"""What byte-level vocabularies are made of: how a text is split, and how its bytes are written."""
+
+PATTERNS = {  # what a text is split by before bytes are merged
+    # openai/gpt-2, encoder.py
+    "GPT-2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
+    "Llama 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "Qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+def byte_of_character() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for.
+
+    GPT-2 writes a printable byte as itself and the others, in order, as the characters from U+0100
+    on, so that no token contains white space (openai/gpt-2, encoder.py).
+    """
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): byte for byte in printable}
+    return characters | {chr(256 + i): byte for i, byte in enumerate(hidden)}
