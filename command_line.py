@@ -25,7 +25,7 @@ STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
 # A limit, because lists for 10**9 texts fill the memory before any tensor is made.
 MOST_TEXTS = 2**16
 # Packages of requirements-test.txt that benchmarks import where they need them.
-OPTIONAL = {"gguf", "matplotlib", "pandas", "tokenizers", "transformers"}
+OPTIONAL = {"gguf", "matplotlib", "pandas", "transformers"}
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,

@@ -12,7 +12,7 @@ import torch
 from errors import UserError
 from llama import LlamaConfig, Rotations
 from loading.byte_level import PATTERNS
-from loading.checkpoint import read_json
+from loading.checkpoint import check_values, read_json
 from loading.tokenizer import read_tokenizer_json
 from model import Model
 
@@ -84,7 +84,8 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
 
     encoding = read_tokenizer_json(tokenizer)
     raw = read_json(tokenizer)
-    added = {token["content"]: token["id"] for token in raw["added_tokens"]}
+    check_values(tokenizer, raw, {"normalizer": (None, {"type": "NFC"})})
+    added = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
     ids = raw["model"]["vocab"] | added
     tokens = [f"<unused {token}>" for token in range(config.vocab_size)]
     kinds = [gguf.TokenType.UNUSED] * config.vocab_size

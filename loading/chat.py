@@ -67,7 +67,6 @@ class Chat:
         reply's token can still count if the template leaves out one of its own for it.) A template
         that escapes a message meets the stand-ins.
         """
-        # None begins with another, as tokenizer_checks.py says.
         control = encoding.special_tokens_set
         contents = [message["content"] for message in messages]
         used = set().union(self.text, *self.tokens.values(), *control, *contents)
@@ -105,8 +104,9 @@ def translated(message: dict[str, str], table: dict[int, int]) -> dict[str, str]
 
 
 def split_at(tokens: set[str], text: str) -> list[str]:
-    """A text in pieces: text, token, text, ..., text."""
-    return re.split(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})", text)
+    """A text in pieces: text, token, text, ..., text. Of two tokens the longer one is taken."""
+    longest_first = sorted(map(re.escape, tokens), key=len, reverse=True)
+    return re.split(f"({'|'.join(longest_first) or '(?!)'})", text)
 
 
 def read_template(source: Source) -> tuple[Path, str, dict[str, str]] | None:

@@ -29,7 +29,7 @@ PRESETS = {  # shapes that are known without a file: `random:` stands before the
     "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
     "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
-    # A small Llama that people use. (Its tokenizer is of a form that is not read here.)
+    # A small Llama that people use.
     "smollm2-135m": LlamaConfig(
         vocab_size=49152,
         block_size=8192,

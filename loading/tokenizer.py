@@ -2,67 +2,192 @@
 
 import codecs
 import copy
-import unicodedata
-from itertools import groupby
+import json
 from pathlib import Path
 
-import tiktoken
+from tokenizers import Tokenizer
 
 from errors import UserError
-from loading.byte_level import PATTERNS, byte_of_character
-from loading.checkpoint import read_json
-from loading.load import HUB_NAMES, parse_name
-from loading.tokenizer_checks import check_tokenizer, has_template
+from loading.byte_level import byte_of_character
+from loading.checkpoint import check_values, read_json
+from loading.load import parse_name
 
 EOT = "<|endoftext|>"
+SUPPORTED = {  # of a tokenizer.json: without these a token would not be the bytes that it spells
+    "model.type": ("BPE",),
+    "model.dropout": (None, 0),
+    "model.byte_fallback": (None, False),
+    "model.continuing_subword_prefix": (None, ""),
+    "model.end_of_word_suffix": (None, ""),
+    "decoder.type": ("ByteLevel",),
+}
+FLAGS = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}  # of an added token
+BYTES = byte_of_character()
+CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
 
-class Encoding(tiktoken.Encoding):
-    """tiktoken's, whose texts begin with a prefix, such as Llama 3's `<|begin_of_text|>`.
+class Encoding:
+    """A byte-level BPE, read by the tokenizers library.
 
-    nfc: texts get normal form C first: e and U+0301 become the one letter é. (The tokenizers
-    library knows the characters of Unicode 9, Python those of its newer `unidata_version`.)
+    where: what errors begin with. raw: the object in a `tokenizer.json`.
+    special_tokens_set: the added tokens, special or not, that plain text never becomes. (Runs of
+    blanks, which some vocabularies add, control nothing.) Raises UserError for other tokenizers.
     """
 
-    def __init__(self, *args, prefix: tuple[int, ...] = (), nfc: bool = False, **arguments):
-        super().__init__(*args, **arguments)
-        self.prefix = prefix
-        self.nfc = nfc
+    def __init__(self, where, raw: dict):
+        check_values(where, raw, SUPPORTED)
+        # Texts are never cut or padded. A byte that the vocabulary lacks is dropped: unk_token may
+        # be a control token.
+        model = raw["model"] | {"unk_token": None}
+        added = raw.get("added_tokens") or []
+        raw = raw | {"model": model, "added_tokens": added, "truncation": None, "padding": None}
+        try:
+            self.tokenizer = Tokenizer.from_str(json.dumps(raw | {"post_processor": None}))
+            self.plain = plain_tokenizer(self.tokenizer)
+            ids(self.plain, "a")
+        except BaseException as error:  # a panic of the library is no Exception
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            reason = " ".join(str(error).split())
+            raise UserError(f"{where}: not a Hugging Face tokenizer: {reason:.200}") from None
+        check_bytes(where, self.tokenizer)
+        check_added(where, added, self.tokenizer, model)
+        self.added = {token["content"]: token["id"] for token in added}
+        self.texts = {token: content for content, token in self.added.items()}
+        self.n_vocab = max([*model["vocab"].values(), *self.texts], default=-1) + 1
+        self.special_tokens_set = set(filter(controls, self.added))
+        self.prefix = find_prefix(where, raw.get("post_processor"), self.added)
 
-    def encode(self, text: str, **special) -> list[int]:
+    def encode(self, text: str, allowed_special="") -> list[int]:
         """Encode the prefix and a text. A text that begins with the prefix gets no second one.
 
-        Such a text comes from a chat template. Raises UserError as `encode_plain`.
+        Such a text comes from a chat template. allowed_special: "all" takes added tokens in the
+        text as tokens; without it they raise ValueError.
         """
-        if self.nfc and not unicodedata.is_normalized("NFC", text):
-            tokens = self.encode_normalized(text, **special)
-        else:
-            tokens = self.encode_plain(text, **special)
-        prefix = list(self.prefix)
-        return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
+        if allowed_special != "all" and any(token in text for token in self.special_tokens_set):
+            raise ValueError(f"disallowed special token in the text {text!r}")
+        tokens = ids(self.tokenizer, text)
+        return tokens if tokens[: len(self.prefix)] == self.prefix else self.prefix + tokens
 
     def encode_ordinary(self, text: str) -> list[int]:
-        # Not tiktoken's own, which panics where its `encode` raises an error.
-        if self.nfc:
-            text = unicodedata.normalize("NFC", text)
-        return self.encode_plain(text, disallowed_special=())
+        """Encode plain text: none of it becomes a token of `special_tokens_set`, no prefix."""
+        return ids(self.plain, text)
 
-    def encode_plain(self, text: str, **special) -> list[int]:
-        """Call tiktoken's `encode`. Raises UserError for a million blanks in a row, its limit."""
-        try:
-            return super().encode(text, **special)
-        except ValueError as error:
-            if "regex" not in str(error).lower():
-                raise
-            raise UserError("the text has a million blanks in a row; fewer are supported") from None
+    def encode_single_token(self, token: str | bytes) -> int:
+        """The id of an added token, or of the token with these bytes. Raises KeyError."""
+        if isinstance(token, bytes):
+            token = "".join(map(CHARACTERS.get, token))
+        found = self.tokenizer.token_to_id(token)
+        if found is None:
+            raise KeyError(token)
+        return found
 
-    def encode_normalized(self, text: str, **special) -> list[int]:
-        """Added tokens are found in the text as it is; what is between gets its normal form."""
-        tokens = []
-        for added, group in groupby(self.encode_plain(text, **special), self.is_special_token):
-            piece = list(group)
-            tokens += piece if added else self.encode_ordinary(self.decode(piece))
-        return tokens
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        """The bytes that a token spells. Raises KeyError for an id without text."""
+        text = self.texts.get(token)
+        if text is None:
+            text = self.tokenizer.id_to_token(token)
+            if text is None:
+                raise KeyError(token)
+            if BYTES.keys() >= set(text):
+                return bytes(map(BYTES.get, text))
+        return text.encode()
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens. Bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(map(self.decode_single_token_bytes, tokens)).decode("utf-8", "replace")
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text. Raises UserError for one on which a pattern of the tokenizer gives up."""
+    try:
+        # A batch lets other threads run; without offsets it is faster too.
+        (encoded,) = tokenizer.encode_batch_fast([valid(text)], add_special_tokens=False)
+    except BaseException as error:  # a panic of the library is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            "the tokenizer gives up on this text, which its pattern cannot split"
+        ) from None
+    return encoded.ids
+
+
+def valid(text: str) -> str:
+    """A text in which U+FFFD stands for each surrogate, which UTF-8 cannot write."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def controls(content: str) -> bool:
+    """Whether an added token may control anything: a run of blanks does not."""
+    return not content.isspace()
+
+
+def plain_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+    """One with the same model that finds no added tokens in a text, except runs of blanks."""
+    plain = Tokenizer(tokenizer.model)
+    plain.normalizer = tokenizer.normalizer
+    plain.pre_tokenizer = tokenizer.pre_tokenizer
+    added = [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+    for token in added:
+        token.special = controls(token.content)
+    plain.add_tokens(added)
+    plain.encode_special_tokens = True  # special ones are text
+    return plain
+
+
+def check_bytes(where, tokenizer: Tokenizer) -> None:
+    """Raise UserError unless the pre_tokenizer, and nothing before it, writes a text as bytes."""
+    if tokenizer.normalizer and "Ã" in tokenizer.normalizer.normalize_str("é"):
+        raise UserError(
+            f"{where}: normalizer has a step ByteLevel; only pre_tokenizer may have one"
+        )
+    step = tokenizer.pre_tokenizer
+    pieces = step.pre_tokenize_str("é") if step else []
+    if "Ã©" not in "".join(piece for piece, _ in pieces):
+        raise UserError(f"{where}: pre_tokenizer has no step ByteLevel, so a text has no bytes")
+
+
+def check_added(where, added: list[dict], tokenizer: Tokenizer, model: dict) -> None:
+    """Raise UserError for added tokens with other ids in the library, or that plain text makes.
+
+    The library ignores the ids in the file: a token has its id in the vocabulary, or the next one.
+    A token of the vocabulary is made by a merge, or as a piece of text if merges are ignored.
+    """
+    made = {"".join(pair).replace(" ", "") for pair in model["merges"]}
+    for token in added:
+        content = token["content"]
+        name = f"{where}: added token {content!r}"
+        check_values(name, token, FLAGS)
+        found = tokenizer.token_to_id(content)
+        if found != token["id"]:
+            raise UserError(f"{name} has the id {token['id']}, and {found} in the library")
+        whole = len(content) == 1 or model.get("ignore_merges") or content in made
+        if content in model["vocab"] and whole and controls(content):
+            raise UserError(f"{name}: plain text becomes it")
+        if not content:
+            raise UserError(f"{name} is empty")
+
+
+def find_prefix(where, processor, added: dict[str, int]) -> list[int]:
+    """The ids of the added tokens that a post_processor puts before a text.
+
+    Raises UserError if it does anything else.
+    """
+    try:
+        steps = processor.get("processors", [processor]) if processor else []
+        templates = [step for step in steps if step["type"] != "ByteLevel"]
+        if not templates:
+            return []
+        (template,) = templates
+        *pieces, text = template["single"]
+        names = [piece["SpecialToken"]["id"] for piece in pieces]
+        known = [template["special_tokens"][name]["ids"] for name in names]
+        prefix = [added[name] for name in names]
+        if known == [[token] for token in prefix] and text["Sequence"]["id"] == "A":
+            return prefix
+    except (LookupError, TypeError, ValueError, AttributeError):
+        pass
+    raise UserError(f"{where}: post_processor does more than put added tokens before a text")
 
 
 def load_encoding(name, vocab_size: int) -> Encoding:
@@ -70,17 +195,14 @@ def load_encoding(name, vocab_size: int) -> Encoding:
 
     `encode(text, allowed_special="all")` takes `<|endoftext|>` in it as the token it is.
 
-    name: as for `load_model`. A directory needs a `tokenizer.json` (as GPT-2, Llama 3 or Qwen2);
-    `gpt2` and its sizes use tiktoken's own; `random:` models speak no language, so their ids from
-    256 on print as numbers. vocab_size: the model's; it may be larger than the tokenizer's, as in
-    models whose vocabulary is padded to a round number. Raises UserError if it is smaller, or there
-    is no tokenizer, or one of another kind.
+    name: as for `load_model`. The model needs a `tokenizer.json` with a byte-level BPE; `random:`
+    models speak no language, so their ids from 256 on print as numbers. vocab_size: the model's; it
+    may be larger than the tokenizer's, as in models whose vocabulary is padded to a round number.
+    Raises UserError if it is smaller, or there is no tokenizer, or one of another kind.
     """
     source = parse_name(name)
     if source.kind == "random":
         encoding = numbers_encoding(source.label, vocab_size)
-    elif source.kind == "hub" and source.name in HUB_NAMES:
-        encoding = gpt2_encoding()
     else:
         encoding = read_tokenizer_json(source.file("tokenizer.json"))
     if encoding.n_vocab > vocab_size:
@@ -93,71 +215,20 @@ def load_encoding(name, vocab_size: int) -> Encoding:
 
 def numbers_encoding(name: str, vocab_size: int) -> Encoding:
     """Bytes, then numbers, and `<|endoftext|>` last."""
-    ranks = {bytes([i]): i for i in range(256)}
-    ranks |= {b" %d" % i: i for i in range(256, vocab_size - 1)}
-    pattern = PATTERNS["GPT-2"]
-    special = {EOT: vocab_size - 1}
-    return Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-
-
-def gpt2_encoding() -> Encoding:
-    """GPT-2's, which tiktoken downloads on first use. Raises UserError if it cannot."""
-    try:
-        found = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # offline, it is one of the HTTP library
-        raise UserError(
-            f"GPT-2's vocabulary could not be fetched: {type(error).__name__}"
-        ) from None
+    vocabulary = {CHARACTERS[i]: i for i in range(256)}
+    vocabulary |= {f"{CHARACTERS[ord(' ')]}{i}": i for i in range(256, vocab_size - 1)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    end = {"id": len(vocabulary), "content": EOT, "special": True} | flags
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [], "ignore_merges": True}
     return Encoding(
-        found.name,
-        pat_str=found._pat_str,
-        mergeable_ranks=found._mergeable_ranks,
-        special_tokens=found._special_tokens,
+        name, {"added_tokens": [end], "pre_tokenizer": level, "decoder": level, "model": model}
     )
 
 
 def read_tokenizer_json(file: Path) -> Encoding:
-    """An Encoding from Hugging Face's `tokenizer.json`.
-
-    In a byte-level BPE a token's id grows with the rank of the merge that makes it, and tiktoken
-    merges by the rank of the result: so the vocabulary, decoded to bytes, is tiktoken's rank table.
-    Raises UserError for other tokenizers.
-    """
-    raw = read_json(file)
-    raw["pre_tokenizer"] = one_step(raw.get("pre_tokenizer"), "pretokenizers")
-    raw["post_processor"] = one_step(raw.get("post_processor"), "processors")
-    check_tokenizer(file, raw)
-    vocabulary = raw["model"]["vocab"]
-    special = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
-    to_byte = byte_of_character()
-    ranks = {
-        bytes(to_byte[c] for c in token): rank
-        for token, rank in vocabulary.items()
-        if token not in special
-    }
-    pattern = raw["pre_tokenizer"].get("pattern", {"Regex": PATTERNS["GPT-2"]})
-    step = raw["post_processor"]
-    first = step["single"][:-1] if has_template(step) else []
-    return Encoding(
-        str(file.parent),
-        pat_str=pattern["Regex"],
-        mergeable_ranks=ranks,
-        special_tokens=special,
-        prefix=tuple(special[piece["SpecialToken"]["id"]] for piece in first),
-        nfc=raw.get("normalizer") is not None,
-    )
-
-
-def one_step(part, key: str):
-    """A part of a `tokenizer.json`, in which a Sequence of steps is one step with all their fields.
-
-    key: where a Sequence has its steps. The type of the one names theirs: "Split, ByteLevel".
-    """
-    steps = part.get(key) if isinstance(part, dict) and part.get("type") == "Sequence" else None
-    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        return part
-    fields = {name: value for step in steps for name, value in step.items()}
-    return fields | {"type": ", ".join(str(step.get("type")) for step in steps)}
+    """An Encoding from Hugging Face's `tokenizer.json`. Raises UserError for other tokenizers."""
+    return Encoding(file, read_json(file))
 
 
 class TextStream:

@@ -72,7 +72,7 @@ EDGES = [[0], [4095, 0, 4095]]  # the first and the last id
 ECHOES = [  # a prompt and its texts
     *(("Tom é😀", ["Tom é😀"]), (ids_of("Tom é😀"), ["Tom é😀"])),
     ([ids_of("Tom"), ids_of("é")], ["Tom", "é"]),
-    (EDGES, small_encoding().decode_batch(EDGES)),
+    (EDGES, list(map(small_encoding().decode, EDGES))),
 ]
 
 

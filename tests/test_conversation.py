@@ -178,11 +178,6 @@ def test_input_that_is_not_utf8_is_one_line(talk):
     assert is_one_line(talk(b"caf\xe9\n"), "standard input: not UTF-8 text")
 
 
-def test_a_million_blanks_are_one_line(talk):
-    result = talk(b" " * 1_000_010 + b"x\n")
-    assert is_one_line(result, "the text has a million blanks in a row; fewer are supported")
-
-
 def test_closed_standard_input_is_one_line(cli, directory, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     result = cli("--model", directory, "--chat")
