@@ -200,6 +200,7 @@ def write_texts(args, prompts: list[str], encoding, chat: Chat | None, room: int
     write: a function of prompts, as token ids, and of what to show before their texts. It prints
     the texts, and returns what is shown in all.
     """
+    note_dropped(encoding, *prompts, args.system or "", plain=args.chat)
     if is_conversation(args):
         converse(chat, encoding, system_messages(args), room, write)
     elif chat:
@@ -207,6 +208,16 @@ def write_texts(args, prompts: list[str], encoding, chat: Chat | None, room: int
         write(encode_messages(args, prompts, encoding, chat), [""] * len(prompts))
     else:
         write([encoding.encode(prompt, allowed_special="all") for prompt in prompts], prompts)
+
+
+def note_dropped(encoding, *texts: str, plain: bool = False) -> None:
+    """Say which bytes of texts the model does not see, because its vocabulary lacks them.
+
+    plain: as in `Encoding.dropped`.
+    """
+    if dropped := encoding.dropped(*texts, plain=plain):
+        reason = f"the vocabulary lacks these bytes of the text, which are dropped: {dropped}"
+        print(f"note: {reason}", file=sys.stderr)
 
 
 def encode_messages(args, prompts: list[str], encoding, chat: Chat) -> list[list[int]]:
@@ -230,6 +241,7 @@ def converse(chat: Chat, encoding, system: list[dict[str, str]], room: int, writ
     """
     said = []
     for line in read_lines():
+        note_dropped(encoding, line, plain=True)
         said.append({"role": "user", "content": line})
         tokens = chat.encode(system + said, encoding)
         left_out = 0

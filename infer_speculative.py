@@ -17,6 +17,7 @@ from command_line import (
     add_options,
     add_sampling_options,
     load_models,
+    note_dropped,
     pick_device,
     pick_seed,
     read_prompts,
@@ -255,6 +256,7 @@ def run(args) -> None:
     draft = drafts[0] if drafts else propose_lookup
     encoding = load_encoding(source, target.config.vocab_size)
     skip = () if params.ignore_eos else target.config.eos_token_ids
+    note_dropped(encoding, *prompts)
     shown_seed = seed if params.temperature else None
     colours = args.show and sys.stdout.isatty()
     with DraftOutput(prompts, encoding, skip, shown_seed, colours=colours) as output:

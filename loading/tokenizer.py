@@ -56,6 +56,7 @@ class Encoding:
         self.texts = {token: content for content, token in self.added.items()}
         self.n_vocab = max([*model["vocab"].values(), *self.texts], default=-1) + 1
         self.special_tokens_set = set(filter(controls, self.added))
+        self.missing = {byte for name, byte in BYTES.items() if name not in model["vocab"]}
         self.prefix = find_prefix(where, raw.get("post_processor"), self.added)
 
     def encode(self, text: str, allowed_special="") -> list[int]:
@@ -96,6 +97,22 @@ class Encoding:
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens. Bytes that are no UTF-8 become U+FFFD."""
         return b"".join(map(self.decode_single_token_bytes, tokens)).decode("utf-8", "replace")
+
+    def dropped(self, *texts: str, plain: bool = False) -> str:
+        """The bytes of texts that the vocabulary lacks, in hexadecimal; "" if it has them all.
+
+        The library drops them before it merges, so their neighbours may become one token.
+        (llama.cpp drops them after.) plain: added tokens in the texts are not encoded as tokens.
+        """
+        found = set()
+        for text in texts if self.missing else ():
+            for token in () if plain else self.added:
+                text = text.replace(token, " ")
+            text = valid(text)
+            if self.tokenizer.normalizer:
+                text = self.tokenizer.normalizer.normalize_str(text)
+            found |= self.missing.intersection(text.encode())
+        return bytes(sorted(found)).hex(" ")
 
 
 def ids(tokenizer: Tokenizer, text: str) -> list[int]:

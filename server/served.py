@@ -67,15 +67,21 @@ class Served:
     def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
         """The token ids of prompts; the BOS token where there are none, as in the engine.
 
-        Raises UserError for a text that is not UTF-8.
+        Raises UserError for a text that is not UTF-8, or has bytes that the vocabulary lacks.
         """
         ids = []
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_text("prompt", prompt)
+                self.check_dropped("prompt", self.thread.encoding.dropped(prompt))
                 prompt = self.thread.encoding.encode(prompt, allowed_special="all")
             ids.append(prompt or [self.thread.config.bos_token_id])
         return ids
+
+    def check_dropped(self, field: str, dropped: str) -> None:
+        """Raise UserError if bytes of a field would be dropped: a client sees no note."""
+        if dropped:
+            raise UserError(f"{field}: the model's vocabulary lacks these bytes of it: {dropped}")
 
     def fit(self, prompt: list[int], keep: int | None, new_tokens: int, field: str) -> list[int]:
         """The last `keep` tokens of a prompt, or all of it for None.
@@ -100,10 +106,13 @@ class Served:
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """The token ids of a conversation up to where the reply begins.
 
-        Raises UserError for a model without a template, APIError for what its template refuses.
+        Raises UserError for a model without a template and as `encode`, APIError for what its
+        template refuses.
         """
         if isinstance(self.chat, UserError):
             raise self.chat
+        texts = [message.text for message in messages]
+        self.check_dropped("messages", self.thread.encoding.dropped(*texts, plain=True))
         plain = [{"role": message.role, "content": message.text} for message in messages]
         try:
             return self.chat.encode(plain, self.thread.encoding)
