@@ -223,7 +223,7 @@ def pass_logits(
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with a GPT-2, a Llama or a Qwen2.5.")
+    parser = Parser(description="Generate text with a GPT-2, a Llama, a Qwen2.5 or a Qwen3.")
     parser.add_argument(
         "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
     )

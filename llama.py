@@ -1,4 +1,4 @@
-"""Llama's forward pass, and Qwen2's, written out: what changed in the architecture since GPT-2.
+"""The forward pass of Llama, Qwen2 and Qwen3, written out: what changed since GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
@@ -44,18 +44,19 @@ class LlamaConfig:
     rope_theta: float = 10000.0  # about the positions in which the slowest rotation makes a radian
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False  # queries, keys and values have biases: Qwen2
+    qk_norm: bool = False  # each head's query and key have an RMSNorm before rotation: Qwen3
     tied_head: bool = True
 
 
 class RMSNorm(nn.Module):
     """Division by the root of the mean square: no mean taken off, no bias added.
 
-    Zhang & Sennrich 2019, 1910.07467.
+    Zhang & Sennrich 2019, 1910.07467. size: of what is normalized, n_embd by default.
     """
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, size: int | None = None):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.n_embd))
+        self.weight = nn.Parameter(torch.empty(size or config.n_embd))
         self.epsilon = config.norm_epsilon
 
     def forward(self, x):
@@ -135,12 +136,16 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.n_embd, keys, bias=config.qkv_bias)
         self.v_proj = Linear(config.n_embd, keys, bias=config.qkv_bias)
         self.o_proj = Linear(queries, config.n_embd, bias=False)
+        self.q_norm = RMSNorm(config, config.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config, config.head_dim) if config.qk_norm else nn.Identity()
 
     def forward(self, x, cos, sin, attend):
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_head, head_dim)
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_kv_head, head_dim)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        return self.o_proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2))
+        q = rotate(self.q_norm(q), cos, sin)  # one norm for all heads, each by itself
+        k = rotate(self.k_norm(k), cos, sin)
+        return self.o_proj(attend(q, k, v).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -176,6 +181,8 @@ class Llama(Model):
         "query": ("layers.*.self_attn.q_proj", "blk.*.attn_q"),
         "key": ("layers.*.self_attn.k_proj", "blk.*.attn_k"),
         "value": ("layers.*.self_attn.v_proj", "blk.*.attn_v"),
+        "query_norm": ("layers.*.self_attn.q_norm", "blk.*.attn_q_norm"),
+        "key_norm": ("layers.*.self_attn.k_norm", "blk.*.attn_k_norm"),
         "attn_out": ("layers.*.self_attn.o_proj", "blk.*.attn_output"),
         "mlp_norm": ("layers.*.post_attention_layernorm", "blk.*.ffn_norm"),
         "gate": ("layers.*.mlp.gate_proj", "blk.*.ffn_gate"),

@@ -30,7 +30,10 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
 
     config = model.config
     is_llama = isinstance(config, LlamaConfig)
-    kind = "llama" if is_llama else "gpt2"
+    is_qwen3 = is_llama and config.qk_norm
+    if is_qwen3 and config.rope_scaling:
+        raise UserError("llama.cpp reads no slowed rotations of a Qwen3, so it is not exported")
+    kind = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"
     writer = gguf.GGUFWriter(path, kind)
     if tokenizer:
         add_vocabulary(writer, tokenizer, config)
@@ -49,10 +52,11 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
-        writer.add_tensor("rope_freqs.weight", slowness(config).numpy())
+        if not is_qwen3:  # there llama.cpp refuses it
+            writer.add_tensor("rope_freqs.weight", slowness(config).numpy())
     else:
         writer.add_layer_norm_eps(config.norm_epsilon)
-    heads = {"query": config.n_head, "key": config.n_kv_head} if is_llama else {}
+    heads = {"query": config.n_head, "key": config.n_kv_head} if kind == "llama" else {}
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     for key, weight in model.named_parameters():
         role = model.role(key)

@@ -117,7 +117,7 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "head_dim": ("head_dim", 1000),
 }
 LLAMA_SUPPORTED = {  # what the forward pass computes
-    "model_type": ("llama", "qwen2"),
+    "model_type": ("llama", "qwen2", "qwen3"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -147,6 +147,12 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     """
     raw = {key: value for key, value in raw.items() if value is not None}  # as if it were missing
     check_values(file, raw, LLAMA_SUPPORTED)
+    layers = raw.get("layer_types", [])
+    for layer in layers if isinstance(layers, list) else [layers]:
+        check_values(file, {"layer_types": layer}, {"layer_types": ("full_attention",)})
+    model_type = raw.get("model_type")
+    if model_type == "qwen3":
+        raw = {"head_dim": 128} | raw  # as in transformers, where a Llama's is a fraction of n_embd
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
     rope = raw.get(key, {})
     if not isinstance(rope, dict):
@@ -166,7 +172,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
             f"{file}: {heads} heads, {shared} of them with keys, of {size} numbers each; {allowed}"
         )
     vocabulary = fields["vocab_size"]
-    is_qwen = raw.get("model_type") == "qwen2"
+    is_qwen = model_type in ("qwen2", "qwen3")
     eos = read_token_ids(file, raw, "eos_token_id", vocabulary, None if is_qwen else 2)
     return LlamaConfig(
         **fields,
@@ -175,7 +181,8 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         norm_epsilon=read_number(file, raw, "rms_norm_eps", 1e-6, 1),
         rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
         rope_scaling=read_scaling(file, rope) if kind == "llama3" else None,
-        qkv_bias=is_qwen,
+        qkv_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
         tied_head=raw.get("tie_word_embeddings", False),
     )
 
@@ -185,15 +192,16 @@ def llama_fields(config: LlamaConfig) -> dict:
 
     Raises UserError for a shape that transformers refuses.
     """
-    if config.n_embd % config.n_head:
+    if config.n_embd % config.n_head and not config.qk_norm:
         raise UserError(
             f"n_embd is {config.n_embd}, no multiple of n_head, which is {config.n_head}:"
             " transformers reads no such model, so it is not written"
         )
     scaling = config.rope_scaling
+    name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     return {
-        "architectures": ["Qwen2ForCausalLM" if config.qkv_bias else "LlamaForCausalLM"],
-        "model_type": "qwen2" if config.qkv_bias else "llama",
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
         **{key: getattr(config, field) for field, (key, _) in LLAMA_SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_epsilon,

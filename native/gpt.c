@@ -1,4 +1,4 @@
-// The forward pass of GPT-2 and Llama on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2, Llama and Qwen on a CPU, with float32 or int8 weights.
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
 // barrier, unless it says `nowait`. Each thread runs the rest by itself, for all tokens or for its
@@ -263,11 +263,11 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 enum { PARTIAL = 16, TOGETHER = 4 };
 
 typedef struct {
-  const float *weight, *bias;  // (C); an RMSNorm has no bias
+  const float *weight, *bias;  // (C), or (D) for heads; an RMSNorm has no bias
 } Norm;
 
 typedef struct {
-  Norm attn_norm, mlp_norm;
+  Norm attn_norm, query_norm, key_norm, mlp_norm;  // the two in the middle: Qwen3, or NULL
   Linear attn_in[3], attn_out;  // query, key, value, or one for all three; the others have out 0
   Linear mlp_in[2], mlp_out;    // gate and up in Llama, one layer in GPT-2
 } Layer;
@@ -596,24 +596,30 @@ static void append(const Past *past, int64_t D, const float *key, const float *v
   memcpy(value_page(past, page) + offset, value, D * sizeof(float));
 }
 
-// Rotate queries and keys, append keys and values to the cache, then attend. Every H / K queries
+// Prepare a token's query or key, (D): normalize it, if the layer does, and rotate it.
+static void prepare(const Model *m, const Pass *p, const Norm *norm, int64_t t, float *x) {
+  if (norm->weight) rms_norm(norm, m->epsilon, 1, m->head_dim, x, x);
+  if (p->cos) rotate(p, p->positions[t], m->head_dim, x);
+}
+
+// Prepare queries and keys, append keys and values to the cache, then attend. Every H / K queries
 // share a key. qkv: (T, H + 2 K, D), y: (T, H, D).
 static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scores,
                       float *y) {
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group = H / K;
   int64_t width = (H + 2 * K) * D;
+  const Norm *query_norm = &m->layers[layer].query_norm;
+  const Norm *key_norm = &m->layers[layer].key_norm;
 #pragma omp for schedule(static) collapse(2)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++) {
       Past past = past_of(m, p, layer, k, t);
       float *token = qkv + t * width;
       float *key = token + (H + k) * D;
-      if (p->cos) {
-        for (int64_t h = k * group; h < (k + 1) * group; h++)
-          rotate(p, p->positions[t], D, token + h * D);
-        rotate(p, p->positions[t], D, key);
-      }
+      for (int64_t h = k * group; h < (k + 1) * group; h++)
+        prepare(m, p, query_norm, t, token + h * D);
+      prepare(m, p, key_norm, t, key);
       append(&past, D, key, key + K * D);
     }
 #pragma omp for schedule(static) collapse(3)

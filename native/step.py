@@ -1,4 +1,4 @@
-"""A whole pass of GPT-2 or Llama in C."""
+"""A whole pass of GPT-2, Llama or Qwen in C."""
 
 import ctypes
 

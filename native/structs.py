@@ -19,8 +19,7 @@ INT = ctypes.c_int64
 NormStruct = struct("NormStruct", weight=POINTER, bias=POINTER)
 LayerStruct = struct(
     "LayerStruct",
-    attn_norm=NormStruct,
-    mlp_norm=NormStruct,
+    **dict.fromkeys(("attn_norm", "query_norm", "key_norm", "mlp_norm"), NormStruct),
     attn_in=LinearStruct * 3,
     attn_out=LinearStruct,
     mlp_in=LinearStruct * 2,
@@ -94,6 +93,8 @@ def layer_struct(model, block: int) -> LayerStruct:
     return LayerStruct(
         attn_norm=norm(model.layer("attn_norm", block), C),
         attn_in=side_by_side(attn_in),
+        query_norm=norm(model.layer("query_norm", block), config.head_dim),
+        key_norm=norm(model.layer("key_norm", block), config.head_dim),
         attn_out=linear(model.layer("attn_out", block), C, queries),
         mlp_norm=norm(model.layer("mlp_norm", block), C),
         mlp_in=side_by_side(mlp_in),
@@ -102,8 +103,9 @@ def layer_struct(model, block: int) -> LayerStruct:
 
 
 def norm(layer, size: int) -> NormStruct:
-    weight = address(layer.weight, torch.float32, size)
-    return NormStruct(weight, address(getattr(layer, "bias", None), torch.float32, size))
+    """What C reads of a norm; NULL for what a model lacks."""
+    tensors = (getattr(layer, name, None) for name in ("weight", "bias"))
+    return NormStruct(*(address(tensor, torch.float32, size) for tensor in tensors))
 
 
 def linear(layer, out: int, size: int) -> LinearStruct:

@@ -126,9 +126,11 @@ def peer(tmp_path, monkeypatch):
     """`random_peer` in the directory of this test, with exact norms."""
     from transformers.models.llama import modeling_llama
     from transformers.models.qwen2 import modeling_qwen2
+    from transformers.models.qwen3 import modeling_qwen3
 
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
     monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", exact_norm)
+    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", exact_norm)
     return lambda kind, **options: random_peer(kind, tmp_path, **options)
 
 
@@ -174,7 +176,7 @@ def edit_json(file: Path, changes: dict) -> None:
 
 
 def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
-    """A random Llama or Qwen2 (kind) of transformers, in float64, and where it is saved."""
+    """A random Llama, Qwen2 or Qwen3 (kind) of transformers, in float64, and where it is saved."""
     import transformers
 
     small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
