@@ -177,16 +177,35 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--system", help="for --chat: what the model is told before the first message"
     )
+    thinking_help = "for --chat: let a model that reasons first, such as Qwen3, reply at once"
+    parser.add_argument("--no-thinking", action="store_true", help=thinking_help)
 
 
 def check_chat_options(args) -> None:
     """Raise UserError for options that do not go together with or without --chat."""
     if args.system is not None and not args.chat:
         raise UserError("--system is for --chat only")
+    if args.no_thinking and not args.chat:
+        raise UserError("--no-thinking is for --chat only")
     check_text("--system", args.system or "")
     if is_conversation(args) and args.num_samples > 1:
         reason = "a conversation goes on from one reply"
         raise UserError(f"--num-samples is for --prompt and --prompt-file; {reason}")
+
+
+def load_chat(args, source: Source) -> Chat | None:
+    """The template of a model, None without --chat. Raises UserError as `Chat`.
+
+    With --no-thinking the template must look at enable_thinking.
+    """
+    if not args.chat:
+        return None
+    chat = Chat(source)
+    if not args.no_thinking:
+        return chat
+    if "enable_thinking" not in chat.text:
+        raise UserError(f"--no-thinking: {chat.file}: this template knows no enable_thinking")
+    return chat.with_variables({"enable_thinking": False})
 
 
 def is_conversation(args) -> bool:

@@ -19,6 +19,7 @@ from command_line import (
     add_options,
     add_sampling_options,
     check_chat_options,
+    load_chat,
     load_models,
     pick_device,
     pick_seed,
@@ -29,7 +30,6 @@ from command_line import (
     write_texts,
 )
 from errors import UserError, check_limits
-from loading.chat import Chat
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model, causal_attention
@@ -254,7 +254,7 @@ def run(args) -> None:
     source = parse_name(args.model)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
-    chat = Chat(source) if args.chat else None
+    chat = load_chat(args, source)
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
     skip = () if params.ignore_eos else model.config.eos_token_ids

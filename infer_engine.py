@@ -15,6 +15,7 @@ from command_line import (
     check_chat_options,
     check_text,
     follows,
+    load_chat,
     pick_device,
     pick_seed,
     read_prompts,
@@ -33,7 +34,6 @@ from engine.options import (
 )
 from engine.request import Request
 from errors import UserError
-from loading.chat import Chat
 from loading.load import parse_name
 from parallel.ranks import Ranks
 from sampling import SamplingParams
@@ -80,7 +80,7 @@ def write_all(args, ranks: Ranks | None) -> None:
     source = parse_name(args.model)
     device = pick_device(args.device)
     seed = pick_seed(args.seed)
-    chat = Chat(source) if args.chat else None
+    chat = load_chat(args, source)
     engine = load_engine(args, source, device, ranks)
     encoding = engine.encoding
 

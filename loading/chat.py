@@ -1,6 +1,7 @@
 """Messages to token ids, by the chat template in the model's own checkpoint."""
 
 import contextlib
+import copy
 import json
 import re
 from datetime import datetime
@@ -13,6 +14,8 @@ from loading.tokenizer import Encoding
 
 # Special tokens that tokenizer_config.json may name, each as NAME_token. A template may use them.
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Variables that `render` sets, and no request.
+OWN = {"messages", "tools", "documents", "add_generation_prompt"} | {f"{n}_token" for n in NAMES}
 
 
 class Chat:
@@ -31,8 +34,15 @@ class Chat:
                 f"{source.label}: this model was not made for chat: it has neither {files}"
             )
         self.file, self.text, self.tokens = found
+        self.variables: dict[str, bool] = {}
         with self.failing():
             self.template = environment().from_string(self.text)
+
+    def with_variables(self, variables: dict[str, bool]) -> "Chat":
+        """A copy that gives its template these variables, such as enable_thinking."""
+        chat = copy.copy(self)
+        chat.variables = variables
+        return chat
 
     @contextlib.contextmanager
     def failing(self):
@@ -50,7 +60,8 @@ class Chat:
         or "assistant", "content": its text}, oldest first. Raises UserError if the template refuses
         them.
         """
-        given = self.tokens | {"messages": messages, "tools": None, "documents": None}
+        given = self.tokens | self.variables
+        given |= {"messages": messages, "tools": None, "documents": None}
         with self.failing():
             return self.template.render(given, add_generation_prompt=True)
 

@@ -23,7 +23,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 async def answer(body: ChatRequest, served: Served) -> Response:
     served.check_model(body.model)
     served.thread.admit(body.texts)  # before there is work
-    prompt = await asyncio.to_thread(served.encode_chat, body.messages)
+    variables = body.chat_template_kwargs or {}
+    prompt = await asyncio.to_thread(served.encode_chat, body.messages, variables)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     window = served.thread.config.block_size
     room = window // 2 if wanted is None else wanted  # a prompt that is cut leaves so much

@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from errors import check_limits
+from loading.chat import OWN
 from sampling import LIMITS, SamplingParams
 
 MOST_BYTES = 2**22  # of an answer, at TOKEN_BYTES for each token and so on
@@ -39,6 +40,7 @@ SAMPLING = (  # fields of SamplingParams by the same name
 
 
 # Fields of OpenAI's and vLLM's API that nothing here does, and values of them that ask for nothing.
+# A request with a field of that name does it.
 UNSUPPORTED = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -185,6 +187,8 @@ class GenerationRequest(BaseModel):
     @classmethod
     def supported(cls, data: Any) -> Any:
         for name, nothing in UNSUPPORTED.items() if isinstance(data, dict) else ():
+            if name in cls.model_fields:
+                continue
             value = data.get(name)
             if value is not None and value not in nothing:
                 raise wrong(name, "is not supported")
@@ -290,10 +294,23 @@ class Message(BaseModel):
 
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Several]
+    # No strings: a template would write them as they are, control tokens too.
+    chat_template_kwargs: Annotated[
+        Annotated[dict[str, bool], Field(max_length=16)] | None,
+        one_of("an object of up to 16 fields, each true or false"),
+    ] = None
     max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
     echo: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def own_names(cls, value: dict[str, bool] | None) -> dict[str, bool] | None:
+        for name in value or {}:
+            if name in OWN:
+                raise ValueError(f"{name} is not for a request to set")
+        return value
 
     @model_validator(mode="after")
     def possible(self) -> "ChatRequest":

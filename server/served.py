@@ -103,11 +103,11 @@ class Served:
             raise APIError(400, message, field, "context_length_exceeded")
         return kept
 
-    def encode_chat(self, messages: list[Message]) -> list[int]:
+    def encode_chat(self, messages: list[Message], variables: dict[str, bool]) -> list[int]:
         """The token ids of a conversation up to where the reply begins.
 
-        Raises UserError for a model without a template and as `encode`, APIError for what its
-        template refuses.
+        variables: of the template. Raises UserError for a model without one and as `encode`,
+        APIError for what the template refuses.
         """
         if isinstance(self.chat, UserError):
             raise self.chat
@@ -115,7 +115,7 @@ class Served:
         self.check_dropped("messages", self.thread.encoding.dropped(*texts, plain=True))
         plain = [{"role": message.role, "content": message.text} for message in messages]
         try:
-            return self.chat.encode(plain, self.thread.encoding)
+            return self.chat.with_variables(variables).encode(plain, self.thread.encoding)
         except UserError as error:
             # Without the path of the template's file.
             reason = str(error).removeprefix(f"{self.chat.file}: ")
