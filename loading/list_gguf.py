@@ -1,0 +1,41 @@
+"""Prints what is in a GGUF file: its metadata, and its tensors with shapes, types and places."""
+
+import argparse
+import array
+import collections
+import reprlib
+from pathlib import Path
+
+from command_line import Parser, run_script, show
+from loading.gguf import read_gguf
+
+
+def main(argv=None):
+    parser = Parser(prog="python -m loading.list_gguf", description=__doc__)
+    parser.add_argument("file", type=Path, metavar="FILE.gguf")
+    run_script(parser, list_file, argv)
+
+
+def printable(name: str) -> str:
+    """A name in one line, without control characters: a terminal obeys them."""
+    return repr(name)[1:-1]
+
+
+def list_file(args: argparse.Namespace) -> None:
+    """Print the list. Raises UserError as `read_gguf`."""
+    gguf = read_gguf(args.file)
+    for key, value in gguf.metadata.items():
+        is_array = isinstance(value, (list, array.array))
+        count = f"{len(value):,} values: " if is_array else ""
+        show(f"{printable(key):38} {count}{reprlib.repr(list(value[:7]) if is_array else value)}\n")
+    for name, tensor in gguf.tensors.items():
+        place = f"{tensor.start:13,} to {tensor.start + tensor.size:13,}"
+        show(f"{printable(name):38} {tensor.type:6} {str(tensor.shape):16} {place}\n")
+    types = collections.Counter(tensor.type for tensor in gguf.tensors.values())
+    size = sum(tensor.size for tensor in gguf.tensors.values())
+    counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
+    show(f"{len(gguf.tensors)} tensors ({counts}), {size:,} bytes\n")
+
+
+if __name__ == "__main__":
+    main()
