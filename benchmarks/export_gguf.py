@@ -4,7 +4,6 @@ The form: docs/gguf.md in github.com/ggml-org/ggml.
 """
 
 import dataclasses
-import re
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from errors import UserError
 from llama import LlamaConfig, Rotations
 from loading.byte_level import PATTERNS
 from loading.checkpoint import check_values, read_json
+from loading.gguf_model import gguf_name
 from loading.tokenizer import read_tokenizer_json
 from model import Model
 
@@ -72,14 +72,6 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def gguf_name(model: Model, key: str) -> str:
-    """What a GGUF file calls one of a model's tensors."""
-    layer, _, kind = key.rpartition(".")
-    numbers = iter(re.findall(r"(?<=\.)\d+(?=\.|$)", layer))
-    name = re.sub(r"\*", lambda star: next(numbers), model.ROLES[model.role(key)][1])
-    return f"{name}.{kind}"
 
 
 def add_vocabulary(writer, tokenizer: Path, config) -> None:
