@@ -42,7 +42,7 @@ from sampling import SamplingParams
 def main(argv=None) -> None:
     parser = Parser(description="Generate texts that join a running batch as others leave it.")
     parser.add_argument(
-        "--model", default=STORIES, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
+        "--model", default=STORIES, help="directory, FILE.gguf, ORG/NAME of the hub, gpt2, ..."
     )
     add_engine_options(parser)
     add_options(parser)

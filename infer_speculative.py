@@ -226,7 +226,7 @@ def main(argv=None) -> None:
     parser = Parser(
         description="Generate text with two models, of which one drafts and the other verifies."
     )
-    target_help = "whose text it is: directory, ORG/NAME of the hub, gpt2, ..."
+    target_help = "whose text it is: directory, FILE.gguf, ORG/NAME of the hub, gpt2"
     parser.add_argument("--target", default=STORIES, help=target_help)
     draft_help = "a smaller one, same vocabulary; lookup: copies from the text before"
     parser.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)

@@ -57,7 +57,7 @@ def main(argv=None) -> None:
 
 def add_server_options(parser: Parser) -> None:
     parser.add_argument(
-        "--model", default=LLAMA, help="directory, ORG/NAME of the hub, gpt2, random:gpt2, ..."
+        "--model", default=LLAMA, help="directory, FILE.gguf, ORG/NAME of the hub, gpt2, ..."
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")

@@ -12,7 +12,7 @@ from errors import UserError
 from llama import LlamaConfig, Rotations
 from loading.byte_level import PATTERNS
 from loading.checkpoint import check_values, read_json
-from loading.gguf_model import gguf_name
+from loading.gguf_model import ENDS, gguf_name
 from loading.tokenizer import read_tokenizer_json
 from model import Model
 
@@ -40,6 +40,9 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     else:
         writer.add_tokenizer_model("no_vocab")
         writer.add_vocab_size(config.vocab_size)
+    writer.add_bos_token_id(config.bos_token_id)
+    for name, token in zip(ENDS, config.eos_token_ids):
+        writer.add_uint32(name, token)
     writer.add_context_length(config.block_size)
     writer.add_block_count(config.n_layer)
     writer.add_head_count(config.n_head)
@@ -94,8 +97,6 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
-    writer.add_bos_token_id(config.bos_token_id)
-    writer.add_eos_token_id(config.eos_token_ids[0])
     writer.add_add_bos_token(bool(encoding.prefix))
 
 

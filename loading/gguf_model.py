@@ -1,8 +1,112 @@
-"""A model in a GGUF file: what it calls the tensors of ours."""
+"""A model in a GGUF file: its configuration, and its tensors by our names."""
 
+import math
 import re
+import reprlib
+from collections.abc import Iterator
 
-from model import Model
+import torch
+
+from errors import UserError
+from llama import LlamaConfig
+from loading.checkpoint import BLOCK
+from loading.config import read_number, read_sizes, read_token_ids
+from loading.gguf import GGUF, Tensor
+from model import GPTConfig, Model
+
+ARCHITECTURES = ("gpt2", "qwen2", "qwen3")
+SIZES = {  # field of a config -> its key behind the architecture's name, and the largest value read
+    "block_size": ("context_length", 10**7),
+    "n_layer": ("block_count", 1000),
+    "n_head": ("attention.head_count", 1000),
+    "n_kv_head": ("attention.head_count_kv", 1000),
+    "n_embd": ("embedding_length", 10**5),
+    "n_inner": ("feed_forward_length", 10**6),
+    "head_dim": ("attention.key_length", 1000),
+}
+ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+# Types whose numbers stand in the file as torch has them.
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
+    """The configuration of a file's model. Raises UserError for another architecture."""
+    file = gguf.file
+    raw = gguf.metadata
+    architecture = raw.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UserError(
+            f"{file}: its architecture is {reprlib.repr(architecture)}; read are {known}"
+        )
+    check(gguf, {"split.count": (0, 1), f"{architecture}.rope.scaling.factor": (1,)})
+    sizes = {field: (f"{architecture}.{key}", limit) for field, (key, limit) in SIZES.items()}
+    missing = {"n_kv_head": raw.get(sizes["n_head"][0]), "head_dim": 1}
+    fields = read_sizes(file, raw, sizes, missing)
+    if sizes["head_dim"][0] not in raw:
+        fields["head_dim"] = fields["n_embd"] // fields["n_head"]
+    fields["vocab_size"] = find(gguf, "token_embd.weight").shape[0]
+    ends = [raw[key] for key in ENDS if key in raw]
+    ends = read_token_ids(file, {ENDS[0]: ends}, ENDS[0], fields["vocab_size"], None)
+    fields["eos_token_ids"] = ends
+    make = gpt_config if architecture == "gpt2" else llama_config
+    return make(gguf, architecture, fields)
+
+
+def gpt_config(gguf: GGUF, architecture: str, fields: dict) -> GPTConfig:
+    epsilon = f"{architecture}.attention.layer_norm_epsilon"
+    fields["layer_norm_epsilon"] = read_number(gguf.file, gguf.metadata, epsilon, None, 1)
+    heads = fields["n_head"]
+    width = fields["n_embd"]
+    found = fields.pop("n_kv_head"), fields.pop("head_dim"), fields.pop("n_inner")
+    if found != (heads, width / heads, 4 * width):
+        shape = f"{heads} heads and a width of {width}, but keys, head size and inner width {found}"
+        raise UserError(f"{gguf.file}: no GPT-2: {shape}")
+    return GPTConfig(**fields)
+
+
+def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
+    file = gguf.file
+    raw = gguf.metadata
+    heads = fields["n_head"]
+    shared = fields["n_kv_head"]
+    size = fields["head_dim"]
+    if heads % shared or size % 2 or not size:
+        raise UserError(
+            f"{file}: {heads} heads, {shared} of them with keys, of {size} numbers each"
+        )
+    supported = {"attention.value_length": (size,), "rope.dimension_count": (size,)}
+    supported |= {"rope.scaling.type": ("none",), "rope.scale_linear": (1,), "expert_count": (0,)}
+    check(gguf, {f"{architecture}.{key}": values for key, values in supported.items()})
+    end = fields["eos_token_ids"][0]
+    bos = read_token_ids(file, raw, "tokenizer.ggml.bos_token_id", fields["vocab_size"], end)
+    epsilon = f"{architecture}.attention.layer_norm_rms_epsilon"
+    return LlamaConfig(
+        **fields,
+        bos_token_id=bos[0],
+        norm_epsilon=read_number(file, raw, epsilon, None, 1),
+        rope_theta=read_number(file, raw, f"{architecture}.rope.freq_base", 10000.0, 1e12),
+        qkv_bias=architecture == "qwen2",
+        qk_norm=architecture == "qwen3",
+        tied_head="output.weight" not in gguf.tensors,
+    )
+
+
+def check(gguf: GGUF, supported: dict[str, tuple]) -> None:
+    """Raise UserError unless each key has one of these values; a missing one means the first."""
+    for key, values in supported.items():
+        value = gguf.metadata.get(key, values[0])
+        if value not in values:
+            allowed = " or ".join(map(repr, values))
+            found = f"{key} is {reprlib.repr(value)}"
+            raise UserError(f"{gguf.file}: {found}; supported is {allowed}")
+
+
+def find(gguf: GGUF, name: str) -> Tensor:
+    """A tensor by its name. Raises UserError if it is missing."""
+    if name not in gguf.tensors:
+        raise UserError(f"{gguf.file}: tensor {name} is missing")
+    return gguf.tensors[name]
 
 
 def gguf_name(model: Model, key: str) -> str:
@@ -11,3 +115,59 @@ def gguf_name(model: Model, key: str) -> str:
     numbers = iter(re.findall(r"(?<=\.)\d+(?=\.|$)", layer))
     name = re.sub(r"\*", lambda star: next(numbers), model.ROLES[model.role(key)][1])
     return f"{name}.{kind}"
+
+
+def read_gguf_tensors(gguf: GGUF, model: Model) -> Iterator[tuple[str, slice, torch.Tensor]]:
+    """The tensors of a model in blocks of rows: (name, which rows, these rows).
+
+    As `read_tensors`. Raises UserError, before anything is read, if one is missing, unexpected, of
+    another shape or of a type that is not read.
+    """
+    names = {gguf_name(model, key): key for key, _ in model.named_parameters()}
+    unread = ("output.weight",) if model.config.tied_head else ()
+    for name in gguf.tensors:
+        if name not in names and name not in unread:
+            raise UserError(f"{gguf.file}: unexpected tensor {name}")
+    for name, key in names.items():
+        check_tensor(gguf, name, tuple(model.get_parameter(key).shape))
+    return read_blocks(gguf, model, names)
+
+
+def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
+    """Raise UserError unless there is a tensor of this name and shape, of a type that is read."""
+    tensor = find(gguf, name)
+    if tensor.shape != shape:
+        raise UserError(
+            f"{gguf.file}: tensor {name} is {tensor.shape}, and the metadata says {shape}"
+        )
+    if tensor.type not in PLAIN:
+        known = ", ".join(PLAIN)
+        raise UserError(f"{gguf.file}: tensor {name} is {tensor.type}; {known} are read")
+
+
+def read_blocks(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator[tuple]:
+    """The blocks of `read_gguf_tensors`. names: in the file -> ours."""
+    for name, key in names.items():
+        tensor = gguf.tensors[name]
+        rows = tensor.shape[0]
+        height = max(1, BLOCK // (4 * math.prod(tensor.shape[1:])))
+        for start in range(0, rows, height):
+            stop = min(start + height, rows)
+            yield key, slice(start, stop), read_rows(gguf, tensor, start, stop)
+
+
+def read_rows(gguf: GGUF, tensor: Tensor, start: int, stop: int) -> torch.Tensor:
+    """Some rows of a tensor, in its own dtype."""
+    width = tensor.size // tensor.shape[0]
+    size = (stop - start) * width
+    data = bytearray(size)
+    try:
+        # Not mapped: reading a mapped file that became shorter kills the process.
+        with open(gguf.file, "rb") as opened:
+            opened.seek(tensor.start + start * width)
+            complete = opened.readinto(data) == size
+    except OSError as error:
+        raise UserError(f"{gguf.file}: {error.strerror}") from None
+    if not complete:
+        raise UserError(f"{gguf.file}: cut off while it was read")
+    return torch.frombuffer(data, dtype=PLAIN[tensor.type]).view(-1, *tensor.shape[1:])

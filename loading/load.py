@@ -1,6 +1,7 @@
 """A model from its name: what a name means, which class computes it, how it is loaded and saved."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -21,6 +22,8 @@ from loading.config import (
     read_llama_config,
     read_token_ids,
 )
+from loading.gguf import GGUF, read_gguf
+from loading.gguf_model import read_gguf_config, read_gguf_tensors
 from model import GPT, GPTConfig, Model
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -51,7 +54,8 @@ PRESETS = {  # shapes that are known without a file: `random:` stands before the
 class Source:
     """Where a model comes from.
 
-    kind: "directory", "hub" or "random". name: a path, the model's name on the hub, or a shape's.
+    kind: "directory", "gguf", "hub" or "random". name: a path, the model's name on the hub, or a
+    shape's.
     """
 
     kind: str
@@ -59,17 +63,26 @@ class Source:
 
     @property
     def label(self) -> str:
-        """A name for tables; a directory's path, relative if it is in this repository."""
-        if self.kind == "directory":
+        """A name for tables; a path is relative if it is in this repository."""
+        if self.kind in ("directory", "gguf"):
             path, root = Path(self.name).resolve(), Path(__file__).resolve().parents[1]
             return str(path.relative_to(root) if path.is_relative_to(root) else path)
         return self.name if self.kind == "hub" else f"random:{self.name}"
 
+    @functools.cached_property
+    def gguf(self) -> GGUF:
+        """What the head of a GGUF file says. Raises UserError."""
+        return read_gguf(Path(self.name))
+
     def find(self, file: str) -> Path | None:
-        """The path of one of the model's files, fetched if need be; None if there is none."""
+        """The path of one of the model's files, fetched if need be; None if there is none.
+
+        A GGUF file's are beside it.
+        """
         if self.kind == "hub":
             return fetch(self.name, file)
-        path = Path(self.name) / file
+        path = Path(self.name)
+        path = (path.parent if self.kind == "gguf" else path) / file
         return path if is_file(path) else None
 
     def file(self, file: str) -> Path:
@@ -83,6 +96,8 @@ class Source:
 
         Raises UserError if one of them is not there, or the index names none.
         """
+        if self.kind == "gguf":
+            return [Path(self.name)]
         if path := self.find("model.safetensors"):
             return [path]
         if index := self.find("model.safetensors.index.json"):
@@ -94,7 +109,8 @@ class Source:
 
     @property
     def place(self) -> str:
-        return "in this directory" if self.kind == "directory" else "on the Hugging Face hub"
+        places = {"directory": "in this directory", "gguf": "beside it"}
+        return places.get(self.kind, "on the Hugging Face hub")
 
 
 PICKLE = (
@@ -112,7 +128,8 @@ def is_file(path: Path) -> bool:
 
 
 def parse_name(name) -> Source:
-    """What a model's name means: a directory (it comes first), a model of the hub, a known shape.
+    """What a model's name means: a directory (it comes first), a GGUF file, a model of the hub, or
+    a known shape.
 
     name: a string or a path; a Source is what it is. Raises UserError for anything else.
     """
@@ -121,6 +138,8 @@ def parse_name(name) -> Source:
     name = str(name)
     if os.path.isdir(name):
         return Source("directory", name)
+    if name.endswith(".gguf"):
+        return Source("gguf", name)
     if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
         if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a directory misspelled
             return Source("hub", name)
@@ -133,7 +152,7 @@ def parse_name(name) -> Source:
     )
     raise UserError(
         f"unknown model {name!r}: give a directory with config.json and model.safetensors,"
-        f" {allowed}"
+        f" a file that ends in .gguf, {allowed}"
     )
 
 
@@ -216,6 +235,8 @@ def load_config(name):
     source = parse_name(name)
     if source.kind == "random":
         return PRESETS[source.name]
+    if source.kind == "gguf":
+        return read_gguf_config(source.gguf)
     file = source.file("config.json")
     raw = read_json(file)
     kind = raw.get("model_type")
@@ -241,9 +262,9 @@ def load_config(name):
 def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
     """Load a model for inference, straight to its dtype and device; torch.int8: as int8.py has it.
 
-    name: what `parse_name` understands: a directory in Hugging Face form, a model of the hub
-    (`gpt2`, its sizes, or `org/name`), or `random:` before a name in PRESETS, for that shape with
-    random weights.
+    name: what `parse_name` understands: a directory in Hugging Face form, a GGUF file, a model of
+    the hub (`gpt2`, its sizes, or `org/name`), or `random:` before a name in PRESETS, for that
+    shape with random weights.
     Raises UserError, in one line that says what is wrong, for anything else, and if memory runs
     out.
     """
@@ -266,6 +287,8 @@ def read_blocks(source: Source, model: Model, dtype: torch.dtype, device) -> Ite
     shapes = {key: weight.shape for key, weight in model.named_parameters()}
     if source.kind == "random":
         return random_tensors(model, shapes, float_dtype(dtype), device)
+    if source.kind == "gguf":
+        return read_gguf_tensors(source.gguf, model)
     transposed = {key for key in shapes if model.is_transposed(key)}
     return read_tensors(source.weights(), shapes, model.PREFIX, model.UNREAD, transposed)
 

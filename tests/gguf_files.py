@@ -1,0 +1,69 @@
+"""GGUF files like those of the export, in which something is different."""
+
+import gguf
+import numpy as np
+
+KEEP = gguf.GGUFValueType
+OF = {bool: KEEP.BOOL, int: KEEP.UINT32, float: KEEP.FLOAT32, str: KEEP.STRING}
+
+
+def edited(file, to, architecture=None, kind=None, values=None, tensors=None):
+    """Write a file again and return its path.
+
+    architecture: instead of its own. kind: the type of all matrices, such as "F16". values: keys
+    and what they are now, None for one that goes. tensors: names and arrays, or None.
+    """
+    reader = gguf.GGUFReader(file)
+    own = reader.get_field("general.architecture").contents()
+    writer = gguf.GGUFWriter(to, architecture or own)
+    given = {}
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            name = name.replace(f"{own}.", f"{architecture or own}.")
+            inner = field.types[1] if len(field.types) > 1 else None
+            given[name] = field.contents(), field.types[0], inner
+    for name, value in (values or {}).items():
+        kind_of = KEEP.ARRAY if isinstance(value, list) else OF.get(type(value))
+        inner = KEEP.UINT32 if isinstance(value, list) else None
+        given[name] = value, kind_of, inner
+    for name, (value, *types) in given.items():
+        if value is not None and name != "general.architecture":
+            writer.add_key_value(name, value, *types)
+    stored = {}
+    for tensor in reader.tensors:
+        stored[tensor.name] = gguf.dequantize(tensor.data, tensor.tensor_type)
+    for name, data in (stored | (tensors or {})).items():
+        if data is None:
+            continue
+        data = np.asarray(data, np.float32)
+        if kind and data.ndim > 1:
+            as_kind = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(name, gguf.quantize(data, as_kind), raw_dtype=as_kind)
+        else:
+            writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+def mutated(data: bytes, head: int, count: int, seed: int):
+    """Copies of a file with bytes changed, cut off or moved, mostly in its head of this size."""
+    generator = np.random.default_rng(seed)
+    whole = np.frombuffer(data, np.uint8)
+    for number in range(count):
+        changed = whole.copy()
+        end = len(data) if number % 8 == 0 else head
+        place = int(generator.integers(end))
+        match number % 5:
+            case 0:
+                changed = changed[:place]
+            case 1:  # a count, a size, an offset
+                changed[place : place + 8] = generator.choice([0, 1, 127, 255])
+            case 2:
+                changed = np.delete(changed, slice(place, place + int(generator.integers(1, 9))))
+            case _:
+                places = generator.integers(place, min(place + 64, end), 1 + number % 3)
+                changed[places] = generator.integers(256, size=len(places))
+        yield changed.tobytes()

@@ -1,0 +1,369 @@
+"""A model in a GGUF file is the model that it was made of."""
+
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import CHECKPOINTS, ROOT, is_one_line, load, random_tokens, refused, run, save_model
+from gguf_files import edited, mutated
+from ranks import compared, texts_of
+
+from benchmarks.export_gguf import write_gguf
+from errors import UserError
+from loading.load import load_config, load_model, parse_name
+from loading.tokenizer import load_encoding
+from native import use_native
+
+KINDS = ["gpt2", "qwen2", "qwen3"]
+
+
+@pytest.fixture
+def made(tiny, tiny_llama, tmp_path):
+    """A function that writes a random model of an architecture: the model, its file."""
+
+    def make(kind, **shape):
+        if kind == "gpt2":
+            model = tiny(dtype=torch.float32, **shape)
+        else:
+            options = {"qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}[kind]
+            model = tiny_llama(dtype=torch.float32, **options | shape)
+        for name, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.data.normal_(1.0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+        file = tmp_path / f"{kind}.gguf"
+        if kind == "qwen2":  # the export writes it as a Llama, whose queries have another order
+            in_order = llama_without_its_order(model, file)
+            return model, edited(in_order, tmp_path / "own.gguf", "qwen2")
+        write_gguf(model, file, "float32")
+        return model, file
+
+    return make
+
+
+def llama_without_its_order(model, file):
+    """The export's file, with queries and keys in our order and no rotations."""
+    write_gguf(model, file, "float32")
+    from loading.gguf_model import gguf_name
+
+    ours = {gguf_name(model, key): weight.detach() for key, weight in model.named_parameters()}
+    return edited(file, file.with_name("plain.gguf"), tensors=ours | {"rope_freqs.weight": None})
+
+
+def same(ours, theirs) -> bool:
+    """Whether two models have the same configuration and the same bits."""
+    pairs = zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
+    equal = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    return equal and ours.config == theirs.config
+
+
+def loaded(file, dtype=torch.float32):
+    """A model from a file, which must be one that is read."""
+    try:
+        return load_model(file, dtype)
+    except UserError as error:
+        raise AssertionError(str(error)) from None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_written_comes_back_bit_for_bit(made, kind):
+    shapes = [{}, {"n_layer": 12, "eos_token_ids": (4, 9, 7)}]
+    if kind != "gpt2":
+        shapes += [{"tied_head": True, "rope_theta": 500.0, "norm_epsilon": 1e-5}]
+    for shape in shapes:
+        model, file = made(kind, **shape)
+        assert same(loaded(file), model), shape
+        text = run(model, [random_tokens(9)], max_new_tokens=30)
+        assert run(loaded(file), [random_tokens(9)], max_new_tokens=30) == text
+
+
+@pytest.mark.parametrize("name", ["stories", "stories-draft"])
+def test_the_embedded_models_come_back(name, tmp_path):
+    model = load_model(CHECKPOINTS / name)
+    write_gguf(model, tmp_path / "m.gguf", "float32", CHECKPOINTS / name / "tokenizer.json")
+    assert same(loaded(tmp_path / "m.gguf"), model)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_halves_are_read_as_they_are(made, tmp_path, kind):
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    model, file = made("qwen3")
+    file = edited(file, tmp_path / "half.gguf", kind=kind)
+    found = loaded(file)
+    for name, weight in model.named_parameters():
+        rounded = weight.to(dtype).float() if weight.dim() > 1 else weight
+        assert torch.equal(found.get_parameter(name), rounded)
+    for name, weight in loaded(file, dtype).named_parameters():
+        assert torch.equal(weight, model.get_parameter(name).to(dtype))
+
+
+def test_blocks_of_rows_are_put_together(made, monkeypatch):
+    from loading import gguf_model
+
+    model, file = made("qwen2")
+    monkeypatch.setattr(gguf_model, "BLOCK", 4 * 16 * 5)
+    blocks = list(gguf_model.read_gguf_tensors(parse_name(file).gguf, model))
+    assert max(block.nbytes for _, _, block in blocks) <= 4 * 24 * 5
+    assert same(loaded(file), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8])
+def test_straight_to_a_dtype(made, tmp_path, dtype):
+    model, file = made("qwen3")
+    save_model(model, tmp_path / "directory")
+    theirs = load(tmp_path / "directory", dtype).state_dict()
+    ours = loaded(file, dtype).state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8])
+@pytest.mark.parametrize("architecture", KINDS)
+def test_in_c(made, compiled, tmp_path, architecture, kind):
+    model, file = made(architecture)
+    save_model(model, tmp_path / "directory")
+    ours, theirs = loaded(file, kind), load(tmp_path / "directory", kind)
+    use_native(ours)
+    use_native(theirs)
+    prompts = [random_tokens(9), random_tokens(3)]
+    assert run(ours, prompts, max_new_tokens=20) == run(theirs, prompts, max_new_tokens=20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_ranks_read_what_is_theirs(made, compiled, dtype):
+    _, file = made("qwen3", n_embd=32)
+    loaded(file)
+    found, _, heads = compared(2, file, torch.tensor([random_tokens(15)]), dtype=dtype)
+    assert (found, heads) == (0, [1, 1])
+
+
+def test_a_gpt_2_may_have_a_head_as_well(made, tmp_path):
+    """Older files have a copy of the embedding."""
+    model, file = made("gpt2")
+    copy = {"output.weight": model.wte.weight.detach()}
+    assert same(loaded(edited(file, tmp_path / "f.gguf", tensors=copy)), model)
+
+
+def test_save_model_writes_it_for_transformers(made, tmp_path):
+    model, file = made("qwen3")
+    save_model(loaded(file), tmp_path / "directory")
+    assert same(load(tmp_path / "directory", torch.float32), model)
+
+
+# Text, and names.
+
+
+@pytest.fixture
+def stories_file(tmp_path):
+    """The embedded model's file, without tokens, in a directory with its tokenizer."""
+    model = load_model(CHECKPOINTS / "stories")
+    write_gguf(model, tmp_path / "Stories.v1.gguf", "float32")
+    shutil.copy(CHECKPOINTS / "stories" / "tokenizer.json", tmp_path)
+    return tmp_path / "Stories.v1.gguf"
+
+
+def test_a_tokenizer_beside_it_is_its_own(cli, stories_file):
+    options = ["--prompt", "One day", "--temperature", 0, "--max-new-tokens", 20]
+    code, out, err = cli("--model", stories_file, *options)
+    assert (code, out) == cli("--model", CHECKPOINTS / "stories", *options)[:2], err
+
+
+def test_a_file_for_token_ids_has_numbers(cli, stories_file):
+    stories_file.with_name("tokenizer.json").unlink()
+    options = ["--prompt", "a 300 301", "--temperature", 0, "--max-new-tokens", 3]
+    code, out, err = cli("--model", stories_file, *options)
+    assert code == 0 and out.startswith("a 300 301"), err
+    assert load_encoding(stories_file, 4096).encode("a 300 301") == [97, 300, 301]
+
+
+def test_tokens_in_the_file_are_not_read_yet(cli, stories_file):
+    tokenizer = stories_file.with_name("tokenizer.json")
+    model = load_model(CHECKPOINTS / "stories")
+    write_gguf(model, stories_file, "float32", tokenizer)
+    tokenizer.unlink()
+    words = f"{stories_file}: its tokens are not read: put a tokenizer.json beside it"
+    assert is_one_line(cli("--model", stories_file, "--prompt", "a"), words)
+
+
+def test_chat_templates_are_beside_it_too(cli, stories_file):
+    words = ["this model was not made for chat", str(stories_file)]
+    assert is_one_line(cli("--model", stories_file, "--chat", "--prompt", "a"), *words)
+    stories_file.with_name("chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert cli("--model", stories_file, "--chat", "--prompt", "One day")[0] == 0
+
+
+def test_target_and_draft(run_main, stories_file):
+    from infer_speculative import main
+
+    options = ["--prompt", "One day", "--temperature", 0, "--max-new-tokens", 20]
+    pair = ["--target", stories_file, "--draft", stories_file]
+    code, out, err = run_main(main, *pair, *options)
+    assert (code, out) == run_main(main, *options)[:2], err
+
+
+def test_the_engine_and_its_draft(engine_cli, stories_file, tmp_path):
+    options = ["--prompt", "One day", "--temperature", 0, "--max-new-tokens", 20]
+    code, out, err = engine_cli("--model", stories_file, "--draft", stories_file, *options)
+    assert (code, out) == engine_cli("--model", CHECKPOINTS / "stories", *options)[:2], err
+    arguments = ["--model", stories_file, *options]
+    assert texts_of(2, tmp_path, *arguments)[0] == out
+
+
+def test_what_a_model_in_a_file_is_called(tmp_path):
+    from server.served import served_name
+
+    source = parse_name(tmp_path / "Stories.v1.gguf")
+    assert (source.kind, source.label) == ("gguf", str(tmp_path / "Stories.v1.gguf"))
+    assert served_name(source) == "Stories.v1"
+    assert parse_name(ROOT / "a.gguf").label == "a.gguf"
+    assert source.weights() == [tmp_path / "Stories.v1.gguf"]
+
+
+# Files that are wrong.
+
+
+WRONG = {  # what is different -> what is said
+    "context_length": (None, "qwen3.context_length is None; it must be an integer from 1 to"),
+    "block_count": (10**6, "qwen3.block_count is 1000000; it must be an integer from 1 to 1000"),
+    "embedding_length": ("16", "qwen3.embedding_length is '16'; it must be an integer"),
+    "feed_forward_length": ([24, 24], "qwen3.feed_forward_length is array"),
+    "attention.head_count": (0, "qwen3.attention.head_count is 0; it must be an integer"),
+    "attention.head_count_kv": (3, "4 heads, 3 of them with keys, of 6 numbers each"),
+    "attention.key_length": (7, "4 heads, 2 of them with keys, of 7 numbers each"),
+    "attention.value_length": (8, "qwen3.attention.value_length is 8; supported is 6"),
+    "attention.layer_norm_rms_epsilon": (None, "epsilon is None; it must be above 0"),
+    "rope.freq_base": (-1.0, "qwen3.rope.freq_base is -1.0; it must be above 0"),
+    "rope.dimension_count": (4, "qwen3.rope.dimension_count is 4; supported is 6"),
+    "rope.scaling.type": ("yarn", "qwen3.rope.scaling.type is 'yarn'; supported is 'none'"),
+    "rope.scaling.factor": (4.0, "qwen3.rope.scaling.factor is 4.0; supported is 1"),
+    "rope.scale_linear": (4.0, "qwen3.rope.scale_linear is 4.0; supported is 1"),
+    "expert_count": (8, "qwen3.expert_count is 8; supported is 0"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_config_that_this_model_cannot_be(made, tmp_path, key):
+    value, words = WRONG[key]
+    _, file = made("qwen3")
+    loaded(file)
+    file = edited(file, tmp_path / "f.gguf", values={f"qwen3.{key}": value})
+    message = refused(load_config, file)
+    assert message.startswith(f"{file}: ") and words in message
+
+
+def test_other_keys_that_are_wrong(made, tmp_path):
+    _, file = made("qwen3")
+    loaded(file)
+    ends = "tokenizer.ggml.eos_token_id"
+    for values, words in (
+        ({"split.count": 3}, "split.count is 3; supported is 0 or 1"),
+        ({ends: 61}, f"{ends} is [61]; it must be an id below 61"),
+        ({ends: None}, f"{ends} is []; it must be an id below 61"),
+        ({"tokenizer.ggml.bos_token_id": 99}, "bos_token_id is 99; it must be an id below 61"),
+    ):
+        message = refused(load_config, edited(file, tmp_path / "f.gguf", values=values))
+        assert words in message
+    values = {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.eot_token_id": 3}
+    config = load_config(edited(file, tmp_path / "f.gguf", values=values))
+    assert (config.bos_token_id, config.eos_token_ids) == (60, (60, 3))
+    words = "its architecture is 'bert'; read are gpt2, "
+    assert words in refused(load_config, edited(file, tmp_path / "f.gguf", "bert"))
+
+
+@pytest.mark.parametrize("key, value", [("feed_forward_length", 63), ("head_count_kv", 1)])
+def test_no_gpt_2(made, tmp_path, key, value):
+    _, file = made("gpt2")
+    loaded(file)
+    key = f"gpt2.{'attention.' if 'head' in key else ''}{key}"
+    message = refused(load_config, edited(file, tmp_path / "f.gguf", values={key: value}))
+    assert "no GPT-2: 2 heads and a width of 16, but keys, head size and inner width (" in message
+
+
+TENSORS = {
+    "tensor blk.1.ffn_up.weight is missing": {"blk.1.ffn_up.weight": None},
+    "tensor token_embd.weight is missing": {"token_embd.weight": None},
+    "unexpected tensor blk.2.ffn_up.weight": {"blk.2.ffn_up.weight": np.zeros((24, 16))},
+    "unexpected tensor blk.0.attn_q.bias": {"blk.0.attn_q.bias": np.zeros(24)},
+    "tensor output_norm.weight is (17,), and the metadata says (16,)": {
+        "output_norm.weight": np.zeros(17)
+    },
+    "tensor blk.0.ffn_up.weight is (16, 24), and the metadata says (24, 16)": {
+        "blk.0.ffn_up.weight": np.zeros((16, 24))
+    },
+}
+
+
+@pytest.mark.parametrize("words", TENSORS)
+def test_tensors_that_are_wrong(made, tmp_path, words):
+    _, file = made("gpt2" if "bias" in words else "qwen3")
+    loaded(file)
+    file = edited(file, tmp_path / "f.gguf", tensors=TENSORS[words])
+    assert words in refused(load_model, file)
+
+
+def test_types_that_are_not_read(made):
+    _, file = made("qwen3", n_embd=32)
+    loaded(file)
+    data = bytearray(file.read_bytes())
+    name = b"token_embd.weight"
+    data[data.index(name) + len(name) + 4 + 2 * 8] = 39  # behind its dimensions
+    file.write_bytes(data)
+    assert "tensor token_embd.weight is MXFP4; F32, F16" in refused(load_model, file)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(made):
+    _, file = made("gpt2")
+    source = parse_name(file)
+    assert source.gguf.tensors
+    file.write_bytes(file.read_bytes()[:-100])
+    assert refused(load_model, source) == f"{file}: cut off while it was read"
+    file.unlink()
+    assert refused(load_model, source) == f"{file}: No such file or directory"
+
+
+def test_a_name_without_a_file(cli, tmp_path):
+    words = f"{tmp_path / 'm.gguf'}: No such file or directory"
+    assert is_one_line(cli("--model", tmp_path / "m.gguf"), words)
+    assert "a file that ends in .gguf, " in refused(parse_name, "nothing")
+
+
+def test_two_hundred_and_fifty_broken_files(made, tmp_path):
+    """Each is a model or one line, never another error."""
+    kinds = {}
+    for architecture in ("gpt2", "qwen3"):
+        _, file = made(architecture, n_layer=1)
+        head = min(tensor.start for tensor in parse_name(file).gguf.tensors.values())
+        broken = tmp_path / "broken.gguf"
+        for data in mutated(file.read_bytes(), head, 125, seed=0):
+            broken.write_bytes(data)
+            try:
+                load_model(broken)
+                kinds["model"] = kinds.get("model", 0) + 1
+            except UserError as error:
+                kind = str(error).removeprefix(f"{broken}: ").split()[0]
+                kinds[kind] = kinds.get(kind, 0) + 1
+    assert sum(kinds.values()) == 250
+    assert len(kinds) > 8 and 10 < kinds["model"] < 150
+
+
+MEASURE = """
+import resource, sys
+from loading.load import load_model
+peaks = []
+for file in sys.argv[1:]:
+    model = load_model(file)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(peaks[1] - peaks[0])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss in KiB")
+def test_peak_memory_is_the_weights_and_a_block(made, tmp_path):
+    shape = {"vocab_size": 40000, "n_embd": 256, "tied_head": True}
+    small = shutil.copy(made("qwen3")[1], tmp_path / "small.gguf")
+    model, file = made("qwen3", **shape)
+    size = sum(weight.nbytes for weight in model.parameters()) // 1024
+    line = [sys.executable, "-c", MEASURE, small, file]
+    found = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert int(found) < size + 16 * 1024
