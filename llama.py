@@ -43,6 +43,7 @@ class LlamaConfig:
     norm_epsilon: float = 1e-6
     rope_theta: float = 10000.0  # about the positions in which the slowest rotation makes a radian
     rope_scaling: RopeScaling | None = None
+    rope_factors: tuple[float, ...] | None = None  # how much slower each rotation is: GGUF files
     qkv_bias: bool = False  # queries, keys and values have biases: Qwen2
     qk_norm: bool = False  # each head's query and key have an RMSNorm before rotation: Qwen3
     tied_head: bool = True
@@ -80,6 +81,8 @@ class Rotations:
         self.frequencies = 1 / config.rope_theta**powers  # radians a position, of each pair
         if config.rope_scaling:
             self.frequencies = slowed(self.frequencies, config.rope_scaling)
+        if config.rope_factors:
+            self.frequencies = self.frequencies / torch.tensor(config.rope_factors)
         self.cos = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
         self.sin = torch.empty(0, 1, config.head_dim, dtype=dtype, device=device)
 

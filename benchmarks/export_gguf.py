@@ -31,7 +31,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     config = model.config
     is_llama = isinstance(config, LlamaConfig)
     is_qwen3 = is_llama and config.qk_norm
-    if is_qwen3 and config.rope_scaling:
+    if is_qwen3 and (config.rope_scaling or config.rope_factors):
         raise UserError("llama.cpp reads no slowed rotations of a Qwen3, so it is not exported")
     kind = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"
     writer = gguf.GGUFWriter(path, kind)
@@ -126,6 +126,8 @@ def pairs_together(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 def slowness(config: LlamaConfig) -> torch.Tensor:
     """What llama.cpp divides each frequency of a rotation by, (head_dim / 2): 1 but in Llama 3."""
+    if config.rope_factors:
+        return torch.tensor(config.rope_factors)
     plain = dataclasses.replace(config, rope_scaling=None)
     unslowed = Rotations(plain, torch.float32, "cpu").frequencies
     return unslowed / Rotations(config, torch.float32, "cpu").frequencies

@@ -197,6 +197,11 @@ def llama_fields(config: LlamaConfig) -> dict:
             f"n_embd is {config.n_embd}, no multiple of n_head, which is {config.n_head}:"
             " transformers reads no such model, so it is not written"
         )
+    if config.rope_factors:
+        raise UserError(
+            "a config.json cannot say by which factors a GGUF file slows rotations down,"
+            " so the model is not written"
+        )
     scaling = config.rope_scaling
     name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     return {

@@ -1,4 +1,4 @@
-"""A model in a GGUF file: its configuration, and its tensors by our names."""
+"""A model in a GGUF file: its configuration, and its tensors by our names and in our order."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from loading.config import read_number, read_sizes, read_token_ids
 from loading.gguf import GGUF, Tensor
 from model import GPTConfig, Model
 
-ARCHITECTURES = ("gpt2", "qwen2", "qwen3")
+ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3")
 SIZES = {  # field of a config -> its key behind the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
     "n_layer": ("block_count", 1000),
@@ -25,6 +25,7 @@ SIZES = {  # field of a config -> its key behind the architecture's name, and th
     "head_dim": ("attention.key_length", 1000),
 }
 ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+ROTATIONS = "rope_freqs.weight"
 # Types whose numbers stand in the file as torch has them.
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -86,7 +87,8 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         bos_token_id=bos[0],
         norm_epsilon=read_number(file, raw, epsilon, None, 1),
         rope_theta=read_number(file, raw, f"{architecture}.rope.freq_base", 10000.0, 1e12),
-        qkv_bias=architecture == "qwen2",
+        rope_factors=read_factors(gguf, size // 2) if is_llama(gguf) else None,
+        qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in gguf.tensors,
         qk_norm=architecture == "qwen3",
         tied_head="output.weight" not in gguf.tensors,
     )
@@ -102,11 +104,27 @@ def check(gguf: GGUF, supported: dict[str, tuple]) -> None:
             raise UserError(f"{gguf.file}: {found}; supported is {allowed}")
 
 
+def is_llama(gguf: GGUF) -> bool:
+    """Whether it is written as Meta's files are: what a rotation turns stands in pairs."""
+    return gguf.metadata["general.architecture"] == "llama"
+
+
 def find(gguf: GGUF, name: str) -> Tensor:
     """A tensor by its name. Raises UserError if it is missing."""
     if name not in gguf.tensors:
         raise UserError(f"{gguf.file}: tensor {name} is missing")
     return gguf.tensors[name]
+
+
+def read_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
+    """What the file slows each rotation down by, as `LlamaConfig.rope_factors`."""
+    if ROTATIONS not in gguf.tensors:
+        return None
+    check_tensor(gguf, ROTATIONS, (count,))
+    factors = tuple(read_rows(gguf, gguf.tensors[ROTATIONS], 0, count).tolist())
+    if not all(0 < factor < math.inf for factor in factors):
+        raise UserError(f"{gguf.file}: tensor {ROTATIONS} has numbers that are not above 0")
+    return None if set(factors) == {1.0} else factors
 
 
 def gguf_name(model: Model, key: str) -> str:
@@ -124,7 +142,9 @@ def read_gguf_tensors(gguf: GGUF, model: Model) -> Iterator[tuple[str, slice, to
     another shape or of a type that is not read.
     """
     names = {gguf_name(model, key): key for key, _ in model.named_parameters()}
-    unread = ("output.weight",) if model.config.tied_head else ()
+    unread = {ROTATIONS} if is_llama(gguf) else set()
+    if model.config.tied_head:
+        unread.add("output.weight")
     for name in gguf.tensors:
         if name not in names and name not in unread:
             raise UserError(f"{gguf.file}: unexpected tensor {name}")
@@ -150,10 +170,13 @@ def read_blocks(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator[tup
     for name, key in names.items():
         tensor = gguf.tensors[name]
         rows = tensor.shape[0]
-        height = max(1, BLOCK // (4 * math.prod(tensor.shape[1:])))
+        in_pairs = is_llama(gguf) and model.role(key) in ("query", "key")
+        unit = model.config.head_dim if in_pairs else 1
+        height = -(-BLOCK // (4 * math.prod(tensor.shape[1:])) // unit) * unit
         for start in range(0, rows, height):
             stop = min(start + height, rows)
-            yield key, slice(start, stop), read_rows(gguf, tensor, start, stop)
+            block = read_rows(gguf, tensor, start, stop)
+            yield key, slice(start, stop), halves_apart(block, unit) if in_pairs else block
 
 
 def read_rows(gguf: GGUF, tensor: Tensor, start: int, stop: int) -> torch.Tensor:
@@ -171,3 +194,12 @@ def read_rows(gguf: GGUF, tensor: Tensor, start: int, stop: int) -> torch.Tensor
     if not complete:
         raise UserError(f"{gguf.file}: cut off while it was read")
     return torch.frombuffer(data, dtype=PLAIN[tensor.type]).view(-1, *tensor.shape[1:])
+
+
+def halves_apart(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows that make queries or keys, from llama.cpp's order, which is Meta's, to ours.
+
+    What are neighbours there, the coordinates of a point, `llama.rotate` has in a head's two
+    halves. rows: (heads * head_dim, ...).
+    """
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
