@@ -9,11 +9,12 @@ import torch
 
 from errors import UserError
 from llama import LlamaConfig
-from loading.checkpoint import BLOCK
 from loading.config import read_number, read_sizes, read_token_ids
 from loading.gguf import GGUF, Tensor
+from loading.gguf_blocks import DECODERS, decode
 from model import GPTConfig, Model
 
+BLOCK = 2**20  # bytes of float32 in a block of rows: decoding is fastest in the processor's cache
 ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3")
 SIZES = {  # field of a config -> its key behind the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
@@ -160,8 +161,8 @@ def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
         raise UserError(
             f"{gguf.file}: tensor {name} is {tensor.shape}, and the metadata says {shape}"
         )
-    if tensor.type not in PLAIN:
-        known = ", ".join(PLAIN)
+    if tensor.type not in (*PLAIN, *DECODERS):
+        known = ", ".join((*PLAIN, *DECODERS))
         raise UserError(f"{gguf.file}: tensor {name} is {tensor.type}; {known} are read")
 
 
@@ -173,6 +174,8 @@ def read_blocks(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator[tup
         in_pairs = is_llama(gguf) and model.role(key) in ("query", "key")
         unit = model.config.head_dim if in_pairs else 1
         height = -(-BLOCK // (4 * math.prod(tensor.shape[1:])) // unit) * unit
+        if len(tensor.shape) == 1:  # numbers of a vector may share scales, so it comes whole
+            height = rows
         for start in range(0, rows, height):
             stop = min(start + height, rows)
             block = read_rows(gguf, tensor, start, stop)
@@ -180,20 +183,23 @@ def read_blocks(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator[tup
 
 
 def read_rows(gguf: GGUF, tensor: Tensor, start: int, stop: int) -> torch.Tensor:
-    """Some rows of a tensor, in its own dtype."""
-    width = tensor.size // tensor.shape[0]
-    size = (stop - start) * width
+    """Some rows of a tensor, in its own dtype, or float32 if they are in blocks."""
+    rows = tensor.shape[0]
+    size = tensor.size * (stop - start) // rows
     data = bytearray(size)
     try:
         # Not mapped: reading a mapped file that became shorter kills the process.
         with open(gguf.file, "rb") as opened:
-            opened.seek(tensor.start + start * width)
+            opened.seek(tensor.start + tensor.size * start // rows)
             complete = opened.readinto(data) == size
     except OSError as error:
         raise UserError(f"{gguf.file}: {error.strerror}") from None
     if not complete:
         raise UserError(f"{gguf.file}: cut off while it was read")
-    return torch.frombuffer(data, dtype=PLAIN[tensor.type]).view(-1, *tensor.shape[1:])
+    numbers = torch.frombuffer(data, dtype=PLAIN.get(tensor.type, torch.uint8))
+    if tensor.type in DECODERS:
+        numbers = decode(tensor.type, numbers)
+    return numbers.view(-1, *tensor.shape[1:])
 
 
 def halves_apart(rows: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import argparse
 import array
 import collections
+import math
 import reprlib
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def list_file(args: argparse.Namespace) -> None:
     types = collections.Counter(tensor.type for tensor in gguf.tensors.values())
     size = sum(tensor.size for tensor in gguf.tensors.values())
     counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
-    show(f"{len(gguf.tensors)} tensors ({counts}), {size:,} bytes\n")
+    numbers = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
+    loaded = f"loaded {4 * numbers:,} in float32, {2 * numbers:,} in float16 or bfloat16"
+    show(f"{len(gguf.tensors)} tensors ({counts}), {size:,} bytes; {loaded}\n")
 
 
 if __name__ == "__main__":
