@@ -57,4 +57,57 @@ def q5_1(blocks: torch.Tensor) -> torch.Tensor:
     return halves(blocks[:, :2]) * q + halves(blocks[:, 2:4])
 
 
+def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales and minima of the 8 blocks of a Q4_K or Q5_K, each (n, 8, 1).
+
+    d and dmin (2 bytes each) times 8 scales and 8 minima of 6 bits (12 bytes): four whole scales,
+    four whole minima, and nibbles of the others, whose two high bits are those of the first eight.
+    """
+    scales, minima, nibbles = blocks[:, 4:16].split(4, dim=1)
+    later = torch.cat([nibbles & 15 | scales >> 6 << 4, nibbles >> 4 | minima >> 6 << 4], dim=1)
+    scales = torch.cat([scales & 63, later[:, :4]], dim=1)
+    minima = torch.cat([minima & 63, later[:, 4:]], dim=1)
+    d = halves(blocks[:, :2])
+    dmin = halves(blocks[:, 2:4])
+    return (d * scales)[..., None], (dmin * minima)[..., None]
+
+
+def q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    """8 blocks of 32 nibbles q, each with a scale and a minimum: scale q - minimum."""
+    scales, minima = k_scales(blocks)
+    q = fields(blocks[:, 16:], 4, 32).unflatten(1, (8, 32))
+    return (scales * q - minima).flatten(1)
+
+
+def q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    """As Q4_K, with fifth bits (32 bytes) before the nibbles."""
+    scales, minima = k_scales(blocks)
+    q = fields(blocks[:, 48:], 4, 32) | fields(blocks[:, 16:48], 1, 32) << 4
+    return (scales * q.unflatten(1, (8, 32)) - minima).flatten(1)
+
+
+def q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    """16 blocks of 16: nibbles, two high bits each, int8 scales, d: d scale (q - 32)."""
+    q = fields(blocks[:, :128], 4, 64) | fields(blocks[:, 128:192], 2, 32) << 4
+    scales = halves(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8)
+    return (scales[..., None] * (q - 32.0).unflatten(1, (16, 16))).flatten(1)
+
+
+def q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    """16 blocks of 16: nibbles of scales and minima, 2 bits a number, d, dmin: as Q4_K."""
+    scales = halves(blocks[:, 80:82]) * (blocks[:, :16] & 15)
+    minima = halves(blocks[:, 82:]) * (blocks[:, :16] >> 4)
+    q = fields(blocks[:, 16:80], 2, 32).unflatten(1, (16, 16))
+    return (scales[..., None] * q - minima[..., None]).flatten(1)
+
+
+def q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    """16 blocks of 16: third bits, 2 bits a number, scales of 6 bits, d: d (scale - 32) (q - 4)."""
+    q = fields(blocks[:, 32:96], 2, 32) | fields(blocks[:, :32], 1, 32) << 2
+    scales = fields(blocks[:, 96:104], 4, 8) | fields(blocks[:, 104:108], 2, 4) << 4
+    scales = halves(blocks[:, 108:]) * (scales - 32.0)
+    return (scales[..., None] * (q - 4.0).unflatten(1, (16, 16))).flatten(1)
+
+
 DECODERS = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1}
+DECODERS |= {"Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "Q2_K": q2_k, "Q3_K": q3_k}

@@ -7,11 +7,12 @@ KEEP = gguf.GGUFValueType
 OF = {bool: KEEP.BOOL, int: KEEP.UINT32, float: KEEP.FLOAT32, str: KEEP.STRING}
 
 
-def edited(file, to, architecture=None, kind=None, values=None, tensors=None):
+def edited(file, to, architecture=None, kind=None, values=None, tensors=None, blocks=None):
     """Write a file again and return its path.
 
     architecture: instead of its own. kind: the type of all matrices, such as "F16". values: keys
-    and what they are now, None for one that goes. tensors: names and arrays, or None.
+    and what they are now, None for one that goes. tensors: names and arrays, or None. blocks:
+    names, the bytes of each row, and their type.
     """
     reader = gguf.GGUFReader(file)
     own = reader.get_field("general.architecture").contents()
@@ -34,6 +35,10 @@ def edited(file, to, architecture=None, kind=None, values=None, tensors=None):
         stored[tensor.name] = gguf.dequantize(tensor.data, tensor.tensor_type)
     for name, data in (stored | (tensors or {})).items():
         if data is None:
+            continue
+        if name in (blocks or {}):
+            data, as_kind = blocks[name]
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[as_kind])
             continue
         data = np.asarray(data, np.float32)
         if kind and data.ndim > 1:
