@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 from errors import UserError
 from loading.byte_level import byte_of_character
 from loading.checkpoint import check_values, read_json
-from loading.load import Source, parse_name
+from loading.gguf_tokenizer import OWNER, tokenizer_json
+from loading.load import parse_name
 
 EOT = "<|endoftext|>"
 SUPPORTED = {  # of a tokenizer.json: without these a token would not be the bytes that it spells
@@ -212,14 +213,16 @@ def load_encoding(name, vocab_size: int) -> Encoding:
 
     `encode(text, allowed_special="all")` takes `<|endoftext|>` in it as the token it is.
 
-    name: as for `load_model`. The model needs a `tokenizer.json` with a byte-level BPE; `random:`
-    models speak no language, so their ids from 256 on print as numbers. So do those of a GGUF file
-    without tokens. vocab_size: the model's; it may be larger than the tokenizer's, as in models
-    whose vocabulary is padded to a round number. Raises UserError if it is smaller, or there is no
-    tokenizer, or one of another kind.
+    name: as for `load_model`. The model needs a `tokenizer.json` with a byte-level BPE; a GGUF file
+    holds its own, or has one beside it. `random:` models speak no language, so their ids from 256
+    on print as numbers. So do those of a GGUF file without either. vocab_size: the model's; it may
+    be larger than the tokenizer's, as in models whose vocabulary is padded to a round number.
+    Raises UserError if it is smaller, or there is no tokenizer, or one of another kind.
     """
     source = parse_name(name)
-    if source.kind == "random" or lacks_vocabulary(source):
+    if source.kind == "gguf" and f"{OWNER}.tokens" in source.gguf.metadata:
+        encoding = Encoding(source.name, tokenizer_json(source.gguf))
+    elif source.kind == "random" or source.kind == "gguf" and not source.find("tokenizer.json"):
         encoding = numbers_encoding(source.label, vocab_size)
     else:
         encoding = read_tokenizer_json(source.file("tokenizer.json"))
@@ -229,18 +232,6 @@ def load_encoding(name, vocab_size: int) -> Encoding:
             f" the model's vocab_size is {vocab_size}"
         )
     return encoding
-
-
-def lacks_vocabulary(source: Source) -> bool:
-    """Whether a model is a GGUF file for token ids only: it has no tokens, nor a file beside it.
-
-    Raises UserError for one whose tokens are in it, because they are not read yet.
-    """
-    if source.kind != "gguf" or source.find("tokenizer.json"):
-        return False
-    if "tokenizer.ggml.tokens" in source.gguf.metadata:
-        raise UserError(f"{source.name}: its tokens are not read: put a tokenizer.json beside it")
-    return True
 
 
 def numbers_encoding(name: str, vocab_size: int) -> Encoding:

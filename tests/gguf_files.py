@@ -1,9 +1,13 @@
 """GGUF files like those of the export, in which something is different."""
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 
 KEEP = gguf.GGUFValueType
+OWNER = "tokenizer.ggml"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens
 OF = {bool: KEEP.BOOL, int: KEEP.UINT32, float: KEEP.FLOAT32, str: KEEP.STRING}
 
 
@@ -25,7 +29,7 @@ def edited(file, to, architecture=None, kind=None, values=None, tensors=None, bl
             given[name] = field.contents(), field.types[0], inner
     for name, value in (values or {}).items():
         kind_of = KEEP.ARRAY if isinstance(value, list) else OF.get(type(value))
-        inner = KEEP.UINT32 if isinstance(value, list) else None
+        inner = OF[type(value[0])] if isinstance(value, list) else None
         given[name] = value, kind_of, inner
     for name, (value, *types) in given.items():
         if value is not None and name != "general.architecture":
@@ -72,3 +76,35 @@ def mutated(data: bytes, head: int, count: int, seed: int):
                 places = generator.integers(place, min(place + 64, end), 1 + number % 3)
                 changed[places] = generator.integers(256, size=len(places))
         yield changed.tobytes()
+
+
+def metadata_of(raw: dict, pre: str | None, **keys) -> dict:
+    """What a GGUF file says of a tokenizer.json."""
+    added = {token["content"]: token["id"] for token in raw["added_tokens"]}
+    ids = raw["model"]["vocab"] | added
+    kinds = {
+        token["content"]: CONTROL if token["special"] else USER_DEFINED
+        for token in raw["added_tokens"]
+    }
+    tokens = sorted(ids, key=ids.get)
+    about = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": [kinds.get(token, NORMAL) for token in tokens],
+        "merges": [" ".join(pair) for pair in raw["model"]["merges"]],
+    }
+    return {f"{OWNER}.{key}": value for key, value in (about | keys).items() if value is not None}
+
+
+def written(file: Path, metadata: dict) -> Path:
+    """Write a GGUF file without tensors, and return its path."""
+    writer = gguf.GGUFWriter(file, "llama")
+    for key, value in metadata.items():
+        kinds = {str: writer.add_string, bool: writer.add_bool, list: writer.add_array}
+        kinds.get(type(value), writer.add_int32)(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

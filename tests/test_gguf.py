@@ -177,15 +177,6 @@ def test_a_file_for_token_ids_has_numbers(cli, stories_file):
     assert load_encoding(stories_file, 4096).encode("a 300 301") == [97, 300, 301]
 
 
-def test_tokens_in_the_file_are_not_read_yet(cli, stories_file):
-    tokenizer = stories_file.with_name("tokenizer.json")
-    model = load_model(CHECKPOINTS / "stories")
-    write_gguf(model, stories_file, "float32", tokenizer)
-    tokenizer.unlink()
-    words = f"{stories_file}: its tokens are not read: put a tokenizer.json beside it"
-    assert is_one_line(cli("--model", stories_file, "--prompt", "a"), words)
-
-
 def test_chat_templates_are_beside_it_too(cli, stories_file):
     words = ["this model was not made for chat", str(stories_file)]
     assert is_one_line(cli("--model", stories_file, "--chat", "--prompt", "a"), *words)

@@ -1,0 +1,106 @@
+"""The tokenizer in a GGUF file."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from errors import UserError
+from loading.byte_level import PATTERNS
+from loading.checkpoint import check_values
+from loading.config import read_token_ids
+from loading.gguf import GGUF
+
+OWNER = "tokenizer.ggml"
+GPT2 = PATTERNS["GPT-2"]
+SPLITS = {  # tokenizer.ggml.pre -> the patterns that split a text, one after the other
+    "default": (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}"),  # llama.cpp's own
+    "gpt-2": (GPT2,),
+    "llama-bpe": (PATTERNS["Llama 3"],),
+    "qwen2": (PATTERNS["Qwen2"],),
+    "smollm": (r"\p{N}", GPT2),
+}
+SUPPORTED = {
+    f"{OWNER}.model": ("gpt2",),
+    f"{OWNER}.pre": tuple(SPLITS),
+    f"{OWNER}.add_bos_token": (None, False, True),
+    f"{OWNER}.add_eos_token": (False,),
+}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # types of tokens
+
+
+def read_tokens(gguf: GGUF) -> tuple[list[str], Sequence[int]]:
+    """A file's tokens, by id, and the type of each. Raises UserError if it has none."""
+    tokens = gguf.metadata.get(f"{OWNER}.tokens")
+    if not isinstance(tokens, list):
+        raise UserError(f"{gguf.file}: {OWNER}.tokens is no list of strings")
+    types = gguf.metadata.get(f"{OWNER}.token_type", [NORMAL] * len(tokens))
+    if not isinstance(types, Sequence) or len(types) != len(tokens):
+        raise UserError(f"{gguf.file}: {OWNER}.token_type is no list of {len(tokens)} numbers")
+    if len(set(tokens)) < len(tokens):
+        twice, _ = Counter(tokens).most_common(1)[0]
+        raise UserError(f"{gguf.file}: token {twice!r:.80} is there twice")
+    return tokens, types
+
+
+def token_ids(gguf: GGUF, *names: str, missing: bool = False) -> list[int]:
+    """The ids of tokens such as "bos", of those that the file names.
+
+    Raises UserError for an id that no token has, and if missing is True for one that is not named.
+    """
+    size = len(read_tokens(gguf)[0])
+    keys = [f"{OWNER}.{name}_token_id" for name in names]
+    keys = [key for key in keys if missing or key in gguf.metadata]
+    return [read_token_ids(gguf.file, gguf.metadata, key, size, None)[0] for key in keys]
+
+
+def tokenizer_json(gguf: GGUF) -> dict:
+    """The object of a tokenizer.json with a file's tokenizer. Raises UserError for other ones."""
+    keys = {
+        key.removeprefix(f"{OWNER}."): value
+        for key, value in gguf.metadata.items()
+        if key.startswith(f"{OWNER}.")
+    }
+    check_values(gguf.file, {OWNER: {"model": None} | keys}, SUPPORTED)
+    if not isinstance(keys.get("merges"), list):
+        raise UserError(f"{gguf.file}: {OWNER}.merges is no list of strings")
+    tokens, types = read_tokens(gguf)
+    pre = keys.get("pre", "default")
+    is_llama_3 = pre == "llama-bpe"
+    begins = keys.get("add_bos_token", is_llama_3)
+    bos = token_ids(gguf, "bos", missing=begins)
+    added = {id for id, kind in enumerate(types) if kind in (UNKNOWN, CONTROL, USER_DEFINED)}
+    added |= {*bos, *token_ids(gguf, "eos", "eot", "eom")}
+    # A piece of text that is in the vocabulary is a token there, so control tokens must not be.
+    out = added if is_llama_3 else ()
+    vocabulary = {
+        token: id
+        for id, (token, kind) in enumerate(zip(tokens, types))
+        if kind != UNUSED and id not in out
+    }
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    before = [tokens[id] for id in bos if begins]
+    text = {"Sequence": {"id": "A"}}
+    return byte_level_steps(SPLITS[pre]) | {
+        "added_tokens": [
+            {"id": id, "content": tokens[id], "special": True} | flags for id in sorted(added)
+        ],
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [*({"SpecialToken": {"id": token}} for token in before), text],
+            "special_tokens": {token: {"ids": bos} for token in before},
+        },
+        "model": {
+            "type": "BPE",
+            "ignore_merges": is_llama_3,
+            "vocab": vocabulary,
+            "merges": keys["merges"],
+        },
+    }
+
+
+def byte_level_steps(patterns: tuple[str, ...]) -> dict:
+    """The parts of a tokenizer.json that split a text and write it as bytes."""
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps = [split | {"pattern": {"Regex": pattern}} for pattern in patterns]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps.append(level | {"use_regex": False})
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, "decoder": level}
