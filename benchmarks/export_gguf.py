@@ -11,8 +11,10 @@ import torch
 from errors import UserError
 from llama import LlamaConfig, Rotations
 from loading.byte_level import PATTERNS
+from loading.chat import read_template
 from loading.checkpoint import check_values, read_json
 from loading.gguf_model import ENDS, gguf_name
+from loading.load import parse_name
 from loading.tokenizer import read_tokenizer_json
 from model import Model
 
@@ -98,6 +100,8 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
     writer.add_token_types(kinds)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
     writer.add_add_bos_token(bool(encoding.prefix))
+    if template := read_template(parse_name(tokenizer.parent)):
+        writer.add_chat_template(template[1])
 
 
 def split_name(file: Path, step: dict) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from errors import UserError
 from loading.checkpoint import read_json
+from loading.gguf_tokenizer import read_chat
 from loading.load import Source, parse_name
 from loading.tokenizer import Encoding
 
@@ -30,6 +31,8 @@ class Chat:
         found = None if source.kind == "random" else read_template(source)
         if found is None:
             files = "chat_template.jinja nor a default chat_template in tokenizer_config.json"
+            if source.kind == "gguf":
+                files = f"tokenizer.chat_template nor, beside it, {files}"
             raise UserError(
                 f"{source.label}: this model was not made for chat: it has neither {files}"
             )
@@ -125,6 +128,8 @@ def read_template(source: Source) -> tuple[Path, str, dict[str, str]] | None:
 
     Raises UserError for a file that cannot be read.
     """
+    if source.kind == "gguf" and (found := read_chat(source.gguf)):
+        return found
     of_tokenizer = source.find("tokenizer_config.json")
     config = read_json(of_tokenizer) if of_tokenizer else {}
     file = source.find("chat_template.jinja")

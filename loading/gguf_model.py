@@ -12,6 +12,7 @@ from llama import LlamaConfig
 from loading.config import read_number, read_sizes, read_token_ids
 from loading.gguf import GGUF, Tensor
 from loading.gguf_blocks import DECODERS, decode
+from loading.gguf_tokenizer import named_ends
 from model import GPTConfig, Model
 
 BLOCK = 2**20  # bytes of float32 in a block of rows: decoding is fastest in the processor's cache
@@ -48,7 +49,7 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
     if sizes["head_dim"][0] not in raw:
         fields["head_dim"] = fields["n_embd"] // fields["n_head"]
     fields["vocab_size"] = find(gguf, "token_embd.weight").shape[0]
-    ends = [raw[key] for key in ENDS if key in raw]
+    ends = [raw[key] for key in ENDS if key in raw] + named_ends(gguf)
     ends = read_token_ids(file, {ENDS[0]: ends}, ENDS[0], fields["vocab_size"], None)
     fields["eos_token_ids"] = ends
     make = gpt_config if architecture == "gpt2" else llama_config

@@ -1,7 +1,8 @@
-"""The tokenizer in a GGUF file."""
+"""The tokenizer in a GGUF file, what ends a text, and the chat template."""
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from errors import UserError
 from loading.byte_level import PATTERNS
@@ -25,6 +26,17 @@ SUPPORTED = {
     f"{OWNER}.add_eos_token": (False,),
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # types of tokens
+# Control tokens that end a text, whether or not a key says so: most files name only one of them.
+ENDS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"}
+# Variable of a chat template -> the key of its id, without _token_id.
+NAMED = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",
+    "pad_token": "padding",
+    "mask_token": "mask",
+}
 
 
 def read_tokens(gguf: GGUF) -> tuple[list[str], Sequence[int]]:
@@ -50,6 +62,24 @@ def token_ids(gguf: GGUF, *names: str, missing: bool = False) -> list[int]:
     keys = [f"{OWNER}.{name}_token_id" for name in names]
     keys = [key for key in keys if missing or key in gguf.metadata]
     return [read_token_ids(gguf.file, gguf.metadata, key, size, None)[0] for key in keys]
+
+
+def named_ends(gguf: GGUF) -> list[int]:
+    """The ids of control tokens that end a text by their names."""
+    if f"{OWNER}.tokens" not in gguf.metadata:
+        return []
+    tokens, types = read_tokens(gguf)
+    return [id for id, kind in enumerate(types) if kind == CONTROL and tokens[id] in ENDS]
+
+
+def read_chat(gguf: GGUF) -> tuple[Path, str, dict[str, str]] | None:
+    """A file's chat template, None without one: the file, the text, the tokens it may name."""
+    text = gguf.metadata.get("tokenizer.chat_template")
+    if not isinstance(text, str):
+        return None
+    tokens, _ = read_tokens(gguf)
+    named = {name: tokens[id] for name, key in NAMED.items() for id in token_ids(gguf, key)}
+    return gguf.file, text, named
 
 
 def tokenizer_json(gguf: GGUF) -> dict:
