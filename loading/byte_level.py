@@ -24,3 +24,17 @@ def byte_of_character() -> dict[str, int]:
     hidden = [byte for byte in range(256) if byte not in printable]
     characters = {chr(byte): byte for byte in printable}
     return characters | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+BYTES = byte_of_character()
+CHARACTERS = {byte: character for character, byte in BYTES.items()}
+
+
+def bytes_of(token: str) -> bytes:
+    """What a token spells; one with a character that stands for no byte is its own text."""
+    return bytes(map(BYTES.get, token)) if BYTES.keys() >= set(token) else token.encode()
+
+
+def tokens_of(data: bytes) -> list[str]:
+    """The tokens that may spell these bytes: here one."""
+    return ["".join(map(CHARACTERS.get, data))]

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from errors import UserError
-from loading.byte_level import byte_of_character
+from loading.byte_level import BYTES, CHARACTERS, bytes_of, tokens_of
 from loading.checkpoint import check_values, read_json
 from loading.gguf_tokenizer import OWNER, tokenizer_json
 from loading.load import parse_name
@@ -23,8 +23,6 @@ SUPPORTED = {  # of a tokenizer.json: without these a token would not be the byt
     "decoder.type": ("ByteLevel",),
 }
 FLAGS = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}  # of an added token
-BYTES = byte_of_character()
-CHARACTERS = {byte: character for character, byte in BYTES.items()}
 
 
 class Encoding:
@@ -77,12 +75,11 @@ class Encoding:
 
     def encode_single_token(self, token: str | bytes) -> int:
         """The id of an added token, or of the token with these bytes. Raises KeyError."""
-        if isinstance(token, bytes):
-            token = "".join(map(CHARACTERS.get, token))
-        found = self.tokenizer.token_to_id(token)
-        if found is None:
-            raise KeyError(token)
-        return found
+        for name in tokens_of(token) if isinstance(token, bytes) else [token]:
+            found = self.tokenizer.token_to_id(name)
+            if found is not None:
+                return found
+        raise KeyError(token)
 
     def decode_single_token_bytes(self, token: int) -> bytes:
         """The bytes that a token spells. Raises KeyError for an id without text."""
@@ -91,8 +88,7 @@ class Encoding:
             text = self.tokenizer.id_to_token(token)
             if text is None:
                 raise KeyError(token)
-            if BYTES.keys() >= set(text):
-                return bytes(map(BYTES.get, text))
+            return bytes_of(text)
         return text.encode()
 
     def decode(self, tokens: list[int]) -> str:
@@ -153,15 +149,21 @@ def plain_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
     return plain
 
 
+def written(tokenizer: Tokenizer, text: str) -> str:
+    """A text as the model finds it, before it merges anything."""
+    if tokenizer.normalizer:
+        text = tokenizer.normalizer.normalize_str(text)
+    step = tokenizer.pre_tokenizer
+    return "".join(piece for piece, _ in step.pre_tokenize_str(text)) if step else text
+
+
 def check_bytes(where, tokenizer: Tokenizer) -> None:
     """Raise UserError unless the pre_tokenizer, and nothing before it, writes a text as bytes."""
     if tokenizer.normalizer and "Ã" in tokenizer.normalizer.normalize_str("é"):
         raise UserError(
             f"{where}: normalizer has a step ByteLevel; only pre_tokenizer may have one"
         )
-    step = tokenizer.pre_tokenizer
-    pieces = step.pre_tokenize_str("é") if step else []
-    if "Ã©" not in "".join(piece for piece, _ in pieces):
+    if "Ã©" not in written(tokenizer, "é"):
         raise UserError(f"{where}: pre_tokenizer has no step ByteLevel, so a text has no bytes")
 
 
