@@ -85,7 +85,8 @@ def add_vocabulary(writer, tokenizer: Path, config) -> None:
 
     encoding = read_tokenizer_json(tokenizer)
     raw = read_json(tokenizer)
-    check_values(tokenizer, raw, {"normalizer": (None, {"type": "NFC"})})
+    supported = {"model.byte_fallback": (None, False), "normalizer": (None, {"type": "NFC"})}
+    check_values(tokenizer, raw, supported)
     added = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
     ids = raw["model"]["vocab"] | added
     tokens = [f"<unused {token}>" for token in range(config.vocab_size)]

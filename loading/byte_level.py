@@ -26,6 +26,7 @@ def byte_of_character() -> dict[str, int]:
     return characters | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
+SUPPORTED = {"decoder.type": ("ByteLevel",)}
 BYTES = byte_of_character()
 CHARACTERS = {byte: character for character, byte in BYTES.items()}
 

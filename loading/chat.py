@@ -102,7 +102,7 @@ class Chat:
             if index % 2:
                 ids.append(encoding.encode_single_token(piece))
             else:
-                ids += encoding.encode_ordinary(piece.translate(show))
+                ids += encoding.encode_ordinary(piece.translate(show), begins=not ids)
         return ids
 
 

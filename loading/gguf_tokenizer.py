@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from errors import UserError
+from loading import sentencepiece
 from loading.byte_level import PATTERNS
 from loading.checkpoint import check_values
 from loading.config import read_token_ids
@@ -20,10 +21,11 @@ SPLITS = {  # tokenizer.ggml.pre -> the patterns that split a text, one after th
     "smollm": (r"\p{N}", GPT2),
 }
 SUPPORTED = {
-    f"{OWNER}.model": ("gpt2",),
+    f"{OWNER}.model": ("gpt2", "llama"),
     f"{OWNER}.pre": tuple(SPLITS),
     f"{OWNER}.add_bos_token": (None, False, True),
     f"{OWNER}.add_eos_token": (False,),
+    f"{OWNER}.add_space_prefix": (None, False, True),
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # types of tokens
 # Control tokens that end a text, whether or not a key says so: most files name only one of them.
@@ -90,12 +92,18 @@ def tokenizer_json(gguf: GGUF) -> dict:
         if key.startswith(f"{OWNER}.")
     }
     check_values(gguf.file, {OWNER: {"model": None} | keys}, SUPPORTED)
-    if not isinstance(keys.get("merges"), list):
-        raise UserError(f"{gguf.file}: {OWNER}.merges is no list of strings")
     tokens, types = read_tokens(gguf)
-    pre = keys.get("pre", "default")
-    is_llama_3 = pre == "llama-bpe"
-    begins = keys.get("add_bos_token", is_llama_3)
+    is_sentencepiece = keys["model"] == "llama"
+    is_llama_3 = not is_sentencepiece and keys.get("pre") == "llama-bpe"
+    if is_sentencepiece:
+        steps = sentencepiece.steps(keys.get("add_space_prefix", True))
+        merges = merges_by_score(gguf, tokens, types)
+    else:
+        steps = byte_level_steps(SPLITS[keys.get("pre", "default")])
+        merges = keys.get("merges")
+        if not isinstance(merges, list):
+            raise UserError(f"{gguf.file}: {OWNER}.merges is no list of strings")
+    begins = keys.get("add_bos_token", is_sentencepiece or is_llama_3)
     bos = token_ids(gguf, "bos", missing=begins)
     added = {id for id, kind in enumerate(types) if kind in (UNKNOWN, CONTROL, USER_DEFINED)}
     added |= {*bos, *token_ids(gguf, "eos", "eot", "eom")}
@@ -109,7 +117,7 @@ def tokenizer_json(gguf: GGUF) -> dict:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     before = [tokens[id] for id in bos if begins]
     text = {"Sequence": {"id": "A"}}
-    return byte_level_steps(SPLITS[pre]) | {
+    return steps | {
         "added_tokens": [
             {"id": id, "content": tokens[id], "special": True} | flags for id in sorted(added)
         ],
@@ -120,11 +128,21 @@ def tokenizer_json(gguf: GGUF) -> dict:
         },
         "model": {
             "type": "BPE",
+            "byte_fallback": is_sentencepiece,
             "ignore_merges": is_llama_3,
             "vocab": vocabulary,
-            "merges": keys["merges"],
+            "merges": merges,
         },
     }
+
+
+def merges_by_score(gguf: GGUF, tokens: list[str], types: Sequence[int]) -> list[list[str]]:
+    """The merges of a SentencePiece vocabulary: each way to cut a normal token in two others."""
+    scores = gguf.metadata.get(f"{OWNER}.scores")
+    if not isinstance(scores, Sequence) or len(scores) != len(tokens):
+        raise UserError(f"{gguf.file}: {OWNER}.scores is no list of {len(tokens)} numbers")
+    of = {token: score for token, score, kind in zip(tokens, scores, types) if kind == NORMAL}
+    return sentencepiece.merges_by_score(gguf.file, of)
 
 
 def byte_level_steps(patterns: tuple[str, ...]) -> dict:

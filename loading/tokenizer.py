@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import Metaspace
 
 from errors import UserError
-from loading.byte_level import BYTES, CHARACTERS, bytes_of, tokens_of
+from loading import byte_level, sentencepiece
+from loading.byte_level import BYTES, CHARACTERS
 from loading.checkpoint import check_values, read_json
 from loading.gguf_tokenizer import OWNER, tokenizer_json
 from loading.load import parse_name
@@ -17,16 +19,15 @@ EOT = "<|endoftext|>"
 SUPPORTED = {  # of a tokenizer.json: without these a token would not be the bytes that it spells
     "model.type": ("BPE",),
     "model.dropout": (None, 0),
-    "model.byte_fallback": (None, False),
+    "model.byte_fallback": (None, False, True),
     "model.continuing_subword_prefix": (None, ""),
     "model.end_of_word_suffix": (None, ""),
-    "decoder.type": ("ByteLevel",),
 }
 FLAGS = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}  # of an added token
 
 
 class Encoding:
-    """A byte-level BPE, read by the tokenizers library.
+    """A BPE, read by the tokenizers library: byte-level, or SentencePiece's with byte_fallback.
 
     where: what errors begin with. raw: the object in a `tokenizer.json`.
     special_tokens_set: the added tokens, special or not, that plain text never becomes. (Runs of
@@ -35,6 +36,8 @@ class Encoding:
 
     def __init__(self, where, raw: dict):
         check_values(where, raw, SUPPORTED)
+        self.spelling = sentencepiece if raw["model"].get("byte_fallback") else byte_level
+        check_values(where, raw, self.spelling.SUPPORTED)
         # Texts are never cut or padded. A byte that the vocabulary lacks is dropped: unk_token may
         # be a control token.
         model = raw["model"] | {"unk_token": None}
@@ -49,13 +52,19 @@ class Encoding:
                 raise
             reason = " ".join(str(error).split())
             raise UserError(f"{where}: not a Hugging Face tokenizer: {reason:.200}") from None
-        check_bytes(where, self.tokenizer)
+        check = check_bytes if self.spelling is byte_level else check_blanks
+        check(where, raw, self.tokenizer)
         check_added(where, added, self.tokenizer, model)
         self.added = {token["content"]: token["id"] for token in added}
         self.texts = {token: content for content, token in self.added.items()}
         self.n_vocab = max([*model["vocab"].values(), *self.texts], default=-1) + 1
         self.special_tokens_set = set(filter(controls, self.added))
-        self.missing = {byte for name, byte in BYTES.items() if name not in model["vocab"]}
+        names = BYTES.items() if self.spelling is byte_level else ()
+        self.missing = {byte for name, byte in names if name not in model["vocab"]}
+        # Whether a text is written with a blank before it, which is no part of what comes back.
+        is_sentencepiece = self.spelling is sentencepiece
+        self.strips = is_sentencepiece and sentencepiece.STRIP in raw["decoder"]["decoders"]
+        self.inner = inner_tokenizer(self.plain)
         self.prefix = find_prefix(where, raw.get("post_processor"), self.added)
 
     def encode(self, text: str, allowed_special="") -> list[int]:
@@ -69,13 +78,17 @@ class Encoding:
         tokens = ids(self.tokenizer, text)
         return tokens if tokens[: len(self.prefix)] == self.prefix else self.prefix + tokens
 
-    def encode_ordinary(self, text: str) -> list[int]:
-        """Encode plain text: none of it becomes a token of `special_tokens_set`, no prefix."""
-        return ids(self.plain, text)
+    def encode_ordinary(self, text: str, begins: bool = True) -> list[int]:
+        """Encode plain text: none of it becomes a token of `special_tokens_set`, no prefix.
+
+        begins: False after an added token, where some tokenizers write no first blank.
+        """
+        return ids(self.plain if begins else self.inner, text)
 
     def encode_single_token(self, token: str | bytes) -> int:
         """The id of an added token, or of the token with these bytes. Raises KeyError."""
-        for name in tokens_of(token) if isinstance(token, bytes) else [token]:
+        names = self.spelling.tokens_of(token) if isinstance(token, bytes) else [token]
+        for name in names:
             found = self.tokenizer.token_to_id(name)
             if found is not None:
                 return found
@@ -88,12 +101,13 @@ class Encoding:
             text = self.tokenizer.id_to_token(token)
             if text is None:
                 raise KeyError(token)
-            return bytes_of(text)
+            return self.spelling.bytes_of(text)
         return text.encode()
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens. Bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(map(self.decode_single_token_bytes, tokens)).decode("utf-8", "replace")
+        """The text of tokens from its beginning. Bytes that are no UTF-8 become U+FFFD."""
+        data = b"".join(map(self.decode_single_token_bytes, tokens))
+        return data.decode("utf-8", "replace").removeprefix(" " * self.strips)
 
     def dropped(self, *texts: str, plain: bool = False) -> str:
         """The bytes of texts that the vocabulary lacks, in hexadecimal; "" if it has them all.
@@ -149,6 +163,16 @@ def plain_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
     return plain
 
 
+def inner_tokenizer(plain: Tokenizer) -> Tokenizer:
+    """One for what follows an added token, where only a text's beginning gets a blank."""
+    step = plain.pre_tokenizer
+    if not isinstance(step, Metaspace) or step.prepend_scheme != "first":
+        return plain
+    inner = plain_tokenizer(plain)
+    inner.pre_tokenizer = Metaspace(prepend_scheme="never", split=step.split)
+    return inner
+
+
 def written(tokenizer: Tokenizer, text: str) -> str:
     """A text as the model finds it, before it merges anything."""
     if tokenizer.normalizer:
@@ -157,7 +181,21 @@ def written(tokenizer: Tokenizer, text: str) -> str:
     return "".join(piece for piece, _ in step.pre_tokenize_str(text)) if step else text
 
 
-def check_bytes(where, tokenizer: Tokenizer) -> None:
+def check_blanks(where, raw: dict, tokenizer: Tokenizer) -> None:
+    """Raise UserError unless a text is written with SentencePiece's blanks, and read back."""
+    for name in sentencepiece.BYTES:
+        if name not in raw["model"]["vocab"]:
+            raise UserError(f"{where}: model.byte_fallback is True, and there is no token {name}")
+    text = " a  é\n"
+    blanks = text.replace(" ", sentencepiece.BLANK)
+    if written(tokenizer, text) not in (blanks, sentencepiece.BLANK + blanks):
+        raise UserError(f"{where}: blanks are not written as {sentencepiece.BLANK}")
+    steps = raw["decoder"].get("decoders")
+    if steps not in (sentencepiece.DECODER, [*sentencepiece.DECODER, sentencepiece.STRIP]):
+        raise UserError(f"{where}: decoder does not undo byte_fallback, and nothing else")
+
+
+def check_bytes(where, raw: dict, tokenizer: Tokenizer) -> None:
     """Raise UserError unless the pre_tokenizer, and nothing before it, writes a text as bytes."""
     if tokenizer.normalizer and "Ã" in tokenizer.normalizer.normalize_str("é"):
         raise UserError(
@@ -215,7 +253,7 @@ def load_encoding(name, vocab_size: int) -> Encoding:
 
     `encode(text, allowed_special="all")` takes `<|endoftext|>` in it as the token it is.
 
-    name: as for `load_model`. The model needs a `tokenizer.json` with a byte-level BPE; a GGUF file
+    name: as for `load_model`. The model needs a `tokenizer.json` with a BPE; a GGUF file
     holds its own, or has one beside it. `random:` models speak no language, so their ids from 256
     on print as numbers. So do those of a GGUF file without either. vocab_size: the model's; it may
     be larger than the tokenizer's, as in models whose vocabulary is padded to a round number.

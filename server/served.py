@@ -136,4 +136,5 @@ class Served:
             return prompt
         prompt = [token for token in prompt if 0 <= token < 2**32]
         stream = TextStream(self.thread.encoding)
-        return "".join(map(stream.add, prompt)) + stream.end()
+        text = "".join(map(stream.add, prompt)) + stream.end()
+        return text.removeprefix(" " * self.thread.encoding.strips)

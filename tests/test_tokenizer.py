@@ -272,7 +272,6 @@ def with_two_added(ids: tuple[int, int], in_vocabulary: dict) -> dict:
 OTHER_VALUES = {
     "model.type": "Unigram",
     "model.dropout": 0.1,
-    "model.byte_fallback": True,
     "model.end_of_word_suffix": "</w>",
     "model.continuing_subword_prefix": "##",
     "decoder.type": "WordPiece",
