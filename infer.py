@@ -12,6 +12,7 @@ import torch
 
 from cache import KVCache, check_stride, window_start
 from command_line import (
+    MODEL_HELP,
     STORIES,
     Output,
     Parser,
@@ -224,9 +225,7 @@ def pass_logits(
 
 def main(argv=None) -> None:
     parser = Parser(description="Generate text with a GPT-2, a Llama, a Qwen2.5 or a Qwen3.")
-    parser.add_argument(
-        "--model", default=STORIES, help="directory, FILE.gguf, ORG/NAME of the hub, gpt2, ..."
-    )
+    parser.add_argument("--model", default=STORIES, help=MODEL_HELP)
     parser.add_argument(
         "--no-cache", action="store_true", help="compute all positions again in each step"
     )

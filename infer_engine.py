@@ -6,6 +6,7 @@ if __name__ == "__main__":
     import loading.interrupt  # noqa: F401, before torch, whose import takes a second
 
 from command_line import (
+    MODEL_HELP,
     STORIES,
     Output,
     Parser,
@@ -41,9 +42,7 @@ from sampling import SamplingParams
 
 def main(argv=None) -> None:
     parser = Parser(description="Generate texts that join a running batch as others leave it.")
-    parser.add_argument(
-        "--model", default=STORIES, help="directory, FILE.gguf, ORG/NAME of the hub, gpt2, ..."
-    )
+    parser.add_argument("--model", default=STORIES, help=MODEL_HELP)
     add_engine_options(parser)
     add_options(parser)
     add_sampling_options(parser)

@@ -11,6 +11,7 @@ import torch
 
 from cache import KVCache, check_stride, window_start
 from command_line import (
+    MODEL_HELP,
     STORIES,
     Output,
     Parser,
@@ -226,7 +227,7 @@ def main(argv=None) -> None:
     parser = Parser(
         description="Generate text with two models, of which one drafts and the other verifies."
     )
-    target_help = "whose text it is: directory, FILE.gguf, ORG/NAME of the hub, gpt2"
+    target_help = f"whose text it is: {MODEL_HELP}"
     parser.add_argument("--target", default=STORIES, help=target_help)
     draft_help = "a smaller one, same vocabulary; lookup: copies from the text before"
     parser.add_argument("--draft", default=STORIES.with_name("stories-draft"), help=draft_help)

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from command_line import (
+    MODEL_HELP,
     STORIES,
     Parser,
     add_model_options,
@@ -56,9 +57,7 @@ def main(argv=None) -> None:
 
 
 def add_server_options(parser: Parser) -> None:
-    parser.add_argument(
-        "--model", default=LLAMA, help="directory, FILE.gguf, ORG/NAME of the hub, gpt2, ..."
-    )
+    parser.add_argument("--model", default=LLAMA, help=MODEL_HELP)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
     key_help = "clients must send it as a bearer token; if not given, anyone may ask"

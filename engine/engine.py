@@ -8,7 +8,7 @@ import torch
 from cache import check_stride, shared_length
 from engine.cache import PagedCache
 from engine.drafter import Drafter, Trials
-from engine.pages import PagePool, page_count
+from engine.pages import PagePool, default_pages
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
@@ -30,8 +30,8 @@ class Engine:
     With int8 weights rounding may change a text where torch attends, as int8.py says. Where C
     computes the whole pass, all texts are those of `generate` bit for bit.
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
-    page_size positions; None: enough for max_rows whole windows. budget: tokens in one step, at
-    most. stride: as in `generate`.
+    page_size positions; None: as `default_pages`. budget: tokens in one step, at most. stride: as
+    in `generate`.
     drafter: proposes up to gamma tokens, 1 to 16, to follow each text. trials: decide in which
     steps, by what they took; None: in each.
     encoding: makes text of tokens; None if only tokens are wanted.
@@ -57,7 +57,7 @@ class Engine:
         check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget, gamma=gamma)
         block_size = model.config.block_size
         if num_pages is None:
-            num_pages = max_rows * page_count(block_size, page_size)
+            num_pages = default_pages(max_rows, block_size, page_size)
         check_limits(LIMITS, num_pages=num_pages)
         self.model = model
         self.cache = PagedCache(model, num_pages, page_size)

@@ -19,9 +19,8 @@ from parallel.shards import join_vocabulary, load_part
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """An engine's options, without those of the model and --stride."""
     parser.add_argument("--max-rows", type=int, default=32, help="how many texts run at once")
-    parser.add_argument(
-        "--num-pages", type=int, help="pages in the cache; max-rows windows if not given"
-    )
+    pages_help = "pages in the cache; not given: max-rows windows, or 65,536 positions if fewer"
+    parser.add_argument("--num-pages", type=int, help=pages_help)
     parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
     parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
     draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"

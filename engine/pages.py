@@ -4,6 +4,8 @@ import array
 import hashlib
 from collections import OrderedDict
 
+MOST_POSITIONS = 2**16  # in the pages of an engine, if nobody asks for more
+
 
 class PagePool:
     """Pages by number, each free or in the tables of one or more requests.
@@ -116,6 +118,12 @@ class PagePool:
 def page_count(length: int, page_size: int) -> int:
     """Pages needed for `length` positions."""
     return -(-length // page_size)
+
+
+def default_pages(max_rows: int, block_size: int, page_size: int) -> int:
+    """Pages for max_rows whole windows, but for one, or MOST_POSITIONS, where these are more."""
+    window = page_count(block_size, page_size)
+    return min(max_rows * window, max(window, page_count(MOST_POSITIONS, page_size)))
 
 
 def root(salt: str) -> bytes:

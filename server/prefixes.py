@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable
 
 from cache import check_stride, window_start
-from engine.pages import digest, page_count, root
+from engine.pages import default_pages, digest, root
 
 
 class Prefixes:
@@ -24,7 +24,7 @@ class Prefixes:
         self.block_size = block_size
         self.stride = check_stride(stride, block_size)
         self.page_size = page_size
-        self.most = num_pages or max_rows * page_count(block_size, page_size)
+        self.most = num_pages or default_pages(max_rows, block_size, page_size)
         self.max_rows = max_rows
         # The names of each replica's pages, in LRU order: those asked for last at the end.
         self.pages: dict[Hashable, OrderedDict[bytes, None]] = {}

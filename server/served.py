@@ -16,6 +16,8 @@ from server.protocol import APIError, Message
 
 def served_name(source: Source) -> str:
     """What clients call a model."""
+    if source.package:
+        return source.package
     if source.kind == "gguf":
         return Path(source.name).stem
     return Path(source.name).resolve().name if source.kind == "directory" else source.label

@@ -24,9 +24,7 @@ def test_a_value_out_of_range(tiny, name, value, allowed):
     assert str(error.value) == f"{name} is {value!r}; it must be {allowed}"
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_rows": 10**13}, {"num_pages": 10**20}, {"page_size": 10**20}]
-)
+@pytest.mark.parametrize("options", [{"num_pages": 10**20}, {"page_size": 10**20}])
 def test_more_than_memory(tiny, options):
     """Also where a size takes more than 64 bits."""
     with pytest.raises(UserError, match="positions do not fit in memory: "):
@@ -38,9 +36,8 @@ LINES = [
     ("--stride 65", "stride is 65; it must be an integer from 1 to block_size = 64"),
     ("--max-rows 0", "max_rows is 0; it must be an integer >= 1"),
     ("--max-rows x", "argument --max-rows: invalid int value: 'x'"),
-    (f"--max-rows {10**13}", "do not fit in memory"),
     ("--page-size 0", "page_size is 0; it must be an integer >= 1"),
-    (f"--page-size {10**12}", f"32 pages of {10**12} positions do not fit in memory"),
+    (f"--page-size {10**12}", f"1 pages of {10**12} positions do not fit in memory"),
     ("--num-pages 0", "num_pages is 0; it must be an integer >= 1"),
     ("--num-pages 2 --page-size 4", " pages; there are 2 pages of 4"),
     (f"--num-pages {10**12}", f"{10**12} pages of 16 positions do not fit in memory"),

