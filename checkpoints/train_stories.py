@@ -1,6 +1,6 @@
-"""Train checkpoints/stories (the target), stories-draft (its draft) and stories-llama.
+"""Train checkpoints/stories (the target), -draft (its draft), -llama and -experts.
 
-Six stages; each leaves a file in --work and is skipped when it finds it there, so an interrupted
+Seven stages; each leaves a file in --work and is skipped when it finds it there, so an interrupted
 run goes on:
 
 1. tokenizer.json: a byte-level BPE of 4,096 tokens, the last of them `<|endoftext|>`, as in GPT-2;
@@ -12,7 +12,8 @@ run goes on:
    token is accepted with probability sum(min(p, q)): one minus the distance between target and
    draft;
 6. llama.pt: a Llama, trained as the target was, but half of its stories have a line of three of
-   their words before them, so that a user can ask for a story with some words.
+   their words before them, so that a user can ask for a story with some words;
+7. experts.pt: a mixture of experts (Qwen3-MoE), trained on the same text as the Llama.
 
 The text is TinyStories (Eldan & Li 2023, arXiv 2305.07759;
 huggingface.co/datasets/roneneldan/TinyStories), as one file (or .xz of it) in which a line
@@ -21,8 +22,9 @@ huggingface.co/datasets/roneneldan/TinyStories), as one file (or .xz of it) in w
     python checkpoints/train_stories.py --train stories.xz --heldout heldout.txt \\
         --work work --out out
 
-`--only stories-llama` needs stages 1 and 6 alone; `--only stories` leaves 6 out. Run it on main:
-lessons before 26 cannot load as int8, and stories-llama comes with lesson 30.
+`--only stories-llama` needs stages 1 and 6 alone, `--only stories-experts` 1 and 7, `--only
+stories` 1 to 5. Run it on main: lessons before 26 cannot load as int8, and stories-llama comes
+with lesson 30.
 """
 
 import argparse
@@ -65,6 +67,17 @@ LLAMA = {  # of transformers' LlamaConfig
     "eos_token_id": EOS_ID,
     "pad_token_id": None,
 }
+EXPERTS = {  # of transformers' Qwen3MoeConfig
+    **LLAMA,
+    "hidden_size": 128,
+    "moe_intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+BALANCE = 0.01  # weight of the loss that has all experts of a layer chosen equally often
 # A user's message is the words of a story, the assistant's the story: what the Llama learnt.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -124,14 +137,14 @@ def to_stream(stories: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(stream + [EOS_ID]), torch.tensor(starts)
 
 
-def windows(stream, starts, generator):
+def windows(stream, starts, generator, batch_size: int):
     """Endless batches of training windows: half begin with a story, half lie anywhere.
 
     The latter are what a sliding window sees. A window that begins with a story has its EOS first
-    or lacks it, as prompts do. Yields (BATCH_SIZE, BLOCK_SIZE + 1).
+    or lacks it, as prompts do. Yields (batch_size, BLOCK_SIZE + 1).
     """
     last = len(stream) - BLOCK_SIZE - 1
-    half = BATCH_SIZE // 2
+    half = batch_size // 2
     order = torch.empty(0, dtype=torch.long)
     starts = starts[starts < last]
     while True:
@@ -139,7 +152,7 @@ def windows(stream, starts, generator):
             order = torch.cat([order, torch.randperm(len(starts), generator=generator)])
         begin = starts[order[:half]] + torch.randint(2, (half,), generator=generator)
         order = order[half:]
-        anywhere = torch.randint(last, (BATCH_SIZE - half,), generator=generator)
+        anywhere = torch.randint(last, (batch_size - half,), generator=generator)
         yield slices(stream, torch.cat([begin, anywhere]))
 
 
@@ -158,9 +171,18 @@ class Optimizer:
 
     def __init__(self, model: torch.nn.Module, lr: float, steps: int):
         def is_matrix(name, parameter):
-            return parameter.dim() == 2 and name.startswith(("h.", "model.layers."))
+            return parameter.dim() >= 2 and name.startswith(("h.", "model.layers."))
 
-        matrices = [p for name, p in model.named_parameters() if is_matrix(name, p)]
+        matrices = []
+        self.experts = []  # (all experts' matrices in one parameter, a parameter for each matrix)
+        for name, parameter in model.named_parameters():
+            if is_matrix(name, parameter) and parameter.dim() == 3:
+                parts = len(parameter) * (2 if "gate_up" in name else 1)
+                views = parameter.data.flatten(0, 1).chunk(parts)
+                self.experts.append((parameter, [torch.nn.Parameter(view) for view in views]))
+                matrices += self.experts[-1][1]
+            elif is_matrix(name, parameter):
+                matrices.append(parameter)
         rest = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
         self.parts = [
             torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"),
@@ -175,6 +197,10 @@ class Optimizer:
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(part, schedule) for part in self.parts]
 
     def step(self):
+        for parameter, matrices in self.experts:
+            for matrix, grad in zip(matrices, parameter.grad.flatten(0, 1).chunk(len(matrices))):
+                matrix.grad = grad
+            parameter.grad = None
         for part, schedule in zip(self.parts, self.schedules):
             part.step()
             schedule.step()
@@ -200,10 +226,24 @@ def train(model: torch.nn.Module, loss_at, steps: int, lr: float, report) -> Non
             print(report(), flush=True)
 
 
-def logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """(B, T) ids to (B, T, vocab_size), of our GPT or of a model of transformers."""
-    output = model(tokens)
+def logits(output) -> torch.Tensor:
+    """(B, T, vocab_size), of the output of our GPT or of a model of transformers."""
     return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def balance_loss(output) -> torch.Tensor | float:
+    """Mean over the layers of transformers' loss, 0 for a model without experts.
+
+    Computed over all layers at once, the loss would only ask that an expert's number be chosen
+    equally often.
+    """
+    if getattr(output, "router_logits", None) is None:
+        return 0.0
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    experts = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
+    losses = [load_balancing_loss_func((layer,), *experts) for layer in output.router_logits]
+    return torch.stack(losses).mean()
 
 
 @torch.no_grad()
@@ -213,7 +253,7 @@ def heldout_loss(model: torch.nn.Module, stream: torch.Tensor) -> float:
     total = 0.0
     for begin in range(0, len(stream) - 1, BLOCK_SIZE):
         piece = stream[begin : begin + BLOCK_SIZE + 1].to(device)
-        found = logits(model, piece[None, :-1])[0].float()
+        found = logits(model(piece[None, :-1]))[0].float()
         total += F.cross_entropy(found, piece[1:], reduction="sum").item()
     return total / (len(stream) - 1)
 
@@ -223,11 +263,13 @@ def train_on_text(
 ) -> torch.nn.Module:
     forward = compiled(model, args)
     cross_entropy = torch.compile(F.cross_entropy) if args.compile else F.cross_entropy
-    batches = windows(stream, starts, generator)
+    batches = windows(stream, starts, generator, args.batch_size)
 
     def loss_at(step):
         batch = next(batches).to(args.device)
-        return cross_entropy(forward(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+        output = forward(batch[:, :-1])
+        loss = cross_entropy(logits(output).float().flatten(0, 1), batch[:, 1:].flatten())
+        return loss + BALANCE * balance_loss(output)
 
     def report():
         return f"held-out loss {heldout_loss(model, heldout):.4f}"
@@ -250,6 +292,15 @@ def new_llama(args):
     return LlamaForCausalLM(LlamaConfig(**LLAMA)).to(args.device)
 
 
+def new_experts(args):
+    """A mixture of experts of transformers, as new_llama."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(args.seed)
+    config = Qwen3MoeConfig(**EXPERTS, output_router_logits=True)
+    return Qwen3MoeForCausalLM(config).to(args.device)
+
+
 def compiled(model: torch.nn.Module, args):
     """The forward pass in bfloat16 autocast, its blocks compiled if asked for."""
     if args.compile:
@@ -258,7 +309,7 @@ def compiled(model: torch.nn.Module, args):
 
     def forward(tokens):
         with torch.autocast(args.device, torch.bfloat16):
-            return logits(model, tokens)
+            return model(tokens)
 
     return forward
 
@@ -303,7 +354,8 @@ def ask_teacher(target: GPT, batch: torch.Tensor, args) -> tuple[torch.Tensor, t
     ids = []
     logps = []
     for number, part in enumerate(batch.split(BATCH_SIZE)):
-        top = forward(part[:, :-1].to(args.device)).float().log_softmax(dim=-1).topk(TOP, dim=-1)
+        found = logits(forward(part[:, :-1].to(args.device))).float()
+        top = found.log_softmax(dim=-1).topk(TOP, dim=-1)
         ids.append(top.indices.to("cpu", torch.int16))
         logps.append(top.values.to("cpu", torch.float16))
         if number % 100 == 0:
@@ -374,7 +426,10 @@ def main(argv=None) -> None:
     parser.add_argument("--windows", type=int, default=6000, help=learnt)
     parser.add_argument("--draft-steps", type=int, default=2400)
     parser.add_argument("--llama-steps", type=int, default=3000)
-    names = ("stories", "stories-llama")
+    parser.add_argument("--experts-steps", type=int, default=3000)
+    batch = "windows a step of the stages that learn from the text"
+    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help=batch)
+    names = ("stories", "stories-llama", "stories-experts")
     parser.add_argument("--only", choices=names, help="leave the other stages out")
     parser.add_argument("--seed", type=int, default=0)
     compiler = "torch.compile; needs a C++ compiler on a CPU"
@@ -404,10 +459,16 @@ def main(argv=None) -> None:
         bits = loss * (len(heldout) - 1) / math.log(2) / heldout_bytes
         print(f"{name}: held-out loss {loss:.4f} nats a token, {bits:.4f} bits a byte")
 
-    if args.only != "stories-llama":
+    if args.only in (None, "stories"):
         make_pair(*tokens(train_stories), heldout, args, report)
     if args.only != "stories":
-        make_llama(*tokens(with_words(train_stories, args.seed)), heldout, args, report)
+        stream, starts = tokens(with_words(train_stories, args.seed))
+        if args.only != "stories-experts":
+            model = new_llama(args)
+            make_chat(model, args.llama_steps, "llama", stream, starts, heldout, args, report)
+        if args.only != "stories-llama":
+            model = new_experts(args)
+            make_chat(model, args.experts_steps, "experts", stream, starts, heldout, args, report)
 
 
 def make_pair(stream, starts, heldout, args, report) -> None:
@@ -458,23 +519,22 @@ def make_pair(stream, starts, heldout, args, report) -> None:
             report(f"{name}, {dtype}", load_model(args.out / name, dtype))
 
 
-def make_llama(stream, starts, heldout, args, report) -> None:
-    """Stage 6, and the checkpoint stories-llama with its chat template."""
+def make_chat(model, steps: int, name: str, stream, starts, heldout, args, report) -> None:
+    """Stage 6 or 7, and the checkpoint stories-llama or -experts with its chat template."""
     print(f"{len(stream)} tokens to train on, {len(heldout)} held out", flush=True)
     generator = torch.Generator().manual_seed(args.seed)
-    model = new_llama(args)
 
     def trained():
-        steps = args.llama_steps
         return train_on_text(model, stream, starts, heldout, steps, generator, args).state_dict()
 
-    model.load_state_dict(stage(args.work / "llama.pt", trained))
-    directory = args.out / "stories-llama"
+    model.load_state_dict(stage(args.work / f"{name}.pt", trained))
+    directory = args.out / f"stories-{name}"
+    model.config.output_router_logits = False
     model.to("cpu").half().save_pretrained(directory)
     (directory / "tokenizer.json").write_bytes((args.work / "tokenizer.json").read_bytes())
     special = {"bos_token": EOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2) + "\n")
-    report("stories-llama", model.float())
+    report(f"stories-{name}", model.float())
 
 
 if __name__ == "__main__":
