@@ -224,7 +224,9 @@ def pass_logits(
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with a GPT-2, a Llama, a Qwen2.5 or a Qwen3.")
+    parser = Parser(
+        description="Generate text with a GPT-2, a Llama, a Qwen2.5, a Qwen3 or a Qwen3-MoE."
+    )
     parser.add_argument("--model", default=STORIES, help=MODEL_HELP)
     parser.add_argument(
         "--no-cache", action="store_true", help="compute all positions again in each step"

@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Qwen2 and Qwen3, written out: what changed since GPT-2.
+"""The forward pass of Llama, Qwen2, Qwen3 and Qwen3-MoE: what changed since GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
@@ -27,6 +27,17 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """What an MLP of experts looks like: Qwen3-MoE."""
+
+    count: int
+    chosen: int  # of them, for each token
+    n_inner: int  # the width inside one
+    is_normalized: bool = False  # the weights of those chosen add up to 1
+    dense_layers: tuple[int, ...] = ()  # layers that have one MLP for all tokens
+
+
+@dataclass(frozen=True)
 class LlamaConfig:
     """The shape of a Llama; the defaults are those of the embedded checkpoints/stories-llama."""
 
@@ -47,6 +58,7 @@ class LlamaConfig:
     qkv_bias: bool = False  # queries, keys and values have biases: Qwen2
     qk_norm: bool = False  # each head's query and key have an RMSNorm before rotation: Qwen3
     tied_head: bool = True
+    experts: ExpertsConfig | None = None
 
 
 class RMSNorm(nn.Module):
@@ -152,25 +164,64 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020, 2002.05202): one product of x gates another."""
+    """SwiGLU (Shazeer 2020, 2002.05202): one product of x gates another.
 
-    def __init__(self, config: LlamaConfig):
+    n_inner: the width inside, that of the config by default.
+    """
+
+    def __init__(self, config: LlamaConfig, n_inner: int | None = None):
         super().__init__()
-        self.gate_proj = Linear(config.n_embd, config.n_inner, bias=False)
-        self.up_proj = Linear(config.n_embd, config.n_inner, bias=False)
-        self.down_proj = Linear(config.n_inner, config.n_embd, bias=False)
+        n_inner = n_inner or config.n_inner
+        self.gate_proj = Linear(config.n_embd, n_inner, bias=False)
+        self.up_proj = Linear(config.n_embd, n_inner, bias=False)
+        self.down_proj = Linear(n_inner, config.n_embd, bias=False)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class MixtureOfExperts(nn.Module):
+    """Many MLPs, of which each token takes the few that a router finds likeliest.
+
+    Shazeer et al. 2017, 1701.06538. Each expert's matrices are read once for all its tokens.
+    """
+
     def __init__(self, config: LlamaConfig):
+        super().__init__()
+        sizes = config.experts
+        self.chosen = sizes.chosen
+        self.is_normalized = sizes.is_normalized
+        self.gate = Linear(config.n_embd, sizes.count, bias=False)
+        self.experts = nn.ModuleList(MLP(config, sizes.n_inner) for _ in range(sizes.count))
+
+    def route(self, x):
+        """(N, C) to the weights and the numbers of each token's experts, both (N, chosen)."""
+        shares = self.gate(x).softmax(-1, dtype=torch.float32)  # whatever the weights are
+        # Not topk, which may take either of two equal ones; here the lower number wins.
+        shares, experts = shares.sort(dim=-1, descending=True, stable=True)
+        shares = shares[:, : self.chosen]
+        if self.is_normalized:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return shares.to(x.dtype), experts[:, : self.chosen]
+
+    def forward(self, x):
+        tokens = x.flatten(0, -2)  # (N, C)
+        weights, experts = self.route(tokens)
+        y = torch.zeros_like(tokens)
+        for expert in experts.unique().tolist():  # in order: a token's sum depends on no other
+            rows, places = torch.where(experts == expert)
+            y[rows] += weights[rows, places, None] * self.experts[expert](tokens[rows])
+        return y.view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
         self.input_layernorm = RMSNorm(config)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config)
-        self.mlp = MLP(config)
+        has_experts = config.experts and layer not in config.experts.dense_layers
+        self.mlp = MixtureOfExperts(config) if has_experts else MLP(config)
 
     def forward(self, x, cos, sin, attend):
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
@@ -191,6 +242,10 @@ class Llama(Model):
         "gate": ("layers.*.mlp.gate_proj", "blk.*.ffn_gate"),
         "up": ("layers.*.mlp.up_proj", "blk.*.ffn_up"),
         "down": ("layers.*.mlp.down_proj", "blk.*.ffn_down"),
+        "router": ("layers.*.mlp.gate", "blk.*.ffn_gate_inp"),
+        "expert_gate": ("layers.*.mlp.experts.*.gate_proj", "blk.*.ffn_gate_exps"),
+        "expert_up": ("layers.*.mlp.experts.*.up_proj", "blk.*.ffn_up_exps"),
+        "expert_down": ("layers.*.mlp.experts.*.down_proj", "blk.*.ffn_down_exps"),
         "norm": ("norm", "output_norm"),
         "head": ("lm_head", "output"),
     }
@@ -202,7 +257,7 @@ class Llama(Model):
         self.config = config
         tokens = torch.empty(config.vocab_size, config.n_embd)
         self.embed_tokens = nn.Embedding.from_pretrained(tokens, freeze=False)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = RMSNorm(config)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()

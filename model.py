@@ -220,7 +220,7 @@ class Model(nn.Module):
             return weight.zero_()
         if weight.dim() == 1:
             return weight.fill_(1.0)
-        ends_branch = self.role(name) in ("attn_out", "down")
+        ends_branch = self.role(name) in ("attn_out", "down", "expert_down")
         scale = (2 * self.config.n_layer) ** -0.5 if ends_branch else 1.0
         return weight.normal_(std=std * scale, generator=generator)
 

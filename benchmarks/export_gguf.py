@@ -35,6 +35,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     is_qwen3 = is_llama and config.qk_norm
     if is_qwen3 and (config.rope_scaling or config.rope_factors):
         raise UserError("llama.cpp reads no slowed rotations of a Qwen3, so it is not exported")
+    if is_llama and config.experts:
+        raise UserError("a mixture of experts is not exported")
     kind = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"
     writer = gguf.GGUFWriter(path, kind)
     if tokenizer:

@@ -5,7 +5,7 @@ import reprlib
 from pathlib import Path
 
 from errors import UserError
-from llama import LlamaConfig, RopeScaling
+from llama import ExpertsConfig, LlamaConfig, RopeScaling
 from loading.checkpoint import check_values
 from model import GPTConfig
 
@@ -117,7 +117,7 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "head_dim": ("head_dim", 1000),
 }
 LLAMA_SUPPORTED = {  # what the forward pass computes
-    "model_type": ("llama", "qwen2", "qwen3"),
+    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -151,6 +151,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     for layer in layers if isinstance(layers, list) else [layers]:
         check_values(file, {"layer_types": layer}, {"layer_types": ("full_attention",)})
     model_type = raw.get("model_type")
+    has_qk_norm = model_type in ("qwen3", "qwen3_moe")
     if model_type == "qwen3":
         raw = {"head_dim": 128} | raw  # as in transformers, where a Llama's is a fraction of n_embd
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # older files; newer
@@ -172,7 +173,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
             f"{file}: {heads} heads, {shared} of them with keys, of {size} numbers each; {allowed}"
         )
     vocabulary = fields["vocab_size"]
-    is_qwen = model_type in ("qwen2", "qwen3")
+    is_qwen = has_qk_norm or model_type == "qwen2"
     eos = read_token_ids(file, raw, "eos_token_id", vocabulary, None if is_qwen else 2)
     return LlamaConfig(
         **fields,
@@ -182,9 +183,38 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         rope_theta=read_number(file, raw | rope, "rope_theta", 10000.0, 1e12),
         rope_scaling=read_scaling(file, rope) if kind == "llama3" else None,
         qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
+        qk_norm=has_qk_norm,
         tied_head=raw.get("tie_word_embeddings", False),
+        experts=read_experts(file, raw, fields["n_layer"]) if model_type == "qwen3_moe" else None,
     )
+
+
+EXPERTS_SIZES = {  # field of ExpertsConfig -> its key, and the largest value read
+    "count": ("num_experts", 1000),
+    "chosen": ("num_experts_per_tok", 1000),
+    "n_inner": ("moe_intermediate_size", 10**6),
+}
+
+
+def read_experts(file: Path, raw: dict, n_layer: int) -> ExpertsConfig:
+    """The ExpertsConfig of a Qwen3-MoE. Raises UserError for what makes no sense."""
+    check_values(file, raw, {"norm_topk_prob": (False, True)})
+    if "num_experts" not in raw and "num_local_experts" in raw:  # as transformers 5 writes it
+        raw = raw | {"num_experts": raw["num_local_experts"]}
+    fields = read_sizes(file, raw, EXPERTS_SIZES, {"count": 128, "chosen": 8, "n_inner": 768})
+    if fields["chosen"] > fields["count"]:
+        raise UserError(
+            f"{file}: num_experts_per_tok is {fields['chosen']}, and num_experts {fields['count']}"
+        )
+    step = read_sizes(file, raw, {"step": ("decoder_sparse_step", 1000)}, {"step": 1})["step"]
+    dense = raw.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise UserError(
+            f"{file}: mlp_only_layers is {reprlib.repr(dense)}; it must be a list of integers"
+        )
+    layers = (layer for layer in range(n_layer) if layer in dense or (layer + 1) % step)
+    normalized = raw.get("norm_topk_prob", False)
+    return ExpertsConfig(**fields, is_normalized=normalized, dense_layers=tuple(layers))
 
 
 def llama_fields(config: LlamaConfig) -> dict:
@@ -204,9 +234,17 @@ def llama_fields(config: LlamaConfig) -> dict:
         )
     scaling = config.rope_scaling
     name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
+    model_type = name.lower()
+    experts = {}
+    if config.experts:
+        name = "Qwen3Moe"
+        model_type = "qwen3_moe"
+        experts = {key: getattr(config.experts, field) for field, (key, _) in EXPERTS_SIZES.items()}
+        experts["norm_topk_prob"] = config.experts.is_normalized
+        experts["mlp_only_layers"] = list(config.experts.dense_layers)
     return {
         "architectures": [f"{name}ForCausalLM"],
-        "model_type": name.lower(),
+        "model_type": model_type,
         **{key: getattr(config, field) for field, (key, _) in LLAMA_SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_epsilon,
@@ -215,4 +253,5 @@ def llama_fields(config: LlamaConfig) -> dict:
         "tie_word_embeddings": config.tied_head,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
+        **experts,
     }

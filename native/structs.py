@@ -51,6 +51,8 @@ def model_struct(model) -> ModelStruct:
         raise ValueError(f"native code computes {allowed}; this is {type(model).__name__}")
     config = model.config
     C = config.n_embd
+    if getattr(config, "experts", None):
+        raise ValueError("native code computes no mixture of experts")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"{config.n_head} heads cannot share the keys of {config.n_kv_head}")
     blocks = model.get_submodule(model.ROLES["attn_norm"][0].partition(".*")[0])

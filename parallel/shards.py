@@ -64,8 +64,8 @@ def keys_of(heads: range, group: int) -> list[int]:
 class Plan:
     """What a rank has of each weight of a model, and what all ranks have.
 
-    parts: by the name of the weight. heads, inner, outputs: of each rank. keys: of this one.
-    Raises UserError where there are too few heads.
+    parts: by the name of the weight. heads, inner, expert_inner, outputs: of each rank. keys: of
+    this one. Raises UserError where there are too few heads.
     """
 
     def __init__(self, model: Model, ranks: Ranks):
@@ -83,12 +83,15 @@ class Plan:
         else:  # ranks that share a key have a copy each
             self.heads = split(config.n_head, ranks.size, unit=1)
         self.inner = split(config.n_inner, ranks.size)
+        experts = getattr(config, "experts", None)
+        self.expert_inner = split(experts.n_inner if experts else 0, ranks.size)
         self.outputs = split(C, ranks.size)
         heads = self.heads[ranks.rank]
         self.keys = keys_of(heads, group)
         queries = range(heads.start * D, heads.stop * D)
         vocab = Part([split(config.vocab_size, ranks.size)[ranks.rank]])
         inner = self.inner[ranks.rank]
+        expert_inner = self.expert_inner[ranks.rank]
 
         def keys(before: int = 0) -> list[range]:
             """The rows of this rank's keys, or values, behind the rows of `before` heads."""
@@ -110,6 +113,9 @@ class Plan:
             "gate": Part([inner]),
             "up": Part([inner]),
             "down": last(inner),
+            "expert_gate": Part([expert_inner]),
+            "expert_up": Part([expert_inner]),
+            "expert_down": last(expert_inner),
             "head": vocab,
         }
         self.parts = {}
@@ -158,6 +164,7 @@ def join_blocks(model: Model, plan: Plan) -> None:
     widths = {
         "attn_out": [len(heads) * D for heads in plan.heads],
         "down": [len(inner) for inner in plan.inner],
+        "expert_down": [len(inner) for inner in plan.expert_inner],
     }
     outputs = [len(own) for own in plan.outputs]
     roles = {name.rpartition(".")[0]: model.role(name) for name in plan.parts}

@@ -127,10 +127,12 @@ def peer(tmp_path, monkeypatch):
     from transformers.models.llama import modeling_llama
     from transformers.models.qwen2 import modeling_qwen2
     from transformers.models.qwen3 import modeling_qwen3
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
 
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
     monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", exact_norm)
     monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", exact_norm)
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", exact_norm)
     return lambda kind, **options: random_peer(kind, tmp_path, **options)
 
 
@@ -176,7 +178,10 @@ def edit_json(file: Path, changes: dict) -> None:
 
 
 def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
-    """A random Llama, Qwen2 or Qwen3 (kind) of transformers, in float64, and where it is saved."""
+    """A random model of transformers, in float64, and where it is saved.
+
+    kind: Llama, Qwen2, Qwen3 or Qwen3Moe.
+    """
     import transformers
 
     small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -233,6 +238,19 @@ def tiny_llama():
         small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,)}
         model = Llama(LlamaConfig(**small | shape)).to(dtype)
         return model.init_weights(std=0.4, generator=torch.Generator().manual_seed(seed)).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_experts(tiny_llama):
+    """`tiny_llama` with 5 experts of 12, of which each token takes 2. sizes: other experts."""
+
+    def build(seed=0, sizes=None, **shape):
+        from llama import ExpertsConfig
+
+        experts = {"count": 5, "chosen": 2, "n_inner": 12, "is_normalized": True} | (sizes or {})
+        return tiny_llama(seed, qk_norm=True, experts=ExpertsConfig(**experts), **shape)
 
     return build
 

@@ -30,7 +30,7 @@ def test_the_default_shape_can_be_written_and_read():
     assert read_llama_config(Path("config.json"), llama_fields(LlamaConfig())) == LlamaConfig()
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])
 def test_its_class_is_named_as_transformers_does(tmp_path, kind):
     """Other programs than transformers go by this name, not by model_type."""
     from loading.config import llama_fields, read_llama_config

@@ -296,8 +296,8 @@ SLIDING = "layer_types is 'sliding_attention'; supported is 'full_attention'"
         ({"attention_bias": True}, "attention_bias is True; supported is False"),
         ({"eos_token_id": None}, "eos_token_id is None; it must be an id below 61"),
         (
-            {"model_type": "qwen3_moe"},
-            "model_type is 'qwen3_moe'; supported is 'llama' or 'qwen2' or 'qwen3'",
+            {"model_type": "mistral"},
+            "model_type is 'mistral'; supported is 'llama' or 'qwen2' or 'qwen3'",
         ),
         ({"head_dim": 5}, "4 heads, 2 of them with keys, of 5 numbers each"),
     ],
