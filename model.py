@@ -152,8 +152,11 @@ class Model(nn.Module):
         return self.ROLES[role][0].replace("*", "{}").format(*numbers)
 
     def layer(self, role: str, *numbers: int) -> nn.Module | None:
-        """The layer with this role; None if this architecture has none."""
-        return self.get_submodule(self.path(role, *numbers)) if role in self.ROLES else None
+        """The layer with this role; None if this architecture, or this block, has none."""
+        try:
+            return self.get_submodule(self.path(role, *numbers))
+        except (KeyError, AttributeError):
+            return None
 
     def role(self, name: str) -> str:
         """The role of the layer whose weight or bias has this name."""

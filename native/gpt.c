@@ -267,9 +267,13 @@ typedef struct {
 } Norm;
 
 typedef struct {
+  Linear in[2], out;  // gate and up in Llama, one layer in GPT-2
+} MLP;
+
+typedef struct {
   Norm attn_norm, query_norm, key_norm, mlp_norm;  // the two in the middle: Qwen3, or NULL
   Linear attn_in[3], attn_out;  // query, key, value, or one for all three; the others have out 0
-  Linear mlp_in[2], mlp_out;    // gate and up in Llama, one layer in GPT-2
+  MLP mlp;
 } Layer;
 
 typedef struct {
@@ -665,14 +669,19 @@ static Range share(int64_t n, int few) {
   return few ? (Range){0, n} : (Range){n * thread / threads, n * (thread + 1) / threads};
 }
 
-// Layers on the same input, whose outputs stand side by side in y.
-static void products(const Linear *l, int count, int64_t T, int few, Input in, float *y, int add) {
+// Round the inputs of a layer, if its weights are int8, and wait until all are there.
+static void round_inputs(const Linear *l, int64_t T, int few, Input in) {
   Range own = share(T, few);
   if (l->scale)
     for (int64_t t = own.begin; t < own.end; t++) quantize_token(l, in, t);
   if (!few) {
 #pragma omp barrier
   }
+}
+
+// Layers on the same input, whose outputs stand side by side in y.
+static void products(const Linear *l, int count, int64_t T, int few, Input in, float *y, int add) {
+  round_inputs(l, T, few, in);
   for (int i = 0; i < count; i++) {
     outputs(l + i, T, in, y, add);
     y += l[i].out;
@@ -719,18 +728,19 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     float *own_in = in + own.begin * C;
     for (int64_t i = 0; i < m->n_layer; i++) {
       const Layer *layer = m->layers + i;
-      int64_t inner = layer->mlp_out.in;
+      const MLP *mlp = &layer->mlp;
+      int64_t inner = mlp->out.in;
       normalize(&layer->attn_norm, m->epsilon, n, C, own_x, own_in);
       products(layer->attn_in, 3, T, few, input, wide, 0);
       attention(m, p, i, wide, scores, y);
       products(&layer->attn_out, 1, T, few, attended, x, 1);
       normalize(&layer->mlp_norm, m->epsilon, n, C, own_x, own_in);
-      products(layer->mlp_in, 2, T, few, input, wide, 0);
-      if (layer->mlp_in[1].out)
+      products(mlp->in, 2, T, few, input, wide, 0);
+      if (mlp->in[1].out)
         swiglu(n, inner, wide + own.begin * 2 * inner, in + own.begin * inner);
       else
         gelu(n * inner, wide + own.begin * inner, in + own.begin * inner);
-      products(&layer->mlp_out, 1, T, few, input, x, 1);
+      products(&mlp->out, 1, T, few, input, x, 1);
     }
     own = share(p->wanted, few);
     for (int64_t i = own.begin; i < own.end; i++)

@@ -17,13 +17,13 @@ def struct(name: str, **fields) -> type[ctypes.Structure]:
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int64
 NormStruct = struct("NormStruct", weight=POINTER, bias=POINTER)
+MLPStruct = struct("MLPStruct", inputs=LinearStruct * 2, out=LinearStruct)
 LayerStruct = struct(
     "LayerStruct",
     **dict.fromkeys(("attn_norm", "query_norm", "key_norm", "mlp_norm"), NormStruct),
     attn_in=LinearStruct * 3,
     attn_out=LinearStruct,
-    mlp_in=LinearStruct * 2,
-    mlp_out=LinearStruct,
+    mlp=MLPStruct,
 )
 ModelStruct = struct(
     "ModelStruct",
@@ -64,7 +64,7 @@ def model_struct(model) -> ModelStruct:
         n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
         n_embd=C,
-        widest=max(C, layers[0].attn_in[0].width, layers[0].mlp_in[0].width),
+        widest=max(C, layers[0].attn_in[0].width, layers[0].mlp.inputs[0].width),
         epsilon=config.norm_epsilon,
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
         head=linear(model.layer("head"), config.vocab_size, C),
@@ -78,29 +78,31 @@ def layer_struct(model, block: int) -> LayerStruct:
     """What C reads of a block, by the roles of its layers."""
     config = model.config
     C = config.n_embd
-    inner = config.n_inner
     queries = config.n_head * config.head_dim
     keys = config.n_kv_head * config.head_dim
     attn_in = {"qkv": queries + 2 * keys, "query": queries, "key": keys, "value": keys}
-    mlp_in = {"gate": inner, "up": inner}
 
-    def side_by_side(outputs: dict[str, int]) -> tuple[LinearStruct, ...]:
+    def side_by_side(outputs: dict[str, int], *numbers: int) -> tuple[LinearStruct, ...]:
         """Layers on the same input, with their outputs, which C writes side by side."""
-        roles = [role for role in outputs if role in model.ROLES]
-        structs = tuple(linear(model.layer(role, block), outputs[role], C) for role in roles)
+        layers = {role: model.layer(role, *numbers) for role in outputs}
+        roles = [role for role in outputs if layers[role] is not None]
+        structs = tuple(linear(layers[role], outputs[role], C) for role in roles)
         for each in structs:
             each.width = sum(outputs[role] for role in roles)
         return structs
 
+    def mlp(prefix: str, inner: int, *numbers: int) -> MLPStruct:
+        inputs = side_by_side({f"{prefix}gate": inner, f"{prefix}up": inner}, *numbers)
+        return MLPStruct(inputs, linear(model.layer(f"{prefix}down", *numbers), C, inner))
+
     return LayerStruct(
         attn_norm=norm(model.layer("attn_norm", block), C),
-        attn_in=side_by_side(attn_in),
+        attn_in=side_by_side(attn_in, block),
         query_norm=norm(model.layer("query_norm", block), config.head_dim),
         key_norm=norm(model.layer("key_norm", block), config.head_dim),
         attn_out=linear(model.layer("attn_out", block), C, queries),
         mlp_norm=norm(model.layer("mlp_norm", block), C),
-        mlp_in=side_by_side(mlp_in),
-        mlp_out=linear(model.layer("down", block), C, inner),
+        mlp=mlp("", config.n_inner, block),
     )
 
 
