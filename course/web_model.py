@@ -200,7 +200,9 @@ class Image:
             return small(kind)(**fields)
         if issubclass(kind, ctypes.Array):
             return small(kind)(*(self.translate(each, kind._type_) for each in value))
-        if issubclass(kind, ctypes._Pointer):  # to the layers
+        if issubclass(kind, ctypes._Pointer):  # to the layers, or NULL: a layer without experts
+            if not value:
+                return 0
             layers = (kind._type_ * self.n_layer).from_address(ctypes.addressof(value.contents))
             return self.add(bytes(self.translate(layers)))
         if kind is ctypes.c_void_p:

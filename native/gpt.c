@@ -273,12 +273,15 @@ typedef struct {
 typedef struct {
   Norm attn_norm, query_norm, key_norm, mlp_norm;  // the two in the middle: Qwen3, or NULL
   Linear attn_in[3], attn_out;  // query, key, value, or one for all three; the others have out 0
-  MLP mlp;
+  MLP mlp;                      // of a layer without experts
+  Linear router;
+  const MLP *experts;  // (n_expert), or NULL
 } Layer;
 
 typedef struct {
   int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
   int64_t widest;  // the most numbers that a token needs in a buffer
+  int64_t n_expert, chosen, is_normalized;  // 0, 1, 0 without experts
   float epsilon;
   Linear embedding, head;  // (vocab_size, C); they may share their weight
   const float *wpe;        // (block_size, C), the position embeddings, or NULL
@@ -689,8 +692,117 @@ static void products(const Linear *l, int count, int64_t T, int few, Input in, f
 #pragma omp barrier
 }
 
-// Room for an Input of T tokens: x, values, scale.
-static int64_t input_floats(const Model *m, int64_t T) { return T * (2 * (m->widest + GROUP) + 1); }
+// a mixture of experts ----------------------------------------------------------------------------
+//
+// A router gives each token `chosen` experts. A token at one of them is a row. Rows are sorted by
+// expert, so each matrix is read once for all its rows, and those of other experts are not read.
+
+typedef struct {
+  float *weights;    // (T, chosen), what a row's outputs are multiplied by
+  int32_t *experts;  // (T, chosen), in increasing order
+  int32_t *rows;     // (T, chosen)
+  int32_t *tokens;   // (T * chosen): the token of each row
+  int32_t *ends;     // (n_expert + 2): expert e has the rows from ends[e] to ends[e + 1] - 1
+} Routes;
+
+static int64_t route_floats(const Model *m, int64_t T) {
+  return 4 * T * m->chosen + m->n_expert + 2;
+}
+
+static Routes routes_in(const Model *m, int64_t T, float *work) {
+  int64_t R = T * m->chosen;
+  int32_t *at = (int32_t *)(work + R);
+  return (Routes){work, at, at + R, at + 2 * R, at + 3 * R};
+}
+
+// Choose a token's experts, those of the largest shares of a softmax over all; where two are equal,
+// the lower number. shares: (n), the router's outputs at first.
+static void route(const Model *m, float *shares, float *weights, int32_t *experts) {
+  int64_t n = m->n_expert, chosen = m->chosen;
+  float largest = -INFINITY, kept = 0;
+  for (int64_t e = 0; e < n; e++) largest = shares[e] > largest ? shares[e] : largest;
+  for (int64_t e = 0; e < n; e++) shares[e] = exponential(shares[e] - largest);
+  float total = sum(n, shares);
+  for (int64_t e = 0; e < n; e++) {
+    int64_t j = e < chosen ? e : chosen;
+    shares[e] /= total;
+    for (; j > 0 && shares[e] > shares[experts[j - 1]]; j--)
+      if (j < chosen) experts[j] = experts[j - 1];
+    if (j < chosen) experts[j] = e;
+  }
+  for (int64_t i = 0; i < chosen; i++) kept += shares[experts[i]];
+  for (int64_t i = 1; i < chosen; i++) {  // the sum over experts has one order
+    int32_t expert = experts[i];
+    int64_t j = i;
+    for (; j > 0 && experts[j - 1] > expert; j--) experts[j] = experts[j - 1];
+    experts[j] = expert;
+  }
+  for (int64_t i = 0; i < chosen; i++)
+    weights[i] = m->is_normalized ? shares[experts[i]] / kept : shares[experts[i]];
+}
+
+// Sort the rows of T tokens by expert.
+static void sort_rows(const Model *m, int64_t T, Routes r) {
+  memset(r.ends, 0, (m->n_expert + 2) * sizeof *r.ends);
+  for (int64_t i = 0; i < T * m->chosen; i++) r.ends[r.experts[i] + 2]++;
+  for (int64_t e = 1; e <= m->n_expert; e++) r.ends[e + 1] += r.ends[e];
+  for (int64_t i = 0; i < T * m->chosen; i++) {  // ends[e + 1] goes from the first row to the end
+    r.rows[i] = r.ends[r.experts[i] + 1]++;
+    r.tokens[r.rows[i]] = i / m->chosen;
+  }
+}
+
+// The product of each expert's rows with one of its layers, without a barrier. which: 0 and 1 for
+// gate and up, 2 for out.
+static void expert_products(const Model *m, const Layer *layer, int which, Routes r, Input in,
+                            float *y) {
+  for (int64_t e = 0; e < m->n_expert; e++) {
+    const MLP *mlp = layer->experts + e;
+    const Linear *l = which < 2 ? mlp->in + which : &mlp->out;
+    int64_t first = r.ends[e];
+    outputs(l, r.ends[e + 1] - first, from_token(l, in, first), y + first * l->width, 0);
+  }
+}
+
+// Add to x what the experts make of T tokens. in: their inputs, and room for rows; input: the same
+// as an Input. y, wide: room for rows, for all threads.
+static void mixture(const Model *m, const Layer *layer, int64_t T, int few, float *in, Input input,
+                    Routes r, float *y, float *wide, float *x) {
+  int64_t C = m->n_embd, R = T * m->chosen;
+  const MLP *first = layer->experts;
+  int64_t inner = first->out.in;
+  products(&layer->router, 1, T, few, input, wide, 0);
+#pragma omp for
+  for (int64_t t = 0; t < T; t++)
+    route(m, wide + t * m->n_expert, r.weights + t * m->chosen, r.experts + t * m->chosen);
+#pragma omp single
+  sort_rows(m, T, r);
+#pragma omp for
+  for (int64_t i = 0; i < R; i++) memcpy(y + i * C, in + r.tokens[i] * C, C * sizeof(float));
+  Input gathered = {y, input.values, input.scale};
+  round_inputs(first->in, R, few, gathered);
+  expert_products(m, layer, 0, r, gathered, wide);
+  expert_products(m, layer, 1, r, gathered, wide + inner);
+#pragma omp barrier
+  Range own = share(R, few);
+  swiglu(own.end - own.begin, inner, wide + own.begin * 2 * inner, in + own.begin * inner);
+  round_inputs(&first->out, R, few, input);
+  expert_products(m, layer, 2, r, input, y);
+#pragma omp barrier
+#pragma omp for
+  for (int64_t t = 0; t < T; t++)
+    for (int64_t i = 0; i < C; i++) {
+      float total = 0;
+      for (int64_t j = t * m->chosen; j < (t + 1) * m->chosen; j++)
+        total += r.weights[j] * y[r.rows[j] * C + i];
+      x[t * C + i] += total;
+    }
+}
+
+// Room for an Input of T tokens, or of all their rows: x, values, scale.
+static int64_t input_floats(const Model *m, int64_t T) {
+  return T * (2 * (m->widest + m->chosen * GROUP) + m->chosen);
+}
 
 // Room for the scores of a block of queries, and for the queries.
 static int64_t score_floats(const Model *m, int64_t length) {
@@ -699,7 +811,7 @@ static int64_t score_floats(const Model *m, int64_t length) {
 
 int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
   int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
-  return T * 3 * m->widest + threads * score_floats(m, length) + inputs;
+  return T * 3 * m->widest + threads * score_floats(m, length) + inputs + route_floats(m, T);
 }
 
 // logits: (wanted, vocab_size). work: room for `work_floats`.
@@ -712,6 +824,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   float *wide = y + room;
   float *all_scores = wide + room;
   float *all_inputs = all_scores + threads * score_floats(m, p->length);
+  Routes routes = routes_in(m, T, all_inputs + (T < threads ? threads : 1) * input_floats(m, T));
 #pragma omp parallel num_threads(threads)
   {
     int few = T < threads;
@@ -719,7 +832,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     float *scores = all_scores + thread * score_floats(m, p->length);
     float *in = all_inputs + few * thread * input_floats(m, T);
     float *scale = in + room;
-    Input input = {in, (Value *)(scale + T), scale};
+    Input input = {in, (Value *)(scale + T * m->chosen), scale};
     Input attended = {y, input.values, scale};
     embed(m, p, x);
     Range own = share(T, few);
@@ -735,6 +848,10 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       attention(m, p, i, wide, scores, y);
       products(&layer->attn_out, 1, T, few, attended, x, 1);
       normalize(&layer->mlp_norm, m->epsilon, n, C, own_x, own_in);
+      if (layer->experts) {
+        mixture(m, layer, T, few, in, input, routes, y, wide, x);
+        continue;
+      }
       products(mlp->in, 2, T, few, input, wide, 0);
       if (mlp->in[1].out)
         swiglu(n, inner, wide + own.begin * 2 * inner, in + own.begin * inner);

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from llama import Llama
+from llama import ExpertsConfig, Llama
 from model import GPT
 from native.linear import LinearStruct, NativeEmbedding, NativeLinear, address, check_layer
 
@@ -24,10 +24,13 @@ LayerStruct = struct(
     attn_in=LinearStruct * 3,
     attn_out=LinearStruct,
     mlp=MLPStruct,
+    router=LinearStruct,
+    experts=ctypes.POINTER(MLPStruct),
 )
 ModelStruct = struct(
     "ModelStruct",
     **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "widest"), INT),
+    **dict.fromkeys(("n_expert", "chosen", "is_normalized"), INT),
     epsilon=ctypes.c_float,
     embedding=LinearStruct,
     head=LinearStruct,
@@ -51,20 +54,24 @@ def model_struct(model) -> ModelStruct:
         raise ValueError(f"native code computes {allowed}; this is {type(model).__name__}")
     config = model.config
     C = config.n_embd
-    if getattr(config, "experts", None):
-        raise ValueError("native code computes no mixture of experts")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"{config.n_head} heads cannot share the keys of {config.n_kv_head}")
     blocks = model.get_submodule(model.ROLES["attn_norm"][0].partition(".*")[0])
     layers = [layer_struct(model, block) for block in range(len(blocks))]
     positions = getattr(model.layer("positions"), "weight", None)
+    experts = getattr(config, "experts", None) or ExpertsConfig(count=0, chosen=1, n_inner=0)
+    rows = experts.chosen * max(C, 2 * experts.n_inner)
+    mlps = [layer.mlp.inputs[0].width for layer in layers]
     return ModelStruct(
         n_layer=len(layers),
         n_head=config.n_head,
         n_kv_head=config.n_kv_head,
         head_dim=config.head_dim,
         n_embd=C,
-        widest=max(C, layers[0].attn_in[0].width, layers[0].mlp.inputs[0].width),
+        widest=max(C, layers[0].attn_in[0].width, *mlps, experts.count, rows),
+        n_expert=experts.count,
+        chosen=experts.chosen,
+        is_normalized=experts.is_normalized,
         epsilon=config.norm_epsilon,
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
         head=linear(model.layer("head"), config.vocab_size, C),
@@ -95,6 +102,16 @@ def layer_struct(model, block: int) -> LayerStruct:
         inputs = side_by_side({f"{prefix}gate": inner, f"{prefix}up": inner}, *numbers)
         return MLPStruct(inputs, linear(model.layer(f"{prefix}down", *numbers), C, inner))
 
+    router = model.layer("router", block)
+    if router is not None:
+        sizes = config.experts
+        experts = [mlp("expert_", sizes.n_inner, block, number) for number in range(sizes.count)]
+        mlps = {
+            "router": linear(router, sizes.count, C),
+            "experts": (MLPStruct * len(experts))(*experts),
+        }
+    else:
+        mlps = {"mlp": mlp("", config.n_inner, block)}
     return LayerStruct(
         attn_norm=norm(model.layer("attn_norm", block), C),
         attn_in=side_by_side(attn_in, block),
@@ -102,7 +119,7 @@ def layer_struct(model, block: int) -> LayerStruct:
         key_norm=norm(model.layer("key_norm", block), config.head_dim),
         attn_out=linear(model.layer("attn_out", block), C, queries),
         mlp_norm=norm(model.layer("mlp_norm", block), C),
-        mlp=mlp("", config.n_inner, block),
+        **mlps,
     )
 
 

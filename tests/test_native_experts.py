@@ -1,0 +1,142 @@
+"""Lesson 117: a mixture of experts in C. Oracles: torch, float64, passes of one token."""
+
+import copy
+import math
+
+import pytest
+import torch
+from conftest import TARGETS, random_tokens, run_rows
+from engines import finish, make_engine, own_texts, request_params
+from natives import in_passes, in_pieces, native, of_kind, random_texts, threads
+
+from int8 import to_int8
+
+KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+FORMS = [
+    {"sizes": {"count": 1, "chosen": 1, "n_inner": 1}, "n_embd": 3},
+    {"sizes": {"count": 9, "chosen": 9, "n_inner": 57}, "n_embd": 51, "tied_head": True},
+    {"sizes": {"count": 40, "chosen": 8, "n_inner": 30, "is_normalized": False}, "n_embd": 130},
+    {"sizes": {"count": 7, "chosen": 3, "dense_layers": (0,)}, "n_layer": 3, "n_inner": 33},
+    {"sizes": {"count": 300, "chosen": 1, "n_inner": 2, "dense_layers": (1,)}, "n_inner": 200},
+]
+EACH_FORM = pytest.mark.parametrize("form", FORMS, ids=str)
+
+
+def test_the_whole_pass_is_in_c(tiny_experts, compiled, monkeypatch):
+    """Nothing of torch's forward pass runs, and the text is that of torch."""
+    model = tiny_experts(dtype=torch.float32)
+    params = {"max_new_tokens": 40, "ignore_eos": True}
+    prompts = [[1, 2, 3], [4], random_tokens(16)]
+    expected = run_rows(model, prompts, **params)
+    native(model)
+    monkeypatch.setattr(type(model), "hidden", None)
+    assert run_rows(model, prompts, **params) == expected
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@EACH_FORM
+def test_c_computes_logits_as_near_float64s_as_torch_does(tiny_experts, compiled, target, form):
+    model = tiny_experts(dtype=torch.float32, **form)
+    texts = random_texts(model, 2)
+    expected = copy.deepcopy(model).double()(texts)
+    allowed = 2e-5 + 4 * (model(texts) - expected).abs().max()
+    native(model, target)
+    for size in (1, 5, 16):
+        assert (in_pieces(model, texts, size) - expected).abs().max() < allowed
+
+
+@torch.inference_mode()
+@KINDS
+@EACH_FORM
+def test_c_has_the_same_bits_for_each_number_of_tokens_and_threads(
+    tiny_experts, compiled, kind, form
+):
+    model = of_kind(tiny_experts(dtype=torch.float32, **form), kind)
+    texts = random_texts(model, 2)
+    expected = in_pieces(model, texts, 1)
+    for size, count in ((16, 1), (5, 2), (1, 5), (16, 3)):
+        with threads(count):
+            assert torch.equal(in_pieces(model, texts, size), expected)
+    uneven = [[3, 0], [1, 7], [12, 1], [0, 8]]
+    assert torch.equal(in_passes(model, texts.tolist(), uneven, 4), expected)
+
+
+@torch.inference_mode()
+@EACH_FORM
+def test_int8_logits_in_c_are_those_of_every_processor_and_near_torchs(
+    tiny_experts, compiled, form
+):
+    model = to_int8(tiny_experts(dtype=torch.float32, **form))
+    texts = random_texts(model, 1)
+    expected = model(texts)
+    found = [in_pieces(native(copy.deepcopy(model), target), texts, 4) for target in TARGETS]
+    assert all(torch.equal(logits, found[0]) for logits in found)
+    assert (found[0] - expected).abs().median() < 0.03 * expected.std()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("count, chosen", [(5, 2), (200, 9)])
+def test_of_experts_that_tie_the_lower_numbers_win(tiny_experts, compiled, count, chosen):
+    """A router of zeros: all experts have the same share, in torch and in C."""
+    sizes = {"count": count, "chosen": chosen}
+    model = tiny_experts(dtype=torch.float32, sizes=sizes)
+    for layer in model.layers:
+        layer.mlp.gate.weight.zero_()
+        for expert in layer.mlp.experts[chosen:]:
+            expert.down_proj.weight.fill_(math.nan)
+    texts = random_texts(model, 2)
+    expected = model(texts)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(in_pieces(native(model), texts, 5), expected, rtol=2e-5, atol=2e-5)
+
+
+@torch.inference_mode()
+@KINDS
+def test_experts_that_no_token_chose_are_not_read(tiny_experts, compiled, kind):
+    """Their addresses become one that nothing may read."""
+    model = tiny_experts(dtype=torch.float32, sizes={"count": 9, "chosen": 2})
+    model = to_int8(model) if kind == torch.int8 else model
+    text = random_texts(model, 1, 3)
+    chosen = []
+    for layer in model.layers:
+        layer.mlp.register_forward_pre_hook(
+            lambda mlp, args: chosen.append(mlp.route(args[0].flatten(0, 1))[1].unique().tolist())
+        )
+    model(text)
+    expected = in_pieces(native(model), text, 3)
+    for layer, numbers in enumerate(chosen):
+        assert 2 <= len(numbers) <= 6
+        for number in set(range(9)) - set(numbers):
+            expert = model.runner.model.layers[layer].experts[number]
+            for each in (*expert.inputs, expert.out):
+                each.weight = each.rest = each.offset = 8
+                each.scale = 8 if kind == torch.int8 else None
+    assert torch.equal(in_pieces(model, text, 3), expected)
+
+
+@KINDS
+def test_the_engine_writes_the_text_of_each_own_run(tiny_experts, compiled, kind):
+    model = of_kind(tiny_experts(dtype=torch.float32), kind)
+    prompts = [random_tokens(length, seed=length) for length in (3, 1, 16, 40, 9, 2)]
+    params = request_params(len(prompts), max_new_tokens=30, temperature=0.8)
+    engine, requests = make_engine(model, prompts, params, max_rows=4, page_size=4, budget=7)
+    finish(engine)
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
+
+
+@torch.inference_mode()
+def test_shares_that_are_no_numbers_choose_experts_that_exist(tiny_experts, compiled):
+    model = tiny_experts(dtype=torch.float32)
+    model.layers[1].mlp.gate.weight.fill_(math.nan)
+    texts = random_texts(model, 2)
+    assert in_pieces(native(model), texts, 5).isnan().all()
+
+
+def test_c_reads_no_expert_of_another_size(tiny_experts, compiled):
+    model = tiny_experts(dtype=torch.float32)
+    model.layers[1].mlp.experts[4].up_proj.weight = torch.nn.Parameter(torch.ones(13, 16))
+    with pytest.raises(
+        ValueError, match=r"reads contiguous torch.float32 \(12, 16\) .* \(13, 16\)"
+    ):
+        native(model)
