@@ -35,9 +35,12 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     is_qwen3 = is_llama and config.qk_norm
     if is_qwen3 and (config.rope_scaling or config.rope_factors):
         raise UserError("llama.cpp reads no slowed rotations of a Qwen3, so it is not exported")
-    if is_llama and config.experts:
-        raise UserError("a mixture of experts is not exported")
+    experts = config.experts if is_llama else None
+    if experts and (experts.dense_layers or not experts.is_normalized):
+        only = "llama.cpp reads experts in all layers, with weights that add up to 1"
+        raise UserError(f"{only}; this is another model, so it is not exported")
     kind = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"
+    kind = "qwen3moe" if experts else kind
     writer = gguf.GGUFWriter(path, kind)
     if tokenizer:
         add_vocabulary(writer, tokenizer, config)
@@ -63,18 +66,26 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
             writer.add_tensor("rope_freqs.weight", slowness(config).numpy())
     else:
         writer.add_layer_norm_eps(config.norm_epsilon)
+    if experts:
+        writer.add_expert_count(experts.count)
+        writer.add_expert_used_count(experts.chosen)
+        writer.add_expert_feed_forward_length(experts.n_inner)
     heads = {"query": config.n_head, "key": config.n_kv_head} if kind == "llama" else {}
     q8_0 = gguf.GGMLQuantizationType.Q8_0
+    stacks = {}
     for key, weight in model.named_parameters():
-        role = model.role(key)
+        stacks.setdefault((gguf_name(model, key), model.role(key)), []).append(weight.detach())
+    for (name, role), weights in stacks.items():
+        # Experts: (count, out, in).
+        weight = torch.stack(weights) if role.startswith("expert_") else weights[0]
         if role in heads:
             weight = pairs_together(weight, heads[role])
-        values = weight.detach().contiguous().numpy()
-        has_blocks = weight.dim() == 2 and weight.shape[1] % 32 == 0 and role != "positions"
-        if dtype == "int8" and has_blocks:
-            writer.add_tensor(gguf_name(model, key), gguf.quantize(values, q8_0), raw_dtype=q8_0)
+        values = weight.contiguous().numpy()
+        has_blocks = weight.dim() > 1 and weight.shape[-1] % 32 == 0
+        if dtype == "int8" and has_blocks and role not in ("positions", "router"):
+            writer.add_tensor(name, gguf.quantize(values, q8_0), raw_dtype=q8_0)
         else:
-            writer.add_tensor(gguf_name(model, key), values)
+            writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

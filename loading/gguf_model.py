@@ -1,5 +1,6 @@
 """A model in a GGUF file: its configuration, and its tensors by our names and in our order."""
 
+import dataclasses
 import math
 import re
 import reprlib
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from errors import UserError
-from llama import LlamaConfig
+from llama import ExpertsConfig, LlamaConfig
 from loading.config import read_number, read_sizes, read_token_ids
 from loading.gguf import GGUF, Tensor
 from loading.gguf_blocks import DECODERS, decode
@@ -16,7 +17,7 @@ from loading.gguf_tokenizer import named_ends
 from model import GPTConfig, Model
 
 BLOCK = 2**20  # bytes of float32 in a block of rows: decoding is fastest in the processor's cache
-ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3")
+ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe")
 SIZES = {  # field of a config -> its key behind the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
     "n_layer": ("block_count", 1000),
@@ -25,6 +26,11 @@ SIZES = {  # field of a config -> its key behind the architecture's name, and th
     "n_embd": ("embedding_length", 10**5),
     "n_inner": ("feed_forward_length", 10**6),
     "head_dim": ("attention.key_length", 1000),
+}
+EXPERTS_SIZES = {  # the same of ExpertsConfig
+    "count": ("expert_count", 1000),
+    "chosen": ("expert_used_count", 1000),
+    "n_inner": ("expert_feed_forward_length", 10**6),
 }
 ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 ROTATIONS = "rope_freqs.weight"
@@ -79,7 +85,12 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
             f"{file}: {heads} heads, {shared} of them with keys, of {size} numbers each"
         )
     supported = {"attention.value_length": (size,), "rope.dimension_count": (size,)}
-    supported |= {"rope.scaling.type": ("none",), "rope.scale_linear": (1,), "expert_count": (0,)}
+    supported |= {"rope.scaling.type": ("none",), "rope.scale_linear": (1,)}
+    experts = None
+    if architecture == "qwen3moe":
+        experts = read_experts(gguf, architecture)
+    else:
+        supported["expert_count"] = (0,)
     check(gguf, {f"{architecture}.{key}": values for key, values in supported.items()})
     end = fields["eos_token_ids"][0]
     bos = read_token_ids(file, raw, "tokenizer.ggml.bos_token_id", fields["vocab_size"], end)
@@ -91,9 +102,20 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         rope_theta=read_number(file, raw, f"{architecture}.rope.freq_base", 10000.0, 1e12),
         rope_factors=read_factors(gguf, size // 2) if is_llama(gguf) else None,
         qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in gguf.tensors,
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "qwen3moe"),
         tied_head="output.weight" not in gguf.tensors,
+        experts=experts,
     )
+
+
+def read_experts(gguf: GGUF, architecture: str) -> ExpertsConfig:
+    """What all layers have. No key says that weights add up to 1: in llama.cpp they do."""
+    names = {field: (f"{architecture}.{key}", most) for field, (key, most) in EXPERTS_SIZES.items()}
+    fields = read_sizes(gguf.file, gguf.metadata, names, {})
+    if fields["chosen"] > fields["count"]:
+        few = f"{fields['chosen']} experts for a token, and there are {fields['count']}"
+        raise UserError(f"{gguf.file}: {few}")
+    return ExpertsConfig(**fields, is_normalized=True)
 
 
 def check(gguf: GGUF, supported: dict[str, tuple]) -> None:
@@ -129,8 +151,13 @@ def read_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
     return None if set(factors) == {1.0} else factors
 
 
+def is_stacked(model: Model, key: str) -> bool:
+    """Whether a GGUF file has a tensor in one with those of a layer's other experts."""
+    return model.role(key).startswith("expert_")
+
+
 def gguf_name(model: Model, key: str) -> str:
-    """What a GGUF file calls one of a model's tensors."""
+    """What a GGUF file calls one of a model's tensors; experts of a layer share a name."""
     layer, _, kind = key.rpartition(".")
     numbers = iter(re.findall(r"(?<=\.)\d+(?=\.|$)", layer))
     name = re.sub(r"\*", lambda star: next(numbers), model.ROLES[model.role(key)][1])
@@ -143,15 +170,18 @@ def read_gguf_tensors(gguf: GGUF, model: Model) -> Iterator[tuple[str, slice, to
     As `read_tensors`. Raises UserError, before anything is read, if one is missing, unexpected, of
     another shape or of a type that is not read.
     """
-    names = {gguf_name(model, key): key for key, _ in model.named_parameters()}
+    names = {}
+    for key, _ in model.named_parameters():
+        names.setdefault(gguf_name(model, key), []).append(key)
     unread = {ROTATIONS} if is_llama(gguf) else set()
     if model.config.tied_head:
         unread.add("output.weight")
     for name in gguf.tensors:
         if name not in names and name not in unread:
             raise UserError(f"{gguf.file}: unexpected tensor {name}")
-    for name, key in names.items():
-        check_tensor(gguf, name, tuple(model.get_parameter(key).shape))
+    for name, keys in names.items():
+        count = (len(keys),) if is_stacked(model, keys[0]) else ()
+        check_tensor(gguf, name, (*count, *model.get_parameter(keys[0]).shape))
     return read_blocks(gguf, model, names)
 
 
@@ -167,11 +197,17 @@ def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
         raise UserError(f"{gguf.file}: tensor {name} is {tensor.type}; {known} are read")
 
 
-def read_blocks(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator[tuple]:
+def read_blocks(gguf: GGUF, model: Model, names: dict[str, list[str]]) -> Iterator[tuple]:
     """The blocks of `read_gguf_tensors`. names: in the file -> ours."""
-    for name, key in names.items():
+    places = [
+        (name, number, key) for name, keys in names.items() for number, key in enumerate(keys)
+    ]
+    for name, number, key in places:
         tensor = gguf.tensors[name]
-        rows = tensor.shape[0]
+        if is_stacked(model, key):  # rows of one expert after the other
+            count, rows, *width = tensor.shape
+            tensor = dataclasses.replace(tensor, shape=(count * rows, *width))
+        rows = tensor.shape[0] // len(names[name])
         in_pairs = is_llama(gguf) and model.role(key) in ("query", "key")
         unit = model.config.head_dim if in_pairs else 1
         height = -(-BLOCK // (4 * math.prod(tensor.shape[1:])) // unit) * unit
@@ -179,7 +215,7 @@ def read_blocks(gguf: GGUF, model: Model, names: dict[str, str]) -> Iterator[tup
             height = rows
         for start in range(0, rows, height):
             stop = min(start + height, rows)
-            block = read_rows(gguf, tensor, start, stop)
+            block = read_rows(gguf, tensor, number * rows + start, number * rows + stop)
             yield key, slice(start, stop), halves_apart(block, unit) if in_pairs else block
 
 

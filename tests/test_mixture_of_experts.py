@@ -363,11 +363,3 @@ def test_a_file_that_lacks_an_expert_or_has_one_more_is_refused(tiny_experts, tm
     save_file(tensors, file)
     with pytest.raises(UserError, match=f"tensor {expert.format(3)} is missing"):
         load(tmp_path)
-
-
-def test_it_is_not_exported_as_a_model_without_experts(tiny_experts, tmp_path):
-    from benchmarks.export_gguf import write_gguf
-
-    with pytest.raises(UserError, match="a mixture of experts is not exported"):
-        write_gguf(tiny_experts(dtype=torch.float32), tmp_path / "model.gguf", "float32")
-    assert not (tmp_path / "model.gguf").exists()

@@ -1,0 +1,146 @@
+"""Lesson 118: GGUF files stack the experts of a layer."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from conftest import random_tokens, run_rows
+from gguf_files import edited, mutated
+from ranks import compared
+from test_gguf import same
+from test_mixture_of_experts import mixture
+
+from benchmarks.export_gguf import write_gguf
+from errors import UserError
+from loading.load import load_model
+
+
+@pytest.fixture
+def made(tiny_experts, tmp_path):
+    """A function that writes a random model: the model, its file."""
+
+    def make(**shape):
+        model = tiny_experts(dtype=torch.float32, **shape)
+        write_gguf(model, tmp_path / "model.gguf", "float32")
+        return model, tmp_path / "model.gguf"
+
+    return make
+
+
+def test_its_gguf_file_is_what_llama_cpp_reads(tiny_experts, tmp_path):
+    """The experts of a layer are one tensor there."""
+    model = tiny_experts(dtype=torch.float32, n_embd=32)
+    write_gguf(model, tmp_path / "model.gguf", "float32")
+    file = gguf.GGUFReader(tmp_path / "model.gguf")
+    about = {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 12}
+    assert file.get_field("general.architecture").contents() == "qwen3moe"
+    for name, value in about.items():
+        assert file.get_field(f"qwen3moe.{name}").contents() == value, name
+    stored = {tensor.name: torch.tensor(tensor.data) for tensor in file.tensors}
+    experts = mixture(model).experts
+    assert stored["blk.1.ffn_gate_exps.weight"].shape == (5, 12, 32)
+    assert stored["blk.1.ffn_down_exps.weight"].shape == (5, 32, 12)
+    for number, expert in enumerate(experts):
+        for name in ("gate", "up", "down"):
+            weight = getattr(expert, f"{name}_proj").weight
+            assert torch.equal(stored[f"blk.1.ffn_{name}_exps.weight"][number], weight)
+    assert torch.equal(stored["blk.1.ffn_gate_inp.weight"], mixture(model).gate.weight)
+    write_gguf(model, tmp_path / "model.gguf", "int8")
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert kinds["blk.1.ffn_up_exps.weight"] == "Q8_0"
+    assert kinds["blk.1.ffn_gate_inp.weight"] == "F32"  # as llama.cpp's own files
+
+
+@pytest.mark.parametrize("sizes", [{"dense_layers": (0,)}, {"is_normalized": False}], ids=str)
+def test_experts_that_llama_cpp_would_read_wrongly_are_not_exported(tiny_experts, tmp_path, sizes):
+    model = tiny_experts(dtype=torch.float32, sizes=sizes)
+    with pytest.raises(UserError, match="llama.cpp reads experts in all layers, with weights that"):
+        write_gguf(model, tmp_path / "model.gguf", "float32")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"n_layer": 12, "sizes": {"count": 11}},
+        {"tied_head": True, "head_dim": 16, "n_embd": 33},
+    ],
+    ids=str,
+)
+def test_what_was_written_comes_back_bit_for_bit(made, shape):
+    model, file = made(**shape)
+    try:
+        loaded = load_model(file)
+    except UserError as error:
+        raise AssertionError(str(error)) from None
+    assert same(loaded, model)
+    params = {"max_new_tokens": 30, "ignore_eos": True}
+    assert run_rows(loaded, [random_tokens(9)], **params) == run_rows(
+        model, [random_tokens(9)], **params
+    )
+
+
+@pytest.mark.parametrize("block", [1, 200, 10**6])
+def test_blocks_of_rows_end_with_an_expert(made, monkeypatch, block):
+    from loading import gguf_model
+
+    model, file = made()
+    monkeypatch.setattr(gguf_model, "BLOCK", block)
+    assert same(load_model(file), model)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+def test_two_ranks_read_their_rows_of_each_expert(made, compiled, kind):
+    _, file = made(n_embd=64, head_dim=32, n_inner=64, sizes={"n_inner": 64}, block_size=64)
+    found, _, _ = compared(2, file, torch.tensor([random_tokens(23)]), dtype=kind)
+    assert found == 0
+
+
+FIRST = "blk.0.ffn_gate_exps.weight"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"values": {"qwen3moe.expert_count": 4}}, "blk.0.ffn_gate_inp.weight is (5, 16)"),
+        ({"values": {"qwen3moe.expert_count": 0}}, "qwen3moe.expert_count is 0; it must be an int"),
+        ({"values": {"qwen3moe.expert_used_count": 6}}, "6 experts for a token, and there are 5"),
+        ({"values": {"qwen3moe.expert_used_count": None}}, "expert_used_count is None; it must"),
+        ({"values": {"qwen3moe.expert_feed_forward_length": 7}}, "metadata says (5, 7, 16)"),
+        ({"tensors": {FIRST: None}}, f"tensor {FIRST} is missing"),
+        ({"tensors": {FIRST: np.ones((60, 16))}}, f"tensor {FIRST} is (60, 16), and the metadata"),
+        ({"architecture": "qwen3"}, "qwen3.expert_count is 5; supported is 0"),
+    ],
+    ids=str,
+)
+def test_a_file_that_lies_is_refused(made, changes, words):
+    _, file = made()
+    with pytest.raises(UserError) as error:
+        load_model(edited(file, file.with_name("other.gguf"), **changes))
+    assert words in str(error.value)
+
+
+def test_changed_files_are_a_model_or_one_line(made, tmp_path):
+    _, file = made()
+    data = file.read_bytes()
+    other = tmp_path / "other.gguf"
+    for changed in mutated(data, len(data) // 4, 60, seed=0):
+        other.write_bytes(changed)
+        try:
+            load_model(other)
+        except UserError as error:
+            assert "\n" not in str(error)
+
+
+def test_blocks_of_numbers_are_read_expert_by_expert(made):
+    model, file = made(n_embd=64, sizes={"n_inner": 32})
+    write_gguf(model, file, "int8")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    assert stored["blk.1.ffn_down_exps.weight"].tensor_type.name == "Q8_0"
+    loaded = load_model(file)
+    for role in ("gate", "up", "down"):
+        tensor = stored[f"blk.1.ffn_{role}_exps.weight"]
+        expected = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+        for number, expert in enumerate(mixture(loaded).experts):
+            assert torch.equal(getattr(expert, f"{role}_proj").weight, expected[number])
