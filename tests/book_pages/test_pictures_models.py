@@ -1,4 +1,4 @@
-"""Pictures of lessons 20 to 34 and 46 to 54: texts, draws, weights and drafts."""
+"""Pictures of lessons 20 to 34, 46 to 54, 110 and 116: texts, draws, weights, drafts, experts."""
 
 import math
 
@@ -288,3 +288,49 @@ def test_trials_go_on_with_the_faster_way():
         for before, after in zip(form.curves, form.curves[1:]):
             assert before.points[-1] == after.points[0] and before.kind != after.kind
         assert panel.title.endswith(": drafts pay" if pays else ": drafts do not pay")
+
+
+# Lessons 110 and 116
+
+
+def test_the_bits_of_a_block():
+    """The package `gguf` writes the same bytes, and reads the same numbers."""
+    import gguf
+
+    record, shown = drawn("gguf-blocks")
+    q4_1 = gguf.GGMLQuantizationType.Q4_1
+    weights = torch.tensor([record.weights])
+    data = gguf.quantize(weights.numpy(), q4_1)
+    assert data[0].tolist() == record.data and len(record.data) == 20
+    numbers = torch.from_numpy(gguf.dequantize(data, q4_1))[0]
+    assert record.numbers == pytest.approx(numbers.tolist(), abs=1e-7)
+    head, codes = forms(shown, Cells)
+    (d,), (m,) = (row.cells for row in head.rows)
+    d, m = (int(cell.text.replace(" ", ""), 2) for cell in (d, m))
+    d, m = torch.tensor([d, m], dtype=torch.uint16).view(torch.float16).tolist()
+    q = [int(row.cells[side].text, 2) for side in (1, 0) for row in codes.rows]
+    assert [d * each + m for each in q] == pytest.approx(record.numbers, abs=1e-7)
+    (chart,) = forms(shown, Lines)
+    off = max(abs(a[1] - b[1]) for a, b in zip(*(curve.points for curve in chart.curves)))
+    assert f"largest error in this block is {off:.4f}." in shown.caption
+
+
+def test_experts_of_each_token():
+    record, shown = drawn("mixture-of-experts")
+    model = runs.load("stories-experts")
+    ran = {}
+    hooks = [
+        expert.register_forward_hook(lambda _, x, y, number=number: ran.update({number: len(y)}))
+        for number, expert in enumerate(model.layers[2].mlp.experts)
+    ]
+    with torch.inference_mode():
+        model(torch.tensor([runs.encode("".join(record.tokens), 20)]))
+    for hook in hooks:
+        hook.remove()
+    (cells,) = forms(shown, Cells)
+    assert [row.name[1:-1] for row in cells.rows] == record.tokens
+    taken = [sum(bool(row.cells[expert].text) for row in cells.rows) for expert in range(8)]
+    assert {number: count for number, count in enumerate(taken) if count} == ran
+    assert all(sum(weights.values()) == pytest.approx(1) for weights in record.weights)
+    most = taken.index(max(taken))
+    assert f"expert {most} is taken most often, by {max(taken)} of" in shown.caption

@@ -1,0 +1,127 @@
+"""Which experts each token takes, and the bits of a block of weights in a GGUF file."""
+
+from types import SimpleNamespace as Record
+
+import torch
+
+from loading.gguf_blocks import decode
+from pictures import runs, scene
+from pictures.scene import percent, signed, times, word
+
+NAME = "stories-experts"
+LAYER = 2  # the third: that of the lesson's Try
+
+
+@torch.inference_mode()
+def record_routes(prompt: str) -> Record:
+    """The experts of each token in one layer."""
+    ids = runs.encode(prompt, 20)
+    model = runs.load(NAME)
+    mixture = model.layers[LAYER].mlp
+    seen = []
+    hook = mixture.register_forward_pre_hook(lambda _, x: seen.append(x[0].flatten(0, -2)))
+    model(torch.tensor([ids]))
+    hook.remove()
+    weights, experts = mixture.route(seen[0])
+    return Record(
+        tokens=runs.texts_of(ids),
+        count=len(mixture.experts),
+        chosen=mixture.chosen,
+        weights=[dict(zip(*pair)) for pair in zip(experts.tolist(), weights.tolist())],
+    )
+
+
+def draw_routes(record: Record) -> scene.Scene:
+    rows = []
+    for text, weights in zip(record.tokens, record.weights):
+        best = max(weights, key=weights.get)
+        cells = [scene.Cell()] * record.count
+        for expert, weight in weights.items():
+            kind = "first" if expert == best else "second"
+            cells[expert] = scene.Cell(kind, f"{100 * weight:.0f}")
+        rows.append(scene.Row(word(text), cells))
+    taken = [sum(expert in weights for weights in record.weights) for expert in range(record.count)]
+    most = max(range(record.count), key=taken.__getitem__)
+    return scene.Scene(
+        f"Each token takes {record.chosen} of {times(record.count, 'expert')}, and different "
+        f"tokens take different ones. In this layer expert {most} is taken most often, by "
+        f"{taken[most]} of {times(len(rows), 'token')}.",
+        scene.Panel(
+            f"Experts 0 to {record.count - 1} of layer {LAYER}, and their weights in %",
+            scene.Cells(rows, [str(expert) for expert in range(record.count)]),
+            "A token reads the matrices of its own experts only. Their weights add up to "
+            f"{percent(1)}.",
+            {"first": "the larger weight", "second": "another expert that is taken"},
+        ),
+    )
+
+
+def q4_1(weights: torch.Tensor) -> torch.Tensor:
+    """32 numbers as the 20 bytes of a block, rounded as llama.cpp does."""
+    low = weights.min()
+    scale = (weights.max() - low) / 15
+    inverse = 1 / scale if scale else scale
+    codes = ((weights - low) * inverse + 0.5).clamp(0, 15).byte()
+    head = torch.stack([scale, low]).half().view(torch.uint8)
+    return torch.cat([head, codes[:16] | codes[16:] << 4])
+
+
+def record_block(prompt: str) -> Record:
+    """The first 32 numbers of the last token's embedding, in Q4_1."""
+    id = runs.encode(prompt, 200)[-1]
+    weights = runs.load("stories-llama").embed_tokens.weight[id, :32]
+    data = q4_1(weights)
+    return Record(
+        token=runs.text_of(id),
+        weights=weights.tolist(),
+        data=data.tolist(),
+        numbers=decode("Q4_1", data).tolist(),
+    )
+
+
+def draw_block(record: Record) -> scene.Scene:
+    d, m = torch.tensor(record.data[:4], dtype=torch.uint8).view(torch.float16).tolist()
+    heads = []
+    for at, kind, value in ((0, "good", d), (2, "third", m)):
+        low, high = record.data[at : at + 2]
+        bits = scene.Cell(kind, f"{high:08b} {low:08b}")
+        heads.append(scene.Row("dm"[at // 2], [bits], signed(value, 5)))
+    rows = []
+    for at, byte in enumerate(record.data[4:]):
+        high, low = byte >> 4, byte & 15
+        cells = [scene.Cell("second", f"{high:04b}"), scene.Cell("first", f"{low:04b}")]
+        rows.append(scene.Row(f"byte {at + 4}", cells, f"q{at + 16} = {high}, q{at} = {low}"))
+    off = max(abs(a - b) for a, b in zip(record.weights, record.numbers))
+    curves = [
+        scene.Curve("the weights", list(enumerate(record.weights)), "first"),
+        scene.Curve("d q + m", list(enumerate(record.numbers)), "second", dots=True),
+    ]
+    return scene.Scene(
+        f"A block of Q4_1 holds 32 numbers in {len(record.data)} bytes: a scale, a minimum, and "
+        f"4 bits for each number. The largest error in this block is {off:.4f}.",
+        scene.Panel(
+            "Bytes 0 to 3: the scale d and the minimum m",
+            scene.Cells(heads, ["float16, its highest bit first"]),
+            "In the file the lower byte of each comes first.",
+            {"good": "scale", "third": "minimum"},
+        ),
+        scene.Panel(
+            "Bytes 4 to 19: the codes q, two in a byte",
+            scene.Cells(rows, ["high", "low"]),
+            "The lower half of a byte holds a number of the first 16, the higher one of the last.",
+            {"first": "numbers 0 to 15", "second": "numbers 16 to 31"},
+        ),
+        scene.Panel(
+            f"The embedding of {word(record.token)}, numbers 0 to 31",
+            scene.Lines(curves, scene.Axis("number"), scene.Axis("value")),
+            f"The 16 possible values are {d:.4f} apart.",
+        ),
+    )
+
+
+PICTURES = {
+    "gguf-blocks": scene.Picture("Once upon a time", record_block, draw_block),
+    "mixture-of-experts": scene.Picture(
+        "One day, a little boy named Tim saw a big, red ball.", record_routes, draw_routes
+    ),
+}
