@@ -40,7 +40,7 @@ class PagedCache:
         Spans of one length lie side by side, and attention takes those of similar pasts together.
         """
         device = self.storage.device
-        heads, size, _ = self.storage.shape[3:]
+        size = self.storage.shape[4]
         groups = {}
         begun = []  # pages that get their first position
         for index, span in enumerate(spans):
@@ -61,16 +61,9 @@ class PagedCache:
                 positions += steps
                 pages += [used[step // size] for step in steps]
                 ends[index] = len(tokens)
-            width = max(len(used) for _, _, used in members)
-            # A shorter table repeats its own last page: another text's could hold NaN.
-            tables = [used + used[-1:] * (width - len(used)) for _, _, used in members]
-            tables = torch.tensor(tables, device=device)  # (G, pages)
-            own = torch.arange(heads, device=device)[:, None]
-            units = tables[:, None] * heads + own  # (G, heads, pages)
-            starts = torch.tensor([span.start for _, span, _ in members], device=device)
-            seen = starts.view(-1, 1, 1, 1) + torch.arange(count, device=device)[:, None]
-            mask = torch.arange(width * size, device=device) <= seen  # (G, 1, T, S)
-            self.groups.append((slice(first, len(tokens)), units.flatten(), mask))
+            starts = [span.start for _, span, _ in members]
+            view = self.view(starts, count, [used for _, _, used in members])
+            self.groups.append((slice(first, len(tokens)), *view))
         largest = max(len(units) for _, units, _ in self.groups)
         if largest > self.room.shape[1]:
             self.room = self.room.new_empty(2, largest, self.room.shape[2])
@@ -79,6 +72,24 @@ class PagedCache:
         places = torch.tensor(positions, device=device)
         self.written = torch.tensor(pages, device=device), places % size
         return torch.tensor(tokens, device=device), places, ends
+
+    def view(
+        self, starts: list[int], count: int, tables: list[list[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `count` tokens of each text read, and what they see of it.
+
+        That is the units of its pages, for all heads, and a mask, (G, 1, count, positions).
+        """
+        device = self.storage.device
+        heads, size, _ = self.storage.shape[3:]
+        width = max(map(len, tables))
+        # A shorter table repeats its own last page: another text's could hold NaN.
+        tables = [table + table[-1:] * (width - len(table)) for table in tables]
+        own = torch.arange(heads, device=device)[:, None]
+        units = torch.tensor(tables, device=device)[:, None] * heads + own  # (G, heads, pages)
+        positions = torch.tensor(starts, device=device).view(-1, 1, 1, 1)
+        positions = positions + torch.arange(count, device=device)[:, None]
+        return units.flatten(), torch.arange(width * size, device=device) <= positions
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write keys and values, and attend to all up to each position.
