@@ -42,6 +42,7 @@ class KVCache:
             count = f"{math.prod(shape) * size:,} bytes"
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
+        self.windows = layer_windows(config)
 
     def select(self, rows: list[int]) -> None:
         """Row i becomes a copy of what row rows[i] held.
@@ -107,11 +108,15 @@ class KVCache:
             positions = torch.tensor(starts)[:, None] + torch.arange(T)
             positions = positions.minimum(last).to(device)  # (B, T)
             self.slots = torch.tensor(rows, device=device)[:, None], positions
-        self.mask = None  # one new token of rows in step sees all that is visible
-        if T > 1 or not in_step:
-            # Not is_causal: it would line up the first new query with the first key of all.
-            keys = torch.arange(end, device=device)
-            self.mask = keys <= positions[:, None, :, None]  # (B or 1, 1, T, end)
+        self.views = {}  # of each window: the first key that is read, and which keys are seen
+        for window in set(self.windows):
+            first = first_seen(min(starts), window)
+            mask = None  # one new token of rows in step sees all that is read
+            if T > 1 or not in_step:
+                # Not is_causal: it would line up the first new query with the first key of all.
+                keys = torch.arange(first, end, device=device)
+                mask = seen(positions[:, None, :, None], keys, window)  # (B or 1, 1, T, keys)
+            self.views[window] = first, mask
         self.rows = slice(None) if rows == everything else torch.tensor(rows, device=device)
         # Per layer: keys, then values.
         self.visible = self.storage[..., :end, :].flatten(0, 1).unbind()
@@ -132,12 +137,33 @@ class KVCache:
         keys, values = self.visible[2 * layer : 2 * layer + 2]
         keys.transpose(1, 2)[self.slots] = k
         values.transpose(1, 2)[self.slots] = v
-        keys = keys[self.rows]
-        values = values[self.rows]
+        first, mask = self.views[self.windows[layer]]
+        keys = keys[:, :, first:][self.rows]
+        values = values[:, :, first:][self.rows]
         q = q.transpose(1, 2)  # with as many heads as keys, or a multiple of that
         return F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=self.mask, enable_gqa=True
+            q, keys, values, attn_mask=mask, enable_gqa=True
         ).transpose(1, 2)
+
+
+def layer_windows(config) -> tuple[int | None, ...]:
+    """The window of each layer: how many positions one sees, itself included; None: all."""
+    return config.windows or (None,) * config.n_layer
+
+
+def first_seen(position: int, window: int | None) -> int:
+    """The first position that one sees, in a layer with this window."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def seen(positions: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Whether each position sees each key: itself and those before it.
+
+    window: as of `layer_windows`. After Beltagy et al. 2020 (2004.05150), "Longformer: The
+    long-document transformer".
+    """
+    mask = keys <= positions
+    return mask if window is None else mask & (keys > positions - window)
 
 
 def shared_length(a: list[int], b: list[int]) -> int:

@@ -33,7 +33,7 @@ from command_line import (
 from errors import UserError, check_limits
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
-from model import Model, causal_attention
+from model import Model
 from sampling import NOT_FINITE, SamplingParams, check_tokens_only, params_of_each
 
 
@@ -217,16 +217,14 @@ def pass_logits(
     T = max(lengths)
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
     tokens = torch.tensor(padded, device=model.device)  # (B, T)
-    x = model.hidden(tokens, torch.arange(T, device=model.device), causal_attention)
+    x = model.hidden(tokens, torch.arange(T, device=model.device), model.causal_attention)
     each = torch.arange(len(new))[:, None]
     last = torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
     return model.head(x[each, last]).float()
 
 
 def main(argv=None) -> None:
-    parser = Parser(
-        description="Generate text with a GPT-2, a Llama, a Qwen2.5, a Qwen3 or a Qwen3-MoE."
-    )
+    parser = Parser(description="Generate text with a GPT-2, Llama, Mistral, Qwen or Qwen3-MoE.")
     parser.add_argument("--model", default=STORIES, help=MODEL_HELP)
     parser.add_argument(
         "--no-cache", action="store_true", help="compute all positions again in each step"

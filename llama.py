@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Qwen2, Qwen3 and Qwen3-MoE: what changed since GPT-2.
+"""The forward pass of Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: what changed since GPT-2.
 
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models" (2302.13971), with the
 grouped-query attention of Llama 2 (2307.09288). Parameters are named as in transformers' Llama, so
@@ -59,6 +59,8 @@ class LlamaConfig:
     qk_norm: bool = False  # each head's query and key have an RMSNorm before rotation: Qwen3
     tied_head: bool = True
     experts: ExpertsConfig | None = None
+    # How many positions a token sees in each layer, itself included; None: all. (): all in each.
+    windows: tuple[int | None, ...] = ()
 
 
 class RMSNorm(nn.Module):

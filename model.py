@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cache import Span
+from cache import Span, layer_windows, seen
 from errors import UserError
 from int8 import Int8Embedding
 from sampling import SamplingParams, choose
@@ -36,6 +36,7 @@ class GPTConfig:
     eos_token_ids: tuple[int, ...] = (50256,)  # each of them ends a text
     layer_norm_epsilon: float = 1e-5
     tied_head: ClassVar[bool] = True  # the head's weight is the token embedding's
+    windows: ClassVar[tuple] = ()  # as in LlamaConfig
 
     @property
     def bos_token_id(self) -> int:
@@ -62,13 +63,21 @@ class GPTConfig:
         return self.layer_norm_epsilon
 
 
-def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def causal_attention(
+    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
     """Each position attends to itself and those before it. All: (B, T, heads, head_dim).
 
-    k and v may have fewer heads: neighbouring query heads then share one.
+    k and v may have fewer heads: neighbouring query heads then share one. window: as in `seen`.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, head_dim)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    mask = None
+    if window is not None and window < q.shape[2]:
+        positions = torch.arange(q.shape[2], device=q.device)
+        mask = seen(positions[:, None], positions, window)  # (T, T)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    ).transpose(1, 2)
 
 
 HAS_MKL = torch.backends.mkl.is_available()
@@ -206,8 +215,12 @@ class Model(nn.Module):
                 f"{T} tokens in one pass; this model takes 1 to block_size = {block_size}"
             )
         positions = torch.arange(T, device=tokens.device)
-        x = self.hidden(tokens, positions, causal_attention)  # (B, T, C)
+        x = self.hidden(tokens, positions, self.causal_attention)  # (B, T, C)
         return self.head(x[:, -logits_to_keep:])
+
+    def causal_attention(self, layer: int, q, k, v) -> torch.Tensor:
+        """Call `causal_attention` with the layer's window."""
+        return causal_attention(layer, q, k, v, layer_windows(self.config)[layer])
 
     @torch.no_grad()
     def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> "Model":

@@ -39,6 +39,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     if experts and (experts.dense_layers or not experts.is_normalized):
         only = "llama.cpp reads experts in all layers, with weights that add up to 1"
         raise UserError(f"{only}; this is another model, so it is not exported")
+    if config.windows:
+        raise UserError("llama.cpp reads no windows of this model, so it is not exported")
     kind = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"
     kind = "qwen3moe" if experts else kind
     writer = gguf.GGUFWriter(path, kind)

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from cache import Span
+from cache import Span, first_seen, layer_windows, seen
 from engine.pages import page_count
 from errors import UserError
 
@@ -33,6 +33,7 @@ class PagedCache:
         # n_layer times (2, num_pages * n_kv_head, page_size * head_dim)
         self.units = self.storage.flatten(4).flatten(2, 3).unbind()
         self.room = self.storage.new_empty(2, 0, page_size * config.head_dim)
+        self.windows = layer_windows(config)
 
     def arrange(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Plan a pass: its tokens and their positions, both (N,), and where each span ends in them.
@@ -52,6 +53,7 @@ class PagedCache:
         positions = []
         pages = []
         ends = [0] * len(spans)
+        windows = set(self.windows)
         self.groups = []
         for (count, _), members in groups.items():
             first = len(tokens)
@@ -62,9 +64,10 @@ class PagedCache:
                 pages += [used[step // size] for step in steps]
                 ends[index] = len(tokens)
             starts = [span.start for _, span, _ in members]
-            view = self.view(starts, count, [used for _, _, used in members])
-            self.groups.append((slice(first, len(tokens)), *view))
-        largest = max(len(units) for _, units, _ in self.groups)
+            tables = [used for _, _, used in members]
+            views = {window: self.view(starts, count, tables, window) for window in windows}
+            self.groups.append((slice(first, len(tokens)), views))
+        largest = max(len(units) for _, views in self.groups for units, _ in views.values())
         if largest > self.room.shape[1]:
             self.room = self.room.new_empty(2, largest, self.room.shape[2])
         # What the last text left in a page may be NaN, and no mask hides that: 0 * NaN is NaN.
@@ -74,22 +77,27 @@ class PagedCache:
         return torch.tensor(tokens, device=device), places, ends
 
     def view(
-        self, starts: list[int], count: int, tables: list[list[int]]
+        self, starts: list[int], count: int, tables: list[list[int]], window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `count` tokens of each text read, and what they see of it.
+        """What `count` tokens of each text read in a layer with this window, and what they see.
 
         That is the units of its pages, for all heads, and a mask, (G, 1, count, positions).
         """
         device = self.storage.device
         heads, size, _ = self.storage.shape[3:]
+        unseen = [first_seen(start, window) // size for start in starts]  # pages
+        tables = [table[skipped:] for table, skipped in zip(tables, unseen)]
         width = max(map(len, tables))
         # A shorter table repeats its own last page: another text's could hold NaN.
         tables = [table + table[-1:] * (width - len(table)) for table in tables]
         own = torch.arange(heads, device=device)[:, None]
         units = torch.tensor(tables, device=device)[:, None] * heads + own  # (G, heads, pages)
-        positions = torch.tensor(starts, device=device).view(-1, 1, 1, 1)
+        column = (-1, 1, 1, 1)
+        positions = torch.tensor(starts, device=device).view(column)
         positions = positions + torch.arange(count, device=device)[:, None]
-        return units.flatten(), torch.arange(width * size, device=device) <= positions
+        keys = torch.tensor(unseen, device=device).view(column) * size
+        keys = keys + torch.arange(width * size, device=device)
+        return units.flatten(), seen(positions, keys, window)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write keys and values, and attend to all up to each position.
@@ -100,7 +108,8 @@ class PagedCache:
         for stored, new in zip(self.storage[layer], (k, v)):
             stored[pages, :, offsets] = new
         out = torch.empty_like(q)
-        for part, units, mask in self.groups:
+        for part, views in self.groups:
+            units, mask = views[self.windows[layer]]
             G, _, T, S = mask.shape
             # Into room that is there already: to get new memory takes longer than to copy.
             keys, values = (

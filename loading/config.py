@@ -117,11 +117,11 @@ LLAMA_SIZES = {  # field of LlamaConfig -> its key in config.json, and the large
     "head_dim": ("head_dim", 1000),
 }
 LLAMA_SUPPORTED = {  # what the forward pass computes
-    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe"),
+    "model_type": ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "use_sliding_window": (False,),
+    "use_sliding_window": (False, True),
     "tie_word_embeddings": (False, True),
     "is_causal": (True,),
 }
@@ -140,16 +140,54 @@ def read_scaling(file: Path, rope: dict) -> RopeScaling:
     return scaling
 
 
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+ALL_SLIDING = ("Mistral", "Qwen3Moe")  # that have one window in all layers, if in any
+
+
+def read_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
+    """The window of each layer in a config.json, () if none has one.
+
+    A Mistral has it in each layer, and so has a Qwen3-MoE if use_sliding_window is true. Another
+    Qwen has it then in those that layer_types names, or from layer max_window_layers on. Raises
+    UserError for other layers.
+    """
+    model_type = raw.get("model_type")
+    is_used = raw.get("use_sliding_window")  # of Qwens
+    has_all = model_type == "mistral" or (model_type == "qwen3_moe" and is_used)
+    kinds = (FULL,)  # that layers may have
+    missing = [FULL] * n_layer
+    if raw.get("sliding_window", 4096) is not None:
+        if has_all:
+            kinds = (SLIDING,)
+            missing = [SLIDING] * n_layer
+        elif model_type in ("qwen2", "qwen3") and is_used:
+            kinds = (FULL, SLIDING)
+            full = raw.get("max_window_layers", 28)
+            if type(full) is not int:
+                raise UserError(f"{file}: max_window_layers is {full!r}; it must be an integer")
+            missing = [FULL if layer < full else SLIDING for layer in range(n_layer)]
+    layers = raw.get("layer_types")
+    layers = missing if layers is None else layers
+    layers = layers if isinstance(layers, list) else [layers] * n_layer
+    for layer in layers:
+        check_values(file, {"layer_types": layer}, {"layer_types": kinds})
+    if len(layers) != n_layer:
+        raise UserError(f"{file}: layer_types has {len(layers)} layers; this model has {n_layer}")
+    if SLIDING not in layers:
+        return ()
+    size = read_sizes(file, raw, {"size": ("sliding_window", 10**7)}, {"size": 4096})["size"]
+    return tuple(size if layer == SLIDING else None for layer in layers)
+
+
 def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
     """The configuration of a Llama. Raises UserError if it describes another architecture.
 
     file: the config.json, for errors. raw: the object in it.
     """
+    given = raw
     raw = {key: value for key, value in raw.items() if value is not None}  # as if it were missing
     check_values(file, raw, LLAMA_SUPPORTED)
-    layers = raw.get("layer_types", [])
-    for layer in layers if isinstance(layers, list) else [layers]:
-        check_values(file, {"layer_types": layer}, {"layer_types": ("full_attention",)})
     model_type = raw.get("model_type")
     has_qk_norm = model_type in ("qwen3", "qwen3_moe")
     if model_type == "qwen3":
@@ -186,6 +224,7 @@ def read_llama_config(file: Path, raw: dict) -> LlamaConfig:
         qk_norm=has_qk_norm,
         tied_head=raw.get("tie_word_embeddings", False),
         experts=read_experts(file, raw, fields["n_layer"]) if model_type == "qwen3_moe" else None,
+        windows=read_windows(file, given, fields["n_layer"]),
     )
 
 
@@ -222,7 +261,10 @@ def llama_fields(config: LlamaConfig) -> dict:
 
     Raises UserError for a shape that transformers refuses.
     """
-    if config.n_embd % config.n_head and not config.qk_norm:
+    name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
+    if config.windows and name == "Llama":
+        name = "Mistral"
+    if config.n_embd % config.n_head and name in ("Llama", "Qwen2"):
         raise UserError(
             f"n_embd is {config.n_embd}, no multiple of n_head, which is {config.n_head}:"
             " transformers reads no such model, so it is not written"
@@ -233,7 +275,6 @@ def llama_fields(config: LlamaConfig) -> dict:
             " so the model is not written"
         )
     scaling = config.rope_scaling
-    name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     model_type = name.lower()
     experts = {}
     if config.experts:
@@ -254,4 +295,22 @@ def llama_fields(config: LlamaConfig) -> dict:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids),
         **experts,
+        **window_fields(config, name),
     }
+
+
+def window_fields(config: LlamaConfig, name: str) -> dict:
+    """What a config.json says of windows. Raises UserError for some that transformers refuses."""
+    if not config.windows:
+        return {}
+    sizes = set(config.windows)
+    if len(sizes - {None}) > 1 or (name in ALL_SLIDING and None in sizes):
+        raise UserError(
+            f"windows are {config.windows}: transformers reads no such {name}, so it is not written"
+        )
+    fields = {"sliding_window": max(sizes - {None})}
+    if name != "Mistral":
+        fields["use_sliding_window"] = True
+    if name not in ALL_SLIDING:
+        fields["layer_types"] = [SLIDING if window else FULL for window in config.windows]
+    return fields

@@ -86,6 +86,7 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         )
     supported = {"attention.value_length": (size,), "rope.dimension_count": (size,)}
     supported |= {"rope.scaling.type": ("none",), "rope.scale_linear": (1,)}
+    supported["attention.sliding_window"] = (0,)  # llama.cpp writes none of a Mistral's
     experts = None
     if architecture == "qwen3moe":
         experts = read_experts(gguf, architecture)

@@ -247,8 +247,9 @@ class Architecture:
 
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_fields)
 LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_fields)
+LLAMAS = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral"
 # By the model_type of config.json.
-ARCHITECTURES = {"gpt2": GPT2} | dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe"), LLAMA)
+ARCHITECTURES = {"gpt2": GPT2} | dict.fromkeys(LLAMAS, LLAMA)
 
 
 def architecture_of(config) -> Architecture:

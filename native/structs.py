@@ -54,6 +54,8 @@ def model_struct(model) -> ModelStruct:
         raise ValueError(f"native code computes {allowed}; this is {type(model).__name__}")
     config = model.config
     C = config.n_embd
+    if config.windows:
+        raise ValueError("native code computes no layers with windows")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"{config.n_head} heads cannot share the keys of {config.n_kv_head}")
     blocks = model.get_submodule(model.ROLES["attn_norm"][0].partition(".*")[0])

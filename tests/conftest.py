@@ -125,11 +125,13 @@ def exact_norm(self, x):
 def peer(tmp_path, monkeypatch):
     """`random_peer` in the directory of this test, with exact norms."""
     from transformers.models.llama import modeling_llama
+    from transformers.models.mistral import modeling_mistral
     from transformers.models.qwen2 import modeling_qwen2
     from transformers.models.qwen3 import modeling_qwen3
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
+    monkeypatch.setattr(modeling_mistral.MistralRMSNorm, "forward", exact_norm)
     monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", exact_norm)
     monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", exact_norm)
     monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", exact_norm)
@@ -180,7 +182,7 @@ def edit_json(file: Path, changes: dict) -> None:
 def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
     """A random model of transformers, in float64, and where it is saved.
 
-    kind: Llama, Qwen2, Qwen3 or Qwen3Moe.
+    kind: Llama, Mistral, Qwen2, Qwen3 or Qwen3Moe.
     """
     import transformers
 
@@ -251,6 +253,17 @@ def tiny_experts(tiny_llama):
 
         experts = {"count": 5, "chosen": 2, "n_inner": 12, "is_normalized": True} | (sizes or {})
         return tiny_llama(seed, qk_norm=True, experts=ExpertsConfig(**experts), **shape)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_windows(tiny_llama):
+    """`tiny_llama` with layers of both kinds, and texts longer than their windows."""
+
+    def build(seed=0, windows=(3, None, 8), **shape):
+        shape = {"n_layer": len(windows), "block_size": 40} | shape
+        return tiny_llama(seed, windows=windows, **shape)
 
     return build
 

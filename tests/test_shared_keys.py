@@ -54,7 +54,14 @@ def test_attention_is_that_of_transformers(heads, kv_heads, head_dim):
 
 def empty_cache(heads: int) -> KVCache:
     """A cache of two layers for two rows of a model that has keys in `heads` heads."""
-    shape = {"n_layer": 2, "n_head": 6, "n_kv_head": heads, "head_dim": 4, "block_size": 16}
+    shape = {
+        "n_layer": 2,
+        "n_head": 6,
+        "n_kv_head": heads,
+        "head_dim": 4,
+        "block_size": 16,
+        "windows": (),
+    }
     model = SimpleNamespace(config=SimpleNamespace(**shape), dtype=torch.float64, device="cpu")
     return KVCache(model, 2)
 

@@ -247,7 +247,8 @@ def record_groups(prompt: str) -> Record:
     ]
     _, _, ends = paged.arrange(spans)
     groups = []
-    for part, _, mask in paged.groups:
+    for part, views in paged.groups:
+        ((_, mask),) = views.values()  # all layers see alike
         members = [text for text, end in enumerate(ends) if part.start < end <= part.stop]
         groups.append((mask.shape[-1] // PAGE, members))
     return Record(

@@ -1,0 +1,334 @@
+"""Lesson 119: layers that see only the last positions, as those of Mistral and some of Qwen."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    CHECKPOINTS,
+    difference,
+    edit_json,
+    load,
+    random_peer,
+    random_tokens,
+    run_rows,
+    save_speaking,
+    their_rows,
+)
+from engines import finish, make_engine, own_texts, request_params
+from gguf_files import edited
+from ranks import compared, save_uneven, texts_of
+from test_llama_config import SMALL
+from test_mixture_of_experts import EXPERTS
+
+from errors import UserError
+from infer import beam_search
+from infer_speculative import generate_speculative
+from int8 import to_int8
+from loading.load import save_model
+from loading.tokenizer import load_encoding
+from sampling import SamplingParams
+
+KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+
+
+def test_the_command_line_writes_what_transformers_does(cli, tmp_path):
+    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64}
+    theirs, directory = random_peer("Mistral", tmp_path, torch.float32, sliding_window=5, **shape)
+    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
+    (directory / "tokenizer.json").write_bytes(tokenizer)
+    encoding = load_encoding(directory, 4096)
+    prompt = encoding.encode("Once upon a time")
+    (row,) = their_rows(theirs, [prompt], 30)
+    arguments = ("--model", directory, "--prompt", "Once upon a time", "--max-new-tokens", 30)
+    code, out, err = cli(*arguments, "--ignore-eos")
+    assert code == 0, err
+    assert out == encoding.decode(prompt + row) + "\n"
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_logits_equal_transformers(peer, seed):
+    choose = random.Random(seed).choice
+    kind = ["Mistral", "Qwen2", "Qwen3"][seed % 3]
+    n_layer = choose([1, 3, 4])
+    shape = {"num_hidden_layers": n_layer, "sliding_window": choose([1, 2, 7, 24, 100])}
+    if kind != "Mistral":
+        shape["use_sliding_window"] = True
+        shape["max_window_layers"] = choose([0, 1, 2])
+        if choose([False, True]):
+            types = ["full_attention", "sliding_attention"]
+            shape["layer_types"] = [choose(types) for _ in range(n_layer)]
+    theirs, directory = peer(kind, **shape)
+    ours = load(directory)
+    assert difference(ours, theirs) < 1e-9
+    assert difference(load(directory, torch.float32), theirs.float()) < 1e-4
+
+
+@pytest.mark.parametrize("size", [1, 7, 24])
+def test_a_mixture_of_experts_has_one_in_all_layers(peer, tmp_path, size):
+    theirs, directory = peer("Qwen3Moe", use_sliding_window=True, sliding_window=size, **EXPERTS)
+    ours = load(directory)
+    assert ours.config.windows == (size, size)
+    assert difference(ours, theirs) < 1e-9
+    save_model(ours, tmp_path / "copy")
+    copy = load(tmp_path / "copy")
+    assert copy.config == ours.config
+    assert difference(copy, theirs) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Qwen3"])
+def test_greedy_text_equals_transformers(peer, kind):
+    shape = {"use_sliding_window": True, "max_window_layers": 1} if kind == "Qwen3" else {}
+    shape |= {"max_position_embeddings": 64, "sliding_window": 6}
+    theirs, directory = peer(kind, **shape)
+    ours = run_rows(load(directory), [[1, 5, 9]], max_new_tokens=61, ignore_eos=True)
+    assert ours == their_rows(theirs, [[1, 5, 9]], 61)
+
+
+@torch.inference_mode()
+def test_each_layer_reaches_its_window_further(tiny_windows):
+    """Two layers of windows 3 and 4 see 1 + 2 + 3 positions, and nothing of what was before."""
+    model = tiny_windows(windows=(3, 4))
+    text = torch.tensor([random_tokens(30)])
+    last = model(text)[0, -1]
+    changes = []
+    for position in range(30):
+        other = text.clone()
+        other[0, position] = (other[0, position] + 1) % 61
+        changes.append((model(other)[0, -1] - last).abs().max().item() > 1e-12)
+    assert changes == [False] * 24 + [True] * 6
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8"])
+@pytest.mark.parametrize("windows", [(3, None, 8), (5, 5)])
+def test_modes_of_the_lessons_before(tiny_windows, dtype, windows):
+    """Ragged rows, the hop, speculation and beams give the text that a pass over all gives."""
+    model = tiny_windows(windows=windows)
+    model = model if dtype == "float64" else to_int8(model)
+    params = {"max_new_tokens": 60, "ignore_eos": True}
+    prompts = [[1, 2, 3], [4], random_tokens(30), random_tokens(70)]
+    rows = run_rows(model, prompts, **params)
+    for prompt, row in zip(prompts, rows):
+        assert run_rows(model, [prompt], **params, options={"use_cache": False}) == [row]
+    draft = tiny_windows(seed=1, windows=windows)
+    steps = generate_speculative(model, draft, prompts[0], SamplingParams(**params), 3)
+    assert [token for step in steps for token in step.tokens] == rows[0]
+    (best,) = beam_search(model, prompts[0], 1, **params)
+    assert best.tokens == rows[0]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_the_engine_writes_the_text_of_each_own_run(tiny_windows, page_size):
+    model = tiny_windows()
+    prompts = [random_tokens(length, seed=length) for length in (3, 1, 38, 60, 9, 2, 20)]
+    params = request_params(len(prompts), max_new_tokens=50, temperature=0.8)
+    options = {"max_rows": 4, "page_size": page_size, "budget": 7, "num_pages": 100 // page_size}
+    engine, requests = make_engine(model, prompts, params, **options)
+    finish(engine)
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
+
+
+@torch.inference_mode()
+def test_a_step_reads_no_more_than_the_window(tiny_windows, attended):
+    """A row alone reads its keys, several read from the first that one sees, the engine pages."""
+    from cache import KVCache, Span
+    from engine.cache import PagedCache
+
+    model = tiny_windows()
+    cache = KVCache(model, 2)
+    read = []
+    for rows, new in (([0, 1], 30), ([0, 1], 1), ([1], 4), ([0, 1], 1)):
+        attended.clear()
+        spans = cache.spans([random_tokens(new)] * len(rows), rows)
+        model.runner.logits(model, cache, spans, [1] * len(rows))
+        cache.record()
+        read.append([k.shape[2] for _, k, _ in attended])
+    # The last step computes positions 31 and 35.
+    assert read == [[30, 30, 30], [3, 31, 8], [6, 35, 11], [7, 36, 12]]
+    paged = PagedCache(model, 10, page_size=4)
+    attended.clear()
+    tables = [list(range(10)), list(range(10))]
+    spans = [Span(tables[0], 37, [1]), Span(tables[1], 30, [1])]
+    model.runner.logits(model, paged, spans, [1, 1])
+    assert sorted(k.shape[2] for _, k, _ in attended) == [8, 12, 40]  # whole pages
+
+
+# On several processes.
+
+
+@KINDS
+def test_ranks_have_the_bits_of_one_process(tiny_windows, compiled, tmp_path, kind):
+    def build(**shape):
+        return tiny_windows(windows=(5, 5), **shape)
+
+    name = save_uneven(build, tmp_path, "tiny_llama")
+    tokens = torch.tensor([random_tokens(40)])
+    assert compared(2, name, tokens, dtype=kind)[0] == 0
+
+
+def test_two_ranks_write_the_texts_of_one(tiny_windows, engine_cli, tmp_path):
+    def build(**shape):
+        return tiny_windows(windows=(5, 5), **shape)
+
+    directory = save_speaking(build, tmp_path, eos_token_id=4095)
+    arguments = ["--model", directory, "--prompt", "Lily", "--num-samples", 3, "--seed", 1]
+    arguments += ["--temperature", 0.8, "--max-new-tokens", 30]
+    out = engine_cli(*arguments)[1]
+    assert out and texts_of(2, tmp_path, *arguments)[0] == out
+
+
+# Its files.
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("Mistral", {"windows": (5, 5)}),
+        ("Mistral", {"windows": (5, 5), "n_embd": 18}),
+        ("Qwen2", {"windows": (5, None, 5), "qkv_bias": True}),
+        ("Qwen3", {"windows": (None, 5), "qk_norm": True}),
+    ],
+)
+def test_save_and_load_give_the_same_model(tiny_windows, tmp_path, name, shape):
+    from transformers import AutoModelForCausalLM
+
+    ours = tiny_windows(dtype=torch.float32, **shape)
+    save_model(ours, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(theirs).__name__ == f"{name}ForCausalLM"
+    assert difference(ours, theirs) < 1e-4
+    assert load(tmp_path).config == ours.config
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("Mistral", {"windows": (5, None)}),
+        ("Mistral", {"windows": (5, 6)}),
+        ("Qwen3", {"windows": (5, 6), "qk_norm": True}),
+    ],
+)
+def test_windows_that_transformers_does_not_have_are_not_written(
+    tiny_windows, tmp_path, name, shape
+):
+    with pytest.raises(UserError) as error:
+        save_model(tiny_windows(**shape), tmp_path)
+    reason = f"transformers reads no such {name}, so it is not written"
+    assert str(error.value) == f"windows are {shape['windows']}: {reason}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def read(**values):
+    from loading.config import read_llama_config
+
+    fields = {key: value for key, value in (SMALL | values).items() if value != "missing"}
+    return read_llama_config(Path("config.json"), fields)
+
+
+MISTRAL = {"model_type": "mistral"}
+QWEN = {"model_type": "qwen3", "use_sliding_window": True, "num_hidden_layers": 3}
+EXPERTS_TOO = {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 8}
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    "values, windows",
+    [
+        (MISTRAL | {"sliding_window": 8}, (8, 8)),
+        (MISTRAL, (4096, 4096)),
+        (MISTRAL | {"sliding_window": None}, ()),
+        (QWEN | {"sliding_window": 8, "max_window_layers": 1}, (None, 8, 8)),
+        (QWEN | {"sliding_window": 8, "max_window_layers": 0}, (8, 8, 8)),
+        (QWEN | {"sliding_window": 8}, ()),
+        (QWEN | {"max_window_layers": 2}, (None, None, 4096)),
+        (QWEN | {"sliding_window": None, "max_window_layers": 1}, ()),
+        (
+            QWEN | {"sliding_window": 8, "layer_types": TYPES, "max_window_layers": 0},
+            (None, 8, None),
+        ),
+        (QWEN | {"use_sliding_window": False, "max_window_layers": 0}, ()),
+        ({"sliding_window": 8}, ()),
+        (EXPERTS_TOO | {"max_window_layers": 1}, (8, 8)),
+        (EXPERTS_TOO | {"use_sliding_window": False}, ()),
+    ],
+)
+def test_windows_of_a_config(values, windows):
+    assert read(**values).windows == windows
+
+
+def test_what_a_mistrals_config_lacks_is_as_in_transformers():
+    import transformers
+
+    left_out = ("head_dim", "bos_token_id", "eos_token_id", "num_key_value_heads")
+    config = {key: value for key, value in SMALL.items() if key not in left_out}
+    config |= {"hidden_size": 48, "num_attention_heads": 8, "model_type": "mistral"}
+    theirs = transformers.MistralConfig(**config)
+    ours = read(**config, **dict.fromkeys(left_out, "missing"))
+    assert ours.n_kv_head == theirs.num_key_value_heads == 8
+    assert ours.head_dim == theirs.head_dim == 6
+    assert ours.windows == (theirs.sliding_window,) * 2
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    assert ours.norm_epsilon == theirs.rms_norm_eps
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tied_head == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (QWEN | {"layer_types": TYPES[:2]}, "layer_types has 2 layers; this model has 3"),
+        (QWEN | {"layer_types": ["local"] * 3}, "layer_types is 'local'; supported is 'full_att"),
+        (QWEN | {"max_window_layers": "two"}, "max_window_layers is 'two'; it must be an integer"),
+        (QWEN | {"sliding_window": 0, "max_window_layers": 0}, "sliding_window is 0; it must be"),
+        (MISTRAL | {"sliding_window": "8"}, "sliding_window is '8'; it must be an integer from 1"),
+        (MISTRAL | {"layer_types": TYPES[:2]}, "is 'full_attention'; supported is 'sliding_att"),
+        (EXPERTS_TOO | {"layer_types": TYPES[:2]}, "is 'full_attention'; supported is 'sliding_"),
+        (
+            QWEN | {"use_sliding_window": "yes"},
+            "use_sliding_window is 'yes'; supported is False or",
+        ),
+    ],
+)
+def test_a_config_that_this_model_cannot_be_is_refused(values, words):
+    with pytest.raises(UserError) as error:
+        read(**values)
+    assert str(error.value).startswith("config.json: ") and words in str(error.value)
+
+
+def test_still_a_llama_has_no_windows():
+    with pytest.raises(UserError, match="is 'sliding_attention'; supported is 'full_attention'"):
+        read(layer_types=TYPES[:2])
+
+
+def test_a_mistral_without_a_window_is_a_llama(tiny_llama, tmp_path):
+    save_model(tiny_llama(), tmp_path)
+    edit_json(tmp_path / "config.json", {"model_type": "mistral", "sliding_window": None})
+    assert load(tmp_path).config == tiny_llama().config
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["sliding_window"] is None
+
+
+def test_windows_are_not_exported(tiny_windows, tmp_path):
+    from benchmarks.export_gguf import write_gguf
+
+    with pytest.raises(UserError, match="llama.cpp reads no windows of this model"):
+        write_gguf(tiny_windows(dtype=torch.float32), tmp_path / "model.gguf", "float32")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_a_gguf_file_of_a_model_with_windows_is_refused(tiny_llama, tmp_path):
+    from benchmarks.export_gguf import write_gguf
+
+    write_gguf(tiny_llama(dtype=torch.float32), tmp_path / "model.gguf", "float32")
+    key = "llama.attention.sliding_window"
+    for size in (0, 8):
+        edited(tmp_path / "model.gguf", tmp_path / f"{size}.gguf", values={key: size})
+    assert load(tmp_path / "0.gguf").config.windows == ()
+    with pytest.raises(UserError) as error:
+        load(tmp_path / "8.gguf")
+    assert str(error.value) == f"{tmp_path / '8.gguf'}: {key} is 8; supported is 0"
+    edited(tmp_path / "model.gguf", tmp_path / "gemma.gguf", "gemma3")
+    with pytest.raises(UserError, match="its architecture is 'gemma3'; read are gpt2"):
+        load(tmp_path / "gemma.gguf")
