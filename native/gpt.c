@@ -431,6 +431,13 @@ INLINE void score(const int64_t D, const Past *past, const float *q, float *scor
   }
 }
 
+// Give a value to the scores of a block at the positions that a query does not see.
+INLINE void fill_unseen(const Past *past, float *scores, float value) {
+  int64_t last = past->length + WIDTH - 1;
+  for (int t = 0; t < WIDTH; t++)
+    for (int64_t i = past->length + t; i < last; i++) scores[i * WIDTH + t] = value;
+}
+
 // Step 1 for a block of queries. columns: (D, WIDTH), a query in each; scores: (positions, WIDTH),
 // -infinity at the positions that a query does not see.
 INLINE void score_block(const int64_t D, const Past *past, const Vector *columns, float *scores) {
@@ -443,13 +450,13 @@ INLINE void score_block(const int64_t D, const Past *past, const Vector *columns
     for (int64_t i = start; i < end; i++, key += D)
       *(Vector *)(scores + i * WIDTH) = column_dots(D, key, columns);
   }
-  for (int64_t i = length; i < last; i++)
-    for (int t = 0; t <= i - length; t++) scores[i * WIDTH + t] = -INFINITY;
+  fill_unseen(past, scores, -INFINITY);
 }
 
 // Step 2 for one query: scores become exponentials, at most 1 so that none overflows. Returns their
 // sum: it divides the result of step 3, because a division for each score would take longer.
-INLINE float softmax(int64_t D, int64_t length, float *scores) {
+INLINE float softmax(int64_t D, const Past *past, float *scores) {
+  int64_t length = past->length;
   float factor = 1 / sqrtf(D);
   float largest = -INFINITY;
   for (int64_t i = 0; i < length; i++) largest = scores[i] > largest ? scores[i] : largest;
@@ -458,8 +465,8 @@ INLINE float softmax(int64_t D, int64_t length, float *scores) {
 }
 
 // Step 2 for a block of queries. sums: (WIDTH).
-INLINE void softmax_block(int64_t D, int64_t length, float *scores, float *sums) {
-  int64_t last = length + WIDTH - 1;
+INLINE void softmax_block(int64_t D, const Past *past, float *scores, float *sums) {
+  int64_t last = past->length + WIDTH - 1;
   float factor = 1 / sqrtf(D);
   float largest[WIDTH];
   for (int t = 0; t < WIDTH; t++) largest[t] = -INFINITY;
@@ -469,8 +476,7 @@ INLINE void softmax_block(int64_t D, int64_t length, float *scores, float *sums)
   for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
     for (int t = 0; t < WIDTH; t++)
       scores[i + t] = exponential((scores[i + t] - largest[t]) * factor);
-  for (int64_t i = length; i < last; i++)  // where `exponential` gives exp(-87)
-    for (int t = 0; t <= i - length; t++) scores[i * WIDTH + t] = 0;
+  fill_unseen(past, scores, 0);  // there `exponential` gives exp(-87)
   *(Vector *)sums = column_sums(last, (Vector *)scores);
 }
 
@@ -528,7 +534,7 @@ INLINE void weigh(const int T, const int64_t D, const Past *past, Matrix scores,
 INLINE void attend_query(const int64_t D, const Past *past, const float *q, float *scores,
                          float *y) {
   score(D, past, q, scores);
-  float total = softmax(D, past->length, scores);
+  float total = softmax(D, past, scores);
   weigh(1, D, past, (Matrix){scores, 1}, &total, (Matrix){y, D});
 }
 
@@ -538,7 +544,7 @@ INLINE void attend_queries(const int64_t D, const Past *past, Matrix q, float *s
     for (int t = 0; t < WIDTH; t++) columns[d * WIDTH + t] = q.at[t * q.stride + d];
   float sums[WIDTH];
   score_block(D, past, (Vector *)columns, scores);
-  softmax_block(D, past->length, scores, sums);
+  softmax_block(D, past, scores, sums);
   for (int t = 0; t < WIDTH; t += TOGETHER) {
     Past own = *past;
     own.length += t;
