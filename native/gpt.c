@@ -1,4 +1,4 @@
-// The forward pass of GPT-2, Llama and Qwen on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2, Llama, Mistral and Qwen on a CPU, with float32 or int8 weights.
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
 // barrier, unless it says `nowait`. Each thread runs the rest by itself, for all tokens or for its
@@ -276,6 +276,7 @@ typedef struct {
   MLP mlp;                      // of a layer without experts
   Linear router;
   const MLP *experts;  // (n_expert), or NULL
+  int64_t window;      // positions that a query sees, the last ones
 } Layer;
 
 typedef struct {
@@ -397,9 +398,16 @@ typedef struct {
   int64_t stride;        // numbers from one page to the next
   int64_t page_size;
   const int64_t *pages;  // the block table of the text
-  int64_t length;        // positions that the first query sees; each next one sees one more
+  int64_t length;        // positions up to the first query; each next one has one more
+  int64_t window;        // how many of them a query sees, the last ones
   int fresh;             // whether to prefetch: this layer has not read the text yet
 } Past;
+
+// The first position that query t sees.
+INLINE int64_t first_seen(const Past *past, int t) {
+  int64_t first = past->length + t - past->window;
+  return first > 0 ? first : 0;
+}
 
 INLINE float *key_page(const Past *past, int64_t i) {
   return past->keys + past->pages[i] * past->stride;
@@ -414,17 +422,19 @@ INLINE void prefetch(int64_t n, const float *x) {
   for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a cache line is 64 bytes
 }
 
-// Step 1 for one query: its dot product with each key. scores: (length).
+// Step 1 for one query: its dot product with each key that it sees. scores: (length).
 INLINE void score(const int64_t D, const Past *past, const float *q, float *scores) {
   int64_t length = past->length;
   int64_t size = past->page_size;
-  for (int64_t start = 0, page = 0; start < length; start += size, page++) {
+  int64_t first = first_seen(past, 0);
+  int64_t begin = first / size;  // the page of the first one
+  for (int64_t start = begin * size, page = begin; start < length; start += size, page++) {
     int64_t n = length - start < size ? length - start : size;
     const float *key = key_page(past, page);
     const float *next = NULL;
     if (past->fresh)
-      next = start + size < length ? key_page(past, page + 1) : value_page(past, 0);
-    for (int64_t i = 0; i < n; i++) {
+      next = start + size < length ? key_page(past, page + 1) : value_page(past, begin);
+    for (int64_t i = start < first ? first - start : 0; i < n; i++) {
       if (next) prefetch(D, next + i * D);
       scores[start + i] = dot(D, q, key + i * D);
     }
@@ -433,9 +443,12 @@ INLINE void score(const int64_t D, const Past *past, const float *q, float *scor
 
 // Give a value to the scores of a block at the positions that a query does not see.
 INLINE void fill_unseen(const Past *past, float *scores, float value) {
+  int64_t first = first_seen(past, 0);
   int64_t last = past->length + WIDTH - 1;
-  for (int t = 0; t < WIDTH; t++)
+  for (int t = 0; t < WIDTH; t++) {
+    for (int64_t i = first; i < first_seen(past, t); i++) scores[i * WIDTH + t] = value;
     for (int64_t i = past->length + t; i < last; i++) scores[i * WIDTH + t] = value;
+  }
 }
 
 // Step 1 for a block of queries. columns: (D, WIDTH), a query in each; scores: (positions, WIDTH),
@@ -444,11 +457,12 @@ INLINE void score_block(const int64_t D, const Past *past, const Vector *columns
   int64_t length = past->length;
   int64_t last = length + WIDTH - 1;
   int64_t size = past->page_size;
-  for (int64_t start = 0, page = 0; start < last; start += size, page++) {
+  int64_t first = first_seen(past, 0);
+  for (int64_t page = first / size, i = first; i < last; page++) {
+    int64_t start = page * size;
     int64_t end = last - start < size ? last : start + size;
-    const float *key = key_page(past, page);
-    for (int64_t i = start; i < end; i++, key += D)
-      *(Vector *)(scores + i * WIDTH) = column_dots(D, key, columns);
+    const float *key = key_page(past, page) - start * D;
+    for (; i < end; i++) *(Vector *)(scores + i * WIDTH) = column_dots(D, key + i * D, columns);
   }
   fill_unseen(past, scores, -INFINITY);
 }
@@ -457,27 +471,30 @@ INLINE void score_block(const int64_t D, const Past *past, const Vector *columns
 // sum: it divides the result of step 3, because a division for each score would take longer.
 INLINE float softmax(int64_t D, const Past *past, float *scores) {
   int64_t length = past->length;
+  int64_t first = first_seen(past, 0);
   float factor = 1 / sqrtf(D);
   float largest = -INFINITY;
-  for (int64_t i = 0; i < length; i++) largest = scores[i] > largest ? scores[i] : largest;
-  for (int64_t i = 0; i < length; i++) scores[i] = exponential((scores[i] - largest) * factor);
-  return sum(length, scores);
+  for (int64_t i = first; i < length; i++) largest = scores[i] > largest ? scores[i] : largest;
+  for (int64_t i = first; i < length; i++) scores[i] = exponential((scores[i] - largest) * factor);
+  return sum(length - first, scores + first);
 }
 
 // Step 2 for a block of queries. sums: (WIDTH).
 INLINE void softmax_block(int64_t D, const Past *past, float *scores, float *sums) {
   int64_t last = past->length + WIDTH - 1;
+  int64_t first = first_seen(past, 0);
   float factor = 1 / sqrtf(D);
   float largest[WIDTH];
   for (int t = 0; t < WIDTH; t++) largest[t] = -INFINITY;
-  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+  for (int64_t i = first * WIDTH; i < last * WIDTH; i += WIDTH)
     for (int t = 0; t < WIDTH; t++)
       largest[t] = scores[i + t] > largest[t] ? scores[i + t] : largest[t];
-  for (int64_t i = 0; i < last * WIDTH; i += WIDTH)
+  for (int64_t i = first * WIDTH; i < last * WIDTH; i += WIDTH)
     for (int t = 0; t < WIDTH; t++)
       scores[i + t] = exponential((scores[i + t] - largest[t]) * factor);
   fill_unseen(past, scores, 0);  // there `exponential` gives exp(-87)
-  *(Vector *)sums = column_sums(last, (Vector *)scores);
+  // A query alone begins later: its partial sums are these, rotated, and their halves the same.
+  *(Vector *)sums = column_sums(last - first, (Vector *)(scores + first * WIDTH));
 }
 
 // A matrix whose rows begin `stride` numbers apart.
@@ -494,15 +511,16 @@ INLINE void weigh_columns(const int T, const int N, const int64_t D, const Past 
   int64_t length = past->length;
   int64_t last = length + T - 1;
   int64_t size = past->page_size;
-  for (int64_t start = 0, page = 0; start < last; start += size, page++) {
+  for (int64_t page = first_seen(past, 0) / size, i = first_seen(past, 0); i < last; page++) {
+    int64_t start = page * size;
     int64_t end = last - start < size ? last : start + size;
-    const float *value = value_page(past, page) + d;
+    const float *value = value_page(past, page) + (i - start) * D + d;
     const float *next = NULL;
     if (past->fresh && end < last) next = value_page(past, page + 1) + d;
-    for (int64_t i = start; i < end; i++, value += D) {
+    for (; i < end; i++, value += D) {
       if (next) prefetch(N * WIDTH, next + (i - start) * D);
       for (int t = 0; t < T; t++)
-        if (T == 1 || i < length + t)
+        if (T == 1 || (i < length + t && i >= length + t - past->window))
           for (int j = 0; j < N; j++)
             sums[t][j] += scores.at[i * scores.stride + t] * VECTOR(value + j * WIDTH);
     }
@@ -521,7 +539,7 @@ INLINE void weigh(const int T, const int64_t D, const Past *past, Matrix scores,
   for (; d < D; d++)
     for (int t = 0; t < T; t++) {
       float total = 0;
-      for (int64_t i = 0; i < past->length + t; i++) {
+      for (int64_t i = first_seen(past, t); i < past->length + t; i++) {
         const float *value = value_page(past, i / past->page_size) + i % past->page_size * D;
         total += scores.at[i * scores.stride + t] * value[d];
       }
@@ -573,7 +591,7 @@ static void attend_block(int64_t D, const Past *past, Matrix q, float *scores, M
 // Exported for tests, which compare it with torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
             const float *q, float *k, float *v, float *scores, float *y) {
-  attend_alone(D, &(Past){k, v, stride, size, pages, length, 1}, q, scores, y);
+  attend_alone(D, &(Past){k, v, stride, size, pages, length, length, 1}, q, scores, y);
 }
 
 // Queries attend as blocks that begin at multiples of WIDTH positions. Returns the first token of
@@ -598,6 +616,7 @@ static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t kv_hea
       .page_size = p->page_size,
       .pages = p->pages + p->tables[t],
       .length = p->positions[t] + 1,
+      .window = m->layers[layer].window,
   };
 }
 

@@ -1,4 +1,4 @@
-"""A whole pass of GPT-2, Llama or Qwen in C."""
+"""A whole pass of GPT-2, Llama, Mistral or Qwen in C."""
 
 import ctypes
 

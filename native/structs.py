@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from cache import layer_windows
 from llama import ExpertsConfig, Llama
 from model import GPT
 from native.linear import LinearStruct, NativeEmbedding, NativeLinear, address, check_layer
@@ -26,7 +27,9 @@ LayerStruct = struct(
     mlp=MLPStruct,
     router=LinearStruct,
     experts=ctypes.POINTER(MLPStruct),
+    window=INT,
 )
+NO_WINDOW = 2**62  # more positions than any text has
 ModelStruct = struct(
     "ModelStruct",
     **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "widest"), INT),
@@ -54,8 +57,6 @@ def model_struct(model) -> ModelStruct:
         raise ValueError(f"native code computes {allowed}; this is {type(model).__name__}")
     config = model.config
     C = config.n_embd
-    if config.windows:
-        raise ValueError("native code computes no layers with windows")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"{config.n_head} heads cannot share the keys of {config.n_kv_head}")
     blocks = model.get_submodule(model.ROLES["attn_norm"][0].partition(".*")[0])
@@ -122,6 +123,7 @@ def layer_struct(model, block: int) -> LayerStruct:
         attn_out=linear(model.layer("attn_out", block), C, queries),
         mlp_norm=norm(model.layer("mlp_norm", block), C),
         **mlps,
+        window=layer_windows(config)[block] or NO_WINDOW,
     )
 
 

@@ -1,0 +1,108 @@
+"""Lesson 120: layers with windows in C, with the same bits whatever is computed beside them."""
+
+import copy
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, TARGETS, random_peer, random_tokens, their_rows
+from engines import finish, make_engine, own_texts, request_params
+from natives import in_passes, in_pieces, native, of_kind, random_texts, threads
+
+from int8 import to_int8
+from llama import ExpertsConfig
+from loading.tokenizer import load_encoding
+
+KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+def test_the_command_line_writes_what_transformers_does(cli, torch_passes, tmp_path):
+    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64}
+    theirs, directory = random_peer("Mistral", tmp_path, torch.float32, sliding_window=5, **shape)
+    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
+    (directory / "tokenizer.json").write_bytes(tokenizer)
+    encoding = load_encoding(directory, 4096)
+    prompt = encoding.encode("Once upon a time")
+    (row,) = their_rows(theirs, [prompt], 30)
+    arguments = ("--model", directory, "--prompt", "Once upon a time", "--max-new-tokens", 30)
+    code, out, err = cli(*arguments, "--backend", "native", "--ignore-eos")
+    assert (code, "torch computes instead" in err) == (0, False)
+    assert out == encoding.decode(prompt + row) + "\n"
+
+
+@torch.inference_mode()
+@KINDS
+def test_each_layer_reaches_its_window_further(tiny_windows, kind):
+    """Two layers of windows 3 and 4 see 1 + 2 + 3 positions; what was before changes no bit."""
+    model = of_kind(tiny_windows(windows=(3, 4), dtype=torch.float32), kind)
+    text = torch.tensor([random_tokens(30)])
+    for size in (1, 30):
+        last = in_pieces(model, text, size)[0, -1]
+        changes = []
+        for position in range(30):
+            other = text.clone()
+            other[0, position] = (other[0, position] + 1) % 61
+            changes.append(not torch.equal(in_pieces(model, other, size)[0, -1], last))
+        assert changes == [False] * 24 + [True] * 6
+
+
+@KINDS
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_the_engine_writes_the_text_of_each_own_run(tiny_windows, kind, page_size):
+    model = of_kind(tiny_windows(dtype=torch.float32), kind)
+    prompts = [random_tokens(length, seed=length) for length in (3, 1, 38, 60, 9, 2, 20)]
+    params = request_params(len(prompts), max_new_tokens=50, temperature=0.8)
+    options = {"max_rows": 4, "page_size": page_size, "budget": 7, "num_pages": 100 // page_size}
+    engine, requests = make_engine(model, prompts, params, **options)
+    finish(engine)
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
+
+
+FORMS = [
+    {"n_head": 1, "n_kv_head": 1, "head_dim": 2, "n_embd": 3, "n_inner": 1, "windows": (1, 2)},
+    {"n_head": 9, "n_kv_head": 3, "head_dim": 20, "n_embd": 51, "n_inner": 57},
+    {"head_dim": 64, "n_embd": 130, "windows": (20, None, 17), "block_size": 70},
+    {"n_kv_head": 1, "head_dim": 128, "n_embd": 33, "windows": (33,), "block_size": 80},
+    {"windows": (5, 5), "qk_norm": True, "experts": ExpertsConfig(5, 2, 12, dense_layers=(1,))},
+]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_c_computes_logits_as_near_float64s_as_torch_does(tiny_windows, target, form):
+    model = tiny_windows(dtype=torch.float32, **form)
+    generator = torch.Generator().manual_seed(0)
+    model.init_weights(std=0.8 * model.config.n_embd**-0.5, generator=generator)
+    texts = random_texts(model, 2, model.config.block_size)
+    expected = copy.deepcopy(model).double()(texts).float()
+    native(model, target)
+    for size in (1, 5, len(texts[0])):  # decode, and prefill in blocks of queries and without
+        found = in_pieces(model, texts, size)
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@torch.inference_mode()
+@KINDS
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_c_has_the_same_bits_for_each_number_of_tokens_threads_and_pages(tiny_windows, kind, form):
+    model = of_kind(tiny_windows(dtype=torch.float32, **form), kind)
+    length = model.config.block_size
+    texts = random_texts(model, 2, length)
+    expected = in_pieces(model, texts, 1)
+    for size, count in ((16, 1), (5, 2), (length, 5)):
+        with threads(count):
+            assert torch.equal(in_pieces(model, texts, size), expected)
+    # On pages anywhere, which are NaN elsewhere.
+    for page_size, size in ((1, 8), (3, length), (16, 20), (64, length)):
+        passes = [[min(size, length - start)] * 2 for start in range(0, length, size)]
+        assert torch.equal(in_passes(model, texts.tolist(), passes, page_size), expected)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_int8_logits_in_c_are_those_of_every_processor(tiny_windows, form):
+    model = to_int8(tiny_windows(dtype=torch.float32, **form))
+    texts = random_texts(model, 1, model.config.block_size)
+    found = [in_pieces(native(copy.deepcopy(model), target), texts, 20) for target in TARGETS]
+    assert all(torch.equal(logits, found[0]) for logits in found)
