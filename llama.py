@@ -144,7 +144,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, norm: type = RMSNorm):
         super().__init__()
         self.head_dim = config.head_dim
         queries = config.n_head * config.head_dim
@@ -153,8 +153,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.n_embd, keys, bias=config.qkv_bias)
         self.v_proj = Linear(config.n_embd, keys, bias=config.qkv_bias)
         self.o_proj = Linear(queries, config.n_embd, bias=False)
-        self.q_norm = RMSNorm(config, config.head_dim) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config, config.head_dim) if config.qk_norm else nn.Identity()
+        self.q_norm = norm(config, config.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = norm(config, config.head_dim) if config.qk_norm else nn.Identity()
 
     def forward(self, x, cos, sin, attend):
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (..., n_head, head_dim)
@@ -253,14 +253,17 @@ class Llama(Model):
     }
     PREFIX = "model."
     UNREAD = ("lm_head.weight", "rotary_emb.inv_freq")  # a tied head, old buffers
+    BLOCK = Block
+    NORM = RMSNorm
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
         tokens = torch.empty(config.vocab_size, config.n_embd)
         self.embed_tokens = nn.Embedding.from_pretrained(tokens, freeze=False)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = RMSNorm(config)
+        blocks = (self.BLOCK(config, layer) for layer in range(config.n_layer))
+        self.layers = nn.ModuleList(blocks)
+        self.norm = self.NORM(config)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
 
@@ -269,10 +272,14 @@ class Llama(Model):
         length = int(positions.max()) + 1
         tables = rotations(self.config, self.dtype, self.device).first(length)
         cos, sin = (table[positions] for table in tables)
-        x = self.embed_tokens(tokens)
+        x = self.embed(tokens)
         for layer, block in enumerate(self.layers):
             x = block(x, cos, sin, functools.partial(attend, layer))
         return x
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the first block gets: (...) to (..., C)."""
+        return self.embed_tokens(tokens)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits for the token after each position: (..., C) to (..., vocab_size)."""
