@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from cache import layer_windows
 from model import Attend, Linear, Model
 
 
@@ -61,6 +62,9 @@ class LlamaConfig:
     experts: ExpertsConfig | None = None
     # How many positions a token sees in each layer, itself included; None: all. (): all in each.
     windows: tuple[int | None, ...] = ()
+    # Layers with a window may have another rope_theta; the others may divide positions: Gemma 3.
+    local_theta: float | None = None
+    rope_factor: float = 1.0
 
 
 class RMSNorm(nn.Module):
@@ -85,14 +89,21 @@ PIECE = 64  # positions that a table of rotations grows by
 class Rotations:
     """For `rotate`: the cosine and the sine of each position's angles, as far as texts have come.
 
+    local: those of layers with a window, where they have their own.
+
     Precomputed in pieces of 64 positions, because how a cosine rounds may depend on how many are
     computed at once. Not a buffer of the model, because loading fills weights only. Not the whole
     window at once: 131,072 positions of 128 numbers are 134 MB in float32.
     """
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, config: LlamaConfig, dtype: torch.dtype, device: torch.device, local: bool = False
+    ):
         powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.frequencies = 1 / config.rope_theta**powers  # radians a position, of each pair
+        theta = config.local_theta if local else config.rope_theta
+        self.frequencies = 1 / theta**powers  # radians a position, of each pair
+        if not local:
+            self.frequencies /= config.rope_factor
         if config.rope_scaling:
             self.frequencies = slowed(self.frequencies, config.rope_scaling)
         if config.rope_factors:
@@ -117,7 +128,12 @@ class Rotations:
         return self.cos[:length], self.sin[:length]
 
 
-rotations = functools.lru_cache(maxsize=2)(Rotations)  # a target's and its draft's
+rotations = functools.lru_cache(maxsize=4)(Rotations)  # a target's and its draft's
+
+
+def local_layers(config: LlamaConfig) -> list[bool]:
+    """Whether each layer has rotations with `local_theta`."""
+    return [bool(config.local_theta and window) for window in layer_windows(config)]
 
 
 def slowed(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -270,11 +286,14 @@ class Llama(Model):
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """What the last block gives at each position, (..., C); arguments as of `GPT.hidden`."""
         length = int(positions.max()) + 1
-        tables = rotations(self.config, self.dtype, self.device).first(length)
-        cos, sin = (table[positions] for table in tables)
+        local = local_layers(self.config)
+        angles = {}
+        for kind in set(local):
+            tables = rotations(self.config, self.dtype, self.device, kind).first(length)
+            angles[kind] = [table[positions] for table in tables]
         x = self.embed(tokens)
         for layer, block in enumerate(self.layers):
-            x = block(x, cos, sin, functools.partial(attend, layer))
+            x = block(x, *angles[local[layer]], functools.partial(attend, layer))
         return x
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
