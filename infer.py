@@ -224,7 +224,7 @@ def pass_logits(
 
 
 def main(argv=None) -> None:
-    parser = Parser(description="Generate text with a GPT-2, Llama, Mistral, Qwen or Qwen3-MoE.")
+    parser = Parser(description="Generate text with a GPT-2, Llama, Mistral, Qwen or Gemma.")
     parser.add_argument("--model", default=STORIES, help=MODEL_HELP)
     parser.add_argument(
         "--no-cache", action="store_true", help="compute all positions again in each step"

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from errors import UserError
+from gemma import GemmaConfig
 from llama import LlamaConfig, Rotations
 from loading.byte_level import PATTERNS
 from loading.chat import read_template
@@ -39,6 +40,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     if experts and (experts.dense_layers or not experts.is_normalized):
         only = "llama.cpp reads experts in all layers, with weights that add up to 1"
         raise UserError(f"{only}; this is another model, so it is not exported")
+    if isinstance(config, GemmaConfig):
+        raise UserError("a Gemma is not exported: a file of llama.cpp's gemma3 is not written yet")
     if config.windows:
         raise UserError("llama.cpp reads no windows of this model, so it is not exported")
     kind = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"

@@ -4,7 +4,9 @@ import dataclasses
 import reprlib
 from pathlib import Path
 
+from cache import layer_windows
 from errors import UserError
+from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig, RopeScaling
 from loading.checkpoint import check_values
 from model import GPTConfig
@@ -149,8 +151,8 @@ def read_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
     """The window of each layer in a config.json, () if none has one.
 
     A Mistral has it in each layer, and so has a Qwen3-MoE if use_sliding_window is true. Another
-    Qwen has it then in those that layer_types names, or from layer max_window_layers on. Raises
-    UserError for other layers.
+    Qwen has it then in those that layer_types names, or from layer max_window_layers on. A Gemma
+    has it in those, or in all but each sixth. Raises UserError for other layers.
     """
     model_type = raw.get("model_type")
     is_used = raw.get("use_sliding_window")  # of Qwens
@@ -167,6 +169,11 @@ def read_windows(file: Path, raw: dict, n_layer: int) -> tuple[int | None, ...]:
             if type(full) is not int:
                 raise UserError(f"{file}: max_window_layers is {full!r}; it must be an integer")
             missing = [FULL if layer < full else SLIDING for layer in range(n_layer)]
+        elif model_type == "gemma3_text":
+            kinds = (FULL, SLIDING)
+            each = {"each": ("sliding_window_pattern", 1000)}
+            each = read_sizes(file, raw, each, {"each": 6})["each"]
+            missing = [SLIDING if (layer + 1) % each else FULL for layer in range(n_layer)]
     layers = raw.get("layer_types")
     layers = missing if layers is None else layers
     layers = layers if isinstance(layers, list) else [layers] * n_layer
@@ -262,9 +269,11 @@ def llama_fields(config: LlamaConfig) -> dict:
     Raises UserError for a shape that transformers refuses.
     """
     name = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
-    if config.windows and name == "Llama":
+    if isinstance(config, GemmaConfig):
+        name = "Gemma3"
+    elif config.windows and name == "Llama":
         name = "Mistral"
-    if config.n_embd % config.n_head and name in ("Llama", "Qwen2"):
+    if config.n_embd % config.n_head and name in ("Llama", "Qwen2", "Gemma3"):
         raise UserError(
             f"n_embd is {config.n_embd}, no multiple of n_head, which is {config.n_head}:"
             " transformers reads no such model, so it is not written"
@@ -301,7 +310,7 @@ def llama_fields(config: LlamaConfig) -> dict:
 
 def window_fields(config: LlamaConfig, name: str) -> dict:
     """What a config.json says of windows. Raises UserError for some that transformers refuses."""
-    if not config.windows:
+    if not any(config.windows):
         return {}
     sizes = set(config.windows)
     if len(sizes - {None}) > 1 or (name in ALL_SLIDING and None in sizes):
@@ -309,8 +318,73 @@ def window_fields(config: LlamaConfig, name: str) -> dict:
             f"windows are {config.windows}: transformers reads no such {name}, so it is not written"
         )
     fields = {"sliding_window": max(sizes - {None})}
-    if name != "Mistral":
+    if name.startswith("Qwen"):
         fields["use_sliding_window"] = True
     if name not in ALL_SLIDING:
         fields["layer_types"] = [SLIDING if window else FULL for window in config.windows]
     return fields
+
+
+GEMMA_SUPPORTED = {  # what the forward pass computes
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False,),
+    "use_bidirectional_attention": (False,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "tie_word_embeddings": (True, False),
+}
+GEMMA_MISSING = {"head_dim": 256, "num_key_value_heads": 4, "eos_token_id": 1, "bos_token_id": 2}
+
+
+def read_object(file: Path, raw: dict, key: str) -> dict:
+    """An object in a config.json; {} if it is missing. Raises UserError for anything else."""
+    value = raw.get(key)
+    if not isinstance(value, (dict, type(None))):
+        raise UserError(f"{file}: {key} is {reprlib.repr(value)}; it must be an object")
+    return value or {}
+
+
+def read_gemma_config(file: Path, raw: dict) -> GemmaConfig:
+    """The configuration of a Gemma 3. Arguments and errors are as of `read_llama_config`."""
+    given = raw
+    raw = GEMMA_MISSING | {key: value for key, value in raw.items() if value is not None}
+    check_values(file, raw, GEMMA_SUPPORTED)
+    ropes = read_object(file, raw, "rope_parameters")  # newer files; older ones have other keys
+    full = {"rope_theta": raw.get("rope_theta", 1e6)} | read_object(file, ropes, FULL)
+    full |= read_object(file, raw, "rope_scaling")
+    local = {"rope_theta": raw.get("rope_local_base_freq", 1e4)} | read_object(file, ropes, SLIDING)
+    kind = full.get("rope_type", full.get("type", "default"))
+    check_values(
+        f"{file}: full_attention", {"rope_type": kind}, {"rope_type": ("default", "linear")}
+    )
+    check_values(f"{file}: sliding_attention", local, {"rope_type": ("default",)})
+    # Sizes and ids are a Llama's.
+    llama = {key: raw[key] for key in raw.keys() - {"layer_types", "rope_scaling", "hidden_act"}}
+    llama |= {"model_type": "llama", "rope_parameters": {"rope_theta": full["rope_theta"]}}
+    config = read_llama_config(file, {"tie_word_embeddings": True} | llama)
+    return GemmaConfig(
+        **vars(config)
+        | {
+            "qk_norm": True,
+            "windows": read_windows(file, given, config.n_layer),
+            "local_theta": read_number(file, local, "rope_theta", None, 1e12),
+            "rope_factor": read_number(file, full, "factor", None, 1e6)
+            if kind == "linear"
+            else 1.0,
+            "query_scalar": read_number(file, raw, "query_pre_attn_scalar", 256, 1e6),
+        }
+    )
+
+
+def gemma_fields(config: GemmaConfig) -> dict:
+    """What a config.json says of this Gemma 3. Errors are as of `llama_fields`."""
+    factor = config.rope_factor
+    return llama_fields(config) | {
+        "model_type": "gemma3_text",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config.query_scalar,
+        "rope_local_base_freq": config.local_theta,
+        "rope_scaling": None if factor == 1 else {"rope_type": "linear", "factor": factor},
+        "layer_types": [SLIDING if window else FULL for window in layer_windows(config)],
+    }

@@ -13,12 +13,15 @@ from pathlib import Path
 import torch
 
 from errors import UserError, memory_for
+from gemma import Gemma, GemmaConfig
 from int8 import Int8Embedding, store, with_int8_layers
 from llama import Llama, LlamaConfig
 from loading.checkpoint import check_values, read_json, read_tensors, write_checkpoint
 from loading.config import (
+    gemma_fields,
     gpt_fields,
     llama_fields,
+    read_gemma_config,
     read_gpt_config,
     read_llama_config,
     read_token_ids,
@@ -247,9 +250,10 @@ class Architecture:
 
 GPT2 = Architecture(GPT, GPTConfig, read_gpt_config, gpt_fields)
 LLAMA = Architecture(Llama, LlamaConfig, read_llama_config, llama_fields)
+GEMMA3 = Architecture(Gemma, GemmaConfig, read_gemma_config, gemma_fields)
 LLAMAS = "llama", "qwen2", "qwen3", "qwen3_moe", "mistral"
 # By the model_type of config.json.
-ARCHITECTURES = {"gpt2": GPT2} | dict.fromkeys(LLAMAS, LLAMA)
+ARCHITECTURES = {"gpt2": GPT2, "gemma3_text": GEMMA3} | dict.fromkeys(LLAMAS, LLAMA)
 
 
 def architecture_of(config) -> Architecture:

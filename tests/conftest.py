@@ -121,15 +121,21 @@ def exact_norm(self, x):
     return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
 
 
+def exact_gemma_norm(self, x):
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + self.weight, self.eps)
+
+
 @pytest.fixture
 def peer(tmp_path, monkeypatch):
     """`random_peer` in the directory of this test, with exact norms."""
+    from transformers.models.gemma3 import modeling_gemma3
     from transformers.models.llama import modeling_llama
     from transformers.models.mistral import modeling_mistral
     from transformers.models.qwen2 import modeling_qwen2
     from transformers.models.qwen3 import modeling_qwen3
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+    monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "forward", exact_gemma_norm)
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", exact_norm)
     monkeypatch.setattr(modeling_mistral.MistralRMSNorm, "forward", exact_norm)
     monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", exact_norm)
@@ -182,18 +188,20 @@ def edit_json(file: Path, changes: dict) -> None:
 def random_peer(kind: str, directory, saved_as=torch.float64, shard_size="1GB", **shape) -> tuple:
     """A random model of transformers, in float64, and where it is saved.
 
-    kind: Llama, Mistral, Qwen2, Qwen3 or Qwen3Moe.
+    kind: Llama, Mistral, Qwen2, Qwen3, Qwen3Moe or Gemma3.
     """
     import transformers
 
     small = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 24}
     small |= {"bos_token_id": 0, "eos_token_id": 2}
-    config = getattr(transformers, f"{kind}Config")(**small | shape)
+    name = "Gemma3Text" if kind == "Gemma3" else kind
+    config = getattr(transformers, f"{name}Config")(**small | shape)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():  # biases too, which a new model has as zeros
-        weight.data.normal_(mean=weight.dim() == 1, std=0.4, generator=generator)
+        mean = weight.dim() == 1 and kind != "Gemma3"
+        weight.data.normal_(mean=mean, std=0.4, generator=generator)
         weight.data = weight.data.to(saved_as).double()
     copy.deepcopy(model).to(saved_as).save_pretrained(directory, max_shard_size=shard_size)
     return model.eval(), directory
@@ -264,6 +272,25 @@ def tiny_windows(tiny_llama):
     def build(seed=0, windows=(3, None, 8), **shape):
         shape = {"n_layer": len(windows), "block_size": 40} | shape
         return tiny_llama(seed, windows=windows, **shape)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma():
+    """A function that builds a random Gemma 3 with both kinds of layers."""
+
+    def build(seed=0, dtype=torch.float64, eos_token_id=60, windows=(3, 8, None), **shape):
+        from gemma import Gemma, GemmaConfig
+
+        small = {"vocab_size": 61, "block_size": 40, "n_layer": len(windows), "n_embd": 16}
+        small |= {"n_inner": 24, "n_head": 4, "n_kv_head": 2, "head_dim": 6, "query_scalar": 5}
+        small |= {"bos_token_id": 59, "eos_token_ids": (eos_token_id,), "rope_factor": 8.0}
+        model = Gemma(GemmaConfig(windows=windows, **small | shape)).to(dtype)
+        generator = torch.Generator().manual_seed(seed)
+        for weight in model.parameters():
+            weight.data.normal_(std=0.4, generator=generator)
+        return model.eval()
 
     return build
 

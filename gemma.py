@@ -1,0 +1,81 @@
+"""Gemma 3's forward pass, written out: what it changes in a Llama with qk-norm and windows.
+
+Gemma Team 2025 (2503.19786), "Gemma 3 technical report". Parameters are named as in transformers'
+Gemma3ForCausalLM, so its files load unchanged.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from llama import MLP, Attention, Llama, LlamaConfig, RMSNorm
+
+
+@dataclass(frozen=True)
+class GemmaConfig(LlamaConfig):
+    """The shape of a Gemma 3; layers with a window have rotations of their own."""
+
+    qk_norm: bool = True
+    local_theta: float | None = 10000.0
+    query_scalar: float = 256  # scores are divided by its root, instead of head_dim's
+
+
+class GemmaNorm(RMSNorm):
+    """An RMSNorm whose weights are stored less 1, and that rounds once, at the end."""
+
+    base = 1.0  # what is added to the weights
+    factor = 1.0  # what the result is multiplied by
+
+    def forward(self, x):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = F.rms_norm(x.to(wide), x.shape[-1:], eps=self.epsilon)
+        return (y * self.factor * (self.base + self.weight.to(wide))).to(x.dtype)
+
+
+class GemmaMLP(MLP):
+    """GEGLU (Shazeer 2020, 2002.05202): the gate goes through GELU instead of SiLU."""
+
+    def forward(self, x):
+        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+
+
+class GemmaBlock(nn.Module):
+    """What attention and the MLP give is normalized, too, before it is added."""
+
+    def __init__(self, config: GemmaConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = GemmaNorm(config)
+        self.self_attn = Attention(config, GemmaNorm)
+        # Attention divides scores by the root of head_dim.
+        self.self_attn.q_norm.factor = math.sqrt(config.head_dim / config.query_scalar)
+        self.post_attention_layernorm = GemmaNorm(config)
+        self.pre_feedforward_layernorm = GemmaNorm(config)
+        self.mlp = GemmaMLP(config)
+        self.post_feedforward_layernorm = GemmaNorm(config)
+
+    def forward(self, x, cos, sin, attend):
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        x = x + self.post_attention_layernorm(attended)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+class Gemma(Llama):
+    ROLES = Llama.ROLES | {
+        "attn_out_norm": ("layers.*.post_attention_layernorm", "blk.*.post_attention_norm"),
+        "mlp_norm": ("layers.*.pre_feedforward_layernorm", "blk.*.ffn_norm"),
+        "down_norm": ("layers.*.post_feedforward_layernorm", "blk.*.post_ffw_norm"),
+    }
+    BLOCK = GemmaBlock
+    NORM = GemmaNorm
+
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied by: as transformers rounds it, first to float32."""
+        root = torch.tensor(math.sqrt(self.config.n_embd), dtype=torch.float32)
+        return root.to(self.dtype).item()
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(tokens) * self.embedding_scale

@@ -1,0 +1,294 @@
+"""Lesson 121: Gemma 3 computes what transformers does, in the modes of the lessons before too."""
+
+import copy
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    CHECKPOINTS,
+    difference,
+    edit_json,
+    load,
+    random_peer,
+    random_tokens,
+    run_rows,
+    save_speaking,
+    their_rows,
+)
+from engines import finish, make_engine, own_texts, request_params
+from natives import random_texts
+from ranks import compared, logits_of, results, save_uneven, texts_of
+from test_llama_config import SMALL
+
+from errors import UserError
+from infer import beam_search
+from infer_speculative import generate_speculative
+from int8 import to_int8
+from loading.load import save_model
+from loading.tokenizer import load_encoding
+from sampling import SamplingParams
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0}
+
+
+def test_the_command_line_writes_what_transformers_does(cli, tmp_path):
+    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64}
+    shape |= {"num_hidden_layers": 7, "sliding_window": 5, "head_dim": 6}
+    theirs, directory = random_peer("Gemma3", tmp_path, torch.float32, **shape)
+    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
+    (directory / "tokenizer.json").write_bytes(tokenizer)
+    encoding = load_encoding(directory, 4096)
+    prompt = encoding.encode("Once upon a time")
+    (row,) = their_rows(theirs.float(), [prompt], 30)
+    arguments = ("--model", directory, "--prompt", "Once upon a time", "--max-new-tokens", 30)
+    code, out, err = cli(*arguments, "--ignore-eos")
+    assert code == 0, err
+    assert out == encoding.decode(prompt + row) + "\n"
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_logits_equal_transformers(peer, seed):
+    choose = random.Random(seed).choice
+    keys = choose([1, 2, 3])
+    n_layer = choose([1, 3, 7])
+    full = choose([LINEAR, {"rope_type": "default", "rope_theta": 1e6}])
+    local = {"rope_type": "default", "rope_theta": choose([10.0, 10000.0])}
+    shape = {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    heads = keys * choose([1, 2, 3])
+    if choose([False, True]):
+        types = ["full_attention", "sliding_attention"]
+        shape["layer_types"] = [choose(types) for _ in range(n_layer)]
+    theirs, directory = peer(
+        "Gemma3",
+        saved_as=choose([torch.float64, torch.float32, torch.bfloat16]),
+        shard_size=choose(["1GB", "3KB"]),
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        head_dim=choose([2, 6, 16, 20]),
+        hidden_size=heads * choose([2, 4, 10]),
+        num_hidden_layers=n_layer,
+        max_position_embeddings=40,
+        sliding_window=choose([1, 4, 8, 100]),
+        query_pre_attn_scalar=choose([1, 16, 256]),
+        rms_norm_eps=choose([1e-6, 0.1]),
+        tie_word_embeddings=choose([False, True]),
+        **shape,
+    )
+    ours = load(directory)
+    assert ours.config.rope_factor == full.get("factor", 1)
+    assert difference(ours, theirs) < 1e-9
+    if n_layer < 7:  # deeper random weights magnify float32's rounding
+        assert difference(load(directory, torch.float32), theirs.float()) < 1e-4
+
+
+def test_greedy_text_equals_transformers(peer):
+    shape = {"max_position_embeddings": 64, "sliding_window": 8, "num_hidden_layers": 7}
+    theirs, directory = peer("Gemma3", head_dim=6, **shape)
+    ours = run_rows(load(directory), [[1, 5, 9]], max_new_tokens=61, ignore_eos=True)
+    assert ours == their_rows(theirs, [[1, 5, 9]], 61)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8"])
+def test_modes_of_the_lessons_before(tiny_gemma, dtype):
+    """Ragged rows, the hop, speculation and beams give the text that a pass over all gives."""
+    model = tiny_gemma() if dtype == "float64" else to_int8(tiny_gemma())
+    params = {"max_new_tokens": 60, "ignore_eos": True}
+    prompts = [[1, 2, 3], [4], random_tokens(30), random_tokens(70)]
+    rows = run_rows(model, prompts, **params)
+    for prompt, row in zip(prompts, rows):
+        assert run_rows(model, [prompt], **params, options={"use_cache": False}) == [row]
+    draft = tiny_gemma(seed=1)
+    steps = generate_speculative(model, draft, prompts[0], SamplingParams(**params), 3)
+    assert [token for step in steps for token in step.tokens] == rows[0]
+    (best,) = beam_search(model, prompts[0], 1, **params)
+    assert best.tokens == rows[0]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_stays_close(tiny_gemma, dtype):
+    model = tiny_gemma()
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data *= 0.5
+    texts = random_texts(model, 2)
+    exact = model(texts).log_softmax(-1)
+    half = copy.deepcopy(model).to(dtype)(texts).double().log_softmax(-1)
+    divergence = (exact.exp() * (exact - half)).sum(-1).mean()
+    assert divergence < {torch.float16: 1e-3, torch.bfloat16: 0.01}[dtype]
+
+
+@torch.inference_mode()
+def test_bfloat16_rounds_where_transformers_does(tiny_gemma, tmp_path):
+    """Norms round once, after the product with their weights, and the root of the width does."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    model = tiny_gemma(dtype=torch.bfloat16, n_embd=48)
+    assert model.embedding_scale == 6.9375  # not 6.928
+    tokens = torch.arange(61)
+    assert torch.equal(model.embed(tokens), model.embed_tokens.weight * model.embedding_scale)
+    theirs = Gemma3RMSNorm(48, 1e-6).bfloat16()
+    theirs.weight.data = model.norm.weight.data
+    x = 10 * torch.randn(500, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    different = (model.norm(x) != theirs(x)).float().mean()
+    assert different < 1e-3  # torch's rms_norm may round the mean's last bit otherwise
+
+
+def test_the_engine_writes_the_text_of_each_own_run(tiny_gemma):
+    model = tiny_gemma()
+    prompts = [random_tokens(length, seed=length) for length in (3, 1, 38, 60, 9, 2)]
+    params = request_params(len(prompts), max_new_tokens=50, temperature=0.8)
+    engine, requests = make_engine(model, prompts, params, max_rows=4, page_size=4, budget=7)
+    finish(engine)
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
+
+
+# On several processes.
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_have_the_bits_of_one_process(tiny_gemma, compiled, tmp_path, kind, size):
+    name = save_uneven(tiny_gemma, tmp_path, "tiny_llama", windows=(5, None))
+    assert compared(size, name, torch.tensor([random_tokens(23)]), dtype=kind)[0] == 0
+
+
+def test_ranks_that_add_up_in_float64(tiny_gemma, tmp_path):
+    name = save_uneven(tiny_gemma, tmp_path, "tiny_llama", windows=(5, None))
+    tokens = torch.tensor([random_tokens(23)])
+    options = {"dtype": torch.float64, "native": False}
+    found = results(3, lambda: logits_of(name, tokens, "reduce", **options))[0][0]
+    with torch.inference_mode():
+        assert (torch.from_numpy(found) - load(name)(tokens)).abs().max() < 1e-10
+
+
+def test_two_ranks_write_the_texts_of_one(tiny_gemma, engine_cli, tmp_path):
+    def build(**shape):
+        return tiny_gemma(windows=(5, None), **shape)
+
+    directory = save_speaking(build, tmp_path, eos_token_id=4095)
+    arguments = ["--model", directory, "--prompt", "Lily", "--num-samples", 3, "--seed", 1]
+    arguments += ["--temperature", 0.8, "--max-new-tokens", 30]
+    out = engine_cli(*arguments)[1]
+    assert out and texts_of(2, tmp_path, *arguments)[0] == out
+
+
+# Its files.
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"tied_head": False}, {"windows": (None, None)}, {"rope_factor": 1.0, "windows": (5, 5)}],
+    ids=str,
+)
+def test_save_and_load_give_the_same_model(tiny_gemma, tmp_path, shape):
+    from transformers import AutoModelForCausalLM
+
+    if "windows" not in shape:
+        shape = shape | {"windows": (5, 5, None)}
+    ours = tiny_gemma(dtype=torch.float32, **shape)
+    save_model(ours, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(theirs).__name__ == "Gemma3ForCausalLM"
+    assert difference(ours, theirs) < 2e-4
+    again = load(tmp_path).config
+    assert [*again.windows] == [*ours.config.windows] or not any(ours.config.windows)
+    assert {**vars(again), "windows": ()} == {**vars(ours.config), "windows": ()}
+
+
+def read(**values):
+    from loading.config import read_gemma_config
+
+    fields = {key: value for key, value in (GEMMA | values).items() if value != "missing"}
+    return read_gemma_config(Path("config.json"), fields)
+
+
+GEMMA = SMALL | {"model_type": "gemma3_text", "num_hidden_layers": 7}
+
+
+def test_what_a_config_lacks_is_as_in_transformers():
+    import transformers
+
+    kept = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads")
+    kept += ("hidden_size", "intermediate_size")
+    theirs = transformers.Gemma3TextConfig(**{key: GEMMA[key] for key in kept})
+    ours = read(**dict.fromkeys(GEMMA.keys() - {*kept, "model_type"}, "missing"))
+    assert ours.head_dim == theirs.head_dim == 256
+    assert ours.n_kv_head == theirs.num_key_value_heads
+    assert ours.norm_epsilon == theirs.rms_norm_eps
+    assert ours.query_scalar == theirs.query_pre_attn_scalar
+    assert ours.tied_head == theirs.tie_word_embeddings is True
+    assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
+    windows = {"sliding_attention": theirs.sliding_window, "full_attention": None}
+    assert ours.windows == tuple(windows[kind] for kind in theirs.layer_types)
+    assert ours.rope_theta == theirs.rope_parameters["full_attention"]["rope_theta"]
+    assert ours.local_theta == theirs.rope_parameters["sliding_attention"]["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ({"rope_theta": 77.0, "rope_local_base_freq": 5.0, "rope_scaling": None}, (77, 5, 1)),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, (1e6, 1e4, 8)),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_theta": 3.0}, (3, 1e4, 8)),
+        ({"rope_parameters": {"full_attention": LINEAR}}, (1000, 1e4, 8)),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 7.0}}}, (1e6, 7, 1)),
+    ],
+)
+def test_rotations_in_older_and_newer_files(values, expected):
+    config = read(**values)
+    assert (config.rope_theta, config.local_theta, config.rope_factor) == expected
+
+
+@pytest.mark.parametrize(
+    "values, windows",
+    [
+        ({"sliding_window": 8}, (8, 8, 8, 8, 8, None, 8)),
+        ({"sliding_window": 8, "sliding_window_pattern": 2}, (8, None) * 3 + (8,)),
+        ({"sliding_window": 8, "layer_types": ["full_attention"] * 7}, ()),
+    ],
+)
+def test_windows_of_a_config(values, windows):
+    assert read(**values).windows == windows
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; supported is None"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; supported is None"),
+        ({"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; supported is 'gelu_pyt"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True; supported"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be above 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'; supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is None; it must be above 0"),
+        ({"rope_local_base_freq": 0}, "rope_theta is 0; it must be above 0"),
+        ({"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention: rope_type is"),
+        ({"rope_parameters": {"full_attention": 7}}, "full_attention is 7; it must be an object"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must be an integer"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 layers; this model has 7"),
+        ({"head_dim": 5}, "4 heads, 2 of them with keys, of 5 numbers each"),
+    ],
+)
+def test_a_config_that_this_model_cannot_be_is_refused(values, words):
+    with pytest.raises(UserError) as error:
+        read(**values)
+    assert str(error.value).startswith("config.json: ") and words in str(error.value)
+
+
+def test_the_model_of_pictures_and_texts_is_refused(tiny_gemma, tmp_path):
+    save_model(tiny_gemma(windows=(5, None)), tmp_path)
+    edit_json(tmp_path / "config.json", {"model_type": "gemma3"})
+    with pytest.raises(UserError, match="model_type is 'gemma3'; supported is 'gpt2' or"):
+        load(tmp_path)
+
+
+def test_it_is_not_exported(tiny_gemma, tmp_path):
+    from benchmarks.export_gguf import write_gguf
+
+    with pytest.raises(UserError, match="a Gemma is not exported"):
+        write_gguf(tiny_gemma(dtype=torch.float32), tmp_path / "model.gguf", "float32")
+    assert not (tmp_path / "model.gguf").exists()
