@@ -1,4 +1,4 @@
-// The forward pass of GPT-2, Llama, Mistral and Qwen on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2, Llama and their relatives on a CPU, with float32 or int8 weights.
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
 // barrier, unless it says `nowait`. Each thread runs the rest by itself, for all tokens or for its
@@ -264,6 +264,7 @@ enum { PARTIAL = 16, TOGETHER = 4 };
 
 typedef struct {
   const float *weight, *bias;  // (C), or (D) for heads; an RMSNorm has no bias
+  float base, factor;          // of an RMSNorm: added to the weights; times the result
 } Norm;
 
 typedef struct {
@@ -271,19 +272,21 @@ typedef struct {
 } MLP;
 
 typedef struct {
-  Norm attn_norm, query_norm, key_norm, mlp_norm;  // the two in the middle: Qwen3, or NULL
+  Norm attn_norm, query_norm, key_norm, attn_out_norm, mlp_norm, down_norm;  // or NULL
   Linear attn_in[3], attn_out;  // query, key, value, or one for all three; the others have out 0
   MLP mlp;                      // of a layer without experts
   Linear router;
   const MLP *experts;  // (n_expert), or NULL
   int64_t window;      // positions that a query sees, the last ones
+  int64_t local;       // whether it rotates by local_cos and local_sin
 } Layer;
 
 typedef struct {
   int64_t n_layer, n_head, n_kv_head, head_dim, n_embd;
   int64_t widest;  // the most numbers that a token needs in a buffer
   int64_t n_expert, chosen, is_normalized;  // 0, 1, 0 without experts
-  float epsilon;
+  float epsilon, embedding_scale;
+  int64_t gelu_gate;       // whether the gate goes through GELU, not SiLU
   Linear embedding, head;  // (vocab_size, C); they may share their weight
   const float *wpe;        // (block_size, C), the position embeddings, or NULL
   Norm norm;
@@ -300,6 +303,7 @@ typedef struct {
   const int64_t *tables;              // (T): where the block table of a token's text begins
   const int64_t *wants;               // (wanted): the tokens that need logits
   const float *cos, *sin;             // (positions, D), for `rotate`, or NULL
+  const float *local_cos, *local_sin;
 } Pass;
 
 // The dot product of a and b, or the sum of a where b is NULL: PARTIAL sums, whose halves are added
@@ -351,8 +355,8 @@ void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const flo
 static void rms_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x,
                      float *y) {
   for (int64_t t = 0; t < T; t++, x += C, y += C) {
-    float factor = 1 / sqrtf(dot(C, x, x) / C + epsilon);
-    for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * norm->weight[i];
+    float factor = norm->factor / sqrtf(dot(C, x, x) / C + epsilon);
+    for (int64_t i = 0; i < C; i++) y[i] = x[i] * factor * (norm->base + norm->weight[i]);
   }
 }
 
@@ -372,12 +376,18 @@ static void swiglu(int64_t T, int64_t n, const float *x, float *y) {
     for (int64_t i = 0; i < n; i++) y[i] = x[i] / (1 + exponential(-x[i])) * x[n + i];
 }
 
+// The same with the GELU of the gate.
+static void geglu(int64_t T, int64_t n, const float *x, float *y) {
+  for (int64_t t = 0; t < T; t++, x += 2 * n, y += n) {
+    gelu(n, x, y);
+    for (int64_t i = 0; i < n; i++) y[i] *= x[n + i];
+  }
+}
+
 // RoPE: rotate a query or key by the angles of its position. Numbers d and d + D / 2 are the
 // coordinates of a point.
-static void rotate(const Pass *p, int64_t position, int64_t D, float *x) {
+static void rotate(const float *cos, const float *sin, int64_t D, float *x) {
   int64_t half = D / 2;
-  const float *cos = p->cos + position * D;
-  const float *sin = p->sin + position * D;
   for (int64_t d = 0; d < half; d++) {
     float a = x[d];
     float b = x[d + half];
@@ -629,9 +639,13 @@ static void append(const Past *past, int64_t D, const float *key, const float *v
 }
 
 // Prepare a token's query or key, (D): normalize it, if the layer does, and rotate it.
-static void prepare(const Model *m, const Pass *p, const Norm *norm, int64_t t, float *x) {
+static void prepare(const Model *m, const Pass *p, int local, const Norm *norm, int64_t t,
+                    float *x) {
+  const float *cos = local ? p->local_cos : p->cos;
+  const float *sin = local ? p->local_sin : p->sin;
+  int64_t row = p->positions[t] * m->head_dim;
   if (norm->weight) rms_norm(norm, m->epsilon, 1, m->head_dim, x, x);
-  if (p->cos) rotate(p, p->positions[t], m->head_dim, x);
+  if (cos) rotate(cos + row, sin + row, m->head_dim, x);
 }
 
 // Prepare queries and keys, append keys and values to the cache, then attend. Every H / K queries
@@ -641,6 +655,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group = H / K;
   int64_t width = (H + 2 * K) * D;
+  int local = m->layers[layer].local;
   const Norm *query_norm = &m->layers[layer].query_norm;
   const Norm *key_norm = &m->layers[layer].key_norm;
 #pragma omp for schedule(static) collapse(2)
@@ -650,8 +665,8 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       float *token = qkv + t * width;
       float *key = token + (H + k) * D;
       for (int64_t h = k * group; h < (k + 1) * group; h++)
-        prepare(m, p, query_norm, t, token + h * D);
-      prepare(m, p, key_norm, t, key);
+        prepare(m, p, local, query_norm, t, token + h * D);
+      prepare(m, p, local, key_norm, t, key);
       append(&past, D, key, key + K * D);
     }
 #pragma omp for schedule(static) collapse(3)
@@ -679,6 +694,7 @@ static void embed(const Model *m, const Pass *p, float *x) {
 #pragma omp for
   for (int64_t t = 0; t < p->T; t++) {
     rows(&m->embedding, 1, p->tokens + t, x + t * C);
+    for (int64_t i = 0; i < C; i++) x[t * C + i] *= m->embedding_scale;
     if (m->wpe)
       for (int64_t i = 0; i < C; i++) x[t * C + i] += m->wpe[p->positions[t] * C + i];
   }
@@ -715,6 +731,21 @@ static void products(const Linear *l, int count, int64_t T, int few, Input in, f
     y += l[i].out;
   }
 #pragma omp barrier
+}
+
+// The layer that ends a residual branch: its outputs are added to x, or those of its norm, if it
+// has one. y: room for them.
+static void end_branch(const Model *m, const Linear *l, const Norm *norm, int64_t T, int few,
+                       Input in, float *y, float *x) {
+  products(l, 1, T, few, in, norm->weight ? y : x, !norm->weight);
+  if (norm->weight) {
+#pragma omp for
+    for (int64_t t = 0; t < T; t++) {
+      float *own = y + t * l->out;
+      rms_norm(norm, m->epsilon, 1, l->out, own, own);
+      for (int64_t i = 0; i < l->out; i++) x[t * l->out + i] += own[i];
+    }
+  }
 }
 
 // a mixture of experts ----------------------------------------------------------------------------
@@ -871,7 +902,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       normalize(&layer->attn_norm, m->epsilon, n, C, own_x, own_in);
       products(layer->attn_in, 3, T, few, input, wide, 0);
       attention(m, p, i, wide, scores, y);
-      products(&layer->attn_out, 1, T, few, attended, x, 1);
+      end_branch(m, &layer->attn_out, &layer->attn_out_norm, T, few, attended, wide, x);
       normalize(&layer->mlp_norm, m->epsilon, n, C, own_x, own_in);
       if (layer->experts) {
         mixture(m, layer, T, few, in, input, routes, y, wide, x);
@@ -879,10 +910,11 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       }
       products(mlp->in, 2, T, few, input, wide, 0);
       if (mlp->in[1].out)
-        swiglu(n, inner, wide + own.begin * 2 * inner, in + own.begin * inner);
+        (m->gelu_gate ? geglu : swiglu)(n, inner, wide + own.begin * 2 * inner,
+                                        in + own.begin * inner);
       else
         gelu(n * inner, wide + own.begin * inner, in + own.begin * inner);
-      products(&mlp->out, 1, T, few, input, x, 1);
+      end_branch(m, &mlp->out, &layer->down_norm, T, few, input, y, x);
     }
     own = share(p->wanted, few);
     for (int64_t i = own.begin; i < own.end; i++)

@@ -1,10 +1,10 @@
-"""A whole pass of GPT-2, Llama, Mistral or Qwen in C."""
+"""A whole pass of GPT-2, Llama or one of their relatives in C."""
 
 import ctypes
 
 import torch
 
-from llama import Llama, rotations
+from llama import Llama, local_layers, rotations
 from model import TorchRunner
 from native import build, draw
 from native.linear import address, native_layers
@@ -18,6 +18,8 @@ PassStruct = struct(
     **dict.fromkeys(("tokens", "positions", "pages", "tables", "wants"), ctypes.POINTER(INT)),
     cos=POINTER,
     sin=POINTER,
+    local_cos=POINTER,
+    local_sin=POINTER,
 )
 
 
@@ -52,9 +54,11 @@ class NativeRunner(NativeDraws):
         model_struct(model)  # each tensor is checked before the first is packed
         native_layers(model, self.library)
         self.model = model_struct(model)
-        self.rotations = None
+        self.rotations = []
         if isinstance(model, Llama):
-            self.rotations = rotations(model.config, torch.float32, torch.device("cpu"))
+            kinds = sorted(set(local_layers(model.config)) | {False})
+            cpu = torch.device("cpu")
+            self.rotations = [rotations(model.config, torch.float32, cpu, kind) for kind in kinds]
         # Kept, so that their memory goes to nothing else.
         self.weights = list(model.state_dict().values())
 
@@ -100,7 +104,7 @@ class NativeRunner(NativeDraws):
                 raise ValueError(f"{name} are {numbers}; they are from 0 to {limit - 1}")
         lists = tokens, positions, pages, tables, wants
         arrays = ((INT * len(numbers))(*numbers) for numbers in lists)
-        angles = self.rotations.first(length) if self.rotations else ()
+        angles = [table for each in self.rotations for table in each.first(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
         sizes = num_pages, page_size, length, len(tokens), len(wants)
         job = PassStruct(cache, *sizes, *arrays, *angles)

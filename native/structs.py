@@ -5,7 +5,8 @@ import ctypes
 import torch
 
 from cache import layer_windows
-from llama import ExpertsConfig, Llama
+from gemma import Gemma
+from llama import ExpertsConfig, Llama, local_layers
 from model import GPT
 from native.linear import LinearStruct, NativeEmbedding, NativeLinear, address, check_layer
 
@@ -17,24 +18,28 @@ def struct(name: str, **fields) -> type[ctypes.Structure]:
 
 POINTER = ctypes.c_void_p
 INT = ctypes.c_int64
-NormStruct = struct("NormStruct", weight=POINTER, bias=POINTER)
+FLOAT = ctypes.c_float
+NormStruct = struct("NormStruct", weight=POINTER, bias=POINTER, base=FLOAT, factor=FLOAT)
+NORMS = "attn_norm", "query_norm", "key_norm", "attn_out_norm", "mlp_norm", "down_norm"
 MLPStruct = struct("MLPStruct", inputs=LinearStruct * 2, out=LinearStruct)
 LayerStruct = struct(
     "LayerStruct",
-    **dict.fromkeys(("attn_norm", "query_norm", "key_norm", "mlp_norm"), NormStruct),
+    **dict.fromkeys(NORMS, NormStruct),
     attn_in=LinearStruct * 3,
     attn_out=LinearStruct,
     mlp=MLPStruct,
     router=LinearStruct,
     experts=ctypes.POINTER(MLPStruct),
     window=INT,
+    local=INT,
 )
 NO_WINDOW = 2**62  # more positions than any text has
 ModelStruct = struct(
     "ModelStruct",
     **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "widest"), INT),
     **dict.fromkeys(("n_expert", "chosen", "is_normalized"), INT),
-    epsilon=ctypes.c_float,
+    **dict.fromkeys(("epsilon", "embedding_scale"), FLOAT),
+    gelu_gate=INT,
     embedding=LinearStruct,
     head=LinearStruct,
     wpe=POINTER,
@@ -43,7 +48,7 @@ ModelStruct = struct(
 )
 
 
-COMPUTED = (GPT, Llama)  # what gpt.c computes: it tells them apart by the layers they have
+COMPUTED = (GPT, Llama, Gemma)  # what gpt.c computes: it tells them apart by the layers they have
 
 
 def model_struct(model) -> ModelStruct:
@@ -76,6 +81,8 @@ def model_struct(model) -> ModelStruct:
         chosen=experts.chosen,
         is_normalized=experts.is_normalized,
         epsilon=config.norm_epsilon,
+        embedding_scale=getattr(model, "embedding_scale", 1.0),
+        gelu_gate=isinstance(model, Gemma),
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
         head=linear(model.layer("head"), config.vocab_size, C),
         wpe=address(positions, torch.float32, config.block_size, C),
@@ -120,17 +127,21 @@ def layer_struct(model, block: int) -> LayerStruct:
         attn_in=side_by_side(attn_in, block),
         query_norm=norm(model.layer("query_norm", block), config.head_dim),
         key_norm=norm(model.layer("key_norm", block), config.head_dim),
+        attn_out_norm=norm(model.layer("attn_out_norm", block), C),
         attn_out=linear(model.layer("attn_out", block), C, queries),
         mlp_norm=norm(model.layer("mlp_norm", block), C),
         **mlps,
+        down_norm=norm(model.layer("down_norm", block), C),
         window=layer_windows(config)[block] or NO_WINDOW,
+        local=isinstance(model, Llama) and local_layers(config)[block],
     )
 
 
 def norm(layer, size: int) -> NormStruct:
     """What C reads of a norm; NULL for what a model lacks."""
     tensors = (getattr(layer, name, None) for name in ("weight", "bias"))
-    return NormStruct(*(address(tensor, torch.float32, size) for tensor in tensors))
+    numbers = getattr(layer, "base", 0.0), getattr(layer, "factor", 1.0)
+    return NormStruct(*(address(tensor, torch.float32, size) for tensor in tensors), *numbers)
 
 
 def linear(layer, out: int, size: int) -> LinearStruct:

@@ -75,7 +75,7 @@ class Model {
     this.work = this.allocate(4 * Number(floats));
     this.kept = this.allocate(4 * MOST_ROWS * vocab_size);
     this.lists = this.allocate(8 * 4 * block_size);
-    this.pass = this.allocate(80);
+    this.pass = this.allocate(88);
     this.page = this.allocate(8); // the cache is a single page, number 0
     this.held = []; // the tokens whose keys and values are in the cache
   }
@@ -105,7 +105,7 @@ class Model {
       view.setBigInt64(8 + 8 * i, BigInt(number), true),
     );
     const { cos, sin } = this.config;
-    [tokens, positions, this.page, tables, wants, cos, sin].forEach((address, i) =>
+    [tokens, positions, this.page, tables, wants, cos, sin, 0, 0].forEach((address, i) =>
       view.setUint32(48 + 4 * i, address, true),
     );
     this.exports.gpt_pass(this.config.model, this.pass, this.kept, this.work, 1);

@@ -1,0 +1,100 @@
+"""Lesson 122: Gemma 3 in C: norms that add 1, norms after branches, GEGLU, two kinds of angles."""
+
+import copy
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, TARGETS, random_peer, random_tokens, run_rows, their_rows
+from engines import finish, make_engine, own_texts, request_params
+from natives import in_passes, in_pieces, native, of_kind, random_texts, threads
+
+from int8 import to_int8
+from loading.tokenizer import load_encoding
+
+KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+def test_the_command_line_writes_what_transformers_does(cli, tmp_path):
+    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64}
+    shape |= {"num_hidden_layers": 7, "sliding_window": 5, "head_dim": 6}
+    theirs, directory = random_peer("Gemma3", tmp_path, torch.float32, **shape)
+    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
+    (directory / "tokenizer.json").write_bytes(tokenizer)
+    encoding = load_encoding(directory, 4096)
+    prompt = encoding.encode("Once upon a time")
+    (row,) = their_rows(theirs, [prompt], 30)
+    arguments = ("--model", directory, "--prompt", "Once upon a time", "--max-new-tokens", 30)
+    code, out, err = cli(*arguments, "--backend", "native", "--ignore-eos")
+    assert (code, "torch computes instead" in err) == (0, False)
+    assert out == encoding.decode(prompt + row) + "\n"
+
+
+FORMS = [
+    {"n_head": 1, "n_kv_head": 1, "head_dim": 2, "n_embd": 3, "n_inner": 1, "windows": (1, None)},
+    {"n_head": 9, "n_kv_head": 3, "head_dim": 20, "n_embd": 51, "n_inner": 57},
+    {"head_dim": 64, "n_embd": 130, "tied_head": False, "local_theta": 3.0, "query_scalar": 168},
+    {"n_kv_head": 1, "head_dim": 128, "n_embd": 33, "norm_epsilon": 0.1, "windows": (None,)},
+]
+
+
+def gentle(build, form, seed=0):
+    """A model whose logits do not magnify rounding."""
+    model = build(dtype=torch.float32, **form)
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data *= 2 * model.config.n_embd**-0.5
+    return model
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_c_computes_logits_as_near_float64s_as_torch_does(tiny_gemma, target, form):
+    model = gentle(tiny_gemma, form)
+    texts = random_texts(model, 2, 40)
+    expected = copy.deepcopy(model).double()(texts).float()
+    native(model, target)
+    for size in (1, 5, 40):  # decode, and prefill in blocks of queries and without
+        found = in_pieces(model, texts, size)
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@torch.inference_mode()
+@KINDS
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_c_has_the_same_bits_for_each_number_of_tokens_threads_and_pages(tiny_gemma, kind, form):
+    model = of_kind(tiny_gemma(dtype=torch.float32, **form), kind)
+    texts = random_texts(model, 2, 40)
+    expected = in_pieces(model, texts, 1)
+    for size, count in ((16, 1), (5, 2), (40, 5), (1, 5)):
+        with threads(count):
+            assert torch.equal(in_pieces(model, texts, size), expected)
+    for page_size, size in ((3, 8), (16, 20)):
+        assert torch.equal(
+            in_passes(model, texts.tolist(), [[size] * 2] * (40 // size), page_size), expected
+        )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_int8_logits_in_c_are_those_of_every_processor_and_near_torchs(tiny_gemma, form):
+    model = to_int8(gentle(tiny_gemma, form))
+    texts = random_texts(model, 1, 40)
+    expected = model(texts)
+    found = [in_pieces(native(copy.deepcopy(model), target), texts, 4) for target in TARGETS]
+    assert all(torch.equal(logits, found[0]) for logits in found)
+    assert (found[0] - expected).abs().mean() < 0.03 * expected.std()
+
+
+@KINDS
+def test_texts_are_those_of_own_runs(tiny_gemma, kind):
+    model = of_kind(tiny_gemma(dtype=torch.float32), kind)
+    prompts = [random_tokens(length, seed=length) for length in (3, 1, 38, 60, 9, 2)]
+    params = request_params(len(prompts), max_new_tokens=50, temperature=0.8)
+    engine, requests = make_engine(model, prompts, params, max_rows=4, page_size=4, budget=7)
+    finish(engine)
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    given = {"max_new_tokens": 50, "ignore_eos": True}
+    rows = run_rows(model, prompts, **given)
+    assert rows == [run_rows(model, [prompt], **given)[0] for prompt in prompts]
