@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from cache import check_stride, shared_length
+from cache import check_stride, layer_windows, shared_length
 from engine.cache import PagedCache
 from engine.drafter import Drafter, Trials
 from engine.pages import PagePool, default_pages
@@ -63,7 +63,9 @@ class Engine:
         self.cache = PagedCache(model, num_pages, page_size)
         pool = PagePool(num_pages, page_size)
         stride = check_stride(stride, block_size)
-        self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride)
+        windows = layer_windows(model.config)
+        window = None if None in windows else max(windows)
+        self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride, window)
         self.drafter = drafter
         self.gamma = gamma
         self.trials = trials if drafter else None

@@ -4,11 +4,15 @@ import array
 import hashlib
 from collections import OrderedDict
 
+from cache import first_seen
+
 MOST_POSITIONS = 2**16  # in the pages of an engine, if nobody asks for more
 
 
 class PagePool:
     """Pages by number, each free or in the tables of one or more requests.
+
+    A table names the pages of a text in order; None stands for one that no layer reads any more.
 
     A free page that was published can be found until it is taken. Free pages without a hash are
     reused first, then the least recently released.
@@ -71,7 +75,15 @@ class PagePool:
         The last one first, so that it is taken first: what comes before it is found without it.
         """
         while len(pages) > self.count(length):
-            self.release(pages.pop())
+            page = pages.pop()
+            if page is not None:
+                self.release(page)
+
+    def drop(self, pages: list[int | None], length: int) -> None:
+        """Give back the whole pages of the first `length` positions, which nothing reads again."""
+        for index in range(pages.count(None), length // self.page_size):
+            self.release(pages[index])
+            pages[index] = None
 
     def release(self, page: int) -> None:
         """Count one table less for a page."""
@@ -91,24 +103,38 @@ class PagePool:
         for index in range(len(digests), len(tokens) // self.page_size):
             parent = digests[-1] if digests else root(salt)
             name = digest(parent, self.part(tokens, index))
+            digests.append(name)
+            if pages[index] is None:
+                continue
             page = self.published.setdefault(name, pages[index])
             self.digest_of[page] = name
             if page != pages[index]:  # somebody was faster: one copy is enough
                 self.hold([page])
                 self.release(pages[index])
                 pages[index] = page
-            digests.append(name)
 
-    def find(self, tokens: list[int], salt: str) -> list[int]:
-        """The published pages that hold the longest prefix of these tokens."""
+    def find(self, tokens: list[int], salt: str, window: int | None = None) -> list[int | None]:
+        """The published pages that hold the longest prefix of these tokens.
+
+        window: how many positions a token sees, itself included; None: all. Pages that the token
+        after the prefix does not see need not be there; they are None.
+        """
         found = []
+        run = 0  # how many of the last ones are there
+        end = 0  # of the longest prefix
+        unseen = 0  # pages before what the token after it sees
         name = root(salt)
-        for index in range(len(tokens) // self.page_size):
-            name = digest(name, self.part(tokens, index))
-            if name not in self.published:
+        for count in range(1, len(tokens) // self.page_size + 1):
+            name = digest(name, self.part(tokens, count - 1))
+            found.append(self.published.get(name))
+            run = 0 if found[-1] is None else run + 1
+            before = first_seen(count * self.page_size, window) // self.page_size
+            if run >= count - before:
+                end = count
+                unseen = before
+            elif window is None:
                 break
-            found.append(self.published[name])
-        return found
+        return [None] * unseen + found[unseen:end]
 
     def part(self, tokens: list[int], index: int) -> list[int]:
         """The tokens of a page."""

@@ -22,8 +22,8 @@ class Request:
     # How many positions of the window have their keys and values in the cache;
     # num_computed_tokens in vLLM.
     computed: int = 0
-    # Where they are, page after page; elsewhere called the block table.
-    pages: list[int] = field(default_factory=list)
+    # Where they are, page after page; elsewhere called the block table. None: before all windows.
+    pages: list[int | None] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its published pages
     drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
     # The output as text, up to what may yet become a stop string; and what makes it of tokens,

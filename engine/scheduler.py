@@ -3,7 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
-from cache import Span, window_start
+from cache import Span, first_seen, window_start
 from engine.pages import PagePool
 from engine.request import Request
 from errors import UserError
@@ -32,7 +32,10 @@ class Work(NamedTuple):
     @property
     def span(self) -> Span:
         """Where they stand in the cache."""
-        return Span(self.request.pages, self.request.computed, self.tokens)
+        pages = self.request.pages
+        if pages[0] is None:  # any page will do where none is read
+            pages = [0 if page is None else page for page in pages]
+        return Span(pages, self.request.computed, self.tokens)
 
     @property
     def texts(self) -> list[list[int]]:
@@ -50,9 +53,20 @@ class Scheduler:
     There is no prefill and no decode phase. A request has tokens and a count of those computed,
     and in each step some catch up, under one budget of tokens. A scheduler knows no model: call
     `schedule`, compute, then `advance` or `finish` each request.
+    window: how many positions a token sees in any layer, itself included; None: all in some layer.
+    Pages before it are given back.
     """
 
-    def __init__(self, pool: PagePool, max_rows: int, budget: int, block_size: int, stride: int):
+    def __init__(
+        self,
+        pool: PagePool,
+        max_rows: int,
+        budget: int,
+        block_size: int,
+        stride: int,
+        window: int | None = None,
+    ):
+        self.window = window
         self.pool = pool
         self.max_rows = max_rows
         self.budget = budget
@@ -124,12 +138,13 @@ class Scheduler:
         Those of its longest computed prefix are found, and the others taken.
         """
         pool = self.pool
-        shared = pool.find(request.window[:-1], request.salt)  # not the last: its logits are wanted
+        # Not the last token: its logits are wanted.
+        shared = pool.find(request.window[:-1], request.salt, self.window)
         # Found pages that are free do not count as free.
         free = pool.available - sum(page in pool.returned for page in shared)
         if pool.count(request.length) - len(shared) > free:
             return False
-        pool.hold(shared)
+        pool.hold([page for page in shared if page is not None])
         request.pages = shared
         request.computed = len(shared) * pool.page_size
         self.looked_up += request.length
@@ -165,6 +180,8 @@ class Scheduler:
             computed = request.window[: request.computed]
             self.pool.publish(request.pages, request.digests, computed, request.salt)
         self.pool.shrink(request.pages, request.length)  # refused drafts may have taken more
+        if self.window is not None:
+            self.pool.drop(request.pages, first_seen(request.computed, self.window))
         self.move_window(request)
 
     def move_window(self, request: Request) -> None:

@@ -115,14 +115,16 @@ def check_pages(engine) -> None:
     """Each page is free or counts its holders, and no text holds a page too many or too few."""
     scheduler = engine.scheduler
     pool = scheduler.pool
-    held = collections.Counter(page for request in scheduler.running for page in request.pages)
+    tables = [[page for page in request.pages if page is not None] for request in scheduler.running]
+    held = collections.Counter(page for table in tables for page in table)
     assert pool.holders == held
     assert sorted([*held, *pool.returned]) == list(range(pool.begun))
     assert pool.available + len(held) == pool.num_pages
     assert pool.digest_of == {page: digest for digest, page in pool.published.items()}
     assert len(pool.digest_of) == len(pool.published)
-    for request in scheduler.running:
-        assert len(set(request.pages)) == len(request.pages)
+    for request, table in zip(scheduler.running, tables):
+        assert len(set(table)) == len(table)
+        assert request.pages[len(request.pages) - len(table) :] == table
         assert pool.count(request.computed) <= len(request.pages) <= pool.count(request.length)
     assert not any(request.pages or request.computed for request in scheduler.waiting)
 
