@@ -62,6 +62,22 @@ def run_rows(model, prompts, **arguments) -> list[list[int]]:
     return [[step[row] for step in steps if step[row] is not None] for row in range(len(prompts))]
 
 
+def check_modes(model, draft, prompts: list[list[int]], max_new_tokens: int) -> None:
+    """Ragged rows, the window, speculation and one beam give the text of a pass over all."""
+    from infer import beam_search
+    from infer_speculative import generate_speculative
+    from sampling import SamplingParams
+
+    params = {"max_new_tokens": max_new_tokens, "ignore_eos": True}
+    rows = run_rows(model, prompts, **params)
+    for prompt, row in zip(prompts, rows):
+        assert run_rows(model, [prompt], **params, options={"use_cache": False}) == [row]
+    steps = generate_speculative(model, draft, prompts[0], SamplingParams(**params), 3)
+    assert [token for step in steps for token in step.tokens] == rows[0]
+    (best,) = beam_search(model, prompts[0], 1, **params)
+    assert best.tokens == rows[0]
+
+
 def slide(model, prompts, **params) -> list[list[int]]:
     """The tokens of each row where the window moves by one token a step."""
     return run_rows(model, prompts, options={"stride": 1}, **params)

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 import torch
-from conftest import CHECKPOINTS, ROOT
+from conftest import CHECKPOINTS, ROOT, save_speaking
 from serving import Door
 
 SMALL = ["--model", CHECKPOINTS / "stories-draft", "--backend", "torch"]
@@ -96,6 +96,15 @@ def script(directory, main, arguments) -> None:
         setattr(sys, f"std{name}", stream)
         setattr(sys, f"__std{name}__", stream)
     main(["--device", "cpu", *map(str, arguments)])
+
+
+def check_two_ranks(build, engine_cli, directory, max_new_tokens: int) -> None:
+    """Two processes write the texts of one. build: makes a model, whose vocabulary is saved too."""
+    model = save_speaking(build, directory, eos_token_id=4095)
+    arguments = ["--model", model, "--prompt", "Lily", "--num-samples", 3, "--seed", 1]
+    arguments += ["--temperature", 0.8, "--max-new-tokens", max_new_tokens]
+    out = engine_cli(*arguments)[1]
+    assert out and texts_of(2, directory, *arguments)[0] == out
 
 
 def texts_of(size, directory, *arguments) -> tuple[str, str]:

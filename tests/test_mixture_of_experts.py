@@ -10,28 +10,25 @@ import pytest
 import torch
 from conftest import (
     CHECKPOINTS,
+    check_modes,
     difference,
     load,
     random_peer,
     random_tokens,
     run_rows,
-    save_speaking,
     their_rows,
 )
 from engines import finish, make_engine, own_texts, request_params
 from natives import random_texts
-from ranks import compared, logits_of, results, save_uneven, texts_of
+from ranks import check_two_ranks, compared, logits_of, results, save_uneven
 from safetensors.torch import load_file, save_file
 from test_llama import check_greedy_text
 from test_llama_config import SMALL
 
 from errors import UserError
-from infer import beam_search
-from infer_speculative import generate_speculative
 from int8 import to_int8
 from loading.load import save_model
 from loading.tokenizer import load_encoding
-from sampling import SamplingParams
 
 # transformers' grouped products do not compute float64; its eager ones do.
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 6}
@@ -167,16 +164,8 @@ def test_the_embedded_model_writes_what_transformers_does_with_all_its_experts()
 def test_modes_of_the_lessons_before(tiny_experts, dtype):
     """Ragged rows, the window, speculation and beams give the text that a pass over all gives."""
     model = tiny_experts() if dtype == "float64" else to_int8(tiny_experts())
-    params = {"max_new_tokens": 40, "ignore_eos": True}
     prompts = [[1, 2, 3], [4], random_tokens(30)]
-    rows = run_rows(model, prompts, **params)
-    for prompt, row in zip(prompts, rows):
-        assert run_rows(model, [prompt], **params, options={"use_cache": False}) == [row]
-    draft = tiny_experts(seed=1)
-    steps = generate_speculative(model, draft, prompts[0], SamplingParams(**params), 3)
-    assert [token for step in steps for token in step.tokens] == rows[0]
-    (best,) = beam_search(model, prompts[0], 1, **params)
-    assert best.tokens == rows[0]
+    check_modes(model, tiny_experts(seed=1), prompts, 40)
 
 
 @torch.inference_mode()
@@ -254,11 +243,7 @@ def test_a_rank_has_a_share_of_each_expert_and_all_of_the_router(tiny_experts, w
 
 
 def test_two_ranks_write_the_texts_of_one(tiny_experts, engine_cli, tmp_path):
-    directory = save_speaking(tiny_experts, tmp_path, eos_token_id=4095)
-    arguments = ["--model", directory, "--prompt", "Lily", "--num-samples", 3, "--seed", 1]
-    arguments += ["--temperature", 0.8, "--max-new-tokens", 20]
-    out = engine_cli(*arguments)[1]
-    assert out and texts_of(2, tmp_path, *arguments)[0] == out
+    check_two_ranks(tiny_experts, engine_cli, tmp_path, 20)
 
 
 # Its files.

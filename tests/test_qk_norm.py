@@ -11,28 +11,24 @@ import torch
 from conftest import (
     CHECKPOINTS,
     TARGETS,
+    check_modes,
     difference,
     edit_json,
     load,
     random_peer,
     random_tokens,
-    run_rows,
-    save_speaking,
     their_rows,
 )
 from engines import finish, make_engine, own_texts, request_params
 from natives import in_pieces, native, of_kind, random_texts, threads
-from ranks import compared, logits_of, results, save_uneven, texts_of
+from ranks import check_two_ranks, compared, logits_of, results, save_uneven
 from test_llama import check_greedy_text
 from test_llama_config import SMALL
 
 from errors import UserError
-from infer import beam_search
-from infer_speculative import generate_speculative
 from int8 import to_int8
 from loading.load import save_model
 from loading.tokenizer import load_encoding
-from sampling import SamplingParams
 
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 
@@ -99,16 +95,8 @@ def test_greedy_text_equals_transformers(peer):
 def test_modes_of_the_lessons_before(tiny_qwen3, dtype):
     """Ragged rows, the window, speculation and beams give the text that a pass over all gives."""
     model = tiny_qwen3() if dtype == "float64" else to_int8(tiny_qwen3())
-    params = {"max_new_tokens": 40, "ignore_eos": True}
     prompts = [[1, 2, 3], [4], random_tokens(30)]
-    rows = run_rows(model, prompts, **params)
-    for prompt, row in zip(prompts, rows):
-        assert run_rows(model, [prompt], **params, options={"use_cache": False}) == [row]
-    draft = tiny_qwen3(seed=1)
-    steps = generate_speculative(model, draft, prompts[0], SamplingParams(**params), 3)
-    assert [token for step in steps for token in step.tokens] == rows[0]
-    (best,) = beam_search(model, prompts[0], 1, **params)
-    assert best.tokens == rows[0]
+    check_modes(model, tiny_qwen3(seed=1), prompts, 40)
 
 
 @torch.inference_mode()
@@ -221,11 +209,7 @@ def test_every_rank_has_both_norms_whole(tiny_qwen3):
 
 
 def test_two_ranks_write_the_texts_of_one(tiny_qwen3, engine_cli, tmp_path):
-    directory = save_speaking(tiny_qwen3, tmp_path, eos_token_id=4095)
-    arguments = ["--model", directory, "--prompt", "Lily", "--num-samples", 3, "--seed", 1]
-    arguments += ["--temperature", 0.8, "--max-new-tokens", 20]
-    out = engine_cli(*arguments)[1]
-    assert out and texts_of(2, tmp_path, *arguments)[0] == out
+    check_two_ranks(tiny_qwen3, engine_cli, tmp_path, 20)
 
 
 # Its files.

@@ -8,28 +8,25 @@ import pytest
 import torch
 from conftest import (
     CHECKPOINTS,
+    check_modes,
     difference,
     edit_json,
     load,
     random_peer,
     random_tokens,
     run_rows,
-    save_speaking,
     their_rows,
 )
 from engines import finish, make_engine, own_texts, request_params
 from gguf_files import edited
-from ranks import compared, save_uneven, texts_of
+from ranks import check_two_ranks, compared, save_uneven
 from test_llama_config import SMALL
 from test_mixture_of_experts import EXPERTS
 
 from errors import UserError
-from infer import beam_search
-from infer_speculative import generate_speculative
 from int8 import to_int8
 from loading.load import save_model
 from loading.tokenizer import load_encoding
-from sampling import SamplingParams
 
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 
@@ -107,16 +104,8 @@ def test_modes_of_the_lessons_before(tiny_windows, dtype, windows):
     """Ragged rows, the hop, speculation and beams give the text that a pass over all gives."""
     model = tiny_windows(windows=windows)
     model = model if dtype == "float64" else to_int8(model)
-    params = {"max_new_tokens": 60, "ignore_eos": True}
     prompts = [[1, 2, 3], [4], random_tokens(30), random_tokens(70)]
-    rows = run_rows(model, prompts, **params)
-    for prompt, row in zip(prompts, rows):
-        assert run_rows(model, [prompt], **params, options={"use_cache": False}) == [row]
-    draft = tiny_windows(seed=1, windows=windows)
-    steps = generate_speculative(model, draft, prompts[0], SamplingParams(**params), 3)
-    assert [token for step in steps for token in step.tokens] == rows[0]
-    (best,) = beam_search(model, prompts[0], 1, **params)
-    assert best.tokens == rows[0]
+    check_modes(model, tiny_windows(seed=1, windows=windows), prompts, 60)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -172,11 +161,7 @@ def test_two_ranks_write_the_texts_of_one(tiny_windows, engine_cli, tmp_path):
     def build(**shape):
         return tiny_windows(windows=(5, 5), **shape)
 
-    directory = save_speaking(build, tmp_path, eos_token_id=4095)
-    arguments = ["--model", directory, "--prompt", "Lily", "--num-samples", 3, "--seed", 1]
-    arguments += ["--temperature", 0.8, "--max-new-tokens", 30]
-    out = engine_cli(*arguments)[1]
-    assert out and texts_of(2, tmp_path, *arguments)[0] == out
+    check_two_ranks(build, engine_cli, tmp_path, 30)
 
 
 # Its files.
