@@ -185,10 +185,7 @@ class Live:
         engine = self.thread.engine
         scheduler = engine.scheduler
         pool = scheduler.pool
-        running = [
-            self.row(request) | {"pages": [page for page in request.pages if page is not None]}
-            for request in scheduler.running
-        ]
+        running = [self.row(request) | {"pages": request.pages[:]} for request in scheduler.running]
         # Requests that were computed since are in front: they have been preempted.
         waiting = itertools.islice(scheduler.waiting, max(MOST_WAITING, len(self.work)))
         return {

@@ -343,7 +343,9 @@ class Player {
     }
     const owners = new Map(); // page -> requests that have it
     for (const row of frame.running) {
-      for (const page of row.pages) owners.set(page, [...(owners.get(page) || []), row.number]);
+      for (const page of row.pages) {
+        if (page !== null) owners.set(page, [...(owners.get(page) || []), row.number]);
+      }
     }
     const taken = new Set([...requests.keys()].map((id) => this.slots.get(id)));
     for (const id of requests.keys()) {
@@ -625,13 +627,17 @@ class Player {
     this.showStrip(item.strip, id, columns);
   }
 
-  /** The pages of a request in the order of its text, each as full as what is computed in it. */
+  /**
+   * The pages of a request in the order of its text, each as full as what is computed in it. The
+   * place of one that went back, null, stays empty.
+   */
   showTable(canvas, row, frame) {
     const [context, width] = prepare(canvas, 14);
     const cell = Math.min(13, Math.max(width / this.mostPages, 2));
     const side = cell > 4 ? cell - 2 : cell - 0.5;
     const top = (14 - side) / 2;
     row.pages.forEach((page, index) => {
+      if (page === null) return;
       const left = index * cell;
       const filled = row.computed - index * this.setup.page_size;
       const share = Math.min(Math.max(filled / this.setup.page_size, 0), 1);
