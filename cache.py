@@ -15,6 +15,7 @@ class Span(NamedTuple):
     pages: list[int]  # of the text's cache, from position 0 on
     start: int  # the first position that is computed
     tokens: list[int]  # at start, start + 1, ...
+    windowed: list[int] | tuple = ()  # pages of layers with a window, where these have their own
 
 
 class KVCache:
@@ -43,6 +44,11 @@ class KVCache:
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
         self.tokens = [[] for _ in range(batch_size)]
         self.windows = layer_windows(config)
+
+    @property
+    def storages(self) -> list[torch.Tensor]:
+        """Those of each kind of layers, as in `layer_kinds`: here one for all."""
+        return [self.storage]
 
     def select(self, rows: list[int]) -> None:
         """Row i becomes a copy of what row rows[i] held.
@@ -149,6 +155,11 @@ class KVCache:
 def layer_windows(config) -> tuple[int | None, ...]:
     """The window of each layer: how many positions one sees, itself included; None: all."""
     return config.windows or (None,) * config.n_layer
+
+
+def layer_kinds(config, apart: bool) -> list[int]:
+    """The kind of each layer: 1 for one with a window, if these have pages of their own, else 0."""
+    return [int(apart and window is not None) for window in layer_windows(config)]
 
 
 def first_seen(position: int, window: int | None) -> int:

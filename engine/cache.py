@@ -29,6 +29,7 @@ class PagedCache:
                 f"{num_pages} pages of {page_size} positions do not fit in memory:"
                 f" {math.prod(shape) * model.dtype.itemsize:,} bytes"
             ) from None
+        self.storages = [self.storage]
         # The keys and values of each layer, cut into units: what one page holds for one head.
         # n_layer times (2, num_pages * n_kv_head, page_size * head_dim)
         self.units = self.storage.flatten(4).flatten(2, 3).unbind()

@@ -294,12 +294,16 @@ typedef struct {
 } Model;
 
 typedef struct {
-  float *cache;  // (n_layer, 2, num_pages, K, page_size, D)
-  int64_t num_pages, page_size;
+  // Of each kind of layers: keys and values, (layers of it, 2, num_pages, K, page_size, D), and the
+  // block tables of all texts, one after the other.
+  float *cache[2];
+  const int64_t *pages[2];
+  int64_t num_pages[2];
+  int64_t page_size;
   int64_t length;  // of the longest text
   int64_t T, wanted;
+  const int64_t *kinds, *places;      // (n_layer): the kind of a layer, and its number among these
   const int64_t *tokens, *positions;  // (T): ids, and their positions in their texts
-  const int64_t *pages;               // the block tables of all texts, one after the other
   const int64_t *tables;              // (T): where the block table of a token's text begins
   const int64_t *wants;               // (wanted): the tokens that need logits
   const float *cos, *sin;             // (positions, D), for `rotate`, or NULL
@@ -618,13 +622,15 @@ static int64_t first_in_block(const Pass *p, int64_t t) {
 static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t kv_head, int64_t t) {
   int64_t head_size = p->page_size * m->head_dim;
   int64_t stride = m->n_kv_head * head_size;
-  float *keys = p->cache + 2 * layer * p->num_pages * stride + kv_head * head_size;
+  int64_t kind = p->kinds[layer];
+  int64_t part = p->num_pages[kind] * stride;  // the keys or the values of a layer
+  float *keys = p->cache[kind] + 2 * p->places[layer] * part + kv_head * head_size;
   return (Past){
       .keys = keys,
-      .values = keys + p->num_pages * stride,
+      .values = keys + part,
       .stride = stride,
       .page_size = p->page_size,
-      .pages = p->pages + p->tables[t],
+      .pages = p->pages[kind] + p->tables[t],
       .length = p->positions[t] + 1,
       .window = m->layers[layer].window,
   };

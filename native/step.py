@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from cache import layer_kinds
 from llama import Llama, local_layers, rotations
 from model import TorchRunner
 from native import build, draw
@@ -13,9 +14,12 @@ from sampling import choose
 
 PassStruct = struct(
     "PassStruct",
-    cache=POINTER,
-    **dict.fromkeys(("num_pages", "page_size", "length", "T", "wanted"), INT),
-    **dict.fromkeys(("tokens", "positions", "pages", "tables", "wants"), ctypes.POINTER(INT)),
+    cache=POINTER * 2,
+    pages=ctypes.POINTER(INT) * 2,
+    num_pages=INT * 2,
+    **dict.fromkeys(("page_size", "length", "T", "wanted"), INT),
+    **dict.fromkeys(("kinds", "places"), ctypes.POINTER(INT)),
+    **dict.fromkeys(("tokens", "positions", "tables", "wants"), ctypes.POINTER(INT)),
     cos=POINTER,
     sin=POINTER,
     local_cos=POINTER,
@@ -54,6 +58,9 @@ class NativeRunner(NativeDraws):
         model_struct(model)  # each tensor is checked before the first is packed
         native_layers(model, self.library)
         self.model = model_struct(model)
+        # Without and with a storage of their own for layers with a window.
+        self.kinds = [layer_kinds(self.config, apart) for apart in (False, True)]
+        self.layers = [layer_arrays(kinds) for kinds in self.kinds]
         self.rotations = []
         if isinstance(model, Llama):
             kinds = sorted(set(local_layers(model.config)) | {False})
@@ -63,51 +70,60 @@ class NativeRunner(NativeDraws):
         self.weights = list(model.state_dict().values())
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
-        return self.compute(cache.storage, spans, keep)
+        return self.compute(cache.storages, spans, keep)
 
-    def compute(self, storage: torch.Tensor, spans: list, keep: list[int]) -> torch.Tensor:
+    def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:
         """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
 
-        There is at least one token. storage: keys and values, (n_layer, 2, num_pages, n_kv_head,
-        page_size, head_dim).
-        Raises ValueError, before anything changes, for tokens, positions, pages or a storage that C
+        There is at least one token. storages: keys and values, (n_layer, 2, num_pages, n_kv_head,
+        page_size, head_dim), of all layers; or of those that see all, then of those with a window.
+        Raises ValueError, before anything changes, for tokens, positions, pages or storages that C
         must not touch.
         """
         config = self.config
-        num_pages = storage.shape[2]
-        page_size = storage.shape[4]
-        shape = self.model.n_layer, 2, num_pages, config.n_kv_head, page_size, config.head_dim
-        cache = address(storage, torch.float32, *shape)
+        page_size = storages[0].shape[4]
+        apart = len(storages) > 1
+        kinds = self.kinds[apart][: self.model.n_layer]
+        caches = []
+        for kind, storage in enumerate(storages):
+            shape = kinds.count(kind), 2, storage.shape[2], config.n_kv_head, page_size
+            caches.append(address(storage, torch.float32, *shape, config.head_dim))
         tokens = []
         positions = []
         pages = []  # of all spans
+        window_pages = []
         tables = []  # where those of each token's span begin
         wants = []
-        for (own_pages, start, new), count in zip(spans, keep, strict=True):
+        for (own_pages, start, new, own_windowed), count in zip(spans, keep, strict=True):
             steps = range(start, start + len(new))
-            if start < 0 or steps.stop > len(own_pages) * page_size or not 0 <= count <= len(new):
-                room = f"{len(own_pages)} pages of {page_size}"
+            room = min(len(own_pages), len(own_windowed)) if apart else len(own_pages)
+            if start < 0 or steps.stop > room * page_size or not 0 <= count <= len(new):
+                room = f"{room} pages of {page_size}"
                 raise ValueError(f"{len(new)} tokens from {start} on, {count} to keep, in {room}")
             tables += [len(pages)] * len(new)
-            pages += own_pages
+            pages += own_pages[:room]
+            window_pages += own_windowed[:room]
             tokens += new
             positions += steps
             wants += range(len(tokens) - count, len(tokens))
         length = max(positions) + 1
-        limits = {
-            "tokens": (tokens, config.vocab_size),
-            "pages": (pages, num_pages),
-            "positions": ([length - 1], config.block_size),
-        }
-        for name, (numbers, limit) in limits.items():
+        block_tables = pages, window_pages
+        num_pages = [storage.shape[2] for storage in storages]
+        limits = [
+            ("tokens", tokens, config.vocab_size),
+            *(("pages", *pair) for pair in zip(block_tables, num_pages)),
+            ("positions", [length - 1], config.block_size),
+        ]
+        for name, numbers, limit in limits:
             if min(numbers) < 0 or max(numbers) >= limit:
                 raise ValueError(f"{name} are {numbers}; they are from 0 to {limit - 1}")
-        lists = tokens, positions, pages, tables, wants
-        arrays = ((INT * len(numbers))(*numbers) for numbers in lists)
+        lists = *block_tables, tokens, positions, tables, wants
+        block_table, window_table, *arrays = ((INT * len(numbers))(*numbers) for numbers in lists)
+        kinds = tuple(caches), (block_table, window_table), tuple(num_pages)
         angles = [table for each in self.rotations for table in each.first(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
-        sizes = num_pages, page_size, length, len(tokens), len(wants)
-        job = PassStruct(cache, *sizes, *arrays, *angles)
+        sizes = page_size, length, len(tokens), len(wants)
+        job = PassStruct(*kinds, *sizes, *self.layers[apart], *arrays, *angles)
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Room for each call its own: ctypes lets other threads of Python run meanwhile.
@@ -117,3 +133,9 @@ class NativeRunner(NativeDraws):
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())
         self.library.gpt_pass(model, ctypes.byref(job), *buffers, threads)
         return logits
+
+
+def layer_arrays(kinds: list[int]) -> tuple[ctypes.Array, ctypes.Array]:
+    """The kinds of layers as C reads them, and the number of each among those of its kind."""
+    places = [kinds[:layer].count(kind) for layer, kind in enumerate(kinds)]
+    return tuple((INT * len(kinds))(*numbers) for numbers in (kinds, places))

@@ -75,8 +75,11 @@ class Model {
     this.work = this.allocate(4 * Number(floats));
     this.kept = this.allocate(4 * MOST_ROWS * vocab_size);
     this.lists = this.allocate(8 * 4 * block_size);
-    this.pass = this.allocate(88);
+    this.pass = this.allocate(104);
     this.page = this.allocate(8); // the cache is a single page, number 0
+    this.layers = this.allocate(8 * 2 * n_layer); // all of kind 0, and their numbers
+    const places = new BigInt64Array(exports.memory.buffer, this.layers + 8 * n_layer, n_layer);
+    places.forEach((_, i) => (places[i] = BigInt(i)));
     this.held = []; // the tokens whose keys and values are in the cache
   }
 
@@ -100,13 +103,14 @@ class Model {
     }
     const [tokens, positions, tables, wants] = addresses;
     const view = new DataView(this.exports.memory.buffer, this.pass); // the struct Pass of gpt.c
-    view.setUint32(0, this.cache, true);
-    [1, this.config.block_size, window.length, T, keep].forEach((number, i) =>
-      view.setBigInt64(8 + 8 * i, BigInt(number), true),
+    const { n_layer, block_size, cos, sin } = this.config;
+    [this.cache, 0, this.page, 0].forEach((address, i) => view.setUint32(4 * i, address, true));
+    [1, 0, block_size, window.length, T, keep].forEach((number, i) =>
+      view.setBigInt64(16 + 8 * i, BigInt(number), true),
     );
-    const { cos, sin } = this.config;
-    [tokens, positions, this.page, tables, wants, cos, sin, 0, 0].forEach((address, i) =>
-      view.setUint32(48 + 4 * i, address, true),
+    const layers = [this.layers, this.layers + 8 * n_layer];
+    [...layers, tokens, positions, tables, wants, cos, sin, 0, 0].forEach((address, i) =>
+      view.setUint32(64 + 4 * i, address, true),
     );
     this.exports.gpt_pass(this.config.model, this.pass, this.kept, this.work, 1);
     this.held = window.slice();
