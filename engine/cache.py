@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from cache import Span, first_seen, layer_windows, seen
+from cache import Span, first_seen, layer_kinds, layer_windows, seen
 from engine.pages import page_count
 from errors import UserError
 
@@ -21,6 +21,8 @@ class PagedCache:
 
     def __init__(self, model, num_pages: int, page_size: int):
         config = model.config
+        self.windows = layer_windows(config)
+        self.kinds = layer_kinds(config, False)
         shape = (config.n_layer, 2, num_pages, model.n_kv_head, page_size, config.head_dim)
         try:
             self.storage = torch.empty(shape, dtype=model.dtype, device=model.device)
@@ -30,11 +32,12 @@ class PagedCache:
                 f" {math.prod(shape) * model.dtype.itemsize:,} bytes"
             ) from None
         self.storages = [self.storage]
-        # The keys and values of each layer, cut into units: what one page holds for one head.
-        # n_layer times (2, num_pages * n_kv_head, page_size * head_dim)
-        self.units = self.storage.flatten(4).flatten(2, 3).unbind()
+        # The keys and values of each layer, and the same cut into units: what one page holds for
+        # one head. n_layer times (2, num_pages * n_kv_head, page_size * head_dim)
+        parts = [iter(storage.unbind()) for storage in self.storages]
+        self.layers = [next(parts[kind]) for kind in self.kinds]
+        self.units = [layer.flatten(3).flatten(1, 2) for layer in self.layers]
         self.room = self.storage.new_empty(2, 0, page_size * config.head_dim)
-        self.windows = layer_windows(config)
 
     def arrange(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Plan a pass: its tokens and their positions, both (N,), and where each span ends in them.
@@ -44,37 +47,43 @@ class PagedCache:
         device = self.storage.device
         size = self.storage.shape[4]
         groups = {}
-        begun = []  # pages that get their first position
+        begun = [[] for _ in self.storages]  # pages that get their first position
         for index, span in enumerate(spans):
             used = page_count(span.start + len(span.tokens), size)
-            begun += span.pages[page_count(span.start, size) : used]
+            tables = [table[:used] for table in (span.pages, span.windowed)]
+            for new, table in zip(begun, tables):
+                new += table[page_count(span.start, size) :]
             alike = len(span.tokens), used.bit_length()
-            groups.setdefault(alike, []).append((index, span, span.pages[:used]))
+            groups.setdefault(alike, []).append((index, span, tables))
         tokens = []
         positions = []
-        pages = []
+        pages = [[] for _ in self.storages]
         ends = [0] * len(spans)
-        windows = set(self.windows)
+        pairs = set(zip(self.windows, self.kinds))
         self.groups = []
         for (count, _), members in groups.items():
             first = len(tokens)
-            for index, span, used in members:
+            for index, span, tables in members:
                 steps = range(span.start, span.start + count)
                 tokens += span.tokens
                 positions += steps
-                pages += [used[step // size] for step in steps]
+                for own, table in zip(pages, tables):
+                    own += [table[step // size] for step in steps]
                 ends[index] = len(tokens)
             starts = [span.start for _, span, _ in members]
-            tables = [used for _, _, used in members]
-            views = {window: self.view(starts, count, tables, window) for window in windows}
+            views = {}
+            for window, kind in pairs:
+                own = [tables[kind] for _, _, tables in members]
+                views[window] = self.view(starts, count, own, window)
             self.groups.append((slice(first, len(tokens)), views))
         largest = max(len(units) for _, views in self.groups for units, _ in views.values())
         if largest > self.room.shape[1]:
             self.room = self.room.new_empty(2, largest, self.room.shape[2])
         # What the last text left in a page may be NaN, and no mask hides that: 0 * NaN is NaN.
-        self.storage[:, :, begun] = 0
+        for storage, new in zip(self.storages, begun):
+            storage[:, :, new] = 0
         places = torch.tensor(positions, device=device)
-        self.written = torch.tensor(pages, device=device), places % size
+        self.written = [(torch.tensor(own, device=device), places % size) for own in pages]
         return torch.tensor(tokens, device=device), places, ends
 
     def view(
@@ -105,8 +114,8 @@ class PagedCache:
 
         All shapes are (N, heads, head_dim).
         """
-        pages, offsets = self.written
-        for stored, new in zip(self.storage[layer], (k, v)):
+        pages, offsets = self.written[self.kinds[layer]]
+        for stored, new in zip(self.layers[layer], (k, v)):
             stored[pages, :, offsets] = new
         out = torch.empty_like(q)
         for part, views in self.groups:

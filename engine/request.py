@@ -39,6 +39,11 @@ class Request:
         return self.tokens[self.prompt_length :]
 
     @property
+    def tables(self) -> tuple[list[int | None], ...]:
+        """Its block tables, for each kind of layers."""
+        return (self.pages,)
+
+    @property
     def window(self) -> list[int]:
         """What the model sees."""
         return self.tokens[self.start :]

@@ -32,10 +32,7 @@ class Work(NamedTuple):
     @property
     def span(self) -> Span:
         """Where they stand in the cache."""
-        pages = self.request.pages
-        if pages[0] is None:  # any page will do where none is read
-            pages = [0 if page is None else page for page in pages]
-        return Span(pages, self.request.computed, self.tokens)
+        return Span(readable(self.request.pages), self.request.computed, self.tokens)
 
     @property
     def texts(self) -> list[list[int]]:
@@ -66,8 +63,9 @@ class Scheduler:
         stride: int,
         window: int | None = None,
     ):
-        self.window = window
         self.pool = pool
+        # Of each kind of layers: their pages, and how many positions they see.
+        self.kinds = [(pool, window)]
         self.max_rows = max_rows
         self.budget = budget
         self.block_size = block_size
@@ -137,19 +135,24 @@ class Scheduler:
 
         Those of its longest computed prefix are found, and the others taken.
         """
-        pool = self.pool
-        # Not the last token: its logits are wanted.
-        shared = pool.find(request.window[:-1], request.salt, self.window)
-        # Found pages that are free do not count as free.
-        free = pool.available - sum(page in pool.returned for page in shared)
-        if pool.count(request.length) - len(shared) > free:
-            return False
-        pool.hold([page for page in shared if page is not None])
-        request.pages = shared
-        request.computed = len(shared) * pool.page_size
+        tokens = request.window[:-1]  # not the last: its logits are wanted
+        shared = []
+        for pool, window in self.kinds:
+            shared.append(pool.find(tokens, request.salt, window))
+            tokens = tokens[: len(shared[-1]) * pool.page_size]
+        for (pool, _), found in zip(self.kinds, shared):
+            del found[len(shared[-1]) :]
+            # Found pages that are free do not count as free.
+            free = pool.available - sum(page in pool.returned for page in found)
+            if pool.count(request.length) - len(found) > free:
+                return False
+        for (pool, _), table, found in zip(self.kinds, request.tables, shared):
+            pool.hold([page for page in found if page is not None])
+            table += found
+        request.computed = len(tokens)
         self.looked_up += request.length
         self.shared += request.computed
-        return pool.grow(request.pages, request.length)
+        return self.pool.grow(request.pages, request.length)
 
     def preempt(self, request: Request) -> None:
         """Take all pages of a running request; it is the first to run again, and computed anew."""
@@ -161,7 +164,8 @@ class Scheduler:
 
     def forget(self, request: Request) -> None:
         """Give back the pages of a request, with all that was computed."""
-        self.pool.shrink(request.pages, 0)
+        for (pool, _), table in zip(self.kinds, request.tables):
+            pool.shrink(table, 0)
         request.computed = 0
         request.digests = []
         request.drafts = []
@@ -176,12 +180,16 @@ class Scheduler:
         request.computed += len(work.tokens) - len(work.drafts) + accepted
         request.tokens += tokens
         request.drafts = []
-        if request.computed // self.pool.page_size > len(request.digests):  # a page has been filled
-            computed = request.window[: request.computed]
-            self.pool.publish(request.pages, request.digests, computed, request.salt)
-        self.pool.shrink(request.pages, request.length)  # refused drafts may have taken more
-        if self.window is not None:
-            self.pool.drop(request.pages, first_seen(request.computed, self.window))
+        known = request.digests
+        filled = request.computed // self.pool.page_size > len(known)
+        for (pool, window), table in zip(self.kinds, request.tables):
+            if filled:  # a page
+                request.digests = known[:]
+                computed = request.window[: request.computed]
+                pool.publish(table, request.digests, computed, request.salt)
+            pool.shrink(table, request.length)  # refused drafts may have taken more
+            if window is not None:
+                pool.drop(table, first_seen(request.computed, window))
         self.move_window(request)
 
     def move_window(self, request: Request) -> None:
@@ -204,3 +212,10 @@ class Scheduler:
             raise ValueError("this request was added to another engine")
         self.forget(request)
         request.finish_reason = reason
+
+
+def readable(pages: list[int | None]) -> list[int]:
+    """A block table in which any page stands for one that nothing reads."""
+    if pages and pages[0] is None:
+        return [0 if page is None else page for page in pages]
+    return pages
