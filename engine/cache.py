@@ -13,25 +13,30 @@ from errors import UserError
 class PagedCache:
     """Pages of keys and values. A text's positions lie in pages anywhere; `arrange` is told which.
 
-    storage: (n_layer, 2, num_pages, n_kv_head, page_size, head_dim). Raises UserError if it does
-    not fit in memory.
+    storage: (n_layer, 2, num_pages, n_kv_head, page_size, head_dim). window_pages: the pages that
+    layers with a window have of their own, in a second of `storages`; None: all layers share one.
+    Raises UserError if they do not fit in memory.
     After Kwon et al. 2023 (2309.06180), "Efficient memory management for large language model
     serving with PagedAttention".
     """
 
-    def __init__(self, model, num_pages: int, page_size: int):
+    def __init__(self, model, num_pages: int, page_size: int, window_pages: int | None = None):
         config = model.config
         self.windows = layer_windows(config)
-        self.kinds = layer_kinds(config, False)
-        shape = (config.n_layer, 2, num_pages, model.n_kv_head, page_size, config.head_dim)
+        self.kinds = layer_kinds(config, window_pages is not None)
+        rest = model.n_kv_head, page_size, config.head_dim
+        shapes = [(self.kinds.count(0), 2, num_pages, *rest)]
+        if window_pages is not None:
+            shapes.append((self.kinds.count(1), 2, window_pages, *rest))
+        options = {"dtype": model.dtype, "device": model.device}
         try:
-            self.storage = torch.empty(shape, dtype=model.dtype, device=model.device)
+            self.storages = [torch.empty(shape, **options) for shape in shapes]
         except (RuntimeError, TypeError):  # TypeError: a size beyond 64 bits
             raise UserError(
                 f"{num_pages} pages of {page_size} positions do not fit in memory:"
-                f" {math.prod(shape) * model.dtype.itemsize:,} bytes"
+                f" {sum(map(math.prod, shapes)) * model.dtype.itemsize:,} bytes"
             ) from None
-        self.storages = [self.storage]
+        self.storage = self.storages[0]
         # The keys and values of each layer, and the same cut into units: what one page holds for
         # one head. n_layer times (2, num_pages * n_kv_head, page_size * head_dim)
         parts = [iter(storage.unbind()) for storage in self.storages]

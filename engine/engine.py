@@ -8,7 +8,7 @@ import torch
 from cache import check_stride, layer_windows, shared_length
 from engine.cache import PagedCache
 from engine.drafter import Drafter, Trials
-from engine.pages import PagePool, default_pages
+from engine.pages import PagePool, default_pages, window_pages
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
@@ -30,8 +30,9 @@ class Engine:
     With int8 weights rounding may change a text where torch attends, as int8.py says. Where C
     computes the whole pass, all texts are those of `generate` bit for bit.
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
-    page_size positions; None: as `default_pages`. budget: tokens in one step, at most. stride: as
-    in `generate`.
+    page_size positions; None: as `default_pages`. Where some layers have a window and others see
+    all, those with a window have pages of their own, `window_pages` if these are fewer. budget:
+    tokens in one step, at most. stride: as in `generate`.
     drafter: proposes up to gamma tokens, 1 to 16, to follow each text. trials: decide in which
     steps, by what they took; None: in each.
     encoding: makes text of tokens; None if only tokens are wanted.
@@ -60,12 +61,18 @@ class Engine:
             num_pages = default_pages(max_rows, block_size, page_size)
         check_limits(LIMITS, num_pages=num_pages)
         self.model = model
-        self.cache = PagedCache(model, num_pages, page_size)
-        pool = PagePool(num_pages, page_size)
-        stride = check_stride(stride, block_size)
         windows = layer_windows(model.config)
-        window = None if None in windows else max(windows)
-        self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride, window)
+        window = max((window for window in windows if window), default=None)
+        own_pages = None  # of layers with a window, if they need fewer than those that see all
+        if window and None in windows:
+            own_pages = window_pages(max_rows, budget, window, page_size)
+            if own_pages >= num_pages:
+                own_pages = window = None
+        self.cache = PagedCache(model, num_pages, page_size, own_pages)
+        pool = PagePool(num_pages, page_size)
+        windowed = PagePool(own_pages, page_size) if own_pages else None
+        stride = check_stride(stride, block_size)
+        self.scheduler = Scheduler(pool, max_rows, budget, block_size, stride, window, windowed)
         self.drafter = drafter
         self.gamma = gamma
         self.trials = trials if drafter else None

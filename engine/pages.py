@@ -12,7 +12,7 @@ MOST_POSITIONS = 2**16  # in the pages of an engine, if nobody asks for more
 class PagePool:
     """Pages by number, each free or in the tables of one or more requests.
 
-    A table names the pages of a text in order; None stands for one that no layer reads any more.
+    A table names the pages of a text in order; None stands for one that nothing reads any more.
 
     A free page that was published can be found until it is taken. Free pages without a hash are
     reused first, then the least recently released.
@@ -150,6 +150,15 @@ def default_pages(max_rows: int, block_size: int, page_size: int) -> int:
     """Pages for max_rows whole windows, but for one, or MOST_POSITIONS, where these are more."""
     window = page_count(block_size, page_size)
     return min(max_rows * window, max(window, page_count(MOST_POSITIONS, page_size)))
+
+
+def window_pages(max_rows: int, budget: int, window: int, page_size: int) -> int:
+    """Pages that are never too few for what max_rows texts see in a window, with a step's tokens.
+
+    n positions lie in at most (n + 2 * page_size - 2) // page_size pages. Of each text that is its
+    share of the budget and window - 1 before it.
+    """
+    return (budget + max_rows * (window - 1 + 2 * page_size - 2)) // page_size
 
 
 def root(salt: str) -> bytes:

@@ -24,6 +24,8 @@ class Request:
     computed: int = 0
     # Where they are, page after page; elsewhere called the block table. None: before all windows.
     pages: list[int | None] = field(default_factory=list)
+    # The same of layers with a window, if these have pages of their own.
+    windowed: list[int | None] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its published pages
     drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
     # The output as text, up to what may yet become a stop string; and what makes it of tokens,
@@ -41,7 +43,7 @@ class Request:
     @property
     def tables(self) -> tuple[list[int | None], ...]:
         """Its block tables, for each kind of layers."""
-        return (self.pages,)
+        return self.pages, self.windowed
 
     @property
     def window(self) -> list[int]:

@@ -32,7 +32,8 @@ class Work(NamedTuple):
     @property
     def span(self) -> Span:
         """Where they stand in the cache."""
-        return Span(readable(self.request.pages), self.request.computed, self.tokens)
+        pages, windowed = map(readable, self.request.tables)
+        return Span(pages, self.request.computed, self.tokens, windowed)
 
     @property
     def texts(self) -> list[list[int]]:
@@ -51,7 +52,8 @@ class Scheduler:
     and in each step some catch up, under one budget of tokens. A scheduler knows no model: call
     `schedule`, compute, then `advance` or `finish` each request.
     window: how many positions a token sees in any layer, itself included; None: all in some layer.
-    Pages before it are given back.
+    Pages before it are given back. windowed: pages of layers with this window, if these have their
+    own; those of `pool` are then of layers that see all.
     """
 
     def __init__(
@@ -62,10 +64,12 @@ class Scheduler:
         block_size: int,
         stride: int,
         window: int | None = None,
+        windowed: PagePool | None = None,
     ):
         self.pool = pool
+        self.windowed = windowed
         # Of each kind of layers: their pages, and how many positions they see.
-        self.kinds = [(pool, window)]
+        self.kinds = [(pool, None), (windowed, window)] if windowed else [(pool, window)]
         self.max_rows = max_rows
         self.budget = budget
         self.block_size = block_size
@@ -101,17 +105,17 @@ class Scheduler:
         budget = self.budget
         while len(works) < len(self.running):
             request = self.running[len(works)]
-            if not self.pool.grow(request.pages, request.length):
+            younger = len(self.running) - len(works) - 1
+            tokens = request.lacking[: budget - younger]  # a token is left for each of them
+            if not self.grow(request, len(tokens)):
                 # Perhaps the request itself, but never the oldest: it fits alone.
                 self.preempt(self.running[-1])
                 continue
-            younger = len(self.running) - len(works) - 1
-            tokens = request.lacking[: budget - younger]  # a token is left for each of them
             works.append(Work(request, tokens, []))
             budget -= len(tokens)
         while self.waiting and budget and len(self.running) < self.max_rows:
             request = self.waiting[0]
-            if not self.admit(request):
+            if not self.admit(request, budget):
                 break  # strict FIFO: a long request cannot starve
             self.running.append(self.waiting.popleft())
             tokens = request.lacking[:budget]
@@ -124,13 +128,22 @@ class Scheduler:
         result = []
         for request, tokens, _ in works:
             drafts = request.drafts[:budget]
-            while drafts and not self.pool.grow(request.pages, request.length + len(drafts)):
+            while drafts and not self.grow(request, len(tokens) + len(drafts), len(drafts)):
                 drafts.pop()
             budget -= len(drafts)
             result.append(Work(request, tokens + drafts, drafts))
         return result
 
-    def admit(self, request: Request) -> bool:
+    def grow(self, request: Request, count: int, drafts: int = 0) -> bool:
+        """Take pages for the window of a request and drafts; False if too few are free.
+
+        Layers with pages of their own take those of the next `count` positions.
+        """
+        if not self.pool.grow(request.pages, request.length + drafts):
+            return False
+        return not self.windowed or self.windowed.grow(request.windowed, request.computed + count)
+
+    def admit(self, request: Request, budget: int) -> bool:
         """Give a waiting request pages for its window; False if too few are free.
 
         Those of its longest computed prefix are found, and the others taken.
@@ -140,11 +153,13 @@ class Scheduler:
         for pool, window in self.kinds:
             shared.append(pool.find(tokens, request.salt, window))
             tokens = tokens[: len(shared[-1]) * pool.page_size]
-        for (pool, _), found in zip(self.kinds, shared):
+        count = min(budget, request.length - len(tokens))
+        ends = request.length, len(tokens) + count
+        for (pool, _), found, end in zip(self.kinds, shared, ends):
             del found[len(shared[-1]) :]
             # Found pages that are free do not count as free.
             free = pool.available - sum(page in pool.returned for page in found)
-            if pool.count(request.length) - len(found) > free:
+            if pool.count(end) - len(found) > free:
                 return False
         for (pool, _), table, found in zip(self.kinds, request.tables, shared):
             pool.hold([page for page in found if page is not None])
@@ -152,7 +167,7 @@ class Scheduler:
         request.computed = len(tokens)
         self.looked_up += request.length
         self.shared += request.computed
-        return self.pool.grow(request.pages, request.length)
+        return self.grow(request, count)
 
     def preempt(self, request: Request) -> None:
         """Take all pages of a running request; it is the first to run again, and computed anew."""

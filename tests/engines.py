@@ -7,6 +7,7 @@ import functools
 
 from conftest import random_tokens
 
+from cache import first_seen
 from sampling import SamplingParams
 
 
@@ -92,18 +93,23 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
     Returns a list to which each pass adds one: how many tokens each of its spans has.
     """
     arrange = cache.arrange
-    num_pages, _, page_size = cache.storage.shape[2:5]
     passes = []
 
-    def checked(spans):
+    def check(storage, spans, tables):
+        num_pages, _, page_size = storage.shape[2:5]
         slots = []
-        for span in spans:
+        for span, pages in zip(spans, tables):
             end = span.start + len(span.tokens)
-            assert 0 <= span.start < end <= min(block_size, len(span.pages) * page_size)
-            assert all(0 <= page < num_pages for page in span.pages)
+            assert 0 <= span.start < end <= min(block_size, len(pages) * page_size)
+            assert all(0 <= page < num_pages for page in pages)
             for position in range(span.start, end):
-                slots.append((span.pages[position // page_size], position % page_size))
+                slots.append((pages[position // page_size], position % page_size))
         assert len(set(slots)) == len(slots)
+
+    def checked(spans):
+        tables = zip(*((span.pages, span.windowed) for span in spans))
+        for storage, own in zip(cache.storages, tables):
+            check(storage, spans, own)
         passes.append([len(span.tokens) for span in spans])
         return arrange(spans)
 
@@ -114,19 +120,25 @@ def check_passes(cache, block_size: int = 16) -> list[list[int]]:
 def check_pages(engine) -> None:
     """Each page is free or counts its holders, and no text holds a page too many or too few."""
     scheduler = engine.scheduler
-    pool = scheduler.pool
-    tables = [[page for page in request.pages if page is not None] for request in scheduler.running]
-    held = collections.Counter(page for table in tables for page in table)
-    assert pool.holders == held
-    assert sorted([*held, *pool.returned]) == list(range(pool.begun))
-    assert pool.available + len(held) == pool.num_pages
-    assert pool.digest_of == {page: digest for digest, page in pool.published.items()}
-    assert len(pool.digest_of) == len(pool.published)
-    for request, table in zip(scheduler.running, tables):
-        assert len(set(table)) == len(table)
-        assert request.pages[len(request.pages) - len(table) :] == table
-        assert pool.count(request.computed) <= len(request.pages) <= pool.count(request.length)
-    assert not any(request.pages or request.computed for request in scheduler.waiting)
+    for number, (pool, window) in enumerate(scheduler.kinds):
+        held = collections.Counter()
+        for request in scheduler.running:
+            pages = request.tables[number]
+            assert pool.count(request.computed) <= len(pages) <= pool.count(request.length)
+            unseen = first_seen(request.computed, window) // pool.page_size
+            assert pages[:unseen] == [None] * unseen
+            table = pages[unseen:]
+            assert None not in table and len(set(table)) == len(table)
+            # Only pages that are full are published: the others are written.
+            assert not pool.digest_of.keys() & pages[request.computed // pool.page_size :]
+            held.update(table)
+        assert pool.holders == held
+        assert sorted([*held, *pool.returned]) == list(range(pool.begun))
+        assert pool.available + len(held) == pool.num_pages
+        assert pool.digest_of == {page: digest for digest, page in pool.published.items()}
+        assert len(pool.digest_of) == len(pool.published)
+    for request in scheduler.waiting:
+        assert not (any(request.tables) or request.computed)
 
 
 def step(engine) -> list:
@@ -134,7 +146,7 @@ def step(engine) -> list:
     events = engine.step()
     for event in events:
         assert event.finish_reason == event.request.finish_reason
-        assert event.request.pages == [] or not event.finish_reason
+        assert not any(event.request.tables) or not event.finish_reason
     check_pages(engine)
     return events
 
@@ -145,7 +157,7 @@ def finish(engine) -> list[list]:
     while engine.busy:
         steps.append(step(engine))
         assert len(steps) < 2000, "requests that never end"
-    assert engine.scheduler.pool.available == engine.scheduler.pool.num_pages
+    assert all(pool.available == pool.num_pages for pool, _ in engine.scheduler.kinds)
     return steps
 
 

@@ -1,0 +1,175 @@
+"""Lesson 124: layers with a window have pages of their own, and give them back."""
+
+import pytest
+import torch
+from conftest import random_tokens
+from engines import finish, make_engine, own_texts, request_params, step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from natives import native, of_kind
+
+from cache import Span
+
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "native", "int8"])
+SMALL = {"page_size": 4, "num_pages": 60, "max_rows": 3, "budget": 16}  # 13 pages for windows
+
+
+def kinds(build, backend="torch", **shape):
+    """A model with both kinds of layers."""
+    shape = {"windows": (5, None, 8), "block_size": 200} | shape
+    model = build(dtype=torch.float64 if backend == "torch" else torch.float32, **shape)
+    if backend == "torch":
+        return model
+    return of_kind(model, torch.int8 if backend == "int8" else torch.float32)
+
+
+def run(engine) -> list[int]:
+    """Finish an engine. Returns the most pages of each kind that were held after a step."""
+    most = [0 for _ in engine.scheduler.kinds]
+    while engine.busy:
+        step(engine)
+        held = [len(pool.holders) for pool, _ in engine.scheduler.kinds]
+        most = list(map(max, most, held))
+    return most
+
+
+def cache_bytes(model, **options) -> int:
+    """The bytes of an engine's cache."""
+    from engine.engine import Engine
+
+    cache = Engine(model, **options).cache
+    return sum(storage.nbytes for storage in cache.storages)
+
+
+def test_the_cache_takes_less_memory(tiny_gemma):
+    """Five layers of six have 13 pages, not 60."""
+    whole = cache_bytes(tiny_gemma(block_size=200, windows=(None,) * 6), **SMALL)
+    model = kinds(tiny_gemma, windows=(8,) * 5 + (None,))
+    assert cache_bytes(model, **SMALL) == whole * (60 + 5 * 13) // (6 * 60)
+
+
+@pytest.mark.parametrize("windows, pages", [((None,) * 6, 240), ((8,) * 6, 240), ((8, None), 10)])
+def test_still_one_kind_has_all_pages(tiny_gemma, windows, pages):
+    """Also of two kinds, where pages are so few that a window needs no less."""
+    model = tiny_gemma(block_size=200, windows=windows)
+    whole = len(windows) * 2 * pages * 2 * 4 * 6 * 8
+    assert cache_bytes(model, **SMALL | {"num_pages": pages}) == whole
+
+
+@BACKENDS
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_long_text_holds_what_each_kind_sees(tiny_gemma, compiled, backend, page_size):
+    model = kinds(tiny_gemma, backend)
+    params = request_params(1, max_new_tokens=60)
+    options = SMALL | {"page_size": page_size, "num_pages": 240 // page_size}
+    engine, (request,) = make_engine(model, [[1, 2, 3]], params, **options)
+    # The next position, p, sees p - 7 to p.
+    assert run(engine) == {1: [61, 7], 4: [16, 3]}[page_size]
+    assert [request.output] == own_texts(model, [[1, 2, 3]], params)
+
+
+@BACKENDS
+def test_a_long_prompt_takes_pages_of_windows_as_it_is_read(tiny_gemma, compiled, backend):
+    """It needs 45 pages, and there are 13 for layers with a window."""
+    model = kinds(tiny_gemma, backend)
+    prompts = [random_tokens(180), random_tokens(20, seed=1)]
+    params = request_params(2, max_new_tokens=15)
+    engine, requests = make_engine(model, prompts, params, **SMALL)
+    step(engine)
+    # A chunk of 16 positions.
+    assert [len(table) for table in (requests[0].pages, requests[0].windowed)] == [45, 4]
+    run(engine)
+    assert engine.scheduler.preemptions == 0
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
+
+
+@BACKENDS
+def test_a_prefix_is_shared_if_the_pages_of_both_kinds_are_there(tiny_gemma, compiled, backend):
+    model = kinds(tiny_gemma, backend)
+    prompt = random_tokens(100)
+    params = request_params(1, max_new_tokens=8)
+    engine, (first,) = make_engine(model, [prompt], params, **SMALL)
+    finish(engine)
+    again = engine.add(prompt + first.output, params[0])
+    step(engine)
+    # Of 107 positions whose keys were computed, 26 pages are full. Position 104 sees 97 to 103.
+    assert engine.scheduler.shared == 104
+    finish(engine)
+    (_, _), (windowed, _) = engine.scheduler.kinds
+    taken = []
+    assert windowed.grow(taken, 4 * windowed.num_pages)  # others take what the window needs
+    windowed.shrink(taken, 0)
+    assert len(engine.scheduler.pool.find(prompt, "")) == 25
+    third = engine.add(prompt, params[0])
+    finish(engine)
+    assert engine.scheduler.shared == 104
+    outputs = [request.output for request in (first, again, third)]
+    assert outputs == own_texts(model, [prompt, prompt + first.output, prompt], params * 3)
+
+
+TEXT = st.tuples(st.integers(0, 2), st.integers(1, 50), st.integers(1, 30))
+MODELS = {}
+
+
+@BACKENDS
+@given(
+    texts=st.lists(TEXT, min_size=1, max_size=5),
+    page_size=st.sampled_from([1, 3, 4]),
+    positions=st.integers(50, 100),
+    budget=st.sampled_from([3, 8, 16]),
+    drafts=st.sampled_from(["", "lookup", "model"]),
+    aborted=st.integers(0, 20),
+)
+@settings(max_examples=8)
+def test_any_texts_are_those_of_their_own_runs(
+    tiny_windows, compiled, backend, texts, page_size, positions, budget, drafts, aborted
+):
+    """They share beginnings, are preempted, cut into chunks, drafted, and outgrow block_size.
+
+    Pages for windows never run out.
+    """
+    from engine.drafter import LookupDrafter, PagedDrafter
+
+    if backend not in MODELS:
+        shape = {"windows": (5, None), "block_size": 40}
+        MODELS[backend] = [kinds(tiny_windows, backend, seed=seed, **shape) for seed in (0, 1)]
+    model, draft = MODELS[backend]
+    prompts = [random_tokens(length, 5, seed=seed) for seed, length, _ in texts]
+    params = [request_params(1, max_new_tokens=count)[0] for _, _, count in texts]
+    options = {"num_pages": positions // page_size, "page_size": page_size, "budget": budget}
+    options |= {"max_rows": 3}
+    if drafts:
+        options["drafter"] = LookupDrafter() if drafts == "lookup" else PagedDrafter(draft, model)
+    engine, requests = make_engine(model, prompts, params, **options)
+    (_, _), (windowed, _) = engine.scheduler.kinds
+    grow = windowed.grow
+    refused = []
+    windowed.grow = lambda *arguments: grow(*arguments) or refused.append(arguments)
+    for _ in range(aborted):
+        if engine.busy:
+            step(engine)
+    if aborted and not requests[0].finish_reason:
+        engine.abort(requests[0])
+    finish(engine)
+    assert not refused
+    for request, text in zip(requests, own_texts(model, prompts, params)):
+        early = request.finish_reason == "abort"
+        assert request.output == (text[: len(request.output)] if early else text)
+
+
+@torch.inference_mode()
+def test_c_touches_no_page_outside_either_storage(tiny_gemma, compiled):
+    from engine.cache import PagedCache
+
+    model = native(tiny_gemma(dtype=torch.float32, windows=(3, None)))
+    cache = PagedCache(model, 4, 2, 3)
+    for storage in cache.storages:
+        storage.fill_(torch.nan)
+    for windowed, message in (([3], "they are from 0 to 2"), ([], "1 to keep, in 0 pages of 2")):
+        with pytest.raises(ValueError, match=message):
+            model.runner.logits(model, cache, [Span([3], 0, [1], windowed)], [1])
+    assert all(storage.isnan().all() for storage in cache.storages)
+    assert model.runner.logits(model, cache, [Span([3], 0, [1], [2])], [1]).isfinite().all()
+    for storage, page in zip(cache.storages, (3, 2)):
+        written = ~storage.isnan()
+        assert written[:, :, page, :, 0].all() and not written[:, :, :page].any()
