@@ -32,20 +32,7 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     import gguf
 
     config = model.config
-    is_llama = isinstance(config, LlamaConfig)
-    is_qwen3 = is_llama and config.qk_norm
-    if is_qwen3 and (config.rope_scaling or config.rope_factors):
-        raise UserError("llama.cpp reads no slowed rotations of a Qwen3, so it is not exported")
-    experts = config.experts if is_llama else None
-    if experts and (experts.dense_layers or not experts.is_normalized):
-        only = "llama.cpp reads experts in all layers, with weights that add up to 1"
-        raise UserError(f"{only}; this is another model, so it is not exported")
-    if isinstance(config, GemmaConfig):
-        raise UserError("a Gemma is not exported: a file of llama.cpp's gemma3 is not written yet")
-    if config.windows:
-        raise UserError("llama.cpp reads no windows of this model, so it is not exported")
-    kind = "qwen3" if is_qwen3 else "llama" if is_llama else "gpt2"
-    kind = "qwen3moe" if experts else kind
+    kind = name_of_architecture(config)
     writer = gguf.GGUFWriter(path, kind)
     if tokenizer:
         add_vocabulary(writer, tokenizer, config)
@@ -61,20 +48,20 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     writer.add_head_count_kv(config.n_kv_head)
     writer.add_embedding_length(config.n_embd)
     writer.add_feed_forward_length(config.n_inner)
-    if is_llama:
+    if kind != "gpt2":
         writer.add_layer_norm_rms_eps(config.norm_epsilon)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.head_dim)
         writer.add_rope_freq_base(config.rope_theta)
-        if not is_qwen3:  # there llama.cpp refuses it
+        if kind == "llama":  # in the others llama.cpp refuses it
             writer.add_tensor("rope_freqs.weight", slowness(config).numpy())
     else:
         writer.add_layer_norm_eps(config.norm_epsilon)
-    if experts:
-        writer.add_expert_count(experts.count)
-        writer.add_expert_used_count(experts.chosen)
-        writer.add_expert_feed_forward_length(experts.n_inner)
+    if kind == "qwen3moe":
+        writer.add_expert_count(config.experts.count)
+        writer.add_expert_used_count(config.experts.chosen)
+        writer.add_expert_feed_forward_length(config.experts.n_inner)
     heads = {"query": config.n_head, "key": config.n_kv_head} if kind == "llama" else {}
     q8_0 = gguf.GGMLQuantizationType.Q8_0
     stacks = {}
@@ -95,6 +82,25 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def name_of_architecture(config) -> str:
+    """What llama.cpp calls this kind of model. Raises UserError for one that it reads wrongly."""
+    if not isinstance(config, LlamaConfig):
+        return "gpt2"
+    if config.qk_norm and (config.rope_scaling or config.rope_factors):
+        raise UserError("llama.cpp reads no slowed rotations of a Qwen3, so it is not exported")
+    experts = config.experts
+    if experts and (experts.dense_layers or not experts.is_normalized):
+        only = "llama.cpp reads experts in all layers, with weights that add up to 1"
+        raise UserError(f"{only}; this is another model, so it is not exported")
+    if isinstance(config, GemmaConfig):
+        raise UserError("a Gemma is not exported: a file of llama.cpp's gemma3 is not written yet")
+    if config.windows:
+        raise UserError("llama.cpp reads no windows of this model, so it is not exported")
+    if experts:
+        return "qwen3moe"
+    return "qwen3" if config.qk_norm else "llama"
 
 
 def add_vocabulary(writer, tokenizer: Path, config) -> None:
