@@ -14,7 +14,7 @@ from llama import LlamaConfig, Rotations
 from loading.byte_level import PATTERNS
 from loading.chat import read_template
 from loading.checkpoint import check_values, read_json
-from loading.gguf_model import ENDS, gguf_name
+from loading.gguf_model import ENDS, GEMMA_PATTERN, gguf_name, norm_base, one_sees_all, query_scalar
 from loading.load import parse_name
 from loading.tokenizer import read_tokenizer_json
 from model import Model
@@ -28,6 +28,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     dtype: "float32", or "int8" for Q8_0, in which each 32 numbers of a matrix's row are int8 and
     share a scale; rows that are no multiple of 32, vectors and learned positions stay float32.
     tokenizer: a tokenizer.json. None: the file has no vocabulary, and is for token ids only.
+    A model with windows that is no Gemma is written with the smallest of them as its block_size,
+    and without them. Raises UserError for a model that llama.cpp would read wrongly.
     """
     import gguf
 
@@ -42,7 +44,9 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
     writer.add_bos_token_id(config.bos_token_id)
     for name, token in zip(ENDS, config.eos_token_ids):
         writer.add_uint32(name, token)
-    writer.add_context_length(config.block_size)
+    # llama.cpp reads a Gemma's windows only. Texts that fit into the others do not need them.
+    limits = () if kind == "gemma3" else filter(None, config.windows)
+    writer.add_context_length(min([config.block_size, *limits]))
     writer.add_block_count(config.n_layer)
     writer.add_head_count(config.n_head)
     writer.add_head_count_kv(config.n_kv_head)
@@ -58,6 +62,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
             writer.add_tensor("rope_freqs.weight", slowness(config).numpy())
     else:
         writer.add_layer_norm_eps(config.norm_epsilon)
+    if kind == "gemma3":
+        add_gemma(writer, config)
     if kind == "qwen3moe":
         writer.add_expert_count(config.experts.count)
         writer.add_expert_used_count(config.experts.chosen)
@@ -72,6 +78,8 @@ def write_gguf(model: Model, path: Path, dtype: str, tokenizer: Path | None = No
         weight = torch.stack(weights) if role.startswith("expert_") else weights[0]
         if role in heads:
             weight = pairs_together(weight, heads[role])
+        if base := norm_base(kind, role):
+            weight = weight + base
         values = weight.contiguous().numpy()
         has_blocks = weight.dim() > 1 and weight.shape[-1] % 32 == 0
         if dtype == "int8" and has_blocks and role not in ("positions", "router"):
@@ -95,12 +103,37 @@ def name_of_architecture(config) -> str:
         only = "llama.cpp reads experts in all layers, with weights that add up to 1"
         raise UserError(f"{only}; this is another model, so it is not exported")
     if isinstance(config, GemmaConfig):
-        raise UserError("a Gemma is not exported: a file of llama.cpp's gemma3 is not written yet")
-    if config.windows:
-        raise UserError("llama.cpp reads no windows of this model, so it is not exported")
+        check_gemma(config)
+        return "gemma3"
     if experts:
         return "qwen3moe"
     return "qwen3" if config.qk_norm else "llama"
+
+
+def check_gemma(config: GemmaConfig) -> None:
+    """Raise UserError for a Gemma that a file cannot describe."""
+    theirs = query_scalar(config)
+    if config.query_scalar != theirs:
+        found = f"by the root of {theirs}, this model by that of {config.query_scalar}"
+        raise UserError(f"llama.cpp divides scores {found}, so it is not exported")
+    if len({*config.windows} - {None}) > 1:
+        found = f"windows are {config.windows}"
+        raise UserError(f"{found}: llama.cpp reads those of one size, so it is not exported")
+
+
+def add_gemma(writer, config: GemmaConfig) -> None:
+    """Add the keys that only a Gemma's file has."""
+    import gguf
+
+    if config.rope_factor != 1:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_factor)
+    slides = [size is not None for size in config.windows]
+    if any(slides):
+        writer.add_sliding_window(max(filter(None, config.windows)))
+        writer.add_rope_freq_base_swa(config.local_theta)
+        if slides != one_sees_all(GEMMA_PATTERN, config.n_layer):
+            writer.add_sliding_window_pattern(slides)
 
 
 def add_vocabulary(writer, tokenizer: Path, config) -> None:

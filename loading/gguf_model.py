@@ -1,5 +1,6 @@
 """A model in a GGUF file: its configuration, and its tensors by our names and in our order."""
 
+import array
 import dataclasses
 import math
 import re
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from errors import UserError
+from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
 from loading.config import read_number, read_sizes, read_token_ids
 from loading.gguf import GGUF, Tensor
@@ -17,7 +19,7 @@ from loading.gguf_tokenizer import named_ends
 from model import GPTConfig, Model
 
 BLOCK = 2**20  # bytes of float32 in a block of rows: decoding is fastest in the processor's cache
-ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe")
+ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "qwen3moe", "gemma3")
 SIZES = {  # field of a config -> its key behind the architecture's name, and the largest value read
     "block_size": ("context_length", 10**7),
     "n_layer": ("block_count", 1000),
@@ -34,6 +36,7 @@ EXPERTS_SIZES = {  # the same of ExpertsConfig
 }
 ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 ROTATIONS = "rope_freqs.weight"
+GEMMA_PATTERN = 6  # one of six layers of a Gemma sees all: no key says so, llama.cpp's code does
 # Types whose numbers stand in the file as torch has them.
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -48,7 +51,7 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
         raise UserError(
             f"{file}: its architecture is {reprlib.repr(architecture)}; read are {known}"
         )
-    check(gguf, {"split.count": (0, 1), f"{architecture}.rope.scaling.factor": (1,)})
+    check(gguf, {"split.count": (0, 1)})
     sizes = {field: (f"{architecture}.{key}", limit) for field, (key, limit) in SIZES.items()}
     missing = {"n_kv_head": raw.get(sizes["n_head"][0]), "head_dim": 1}
     fields = read_sizes(file, raw, sizes, missing)
@@ -58,7 +61,7 @@ def read_gguf_config(gguf: GGUF) -> GPTConfig | LlamaConfig:
     ends = [raw[key] for key in ENDS if key in raw] + named_ends(gguf)
     ends = read_token_ids(file, {ENDS[0]: ends}, ENDS[0], fields["vocab_size"], None)
     fields["eos_token_ids"] = ends
-    make = gpt_config if architecture == "gpt2" else llama_config
+    make = {"gpt2": gpt_config, "gemma3": gemma_config}.get(architecture, llama_config)
     return make(gguf, architecture, fields)
 
 
@@ -85,8 +88,10 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
             f"{file}: {heads} heads, {shared} of them with keys, of {size} numbers each"
         )
     supported = {"attention.value_length": (size,), "rope.dimension_count": (size,)}
-    supported |= {"rope.scaling.type": ("none",), "rope.scale_linear": (1,)}
-    supported["attention.sliding_window"] = (0,)  # llama.cpp writes none of a Mistral's
+    supported["rope.scale_linear"] = (1,)
+    if architecture != "gemma3":
+        supported |= {"rope.scaling.type": ("none",), "rope.scaling.factor": (1,)}
+        supported["attention.sliding_window"] = (0,)  # llama.cpp writes none of a Mistral's
     experts = None
     if architecture == "qwen3moe":
         experts = read_experts(gguf, architecture)
@@ -103,10 +108,58 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         rope_theta=read_number(file, raw, f"{architecture}.rope.freq_base", 10000.0, 1e12),
         rope_factors=read_factors(gguf, size // 2) if is_llama(gguf) else None,
         qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in gguf.tensors,
-        qk_norm=architecture in ("qwen3", "qwen3moe"),
+        qk_norm=architecture in ("qwen3", "qwen3moe", "gemma3"),
         tied_head="output.weight" not in gguf.tensors,
         experts=experts,
     )
+
+
+def gemma_config(gguf: GGUF, architecture: str, fields: dict) -> GemmaConfig:
+    file = gguf.file
+    raw = gguf.metadata
+    config = llama_config(gguf, architecture, fields)
+    scaling = "gemma3.rope.scaling.type"
+    check(gguf, {"gemma3.final_logit_softcapping": (0,), scaling: ("linear", "none")})
+    factor = 1.0
+    if raw.get(scaling) != "none":
+        factor = read_number(file, raw, "gemma3.rope.scaling.factor", 1.0, 1e6)
+    return GemmaConfig(
+        **vars(config)
+        | {
+            "windows": read_windows(gguf, config.n_layer),
+            "local_theta": read_number(file, raw, "gemma3.rope.freq_base_swa", 10000.0, 1e12),
+            "rope_factor": factor,
+            "query_scalar": query_scalar(config),
+        }
+    )
+
+
+def query_scalar(config: LlamaConfig) -> int:
+    """llama.cpp divides a Gemma's scores by the root of this. No key holds it: the depth tells."""
+    is_27b = config.n_layer == 62
+    return config.n_embd // config.n_head if is_27b else config.head_dim
+
+
+def one_sees_all(pattern: int, n_layer: int) -> list[bool]:
+    """Whether each layer has a window, if one in `pattern` has none. 0: all have one."""
+    return [not pattern or (layer + 1) % pattern > 0 for layer in range(n_layer)]
+
+
+def read_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
+    """The window of each of a Gemma's layers, as `LlamaConfig.windows`."""
+    key = "gemma3.attention.sliding_window"
+    if gguf.metadata.get(key, 0) == 0:
+        return ()
+    size = read_sizes(gguf.file, gguf.metadata, {"size": (key, 10**7)}, {})["size"]
+    pattern = gguf.metadata.get(f"{key}_pattern", GEMMA_PATTERN)
+    if type(pattern) is int and pattern >= 0:
+        layers = one_sees_all(pattern, n_layer)
+    elif isinstance(pattern, array.array) and len(pattern) == n_layer:
+        layers = pattern
+    else:
+        allowed = f"it must be an integer from 0, or {n_layer} booleans"
+        raise UserError(f"{gguf.file}: {key}_pattern is {reprlib.repr(pattern)}; {allowed}")
+    return tuple(size if slides else None for slides in layers) if any(layers) else ()
 
 
 def read_experts(gguf: GGUF, architecture: str) -> ExpertsConfig:
@@ -155,6 +208,11 @@ def read_factors(gguf: GGUF, count: int) -> tuple[float, ...] | None:
 def is_stacked(model: Model, key: str) -> bool:
     """Whether a GGUF file has a tensor in one with those of a layer's other experts."""
     return model.role(key).startswith("expert_")
+
+
+def norm_base(architecture: str, role: str) -> int:
+    """What a file adds to our weights: a Gemma's norms multiply by 1 + w, and it stores the sum."""
+    return int(architecture == "gemma3" and role.endswith("norm"))
 
 
 def gguf_name(model: Model, key: str) -> str:
@@ -210,6 +268,7 @@ def read_blocks(gguf: GGUF, model: Model, names: dict[str, list[str]]) -> Iterat
             tensor = dataclasses.replace(tensor, shape=(count * rows, *width))
         rows = tensor.shape[0] // len(names[name])
         in_pairs = is_llama(gguf) and model.role(key) in ("query", "key")
+        base = norm_base(gguf.metadata["general.architecture"], model.role(key))
         unit = model.config.head_dim if in_pairs else 1
         height = -(-BLOCK // (4 * math.prod(tensor.shape[1:])) // unit) * unit
         if len(tensor.shape) == 1:  # numbers of a vector may share scales, so it comes whole
@@ -217,7 +276,11 @@ def read_blocks(gguf: GGUF, model: Model, names: dict[str, list[str]]) -> Iterat
         for start in range(0, rows, height):
             stop = min(start + height, rows)
             block = read_rows(gguf, tensor, number * rows + start, number * rows + stop)
-            yield key, slice(start, stop), halves_apart(block, unit) if in_pairs else block
+            if in_pairs:
+                block = halves_apart(block, unit)
+            if base:
+                block = block.float() - base  # in 16 bits it rounds below 1 / 2
+            yield key, slice(start, stop), block
 
 
 def read_rows(gguf: GGUF, tensor: Tensor, start: int, stop: int) -> torch.Tensor:

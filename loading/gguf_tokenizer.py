@@ -30,6 +30,7 @@ SUPPORTED = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # types of tokens
 # Control tokens that end a text, whether or not a key says so: most files name only one of them.
 ENDS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>"}
+ENDS |= {"<end_of_turn>"}  # Gemma
 # Variable of a chat template -> the key of its id, without _token_id.
 NAMED = {
     "bos_token": "bos",

@@ -269,11 +269,3 @@ def test_the_model_of_pictures_and_texts_is_refused(tiny_gemma, tmp_path):
     edit_json(tmp_path / "config.json", {"model_type": "gemma3"})
     with pytest.raises(UserError, match="model_type is 'gemma3'; supported is 'gpt2' or"):
         load(tmp_path)
-
-
-def test_it_is_not_exported(tiny_gemma, tmp_path):
-    from benchmarks.export_gguf import write_gguf
-
-    with pytest.raises(UserError, match="a Gemma is not exported"):
-        write_gguf(tiny_gemma(dtype=torch.float32), tmp_path / "model.gguf", "float32")
-    assert not (tmp_path / "model.gguf").exists()
