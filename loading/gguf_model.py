@@ -94,7 +94,7 @@ def llama_config(gguf: GGUF, architecture: str, fields: dict) -> LlamaConfig:
         supported["attention.sliding_window"] = (0,)  # llama.cpp writes none of a Mistral's
     experts = None
     if architecture == "qwen3moe":
-        experts = read_experts(gguf, architecture)
+        experts = read_experts(gguf, fields)
     else:
         supported["expert_count"] = (0,)
     check(gguf, {f"{architecture}.{key}": values for key, values in supported.items()})
@@ -162,13 +162,22 @@ def read_windows(gguf: GGUF, n_layer: int) -> tuple[int | None, ...]:
     return tuple(size if slides else None for slides in layers) if any(layers) else ()
 
 
-def read_experts(gguf: GGUF, architecture: str) -> ExpertsConfig:
-    """What all layers have. No key says that weights add up to 1: in llama.cpp they do."""
-    names = {field: (f"{architecture}.{key}", most) for field, (key, most) in EXPERTS_SIZES.items()}
+def read_experts(gguf: GGUF, sizes: dict) -> ExpertsConfig:
+    """What all layers have. No key says that weights add up to 1: in llama.cpp they do.
+
+    sizes: of the config. Raises UserError if a layer has other experts: a model of as many as the
+    metadata may claim would take minutes to build.
+    """
+    names = {field: (f"qwen3moe.{key}", most) for field, (key, most) in EXPERTS_SIZES.items()}
     fields = read_sizes(gguf.file, gguf.metadata, names, {})
     if fields["chosen"] > fields["count"]:
         few = f"{fields['chosen']} experts for a token, and there are {fields['count']}"
         raise UserError(f"{gguf.file}: {few}")
+    router = fields["count"], sizes["n_embd"]
+    expert = fields["count"], fields["n_inner"], sizes["n_embd"]
+    for layer in range(sizes["n_layer"]):
+        check_tensor(gguf, f"blk.{layer}.ffn_gate_inp.weight", router)
+        check_tensor(gguf, f"blk.{layer}.ffn_gate_exps.weight", expert)
     return ExpertsConfig(**fields, is_normalized=True)
 
 

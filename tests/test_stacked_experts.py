@@ -121,6 +121,22 @@ def test_a_file_that_lies_is_refused(made, changes, words):
     assert words in str(error.value)
 
 
+def test_experts_that_are_not_there_are_refused_before_a_model_is_built(made):
+    """A million of them would take minutes."""
+    from loading.load import load_config
+
+    _, file = made()
+    for values, words in (
+        ({"expert_count": 1000}, "blk.0.ffn_gate_inp.weight is (5, 16), and the metadata says"),
+        ({"block_count": 1000}, "blk.2.ffn_gate_inp.weight is missing"),
+    ):
+        values = {f"qwen3moe.{key}": value for key, value in values.items()}
+        other = edited(file, file.with_name("other.gguf"), values=values)
+        with pytest.raises(UserError) as error:
+            load_config(other)
+        assert words in str(error.value)
+
+
 def test_changed_files_are_a_model_or_one_line(made, tmp_path):
     _, file = made()
     data = file.read_bytes()
