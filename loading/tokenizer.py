@@ -29,12 +29,13 @@ FLAGS = {"lstrip": (False,), "rstrip": (False,), "single_word": (False,)}  # of 
 class Encoding:
     """A BPE, read by the tokenizers library: byte-level, or SentencePiece's with byte_fallback.
 
-    where: what errors begin with. raw: the object in a `tokenizer.json`.
+    where: what errors begin with. raw: the object in a `tokenizer.json`. fault: what is wrong if
+    the library cannot read that.
     special_tokens_set: the added tokens, special or not, that plain text never becomes. (Runs of
     blanks, which some vocabularies add, control nothing.) Raises UserError for other tokenizers.
     """
 
-    def __init__(self, where, raw: dict):
+    def __init__(self, where, raw: dict, fault: str = "not a Hugging Face tokenizer"):
         check_values(where, raw, SUPPORTED)
         self.spelling = sentencepiece if raw["model"].get("byte_fallback") else byte_level
         check_values(where, raw, self.spelling.SUPPORTED)
@@ -51,7 +52,7 @@ class Encoding:
             if isinstance(error, KeyboardInterrupt):
                 raise
             reason = " ".join(str(error).split())
-            raise UserError(f"{where}: not a Hugging Face tokenizer: {reason:.200}") from None
+            raise UserError(f"{where}: {fault}: {reason:.200}") from None
         check = check_bytes if self.spelling is byte_level else check_blanks
         check(where, raw, self.tokenizer)
         check_added(where, added, self.tokenizer, model)
@@ -261,7 +262,8 @@ def load_encoding(name, vocab_size: int) -> Encoding:
     """
     source = parse_name(name)
     if source.kind == "gguf" and f"{OWNER}.tokens" in source.gguf.metadata:
-        encoding = Encoding(source.name, tokenizer_json(source.gguf))
+        fault = "its tokenizer makes no sense"
+        encoding = Encoding(source.name, tokenizer_json(source.gguf), fault)
     elif source.kind == "random" or source.kind == "gguf" and not source.find("tokenizer.json"):
         encoding = numbers_encoding(source.label, vocab_size)
     else:
