@@ -76,12 +76,22 @@ def named_ends(gguf: GGUF) -> list[int]:
 
 
 def read_chat(gguf: GGUF) -> tuple[Path, str, dict[str, str]] | None:
-    """A file's chat template, None without one: the file, the text, the tokens it may name."""
+    """A file's chat template, None without one: the file, the text, the tokens it may name.
+
+    Raises UserError for an id that no token has, if the template names it.
+    """
     text = gguf.metadata.get("tokenizer.chat_template")
     if not isinstance(text, str):
         return None
     tokens, _ = read_tokens(gguf)
-    named = {name: tokens[id] for name, key in NAMED.items() for id in token_ids(gguf, key)}
+    named = {}
+    for name, key in NAMED.items():
+        try:
+            for id in token_ids(gguf, key):
+                named[name] = tokens[id]
+        except UserError:
+            if name in text:
+                raise
     return gguf.file, text, named
 
 

@@ -12,6 +12,7 @@ from test_tokenizer import MERGES, tokenizer_json
 
 from benchmarks.export_gguf import write_gguf
 from engine.engine import Engine
+from errors import UserError
 from loading.chat import Chat
 from loading.load import load_config, load_model
 from loading.tokenizer import load_encoding
@@ -86,6 +87,19 @@ def test_an_exported_file_has_its_models_template(write_chat, tmp_path):
         "model.gguf: this model was not made for chat: it has neither tokenizer.chat_template nor"
     )
     assert words in refused(Chat, tmp_path / "model.gguf")
+
+
+def test_a_wrong_id_that_no_template_names_is_ignored(tmp_path):
+    metadata = metadata_of(tokenizer_json(MERGES), "gpt-2", padding_token_id=10**6)
+    for template, words in (("x", ""), ("{{ pad_token }}", "padding_token_id is 1000000; it must")):
+        about = metadata | {"tokenizer.chat_template": template}
+        file = written(tmp_path / "model.gguf", about)
+        try:
+            found = Chat(file).tokens.get("pad_token")
+        except UserError as error:
+            assert words and words in str(error)
+        else:
+            assert not words and found is None
 
 
 @pytest.mark.parametrize(
