@@ -19,11 +19,13 @@ import torch
 import torch.nn as nn
 
 from cache import KVCache
+from errors import UserError
+from gemma import GemmaConfig
 from infer import generate, next_logits
 from int8 import Int8Linear
 from llama import Llama, rotations
 from loading.byte_level import PATTERNS
-from loading.load import load_model
+from loading.load import load_config, load_model
 from loading.tokenizer import EOT, load_encoding
 from native import build, use_native
 from native.linear import NativeLinear, pack
@@ -109,9 +111,14 @@ def compile_gpt() -> bytes:
 
 
 def export(directory: Path) -> dict:
-    """A checkpoint as inference.js takes it: int8 weights, its shape, and its tokens."""
+    """A checkpoint as inference.js takes it: int8 weights, its shape, and its tokens.
+
+    Raises UserError for a model that it would compute wrongly.
+    """
+    config = load_config(directory)
+    if any(config.windows) or isinstance(config, GemmaConfig):
+        raise UserError(f"{directory}: the page computes no layers with windows, and no Gemma")
     model = with_plain_layers(load_model(directory, torch.int8))
-    config = model.config
     tensors = list(model.state_dict().values())
     tables = [torch.empty(0)] * 2
     if isinstance(model, Llama):

@@ -2,8 +2,9 @@
 
 import sys
 
+import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, refused, save_speaking
 
 sys.path.insert(0, str(ROOT / "course"))
 import web_model  # noqa: E402
@@ -18,6 +19,18 @@ def test_what_a_page_loads_is_small_and_one_vocabulary():
     assert found[0]["tokens"] == found[1]["tokens"] and len(found[0]["tokens"]) == 4096
     assert found[0]["tokens"][found[0]["special"]["<|endoftext|>"]] == "<|endoftext|>"
     assert "\\s" not in found[0]["pattern"].lower()
+
+
+@pytest.mark.parametrize("shape", [{"windows": (5, None)}, {"windows": (None, None)}], ids=str)
+def test_a_page_gets_no_gemma(tiny_gemma, tmp_path, shape):
+    """It has one table of rotations, and each layer sees all."""
+    save_speaking(tiny_gemma, tmp_path, **shape)
+    assert "the page computes no layers with windows" in refused(web_model.export, tmp_path)
+
+
+def test_a_page_gets_no_windows(tiny_llama, tmp_path):
+    save_speaking(tiny_llama, tmp_path, windows=(5, 5))
+    assert "the page computes no layers with windows" in refused(web_model.export, tmp_path)
 
 
 def test_play_shows_a_recording_of_the_model_that_it_loads():
