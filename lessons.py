@@ -533,10 +533,14 @@ def begin(lesson: Lesson) -> None:
         git("switch", "--quiet", "--detach", commit)
         git("branch", "--quiet", "--no-track", "--force", lesson.branch, commit)
         git("switch", "--quiet", lesson.branch)
-    print(printable(message(lesson)))
+    text = message(lesson)
+    print(printable(text))
     print(f"\nYou are on branch {lesson.branch}: the code before the lesson, with its tests.")
     print(f"The tests that wait for it: {' '.join(test_files(lesson))}")
-    print("Write the lesson, then: python lessons.py check (--quick: these tests only)")
+    if "\nImplement: nothing" in text:
+        print(f"It is to be read, not written: python lessons.py show {lesson.id}")
+    else:
+        print("Write the lesson, then: python lessons.py check (--quick: these tests only)")
     print("To leave, git add and commit, then: git switch main")
     print(f"To discard it: git switch main && git branch -D {lesson.branch}")
 

@@ -460,6 +460,14 @@ def test_start(repo, run):
     assert "git switch main" in out and "git branch -D my-02-mul" in out
 
 
+def test_start_asks_for_no_code_where_a_lesson_has_none_to_write(repo, run, monkeypatch):
+    monkeypatch.setattr(lessons, "message", lambda lesson: "A benchmark.\n\nImplement: nothing.")
+    code, out, err = run("start", "02-mul")
+    assert (code, err) == (0, "")
+    assert "It is to be read, not written: python lessons.py show 02-mul\n" in out
+    assert "Write the lesson" not in out
+
+
 def test_start_refuses(repo, error):
     assert "the first lesson to write is 01-add" in error("start", "0")
     (repo / "calc.py").write_text("my work")
