@@ -1,4 +1,4 @@
-"""Pictures of lessons 20 to 34, 46 to 54, 110 and 116: texts, draws, weights, drafts, experts."""
+"""Pictures of lessons 20 to 34, 46 to 54, 110, 116 and 119: texts, draws, weights, layers."""
 
 import math
 
@@ -290,7 +290,7 @@ def test_trials_go_on_with_the_faster_way():
         assert panel.title.endswith(": drafts pay" if pays else ": drafts do not pay")
 
 
-# Lessons 110 and 116
+# Lessons 110, 116 and 119
 
 
 def test_the_bits_of_a_block():
@@ -334,3 +334,32 @@ def test_experts_of_each_token():
     assert all(sum(weights.values()) == pytest.approx(1) for weights in record.weights)
     most = taken.index(max(taken))
     assert f"expert {most} is taken most often, by {max(taken)} of" in shown.caption
+
+
+def test_what_layers_with_windows_see():
+    """The last logits have a gradient at the tokens that they depend on, and at no other."""
+    from llama import Llama, LlamaConfig
+
+    record, shown = drawn("window-layers")
+    count = len(record.tokens)
+    grids = forms(shown, Cells)
+    for window, grid in zip((count, 4), grids, strict=True):
+        for at, row in enumerate(grid.rows):
+            kinds = [cell.kind for cell in row.cells]
+            first = max(0, at - window + 1)
+            expected = ["idle"] * first + ["first"] * (at + 1 - first)
+            assert kinds == expected + [""] * (count - 1 - at)
+            assert row.value == str(at + 1 - first)
+    ids = runs.encode("".join(record.tokens), 20)
+    for (windows, layers), form in zip(record.needed.items(), forms(shown, Tokens), strict=True):
+        model = Llama(LlamaConfig(n_layer=len(windows), windows=windows)).double()
+        model.init_weights(0.1, torch.Generator().manual_seed(1))
+        inputs = []
+        for block in model.layers:
+            block.register_forward_pre_hook(lambda _, x, inputs=inputs: inputs.append(x[0]))
+        gradients = torch.autograd.grad(model(torch.tensor([ids]))[0, -1].sum(), inputs)
+        assert layers == [each[0].any(-1).tolist() for each in gradients]
+        drawn_kinds = [[token.kind == "first" for token in line.tokens] for line in form.lines]
+        assert drawn_kinds == layers[::-1]
+    caption = "leaves 38 of 66 scores. Two such layers reach the last 7 tokens."
+    assert count == 11 and caption in shown.caption
