@@ -36,6 +36,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
 }
+NATIVE_DTYPES = ("float32", "int8")  # those of them that the C code computes
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -344,9 +345,9 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
     for name in names:
         check_text("the model", str(name.name if isinstance(name, Source) else name))
     dtype = pick_dtype(args.dtype, device)
-    native = device == "cpu" and args.dtype in ("float32", "int8")
+    native = device == "cpu" and args.dtype in NATIVE_DTYPES
     if args.backend == "native" and not native:
-        allowed = "--device cpu and --dtype float32 or int8"
+        allowed = f"--device cpu and --dtype {' or '.join(NATIVE_DTYPES)}"
         raise UserError(f"--backend native is for {allowed}; not {device} and {args.dtype}")
     first, *others = names
     models = [(load_first or load_model)(first, dtype, device)]

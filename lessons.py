@@ -37,6 +37,7 @@ PARTS = {  # slug of a part's first lesson -> the part's title
     "leader": "Part VII: several processes",
     "engines-elsewhere": "Part VIII: several engines",
     "any-bpe": "Part IX: the models people have",
+    "quality": "Part X: bits, and what they cost",
 }
 EVENING = (  # a path of fifteen lessons
     "greedy-decoding",

@@ -94,13 +94,14 @@ def add_options(
     parser: argparse.ArgumentParser,
     output: str,
     lengths: list[int] | None,
-    repeats: int,
+    repeats: int | None,
     dtypes: bool = True,
     columns: dict[str, str] = COLUMNS,
 ) -> None:
     """The options that benchmarks share, and an explanation of the columns.
 
-    lengths: the default of --max-new-tokens, None for no such option. dtypes: --dtype is one.
+    lengths, repeats: the defaults of --max-new-tokens and --repeats, None for no such option.
+    dtypes: --dtype is one.
     """
     parser.formatter_class = Formatter
     explained = (f"  {name:20} {text}" for name, text in columns.items())
@@ -117,7 +118,9 @@ def add_options(
     parser.add_argument("--device", default="auto", choices=devices, help="where to run")
     threads = whole_number(1, cores)
     parser.add_argument("--threads", type=threads, help=f"of torch on the CPU, 1 to {cores}")
-    parser.add_argument("--repeats", type=number, default=repeats, help="how often each mode runs")
+    if repeats:
+        repeat = {"type": number, "default": repeats, "help": "how often each mode runs"}
+        parser.add_argument("--repeats", **repeat)
     parser.add_argument(
         "--output",
         type=Path,
