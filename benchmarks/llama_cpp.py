@@ -1,4 +1,4 @@
-"""llama.cpp as an engine of benchmarks.batching."""
+"""llama.cpp as a peer of benchmarks.batching and benchmarks.quality."""
 
 import contextlib
 import logging
@@ -17,6 +17,7 @@ class LlamaCpp:
     With its own defaults: the cache is float16, whatever the weights are. With a float32 one, and
     without flash attention, a Llama's log-probabilities are ours but for 2e-5, and 32 rows take
     twice the time.
+    Raises UserError for a file that it does not load.
     """
 
     def __init__(self, file: Path):
@@ -28,8 +29,15 @@ class LlamaCpp:
         options.n_gpu_layers = 0
         self.api = llama_cpp
         self.model = llama_cpp.llama_model_load_from_file(bytes(file), options)
+        if not self.model:
+            raise UserError(f"{file}: llama.cpp does not load it")
+        self.weight_bytes = llama_cpp.llama_model_size(self.model)
         vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
+
+    def close(self) -> None:
+        """Give the weights' memory back."""
+        self.api.llama_model_free(self.model)
 
     def run(self, prompts: list[list[int]], length: int, device: str) -> tuple[list, float, float]:
         """Run prompts of equal length, and return what `benchmarks.batching.run` returns."""
@@ -42,12 +50,23 @@ class LlamaCpp:
             logits = [torch.tensor(decode([[token]], at)) for at, token in enumerate(text)]
         return torch.cat(logits).log_softmax(dim=-1)
 
+    def logits(self, text: list[int], piece: int) -> Iterator[torch.Tensor]:
+        """The logits after each token, (n, vocab_size), of `piece` tokens at a time.
+
+        The cache is float32, so that what is off comes from the weights and their products.
+        """
+        with self.decoder(1, len(text), exact_cache=True) as decode:
+            for start in range(0, len(text), piece):
+                yield torch.tensor(decode([text[start : start + piece]], start, every=True))
+
     @contextlib.contextmanager
-    def decoder(self, rows: int, positions: int):
+    def decoder(self, rows: int, positions: int, exact_cache: bool = False):
         """A function that decodes so many rows, of at most so many positions, with a new cache.
 
-        decode(new, position): new tokens of each row, the first of them at that position, to the
-        logits after the last, (rows, vocab_size), which the next call overwrites.
+        decode(new, position, every=False): new tokens of each row, the first of them at that
+        position, to the logits after the last, (rows, vocab_size), which the next call overwrites.
+        every: after each of them, (rows * tokens, vocab_size).
+        exact_cache: it is float32, and attention is not llama.cpp's flash attention.
         Raises UserError if llama.cpp refuses so much.
         """
         import numpy
@@ -59,12 +78,16 @@ class LlamaCpp:
         options.n_batch = rows * positions
         options.n_threads = torch.get_num_threads()
         options.n_threads_batch = torch.get_num_threads()
+        if exact_cache:
+            options.type_k = api.GGML_TYPE_F32
+            options.type_v = api.GGML_TYPE_F32
+            options.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         context = api.llama_init_from_model(self.model, options)
         if not context:
             raise UserError(f"llama.cpp takes no {rows} texts of {positions} tokens at once")
         batch = api.llama_batch_init(rows * positions, 0, 1)
 
-        def decode(new: list[list[int]], position: int):
+        def decode(new: list[list[int]], position: int, every: bool = False):
             batch.n_tokens = 0
             for row, tokens in enumerate(new):
                 for at, token in enumerate(tokens, start=position):
@@ -73,13 +96,14 @@ class LlamaCpp:
                     batch.pos[index] = at
                     batch.n_seq_id[index] = 1
                     batch.seq_id[index][0] = row
-                    batch.logits[index] = False
+                    batch.logits[index] = every
                     batch.n_tokens += 1
                 batch.logits[index] = True
             if error := api.llama_decode(context, batch):
                 raise RuntimeError(f"llama_decode: {error}")
             logits = api.llama_get_logits(context)
-            return numpy.ctypeslib.as_array(logits, shape=(rows, self.vocab_size))
+            shape = batch.n_tokens if every else rows, self.vocab_size
+            return numpy.ctypeslib.as_array(logits, shape=shape)
 
         try:
             yield decode

@@ -1,0 +1,291 @@
+"""How far each dtype is from float32: python -m benchmarks.quality."""
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks import common
+from benchmarks.llama_cpp import LlamaCpp
+from cache import KVCache
+from command_line import DTYPES, NATIVE_DTYPES, STORIES, Parser, note_dropped, pick_dtype
+from errors import UserError
+from infer import pass_logits
+from loading.load import load_model, parse_name
+from loading.tokenizer import load_encoding
+from native import use_native
+
+TEXTS = Path(__file__).resolve().parent / "texts"  # written for this, so in no training data
+PIECE = 128  # positions of a pass: the logits of all of them are in memory at once
+LENGTH = 512  # tokens of a chunk, where the window holds them
+FLOOR = 1e-6  # of the plot: rounding makes float32 in C differ by less
+BACKENDS = ("torch", "native")
+SIDES = {  # of a point in the plot: where its name stands, as points may coincide
+    "torch": {"xytext": (7, -9)},
+    "native": {"xytext": (7, 3)},
+    "llama.cpp": {"xytext": (-7, -3), "ha": "right"},
+}
+MEASURED = {
+    "kl": "mean of the Kullback-Leibler divergence from float32's probabilities, in nats",
+    "kl_99": "the 99 % quantile of these divergences",
+    "top_1": "share of predictions whose most probable token is float32's",
+    "perplexity": "exp of the mean of -log p of the text's own tokens",
+    "bytes_per_weight": "weight_bytes over parameters",
+}
+COLUMNS = {
+    "model": common.COLUMNS["model"],
+    "dtype": "of the weights; the name of a peer's file",
+    "backend": "torch; native: the C code; llama.cpp: a peer",
+    **MEASURED,
+    "weight_bytes": "of all weights, scales and whatever else their format has",
+    "predictions": "tokens that were predicted: all but the first of each chunk",
+    "text": "the file",
+    "length": "tokens of a chunk",
+}
+ABOUT = ("parameters", "device", "kernel", "threads", "torch", "library", "commit")
+COLUMNS |= {name: common.COLUMNS[name] for name in ABOUT}
+Logits = Callable[[list[int]], Iterator[torch.Tensor]]  # those after each token, in pieces
+
+
+class Results(common.ResultsFile):
+    """A CSV file with a row for each dtype and backend, or peer."""
+
+    columns = COLUMNS
+
+    def write(self, **row) -> None:
+        """Add a row, and show it on stderr."""
+        row |= {name: common.four_digits(row[name]) for name in MEASURED}
+        self.append(row)
+        self.rows.append(row)
+        values = "KL {kl:.2g}, 99 % {kl_99:.2g}, top-1 {top_1:.3f}, perplexity {perplexity:.2f}"
+        shown = "{model}  {dtype}  {backend}: " + values + ", {bytes_per_weight:.2f} bytes a weight"
+        print(shown.format(**row), file=sys.stderr)
+
+    def summarise(self, baseline):
+        """The rows without what they have in common."""
+        import pandas
+
+        return pandas.DataFrame(self.rows)[["model", "dtype", "backend", *MEASURED]]
+
+
+# One text
+
+
+def our_logits(model, text: list[int]) -> Iterator[torch.Tensor]:
+    """The logits after each token, (n, vocab_size), of PIECE tokens at a time."""
+    cache = KVCache(model, 1, len(text))
+    for start in range(0, len(text), PIECE):
+        new = text[start : start + PIECE]
+        yield pass_logits(model, [new], [0], cache, len(new))[0]
+
+
+def compare(logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """How far each of N predictions is off, float64 (3, N).
+
+    The rows: the divergence of the probabilities p of the reference from those of `logits`, q,
+    which is the sum of p * log(p / q); 1.0 where both have the same top token, else 0.0; and -log q
+    of the target. logits, reference: (N, vocab_size). targets: (N,).
+    """
+    log_q = logits.cpu().double().log_softmax(dim=-1)  # differences of float32 logs are too coarse
+    log_p = reference.cpu().double().log_softmax(dim=-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+    same = log_q.argmax(dim=-1) == log_p.argmax(dim=-1)
+    loss = -log_q.gather(-1, targets[:, None]).squeeze(-1)
+    return torch.stack([kl, same.double(), loss])
+
+
+@torch.inference_mode()
+def quality(logits: Logits, reference: Logits, chunks: list[list[int]]) -> dict:
+    """The columns about predictions of the tokens of chunks, each from those before it.
+
+    Nothing predicts the first token of a chunk. The reference is computed anew, piece by piece:
+    its logits for many chunks would not fit the memory.
+    """
+    parts = []
+    for chunk in chunks:
+        seen = chunk[:-1]
+        targets = torch.tensor(chunk[1:]).split(PIECE)
+        parts += map(compare, logits(seen), reference(seen), targets)
+    kl, same, loss = torch.cat(parts, dim=1)
+    return {
+        "kl": kl.mean().item(),
+        "kl_99": kl.quantile(0.99).item(),
+        "top_1": same.mean().item(),
+        "perplexity": loss.mean().exp().item(),
+        "predictions": len(kl),
+    }
+
+
+# All of them
+
+
+def read_chunks(args, vocab_size: int) -> list[list[int]]:
+    """The token ids of the text. Raises UserError for a text that is too short or unreadable."""
+    file = args.text
+    try:
+        text = file.read_text("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"--text {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--text {file}: not UTF-8 text") from None
+    encoding = load_encoding(args.model, vocab_size)
+    note_dropped(encoding, text, plain=True)
+    tokens = encoding.encode_ordinary(text)
+    needed = args.chunks * args.length
+    if len(tokens) < needed:
+        reason = f"--chunks {args.chunks} of --length {args.length} need {needed}"
+        raise UserError(f"--text {file}: {len(tokens)} tokens; {reason}")
+    starts = range(0, needed, args.length)
+    return [tokens[start : start + args.length] for start in starts]
+
+
+def load_way(name, dtype: str, backend: str, device: str):
+    """A model as that backend computes it, and the bytes of its weights.
+
+    Raises UserError where that cannot be.
+    """
+    if backend == "native":
+        if dtype not in NATIVE_DTYPES:
+            raise UserError(f"C computes {', '.join(NATIVE_DTYPES)}")
+        if refusal := common.native_refusal(device):
+            raise UserError(refusal)
+    model = load_model(name, pick_dtype(dtype, device), device)
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
+    if backend == "native":
+        try:
+            use_native(model)
+        except ValueError as error:  # such as an architecture that gpt.c does not know
+            raise UserError(str(error)) from None
+    return model, sum(tensors.values())
+
+
+def check_peers(files: list[Path], device: str) -> None:
+    """Raise UserError where llama.cpp cannot compute these files."""
+    if files and not importlib.util.find_spec("llama_cpp"):
+        raise UserError("--peers: pip install llama-cpp-python")
+    if files and device != "cpu":
+        raise UserError(f"--peers: for the CPU only, not {device}")
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(f"--peers {missing[0]}: no such file")
+
+
+def measure(args, device: str, results: Results) -> None:
+    """Compare each dtype on each backend, then each peer.
+
+    Raises UserError for bad options, also if nothing can be computed.
+    """
+    common.models_that_fit([args.model], args.length or 1)
+    check_peers(args.peers, device)
+    model = load_model(args.model, torch.float32, device)
+    config = model.config
+    args.length = args.length or min(LENGTH, config.block_size)
+    chunks = read_chunks(args, config.vocab_size)
+    about = common.describe(args.model, model, device)
+    about |= {"text": args.text.name, "length": args.length, "library": ""}
+    del about["draft"]
+    reference = functools.partial(our_logits, model)
+
+    def add(dtype: str, backend: str, logits: Logits, size: int, **more) -> None:
+        row = about | {"dtype": dtype, "backend": backend, **more}
+        row |= {"weight_bytes": size, "bytes_per_weight": size / about["parameters"]}
+        results.write(**row, **quality(logits, reference, chunks))
+
+    for dtype, backend in itertools.product(args.dtype, args.backend):
+        try:
+            other, size = load_way(args.model, dtype, backend, device)
+        except UserError as error:
+            print(f"without {dtype} {backend}: {error}", file=sys.stderr)
+        else:
+            add(dtype, backend, functools.partial(our_logits, other), size)
+            del other  # before the next is loaded
+    for file in args.peers:
+        with contextlib.closing(LlamaCpp(file)) as peer:
+            if peer.vocab_size != config.vocab_size:
+                sizes = f"{peer.vocab_size} tokens, and {args.model} {config.vocab_size}"
+                raise UserError(f"--peers {file}: it has {sizes}")
+            logits = functools.partial(peer.logits, piece=PIECE)
+            library = common.library("llama_cpp")
+            add(file.stem, "llama.cpp", logits, peer.weight_bytes, library=library)
+    if not results.rows:
+        which = f"none of --dtype {' '.join(args.dtype)} can be computed"
+        raise UserError(f"--backend {' '.join(args.backend)}: {which}")
+
+
+def plot(summary):
+    """Mean divergences, and 99 % quantiles, over bytes per weight; the shares of top tokens."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    axes = figure.subplots()
+    for backend, rows in summary.groupby("backend", sort=False):
+        number = list(SIDES).index(backend)
+        mean = rows["kl"].clip(lower=FLOOR)
+        spread = [0 * mean, (rows["kl_99"] - mean).clip(lower=0)]
+        style = {"marker": "osD"[number], "linestyle": "", "capsize": 3, "color": f"C{number}"}
+        axes.errorbar(rows["bytes_per_weight"], mean, yerr=spread, label=backend, **style)
+        same = os.path.commonprefix(list(rows["dtype"]))  # of a model's files: not worth a place
+        names = [name.removeprefix(same) or name for name in rows["dtype"]]
+        for name, x, y, top_1 in zip(names, rows["bytes_per_weight"], mean, rows["top_1"]):
+            place = {"textcoords": "offset points", "fontsize": "x-small", **SIDES[backend]}
+            axes.annotate(f"{name} ({top_1:.3f})", (x, y), **place)
+    axes.set(xscale="log", yscale="log", xlabel="bytes per weight")
+    axes.set_ylabel(f"KL to float32, in nats (less than {FLOOR:g}: drawn there)")
+    axes.set_xlim(0.4, 7)
+    axes.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(f"{summary['model'][0]}: mean and 99 % quantile (share of equal top tokens)")
+    return figure
+
+
+def default_model() -> str:
+    """SmolLM2 where it is installed, or else the embedded Llama."""
+    try:
+        return parse_name("smollm2").package or str(STORIES.with_name("stories-llama"))
+    except UserError:
+        return str(STORIES.with_name("stories-llama"))
+
+
+def default_text(name: str) -> Path:
+    """The text beside this script that is more like what the model was trained on."""
+    is_story = parse_name(name).label.startswith("checkpoints/stories")
+    return TEXTS / ("stories.txt" if is_story else "english.txt")
+
+
+def main(argv=None) -> None:
+    about = "each dtype, backend and peer against float32 in torch, on the same tokens of a text"
+    parser = Parser(description=f"Measure quality: {about}.")
+    model = "as in infer.py; smollm2 if not given, or stories-llama where that is not installed"
+    parser.add_argument("--model", help=model)
+    dtypes = {"default": list(DTYPES), "choices": DTYPES, "help": "of the weights"}
+    parser.add_argument("--dtype", **common.LIST, **dtypes)
+    backends = {"default": list(BACKENDS), "choices": BACKENDS, "help": "what computes"}
+    parser.add_argument("--backend", **common.LIST, **backends)
+    peers = "GGUF files of the same model, which llama.cpp computes with a float32 cache"
+    parser.add_argument("--peers", **common.LIST, type=Path, metavar="FILE", default=[], help=peers)
+    text = "a text in UTF-8; one beside this script if not given: stories, or English of many kinds"
+    parser.add_argument("--text", type=Path, help=text)
+    chunks = {"type": common.whole_number(1), "default": 2}
+    parser.add_argument("--chunks", **chunks, help="how many, from the text's beginning")
+    length = f"tokens of each; {LENGTH} if not given, or the window if it is shorter"
+    parser.add_argument("--length", type=common.whole_number(2), help=length)
+    shared = {"lengths": None, "repeats": None, "dtypes": False, "columns": COLUMNS}
+    common.add_options(parser, "quality_cpu.csv", **shared)
+
+    def run(args, device: str, results: Results) -> None:
+        args.model = args.model or default_model()
+        args.text = args.text or default_text(args.model)
+        measure(args, device, results)
+
+    common.run_benchmark(parser, run, None, plot, argv, Results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""How far dtypes and peers are from float32: divergences by hand and by torch, and their rows."""
+
+import ctypes
+import sys
+import types
+
+import numpy
+import pytest
+import torch
+from benches import Bench, near
+from conftest import CHECKPOINTS, is_one_line, module_with, record, save_speaking
+
+WAYS = [
+    ("float32", "torch"),
+    ("float32", "native"),
+    ("float16", "torch"),
+    ("bfloat16", "torch"),
+    ("int8", "torch"),
+    ("int8", "native"),
+]
+
+
+def script():
+    return module_with("benchmarks.quality", "compare", "quality")
+
+
+@pytest.fixture
+def bench(request, tiny_llama, tmp_path):
+    module = script()
+    model = save_speaking(tiny_llama, tmp_path / "model", tied_head=True)
+    text = CHECKPOINTS.parent / "benchmarks" / "texts" / "stories.txt"
+    bench = Bench(request, module, "--model", model, "--text", text, "--length", 24)
+    bench.model = model
+    return bench
+
+
+@pytest.fixture
+def llama_cpp(bench, monkeypatch):
+    """A package of that name that runs our own model, off by what its file's name says."""
+    model = bench.script.load_model(bench.model)
+    calls = types.SimpleNamespace(texts=[], size=4096, closed=0)
+
+    class LlamaCpp:
+        def __init__(self, file):
+            self.off = float(file.stem)
+            self.weight_bytes = 1000
+            self.vocab_size = calls.size
+
+        def close(self):
+            calls.closed += 1
+
+        def logits(self, text, piece):
+            calls.texts.append(text)
+            for logits in bench.script.our_logits(model, text):
+                assert len(logits) <= piece
+                logits[:, 7] += self.off
+                yield logits
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(__version__="0.3"))
+    monkeypatch.setattr(bench.script, "LlamaCpp", LlamaCpp)
+    bench.installed(llama_cpp=True)
+    for name in ("0.0", "2"):
+        (bench.directory / f"{name}.gguf").touch()
+    return calls
+
+
+def test_three_predictions_by_hand():
+    half = torch.tensor([[0.5, 0.25, 0.25]] * 3).log()
+    other = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0.25, 0.5, 0.25]]).log()
+    found = script().compare(other + 3, half, torch.tensor([1, 0, 1]))
+    two = numpy.log(2)
+    expected = [[0, 0.25 * two, 0.25 * two], [1, 0, 0], [2 * two, 2 * two, two]]
+    assert found.numpy() == pytest.approx(numpy.array(expected), abs=1e-6)
+
+
+def test_divergences_are_those_of_torch():
+    generator = torch.Generator().manual_seed(0)
+    logits, reference = torch.randn(2, 50, 1000, generator=generator).mul(4)
+    targets = torch.randint(1000, (50,), generator=generator)
+    kl, same, loss = script().compare(logits, reference, targets)
+    log_q, log_p = (x.double().log_softmax(dim=-1) for x in (logits, reference))
+    terms = torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True)
+    assert torch.allclose(kl, terms.sum(dim=-1), rtol=1e-12)
+    assert torch.equal(same.bool(), logits.argmax(dim=-1) == reference.argmax(dim=-1))
+    expected = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
+    assert torch.allclose(loss, expected, rtol=1e-12)
+
+
+def test_small_divergences_are_not_lost_in_rounding():
+    logits = 10 * torch.randn(20, 50000, generator=torch.Generator().manual_seed(0))
+    near_by = logits + 1e-4 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    kl, *_ = script().compare(near_by, logits, torch.zeros(20, dtype=torch.long))
+    difference = (near_by.double() - logits.double()) ** 2
+    p = logits.double().softmax(dim=-1)
+    mean = (p * (near_by.double() - logits.double())).sum(dim=-1)
+    assert torch.allclose(kl, ((p * difference).sum(dim=-1) - mean**2) / 2, rtol=1e-3)
+
+
+def test_each_token_but_the_first_of_a_chunk_is_predicted_from_those_before_it(
+    tiny_llama, monkeypatch
+):
+    module = script()
+    monkeypatch.setattr(module, "PIECE", 4)
+    model = tiny_llama()
+    other = tiny_llama(seed=1)
+    chunks = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7, 6, 5, 4, 3]]
+
+    def ours(text):
+        return module.our_logits(other, text)
+
+    found = module.quality(ours, lambda text: module.our_logits(model, text), chunks)
+    tokens = torch.tensor(chunks)
+    with torch.inference_mode():
+        logits, reference = (each(tokens)[:, :-1].flatten(0, 1) for each in (other, model))
+    terms = module.compare(logits, reference, tokens[:, 1:].flatten())
+    kl, same, loss = terms.numpy()
+    expected = {"kl": kl.mean(), "kl_99": numpy.quantile(kl, 0.99), "top_1": same.mean()}
+    expected |= {"perplexity": numpy.exp(loss.mean()), "predictions": 12}
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_row_for_each_dtype_and_backend(bench):
+    bench.draws = True
+    code, rows, err = bench()
+    assert code == 0, err
+    assert list(zip(rows["dtype"], rows["backend"])) == WAYS
+    assert "without bfloat16 native: C computes float32, int8\n" in err
+    assert list(rows["predictions"]) == 6 * [2 * 23]
+    assert rows["kl"][0] == 0 and rows["top_1"][0] == 1
+    assert rows["kl"][1] < 1e-6  # rounding
+    assert 0 < rows["kl"][2] < rows["kl"][3] < rows["kl"][4]
+    assert rows["kl"][5] == near(rows["kl"][4])
+    assert (rows["kl_99"][1:] > rows["kl"][1:]).all()
+    numbers = rows["parameters"][0]
+    sizes = list(rows["weight_bytes"])
+    assert sizes[:4] == [4 * numbers, 4 * numbers, 2 * numbers, 2 * numbers]
+    assert numbers < sizes[4] == sizes[5] < 1.5 * numbers  # with scales, and norms in float32
+    assert rows["bytes_per_weight"][4] == near(sizes[4] / numbers)
+    assert rows["library"].isna().all()
+    assert list(bench.summary["perplexity"]) == list(rows["perplexity"])
+    (axes,) = bench.figures[0].axes
+    assert axes.get_legend_handles_labels()[1] == ["torch", "native"]
+    assert [text.get_text()[:8] for text in axes.texts][:2] == ["float32 ", "float16 "]
+
+
+def test_a_dtype_that_is_new_needs_no_change(bench, monkeypatch):
+    monkeypatch.setitem(bench.script.DTYPES, "float64", torch.float64)
+    rows = bench.rows("--backend", "torch")
+    assert list(rows["dtype"]) == ["float32", "float16", "bfloat16", "int8", "float64"]
+
+
+def test_peers_compute_the_same_tokens(bench, llama_cpp, tmp_path):
+    rows = bench.rows("--dtype", "float32", "--peers", tmp_path / "0.0.gguf", tmp_path / "2.gguf")
+    assert list(rows["dtype"]) == ["float32", "float32", "0.0", "2"]
+    assert list(rows["backend"]) == ["torch", "native", "llama.cpp", "llama.cpp"]
+    assert rows["kl"][2] == 0 and rows["kl"][3] > 1e-6
+    assert rows["perplexity"][2] == rows["perplexity"][0] != rows["perplexity"][3]
+    assert rows["weight_bytes"][2] == 1000
+    assert list(rows["library"].dropna()) == ["llama_cpp 0.3"] * 2
+    encoding = bench.script.load_encoding(bench.model, 4096)
+    tokens = encoding.encode_ordinary(bench.given[3].read_text())
+    assert llama_cpp.closed == 2
+    assert llama_cpp.texts == 2 * [tokens[:23], tokens[24:47]]
+
+
+def test_llama_cpp_gives_the_logits_after_each_token_with_a_float32_cache():
+    from benchmarks.llama_cpp import LlamaCpp
+
+    assert hasattr(LlamaCpp, "logits")
+    options = types.SimpleNamespace(type_k=1, type_v=1, flash_attn_type=-1)
+    numbers = (ctypes.c_float * 6)(*range(6))
+    passes = []
+    freed = []
+
+    def batch(size, *_):
+        lists = {name: [None] * size for name in ("token", "pos", "n_seq_id", "logits")}
+        return types.SimpleNamespace(seq_id=[[None] for _ in range(size)], **lists)
+
+    def decode(context, batch):
+        count = batch.n_tokens
+        passes.append([batch.token[:count], batch.pos[:count], batch.logits[:count]])
+        return 0
+
+    api = types.SimpleNamespace(
+        GGML_TYPE_F32=0,
+        LLAMA_FLASH_ATTN_TYPE_DISABLED=0,
+        llama_context_default_params=lambda: options,
+        llama_init_from_model=lambda model, options: "context",
+        llama_batch_init=batch,
+        llama_batch_free=freed.append,
+        llama_decode=decode,
+        llama_get_logits=lambda _: ctypes.cast(numbers, ctypes.POINTER(ctypes.c_float)),
+        llama_free=freed.append,
+    )
+    peer = LlamaCpp.__new__(LlamaCpp)
+    peer.api, peer.model, peer.vocab_size = api, "model", 3
+    pieces = list(peer.logits([5, 6, 7], 2))
+    assert [piece.tolist() for piece in pieces] == [[[0, 1, 2], [3, 4, 5]], [[0, 1, 2]]]
+    assert passes == [[[5, 6], [0, 1], [True, True]], [[7], [2], [True]]]
+    assert (options.type_k, options.type_v, options.flash_attn_type) == (0, 0, 0)
+    assert options.n_ctx == 3 and len(freed) == 2
+
+
+def test_what_runs_if_nothing_is_named(monkeypatch):
+    module = script()
+    asked = record(monkeypatch, module, "parse_name", lambda name: name)
+    assert module.default_text("checkpoints/stories-draft").name == "stories.txt"
+    assert module.default_text("random:gpt2").name == "english.txt"
+    name = module.default_model()
+    assert name == "smollm2" or name.endswith("stories-llama")
+    assert asked[-1] == "smollm2"
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (["--text", "missing.txt"], ["--text missing.txt: No such file"]),
+        (["--text", "{bytes}"], ["not UTF-8 text"]),
+        (["--text", "{short}"], ["4 tokens; --chunks 2 of --length 24 need 48"]),
+        (["--length", 65], ["65 tokens do not fit the window of ", ", which is 64"]),
+        (["--length", 1], ["'1': it must be an integer >= 2"]),
+        (["--peers", "a.gguf"], ["--peers: pip install llama-cpp-python"]),
+        (["--peers", "{short}", "a.gguf"], ["--peers a.gguf: no such file"]),
+    ],
+)
+def test_bad_input_is_one_line(bench, tmp_path, given, words):
+    bench.installed(llama_cpp="{short}" in given)
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    (tmp_path / "short").write_text("a a a a")
+    names = {name: tmp_path / name for name in ("bytes", "short")}
+    code, rows, err = bench(*(str(word).format(**names) for word in given))
+    assert is_one_line((code, "", err), *words), err
+    assert rows is None
+
+
+def test_a_peer_of_another_vocabulary_is_refused(bench, llama_cpp, tmp_path):
+    llama_cpp.size = 61
+    code, rows, err = bench("--dtype", "float32", "--peers", tmp_path / "2.gguf")
+    assert code == 2
+    said = err.splitlines()[-1]
+    assert said.endswith(f"2.gguf: it has 61 tokens, and {bench.model} 4096")
+    assert list(rows["backend"]) == ["torch", "native"]  # what was measured stays
+
+
+def test_nothing_to_measure_is_an_error(bench):
+    code, rows, err = bench("--dtype", "float16", "bfloat16", "--backend", "native")
+    assert code == 2 and rows is None
+    expected = "--backend native: none of --dtype float16 bfloat16 can be computed"
+    assert err.splitlines()[-1].endswith(expected)
