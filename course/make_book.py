@@ -255,6 +255,12 @@ PLOTS = {
         "a time, static batches and transformers; the longest gap while a long prompt arrives; "
         "what draws cost and what drafts gain",
     ),
+    "quality": (
+        ("quality",),
+        "Divergence from float32 over bytes per weight: each dtype in torch and in C, and "
+        "llama.cpp's files of 4 to 32 bits; a number beside each point is its share of equal top "
+        "tokens",
+    ),
     "serving": (
         ("load-generator",),
         "Servers under load, beside transformers' and llama.cpp's: tokens a second of 32 clients; "
