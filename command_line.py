@@ -83,7 +83,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
     )
-    dtype_help = "of weights and activations; int8: weights, and activations in products"
+    dtype_help = "of weights and activations; int8: weights and inputs of products, rotated first"
     dtype_help += "; the rest float32; where torch attends, int8 texts may depend on their batch"
     dtype_help += "; memory of a weight: 4 bytes, 2 or in int8 1, in whatever form its file has it"
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)

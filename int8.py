@@ -1,7 +1,8 @@
 """Weights as int8, a quarter of float32's bytes: symmetric, a scale for each row, exact sums.
 
-After Dettmers et al. 2022 (2208.07339), vector-wise quantisation, without its outliers in half
-precision.
+After Dettmers et al. 2022 (2208.07339), vector-wise quantisation. What it keeps in half precision,
+outliers, is spread here over all numbers of a row before it is rounded: inputs and weights are
+turned by the same orthogonal matrix, as in QuaRot (Ashkboos et al. 2024, 2404.00456).
 
 Activations are rounded to int8 as well. A last-bit difference in one of them can become a whole
 step, so a text may change where any bit of its pass depends on its neighbours. torch's attention
@@ -17,17 +18,56 @@ from errors import UserError
 EXACT = 1024  # products, 127 * 127 at most, whose sum float32 holds: it is below 2**24
 
 
-def quantize(
-    x: torch.Tensor, largest: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def turn(x: torch.Tensor) -> torch.Tensor:
+    """Multiply rows, (..., n), by a symmetric matrix R: R R is 2**k times the identity.
+
+    n is 2**k times an odd number. For each prime factor p of n, the smallest first, groups of p
+    numbers are mixed. Two, a and b, become a + b and a - b: k times, that is a Hadamard matrix.
+    More are reflected: twice their mean is subtracted from each. Sums have one order, in C too.
+    """
+    n = x.shape[-1]
+    rows = x.shape[:-1].numel()
+    y = x.reshape(rows, n).t()  # because torch adds rows faster than columns
+    for p in prime_factors(n):
+        parts = [y[first::p] for first in range(p)]
+        if p == 2:
+            a, b = parts
+            parts = a + b, a - b
+        else:
+            twice_the_mean = sum(parts) * (2 / p)
+            parts = [part - twice_the_mean for part in parts]
+        # Results of a kind come side by side. After all factors each number is at its place again.
+        y = torch.cat(parts)
+    # Contiguous: torch sums the numbers of a row in another order where rows are not.
+    return y.t().reshape(x.shape).contiguous()
+
+
+def prime_factors(n: int) -> list[int]:
+    """The primes whose product is n, the smallest first."""
+    factors = []
+    p = 2
+    while n > 1:
+        if n % p:
+            p += 1
+        else:
+            factors.append(p)
+            n //= p
+    return factors
+
+
+def turn_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Turn the rows of a weight, (out, n): turn(x) @ turn_weight(weight).T is x @ weight.T."""
+    n = weight.shape[-1]
+    return turn(weight) / (n & -n)  # by 2**k, which is exact
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round each row to whole numbers of steps: x is close to values * scale[..., None].
 
-    x: (..., n), floating-point. largest: (..., 1), the largest |x| of rows of which this is a part.
-    Returns values, int8 (..., n), from -127 to 127, and scale, (...), in the dtype of x. A row with
-    a NaN or infinity has a scale that is not finite either.
+    x: (..., n), floating-point. Returns values, int8 (..., n), from -127 to 127, and scale, (...),
+    in the dtype of x. A row with a NaN or infinity has a scale that is not finite either.
     """
-    if largest is None:
-        largest = x.abs().amax(dim=-1, keepdim=True)
+    largest = x.abs().amax(dim=-1, keepdim=True)
     scale = (largest / 127).clamp(min=torch.finfo(x.dtype).tiny)  # a row of zeros is fine
     return (x / scale).round().to(torch.int8), scale.squeeze(-1)
 
@@ -63,7 +103,8 @@ def int8_product(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Int8Linear(nn.Module):
     """A linear layer with an int8 weight (out_features, in_features) and its scale (out_features,).
 
-    Both are empty at first. Raises UserError for rows whose sums may not fit int32.
+    The weight's rows are turned, and so is each input. Both tensors are empty at first. Raises
+    UserError for rows whose sums may not fit int32.
     """
 
     def __init__(self, layer: nn.Linear | nn.Embedding):
@@ -80,14 +121,17 @@ class Int8Linear(nn.Module):
         self.bias = getattr(layer, "bias", None)
 
     def forward(self, x):
-        return int8_linear(x, self.weight, self.scale, self.bias)
+        return int8_linear(turn(x), self.weight, self.scale, self.bias)
 
 
 class Int8Embedding(Int8Linear):
-    """A token embedding with int8 rows. It has a linear layer's tensors: the head shares them."""
+    """A token embedding with int8 rows, which are turned back when they are read.
+
+    It has a linear layer's tensors: the head shares them.
+    """
 
     def forward(self, tokens):
-        return self.weight[tokens] * self.scale[tokens][..., None]
+        return turn(self.weight[tokens] * self.scale[tokens][..., None])
 
 
 def with_int8_layers(model: nn.Module) -> nn.Module:
@@ -116,17 +160,16 @@ def store(
     block: torch.Tensor,
     columns: slice = slice(None),
 ) -> None:
-    """Write rows of numbers into a model's tensor: rounded if that is int8, with their scales.
+    """Write rows of numbers into a model's tensor: if it is int8, turned, rounded, with scales.
 
-    columns: those that the tensor has of each row; a scale is that of the whole row.
+    columns: those that the tensor has of each row; int8 rows are whole.
     """
     if tensors[name].dtype == torch.int8:
         values = tensors[name][rows]
         scale = tensors[name.removesuffix("weight") + "scale"][rows]
         # Few rows at a time: rounding takes room for them all.
-        pieces = (tensor.split(64) for tensor in (values, scale, block))
+        pieces = (tensor.split(256) for tensor in (values, scale, block))
         for piece, piece_scale, floats in zip(*pieces):
-            whole, piece_scale[:] = quantize(floats.to(scale))
-            piece[:] = whole[:, columns]
+            piece[:], piece_scale[:] = quantize(turn_weight(floats.to(scale)))
     else:
         tensors[name][rows] = block[..., columns]

@@ -25,7 +25,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
     draft_help = "a smaller model of the same vocabulary; lookup: copies from the text before"
     parser.add_argument("--draft", help=draft_help)
-    join_help = "of several processes: gather keeps every bit, reduce sends less"
+    join_help = "of several processes: gather keeps every bit, reduce sends less (int8: gather)"
     parser.add_argument("--join", default="gather", choices=WAYS, help=join_help)
     gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
     parser.add_argument("--gamma", type=int, help=gamma_help)

@@ -118,12 +118,13 @@ typedef struct {
   const float *x;
   Value *values;  // (T, groups, GROUP)
   float *scale;   // (T)
+  float *turned;  // (in), for each thread its own: a token before it is rounded
 } Input;
 
 static int64_t groups(const Linear *l) { return l->scale ? (l->in + GROUP - 1) / GROUP : l->in; }
 
 INLINE Input from_token(const Linear *l, Input in, int64_t t) {
-  return (Input){in.x + t * l->in, in.values + t * groups(l) * GROUP, in.scale + t};
+  return (Input){in.x + t * l->in, in.values + t * groups(l) * GROUP, in.scale + t, in.turned};
 }
 
 // The panel of output o.
@@ -220,17 +221,43 @@ static void quantize(int64_t n, const float *x, Value *values, float *scale) {
     for (int64_t i = 0; i < n; i++) values[i] = OFFSET;  // 0, times infinity or NaN: NaN
 }
 
-static void quantize_token(const Linear *l, Input in, int64_t t) {
-  Input token = from_token(l, in, t);
-  quantize(l->in, token.x, token.values, token.scale);
+// Mix p numbers that are `stride` apart: a sum and a difference, or a reflection at their mean.
+INLINE void mix(int64_t p, int64_t stride, float *x) {
+  if (p == 2) {
+    float a = x[0], b = x[stride];
+    x[0] = a + b;
+    x[stride] = a - b;
+    return;
+  }
+  float twice_the_mean = 0;
+  for (int64_t i = 0; i < p; i++) twice_the_mean += x[i * stride];
+  twice_the_mean *= (float)(2. / p);
+  for (int64_t i = 0; i < p; i++) x[i * stride] -= twice_the_mean;
 }
 
-// The outputs of a layer, (T, out). x: (T, in); values, scale: room for an Input.
-void linear(const Linear *l, int64_t T, const float *x, Value *values, float *scale, float *y,
-            int threads) {
-  Input in = {x, values, scale};
+// Turn n numbers, bit for bit as int8.py's turn.
+static void turn(int64_t n, float *x) {
+  int64_t stride = 1;
+  for (int64_t p = 2; stride < n; p++)
+    for (; n / stride % p == 0; stride *= p)
+      for (int64_t start = 0; start < n; start += p * stride)
+        for (int64_t i = start; i < start + stride; i++) mix(p, stride, x + i);
+}
+
+static void quantize_token(const Linear *l, Input in, int64_t t) {
+  Input token = from_token(l, in, t);
+  memcpy(in.turned, token.x, l->in * sizeof(float));
+  turn(l->in, in.turned);
+  quantize(l->in, in.turned, token.values, token.scale);
+}
+
+// The outputs of a layer, (T, out). x: (T, in); values, scale: room for an Input; turned: (threads,
+// in), room with int8 weights.
+void linear(const Linear *l, int64_t T, const float *x, Value *values, float *scale, float *turned,
+            float *y, int threads) {
 #pragma omp parallel num_threads(threads)
   {
+    Input in = {x, values, scale, turned + omp_get_thread_num() * l->in};
     if (l->scale) {
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
@@ -246,11 +273,13 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     int64_t o = token % PANEL;
     const float *row = panel_of(l, token);
     const int8_t *row8 = panel_of(l, token);
-    if (l->scale)
+    if (l->scale) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
-    else
+      turn(l->in, y);  // back
+    } else {
       for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
+    }
   }
 }
 
@@ -841,7 +870,7 @@ static void mixture(const Model *m, const Layer *layer, int64_t T, int few, floa
   sort_rows(m, T, r);
 #pragma omp for
   for (int64_t i = 0; i < R; i++) memcpy(y + i * C, in + r.tokens[i] * C, C * sizeof(float));
-  Input gathered = {y, input.values, input.scale};
+  Input gathered = {y, input.values, input.scale, input.turned};
   round_inputs(first->in, R, few, gathered);
   expert_products(m, layer, 0, r, gathered, wide);
   expert_products(m, layer, 1, r, gathered, wide + inner);
@@ -871,9 +900,14 @@ static int64_t score_floats(const Model *m, int64_t length) {
   return (length + m->head_dim) * WIDTH;
 }
 
+// Room of each thread: scores, and a token that is turned.
+static int64_t thread_floats(const Model *m, int64_t length) {
+  return score_floats(m, length) + m->widest;
+}
+
 int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
   int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
-  return T * 3 * m->widest + threads * score_floats(m, length) + inputs + route_floats(m, T);
+  return T * 3 * m->widest + threads * thread_floats(m, length) + inputs + route_floats(m, T);
 }
 
 // logits: (wanted, vocab_size). work: room for `work_floats`.
@@ -885,17 +919,18 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   float *y = x + room;
   float *wide = y + room;
   float *all_scores = wide + room;
-  float *all_inputs = all_scores + threads * score_floats(m, p->length);
+  float *all_inputs = all_scores + threads * thread_floats(m, p->length);
   Routes routes = routes_in(m, T, all_inputs + (T < threads ? threads : 1) * input_floats(m, T));
 #pragma omp parallel num_threads(threads)
   {
     int few = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *scores = all_scores + thread * score_floats(m, p->length);
+    float *scores = all_scores + thread * thread_floats(m, p->length);
+    float *turned = scores + score_floats(m, p->length);
     float *in = all_inputs + few * thread * input_floats(m, T);
     float *scale = in + room;
-    Input input = {in, (Value *)(scale + T * m->chosen), scale};
-    Input attended = {y, input.values, scale};
+    Input input = {in, (Value *)(scale + T * m->chosen), scale, turned};
+    Input attended = {y, input.values, scale, turned};
     embed(m, p, x);
     Range own = share(T, few);
     int64_t n = own.end - own.begin;

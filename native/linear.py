@@ -75,7 +75,7 @@ class NativeLinear(nn.Module):
         return LinearStruct(*addresses, self.out_features, self.in_features, self.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute `F.linear`, or with a scale int8.py's `int8_linear`, bit for bit.
+        """Compute `F.linear`, or with a scale what int8.py's `Int8Linear` does, bit for bit.
 
         x: (..., in_features), float32, contiguous or not. Raises ValueError for another.
         """
@@ -84,12 +84,14 @@ class NativeLinear(nn.Module):
         y = torch.empty(rows, self.out_features)
         values = torch.empty(rows, self.in_features + 4, dtype=torch.int16)  # x, rounded
         x_scale = torch.empty(rows)
+        threads = torch.get_num_threads()
+        turned = torch.empty(0 if self.scale is None else threads * self.in_features)
         self.library.linear(
             ctypes.byref(self.struct()),
             ctypes.c_int64(rows),
             ctypes.c_void_p(address(x2d, torch.float32, rows, self.in_features)),
-            *(ctypes.c_void_p(each.data_ptr()) for each in (values, x_scale, y)),
-            ctypes.c_int(torch.get_num_threads()),
+            *(ctypes.c_void_p(each.data_ptr()) for each in (values, x_scale, turned, y)),
+            ctypes.c_int(threads),
         )
         return y.view(*x.shape[:-1], self.out_features)
 

@@ -67,15 +67,7 @@ class Ranks:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Add up the x of all ranks, in place (all-reduce)."""
-        return self.all_reduce(x, dist.ReduceOp.SUM)
-
-    def maximum(self, x: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks, number by number, in place. A NaN counts as infinite."""
-        x.masked_fill_(x.isnan(), torch.inf)  # gloo would leave it out
-        return self.all_reduce(x, dist.ReduceOp.MAX)
-
-    def all_reduce(self, x: torch.Tensor, operation) -> torch.Tensor:
-        self.call(2 * (self.size - 1) * x.nbytes // self.size, dist.all_reduce, x, operation)
+        self.call(2 * (self.size - 1) * x.nbytes // self.size, dist.all_reduce, x)
         return x
 
     @contextlib.contextmanager

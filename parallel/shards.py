@@ -11,7 +11,6 @@ import torch
 import torch.nn as nn
 
 from errors import UserError
-from int8 import Int8Linear, int8_product, quantize, to_floats
 from loading.load import empty_model, fill, load_config, parse_name, read_blocks
 from model import Model
 from parallel.ranks import RankRunner, Ranks
@@ -24,10 +23,11 @@ def load_part(name, dtype: torch.dtype = torch.float32, device="cpu", *, ranks: 
 
     No process ever holds the whole model. Call `join_vocabulary` when no layer is replaced any
     more. Raises UserError, too, where there are too few heads.
+    With int8 weights layers are joined by "gather": to turn its inputs, a layer needs all of them.
     """
     source = parse_name(name)
     model = empty_model(load_config(source))
-    plan = Plan(model, ranks)
+    plan = Plan(model, ranks, "gather" if dtype == torch.int8 else ranks.way)
     blocks = plan.own(read_blocks(source, model, dtype, device))
     cut(model, plan)
     fill(model, blocks, source, dtype, device)
@@ -65,10 +65,11 @@ class Plan:
     """What a rank has of each weight of a model, and what all ranks have.
 
     parts: by the name of the weight. heads, inner, expert_inner, outputs: of each rank. keys: of
-    this one. Raises UserError where there are too few heads.
+    this one. way: how layers are joined; that of the ranks, if None. Raises UserError where there
+    are too few heads.
     """
 
-    def __init__(self, model: Model, ranks: Ranks):
+    def __init__(self, model: Model, ranks: Ranks, way: str | None = None):
         config = model.config
         if ranks.size > config.n_head:
             few = f"this model has {config.n_head} heads"
@@ -76,6 +77,7 @@ class Plan:
         C = config.n_embd
         D = config.head_dim
         self.ranks = ranks
+        self.way = way or ranks.way
         group = config.n_head // config.n_kv_head
         if config.n_kv_head >= ranks.size:
             own = split(config.n_kv_head, ranks.size, unit=1)
@@ -98,7 +100,7 @@ class Plan:
             return [range((before + key) * D, (before + key + 1) * D) for key in self.keys]
 
         def last(inputs: range) -> Part:
-            if ranks.way == "reduce":
+            if self.way == "reduce":
                 return Part([range(C)], slice(inputs.start, inputs.stop))
             return Part([self.outputs[ranks.rank]])
 
@@ -172,10 +174,8 @@ def join_blocks(model: Model, plan: Plan) -> None:
         if role not in widths:
             continue
         layer = model.get_submodule(path)
-        if ranks.way == "gather":
+        if plan.way == "gather":
             joined = ColumnParallelLinear(layer, ranks, widths[role], outputs)
-        elif isinstance(layer, Int8Linear):
-            joined = Int8RowParallelLinear(layer, ranks)
         else:
             joined = RowParallelLinear(layer, ranks)
         model.set_submodule(path, joined)
@@ -225,23 +225,6 @@ class RowParallelLinear(nn.Module):
     def forward(self, x):
         y = self.ranks.sum(self.layer(x))
         return y if self.bias is None else y + self.bias
-
-
-class Int8RowParallelLinear(nn.Module):
-    """RowParallelLinear with int8 weights: ranks share one scale, and sums are exact."""
-
-    def __init__(self, layer: Int8Linear, ranks: Ranks):
-        super().__init__()
-        self.register_buffer("weight", layer.weight)
-        self.register_buffer("scale", layer.scale)
-        self.bias = layer.bias
-        self.ranks = ranks
-
-    def forward(self, x):
-        largest = self.ranks.maximum(x.abs().amax(dim=-1, keepdim=True))
-        values, x_scale = quantize(x, largest)
-        sums = self.ranks.sum(int8_product(values, self.weight))
-        return to_floats(sums, x_scale, self.scale, self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):

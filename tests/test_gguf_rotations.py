@@ -96,7 +96,7 @@ def test_a_block_of_rows_is_of_whole_heads(made, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_in_c_and_on_ranks(made, compiled, dtype, tmp_path):
-    model, file = made(n_embd=32, rope_scaling=SCALING)
+    model, file = made(n_embd=32, n_inner=64, rope_scaling=SCALING)
     found = loaded(file, dtype)
     texts = [random_tokens(9), random_tokens(3)]
     in_torch = run(found, texts, max_new_tokens=9)

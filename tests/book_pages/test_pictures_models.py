@@ -7,7 +7,7 @@ import torch
 from scenes import drawn, forms, probs_after, written
 
 from command_line import STORIES
-from int8 import to_int8
+from int8 import quantize
 from loading.chat import Chat
 from model import causal_attention
 from pictures import runs
@@ -71,11 +71,11 @@ def test_only_the_fastest_is_asked():
 
 def test_a_row_in_bytes_and_a_scale():
     record, shown = drawn("int8-weights")
-    layer = to_int8(runs.watched()[0]).wte
+    values, scale = quantize(runs.watched()[0].wte.weight)
     row = runs.encode("Once upon a time", 9)[-1]
     assert record.weights == runs.load().wte.weight[row].tolist()
-    assert record.values == layer.weight[row].tolist()
-    assert record.scale == layer.scale[row].item()
+    assert record.values == values[row].tolist()
+    assert record.scale == scale[row].item()
     for w, value in zip(record.weights, record.values):
         assert abs(w - value * record.scale) <= record.scale / 2 * (1 + 1e-6)
     (table,), (memory,) = forms(shown, Cells), forms(shown, Bars)
