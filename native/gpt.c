@@ -26,6 +26,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
 enum { WIDTH = 16 };
+#define LANES LANES_16
 typedef __m512i Sums;
 #define ADD_PRODUCT(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #ifdef __AVX512VNNI__
@@ -48,6 +49,7 @@ INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
 #include <immintrin.h>
 const char kernel[64] = "AVX2" THREADS;
 enum { WIDTH = 8, GROUP = 2, OFFSET = 0 };
+#define LANES LANES_8
 typedef __m256i Sums;
 typedef int16_t Value;
 #define ADD_PRODUCT(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
@@ -59,6 +61,7 @@ INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
 #include <arm_neon.h>
 const char kernel[64] = "NEON" THREADS;
 enum { WIDTH = 4, GROUP = 4, OFFSET = 0 };
+#define LANES LANES_4
 typedef int32x4_t Sums;
 typedef int8_t Value;
 #define ADD_PRODUCT(a, b, c) (Vector)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
@@ -69,6 +72,7 @@ INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
 #include <wasm_simd128.h>
 const char kernel[64] = "WebAssembly" THREADS;
 enum { WIDTH = 4, GROUP = 2, OFFSET = 0 };
+#define LANES LANES_4
 typedef v128_t Sums;
 typedef int16_t Value;
 #define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
@@ -79,6 +83,7 @@ INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
 #else
 const char kernel[64] = "plain C" THREADS;
 enum { WIDTH = 4, GROUP = 2, OFFSET = 0 };
+#define LANES LANES_4
 typedef int32_t Sums __attribute__((vector_size(16)));
 typedef int16_t Value;
 #define ADD_PRODUCT(a, b, c) ((a) * (b) + (c))  // not fused: it rounds twice
@@ -91,6 +96,17 @@ INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 #define VECTOR(p) (*(const Vector *)(p))
+
+// Every second lane of a and b, from lane 0 or 1 on.
+#define LANES_4(i) i, i + 2, i + 4, i + 6
+#define LANES_8(i) LANES_4(i), LANES_4(i + 8)
+#define LANES_16(i) LANES_8(i), LANES_8(i + 16)
+#ifdef __clang__
+#define EVERY_SECOND(a, b, i) __builtin_shufflevector(a, b, LANES(i))
+#else
+typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
+#define EVERY_SECOND(a, b, i) __builtin_shuffle(a, b, (Lanes){LANES(i)})
+#endif
 
 // products ----------------------------------------------------------------------------------------
 //
@@ -214,40 +230,71 @@ static void quantize(int64_t n, const float *x, Value *values, float *scale) {
   }
   float max;
   memcpy(&max, &largest, 4);
-  *scale = max / 127 < FLT_MIN ? FLT_MIN : max / 127;
-  if (*scale <= FLT_MAX)
-    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / *scale) + OFFSET;
+  float step = max / 127 < FLT_MIN ? FLT_MIN : max / 127;  // not *scale, which values may overwrite
+  *scale = step;
+  if (step <= FLT_MAX)
+    for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / step) + OFFSET;
   else
     for (int64_t i = 0; i < n; i++) values[i] = OFFSET;  // 0, times infinity or NaN: NaN
 }
 
-// Mix p numbers that are `stride` apart: a sum and a difference, or a reflection at their mean.
-INLINE void mix(int64_t p, int64_t stride, float *x) {
-  if (p == 2) {
-    float a = x[0], b = x[stride];
-    x[0] = a + b;
-    x[stride] = a - b;
-    return;
-  }
-  float twice_the_mean = 0;
-  for (int64_t i = 0; i < p; i++) twice_the_mean += x[i * stride];
-  twice_the_mean *= (float)(2. / p);
-  for (int64_t i = 0; i < p; i++) x[i * stride] -= twice_the_mean;
+// N numbers, at most WIDTH, as a vector.
+INLINE Vector take(const int N, const float *x) {
+  Vector numbers = {0};
+  memcpy(&numbers, x, N * sizeof(float));
+  return numbers;
 }
 
-// Turn n numbers, bit for bit as int8.py's turn.
-static void turn(int64_t n, float *x) {
-  int64_t stride = 1;
+INLINE void put(const int N, Vector numbers, float *x) { memcpy(x, &numbers, N * sizeof(float)); }
+
+// Mix p numbers that are `stride` apart: a sum and a difference, or a reflection at their mean. N
+// neighbours are mixed at once.
+INLINE void mix(const int N, int64_t p, int64_t stride, float *x) {
+  if (p == 2) {
+    Vector a = take(N, x), b = take(N, x + stride);
+    put(N, a + b, x);
+    put(N, a - b, x + stride);
+    return;
+  }
+  Vector twice_the_mean = {0};
+  for (int64_t i = 0; i < p; i++) twice_the_mean += take(N, x + i * stride);
+  twice_the_mean *= (float)(2. / p);
+  for (int64_t i = 0; i < p; i++) put(N, take(N, x + i * stride) - twice_the_mean, x + i * stride);
+}
+
+// The first stages of a turn, for 2 * WIDTH numbers in registers. Each stage mixes neighbours and
+// puts the sums before the differences, which rotates the bits of all places. After as many stages
+// as a place has bits, each number is where it belongs.
+INLINE void turn_vectors(const float *x, float *y) {
+  Vector a = VECTOR(x), b = VECTOR(x + WIDTH);
+  for (int stage = 1; stage < 2 * WIDTH; stage *= 2) {
+    Vector even = EVERY_SECOND(a, b, 0), odd = EVERY_SECOND(a, b, 1);
+    a = even + odd;
+    b = even - odd;
+  }
+  put(WIDTH, a, y);
+  put(WIDTH, b, y + WIDTH);
+}
+
+// Turn n numbers, bit for bit as int8.py's turn. x and y may be the same. Exported for tests.
+void turn(int64_t n, const float *x, float *y) {
+  int64_t stride = n % (2 * WIDTH) ? 1 : 2 * WIDTH;
+  if (stride > 1)
+    for (int64_t i = 0; i < n; i += stride) turn_vectors(x + i, y + i);
+  else
+    memmove(y, x, n * sizeof(float));
   for (int64_t p = 2; stride < n; p++)
     for (; n / stride % p == 0; stride *= p)
       for (int64_t start = 0; start < n; start += p * stride)
-        for (int64_t i = start; i < start + stride; i++) mix(p, stride, x + i);
+        if (stride % WIDTH)
+          for (int64_t i = start; i < start + stride; i++) mix(1, p, stride, y + i);
+        else
+          for (int64_t i = start; i < start + stride; i += WIDTH) mix(WIDTH, p, stride, y + i);
 }
 
 static void quantize_token(const Linear *l, Input in, int64_t t) {
   Input token = from_token(l, in, t);
-  memcpy(in.turned, token.x, l->in * sizeof(float));
-  turn(l->in, in.turned);
+  turn(l->in, token.x, in.turned);
   quantize(l->in, in.turned, token.values, token.scale);
 }
 
@@ -276,7 +323,7 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     if (l->scale) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
-      turn(l->in, y);  // back
+      turn(l->in, y, y);  // back
     } else {
       for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
     }
