@@ -36,7 +36,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
 }
-NATIVE_DTYPES = ("float32", "int8")  # those of them that the C code computes
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -83,8 +82,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "mps", "cpu"), help="where to run"
     )
-    dtype_help = "of weights and activations; int8: weights and inputs of products, rotated first"
-    dtype_help += "; the rest float32; where torch attends, int8 texts may depend on their batch"
+    dtype_help = "of weights and activations; in native code, float16 and bfloat16: of weights only"
+    dtype_help += "; int8: weights and inputs of products, rotated first; the rest float32"
+    dtype_help += "; where torch attends, int8 texts may depend on their batch"
     dtype_help += "; memory of a weight: 4 bytes, 2 or in int8 1, in whatever form its file has it"
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
     backend_help = "what computes; native: C code for this CPU; auto: that where it can"
@@ -345,10 +345,9 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
     for name in names:
         check_text("the model", str(name.name if isinstance(name, Source) else name))
     dtype = pick_dtype(args.dtype, device)
-    native = device == "cpu" and args.dtype in NATIVE_DTYPES
+    native = device == "cpu"
     if args.backend == "native" and not native:
-        allowed = f"--device cpu and --dtype {' or '.join(NATIVE_DTYPES)}"
-        raise UserError(f"--backend native is for {allowed}; not {device} and {args.dtype}")
+        raise UserError(f"--backend native is for --device cpu; not {device}")
     first, *others = names
     models = [(load_first or load_model)(first, dtype, device)]
     models += [load_model(name, dtype, device) for name in others]

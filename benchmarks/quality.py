@@ -14,7 +14,7 @@ import torch
 from benchmarks import common
 from benchmarks.llama_cpp import LlamaCpp
 from cache import KVCache
-from command_line import DTYPES, NATIVE_DTYPES, STORIES, Parser, note_dropped, pick_dtype
+from command_line import DTYPES, STORIES, Parser, note_dropped, pick_dtype
 from errors import UserError
 from infer import pass_logits
 from loading.load import load_model, parse_name
@@ -151,8 +151,6 @@ def load_way(name, dtype: str, backend: str, device: str):
     Raises UserError where that cannot be.
     """
     if backend == "native":
-        if dtype not in NATIVE_DTYPES:
-            raise UserError(f"C computes {', '.join(NATIVE_DTYPES)}")
         if refusal := common.native_refusal(device):
             raise UserError(refusal)
     model = load_model(name, pick_dtype(dtype, device), device)

@@ -1,4 +1,4 @@
-// The forward pass of GPT-2, Llama and their relatives on a CPU, with float32 or int8 weights.
+// The forward pass of GPT-2, Llama and their relatives on a CPU, with weights of 32, 16 or 8 bits.
 //
 // All threads run a parallel region. `#pragma omp for` divides a loop among them and ends with a
 // barrier, unless it says `nowait`. Each thread runs the rest by itself, for all tokens or for its
@@ -22,6 +22,7 @@
 // Each has vectors of WIDTH floats or int32 sums. ADD_PRODUCT is a * b + c in float32. add_products
 // adds to each int32 sum the dot product of GROUP Values, four bytes, and GROUP int8 weights. A
 // Value is an activation rounded to an integer, plus OFFSET: VNNI takes unsigned bytes.
+// FROM_FLOAT16, where there is an instruction for it, makes floats of WIDTH float16 numbers.
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -29,6 +30,7 @@ enum { WIDTH = 16 };
 #define LANES LANES_16
 typedef __m512i Sums;
 #define ADD_PRODUCT(a, b, c) (Vector)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
+#define FROM_FLOAT16(h) (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)(h)))
 #ifdef __AVX512VNNI__
 const char kernel[64] = "AVX-512 VNNI" THREADS;
 enum { GROUP = 4, OFFSET = 128 };
@@ -53,6 +55,9 @@ enum { WIDTH = 8, GROUP = 2, OFFSET = 0 };
 typedef __m256i Sums;
 typedef int16_t Value;
 #define ADD_PRODUCT(a, b, c) (Vector)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+#ifdef __F16C__
+#define FROM_FLOAT16(h) (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const void *)(h)))
+#endif
 INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
   __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)w));
   return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_set1_epi32(values), wide));
@@ -65,6 +70,7 @@ enum { WIDTH = 4, GROUP = 4, OFFSET = 0 };
 typedef int32x4_t Sums;
 typedef int8_t Value;
 #define ADD_PRODUCT(a, b, c) (Vector)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
+#define FROM_FLOAT16(h) (Vector)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(h)))
 INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
   return vdotq_s32(sums, vreinterpretq_s8_s32(vdupq_n_s32(values)), vld1q_s8(w));
 }
@@ -95,7 +101,27 @@ INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
 #endif
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 #define VECTOR(p) (*(const Vector *)(p))
+#define WORDS(h) __builtin_convertvector(*(const Halves *)(h), Words)
+
+// WIDTH weights as floats, from number i on. A float has room for all that 16 bits can say.
+enum { FLOAT32, FLOAT16, BFLOAT16 };
+INLINE Vector weights_at(const int kind, const void *w, int64_t i) {
+  const uint16_t *h = (const uint16_t *)w + i;
+  if (kind == FLOAT32) return VECTOR((const float *)w + i);
+  if (kind == BFLOAT16) return (Vector)(WORDS(h) << 16);  // a float's upper half
+#ifdef FROM_FLOAT16
+  return FROM_FLOAT16(h);
+#else
+  // Its exponent, 112 less than a float's, is put right by a product: below 2**-14 too, where
+  // numbers have leading zeros. Infinity and NaN have all bits of an exponent set.
+  Words bits = WORDS(h), rest = (bits & 0x7fff) << 13;
+  Words special = (Words)(rest >= 0x7c00 << 13) & 0x7f800000;
+  return (Vector)((Words)((Vector)rest * 0x1p112f) | special | (bits & 0x8000) << 16);
+#endif
+}
 
 // Every second lane of a and b, from lane 0 or 1 on.
 #define LANES_4(i) i, i + 2, i + 4, i + 6
@@ -120,13 +146,14 @@ enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
 const int panel_outputs = PANEL, int8_group = GROUP, value_offset = OFFSET;
 
 typedef struct {
-  const void *weight;      // the whole panels, of int8 if there is a scale, else of float
+  const void *weight;      // the whole panels, of int8 if there is a scale, else of a kind
   const void *rest;        // one more panel for the outputs left over, padded with zeros
   const float *scale;      // (out), or NULL
   const uint32_t *offset;  // (out), added to an int8 sum modulo 2**32: it undoes OFFSET
   const float *bias;       // (out), or NULL
   int64_t out, in;
   int64_t width;  // of a row of y: more than `out` where several layers write side by side
+  int64_t kind;   // FLOAT32, FLOAT16 or BFLOAT16
 } Linear;
 
 // The input of a layer, (T, in). A layer with int8 weights reads `values`, with a scale per token.
@@ -146,23 +173,26 @@ INLINE Input from_token(const Linear *l, Input in, int64_t t) {
 // The panel of output o.
 static const void *panel_of(const Linear *l, int64_t o) {
   int64_t whole = l->out - l->out % PANEL;
-  int64_t bytes = PANEL * groups(l) * (l->scale ? GROUP : sizeof(float));
+  int64_t bytes = PANEL * groups(l) * (l->scale ? GROUP : l->kind ? 2 : 4);
   return o < whole ? (const char *)l->weight + o / PANEL * bytes : l->rest;
 }
 
 // The dot products of T tokens with the outputs of a panel. x: (T, in). Each block of BLOCK inputs
 // has a sum of its own, because short sums lose less to rounding.
-INLINE void float_sums(const int T, int64_t in, const float *w, const float *x,
+INLINE void float_sums(const int T, const int kind, int64_t in, const void *w, const float *x,
                        float y[T][PANEL]) {
   memset(y, 0, T * sizeof *y);
   for (int64_t start = 0; start < in; start += BLOCK) {
     int64_t end = start + BLOCK < in ? start + BLOCK : in;
     Vector sums[T][VECTORS];
     memset(sums, 0, sizeof sums);
-    for (int64_t i = start; i < end; i++, w += PANEL)
+    for (int64_t i = start; i < end; i++) {
+      Vector weights[VECTORS];
+      for (int v = 0; v < VECTORS; v++) weights[v] = weights_at(kind, w, i * PANEL + v * WIDTH);
       for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++)
-          sums[t][v] = ADD_PRODUCT(x[t * in + i] - (Vector){0}, VECTOR(w + v * WIDTH), sums[t][v]);
+          sums[t][v] = ADD_PRODUCT(x[t * in + i] - (Vector){0}, weights[v], sums[t][v]);
+    }
     for (int t = 0; t < T; t++)
       for (int v = 0; v < VECTORS; v++) *(Vector *)(y[t] + v * WIDTH) += sums[t][v];
   }
@@ -193,8 +223,12 @@ INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, flo
     for (int t = 0; t < T; t++)
       for (int64_t i = 0; i < count; i++)
         dots[t][i] = (int32_t)(whole[t][i] + l->offset[o + i]) * (in.scale[t] * l->scale[o + i]);
+  } else if (l->kind == FLOAT16) {
+    float_sums(T, FLOAT16, l->in, panel_of(l, o), in.x, dots);
+  } else if (l->kind == BFLOAT16) {
+    float_sums(T, BFLOAT16, l->in, panel_of(l, o), in.x, dots);
   } else {
-    float_sums(T, l->in, panel_of(l, o), in.x, dots);
+    float_sums(T, FLOAT32, l->in, panel_of(l, o), in.x, dots);
   }
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < count; i++) {
@@ -318,14 +352,15 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
   for (int64_t t = 0; t < T; t++, y += l->in) {
     int64_t token = tokens[t];
     int64_t o = token % PANEL;
-    const float *row = panel_of(l, token);
-    const int8_t *row8 = panel_of(l, token);
+    const void *row = panel_of(l, token);
+    const int8_t *row8 = row;
     if (l->scale) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
       turn(l->in, y, y);  // back
     } else {
-      for (int64_t i = 0; i < l->in; i++) y[i] = row[i * PANEL + o];
+      for (int64_t i = 0; i < l->in; i++)
+        y[i] = weights_at(l->kind, row, i * PANEL + o - o % WIDTH)[o % WIDTH];
     }
   }
 }

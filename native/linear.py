@@ -14,10 +14,11 @@ class LinearStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "rest", "scale", "offset", "bias")),
-        *((name, ctypes.c_int64) for name in ("out_features", "in_features", "width")),
+        *((name, ctypes.c_int64) for name in ("out_features", "in_features", "width", "kind")),
     ]
 
 
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # of weights, as in gpt.c
 UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # that many bytes as one number
 
 
@@ -42,11 +43,14 @@ def pack(weight: torch.Tensor, outputs: int, group: int = 1) -> tuple[torch.Tens
 
 
 class NativeLinear(nn.Module):
-    """A linear layer in C: of float32 weights, or of int8 ones with a scale for each row.
+    """A linear layer in C: its weights have 32 or 16 bits, or 8 and a scale for each row.
 
+    Weights of 16 bits become float32 as they are read, and the bias here: all else is float32.
     It takes the place of a layer, and packs its weight where it lies: the layer is not to be used
     any more. Raises ValueError, before anything changes, for tensors that C cannot read.
     """
+
+    kind = KINDS[torch.float32]
 
     def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
         super().__init__()
@@ -66,13 +70,18 @@ class NativeLinear(nn.Module):
         buffers = {"weight": panels, "rest": rest, "scale": scale, "offsets": offsets}
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor)
+        self.kind = KINDS.get(weight.dtype, self.kind)
         self.bias = getattr(layer, "bias", None)
+        if self.bias is not None:
+            self.bias.data = self.bias.data.float()
 
     def struct(self) -> LinearStruct:
         """The layer as C reads it: addresses, so the tensors must stay where they are."""
         tensors = self.weight, self.rest, self.scale, self.offsets, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return LinearStruct(*addresses, self.out_features, self.in_features, self.out_features)
+        return LinearStruct(
+            *addresses, self.out_features, self.in_features, self.out_features, self.kind
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `F.linear`, or with a scale what int8.py's `Int8Linear` does, bit for bit.
@@ -119,6 +128,7 @@ class NativeEmbedding(nn.Module):
 def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
     """Put native layers in the places of a model's linear layers and token embedding.
 
+    All other weights of 16 bits become float32: then torch computes in it what C does not.
     Raises ValueError if they are there already, or for weights that C cannot read.
     """
     embedding = model.layer("embedding")
@@ -137,14 +147,22 @@ def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
             if isinstance(layer, nn.Linear | Int8Linear) and layer is not embedding:
                 setattr(module, name, native_layer(layer))
     model.set_submodule(model.path("embedding"), NativeEmbedding(native_layer(embedding)))
+    model.float()
 
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:
     """Raise ValueError if C cannot read a layer with this number of outputs and of inputs."""
     scale = getattr(layer, "scale", None)
-    address(layer.weight, torch.float32 if scale is None else torch.int8, out, size)
+    dtype = layer.weight.dtype if layer.weight.dtype in KINDS else torch.float32
+    address(layer.weight, dtype if scale is None else torch.int8, out, size)
     address(scale, torch.float32, out)
-    address(getattr(layer, "bias", None), torch.float32, out)
+    address(getattr(layer, "bias", None), dtype, out)
+
+
+def floats(tensor: torch.Tensor | None, *shape: int) -> int | None:
+    """`address` of float32 numbers, or of those of 16 bits that `native_layers` makes float32."""
+    dtype = getattr(tensor, "dtype", None)
+    return address(tensor, dtype if dtype in KINDS else torch.float32, *shape)
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:

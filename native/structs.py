@@ -2,13 +2,11 @@
 
 import ctypes
 
-import torch
-
 from cache import layer_windows
 from gemma import Gemma
 from llama import ExpertsConfig, Llama, local_layers
 from model import GPT
-from native.linear import LinearStruct, NativeEmbedding, NativeLinear, address, check_layer
+from native.linear import LinearStruct, NativeEmbedding, NativeLinear, check_layer, floats
 
 
 def struct(name: str, **fields) -> type[ctypes.Structure]:
@@ -54,8 +52,8 @@ COMPUTED = (GPT, Llama, Gemma)  # what gpt.c computes: it tells them apart by th
 def model_struct(model) -> ModelStruct:
     """What C reads of a model. It holds addresses only: the tensors must stay where they are.
 
-    Raises ValueError for another architecture, and for weights that are neither float32 nor int8,
-    not on the CPU, or not of the shape that the config says.
+    Raises ValueError for another architecture, and for weights that are neither floats of 32
+    or 16 bits nor int8, not on the CPU, or not of the shape that the config says.
     """
     if type(model) not in COMPUTED:
         allowed = " and ".join(kind.__name__ for kind in COMPUTED)
@@ -85,7 +83,7 @@ def model_struct(model) -> ModelStruct:
         gelu_gate=isinstance(model, Gemma),
         embedding=linear(model.layer("embedding"), config.vocab_size, C),
         head=linear(model.layer("head"), config.vocab_size, C),
-        wpe=address(positions, torch.float32, config.block_size, C),
+        wpe=floats(positions, config.block_size, C),
         norm=norm(model.layer("norm"), C),
         layers=(LayerStruct * len(layers))(*layers),
     )
@@ -141,7 +139,7 @@ def norm(layer, size: int) -> NormStruct:
     """What C reads of a norm; NULL for what a model lacks."""
     tensors = (getattr(layer, name, None) for name in ("weight", "bias"))
     numbers = getattr(layer, "base", 0.0), getattr(layer, "factor", 1.0)
-    return NormStruct(*(address(tensor, torch.float32, size) for tensor in tensors), *numbers)
+    return NormStruct(*(floats(tensor, size) for tensor in tensors), *numbers)
 
 
 def linear(layer, out: int, size: int) -> LinearStruct:

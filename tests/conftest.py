@@ -30,7 +30,7 @@ gc.set_threshold(100_000)
 torch.set_num_threads(1)
 
 PLAIN = ("-O1",)  # what to compile for, instead of this processor; -O3 takes four times as long
-AVX2 = ("-O1", "-mavx2", "-mfma")
+AVX2 = ("-O1", "-mavx2", "-mfma", "-mf16c")
 HAS_AVX2 = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
 TARGETS = [None, PLAIN, *([AVX2] if HAS_AVX2 else [])]
 

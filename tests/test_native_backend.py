@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, is_one_line
+from conftest import CHECKPOINTS
 from natives import with_native_layers
 
 import command_line
@@ -40,17 +40,6 @@ def test_drafts_are_native_too(run_main, native_models):
     code, out, err = run_main(main, *ARGS)
     assert len(native_models) == 2 and "note" not in err
     assert (code, out) == run_main(main, *ARGS, "--backend", "torch")[:2] and code == 0
-
-
-def test_still_auto_takes_torch_for_other_dtypes(cli, native_models):
-    code, out, err = cli("--prompt", "Once", "--max-new-tokens", 3, "--dtype", "bfloat16")
-    assert code == 0 and out.startswith("Once") and not native_models and "note" not in err
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_native_is_refused_for_other_dtypes(cli, dtype):
-    result = cli("--backend", "native", "--dtype", dtype)
-    assert is_one_line(result, "--backend native is for --device cpu and --dtype")
 
 
 @pytest.mark.parametrize("backend", ["auto", "native"])

@@ -14,7 +14,9 @@ WAYS = [
     ("float32", "torch"),
     ("float32", "native"),
     ("float16", "torch"),
+    ("float16", "native"),
     ("bfloat16", "torch"),
+    ("bfloat16", "native"),
     ("int8", "torch"),
     ("int8", "native"),
 ]
@@ -124,18 +126,20 @@ def test_a_row_for_each_dtype_and_backend(bench):
     code, rows, err = bench()
     assert code == 0, err
     assert list(zip(rows["dtype"], rows["backend"])) == WAYS
-    assert "without bfloat16 native: C computes float32, int8\n" in err
-    assert list(rows["predictions"]) == 6 * [2 * 23]
-    assert rows["kl"][0] == 0 and rows["top_1"][0] == 1
-    assert rows["kl"][1] < 1e-6  # rounding
-    assert 0 < rows["kl"][2] < rows["kl"][3] < rows["kl"][4]
-    assert rows["kl"][5] == near(rows["kl"][4])
+    assert list(rows["predictions"]) == 8 * [2 * 23]
+    kl = dict(zip(WAYS, rows["kl"]))
+    assert kl["float32", "torch"] == 0 and rows["top_1"][0] == 1
+    assert kl["float32", "native"] < 1e-6  # rounding
+    for backend in ("torch", "native"):
+        assert 0 < kl["float16", backend] < kl["bfloat16", backend] < kl["int8", backend]
+    assert kl["float16", "native"] < kl["float16", "torch"]
+    assert kl["int8", "native"] == near(kl["int8", "torch"])
     assert (rows["kl_99"][1:] > rows["kl"][1:]).all()
     numbers = rows["parameters"][0]
     sizes = list(rows["weight_bytes"])
-    assert sizes[:4] == [4 * numbers, 4 * numbers, 2 * numbers, 2 * numbers]
-    assert numbers < sizes[4] == sizes[5] < 1.5 * numbers  # with scales, and norms in float32
-    assert rows["bytes_per_weight"][4] == near(sizes[4] / numbers)
+    assert sizes[:6] == [4 * numbers] * 2 + [2 * numbers] * 4
+    assert numbers < sizes[6] == sizes[7] < 1.5 * numbers  # with scales, and norms in float32
+    assert rows["bytes_per_weight"][6] == near(sizes[6] / numbers)
     assert rows["library"].isna().all()
     assert list(bench.summary["perplexity"]) == list(rows["perplexity"])
     (axes,) = bench.figures[0].axes
@@ -242,7 +246,8 @@ def test_a_peer_of_another_vocabulary_is_refused(bench, llama_cpp, tmp_path):
     assert list(rows["backend"]) == ["torch", "native"]  # what was measured stays
 
 
-def test_nothing_to_measure_is_an_error(bench):
+def test_nothing_to_measure_is_an_error(bench, monkeypatch):
+    monkeypatch.setattr(bench.script.common, "native_refusal", lambda device: "no compiler")
     code, rows, err = bench("--dtype", "float16", "bfloat16", "--backend", "native")
     assert code == 2 and rows is None
     expected = "--backend native: none of --dtype float16 bfloat16 can be computed"
