@@ -222,6 +222,9 @@ def lines(form: scene.Lines, height: float = 150) -> str:
             body += "".join(
                 f'<circle class="{curve.kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in drawn
             )
+        elif curve.bars:
+            path = "".join(f"M{x:.1f} {top + height:g}V{y:.1f}" for x, y in drawn)
+            body += f'<path class="{curve.kind}" d="{path}"/>'
         else:
             body += line(drawn, curve.kind)
     for mark in form.marks:

@@ -100,6 +100,7 @@ class Curve(NamedTuple):
     points: list[tuple[float, float]]
     kind: str
     dots: bool = False  # points that no line joins
+    bars: bool = False  # from the lower end of the axis up to each point
 
 
 class Axis(NamedTuple):

@@ -1,4 +1,4 @@
-"""Pictures of lessons 20 to 34, 46 to 54, 110, 116 and 119: texts, draws, weights, layers."""
+"""Pictures of lessons 20 to 34, 46 to 54 and from 110: texts, draws, weights, layers, turns."""
 
 import math
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from scenes import drawn, forms, probs_after, written
 
+import pictures
 from command_line import STORIES
-from int8 import quantize
+from int8 import quantize, turn_weight
 from loading.chat import Chat
 from model import causal_attention
 from pictures import runs
@@ -290,7 +291,7 @@ def test_trials_go_on_with_the_faster_way():
         assert panel.title.endswith(": drafts pay" if pays else ": drafts do not pay")
 
 
-# Lessons 110, 116 and 119
+# Lessons from 110
 
 
 def test_the_bits_of_a_block():
@@ -363,3 +364,53 @@ def test_what_layers_with_windows_see():
         assert drawn_kinds == layers[::-1]
     caption = "leaves 38 of 66 scores. Two such layers reach the last 7 tokens."
     assert count == 11 and caption in shown.caption
+
+
+def test_a_turn_leaves_steps_for_the_others():
+    """The row is an input of its layer, and the turn is a product with a Hadamard matrix."""
+    record, shown = drawn("rotated-int8")
+    model = runs.load("stories-llama")
+    ids = runs.encode(pictures.PICTURES["rotated-int8"].prompt, 60)
+    inputs = []
+    mlp = model.get_submodule(record.layer.removesuffix(".down_proj"))
+    hook = mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
+    with torch.inference_mode():
+        model(torch.tensor([ids]))
+        hook.remove()
+        rows = torch.nn.functional.silu(mlp.gate_proj(inputs[0])) * mlp.up_proj(inputs[0])
+    row = rows[runs.texts_of(ids).index(record.token)]
+    assert record.row == pytest.approx(row.tolist(), abs=1e-5)
+    matrix = torch.ones(1, 1)
+    for _ in range(9):
+        matrix = torch.kron(torch.tensor([[1.0, 1], [1, -1]]), matrix)
+    assert record.turned == pytest.approx((row @ matrix).tolist(), abs=1e-3)
+    assert turn_weight(torch.tensor([record.turned]))[0].tolist() == pytest.approx(
+        record.row, abs=1e-3
+    )
+    charts = forms(shown, Lines)
+    for chart, panel, numbers in zip(charts, shown.panels, (row, row @ matrix)):
+        steps = 127 * numbers.abs() / numbers.abs().max()
+        points = chart.curves[0].points
+        assert len(points) == 64 and record.largest in [at for at, _ in points]
+        assert [y for _, y in points] == pytest.approx(
+            [steps[at].item() for at, _ in points], abs=0.1
+        )
+        half = steps.round().sort().values[len(steps) // 2]
+        error = (steps.round() - steps).norm() / steps.norm()
+        assert f"median |x| is {half:.0f} step" in panel.note
+        assert f"rounding is {100 * error:.1f}\u00a0% of its norm." in panel.note
+        ratio = numbers.abs().max() / numbers.pow(2).mean().sqrt()
+        assert f"the largest is {ratio:.1f} times" in panel.title
+    (outlier,) = charts[0].curves[1].points
+    assert outlier == (record.largest, pytest.approx(127))
+    (table,) = forms(shown, Cells)
+    few = row[record.first : record.first + 8] * 127 / row.abs().max()
+    at = record.largest - record.first
+    for stage in range(4):
+        mixed = torch.kron(torch.eye(8 >> stage), matrix[: 1 << stage, : 1 << stage])
+        cells = [line.cells[stage] for line in table.rows]
+        said = [float(cell.text.replace("\u2212", "-")) for cell in cells]
+        assert said == pytest.approx((few @ mixed).tolist(), abs=0.06)
+        assert [cell.kind == "second" for cell in cells] == mixed[at].bool().tolist()
+    assert "20 times the root mean square" in shown.caption
+    assert "median |x| is 1 step. A turn" in shown.caption and "becomes 58 steps." in shown.caption

@@ -1,0 +1,128 @@
+"""What an outlier leaves of its row in int8, before and after a turn."""
+
+from types import SimpleNamespace as Record
+
+import torch
+
+from int8 import prime_factors, quantize, turn
+from pictures import runs, scene
+from pictures.scene import percent, signed, times, word
+
+SHOWN = 64  # numbers of the row in a chart
+FEW = 8  # that the first three stages mix
+
+
+@torch.inference_mode()
+def record_turn(prompt: str) -> Record:
+    """Of all inputs of the Llama's linear layers, the row with the largest outlier."""
+    ids = runs.encode(prompt, 60)
+    model = runs.load("stories-llama")
+    rows = []  # of each layer: ratio, name, position, row
+
+    def watch(name: str, layer: torch.nn.Linear):
+        def look(_, args):
+            ratios = largest_of(args[0][0])
+            at = ratios.argmax().item()
+            rows.append((ratios[at].item(), name, at, args[0][0, at]))
+
+        return layer.register_forward_pre_hook(look)
+
+    linear = [each for each in model.named_modules() if isinstance(each[1], torch.nn.Linear)]
+    hooks = [watch(*each) for each in linear]
+    try:
+        model(torch.tensor([ids]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    _, layer, position, row = max(rows, key=lambda each: each[0])
+    at = row.abs().argmax().item()
+    steps = row / quantize(row)[1]
+    first = at // FEW * FEW
+    few = steps[first : first + FEW]
+    only = torch.zeros(FEW)
+    only[at - first] = 1
+    sizes = (1, 2, 4, FEW)  # a turn of 2 numbers is the first stage, one of 4 the first two
+    return Record(
+        layer=layer,
+        token=runs.texts_of(ids)[position],
+        row=row.tolist(),
+        turned=turn(row).tolist(),
+        largest=at,
+        first=first,
+        stages=[turn(few.view(-1, size)).flatten().tolist() for size in sizes],
+        # of each number at each stage: is the outlier in it?
+        reached=[turn(only.view(-1, size)).flatten().bool().tolist() for size in sizes],
+    )
+
+
+def largest_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest number of each row, as a multiple of the row's root mean square."""
+    return x.abs().amax(-1) / x.pow(2).mean(-1).sqrt()
+
+
+def draw_turn(record: Record) -> scene.Scene:
+    panels = []
+    medians = []
+    ratios = []
+    start = record.largest // SHOWN * SHOWN
+    whose = f"An input of {record.layer}, at the token {word(record.token)}"
+    for title, said, numbers in (
+        ("As it is", whose, record.row),
+        ("Turned", "The same row", record.turned),
+    ):
+        row = torch.tensor(numbers)
+        values, scale = quantize(row)
+        error = ((values * scale - row).norm() / row.norm()).item()
+        sizes = values.int().abs().tolist()
+        medians.append(sorted(sizes)[len(sizes) // 2])
+        ratios.append(largest_of(row).item())
+        bars = [
+            (at, abs(numbers[at]) / scale.item())
+            for at in range(start, min(start + SHOWN, len(sizes)))
+        ]
+        curves = [scene.Curve("", bars, "first", bars=True)]
+        if numbers is record.row:
+            curves.append(scene.Curve("", [bars[record.largest - start]], "second", bars=True))
+        panels.append(
+            scene.Panel(
+                f"{title}: the largest is {ratios[-1]:.1f} times the root mean square",
+                scene.Lines(
+                    curves,
+                    scene.Axis(f"place in the row of {len(sizes)} numbers"),
+                    scene.Axis(
+                        "|x| in steps of int8", [(at, str(at)) for at in (0, 32, 64, 96, 127)]
+                    ),
+                ),
+                f"{said}: its median |x| is {times(medians[-1], 'step')}, and the error of "
+                f"rounding is {percent(error)} of its norm.",
+                {"second": "the outlier"} if numbers is record.row else {},
+            )
+        )
+    lines = []
+    for number in range(FEW):
+        cells = [
+            scene.Cell("second" if reached[number] else "", signed(stage[number], 1))
+            for stage, reached in zip(record.stages, record.reached)
+        ]
+        lines.append(scene.Row(str(record.first + number), cells))
+    first, last = len(record.stages) - 1, len(prime_factors(len(record.row)))
+    return scene.Scene(
+        f"An outlier, {ratios[0]:.0f} times the root mean square of its row, takes the 127 steps "
+        f"for itself: the median |x| is {times(medians[0], 'step')}. A turn spreads the outlier "
+        f"over the row, and the median becomes {times(medians[1], 'step')}.",
+        *panels,
+        scene.Panel(
+            f"The outlier among its neighbours, at the first {first} of {last} stages",
+            scene.Cells(lines, ["x / step", *(f"stage {at + 1}" for at in range(first))]),
+            "A stage makes a + b and a \u2212 b of two numbers: they are 1 apart, then 2, then 4. "
+            f"After all {last} stages the outlier is in each of the {len(record.row)} numbers.",
+            {"second": "has the outlier in it"},
+        ),
+    )
+
+
+PICTURES = {
+    "rotated-int8": scene.Picture(
+        "Once upon a time, there was a little girl", record_turn, draw_turn
+    )
+}
