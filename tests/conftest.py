@@ -78,6 +78,23 @@ def check_modes(model, draft, prompts: list[list[int]], max_new_tokens: int) -> 
     assert best.tokens == rows[0]
 
 
+def check_command_line(cli, directory, kind: str, count: int, *options, **shape) -> None:
+    """The command line writes `count` tokens as transformers' random model of this kind does."""
+    from loading.tokenizer import load_encoding
+
+    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64} | shape
+    theirs, model = random_peer(kind, directory, torch.float32, **shape)
+    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
+    (model / "tokenizer.json").write_bytes(tokenizer)
+    encoding = load_encoding(model, 4096)
+    prompt = encoding.encode("Once upon a time")
+    (row,) = their_rows(theirs.float(), [prompt], count)
+    arguments = ("--model", model, "--prompt", "Once upon a time", "--max-new-tokens", count)
+    code, out, err = cli(*arguments, "--ignore-eos", *options)
+    assert (code, "torch computes instead" in err) == (0, False), err
+    assert out == encoding.decode(prompt + row) + "\n"
+
+
 def slide(model, prompts, **params) -> list[list[int]]:
     """The tokens of each row where the window moves by one token a step."""
     return run_rows(model, prompts, options={"stride": 1}, **params)

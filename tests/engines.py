@@ -161,6 +161,19 @@ def finish(engine) -> list[list]:
     return steps
 
 
+def check_own_runs(model, lengths, max_new_tokens: int, **options) -> None:
+    """The engine, with few rows and tokens a step, writes the text of each own run.
+
+    lengths: of the prompts. options: of the engine.
+    """
+    prompts = [random_tokens(length, seed=length) for length in lengths]
+    params = request_params(len(prompts), max_new_tokens=max_new_tokens, temperature=0.8)
+    options = {"max_rows": 4, "page_size": 4, "budget": 7} | options
+    engine, requests = make_engine(model, prompts, params, **options)
+    finish(engine)
+    assert [request.output for request in requests] == own_texts(model, prompts, params)
+
+
 def events_of(engine) -> list:
     """All events of all steps that are left."""
     return [event for events in finish(engine) for event in events]

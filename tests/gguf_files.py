@@ -4,11 +4,23 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import torch
+
+from errors import UserError
+from loading.load import load_model
 
 KEEP = gguf.GGUFValueType
 OWNER = "tokenizer.ggml"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens
 OF = {bool: KEEP.BOOL, int: KEEP.UINT32, float: KEEP.FLOAT32, str: KEEP.STRING}
+
+
+def loaded(file, dtype=torch.float32):
+    """A model from a file, which must be one that is read."""
+    try:
+        return load_model(file, dtype)
+    except UserError as error:
+        raise AssertionError(str(error)) from None
 
 
 def edited(file, to, architecture=None, kind=None, values=None, tensors=None, blocks=None):
@@ -76,6 +88,20 @@ def mutated(data: bytes, head: int, count: int, seed: int):
                 places = generator.integers(place, min(place + 64, end), 1 + number % 3)
                 changed[places] = generator.integers(256, size=len(places))
         yield changed.tobytes()
+
+
+def loadable(file: Path, head: int, count: int, seed: int) -> int:
+    """How many of so many changed files are models; each other is refused in one line."""
+    models = 0
+    broken = file.with_name("broken.gguf")
+    for data in mutated(file.read_bytes(), head, count, seed):
+        broken.write_bytes(data)
+        try:
+            load_model(broken)
+            models += 1
+        except UserError as error:
+            assert "\n" not in str(error)
+    return models
 
 
 def metadata_of(raw: dict, pre: str | None, **keys) -> dict:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from conftest import ROOT, random_tokens
+from conftest import ROOT, TARGETS, random_tokens
 from draws import random_logits
 
 from cache import KVCache, Span
@@ -190,6 +190,13 @@ def check_logits(model, target) -> None:
     expected = copy.deepcopy(model).double()(texts).float()
     native(model, target)
     torch.testing.assert_close(in_pieces(model, texts, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+def on_each_target(model, texts: torch.Tensor, size: int) -> torch.Tensor:
+    """The logits from passes of `size` tokens, whose bits are the same on each processor."""
+    found = [in_pieces(native(copy.deepcopy(model), target), texts, size) for target in TARGETS]
+    assert all(torch.equal(logits, found[0]) for logits in found)
+    return found[0]
 
 
 def of_kind(model, kind):

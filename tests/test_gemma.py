@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    CHECKPOINTS,
+    check_command_line,
     check_modes,
     difference,
     edit_json,
     load,
-    random_peer,
     random_tokens,
     run_rows,
     their_rows,
 )
-from engines import finish, make_engine, own_texts, request_params
+from engines import check_own_runs
 from natives import random_texts
 from ranks import check_two_ranks, compared, logits_of, results, save_uneven
 from test_llama_config import SMALL
@@ -25,24 +24,13 @@ from test_llama_config import SMALL
 from errors import UserError
 from int8 import to_int8
 from loading.load import save_model
-from loading.tokenizer import load_encoding
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0}
 
 
 def test_the_command_line_writes_what_transformers_does(cli, tmp_path):
-    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64}
-    shape |= {"num_hidden_layers": 7, "sliding_window": 5, "head_dim": 6}
-    theirs, directory = random_peer("Gemma3", tmp_path, torch.float32, **shape)
-    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
-    (directory / "tokenizer.json").write_bytes(tokenizer)
-    encoding = load_encoding(directory, 4096)
-    prompt = encoding.encode("Once upon a time")
-    (row,) = their_rows(theirs.float(), [prompt], 30)
-    arguments = ("--model", directory, "--prompt", "Once upon a time", "--max-new-tokens", 30)
-    code, out, err = cli(*arguments, "--ignore-eos")
-    assert code == 0, err
-    assert out == encoding.decode(prompt + row) + "\n"
+    shape = {"num_hidden_layers": 7, "sliding_window": 5, "head_dim": 6}
+    check_command_line(cli, tmp_path, "Gemma3", 30, **shape)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -127,11 +115,7 @@ def test_bfloat16_rounds_where_transformers_does(tiny_gemma, tmp_path):
 
 def test_the_engine_writes_the_text_of_each_own_run(tiny_gemma):
     model = tiny_gemma()
-    prompts = [random_tokens(length, seed=length) for length in (3, 1, 38, 60, 9, 2)]
-    params = request_params(len(prompts), max_new_tokens=50, temperature=0.8)
-    engine, requests = make_engine(model, prompts, params, max_rows=4, page_size=4, budget=7)
-    finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    check_own_runs(model, (3, 1, 38, 60, 9, 2), 50)
 
 
 # On several processes.

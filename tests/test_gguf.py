@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CHECKPOINTS, ROOT, is_one_line, load, random_tokens, refused, run, save_model
-from gguf_files import edited, mutated
+from gguf_files import edited, loaded, mutated
 from ranks import compared, texts_of
 
 from benchmarks.export_gguf import write_gguf
@@ -57,14 +57,6 @@ def same(ours, theirs) -> bool:
     pairs = zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
     equal = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
     return equal and ours.config == theirs.config
-
-
-def loaded(file, dtype=torch.float32):
-    """A model from a file, which must be one that is read."""
-    try:
-        return load_model(file, dtype)
-    except UserError as error:
-        raise AssertionError(str(error)) from None
 
 
 @pytest.mark.parametrize("kind", KINDS)

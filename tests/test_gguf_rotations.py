@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens, refused, run
-from gguf_files import edited, mutated
+from gguf_files import edited, loadable, loaded
 from ranks import compared
 
 from benchmarks.export_gguf import pairs_together, write_gguf
-from errors import UserError
 from llama import RopeScaling
 from loading.load import load_model, parse_name, save_model
 from native import use_native
@@ -30,14 +29,6 @@ def made(tiny_llama, tmp_path):
         return model, tmp_path / "llama.gguf"
 
     return make
-
-
-def loaded(file, dtype=torch.float32):
-    """A model from a file, which must be one that is read."""
-    try:
-        return load_model(file, dtype)
-    except UserError as error:
-        raise AssertionError(str(error)) from None
 
 
 def same(ours, theirs) -> bool:
@@ -94,15 +85,20 @@ def test_a_block_of_rows_is_of_whole_heads(made, monkeypatch):
         assert same(loaded(file), model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_in_c_and_on_ranks(made, compiled, dtype, tmp_path):
-    model, file = made(n_embd=32, n_inner=64, rope_scaling=SCALING)
+def check_backends(file, dtype: torch.dtype, length: int) -> None:
+    """C writes torch's texts, and two ranks have the logits of one for so many tokens."""
     found = loaded(file, dtype)
     texts = [random_tokens(9), random_tokens(3)]
     in_torch = run(found, texts, max_new_tokens=9)
     use_native(found)
     assert run(found, texts, max_new_tokens=9) == in_torch
-    assert compared(2, file, torch.tensor([random_tokens(15)]), dtype=dtype)[0] == 0
+    assert compared(2, file, torch.tensor([random_tokens(length)]), dtype=dtype)[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_in_c_and_on_ranks(made, compiled, dtype, tmp_path):
+    model, file = made(n_embd=32, n_inner=64, rope_scaling=SCALING)
+    check_backends(file, dtype, 15)
 
 
 def test_slowed_rotations_are_a_table_of_factors(made, tmp_path):
@@ -169,12 +165,4 @@ def test_broken_llamas(made, tmp_path):
     _, file = made(n_layer=1, rope_scaling=SCALING)
     loaded(file)
     head = min(tensor.start for tensor in parse_name(file).gguf.tensors.values())
-    models = 0
-    for data in mutated(file.read_bytes(), head + 64, 100, seed=1):
-        (tmp_path / "broken.gguf").write_bytes(data)
-        try:
-            load_model(tmp_path / "broken.gguf")
-            models += 1
-        except UserError:
-            pass
-    assert 5 < models < 70
+    assert 5 < loadable(file, head + 64, 100, seed=1) < 70

@@ -4,24 +4,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import module_with, random_tokens, run
-from gguf_files import edited
+from conftest import module_with, random_tokens
+from gguf_files import edited, loaded
 from ranks import compared
+from test_gguf_blocks import check_numbers
 
 from benchmarks.export_gguf import write_gguf
-from errors import UserError
-from loading.load import load_model, parse_name
-from native import use_native
+from loading.load import load_model
 
 SUPERBLOCKS = ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K"]
-
-
-def loaded(file, dtype=torch.float32):
-    """A model from a file, which must be one that is read."""
-    try:
-        return load_model(file, dtype)
-    except UserError as error:
-        raise AssertionError(str(error)) from None
 
 
 def random_blocks(name, rows: int, width: int, seed: int) -> np.ndarray:
@@ -92,16 +83,7 @@ def test_a_superblock_by_hand():
 @pytest.mark.parametrize("name", SUPERBLOCKS)
 def test_a_model_of_superblocks_is_its_numbers(made, compiled, name):
     blocks, plain = made(name)
-    types = {tensor.type for tensor in parse_name(blocks).gguf.tensors.values()}
-    assert types == {"F32", name}
-    ours, theirs = loaded(blocks), loaded(plain)
-    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-    text = run(theirs, [random_tokens(9)], max_new_tokens=9)
-    use_native(ours)
-    assert run(ours, [random_tokens(9)], max_new_tokens=9) == text
-    ours, theirs = loaded(blocks, torch.int8).state_dict(), loaded(plain, torch.int8).state_dict()
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    check_numbers(blocks, plain, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])

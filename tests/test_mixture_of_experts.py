@@ -10,15 +10,15 @@ import pytest
 import torch
 from conftest import (
     CHECKPOINTS,
+    check_command_line,
     check_modes,
     difference,
     load,
-    random_peer,
     random_tokens,
     run_rows,
     their_rows,
 )
-from engines import finish, make_engine, own_texts, request_params
+from engines import check_own_runs
 from natives import random_texts
 from ranks import check_two_ranks, compared, logits_of, results, save_uneven
 from safetensors.torch import load_file, save_file
@@ -37,17 +37,7 @@ EXPERTS |= {"experts_implementation": "eager"}
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_the_command_line_writes_what_transformers_does(cli, tmp_path, backend):
-    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64}
-    theirs, directory = random_peer("Qwen3Moe", tmp_path, torch.float32, **EXPERTS | shape)
-    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
-    (directory / "tokenizer.json").write_bytes(tokenizer)
-    encoding = load_encoding(directory, 4096)
-    prompt = encoding.encode("Once upon a time")
-    (row,) = their_rows(theirs, [prompt], 20)
-    arguments = ("--model", directory, "--prompt", "Once upon a time", "--max-new-tokens", 20)
-    code, out, err = cli(*arguments, "--backend", backend, "--ignore-eos")
-    assert code == 0, err
-    assert out == encoding.decode(prompt + row) + "\n"
+    check_command_line(cli, tmp_path, "Qwen3Moe", 20, "--backend", backend, **EXPERTS)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -196,11 +186,7 @@ def test_int8_rounds_every_expert_and_the_router(tiny_experts):
 
 def test_the_engine_writes_the_text_of_each_own_run(tiny_experts):
     model = tiny_experts()
-    prompts = [random_tokens(length, seed=length) for length in (3, 1, 16, 40, 9, 2)]
-    params = request_params(len(prompts), max_new_tokens=30, temperature=0.8)
-    engine, requests = make_engine(model, prompts, params, max_rows=4, page_size=4, budget=7)
-    finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    check_own_runs(model, (3, 1, 16, 40, 9, 2), 30)
 
 
 # On several processes.

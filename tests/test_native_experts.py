@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 from conftest import TARGETS, random_tokens, run_rows
-from engines import finish, make_engine, own_texts, request_params
-from natives import in_passes, in_pieces, native, of_kind, random_texts, threads
+from engines import check_own_runs
+from natives import in_passes, in_pieces, native, of_kind, on_each_target, random_texts, threads
 
 from int8 import to_int8
 
@@ -70,9 +70,8 @@ def test_int8_logits_in_c_are_those_of_every_processor_and_near_torchs(
     model = to_int8(tiny_experts(dtype=torch.float32, **form))
     texts = random_texts(model, 1)
     expected = model(texts)
-    found = [in_pieces(native(copy.deepcopy(model), target), texts, 4) for target in TARGETS]
-    assert all(torch.equal(logits, found[0]) for logits in found)
-    assert (found[0] - expected).abs().median() < 0.03 * expected.std()
+    found = on_each_target(model, texts, 4)
+    assert (found - expected).abs().median() < 0.03 * expected.std()
 
 
 @torch.inference_mode()
@@ -118,11 +117,7 @@ def test_experts_that_no_token_chose_are_not_read(tiny_experts, compiled, kind):
 @KINDS
 def test_the_engine_writes_the_text_of_each_own_run(tiny_experts, compiled, kind):
     model = of_kind(tiny_experts(dtype=torch.float32), kind)
-    prompts = [random_tokens(length, seed=length) for length in (3, 1, 16, 40, 9, 2)]
-    params = request_params(len(prompts), max_new_tokens=30, temperature=0.8)
-    engine, requests = make_engine(model, prompts, params, max_rows=4, page_size=4, budget=7)
-    finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    check_own_runs(model, (3, 1, 16, 40, 9, 2), 30)
 
 
 @torch.inference_mode()

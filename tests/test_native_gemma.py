@@ -4,30 +4,19 @@ import copy
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, TARGETS, random_peer, random_tokens, run_rows, their_rows
-from engines import finish, make_engine, own_texts, request_params
-from natives import in_passes, in_pieces, native, of_kind, random_texts, threads
+from conftest import TARGETS, check_command_line, random_tokens, run_rows
+from engines import check_own_runs
+from natives import in_passes, in_pieces, native, of_kind, on_each_target, random_texts, threads
 
 from int8 import to_int8
-from loading.tokenizer import load_encoding
 
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def test_the_command_line_writes_what_transformers_does(cli, tmp_path):
-    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64}
-    shape |= {"num_hidden_layers": 7, "sliding_window": 5, "head_dim": 6}
-    theirs, directory = random_peer("Gemma3", tmp_path, torch.float32, **shape)
-    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
-    (directory / "tokenizer.json").write_bytes(tokenizer)
-    encoding = load_encoding(directory, 4096)
-    prompt = encoding.encode("Once upon a time")
-    (row,) = their_rows(theirs, [prompt], 30)
-    arguments = ("--model", directory, "--prompt", "Once upon a time", "--max-new-tokens", 30)
-    code, out, err = cli(*arguments, "--backend", "native", "--ignore-eos")
-    assert (code, "torch computes instead" in err) == (0, False)
-    assert out == encoding.decode(prompt + row) + "\n"
+    shape = {"num_hidden_layers": 7, "sliding_window": 5, "head_dim": 6}
+    check_command_line(cli, tmp_path, "Gemma3", 30, "--backend", "native", **shape)
 
 
 FORMS = [
@@ -82,19 +71,16 @@ def test_int8_logits_in_c_are_those_of_every_processor_and_near_torchs(tiny_gemm
     model = to_int8(gentle(tiny_gemma, form))
     texts = random_texts(model, 1, 40)
     expected = model(texts)
-    found = [in_pieces(native(copy.deepcopy(model), target), texts, 4) for target in TARGETS]
-    assert all(torch.equal(logits, found[0]) for logits in found)
-    assert (found[0] - expected).abs().mean() < 0.03 * expected.std()
+    found = on_each_target(model, texts, 4)
+    assert (found - expected).abs().mean() < 0.03 * expected.std()
 
 
 @KINDS
 def test_texts_are_those_of_own_runs(tiny_gemma, kind):
     model = of_kind(tiny_gemma(dtype=torch.float32), kind)
-    prompts = [random_tokens(length, seed=length) for length in (3, 1, 38, 60, 9, 2)]
-    params = request_params(len(prompts), max_new_tokens=50, temperature=0.8)
-    engine, requests = make_engine(model, prompts, params, max_rows=4, page_size=4, budget=7)
-    finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    lengths = (3, 1, 38, 60, 9, 2)
+    check_own_runs(model, lengths, 50)
+    prompts = [random_tokens(length, seed=length) for length in lengths]
     given = {"max_new_tokens": 50, "ignore_eos": True}
     rows = run_rows(model, prompts, **given)
     assert rows == [run_rows(model, [prompt], **given)[0] for prompt in prompts]

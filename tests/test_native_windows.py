@@ -4,30 +4,20 @@ import copy
 
 import pytest
 import torch
-from conftest import CHECKPOINTS, TARGETS, random_peer, random_tokens, their_rows
-from engines import finish, make_engine, own_texts, request_params
-from natives import in_passes, in_pieces, native, of_kind, random_texts, threads
+from conftest import TARGETS, check_command_line, random_tokens
+from engines import check_own_runs
+from natives import in_passes, in_pieces, native, of_kind, on_each_target, random_texts, threads
 
 from int8 import to_int8
 from llama import ExpertsConfig
-from loading.tokenizer import load_encoding
 
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def test_the_command_line_writes_what_transformers_does(cli, torch_passes, tmp_path):
-    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64}
-    theirs, directory = random_peer("Mistral", tmp_path, torch.float32, sliding_window=5, **shape)
-    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
-    (directory / "tokenizer.json").write_bytes(tokenizer)
-    encoding = load_encoding(directory, 4096)
-    prompt = encoding.encode("Once upon a time")
-    (row,) = their_rows(theirs, [prompt], 30)
-    arguments = ("--model", directory, "--prompt", "Once upon a time", "--max-new-tokens", 30)
-    code, out, err = cli(*arguments, "--backend", "native", "--ignore-eos")
-    assert (code, "torch computes instead" in err) == (0, False)
-    assert out == encoding.decode(prompt + row) + "\n"
+    native = ("--backend", "native")
+    check_command_line(cli, tmp_path, "Mistral", 30, *native, sliding_window=5)
 
 
 @torch.inference_mode()
@@ -50,12 +40,8 @@ def test_each_layer_reaches_its_window_further(tiny_windows, kind):
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_the_engine_writes_the_text_of_each_own_run(tiny_windows, kind, page_size):
     model = of_kind(tiny_windows(dtype=torch.float32), kind)
-    prompts = [random_tokens(length, seed=length) for length in (3, 1, 38, 60, 9, 2, 20)]
-    params = request_params(len(prompts), max_new_tokens=50, temperature=0.8)
-    options = {"max_rows": 4, "page_size": page_size, "budget": 7, "num_pages": 100 // page_size}
-    engine, requests = make_engine(model, prompts, params, **options)
-    finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    pages = {"page_size": page_size, "num_pages": 100 // page_size}
+    check_own_runs(model, (3, 1, 38, 60, 9, 2, 20), 50, **pages)
 
 
 FORMS = [
@@ -104,5 +90,4 @@ def test_c_has_the_same_bits_for_each_number_of_tokens_threads_and_pages(tiny_wi
 def test_int8_logits_in_c_are_those_of_every_processor(tiny_windows, form):
     model = to_int8(tiny_windows(dtype=torch.float32, **form))
     texts = random_texts(model, 1, model.config.block_size)
-    found = [in_pieces(native(copy.deepcopy(model), target), texts, 20) for target in TARGETS]
-    assert all(torch.equal(logits, found[0]) for logits in found)
+    on_each_target(model, texts, 20)

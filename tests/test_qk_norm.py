@@ -9,18 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    CHECKPOINTS,
     TARGETS,
+    check_command_line,
     check_modes,
     difference,
     edit_json,
     load,
-    random_peer,
     random_tokens,
-    their_rows,
 )
-from engines import finish, make_engine, own_texts, request_params
-from natives import in_pieces, native, of_kind, random_texts, threads
+from engines import check_own_runs
+from natives import in_pieces, native, of_kind, on_each_target, random_texts, threads
 from ranks import check_two_ranks, compared, logits_of, results, save_uneven
 from test_llama import check_greedy_text
 from test_llama_config import SMALL
@@ -28,7 +26,6 @@ from test_llama_config import SMALL
 from errors import UserError
 from int8 import to_int8
 from loading.load import save_model
-from loading.tokenizer import load_encoding
 
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 
@@ -50,17 +47,7 @@ def tiny_qwen3(tiny_llama):
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_the_command_line_writes_what_transformers_does(cli, tmp_path, backend):
-    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64}
-    theirs, directory = random_peer("Qwen3", tmp_path, torch.float32, head_dim=6, **shape)
-    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
-    (directory / "tokenizer.json").write_bytes(tokenizer)
-    encoding = load_encoding(directory, 4096)
-    prompt = encoding.encode("Once upon a time")
-    (row,) = their_rows(theirs, [prompt], 20)
-    arguments = ("--model", directory, "--prompt", "Once upon a time", "--max-new-tokens", 20)
-    code, out, err = cli(*arguments, "--backend", backend, "--ignore-eos")
-    assert code == 0, err
-    assert out == encoding.decode(prompt + row) + "\n"
+    check_command_line(cli, tmp_path, "Qwen3", 20, "--backend", backend, head_dim=6)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -115,11 +102,7 @@ def test_the_engine_writes_the_text_of_each_own_run(tiny_qwen3, compiled, backen
     model = tiny_qwen3(dtype=torch.float64 if backend == "torch" else torch.float32)
     if backend != "torch":
         model = of_kind(model, torch.int8 if backend == "int8" else torch.float32)
-    prompts = [random_tokens(length, seed=length) for length in (3, 1, 16, 40, 9, 2)]
-    params = request_params(len(prompts), max_new_tokens=30, temperature=0.8)
-    engine, requests = make_engine(model, prompts, params, max_rows=4, page_size=4, budget=7)
-    finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    check_own_runs(model, (3, 1, 16, 40, 9, 2), 30)
 
 
 # In C.
@@ -165,9 +148,8 @@ def test_int8_logits_in_c_are_those_of_every_processor_and_near_torchs(tiny_qwen
     model = to_int8(tiny_qwen3(dtype=torch.float32, **form))
     texts = random_texts(model, 1)
     expected = model(texts)
-    found = [in_pieces(native(copy.deepcopy(model), target), texts, 4) for target in TARGETS]
-    assert all(torch.equal(logits, found[0]) for logits in found)
-    assert (found[0] - expected).abs().mean() < 0.03 * expected.std()
+    found = on_each_target(model, texts, 4)
+    assert (found - expected).abs().mean() < 0.03 * expected.std()
 
 
 def test_c_reads_no_norm_of_another_size(tiny_qwen3, compiled):

@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    CHECKPOINTS,
+    check_command_line,
     check_modes,
     difference,
     edit_json,
     load,
-    random_peer,
     random_tokens,
     run_rows,
     their_rows,
 )
-from engines import finish, make_engine, own_texts, request_params
+from engines import check_own_runs
 from gguf_files import edited
 from ranks import check_two_ranks, compared, save_uneven
 from test_llama_config import SMALL
@@ -26,23 +25,12 @@ from test_mixture_of_experts import EXPERTS
 from errors import UserError
 from int8 import to_int8
 from loading.load import save_model
-from loading.tokenizer import load_encoding
 
 KINDS = pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 
 
 def test_the_command_line_writes_what_transformers_does(cli, tmp_path):
-    shape = {"vocab_size": 4096, "eos_token_id": 4095, "max_position_embeddings": 64}
-    theirs, directory = random_peer("Mistral", tmp_path, torch.float32, sliding_window=5, **shape)
-    tokenizer = (CHECKPOINTS / "stories" / "tokenizer.json").read_bytes()
-    (directory / "tokenizer.json").write_bytes(tokenizer)
-    encoding = load_encoding(directory, 4096)
-    prompt = encoding.encode("Once upon a time")
-    (row,) = their_rows(theirs, [prompt], 30)
-    arguments = ("--model", directory, "--prompt", "Once upon a time", "--max-new-tokens", 30)
-    code, out, err = cli(*arguments, "--ignore-eos")
-    assert code == 0, err
-    assert out == encoding.decode(prompt + row) + "\n"
+    check_command_line(cli, tmp_path, "Mistral", 30, sliding_window=5)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -111,12 +99,8 @@ def test_modes_of_the_lessons_before(tiny_windows, dtype, windows):
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_the_engine_writes_the_text_of_each_own_run(tiny_windows, page_size):
     model = tiny_windows()
-    prompts = [random_tokens(length, seed=length) for length in (3, 1, 38, 60, 9, 2, 20)]
-    params = request_params(len(prompts), max_new_tokens=50, temperature=0.8)
-    options = {"max_rows": 4, "page_size": page_size, "budget": 7, "num_pages": 100 // page_size}
-    engine, requests = make_engine(model, prompts, params, **options)
-    finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    pages = {"page_size": page_size, "num_pages": 100 // page_size}
+    check_own_runs(model, (3, 1, 38, 60, 9, 2, 20), 50, **pages)
 
 
 @torch.inference_mode()
