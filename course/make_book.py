@@ -256,7 +256,7 @@ PLOTS = {
         "what draws cost and what drafts gain",
     ),
     "quality": (
-        ("quality",),
+        ("quality", "rotated-int8", "half-weights"),
         "Divergence from float32 over bytes per weight: each dtype in torch and in C, and "
         "llama.cpp's files of 4 to 32 bits; a number beside each point is its share of equal top "
         "tokens",
