@@ -670,24 +670,27 @@ def cmd_verify(lessons, args):
     """check each lesson: green at its commit, its tests red on the code before it
 
     The whole suite runs for the lessons you name, or with --all for each; otherwise they run their
-    own tests only. (make test runs the suite of the newest code.) A lesson that fails is checked
-    once more; both results are shown.
+    own tests only (make test runs the suite of the newest code), and only those of the newest part
+    run them on the code before, too: the others were red when they were published, and their
+    commits do not change. A lesson that fails is checked once more; both results are shown.
     """
     require_pytest()
     selected = list(dict.fromkeys(find(lessons, wanted) for wanted in args.ids)) or lessons
+    whole = args.all or bool(args.ids)
+    finished = [] if whole else [lesson for lesson in lessons if lesson not in newest_part(lessons)]
     trees = queue.SimpleQueue()  # one for each of two threads; a checkout writes only what differs
 
     def report(lesson: Lesson) -> bool:
         began = time.perf_counter()
         note = ""
+        before = lesson != lessons[0] and lesson not in finished
         tree = trees.get()
         try:
-            whole = args.all or bool(args.ids)
-            complaint, note = verify(lesson, lesson == lessons[0], whole, tree)
+            complaint, note = verify(lesson, before, whole, tree)
             if complaint and not STOPPED.is_set():  # what a busy machine has broken goes well now
-                before = printable(complaint)
-                complaint, note = verify(lesson, lesson == lessons[0], whole, tree)
-                note += f"; the second time; the first time:\n{before}"
+                first = printable(complaint)
+                complaint, note = verify(lesson, before, whole, tree)
+                note += f"; the second time; the first time:\n{first}"
         except LessonError as error:
             complaint = str(error)
         finally:
@@ -708,6 +711,9 @@ def cmd_verify(lessons, args):
             except BaseException:
                 STOPPED.set()
                 raise
+    if finished:
+        words = "lessons of finished parts ran at their commits only"
+        print(f"{len(finished)} {words}; both for all: python lessons.py verify --all")
     print(f"{sum(done)} passed, {len(done) - sum(done)} failed")
     return 0 if all(done) else 1
 
@@ -732,13 +738,19 @@ def cmd_picture(lessons, args):
     return subprocess.run([python(), str(script), lesson.id, *options]).returncode
 
 
-def verify(lesson: Lesson, first: bool, whole: bool, tree: Path) -> tuple[str, str]:
-    """Run tests at the lesson's commit, and its own on the code before it, in a worktree.
+def newest_part(lessons: list[Lesson]) -> list[Lesson]:
+    """The lessons from the last one that begins a part; all if none does."""
+    starts = [number for number, lesson in enumerate(lessons) if lesson.slug in PARTS]
+    return lessons[starts[-1] :] if starts else lessons
 
-    Returns what is wrong, or nothing, and a note. Green means: every test passes at the lesson, of
-    the whole suite or of the files that the lesson changes. Red means: on the code before the
-    lesson every new test fails, but those named `test_still_*`, and at least one fails by an
-    assertion, not for want of a name.
+
+def verify(lesson: Lesson, before: bool, whole: bool, tree: Path) -> tuple[str, str]:
+    """Run tests at the lesson's commit, in a worktree, and its own on the code before it.
+
+    before: whether to do the latter. Returns what is wrong, or nothing, and a note. Green means:
+    every test passes at the lesson, of the whole suite or of the files that the lesson changes. Red
+    means: on the code before the lesson every new test fails, but those named `test_still_*`, and
+    at least one fails by an assertion, not for want of a name.
     """
     files = test_files(lesson, "A")
     check_out(tree, lesson.commit)
@@ -746,7 +758,7 @@ def verify(lesson: Lesson, first: bool, whole: bool, tree: Path) -> tuple[str, s
     if not results or any(outcome != "passed" for outcome in results.values()):
         return f"the suite is not green at {lesson.id}:\n{output}", ""
     note = f"{len(results)} passed"
-    if first:
+    if not before:
         return "", note
     if not files:
         return "the lesson adds no test file", note
@@ -852,9 +864,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     check.add_argument("--quick", action="store_true", help="the lesson's own tests only")
     add(cmd_compare).add_argument("id", **here)
     add(cmd_restart).add_argument("id", **here)
+    whole = "run the whole suite at each lesson, and its own tests on the code before it"
     verify = add(cmd_verify)
     verify.add_argument("ids", **several)
-    verify.add_argument("--all", action="store_true", help="run the whole suite at each lesson")
+    verify.add_argument("--all", action="store_true", help=whole)
     output = "a new one, or an older book; default: book"
     add(cmd_book).add_argument("--output", metavar="FOLDER", help=output)
     picture = add(cmd_picture)

@@ -39,10 +39,12 @@ def test_still_adds():
     from calc import apply
     assert apply("+", 2, 3) == 5
 """
+TEST_DIV = 'def test_div():\n    from calc import apply\n    assert apply("/", 6, 3) == 2\n'
 STUB = "def add(a, b):\n    return 0\n"
 ADD = "def add(a, b):\n    return a + b\n"
 DOOR = ADD + "\n\ndef apply(op, a, b):\n    return add(a, b)\n"
 MUL = DOOR.replace("return add(a, b)", "return a * b if op == '*' else add(a, b)")
+DIV = MUL.replace("else add", "else a / b if op == '/' else add")
 BODY = """Products, naïvely.
 
 Lesson: what stands here is no trailer.
@@ -763,7 +765,7 @@ def test_verify_runs_whole_suites_where_asked(repo, run, monkeypatch):
         commit(repo, f"{id[:2]} x: y", {f"tests/test_{id[:2]}.py": ""}, id)
     seen = {}
 
-    def fake(lesson, first, whole, tree):
+    def fake(lesson, before, whole, tree):
         seen[lesson.id] = whole
         return ("wrong" if lesson.id == "01-add" else ""), "note"
 
@@ -779,6 +781,30 @@ def test_verify_runs_whole_suites_where_asked(repo, run, monkeypatch):
     code, out, _ = run("verify", "0", "19", "0")
     assert code == 0 and out.splitlines()[-1] == "2 passed, 0 failed"
     assert seen == {"00-init": True, "19-nineteen": True}
+
+
+def test_verify_runs_finished_parts_at_their_commits_only(repo, run, monkeypatch):
+    """Where no lesson is named: their tests were red when they were published."""
+    commit(repo, "03 late: its test passes before it", {"tests/test_late.py": TEST_INIT}, "03-late")
+    bad = "these tests pass on the code before the lesson"
+    note = "lessons of finished parts ran at their commits only"
+    code, out, _ = run("verify")
+    assert code == 1 and out.splitlines()[-1] == "3 passed, 1 failed"
+    assert bad in out and "FAILED 03-late" in out and note not in out  # one part, the newest
+
+    commit(repo, "04 div: quotients", {"tests/test_div.py": TEST_DIV, "calc.py": DIV}, "04-div")
+    monkeypatch.setattr(lessons, "PARTS", {"init": "one", "mul": "two", "div": "three"})
+    code, out, _ = run("verify")
+    ends = {line.split()[1]: line.partition(" s  ")[2] for line in out.splitlines()[:5]}
+    assert code == 0, out
+    assert {id for id, words in ends.items() if words.startswith("1 passed; before")} == {"04-div"}
+    assert set(ends) == {"00-init", "01-add", "02-mul", "03-late", "04-div"}
+    assert out.splitlines()[-2].startswith(f"4 {note}")
+
+    code, out, _ = run("verify", "1", "3")  # both, whatever the part
+    assert code == 1 and "1 by assertion" in out and bad in out and note not in out
+    code, out, _ = run("verify", "--all")
+    assert code == 1 and bad in out and note not in out
 
 
 RED = "these tests pass on the code before the lesson:\n  test_0"
