@@ -35,6 +35,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
+    "blocks": torch.uint8,
 }
 
 
@@ -84,8 +85,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     dtype_help = "of weights and activations; in native code, float16 and bfloat16: of weights only"
     dtype_help += "; int8: weights and inputs of products, rotated first; the rest float32"
-    dtype_help += "; where torch attends, int8 texts may depend on their batch"
+    dtype_help += "; blocks: the same, not rotated, with a scale for each 32"
+    dtype_help += "; where torch attends, such texts may depend on their batch"
     dtype_help += "; memory of a weight: 4 bytes, 2 or in int8 1, in whatever form its file has it"
+    dtype_help += "; in blocks 1.1"
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
     backend_help = "what computes; native: C code for this CPU; auto: that where it can"
     parser.add_argument(
@@ -325,7 +328,7 @@ def pick_device(name: str) -> str:
 def pick_dtype(name: str, device: str) -> torch.dtype:
     """The torch dtype of that name. Raises UserError if the device has no products of it."""
     dtype = DTYPES[name]
-    if dtype == torch.int8:
+    if not dtype.is_floating_point:
         return dtype  # of the weights only: products are computed in float32
     try:
         torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)

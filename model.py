@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from cache import Span, layer_windows, seen
 from errors import UserError
-from int8 import Int8Embedding
 from sampling import SamplingParams, choose
 
 # layer, q, k, v -> attended values
@@ -182,8 +181,8 @@ class Model(nn.Module):
             embedding = self.layer("embedding")
             head = self.layer("head")
             head.weight = embedding.weight
-            if isinstance(embedding, Int8Embedding):
-                head.scale = embedding.scale
+            for name, tensor in embedding.named_buffers():  # of a weight that is rounded
+                setattr(head, name, tensor)
         return self
 
     @functools.cached_property
@@ -193,7 +192,7 @@ class Model(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of activations, caches and all weights that are not int8."""
+        """The dtype of activations, caches and all weights that are not rounded."""
         return next(self.parameters()).dtype
 
     @property

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.metadata
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from blocks import BlockEmbedding, store_blocks, with_block_layers
 from errors import UserError, memory_for
 from gemma import Gemma, GemmaConfig
 from int8 import Int8Embedding, store, with_int8_layers
@@ -291,8 +291,9 @@ def load_config(name):
 
 
 def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
-    """Load a model for inference, straight to its dtype and device; torch.int8: as int8.py has it.
+    """Load a model for inference, straight to its dtype and device.
 
+    dtype: torch.int8 means weights as int8.py has them, torch.uint8 as blocks.py has them.
     name: what `parse_name` understands: a directory in Hugging Face form, a GGUF file, a name in
     PACKAGES, a model of the hub (`gpt2`, its sizes, or `org/name`), or `random:` before a name in
     PRESETS, for that shape with random weights.
@@ -335,19 +336,22 @@ def fill(
     with memory_for(f"{source.label}: {size:,} bytes of weights"):
         if dtype == torch.int8:
             with_int8_layers(model)
+        elif dtype == torch.uint8:
+            with_block_layers(model)
         weights = {}
-        for key, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            kind = tensor.dtype if tensor.dtype == torch.int8 else float_dtype(dtype)
-            weights[key] = torch.empty(tensor.shape, dtype=kind, device=device)
+        for key, tensor in model.named_parameters():
+            weights[key] = torch.empty(tensor.shape, dtype=float_dtype(dtype), device=device)
+        for key, tensor in model.named_buffers():  # of weights that are rounded
+            weights[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for block in blocks:
-            store(weights, *block)
+            (store_blocks if dtype == torch.uint8 else store)(weights, *block)
     model.load_state_dict(weights, assign=True, strict=False)
     return model.tie_weights().eval()
 
 
 def float_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of all numbers that are not int8."""
-    return torch.float32 if dtype == torch.int8 else dtype
+    """The dtype of all numbers that are not rounded to whole ones."""
+    return dtype if dtype.is_floating_point else torch.float32
 
 
 def random_tensors(
@@ -364,10 +368,11 @@ def save_model(model: Model, directory) -> None:
     """Write `config.json` and `model.safetensors`, in the weights' dtype; transformers reads them.
 
     Raises UserError if they cannot be written; then nothing half-written is left. Raises ValueError
-    for weights in int8, which this format does not hold.
+    for weights that were rounded to whole numbers, which this format does not hold.
     """
-    if isinstance(model.layer("embedding"), Int8Embedding):
-        raise ValueError("a model with int8 weights is not saved; save the one it was made from")
+    kinds = {Int8Embedding: "int8 weights", BlockEmbedding: "weights in blocks"}
+    if kind := kinds.get(type(model.layer("embedding"))):
+        raise ValueError(f"a model with {kind} is not saved; save the one it was made from")
     fields = architecture_of(model.config).fields(model.config)
     fields["dtype"] = str(model.dtype).removeprefix("torch.")
     # Not state_dict: there the head is a second name for the embedding, and would be written twice.

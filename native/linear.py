@@ -6,6 +6,7 @@ import math
 import torch
 import torch.nn as nn
 
+from blocks import BlockLinear
 from int8 import Int8Linear
 
 
@@ -152,6 +153,8 @@ def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:
     """Raise ValueError if C cannot read a layer with this number of outputs and of inputs."""
+    if isinstance(layer, BlockLinear):
+        raise ValueError("native code reads no weights in blocks")
     scale = getattr(layer, "scale", None)
     dtype = layer.weight.dtype if layer.weight.dtype in KINDS else torch.float32
     address(layer.weight, dtype if scale is None else torch.int8, out, size)

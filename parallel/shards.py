@@ -23,11 +23,12 @@ def load_part(name, dtype: torch.dtype = torch.float32, device="cpu", *, ranks: 
 
     No process ever holds the whole model. Call `join_vocabulary` when no layer is replaced any
     more. Raises UserError, too, where there are too few heads.
-    With int8 weights layers are joined by "gather": to turn its inputs, a layer needs all of them.
+    Where weights are rounded, layers are joined by "gather": a layer that turns its inputs, or has
+    them in blocks, needs all of them.
     """
     source = parse_name(name)
     model = empty_model(load_config(source))
-    plan = Plan(model, ranks, "gather" if dtype == torch.int8 else ranks.way)
+    plan = Plan(model, ranks, ranks.way if dtype.is_floating_point else "gather")
     blocks = plan.own(read_blocks(source, model, dtype, device))
     cut(model, plan)
     fill(model, blocks, source, dtype, device)

@@ -199,6 +199,17 @@ def on_each_target(model, texts: torch.Tensor, size: int) -> torch.Tensor:
     return found[0]
 
 
+def in_blocks(model):
+    """The model with its weights rounded in blocks, in place."""
+    from blocks import store_blocks, with_block_layers
+
+    weights = dict(model.named_parameters())
+    tensors = with_block_layers(model).state_dict()
+    for name, weight in weights.items():
+        store_blocks(tensors, name, slice(None), weight.detach())
+    return model
+
+
 def of_kind(model, kind):
     """The model in C, in float32 or int8."""
     return native(to_int8(model) if kind == torch.int8 else model)

@@ -19,6 +19,7 @@ WAYS = [
     ("bfloat16", "native"),
     ("int8", "torch"),
     ("int8", "native"),
+    ("blocks", "torch"),
 ]
 
 
@@ -126,7 +127,7 @@ def test_a_row_for_each_dtype_and_backend(bench):
     code, rows, err = bench()
     assert code == 0, err
     assert list(zip(rows["dtype"], rows["backend"])) == WAYS
-    assert list(rows["predictions"]) == 8 * [2 * 23]
+    assert list(rows["predictions"]) == len(WAYS) * [2 * 23]
     kl = dict(zip(WAYS, rows["kl"]))
     assert kl["float32", "torch"] == 0 and rows["top_1"][0] == 1
     assert kl["float32", "native"] < 1e-6  # rounding
@@ -139,6 +140,7 @@ def test_a_row_for_each_dtype_and_backend(bench):
     sizes = list(rows["weight_bytes"])
     assert sizes[:6] == [4 * numbers] * 2 + [2 * numbers] * 4
     assert numbers < sizes[6] == sizes[7] < 1.5 * numbers  # with scales, and norms in float32
+    assert sizes[6] < sizes[8] < sizes[0]  # rows of 16 fill blocks of 32
     assert rows["bytes_per_weight"][6] == near(sizes[6] / numbers)
     assert rows["library"].isna().all()
     assert list(bench.summary["perplexity"]) == list(rows["perplexity"])
@@ -150,7 +152,7 @@ def test_a_row_for_each_dtype_and_backend(bench):
 def test_a_dtype_that_is_new_needs_no_change(bench, monkeypatch):
     monkeypatch.setitem(bench.script.DTYPES, "float64", torch.float64)
     rows = bench.rows("--backend", "torch")
-    assert list(rows["dtype"]) == ["float32", "float16", "bfloat16", "int8", "float64"]
+    assert list(rows["dtype"]) == ["float32", "float16", "bfloat16", "int8", "blocks", "float64"]
 
 
 def test_peers_compute_the_same_tokens(bench, llama_cpp, tmp_path):
