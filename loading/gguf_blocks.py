@@ -1,18 +1,29 @@
-"""Numbers of a GGUF file that share a scale in blocks, as float32.
+"""Numbers of a GGUF file that share a scale in blocks.
 
-Each function takes the bytes of blocks, (n, bytes of a block), and returns their numbers, (n,
-numbers of a block). The forms: ggml-common.h and ggml-quants.c in github.com/ggml-org/ggml.
+Each function takes the bytes of blocks, (n, bytes of a block), and returns whole numbers q, (n,
+parts, numbers of a part), the scales of parts and their minima, both (n, parts), float32: scale q +
+minimum. Where a form has no minima they are None. The forms: ggml-common.h and ggml-quants.c in
+github.com/ggml-org/ggml.
 """
 
 import torch
 
 from loading.gguf import TYPES
 
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
 
 def decode(name: str, data: torch.Tensor) -> torch.Tensor:
     """The float32 numbers in blocks of this type. data: their bytes, one after the other."""
+    q, scales, minima = split(name, data)
+    numbers = scales[..., None] * q
+    return (numbers if minima is None else numbers + minima[..., None]).flatten()
+
+
+def split(name: str, data: torch.Tensor) -> Parts:
+    """What blocks of this type are made of. data: their bytes, one after the other."""
     (size,) = (size for known, _, size in TYPES.values() if known == name)
-    return DECODERS[name](data.view(-1, size)).flatten()
+    return DECODERS[name](data.view(-1, size))
 
 
 def halves(data: torch.Tensor) -> torch.Tensor:
@@ -23,90 +34,85 @@ def halves(data: torch.Tensor) -> torch.Tensor:
 def fields(data: torch.Tensor, width: int, group: int) -> torch.Tensor:
     """Numbers of `width` bits: of each `group` bytes first the lowest bits of all, then the next.
 
-    data: (n, bytes). Returns uint8 (n, numbers).
+    data: (n, bytes). Returns int8 (n, numbers).
     """
     data = data.unflatten(1, (-1, group)).contiguous()  # twice as fast
     mask = 2**width - 1
-    return torch.stack([data >> bit & mask for bit in range(0, 8, width)], dim=2).flatten(1)
+    parts = [data >> bit & mask for bit in range(0, 8, width)]
+    return torch.stack(parts, dim=2).flatten(1).view(torch.int8)
 
 
-def q8_0(blocks: torch.Tensor) -> torch.Tensor:
+def q8_0(blocks: torch.Tensor) -> Parts:
     """A scale d (2 bytes), 32 int8 q: d q."""
-    return halves(blocks[:, :2]) * blocks[:, 2:].view(torch.int8)
+    return blocks[:, None, 2:].view(torch.int8), halves(blocks[:, :2]), None
 
 
-def q4_0(blocks: torch.Tensor) -> torch.Tensor:
+def q4_0(blocks: torch.Tensor) -> Parts:
     """A scale d (2 bytes), 32 nibbles q: d (q - 8)."""
-    return halves(blocks[:, :2]) * (fields(blocks[:, 2:], 4, 16) - 8.0)
+    return fields(blocks[:, 2:], 4, 16)[:, None] - 8, halves(blocks[:, :2]), None
 
 
-def q4_1(blocks: torch.Tensor) -> torch.Tensor:
+def q4_1(blocks: torch.Tensor) -> Parts:
     """A scale d and a minimum m (2 bytes each), 32 nibbles q: d q + m."""
-    return halves(blocks[:, :2]) * fields(blocks[:, 4:], 4, 16) + halves(blocks[:, 2:4])
+    return fields(blocks[:, 4:], 4, 16)[:, None], halves(blocks[:, :2]), halves(blocks[:, 2:4])
 
 
-def q5_0(blocks: torch.Tensor) -> torch.Tensor:
+def q5_0(blocks: torch.Tensor) -> Parts:
     """A scale d (2 bytes), 32 fifth bits (4 bytes), 32 nibbles; together q: d (q - 16)."""
     q = fields(blocks[:, 6:], 4, 16) | fields(blocks[:, 2:6], 1, 1) << 4
-    return halves(blocks[:, :2]) * (q - 16.0)
+    return q[:, None] - 16, halves(blocks[:, :2]), None
 
 
-def q5_1(blocks: torch.Tensor) -> torch.Tensor:
+def q5_1(blocks: torch.Tensor) -> Parts:
     """A scale d and a minimum m, then as in Q5_0: d q + m."""
     q = fields(blocks[:, 8:], 4, 16) | fields(blocks[:, 4:8], 1, 1) << 4
-    return halves(blocks[:, :2]) * q + halves(blocks[:, 2:4])
+    return q[:, None], halves(blocks[:, :2]), halves(blocks[:, 2:4])
 
 
 def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales and minima of the 8 blocks of a Q4_K or Q5_K, each (n, 8, 1).
+    """The scales and minima of the 8 parts of a Q4_K or Q5_K, each (n, 8).
 
     d and dmin (2 bytes each) times 8 scales and 8 minima of 6 bits (12 bytes): four whole scales,
     four whole minima, and nibbles of the others, whose two high bits are those of the first eight.
+    Minima are subtracted there.
     """
     scales, minima, nibbles = blocks[:, 4:16].split(4, dim=1)
     later = torch.cat([nibbles & 15 | scales >> 6 << 4, nibbles >> 4 | minima >> 6 << 4], dim=1)
     scales = torch.cat([scales & 63, later[:, :4]], dim=1)
     minima = torch.cat([minima & 63, later[:, 4:]], dim=1)
-    d = halves(blocks[:, :2])
-    dmin = halves(blocks[:, 2:4])
-    return (d * scales)[..., None], (dmin * minima)[..., None]
+    return halves(blocks[:, :2]) * scales, -halves(blocks[:, 2:4]) * minima
 
 
-def q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    """8 blocks of 32 nibbles q, each with a scale and a minimum: scale q - minimum."""
-    scales, minima = k_scales(blocks)
-    q = fields(blocks[:, 16:], 4, 32).unflatten(1, (8, 32))
-    return (scales * q - minima).flatten(1)
+def q4_k(blocks: torch.Tensor) -> Parts:
+    """8 parts of 32 nibbles q, each with a scale and a minimum."""
+    return fields(blocks[:, 16:], 4, 32).unflatten(1, (8, 32)), *k_scales(blocks)
 
 
-def q5_k(blocks: torch.Tensor) -> torch.Tensor:
+def q5_k(blocks: torch.Tensor) -> Parts:
     """As Q4_K, with fifth bits (32 bytes) before the nibbles."""
-    scales, minima = k_scales(blocks)
     q = fields(blocks[:, 48:], 4, 32) | fields(blocks[:, 16:48], 1, 32) << 4
-    return (scales * q.unflatten(1, (8, 32)) - minima).flatten(1)
+    return q.unflatten(1, (8, 32)), *k_scales(blocks)
 
 
-def q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    """16 blocks of 16: nibbles, two high bits each, int8 scales, d: d scale (q - 32)."""
+def q6_k(blocks: torch.Tensor) -> Parts:
+    """16 parts of 16: nibbles, two high bits each, int8 scales, d: d scale (q - 32)."""
     q = fields(blocks[:, :128], 4, 64) | fields(blocks[:, 128:192], 2, 32) << 4
     scales = halves(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8)
-    return (scales[..., None] * (q - 32.0).unflatten(1, (16, 16))).flatten(1)
+    return q.unflatten(1, (16, 16)) - 32, scales, None
 
 
-def q2_k(blocks: torch.Tensor) -> torch.Tensor:
-    """16 blocks of 16: nibbles of scales and minima, 2 bits a number, d, dmin: as Q4_K."""
+def q2_k(blocks: torch.Tensor) -> Parts:
+    """16 parts of 16: nibbles of scales and minima, 2 bits a number, d, dmin: as Q4_K."""
     scales = halves(blocks[:, 80:82]) * (blocks[:, :16] & 15)
-    minima = halves(blocks[:, 82:]) * (blocks[:, :16] >> 4)
-    q = fields(blocks[:, 16:80], 2, 32).unflatten(1, (16, 16))
-    return (scales[..., None] * q - minima[..., None]).flatten(1)
+    minima = -halves(blocks[:, 82:]) * (blocks[:, :16] >> 4)
+    return fields(blocks[:, 16:80], 2, 32).unflatten(1, (16, 16)), scales, minima
 
 
-def q3_k(blocks: torch.Tensor) -> torch.Tensor:
-    """16 blocks of 16: third bits, 2 bits a number, scales of 6 bits, d: d (scale - 32) (q - 4)."""
+def q3_k(blocks: torch.Tensor) -> Parts:
+    """16 parts of 16: third bits, 2 bits a number, scales of 6 bits, d: d (scale - 32) (q - 4)."""
     q = fields(blocks[:, 32:96], 2, 32) | fields(blocks[:, :32], 1, 32) << 2
     scales = fields(blocks[:, 96:104], 4, 8) | fields(blocks[:, 104:108], 2, 4) << 4
-    scales = halves(blocks[:, 108:]) * (scales - 32.0)
-    return (scales[..., None] * (q - 4.0).unflatten(1, (16, 16))).flatten(1)
+    return q.unflatten(1, (16, 16)) - 4, halves(blocks[:, 108:]) * (scales - 32), None
 
 
 DECODERS = {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1}
