@@ -88,7 +88,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     dtype_help += "; blocks: the same, not rotated, with a scale for each 32"
     dtype_help += "; where torch attends, such texts may depend on their batch"
     dtype_help += "; memory of a weight: 4 bytes, 2 or in int8 1, in whatever form its file has it"
-    dtype_help += "; in blocks 1.1"
+    dtype_help += "; in blocks as in the file, or 1.1"
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
     backend_help = "what computes; native: C code for this CPU; auto: that where it can"
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 import array
 import dataclasses
+import functools
 import math
 import re
 import reprlib
@@ -9,12 +10,13 @@ from collections.abc import Iterator
 
 import torch
 
+from blocks import FORMS, Q8_0, Blocks, Form
 from errors import UserError
 from gemma import GemmaConfig
 from llama import ExpertsConfig, LlamaConfig
 from loading.config import read_number, read_sizes, read_token_ids
 from loading.gguf import GGUF, Tensor
-from loading.gguf_blocks import DECODERS, decode
+from loading.gguf_blocks import DECODERS, decode, split
 from loading.gguf_tokenizer import named_ends
 from model import GPTConfig, Model
 
@@ -232,11 +234,20 @@ def gguf_name(model: Model, key: str) -> str:
     return f"{name}.{kind}"
 
 
-def read_gguf_tensors(gguf: GGUF, model: Model) -> Iterator[tuple[str, slice, torch.Tensor]]:
+def block_forms(gguf: GGUF, model: Model) -> dict[str, Form]:
+    """The form of each weight of a model in blocks: Q8_0 where a type is not kept as it is."""
+    names = {key: gguf_name(model, key) for key, _ in model.named_parameters()}
+    return {key: FORMS.get(gguf.tensors[name].type, Q8_0) for key, name in names.items()}
+
+
+def read_gguf_tensors(
+    gguf: GGUF, model: Model, in_blocks: bool = False
+) -> Iterator[tuple[str, slice, torch.Tensor | Blocks]]:
     """The tensors of a model in blocks of rows: (name, which rows, these rows).
 
-    As `read_tensors`. Raises UserError, before anything is read, if one is missing, unexpected, of
-    another shape or of a type that is not read.
+    As `read_tensors`. in_blocks: matrices of a type in FORMS come as they are in the file.
+    Raises UserError, before anything is read, if one is missing, unexpected, of another shape
+    or of a type that is not read.
     """
     names = {}
     for key, _ in model.named_parameters():
@@ -250,7 +261,7 @@ def read_gguf_tensors(gguf: GGUF, model: Model) -> Iterator[tuple[str, slice, to
     for name, keys in names.items():
         count = (len(keys),) if is_stacked(model, keys[0]) else ()
         check_tensor(gguf, name, (*count, *model.get_parameter(keys[0]).shape))
-    return read_blocks(gguf, model, names)
+    return read_blocks(gguf, model, names, in_blocks)
 
 
 def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
@@ -265,7 +276,9 @@ def check_tensor(gguf: GGUF, name: str, shape: tuple[int, ...]) -> None:
         raise UserError(f"{gguf.file}: tensor {name} is {tensor.type}; {known} are read")
 
 
-def read_blocks(gguf: GGUF, model: Model, names: dict[str, list[str]]) -> Iterator[tuple]:
+def read_blocks(
+    gguf: GGUF, model: Model, names: dict[str, list[str]], in_blocks: bool
+) -> Iterator[tuple]:
     """The blocks of `read_gguf_tensors`. names: in the file -> ours."""
     places = [
         (name, number, key) for name, keys in names.items() for number, key in enumerate(keys)
@@ -282,18 +295,23 @@ def read_blocks(gguf: GGUF, model: Model, names: dict[str, list[str]]) -> Iterat
         height = -(-BLOCK // (4 * math.prod(tensor.shape[1:])) // unit) * unit
         if len(tensor.shape) == 1:  # numbers of a vector may share scales, so it comes whole
             height = rows
+        kept = in_blocks and len(tensor.shape) == 2 and tensor.type in FORMS
         for start in range(0, rows, height):
             stop = min(start + height, rows)
-            block = read_rows(gguf, tensor, number * rows + start, number * rows + stop)
-            if in_pairs:
+            block = read_rows(gguf, tensor, number * rows + start, number * rows + stop, kept)
+            if in_pairs and kept:
+                block = block.map(functools.partial(halves_apart, head_dim=unit))
+            elif in_pairs:
                 block = halves_apart(block, unit)
             if base:
                 block = block.float() - base  # in 16 bits it rounds below 1 / 2
             yield key, slice(start, stop), block
 
 
-def read_rows(gguf: GGUF, tensor: Tensor, start: int, stop: int) -> torch.Tensor:
-    """Some rows of a tensor, in its own dtype, or float32 if they are in blocks."""
+def read_rows(
+    gguf: GGUF, tensor: Tensor, start: int, stop: int, in_blocks: bool = False
+) -> torch.Tensor | Blocks:
+    """Some rows of a tensor, in its own dtype; if they are in blocks, as these or in float32."""
     rows = tensor.shape[0]
     size = tensor.size * (stop - start) // rows
     data = bytearray(size)
@@ -307,6 +325,9 @@ def read_rows(gguf: GGUF, tensor: Tensor, start: int, stop: int) -> torch.Tensor
     if not complete:
         raise UserError(f"{gguf.file}: cut off while it was read")
     numbers = torch.frombuffer(data, dtype=PLAIN.get(tensor.type, torch.uint8))
+    if in_blocks:
+        blocks = Blocks(*split(tensor.type, numbers))
+        return blocks.map(lambda part: part.reshape(stop - start, -1))
     if tensor.type in DECODERS:
         numbers = decode(tensor.type, numbers)
     return numbers.view(-1, *tensor.shape[1:])

@@ -27,7 +27,7 @@ from loading.config import (
     read_token_ids,
 )
 from loading.gguf import GGUF, read_gguf
-from loading.gguf_model import read_gguf_config, read_gguf_tensors
+from loading.gguf_model import block_forms, read_gguf_config, read_gguf_tensors
 from model import GPT, GPTConfig, Model
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -320,7 +320,7 @@ def read_blocks(source: Source, model: Model, dtype: torch.dtype, device) -> Ite
     if source.kind == "random":
         return random_tensors(model, shapes, float_dtype(dtype), device)
     if source.kind == "gguf":
-        return read_gguf_tensors(source.gguf, model)
+        return read_gguf_tensors(source.gguf, model, dtype == torch.uint8)
     transposed = {key for key in shapes if model.is_transposed(key)}
     return read_tensors(source.weights(), shapes, model.PREFIX, model.UNREAD, transposed)
 
@@ -337,7 +337,8 @@ def fill(
         if dtype == torch.int8:
             with_int8_layers(model)
         elif dtype == torch.uint8:
-            with_block_layers(model)
+            forms = block_forms(source.gguf, model) if source.kind == "gguf" else {}
+            with_block_layers(model, forms)
         weights = {}
         for key, tensor in model.named_parameters():
             weights[key] = torch.empty(tensor.shape, dtype=float_dtype(dtype), device=device)

@@ -204,7 +204,7 @@ def in_blocks(model):
     from blocks import store_blocks, with_block_layers
 
     weights = dict(model.named_parameters())
-    tensors = with_block_layers(model).state_dict()
+    tensors = with_block_layers(model, {}).state_dict()
     for name, weight in weights.items():
         store_blocks(tensors, name, slice(None), weight.detach())
     return model
