@@ -106,8 +106,9 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_a
 #define VECTOR(p) (*(const Vector *)(p))
 #define WORDS(h) __builtin_convertvector(*(const Halves *)(h), Words)
 
+enum { FLOAT32, FLOAT16, BFLOAT16, INT8 };  // kinds of weights
+
 // WIDTH weights as floats, from number i on. A float has room for all that 16 bits can say.
-enum { FLOAT32, FLOAT16, BFLOAT16 };
 INLINE Vector weights_at(const int kind, const void *w, int64_t i) {
   const uint16_t *h = (const uint16_t *)w + i;
   if (kind == FLOAT32) return VECTOR((const float *)w + i);
@@ -146,17 +147,17 @@ enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
 const int panel_outputs = PANEL, int8_group = GROUP, value_offset = OFFSET;
 
 typedef struct {
-  const void *weight;      // the whole panels, of int8 if there is a scale, else of a kind
+  const void *weight;      // the whole panels
   const void *rest;        // one more panel for the outputs left over, padded with zeros
-  const float *scale;      // (out), or NULL
+  const float *scale;      // (out), of INT8
   const uint32_t *offset;  // (out), added to an int8 sum modulo 2**32: it undoes OFFSET
   const float *bias;       // (out), or NULL
   int64_t out, in;
   int64_t width;  // of a row of y: more than `out` where several layers write side by side
-  int64_t kind;   // FLOAT32, FLOAT16 or BFLOAT16
+  int64_t kind;   // of weights
 } Linear;
 
-// The input of a layer, (T, in). A layer with int8 weights reads `values`, with a scale per token.
+// The input of a layer, (T, in). One with INT8 weights reads `values`, with a scale per token.
 typedef struct {
   const float *x;
   Value *values;  // (T, groups, GROUP)
@@ -164,7 +165,9 @@ typedef struct {
   float *turned;  // (in), for each thread its own: a token before it is rounded
 } Input;
 
-static int64_t groups(const Linear *l) { return l->scale ? (l->in + GROUP - 1) / GROUP : l->in; }
+static int64_t groups(const Linear *l) {
+  return l->kind == INT8 ? (l->in + GROUP - 1) / GROUP : l->in;
+}
 
 INLINE Input from_token(const Linear *l, Input in, int64_t t) {
   return (Input){in.x + t * l->in, in.values + t * groups(l) * GROUP, in.scale + t, in.turned};
@@ -173,8 +176,9 @@ INLINE Input from_token(const Linear *l, Input in, int64_t t) {
 // The panel of output o.
 static const void *panel_of(const Linear *l, int64_t o) {
   int64_t whole = l->out - l->out % PANEL;
-  int64_t bytes = PANEL * groups(l) * (l->scale ? GROUP : l->kind ? 2 : 4);
-  return o < whole ? (const char *)l->weight + o / PANEL * bytes : l->rest;
+  const int bytes[] = {[FLOAT32] = 4, [FLOAT16] = 2, [BFLOAT16] = 2, [INT8] = GROUP};
+  int64_t size = PANEL * groups(l) * bytes[l->kind];
+  return o < whole ? (const char *)l->weight + o / PANEL * size : l->rest;
 }
 
 // The dot products of T tokens with the outputs of a panel. x: (T, in). Each block of BLOCK inputs
@@ -214,7 +218,7 @@ INLINE void int8_sums(const int T, int64_t groups, const int8_t *w, const Value 
 INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
   float dots[T][PANEL];
-  if (l->scale) {
+  if (l->kind == INT8) {
     Sums sums[T][VECTORS];
     uint32_t whole[T][PANEL];
     memset(sums, 0, sizeof sums);
@@ -339,7 +343,7 @@ void linear(const Linear *l, int64_t T, const float *x, Value *values, float *sc
 #pragma omp parallel num_threads(threads)
   {
     Input in = {x, values, scale, turned + omp_get_thread_num() * l->in};
-    if (l->scale) {
+    if (l->kind == INT8) {
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
     }
@@ -354,7 +358,7 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     int64_t o = token % PANEL;
     const void *row = panel_of(l, token);
     const int8_t *row8 = row;
-    if (l->scale) {
+    if (l->kind == INT8) {
       for (int64_t i = 0; i < l->in; i++)
         y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
       turn(l->in, y, y);  // back
@@ -833,7 +837,7 @@ static Range share(int64_t n, int few) {
 // Round the inputs of a layer, if its weights are int8, and wait until all are there.
 static void round_inputs(const Linear *l, int64_t T, int few, Input in) {
   Range own = share(T, few);
-  if (l->scale)
+  if (l->kind == INT8)
     for (int64_t t = own.begin; t < own.end; t++) quantize_token(l, in, t);
   if (!few) {
 #pragma omp barrier

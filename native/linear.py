@@ -19,7 +19,9 @@ class LinearStruct(ctypes.Structure):
     ]
 
 
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # of weights, as in gpt.c
+# Of weights, as in gpt.c.
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # those without scales
 UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # that many bytes as one number
 
 
@@ -51,8 +53,6 @@ class NativeLinear(nn.Module):
     any more. Raises ValueError, before anything changes, for tensors that C cannot read.
     """
 
-    kind = KINDS[torch.float32]
-
     def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
         super().__init__()
         check_layer(layer, *layer.weight.shape)
@@ -71,7 +71,7 @@ class NativeLinear(nn.Module):
         buffers = {"weight": panels, "rest": rest, "scale": scale, "offsets": offsets}
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor)
-        self.kind = KINDS.get(weight.dtype, self.kind)
+        self.kind = KINDS[weight.dtype]
         self.bias = getattr(layer, "bias", None)
         if self.bias is not None:
             self.bias.data = self.bias.data.float()
@@ -156,7 +156,7 @@ def check_layer(layer: nn.Module, out: int, size: int) -> None:
     if isinstance(layer, BlockLinear):
         raise ValueError("native code reads no weights in blocks")
     scale = getattr(layer, "scale", None)
-    dtype = layer.weight.dtype if layer.weight.dtype in KINDS else torch.float32
+    dtype = layer.weight.dtype if layer.weight.dtype in FLOATS else torch.float32
     address(layer.weight, dtype if scale is None else torch.int8, out, size)
     address(scale, torch.float32, out)
     address(getattr(layer, "bias", None), dtype, out)
@@ -165,7 +165,7 @@ def check_layer(layer: nn.Module, out: int, size: int) -> None:
 def floats(tensor: torch.Tensor | None, *shape: int) -> int | None:
     """`address` of float32 numbers, or of those of 16 bits that `native_layers` makes float32."""
     dtype = getattr(tensor, "dtype", None)
-    return address(tensor, dtype if dtype in KINDS else torch.float32, *shape)
+    return address(tensor, dtype if dtype in FLOATS else torch.float32, *shape)
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
