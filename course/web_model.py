@@ -160,6 +160,7 @@ class PlainLinear(NativeLinear):
         self.weight, self.rest = map(nn.Buffer, pack(layer.weight, PANEL, GROUP))
         self.scale = nn.Buffer(layer.scale)
         self.offsets = nn.Buffer(torch.zeros(self.out_features, dtype=torch.int32))
+        self.minimum = None
         self.bias = layer.bias
 
 

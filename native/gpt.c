@@ -106,7 +106,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_a
 #define VECTOR(p) (*(const Vector *)(p))
 #define WORDS(h) __builtin_convertvector(*(const Halves *)(h), Words)
 
-enum { FLOAT32, FLOAT16, BFLOAT16, INT8 };  // kinds of weights
+enum { FLOAT32, FLOAT16, BFLOAT16, INT8, BYTES };  // kinds of weights
 
 // WIDTH weights as floats, from number i on. A float has room for all that 16 bits can say.
 INLINE Vector weights_at(const int kind, const void *w, int64_t i) {
@@ -135,6 +135,8 @@ typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 #define EVERY_SECOND(a, b, i) __builtin_shuffle(a, b, (Lanes){LANES(i)})
 #endif
 
+#include "blocks.h"
+
 // products ----------------------------------------------------------------------------------------
 //
 // A weight (out, in) is packed into panels of PANEL outputs. A panel holds the weights of its
@@ -149,34 +151,55 @@ const int panel_outputs = PANEL, int8_group = GROUP, value_offset = OFFSET;
 typedef struct {
   const void *weight;      // the whole panels
   const void *rest;        // one more panel for the outputs left over, padded with zeros
-  const float *scale;      // (out), of INT8
+  const void *scale;       // of INT8 (out); of blocks (panels, blocks, PANEL)
+  const void *minimum;     // the same of blocks, or NULL
   const uint32_t *offset;  // (out), added to an int8 sum modulo 2**32: it undoes OFFSET
   const float *bias;       // (out), or NULL
   int64_t out, in;
   int64_t width;  // of a row of y: more than `out` where several layers write side by side
   int64_t kind;   // of weights
+  int64_t scale_kind;  // of scales and minima of blocks
 } Linear;
 
-// The input of a layer, (T, in). One with INT8 weights reads `values`, with a scale per token.
+// BLOCK inputs, rounded.
+typedef struct {
+  float scale;
+  int32_t sum;  // of the values
+  int8_t values[BLOCK];
+} Block;
+
+// The input of a layer, (T, in). One with INT8 weights reads `values`, with a scale per token, one
+// with BYTES reads blocks.
 typedef struct {
   const float *x;
-  Value *values;  // (T, groups, GROUP)
+  union {
+    Value *values;  // (T, groups, GROUP)
+    Block *blocks;  // (T, blocks)
+  };
   float *scale;   // (T)
   float *turned;  // (in), for each thread its own: a token before it is rounded
 } Input;
 
+static int64_t blocks(const Linear *l) { return (l->in + BLOCK - 1) / BLOCK; }
+
 static int64_t groups(const Linear *l) {
+  if (l->kind == BYTES) return blocks(l) * (BLOCK / 4);
   return l->kind == INT8 ? (l->in + GROUP - 1) / GROUP : l->in;
 }
 
 INLINE Input from_token(const Linear *l, Input in, int64_t t) {
-  return (Input){in.x + t * l->in, in.values + t * groups(l) * GROUP, in.scale + t, in.turned};
+  Input token = {in.x + t * l->in, {in.values}, in.scale + t, in.turned};
+  if (l->kind == INT8)
+    token.values += t * groups(l) * GROUP;
+  else
+    token.blocks += t * blocks(l);
+  return token;
 }
 
 // The panel of output o.
 static const void *panel_of(const Linear *l, int64_t o) {
   int64_t whole = l->out - l->out % PANEL;
-  const int bytes[] = {[FLOAT32] = 4, [FLOAT16] = 2, [BFLOAT16] = 2, [INT8] = GROUP};
+  const int bytes[] = {4, 2, 2, GROUP, 4};  // by kind
   int64_t size = PANEL * groups(l) * bytes[l->kind];
   return o < whole ? (const char *)l->weight + o / PANEL * size : l->rest;
 }
@@ -214,6 +237,42 @@ INLINE void int8_sums(const int T, int64_t groups, const int8_t *w, const Value 
     }
 }
 
+// The dot products with weights in blocks. x: (T, blocks). In a block they are exact.
+INLINE void block_sums(const int T, const Linear *l, int64_t o, const Block *x,
+                       float y[T][PANEL]) {
+  int64_t count = blocks(l);
+  int64_t at = o / PANEL * count * PANEL;  // of scales and minima
+  const Bytes *w = panel_of(l, o);
+  Vector totals[T][VECTORS];
+  memset(totals, 0, sizeof totals);
+  for (int64_t b = 0; b < count; b++, at += PANEL) {
+    Sums sums[T][VECTORS];
+    memset(sums, 0, sizeof sums);
+    for (int i = 0; i < BLOCK; i += 4, w += VECTORS)
+      for (int t = 0; t < T; t++) {
+        int32_t four;
+        memcpy(&four, x[t * count + b].values + i, 4);
+        for (int v = 0; v < VECTORS; v++) sums[t][v] = add_bytes(sums[t][v], four, w[v]);
+      }
+    for (int v = 0; v < VECTORS; v++) {
+      Vector scale = weights_at(l->scale_kind, l->scale, at + v * WIDTH);
+      for (int t = 0; t < T; t++) {
+        const Block *own = x + t * count + b;
+        Ints dots = (Ints)sums[t][v] - ZERO * own->sum;
+        totals[t][v] += __builtin_convertvector(dots, Vector) * (scale * own->scale);
+      }
+      if (l->minimum) {
+        Vector minimum = weights_at(l->scale_kind, l->minimum, at + v * WIDTH);
+        for (int t = 0; t < T; t++) {
+          const Block *own = x + t * count + b;
+          totals[t][v] += minimum * (own->scale * own->sum);
+        }
+      }
+    }
+  }
+  memcpy(y, totals, sizeof totals);
+}
+
 // Outputs o to o + PANEL - 1 of T tokens, written to y or, with `add`, added to it. y: (T, width).
 INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, float *y, int add) {
   int64_t count = l->out - o < PANEL ? l->out - o : PANEL;
@@ -221,12 +280,15 @@ INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, flo
   if (l->kind == INT8) {
     Sums sums[T][VECTORS];
     uint32_t whole[T][PANEL];
+    const float *scale = l->scale;
     memset(sums, 0, sizeof sums);
     int8_sums(T, groups(l), panel_of(l, o), in.values, sums);
     memcpy(whole, sums, sizeof whole);
     for (int t = 0; t < T; t++)
       for (int64_t i = 0; i < count; i++)
-        dots[t][i] = (int32_t)(whole[t][i] + l->offset[o + i]) * (in.scale[t] * l->scale[o + i]);
+        dots[t][i] = (int32_t)(whole[t][i] + l->offset[o + i]) * (in.scale[t] * scale[o + i]);
+  } else if (l->kind == BYTES) {
+    block_sums(T, l, o, in.blocks, dots);
   } else if (l->kind == FLOAT16) {
     float_sums(T, FLOAT16, l->in, panel_of(l, o), in.x, dots);
   } else if (l->kind == BFLOAT16) {
@@ -257,8 +319,8 @@ static void outputs(const Linear *l, int64_t T, Input in, float *y, int add) {
       }
 }
 
-// Round n floats to integers from -127 to 127 and a scale, bit for bit as int8.py's quantize.
-static void quantize(int64_t n, const float *x, Value *values, float *scale) {
+// The step of rounding n floats to integers from -127 to 127, bit for bit as int8.py's quantize.
+INLINE float step_of(int64_t n, const float *x) {
   int32_t largest = 0;  // of the bits of |x|, which have the numbers' order, NaN above infinity
   for (int64_t i = 0; i < n; i++) {
     int32_t bits;
@@ -268,7 +330,12 @@ static void quantize(int64_t n, const float *x, Value *values, float *scale) {
   }
   float max;
   memcpy(&max, &largest, 4);
-  float step = max / 127 < FLT_MIN ? FLT_MIN : max / 127;  // not *scale, which values may overwrite
+  return max / 127 < FLT_MIN ? FLT_MIN : max / 127;
+}
+
+// Round n floats to integers, plus OFFSET, and a scale.
+static void quantize(int64_t n, const float *x, Value *values, float *scale) {
+  float step = step_of(n, x);  // not *scale, which values may overwrite
   *scale = step;
   if (step <= FLT_MAX)
     for (int64_t i = 0; i < n; i++) values[i] = (int32_t)rintf(x[i] / step) + OFFSET;
@@ -330,10 +397,30 @@ void turn(int64_t n, const float *x, float *y) {
           for (int64_t i = start; i < start + stride; i += WIDTH) mix(WIDTH, p, stride, y + i);
 }
 
+// Round n floats, at most BLOCK. Zeros fill up the block.
+INLINE void quantize_block(int64_t n, const float *x, Block *block) {
+  float step = step_of(n, x);
+  int32_t sum = 0;
+  memset(block->values, 0, BLOCK);
+  for (int64_t i = 0; i < n; i++) {
+    int32_t value = step <= FLT_MAX ? (int32_t)rintf(x[i] / step) : 0;
+    block->values[i] = value;
+    sum += value;
+  }
+  block->scale = step;
+  block->sum = sum;
+}
+
 static void quantize_token(const Linear *l, Input in, int64_t t) {
   Input token = from_token(l, in, t);
-  turn(l->in, token.x, in.turned);
-  quantize(l->in, in.turned, token.values, token.scale);
+  if (l->kind == INT8) {
+    turn(l->in, token.x, in.turned);
+    quantize(l->in, in.turned, token.values, token.scale);
+    return;
+  }
+  int64_t whole = l->in / BLOCK, rest = l->in % BLOCK;
+  for (int64_t b = 0; b < whole; b++) quantize_block(BLOCK, token.x + b * BLOCK, token.blocks + b);
+  if (rest) quantize_block(rest, token.x + whole * BLOCK, token.blocks + whole);
 }
 
 // The outputs of a layer, (T, out). x: (T, in); values, scale: room for an Input; turned: (threads,
@@ -342,12 +429,29 @@ void linear(const Linear *l, int64_t T, const float *x, Value *values, float *sc
             float *y, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    Input in = {x, values, scale, turned + omp_get_thread_num() * l->in};
-    if (l->kind == INT8) {
+    Input in = {x, {values}, scale, turned + omp_get_thread_num() * l->in};
+    if (l->kind >= INT8) {
 #pragma omp for
       for (int64_t t = 0; t < T; t++) quantize_token(l, in, t);
     }
     outputs(l, T, in, y, 0);
+  }
+}
+
+// Number i of packed numbers, whose count is a multiple of WIDTH.
+INLINE float number_at(const int kind, const void *numbers, int64_t i) {
+  return weights_at(kind, numbers, i - i % WIDTH)[i % WIDTH];
+}
+
+// Row o of a weight in blocks: y, (C).
+static void block_row(const Linear *l, int64_t o, float *y) {
+  const int8_t *panel = panel_of(l, o);
+  int64_t scales = o / PANEL * blocks(l) * PANEL + o % PANEL;
+  for (int64_t i = 0; i < l->in; i++) {
+    int64_t scale = scales + i / BLOCK * PANEL;
+    int8_t value = panel[(i / 4 * PANEL + o % PANEL) * 4 + i % 4];
+    y[i] = value * number_at(l->scale_kind, l->scale, scale);
+    if (l->minimum) y[i] += number_at(l->scale_kind, l->minimum, scale);
   }
 }
 
@@ -358,13 +462,16 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     int64_t o = token % PANEL;
     const void *row = panel_of(l, token);
     const int8_t *row8 = row;
-    if (l->kind == INT8) {
+    const float *scale = l->scale;
+    if (l->kind == BYTES) {
+      block_row(l, token, y);
+    } else if (l->kind == INT8) {
       for (int64_t i = 0; i < l->in; i++)
-        y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * l->scale[token];
+        y[i] = row8[(i / GROUP * PANEL + o) * GROUP + i % GROUP] * scale[token];
       turn(l->in, y, y);  // back
     } else {
       for (int64_t i = 0; i < l->in; i++)
-        y[i] = weights_at(l->kind, row, i * PANEL + o - o % WIDTH)[o % WIDTH];
+        y[i] = number_at(l->kind, row, i * PANEL + o);
     }
   }
 }
@@ -834,10 +941,10 @@ static Range share(int64_t n, int few) {
   return few ? (Range){0, n} : (Range){n * thread / threads, n * (thread + 1) / threads};
 }
 
-// Round the inputs of a layer, if its weights are int8, and wait until all are there.
+// Round the inputs of a layer, if its weights are rounded, and wait until all are there.
 static void round_inputs(const Linear *l, int64_t T, int few, Input in) {
   Range own = share(T, few);
-  if (l->kind == INT8)
+  if (l->kind >= INT8)
     for (int64_t t = own.begin; t < own.end; t++) quantize_token(l, in, t);
   if (!few) {
 #pragma omp barrier
@@ -956,7 +1063,7 @@ static void mixture(const Model *m, const Layer *layer, int64_t T, int few, floa
   sort_rows(m, T, r);
 #pragma omp for
   for (int64_t i = 0; i < R; i++) memcpy(y + i * C, in + r.tokens[i] * C, C * sizeof(float));
-  Input gathered = {y, input.values, input.scale, input.turned};
+  Input gathered = {y, {input.values}, input.scale, input.turned};
   round_inputs(first->in, R, few, gathered);
   expert_products(m, layer, 0, r, gathered, wide);
   expert_products(m, layer, 1, r, gathered, wide + inner);
@@ -976,9 +1083,9 @@ static void mixture(const Model *m, const Layer *layer, int64_t T, int few, floa
     }
 }
 
-// Room for an Input of T tokens, or of all their rows: x, values, scale.
+// Room for an Input of T tokens, or of all their rows: x, scale, values or blocks.
 static int64_t input_floats(const Model *m, int64_t T) {
-  return T * (2 * (m->widest + m->chosen * GROUP) + m->chosen);
+  return T * (2 * (m->widest + m->chosen * BLOCK) + m->chosen);
 }
 
 // Room for the scores of a block of queries, and for the queries.
@@ -1015,8 +1122,8 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
     float *turned = scores + score_floats(m, p->length);
     float *in = all_inputs + few * thread * input_floats(m, T);
     float *scale = in + room;
-    Input input = {in, (Value *)(scale + T * m->chosen), scale, turned};
-    Input attended = {y, input.values, scale, turned};
+    Input input = {in, {(Value *)(scale + T * m->chosen)}, scale, turned};
+    Input attended = {y, {input.values}, scale, turned};
     embed(m, p, x);
     Range own = share(T, few);
     int64_t n = own.end - own.begin;

@@ -6,7 +6,7 @@ import math
 import torch
 import torch.nn as nn
 
-from blocks import BlockLinear
+from blocks import SIZE, BlockLinear
 from int8 import Int8Linear
 
 
@@ -14,13 +14,20 @@ class LinearStruct(ctypes.Structure):
     """The struct Linear of gpt.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "rest", "scale", "offset", "bias")),
-        *((name, ctypes.c_int64) for name in ("out_features", "in_features", "width", "kind")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("weight", "rest", "scale", "minimum", "offset", "bias")
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("out_features", "in_features", "width", "kind", "scale_kind")
+        ),
     ]
 
 
 # Of weights, as in gpt.c.
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+BYTES = 4  # in blocks
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # those without scales
 UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # that many bytes as one number
 
@@ -45,54 +52,78 @@ def pack(weight: torch.Tensor, outputs: int, group: int = 1) -> tuple[torch.Tens
     return panels, rest
 
 
+def pack_scales(scale: torch.Tensor, outputs: int) -> torch.Tensor:
+    """The scales of blocks, (out, blocks), as C reads them: (panels, blocks, outputs).
+
+    Zeros fill the last panel. They are whole numbers of as many bits, so that no cast changes them.
+    """
+    units = scale.view(UNITS[scale.itemsize])
+    units = nn.functional.pad(units, (0, 0, 0, -len(units) % outputs))
+    return units.unflatten(0, (-1, outputs)).transpose(1, 2).contiguous()
+
+
 class NativeLinear(nn.Module):
-    """A linear layer in C: its weights have 32 or 16 bits, or 8 and a scale for each row.
+    """A linear layer in C: its weights have 32 or 16 bits, 8 and a scale a row, or are in blocks.
 
     Weights of 16 bits become float32 as they are read, and the bias here: all else is float32.
     It takes the place of a layer, and packs its weight where it lies: the layer is not to be used
     any more. Raises ValueError, before anything changes, for tensors that C cannot read.
     """
 
-    def __init__(self, layer: nn.Linear | nn.Embedding | Int8Linear, library: ctypes.CDLL):
+    scale_kind = 0
+
+    def __init__(
+        self, layer: nn.Linear | nn.Embedding | Int8Linear | BlockLinear, library: ctypes.CDLL
+    ):
         super().__init__()
-        check_layer(layer, *layer.weight.shape)
+        form = getattr(layer, "form", None)
+        self.out_features, self.in_features = layer.weight.shape
+        if form:
+            self.in_features = layer.in_features
+        check_layer(layer, self.out_features, self.in_features)
         names = "panel_outputs", "int8_group", "value_offset"
         outputs, group, offset = (ctypes.c_int.in_dll(library, name).value for name in names)
         weight = layer.weight.detach()
         scale = getattr(layer, "scale", None)
+        minimum = getattr(layer, "minimum", None)
         offsets = None
-        if scale is None:
-            group = 1
+        if form:
+            group = 4
+            self.kind = BYTES
+            self.scale_kind = KINDS[form.dtype]
+            scale = pack_scales(scale, outputs)
+            minimum = minimum if minimum is None else pack_scales(minimum, outputs)
         else:
-            offsets = -offset * weight.sum(dim=1, dtype=torch.int32)
+            self.kind = KINDS[weight.dtype]
+            if scale is None:
+                group = 1
+            else:
+                offsets = -offset * weight.sum(dim=1, dtype=torch.int32)
         self.library = library
-        self.out_features, self.in_features = weight.shape
         panels, rest = pack(weight, outputs, group)
-        buffers = {"weight": panels, "rest": rest, "scale": scale, "offsets": offsets}
-        for name, tensor in buffers.items():
+        buffers = {"weight": panels, "rest": rest, "scale": scale, "minimum": minimum}
+        for name, tensor in (buffers | {"offsets": offsets}).items():
             self.register_buffer(name, tensor)
-        self.kind = KINDS[weight.dtype]
         self.bias = getattr(layer, "bias", None)
         if self.bias is not None:
             self.bias.data = self.bias.data.float()
 
     def struct(self) -> LinearStruct:
         """The layer as C reads it: addresses, so the tensors must stay where they are."""
-        tensors = self.weight, self.rest, self.scale, self.offsets, self.bias
+        tensors = self.weight, self.rest, self.scale, self.minimum, self.offsets, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return LinearStruct(
-            *addresses, self.out_features, self.in_features, self.out_features, self.kind
-        )
+        sizes = self.out_features, self.in_features, self.out_features
+        return LinearStruct(*addresses, *sizes, self.kind, self.scale_kind)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute `F.linear`, or with a scale what int8.py's `Int8Linear` does, bit for bit.
+        """Compute `F.linear`, or what `Int8Linear` or `BlockLinear` does, bit for bit.
 
         x: (..., in_features), float32, contiguous or not. Raises ValueError for another.
         """
         rows = math.prod(x.shape[:-1])
         x2d = x.reshape(rows, x.shape[-1]).contiguous()
         y = torch.empty(rows, self.out_features)
-        values = torch.empty(rows, self.in_features + 4, dtype=torch.int16)  # x, rounded
+        values = torch.empty(rows, self.in_features + 32, dtype=torch.int16)  # x, rounded
         x_scale = torch.empty(rows)
         threads = torch.get_num_threads()
         turned = torch.empty(0 if self.scale is None else threads * self.in_features)
@@ -145,7 +176,7 @@ def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
 
     for module in list(model.modules()):
         for name, layer in module.named_children():
-            if isinstance(layer, nn.Linear | Int8Linear) and layer is not embedding:
+            if isinstance(layer, nn.Linear | Int8Linear | BlockLinear) and layer is not embedding:
                 setattr(module, name, native_layer(layer))
     model.set_submodule(model.path("embedding"), NativeEmbedding(native_layer(embedding)))
     model.float()
@@ -153,8 +184,15 @@ def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:
     """Raise ValueError if C cannot read a layer with this number of outputs and of inputs."""
-    if isinstance(layer, BlockLinear):
-        raise ValueError("native code reads no weights in blocks")
+    if form := getattr(layer, "form", None):
+        if form.bits != 8:
+            raise ValueError(f"native code reads blocks of 8 bits, not of {form.bits}")
+        count = -(-size // SIZE)
+        address(layer.weight, torch.int8, out, count * SIZE)
+        address(layer.scale, form.dtype, out, count)
+        address(layer.minimum, form.dtype, out, count)
+        address(layer.bias, torch.float32, out)
+        return
     scale = getattr(layer, "scale", None)
     dtype = layer.weight.dtype if layer.weight.dtype in FLOATS else torch.float32
     address(layer.weight, dtype if scale is None else torch.int8, out, size)

@@ -20,6 +20,7 @@ WAYS = [
     ("int8", "torch"),
     ("int8", "native"),
     ("blocks", "torch"),
+    ("blocks", "native"),
 ]
 
 
@@ -134,13 +135,14 @@ def test_a_row_for_each_dtype_and_backend(bench):
     for backend in ("torch", "native"):
         assert 0 < kl["float16", backend] < kl["bfloat16", backend] < kl["int8", backend]
     assert kl["float16", "native"] < kl["float16", "torch"]
-    assert kl["int8", "native"] == near(kl["int8", "torch"])
+    for dtype in ("int8", "blocks"):
+        assert kl[dtype, "native"] == near(kl[dtype, "torch"])
     assert (rows["kl_99"][1:] > rows["kl"][1:]).all()
     numbers = rows["parameters"][0]
     sizes = list(rows["weight_bytes"])
     assert sizes[:6] == [4 * numbers] * 2 + [2 * numbers] * 4
     assert numbers < sizes[6] == sizes[7] < 1.5 * numbers  # with scales, and norms in float32
-    assert sizes[6] < sizes[8] < sizes[0]  # rows of 16 fill blocks of 32
+    assert sizes[6] < sizes[8] == sizes[9] < sizes[0]  # rows of 16 fill blocks of 32
     assert rows["bytes_per_weight"][6] == near(sizes[6] / numbers)
     assert rows["library"].isna().all()
     assert list(bench.summary["perplexity"]) == list(rows["perplexity"])
