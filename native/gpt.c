@@ -106,7 +106,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_a
 #define VECTOR(p) (*(const Vector *)(p))
 #define WORDS(h) __builtin_convertvector(*(const Halves *)(h), Words)
 
-enum { FLOAT32, FLOAT16, BFLOAT16, INT8, BYTES };  // kinds of weights
+enum { FLOAT32, FLOAT16, BFLOAT16, INT8, BYTES, NIBBLES };  // kinds of weights
 
 // WIDTH weights as floats, from number i on. A float has room for all that 16 bits can say.
 INLINE Vector weights_at(const int kind, const void *w, int64_t i) {
@@ -169,7 +169,7 @@ typedef struct {
 } Block;
 
 // The input of a layer, (T, in). One with INT8 weights reads `values`, with a scale per token, one
-// with BYTES reads blocks.
+// with BYTES or NIBBLES reads blocks.
 typedef struct {
   const float *x;
   union {
@@ -183,6 +183,7 @@ typedef struct {
 static int64_t blocks(const Linear *l) { return (l->in + BLOCK - 1) / BLOCK; }
 
 static int64_t groups(const Linear *l) {
+  if (l->kind == NIBBLES) return blocks(l) * (BLOCK / 8);
   if (l->kind == BYTES) return blocks(l) * (BLOCK / 4);
   return l->kind == INT8 ? (l->in + GROUP - 1) / GROUP : l->in;
 }
@@ -199,7 +200,7 @@ INLINE Input from_token(const Linear *l, Input in, int64_t t) {
 // The panel of output o.
 static const void *panel_of(const Linear *l, int64_t o) {
   int64_t whole = l->out - l->out % PANEL;
-  const int bytes[] = {4, 2, 2, GROUP, 4};  // by kind
+  const int bytes[] = {4, 2, 2, GROUP, 4, 4};  // by kind
   int64_t size = PANEL * groups(l) * bytes[l->kind];
   return o < whole ? (const char *)l->weight + o / PANEL * size : l->rest;
 }
@@ -238,27 +239,37 @@ INLINE void int8_sums(const int T, int64_t groups, const int8_t *w, const Value 
 }
 
 // The dot products with weights in blocks. x: (T, blocks). In a block they are exact.
-INLINE void block_sums(const int T, const Linear *l, int64_t o, const Block *x,
+INLINE void block_sums(const int T, const int kind, const Linear *l, int64_t o, const Block *x,
                        float y[T][PANEL]) {
   int64_t count = blocks(l);
   int64_t at = o / PANEL * count * PANEL;  // of scales and minima
   const Bytes *w = panel_of(l, o);
+  const int zero = kind == BYTES ? ZERO : l->minimum ? 0 : 8;  // what was added to weights
   Vector totals[T][VECTORS];
   memset(totals, 0, sizeof totals);
   for (int64_t b = 0; b < count; b++, at += PANEL) {
     Sums sums[T][VECTORS];
     memset(sums, 0, sizeof sums);
-    for (int i = 0; i < BLOCK; i += 4, w += VECTORS)
+    for (int i = 0; i < (kind == BYTES ? BLOCK : BLOCK / 2); i += 4, w += VECTORS)
       for (int t = 0; t < T; t++) {
-        int32_t four;
-        memcpy(&four, x[t * count + b].values + i, 4);
-        for (int v = 0; v < VECTORS; v++) sums[t][v] = add_bytes(sums[t][v], four, w[v]);
+        const int8_t *values = x[t * count + b].values + i;
+        int32_t four, later;  // half a block later
+        memcpy(&four, values, 4);
+        if (kind == NIBBLES) memcpy(&later, values + BLOCK / 2, 4);
+        for (int v = 0; v < VECTORS; v++)
+          if (kind == BYTES) {
+            sums[t][v] = add_bytes(sums[t][v], four, w[v]);
+          } else {
+            sums[t][v] = add_nibbles(sums[t][v], four, w[v] & 15);
+            sums[t][v] = add_nibbles(sums[t][v], later, w[v] >> 4);
+          }
       }
     for (int v = 0; v < VECTORS; v++) {
       Vector scale = weights_at(l->scale_kind, l->scale, at + v * WIDTH);
       for (int t = 0; t < T; t++) {
         const Block *own = x + t * count + b;
-        Ints dots = (Ints)sums[t][v] - ZERO * own->sum;
+        Sums whole = kind == BYTES ? sums[t][v] : nibble_sums(sums[t][v]);
+        Ints dots = (Ints)whole - zero * own->sum;
         totals[t][v] += __builtin_convertvector(dots, Vector) * (scale * own->scale);
       }
       if (l->minimum) {
@@ -288,7 +299,9 @@ INLINE void panel_product(const int T, const Linear *l, int64_t o, Input in, flo
       for (int64_t i = 0; i < count; i++)
         dots[t][i] = (int32_t)(whole[t][i] + l->offset[o + i]) * (in.scale[t] * scale[o + i]);
   } else if (l->kind == BYTES) {
-    block_sums(T, l, o, in.blocks, dots);
+    block_sums(T, BYTES, l, o, in.blocks, dots);
+  } else if (l->kind == NIBBLES) {
+    block_sums(T, NIBBLES, l, o, in.blocks, dots);
   } else if (l->kind == FLOAT16) {
     float_sums(T, FLOAT16, l->in, panel_of(l, o), in.x, dots);
   } else if (l->kind == BFLOAT16) {
@@ -445,13 +458,19 @@ INLINE float number_at(const int kind, const void *numbers, int64_t i) {
 
 // Row o of a weight in blocks: y, (C).
 static void block_row(const Linear *l, int64_t o, float *y) {
-  const int8_t *panel = panel_of(l, o);
+  const uint8_t *panel = panel_of(l, o);
   int64_t scales = o / PANEL * blocks(l) * PANEL + o % PANEL;
   for (int64_t i = 0; i < l->in; i++) {
-    int64_t scale = scales + i / BLOCK * PANEL;
-    int8_t value = panel[(i / 4 * PANEL + o % PANEL) * 4 + i % 4];
-    y[i] = value * number_at(l->scale_kind, l->scale, scale);
-    if (l->minimum) y[i] += number_at(l->scale_kind, l->minimum, scale);
+    int64_t b = i / BLOCK, at = i % BLOCK;
+    int64_t group = b * (BLOCK / 4) + at / 4;
+    if (l->kind == NIBBLES) group = b * (BLOCK / 8) + at % (BLOCK / 2) / 4;
+    int value = panel[(group * PANEL + o % PANEL) * 4 + at % 4];
+    if (l->kind == BYTES)
+      value = (int8_t)value;
+    else
+      value = (at < BLOCK / 2 ? value & 15 : value >> 4) - (l->minimum ? 0 : 8);
+    y[i] = value * number_at(l->scale_kind, l->scale, scales + b * PANEL);
+    if (l->minimum) y[i] += number_at(l->scale_kind, l->minimum, scales + b * PANEL);
   }
 }
 
@@ -463,7 +482,7 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
     const void *row = panel_of(l, token);
     const int8_t *row8 = row;
     const float *scale = l->scale;
-    if (l->kind == BYTES) {
+    if (l->kind == BYTES || l->kind == NIBBLES) {
       block_row(l, token, y);
     } else if (l->kind == INT8) {
       for (int64_t i = 0; i < l->in; i++)

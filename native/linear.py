@@ -28,6 +28,7 @@ class LinearStruct(ctypes.Structure):
 # Of weights, as in gpt.c.
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 BYTES = 4  # in blocks
+NIBBLES = 5
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # those without scales
 UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # that many bytes as one number
 
@@ -89,7 +90,7 @@ class NativeLinear(nn.Module):
         offsets = None
         if form:
             group = 4
-            self.kind = BYTES
+            self.kind = BYTES if form.bits == 8 else NIBBLES
             self.scale_kind = KINDS[form.dtype]
             scale = pack_scales(scale, outputs)
             minimum = minimum if minimum is None else pack_scales(minimum, outputs)
@@ -185,10 +186,9 @@ def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
 def check_layer(layer: nn.Module, out: int, size: int) -> None:
     """Raise ValueError if C cannot read a layer with this number of outputs and of inputs."""
     if form := getattr(layer, "form", None):
-        if form.bits != 8:
-            raise ValueError(f"native code reads blocks of 8 bits, not of {form.bits}")
         count = -(-size // SIZE)
-        address(layer.weight, torch.int8, out, count * SIZE)
+        width = count * SIZE * form.bits // 8
+        address(layer.weight, torch.int8 if form.bits == 8 else torch.uint8, out, width)
         address(layer.scale, form.dtype, out, count)
         address(layer.minimum, form.dtype, out, count)
         address(layer.bias, torch.float32, out)
