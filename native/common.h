@@ -17,7 +17,8 @@ INLINE int omp_get_num_threads(void) { return 1; }
 // rounded to an integer, times a polynomial in the rest r, as in Cephes' expf. There is no branch,
 // so the compiler can vectorize it.
 INLINE float exponential(float x) {
-  x = x < -87 ? -87 : x > 88 ? 88 : x;
+  x = x < -87 ? -87 : x;
+  x = x > 88 ? 88 : x;
   float rounded = x * 1.44269504f + 12582912;  // 1.5 * 2**23: its last bits are those of n
   float n = rounded - 12582912;
   float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts

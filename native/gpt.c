@@ -101,6 +101,7 @@ INLINE Sums add_products(Sums sums, int32_t values, const int8_t *w) {
 #endif
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef float Four __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 #define VECTOR(p) (*(const Vector *)(p))
@@ -552,10 +553,9 @@ typedef struct {
 } Pass;
 
 // The dot product of a and b, or the sum of a where b is NULL: PARTIAL sums, whose halves are added
-// until one is left.
+// until one is left, without loops, so that they stay in registers.
 INLINE float dot(int64_t n, const float *a, const float *b) {
   Vector sums[PARTIAL / WIDTH] = {0};
-  float partial[PARTIAL];
   int64_t i = 0;
   for (; i + PARTIAL <= n; i += PARTIAL)
     for (int s = 0; s < PARTIAL / WIDTH; s++) {
@@ -563,11 +563,16 @@ INLINE float dot(int64_t n, const float *a, const float *b) {
       if (b) x *= VECTOR(b + i + s * WIDTH);
       sums[s] += x;
     }
-  memcpy(partial, sums, sizeof partial);
-  for (int l = 0; i < n; l++, i++) partial[l] += b ? a[i] * b[i] : a[i];
-  for (int half = PARTIAL / 2; half; half /= 2)
-    for (int l = 0; l < half; l++) partial[l] += partial[l + half];
-  return partial[0];
+  if (i < n) {
+    float partial[PARTIAL];
+    memcpy(partial, sums, sizeof partial);
+    for (int l = 0; i < n; l++, i++) partial[l] += b ? a[i] * b[i] : a[i];
+    memcpy(sums, partial, sizeof partial);
+  }
+  Four fours[PARTIAL / 4];
+  memcpy(fours, sums, sizeof fours);
+  Four four = (fours[0] + fours[2]) + (fours[1] + fours[3]);
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
