@@ -501,8 +501,8 @@ void rows(const Linear *l, int64_t T, const int64_t *tokens, float *y) {
 // Here nothing is fused, and sums have one order, so each part has the same bits on every
 // processor. With int8 weights the logits have too, because dot products are exact.
 
-// PARTIAL: partial sums, whatever WIDTH is. TOGETHER: queries that share the reading of a value.
-enum { PARTIAL = 16, TOGETHER = 4 };
+// PARTIAL: partial sums of a dot product, whatever WIDTH is. ROWS: rows multiplied at once.
+enum { PARTIAL = 16, ROWS = 4 };
 
 typedef struct {
   const float *weight, *bias;  // (C), or (D) for heads; an RMSNorm has no bias
@@ -542,7 +542,6 @@ typedef struct {
   const int64_t *pages[2];
   int64_t num_pages[2];
   int64_t page_size;
-  int64_t length;  // of the longest text
   int64_t T, wanted;
   const int64_t *kinds, *places;      // (n_layer): the kind of a layer, and its number among these
   const int64_t *tokens, *positions;  // (T): ids, and their positions in their texts
@@ -577,20 +576,29 @@ INLINE float dot(int64_t n, const float *a, const float *b) {
 
 INLINE float sum(int64_t n, const float *a) { return dot(n, a, NULL); }
 
-// The dot products of a with WIDTH columns side by side: b[i] has number i of each.
-INLINE Vector column_dots(int64_t n, const float *a, const Vector *b) {
-  Vector sums[PARTIAL] = {0};
-  int64_t i = 0;
-  for (; i + PARTIAL <= n; i += PARTIAL)
-    for (int l = 0; l < PARTIAL; l++) sums[l] += (a ? a[i + l] : 1) * b[i + l];
-  for (int l = 0; l < PARTIAL; l++)
-    if (i + l < n) sums[l] += (a ? a[i + l] : 1) * b[i + l];
-  for (int half = PARTIAL / 2; half; half /= 2)
-    for (int l = 0; l < half; l++) sums[l] += sums[l + half];
-  return sums[0];
+// The dot products of N rows of a, (N, n), with WIDTH columns side by side, b, (n, WIDTH): each has
+// the order of `dot`.
+INLINE void column_dots(const int N, int64_t n, const float *a, const float *b, float *dots) {
+  Vector sums[ROWS][PARTIAL / 2];
+  for (int l = 0; l < PARTIAL / 2; l++) {
+    Vector low[ROWS] = {0}, high[ROWS] = {0};
+    int64_t i = l;
+    for (; i + PARTIAL / 2 < n; i += PARTIAL) {
+      Vector column = VECTOR(b + i * WIDTH), other = VECTOR(b + (i + PARTIAL / 2) * WIDTH);
+      for (int k = 0; k < N; k++) {
+        low[k] += a[k * n + i] * column;
+        high[k] += a[k * n + i + PARTIAL / 2] * other;
+      }
+    }
+    if (i < n)
+      for (int k = 0; k < N; k++) low[k] += a[k * n + i] * VECTOR(b + i * WIDTH);
+    for (int k = 0; k < N; k++) sums[k][l] = low[k] + high[k];
+  }
+  for (int half = PARTIAL / 4; half; half /= 2)
+    for (int l = 0; l < half; l++)
+      for (int k = 0; k < N; k++) sums[k][l] += sums[k][l + half];
+  for (int k = 0; k < N; k++) put(WIDTH, sums[k][0], dots + k * WIDTH);
 }
-
-INLINE Vector column_sums(int64_t n, const Vector *b) { return column_dots(n, NULL, b); }
 
 // x and y: (T, C).
 void layer_norm(const Norm *norm, float epsilon, int64_t T, int64_t C, const float *x, float *y) {
@@ -648,9 +656,16 @@ static void rotate(const float *cos, const float *sin, int64_t D, float *x) {
 
 // attention ---------------------------------------------------------------------------------------
 //
-// softmax(q k / sqrt(D)) v in three steps: score, softmax, weigh. A query attends alone, or WIDTH
-// queries of neighbouring positions attend as a block, which reads each key once for all of them.
+// softmax(q k / sqrt(D)) v in blocks of KEYS positions: score, soften, weigh, then the next block.
+// The sums of earlier blocks are scaled down where a block has a larger score (online softmax,
+// Milakov and Gimelshein 2018). Blocks begin at multiples of KEYS, wherever a pass or a window
+// begins, so the order of sums depends on a query's position only.
+// T queries of neighbouring positions, WIDTH or 1, of heads that share a KV head attend together:
+// a block is read from the cache once for them.
 // T, N and D are constants where the compiler can know them: it unrolls loops over them.
+
+// TOGETHER: queries that share the reading of a value.
+enum { KEYS = 32, TOGETHER = 4 };
 
 // What one text has in the cache for one layer and one KV head, in pages of (page_size, D) numbers.
 typedef struct {
@@ -660,101 +675,104 @@ typedef struct {
   const int64_t *pages;  // the block table of the text
   int64_t length;        // positions up to the first query; each next one has one more
   int64_t window;        // how many of them a query sees, the last ones
-  int fresh;             // whether to prefetch: this layer has not read the text yet
 } Past;
 
-// The first position that query t sees.
-INLINE int64_t first_seen(const Past *past, int t) {
-  int64_t first = past->length + t - past->window;
-  return first > 0 ? first : 0;
+// Positions or tokens, from begin to end - 1.
+typedef struct {
+  int64_t begin, end;
+} Range;
+
+// The positions that query t sees.
+INLINE Range seen(const Past *past, int64_t t) {
+  int64_t end = past->length + t;
+  return (Range){end > past->window ? end - past->window : 0, end};
 }
 
-INLINE float *key_page(const Past *past, int64_t i) {
-  return past->keys + past->pages[i] * past->stride;
+INLINE Range both(Range a, Range b) {
+  return (Range){a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
 }
 
-INLINE float *value_page(const Past *past, int64_t i) {
-  return past->values + past->pages[i] * past->stride;
+// The key or value at a position; from: those of page 0.
+INLINE float *row_at(const Past *past, float *from, int64_t D, int64_t position) {
+  int64_t page = past->pages[position / past->page_size];
+  return from + page * past->stride + position % past->page_size * D;
 }
 
-// Prefetch n numbers. Pages lie anywhere in memory, so the processor cannot guess the next one.
-INLINE void prefetch(int64_t n, const float *x) {
-  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);  // a cache line is 64 bytes
-}
-
-// Step 1 for one query: its dot product with each key that it sees. scores: (length).
-INLINE void score(const int64_t D, const Past *past, const float *q, float *scores) {
-  int64_t length = past->length;
+// The keys or values at a range of positions, in a row: where they are if that is one page, or
+// copied to `room`.
+INLINE const float *in_a_row(const Past *past, float *from, int64_t D, Range in, float *room) {
   int64_t size = past->page_size;
-  int64_t first = first_seen(past, 0);
-  int64_t begin = first / size;  // the page of the first one
-  for (int64_t start = begin * size, page = begin; start < length; start += size, page++) {
-    int64_t n = length - start < size ? length - start : size;
-    const float *key = key_page(past, page);
-    const float *next = NULL;
-    if (past->fresh)
-      next = start + size < length ? key_page(past, page + 1) : value_page(past, begin);
-    for (int64_t i = start < first ? first - start : 0; i < n; i++) {
-      if (next) prefetch(D, next + i * D);
-      scores[start + i] = dot(D, q, key + i * D);
-    }
+  if (in.begin / size == (in.end - 1) / size) return row_at(past, from, D, in.begin);
+  for (int64_t i = in.begin, n; i < in.end; i += n) {
+    n = size - i % size < in.end - i ? size - i % size : in.end - i;
+    memcpy(room + (i - in.begin) * D, row_at(past, from, D, i), n * D * sizeof(float));
+  }
+  return room;
+}
+
+// Step 1: the dot products of T queries with n keys. q: (D, T), scores: (n, T).
+INLINE void score(const int T, const int64_t D, const float *q, int64_t n, const float *keys,
+                  float *scores) {
+  int64_t i = 0;
+  if (T == 1)
+    for (; i < n; i++) scores[i] = dot(D, q, keys + i * D);
+  else {
+    for (; i + ROWS <= n; i += ROWS) column_dots(ROWS, D, keys + i * D, q, scores + i * T);
+    for (; i < n; i++) column_dots(1, D, keys + i * D, q, scores + i * T);
   }
 }
 
-// Give a value to the scores of a block at the positions that a query does not see.
-INLINE void fill_unseen(const Past *past, float *scores, float value) {
-  int64_t first = first_seen(past, 0);
-  int64_t last = past->length + WIDTH - 1;
-  for (int t = 0; t < WIDTH; t++) {
-    for (int64_t i = first; i < first_seen(past, t); i++) scores[i * WIDTH + t] = value;
-    for (int64_t i = past->length + t; i < last; i++) scores[i * WIDTH + t] = value;
+// Give a value to scores, (KEYS, T), of the block from `start` on, where a query does not see.
+INLINE void fill_unseen(const int T, const Past *past, int64_t start, float *scores, float value) {
+  for (int t = 0; t < T; t++) {
+    Range own = seen(past, t);
+    for (int64_t i = 0; i < KEYS; i++)
+      if (start + i < own.begin || start + i >= own.end) scores[i * T + t] = value;
   }
 }
 
-// Step 1 for a block of queries. columns: (D, WIDTH), a query in each; scores: (positions, WIDTH),
-// -infinity at the positions that a query does not see.
-INLINE void score_block(const int64_t D, const Past *past, const Vector *columns, float *scores) {
-  int64_t length = past->length;
-  int64_t last = length + WIDTH - 1;
-  int64_t size = past->page_size;
-  int64_t first = first_seen(past, 0);
-  for (int64_t page = first / size, i = first; i < last; page++) {
-    int64_t start = page * size;
-    int64_t end = last - start < size ? last : start + size;
-    const float *key = key_page(past, page) - start * D;
-    for (; i < end; i++) *(Vector *)(scores + i * WIDTH) = column_dots(D, key + i * D, columns);
-  }
-  fill_unseen(past, scores, -INFINITY);
+// In each lane the larger number, or b's where one is NaN.
+INLINE Vector larger(Vector a, Vector b) {
+  Words is = (Words)(a > b);
+  return (Vector)(((Words)a & is) | ((Words)b & ~is));
 }
 
-// Step 2 for one query: scores become exponentials, at most 1 so that none overflows. Returns their
-// sum: it divides the result of step 3, because a division for each score would take longer.
-INLINE float softmax(int64_t D, const Past *past, float *scores) {
-  int64_t length = past->length;
-  int64_t first = first_seen(past, 0);
-  float factor = 1 / sqrtf(D);
-  float largest = -INFINITY;
-  for (int64_t i = first; i < length; i++) largest = scores[i] > largest ? scores[i] : largest;
-  for (int64_t i = first; i < length; i++) scores[i] = exponential((scores[i] - largest) * factor);
-  return sum(length - first, scores + first);
-}
+// The sum of n numbers or Vectors: halves are added until one is left.
+#define ADD_HALVES(n, x)                    \
+  for (int half = n / 2; half; half /= 2) \
+    for (int i = 0; i < half; i++) x[i] += x[half + i];
 
-// Step 2 for a block of queries. sums: (WIDTH).
-INLINE void softmax_block(int64_t D, const Past *past, float *scores, float *sums) {
-  int64_t last = past->length + WIDTH - 1;
-  int64_t first = first_seen(past, 0);
+// What the blocks so far gave to T queries, besides y.
+typedef struct {
+  float largest[WIDTH];  // score
+  float sum[WIDTH];      // of exponentials
+} Found;
+
+// Step 2: scores of a block, (KEYS, T), become exponentials, at most 1 so that none overflows. all:
+// whether each query sees all keys. smaller: (T), the factors for the sums of earlier blocks.
+INLINE void soften(const int T, int64_t D, const Past *past, int64_t start, int all, float *scores,
+                   Found *found, float *smaller) {
   float factor = 1 / sqrtf(D);
   float largest[WIDTH];
-  for (int t = 0; t < WIDTH; t++) largest[t] = -INFINITY;
-  for (int64_t i = first * WIDTH; i < last * WIDTH; i += WIDTH)
+  if (!all) fill_unseen(T, past, start, scores, -INFINITY);
+  Vector most = VECTOR(scores);
+  for (int i = WIDTH; i < KEYS * T; i += WIDTH) most = larger(VECTOR(scores + i), most);
+  put(WIDTH, most, largest);
+  for (int t = T; t < WIDTH; t++) largest[0] = largest[t] > largest[0] ? largest[t] : largest[0];
+  for (int t = 0; t < T; t++) {
+    largest[t] = found->largest[t] > largest[t] ? found->largest[t] : largest[t];
+    smaller[t] = exponential((found->largest[t] - largest[t]) * factor);
+    found->largest[t] = largest[t];
+  }
+  for (int i = 0; i < KEYS * T; i += WIDTH)
     for (int t = 0; t < WIDTH; t++)
-      largest[t] = scores[i + t] > largest[t] ? scores[i + t] : largest[t];
-  for (int64_t i = first * WIDTH; i < last * WIDTH; i += WIDTH)
-    for (int t = 0; t < WIDTH; t++)
-      scores[i + t] = exponential((scores[i + t] - largest[t]) * factor);
-  fill_unseen(past, scores, 0);  // there `exponential` gives exp(-87)
-  // A query alone begins later: its partial sums are these, rotated, and their halves the same.
-  *(Vector *)sums = column_sums(last - first, (Vector *)(scores + first * WIDTH));
+      scores[i + t] = exponential((scores[i + t] - largest[t % T]) * factor);
+  if (!all) fill_unseen(T, past, start, scores, 0);  // there `exponential` gives exp(-87)
+  Vector sums[KEYS];
+  memcpy(sums, scores, KEYS * T * sizeof(float));
+  ADD_HALVES(KEYS * T / WIDTH, sums)
+  if (T == 1) ADD_HALVES(WIDTH, sums[0])
+  for (int t = 0; t < T; t++) found->sum[t] = found->sum[t] * smaller[t] + sums[0][t];
 }
 
 // A matrix whose rows begin `stride` numbers apart.
@@ -763,95 +781,114 @@ typedef struct {
   int64_t stride;
 } Matrix;
 
-// Step 3 for T queries: each value times its score, summed over the positions. Here columns d to
-// d + N * WIDTH - 1 of the values. scores: (positions, T), y: (T, D).
-INLINE void weigh_columns(const int T, const int N, const int64_t D, const Past *past, int64_t d,
-                          Matrix scores, Matrix y) {
-  Vector sums[TOGETHER][4] = {0};
-  int64_t length = past->length;
-  int64_t last = length + T - 1;
-  int64_t size = past->page_size;
-  for (int64_t page = first_seen(past, 0) / size, i = first_seen(past, 0); i < last; page++) {
-    int64_t start = page * size;
-    int64_t end = last - start < size ? last : start + size;
-    const float *value = value_page(past, page) + (i - start) * D + d;
-    const float *next = NULL;
-    if (past->fresh && end < last) next = value_page(past, page + 1) + d;
-    for (; i < end; i++, value += D) {
-      if (next) prefetch(N * WIDTH, next + (i - start) * D);
-      for (int t = 0; t < T; t++)
-        if (T == 1 || (i < length + t && i >= length + t - past->window))
-          for (int j = 0; j < N; j++)
-            sums[t][j] += scores.at[i * scores.stride + t] * VECTOR(value + j * WIDTH);
-    }
+// Step 3 for columns d to d + N * WIDTH - 1 of the values.
+INLINE void weigh_columns(const int T, const int N, const int64_t D, int64_t d, int64_t n,
+                          const float *values, Matrix scores, const float *smaller, Matrix y) {
+  Vector sums[TOGETHER][4];
+  for (int t = 0; t < T; t++)
+    for (int j = 0; j < N; j++)
+      sums[t][j] = VECTOR(y.at + t * y.stride + d + j * WIDTH) * smaller[t];
+  for (int64_t i = 0; i < n; i++) {
+    Vector value[4];
+    for (int j = 0; j < N; j++) value[j] = VECTOR(values + i * D + d + j * WIDTH);
+    for (int t = 0; t < T; t++)
+      for (int j = 0; j < N; j++) sums[t][j] += scores.at[i * scores.stride + t] * value[j];
   }
   for (int t = 0; t < T; t++)
     for (int j = 0; j < N; j++) *(Vector *)(y.at + t * y.stride + d + j * WIDTH) = sums[t][j];
 }
 
-// Step 3 for T queries, all columns, divided by the sums of step 2.
-INLINE void weigh(const int T, const int64_t D, const Past *past, Matrix scores, const float *sums,
-                  Matrix y) {
+// Step 3 for T queries that see n values: y, (T, D), becomes smaller, and each value times its
+// score is added to it. scores: (n, T).
+INLINE void weigh(const int T, const int64_t D, int64_t n, const float *values, Matrix scores,
+                  const float *smaller, Matrix y) {
   const int N = T == 1 || WIDTH == 16 ? 4 : 2;  // as many sums as there are registers for
   int64_t d = 0;
-  for (; d + N * WIDTH <= D; d += N * WIDTH) weigh_columns(T, N, D, past, d, scores, y);
-  for (; d + WIDTH <= D; d += WIDTH) weigh_columns(T, 1, D, past, d, scores, y);
+  for (; d + N * WIDTH <= D; d += N * WIDTH)
+    weigh_columns(T, N, D, d, n, values, scores, smaller, y);
+  for (; d + WIDTH <= D; d += WIDTH) weigh_columns(T, 1, D, d, n, values, scores, smaller, y);
   for (; d < D; d++)
     for (int t = 0; t < T; t++) {
-      float total = 0;
-      for (int64_t i = first_seen(past, t); i < past->length + t; i++) {
-        const float *value = value_page(past, i / past->page_size) + i % past->page_size * D;
-        total += scores.at[i * scores.stride + t] * value[d];
-      }
+      float total = y.at[t * y.stride + d] * smaller[t];
+      for (int64_t i = 0; i < n; i++) total += scores.at[i * scores.stride + t] * values[i * D + d];
       y.at[t * y.stride + d] = total;
     }
-  for (int t = 0; t < T; t++)
-    for (d = 0; d < D; d++) y.at[t * y.stride + d] /= sums[t];
 }
 
-INLINE void attend_query(const int64_t D, const Past *past, const float *q, float *scores,
-                         float *y) {
-  score(D, past, q, scores);
-  float total = softmax(D, past, scores);
-  weigh(1, D, past, (Matrix){scores, 1}, &total, (Matrix){y, D});
+// Room for a block of keys and of values, and for `heads` heads' queries and what they found.
+static int64_t attend_floats(int64_t D, int64_t heads) {
+  return 2 * KEYS * D + heads * (D + 2) * WIDTH;
 }
 
-INLINE void attend_queries(const int64_t D, const Past *past, Matrix q, float *scores, Matrix y) {
-  float *columns = scores + (past->length + WIDTH - 1) * WIDTH;
-  for (int64_t d = 0; d < D; d++)
-    for (int t = 0; t < WIDTH; t++) columns[d * WIDTH + t] = q.at[t * q.stride + d];
-  float sums[WIDTH];
-  score_block(D, past, (Vector *)columns, scores);
-  softmax_block(D, past, scores, sums);
-  for (int t = 0; t < WIDTH; t += TOGETHER) {
-    Past own = *past;
-    own.length += t;
-    own.fresh = 0;
-    Matrix to = {y.at + t * y.stride, y.stride};
-    weigh(TOGETHER, D, &own, (Matrix){scores + t, WIDTH}, sums + t, to);
+// What T queries of `heads` heads, which share a KV head, make of a text. q and y: T rows of
+// (heads, D). room: for `attend_floats`.
+INLINE void attend_together(const int T, const int64_t D, int64_t heads, const Past *past, Matrix q,
+                            float *room, Matrix y) {
+  float *columns = room + 2 * KEYS * D;  // (heads, D, T)
+  Found *found = (Found *)(columns + heads * D * WIDTH);
+  for (int64_t h = 0; h < heads; h++)
+    for (int t = 0; t < T; t++) {
+      found[h].largest[t] = -FLT_MAX;
+      found[h].sum[t] = 0;
+      for (int64_t d = h * D; d < (h + 1) * D; d++) {
+        columns[d * T + t] = q.at[t * q.stride + d];
+        y.at[t * y.stride + d] = 0;
+      }
+    }
+  Range any = {seen(past, 0).begin, seen(past, T - 1).end};
+  Range every = {seen(past, T - 1).begin, seen(past, 0).end};
+  for (int64_t start = any.begin / KEYS * KEYS; start < any.end; start += KEYS) {
+    Range block = {start, start + KEYS};
+    Range in = both(block, any);
+    int all = start >= every.begin && block.end <= every.end;
+    const float *keys = in_a_row(past, past->keys, D, in, room);
+    const float *values = in_a_row(past, past->values, D, in, room + KEYS * D);
+    for (int64_t h = 0; h < heads; h++) {
+      float scores[KEYS * WIDTH], smaller[WIDTH];
+      score(T, D, columns + h * D * T, in.end - in.begin, keys, scores + (in.begin - start) * T);
+      soften(T, D, past, start, all, scores, found + h, smaller);
+      const int N = all && T > 1 ? TOGETHER : 1;
+      for (int t = 0; t < T; t += N) {
+        Range own = all ? in : both(block, seen(past, t));
+        Matrix from = {scores + (own.begin - start) * T + t, T};
+        Matrix to = {y.at + t * y.stride + h * D, y.stride};
+        int64_t n = own.end - own.begin;
+        if (N > 1)
+          weigh(TOGETHER, D, n, values, from, smaller + t, to);
+        else
+          weigh(1, D, n, values + (own.begin - in.begin) * D, from, smaller + t, to);
+      }
+    }
   }
+  for (int64_t h = 0; h < heads; h++)
+    for (int t = 0; t < T; t++)
+      for (int64_t d = h * D; d < (h + 1) * D; d++) y.at[t * y.stride + d] /= found[h].sum[t];
 }
 
-// What one query, (D), makes of a text: y, (D). scores: room for `length` numbers.
-static void attend_alone(int64_t D, const Past *past, const float *q, float *scores, float *y) {
+// One query a head.
+static void attend_alone(int64_t D, int64_t heads, const Past *past, Matrix q, float *room,
+                         Matrix y) {
   if (D == 64)  // as in GPT-2
-    attend_query(64, past, q, scores, y);
+    attend_together(1, 64, heads, past, q, room, y);
   else
-    attend_query(D, past, q, scores, y);
+    attend_together(1, D, heads, past, q, room, y);
 }
 
-// What a block of queries makes of a text: q and y, (WIDTH, D). scores: room for `score_floats`.
-static void attend_block(int64_t D, const Past *past, Matrix q, float *scores, Matrix y) {
+// A block of WIDTH queries a head.
+static void attend_block(int64_t D, int64_t heads, const Past *past, Matrix q, float *room,
+                         Matrix y) {
   if (D == 64)
-    attend_queries(64, past, q, scores, y);
+    attend_together(WIDTH, 64, heads, past, q, room, y);
   else
-    attend_queries(D, past, q, scores, y);
+    attend_together(WIDTH, D, heads, past, q, room, y);
 }
 
 // Exported for tests, which compare it with torch.
-void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D,
-            const float *q, float *k, float *v, float *scores, float *y) {
-  attend_alone(D, &(Past){k, v, stride, size, pages, length, length, 1}, q, scores, y);
+void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D, float *q,
+            float *k, float *v, float *y) {
+  Past past = {k, v, stride, size, pages, length, length};
+  float room[attend_floats(D, 1)];
+  attend_alone(D, 1, &past, (Matrix){q, D}, room, (Matrix){y, D});
 }
 
 // Queries attend as blocks that begin at multiples of WIDTH positions. Returns the first token of
@@ -884,10 +921,9 @@ static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t kv_hea
 
 // Write the key and the value of a token, (D) each, to the last position of its text.
 static void append(const Past *past, int64_t D, const float *key, const float *value) {
-  int64_t page = (past->length - 1) / past->page_size;
-  int64_t offset = (past->length - 1) % past->page_size * D;
-  memcpy(key_page(past, page) + offset, key, D * sizeof(float));
-  memcpy(value_page(past, page) + offset, value, D * sizeof(float));
+  int64_t last = past->length - 1;
+  memcpy(row_at(past, past->keys, D, last), key, D * sizeof(float));
+  memcpy(row_at(past, past->values, D, last), value, D * sizeof(float));
 }
 
 // Prepare a token's query or key, (D): normalize it, if the layer does, and rotate it.
@@ -902,7 +938,7 @@ static void prepare(const Model *m, const Pass *p, int local, const Norm *norm, 
 
 // Prepare queries and keys, append keys and values to the cache, then attend. Every H / K queries
 // share a key. qkv: (T, H + 2 K, D), y: (T, H, D).
-static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *scores,
+static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, float *room,
                       float *y) {
   int64_t H = m->n_head, K = m->n_kv_head, D = m->head_dim;
   int64_t group = H / K;
@@ -921,21 +957,24 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       prepare(m, p, local, key_norm, t, key);
       append(&past, D, key, key + K * D);
     }
-#pragma omp for schedule(static) collapse(3)
+  // Heads of a group go to different threads where that takes less time. Each then reads the keys
+  // by itself, which takes about 1.2 times as long.
+  int64_t threads = omp_get_num_threads();
+  int64_t together = (K * p->T + threads - 1) / threads * group;  // heads for the busiest thread
+  int64_t apart = (K * group * p->T + threads - 1) / threads;
+  int64_t parts = 5 * apart < 4 * together ? group : 1;
+  int64_t heads = group / parts;
+#pragma omp for schedule(dynamic) collapse(3)
   for (int64_t k = 0; k < K; k++)
     for (int64_t t = 0; t < p->T; t++)
-      for (int64_t g = 0; g < group; g++) {
-        int64_t h = k * group + g;
+      for (int64_t part = 0; part < parts; part++) {
+        int64_t h = k * group + part * heads;
         int64_t first = first_in_block(p, t);
         Past past = past_of(m, p, layer, k, t);
         Matrix q = {qkv + t * width + h * D, width};
         Matrix to = {y + (t * H + h) * D, H * D};
-        if (first == t) {
-          attend_block(D, &past, q, scores, to);
-        } else if (first < 0) {
-          past.fresh = g == 0 && (t == 0 || p->tables[t - 1] != p->tables[t]);
-          attend_alone(D, &past, q.at, scores, to.at);
-        }
+        if (first == t) attend_block(D, heads, &past, q, room, to);
+        if (first < 0) attend_alone(D, heads, &past, q, room, to);
       }
 }
 
@@ -951,10 +990,6 @@ static void embed(const Model *m, const Pass *p, float *x) {
       for (int64_t i = 0; i < C; i++) x[t * C + i] += m->wpe[p->positions[t] * C + i];
   }
 }
-
-typedef struct {
-  int64_t begin, end;
-} Range;
 
 // The tokens that a thread prepares for a product: its part of n, or all of them where there are
 // few. Then each thread does the same work into a buffer of its own, which takes less time than to
@@ -1112,19 +1147,14 @@ static int64_t input_floats(const Model *m, int64_t T) {
   return T * (2 * (m->widest + m->chosen * BLOCK) + m->chosen);
 }
 
-// Room for the scores of a block of queries, and for the queries.
-static int64_t score_floats(const Model *m, int64_t length) {
-  return (length + m->head_dim) * WIDTH;
+// Room of each thread: what attention needs, and a token that is turned.
+static int64_t thread_floats(const Model *m) {
+  return attend_floats(m->head_dim, m->n_head / m->n_kv_head) + m->widest;
 }
 
-// Room of each thread: scores, and a token that is turned.
-static int64_t thread_floats(const Model *m, int64_t length) {
-  return score_floats(m, length) + m->widest;
-}
-
-int64_t work_floats(const Model *m, int64_t T, int64_t length, int threads) {
+int64_t work_floats(const Model *m, int64_t T, int threads) {
   int64_t inputs = (T < threads ? threads : 1) * input_floats(m, T);
-  return T * 3 * m->widest + threads * thread_floats(m, length) + inputs + route_floats(m, T);
+  return T * 3 * m->widest + threads * thread_floats(m) + inputs + route_floats(m, T);
 }
 
 // logits: (wanted, vocab_size). work: room for `work_floats`.
@@ -1135,15 +1165,15 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
   float *x = work;  // the residual stream
   float *y = x + room;
   float *wide = y + room;
-  float *all_scores = wide + room;
-  float *all_inputs = all_scores + threads * thread_floats(m, p->length);
+  float *all_rooms = wide + room;
+  float *all_inputs = all_rooms + threads * thread_floats(m);
   Routes routes = routes_in(m, T, all_inputs + (T < threads ? threads : 1) * input_floats(m, T));
 #pragma omp parallel num_threads(threads)
   {
     int few = T < threads;
     int64_t thread = omp_get_thread_num();
-    float *scores = all_scores + thread * thread_floats(m, p->length);
-    float *turned = scores + score_floats(m, p->length);
+    float *own_room = all_rooms + thread * thread_floats(m);
+    float *turned = own_room + attend_floats(m->head_dim, m->n_head / m->n_kv_head);
     float *in = all_inputs + few * thread * input_floats(m, T);
     float *scale = in + room;
     Input input = {in, {(Value *)(scale + T * m->chosen)}, scale, turned};
@@ -1159,7 +1189,7 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       int64_t inner = mlp->out.in;
       normalize(&layer->attn_norm, m->epsilon, n, C, own_x, own_in);
       products(layer->attn_in, 3, T, few, input, wide, 0);
-      attention(m, p, i, wide, scores, y);
+      attention(m, p, i, wide, own_room, y);
       end_branch(m, &layer->attn_out, &layer->attn_out_norm, T, few, attended, wide, x);
       normalize(&layer->mlp_norm, m->epsilon, n, C, own_x, own_in);
       if (layer->experts) {

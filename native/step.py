@@ -17,7 +17,7 @@ PassStruct = struct(
     cache=POINTER * 2,
     pages=ctypes.POINTER(INT) * 2,
     num_pages=INT * 2,
-    **dict.fromkeys(("page_size", "length", "T", "wanted"), INT),
+    **dict.fromkeys(("page_size", "T", "wanted"), INT),
     **dict.fromkeys(("kinds", "places"), ctypes.POINTER(INT)),
     **dict.fromkeys(("tokens", "positions", "tables", "wants"), ctypes.POINTER(INT)),
     cos=POINTER,
@@ -122,12 +122,12 @@ class NativeRunner(NativeDraws):
         kinds = tuple(caches), (block_table, window_table), tuple(num_pages)
         angles = [table for each in self.rotations for table in each.first(length)]
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
-        sizes = page_size, length, len(tokens), len(wants)
+        sizes = page_size, len(tokens), len(wants)
         job = PassStruct(*kinds, *sizes, *self.layers[apart], *arrays, *angles)
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Room for each call its own: ctypes lets other threads of Python run meanwhile.
-        floats = self.library.work_floats(model, INT(len(tokens)), INT(length), threads)
+        floats = self.library.work_floats(model, INT(len(tokens)), threads)
         work = torch.empty(floats)
         logits = torch.empty(len(wants), config.vocab_size)
         buffers = POINTER(logits.data_ptr()), POINTER(work.data_ptr())

@@ -18,9 +18,9 @@ def attend(library, q, keys, values, page_size: int) -> torch.Tensor:
     for position in range(length):
         page, place = pages[position // page_size], position % page_size
         storage[:, page, place] = torch.stack([keys[position], values[position]])
-    y, scores = torch.empty(D), torch.empty(length)
+    y = torch.empty(D)
     sizes = page_size, page_size * D, length, D
-    call(library.attend, torch.tensor(pages), *sizes, q, *storage, scores, y)
+    call(library.attend, torch.tensor(pages), *sizes, q, *storage, y)
     return y
 
 

@@ -1,7 +1,6 @@
 """Tokens of a prompt that attend side by side have the bits of each alone."""
 
 import copy
-import ctypes
 import math
 
 import pytest
@@ -15,21 +14,6 @@ FORMS = [
     ("tiny_llama", {}),
     ("tiny_llama", {"n_head": 3, "n_kv_head": 1, "head_dim": 64}),  # what the compiler knows
 ]
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_a_thread_has_room_for_the_scores_of_a_block(tiny, target):
-    """A number for each of its queries, not for one alone."""
-    model = native(tiny(dtype=torch.float32, block_size=50), target)
-    library = model.runner.library
-    width = ctypes.c_int.in_dll(library, "panel_outputs").value // 2
-
-    def floats(length: int, count: int) -> int:
-        sizes = (ctypes.c_int64(number) for number in (16, length))
-        return library.work_floats(ctypes.byref(model.runner.model), *sizes, count)
-
-    assert floats(50, 1) - floats(40, 1) == 10 * width
-    assert floats(50, 3) - floats(40, 3) == 30 * width
 
 
 @torch.inference_mode()

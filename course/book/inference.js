@@ -71,11 +71,11 @@ class Model {
     const base = this.allocate(image.length); // where course/web_model.py has it, too
     new Uint8Array(exports.memory.buffer).set(image, base);
     this.cache = this.allocate(4 * n_layer * 2 * n_kv_head * block_size * head_dim);
-    const floats = exports.work_floats(weights.model, BigInt(block_size), BigInt(block_size), 1);
+    const floats = exports.work_floats(weights.model, BigInt(block_size), 1);
     this.work = this.allocate(4 * Number(floats));
     this.kept = this.allocate(4 * MOST_ROWS * vocab_size);
     this.lists = this.allocate(8 * 4 * block_size);
-    this.pass = this.allocate(104);
+    this.pass = this.allocate(96);
     this.page = this.allocate(8); // the cache is a single page, number 0
     this.layers = this.allocate(8 * 2 * n_layer); // all of kind 0, and their numbers
     const places = new BigInt64Array(exports.memory.buffer, this.layers + 8 * n_layer, n_layer);
@@ -105,12 +105,12 @@ class Model {
     const view = new DataView(this.exports.memory.buffer, this.pass); // the struct Pass of gpt.c
     const { n_layer, block_size, cos, sin } = this.config;
     [this.cache, 0, this.page, 0].forEach((address, i) => view.setUint32(4 * i, address, true));
-    [1, 0, block_size, window.length, T, keep].forEach((number, i) =>
+    [1, 0, block_size, T, keep].forEach((number, i) =>
       view.setBigInt64(16 + 8 * i, BigInt(number), true),
     );
     const layers = [this.layers, this.layers + 8 * n_layer];
     [...layers, tokens, positions, tables, wants, cos, sin, 0, 0].forEach((address, i) =>
-      view.setUint32(64 + 4 * i, address, true),
+      view.setUint32(56 + 4 * i, address, true),
     );
     this.exports.gpt_pass(this.config.model, this.pass, this.kept, this.work, 1);
     this.held = window.slice();
