@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from errors import UserError
+from int8 import quantize, turn
 
 
 class Span(NamedTuple):
@@ -21,24 +22,33 @@ class Span(NamedTuple):
 class KVCache:
     """The keys and values of a batch of rows, of any lengths, in one tensor, allocated once.
 
-    storage: (n_layer, 2, batch_size, n_kv_head, max_len, head_dim), in the model's dtype.
-    max_len: positions in a row; None: block_size. tokens: what each row holds, position 0 first;
-    anything after them in the storage is stale. Raises UserError if it does not fit in memory.
+    storage: (n_layer, 2, batch_size, n_kv_head, max_len, stored_width of head_dim).
+    max_len: positions in a row; None: block_size. dtype: of the storage; None: the model's. tokens:
+    what each row holds, position 0 first; anything after them in the storage is stale. Raises
+    UserError if it does not fit in memory.
     """
 
-    def __init__(self, model, batch_size: int = 1, max_len: int | None = None):
+    def __init__(
+        self,
+        model,
+        batch_size: int = 1,
+        max_len: int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         config = model.config
+        dtype = dtype or model.dtype
         max_len = config.block_size if max_len is None else max_len
-        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_len, config.head_dim)
+        width = stored_width(config.head_dim, dtype)
+        shape = (config.n_layer, 2, batch_size, config.n_kv_head, max_len, width)
         try:
             # Zeros: a masked position has weight 0, but 0 times a NaN in stale memory would be NaN.
-            self.storage = torch.zeros(shape, dtype=model.dtype, device=model.device)
+            self.storage = torch.zeros(shape, dtype=dtype, device=model.device)
         except RuntimeError:
-            size = model.dtype.itemsize
+            size = dtype.itemsize
             factors = (
                 f"{batch_size} rows x {config.n_layer} layers x keys and values"
                 f" x {config.n_kv_head} heads x {max_len} positions"
-                f" x {config.head_dim} numbers x {size} bytes"
+                f" x {width} numbers x {size} bytes"
             )
             count = f"{math.prod(shape) * size:,} bytes"
             raise UserError(f"a cache of {count} does not fit in memory: {factors}") from None
@@ -141,15 +151,52 @@ class KVCache:
         All shapes are (B, T, heads, head_dim).
         """
         keys, values = self.visible[2 * layer : 2 * layer + 2]
-        keys.transpose(1, 2)[self.slots] = k
-        values.transpose(1, 2)[self.slots] = v
+        keys.transpose(1, 2)[self.slots] = to_stored(k, keys.dtype)
+        values.transpose(1, 2)[self.slots] = to_stored(v, values.dtype)
         first, mask = self.views[self.windows[layer]]
         keys = keys[:, :, first:][self.rows]
         values = values[:, :, first:][self.rows]
-        q = q.transpose(1, 2)  # with as many heads as keys, or a multiple of that
-        return F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, enable_gqa=True
-        ).transpose(1, 2)
+        return attend_stored(q.transpose(1, 2), keys, values, mask).transpose(1, 2)
+
+
+def stored_width(head_dim: int, dtype: torch.dtype) -> int:
+    """How many numbers of this dtype a key or value takes in a cache.
+
+    In int8 it is filled up to whole floats, and the last one is its scale.
+    """
+    return head_dim + -head_dim % 4 + 4 if dtype == torch.int8 else head_dim
+
+
+def to_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values, (..., head_dim), as a cache of this dtype holds them.
+
+    Each is rounded by itself; for int8 it is turned first, because keys have outliers.
+    """
+    if dtype != torch.int8:
+        return x.to(dtype)
+    values, scale = quantize(turn(x.float()))
+    return torch.cat([F.pad(values, (0, -x.shape[-1] % 4)), scale[..., None].view(dtype)], dim=-1)
+
+
+def attend_stored(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention to what `to_stored` made. q: (B, heads, T, head_dim), as the result.
+
+    keys, values: (B, n_kv_head, S, stored_width); neighbouring query heads share one.
+    """
+    D = q.shape[-1]
+    turned = keys.dtype == torch.int8
+    queries = q
+    if turned:
+        # turn(q) @ turn(k) is D & -D times q @ k, and so is a value that is turned twice.
+        queries = turn(q.to(torch.promote_types(q.dtype, torch.float32))) / (D & -D)
+        keys, values = (
+            stored[..., :D] * stored[..., -4:].view(torch.float32) for stored in (keys, values)
+        )
+    keys, values = (each.to(queries.dtype) for each in (keys, values))
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+    return (turn(out) / (D & -D)).to(q.dtype) if turned else out
 
 
 def layer_windows(config) -> tuple[int | None, ...]:

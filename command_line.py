@@ -37,6 +37,7 @@ DTYPES = {
     "int8": torch.int8,
     "blocks": torch.uint8,
 }
+CACHE_DTYPES = {"auto": None, "float16": torch.float16, "int8": torch.int8}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -90,6 +91,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     dtype_help += "; memory of a weight: 4 bytes, 2 or in int8 1, in whatever form its file has it"
     dtype_help += "; in blocks as in the file, or 1.1"
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help=dtype_help)
+    cache_help = "of keys and values; auto: as the model computes; int8: rotated, each with a scale"
+    cache_help += "; of float32's memory float16 takes half and int8 a bit more than a quarter"
+    names = "--cache-dtype", "--kv-cache-dtype"
+    parser.add_argument(*names, default="auto", choices=CACHE_DTYPES, help=cache_help)
     backend_help = "what computes; native: C code for this CPU; auto: that where it can"
     parser.add_argument(
         "--backend", default="auto", choices=("auto", "torch", "native"), help=backend_help

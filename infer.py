@@ -12,6 +12,7 @@ import torch
 
 from cache import KVCache, check_stride, window_start
 from command_line import (
+    CACHE_DTYPES,
     MODEL_HELP,
     STORIES,
     Output,
@@ -45,6 +46,7 @@ def generate(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     stride: int | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
@@ -54,12 +56,14 @@ def generate(
     use_cache: keep the keys and values of past positions; without, each step computes all again.
     stride: how far the window moves when the text has outgrown it, from 1 to block_size; None is
     half of block_size.
+    cache_dtype: of keys and values: float16 and int8 take half and about a quarter of float32's
+    memory; None is the model's dtype. Each key and value is rounded by itself, by `to_stored`.
     The batch is static: a finished row is computed until the last one ends.
     Yields, at most the largest `max_new_tokens` times, the next token of each prompt, EOS included,
     and None after its last one.
     Greedy or with a seed, a row has the text of its own run, up to rounding; without a seed it
-    depends on its batch, which shares the generator. With int8 weights rounding may change a text,
-    as int8.py says, unless C computes the whole pass.
+    depends on its batch, which shares the generator. With int8 weights or a small cache rounding
+    may change a text, as int8.py says, unless C computes the whole pass.
     Raises UserError if there is no prompt, stride is out of range, the cache does not fit in
     memory, or the logits are not finite; ValueError if params are not as many as prompts.
     """
@@ -76,7 +80,9 @@ def generate(
     ]
     # The last token is not passed, but a prompt is, also for a row that wants no token.
     longest = max(max(prompt_lengths), max(lengths) - 1)
-    cache = KVCache(model, len(sequences), min(longest, block_size)) if use_cache else None
+    cache = None
+    if use_cache:
+        cache = KVCache(model, len(sequences), min(longest, block_size), cache_dtype)
     finished = [row_params.max_new_tokens == 0 for row_params in each]
     while not all(finished):
         starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
@@ -117,6 +123,7 @@ def beam_search(
     use_cache: bool = True,
     stride: int | None = None,
     length_penalty: float = 0.0,
+    cache_dtype: torch.dtype | None = None,
 ) -> list[Beam]:
     """Search for probable continuations of a prompt.
 
@@ -135,7 +142,7 @@ def beam_search(
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
     longest = len(prompt) + max_new_tokens - 1  # the last token is not passed
-    cache = KVCache(model, 1, min(longest, block_size)) if use_cache else None
+    cache = KVCache(model, 1, min(longest, block_size), cache_dtype) if use_cache else None
     running = [Beam([], 0.0)]  # best first; the score of a running text is its sum
     finished = []
     for length in range(1, max_new_tokens + 1):
@@ -248,6 +255,9 @@ def run(args) -> None:
     """
     check_beam_options(args)
     check_chat_options(args)
+    cache_dtype = CACHE_DTYPES[args.cache_dtype]
+    if args.no_cache and cache_dtype:
+        raise UserError("--cache-dtype is for a cache; leave out --no-cache")
     params = sampling_params(args)
     prompts = read_prompts(args)
     source = parse_name(args.model)
@@ -265,7 +275,8 @@ def run(args) -> None:
             return output.texts
         with output:
             each = with_seeds(params, seed, len(tokens))
-            for step in generate(model, tokens, each, None, not args.no_cache, args.stride):
+            options = not args.no_cache, args.stride, cache_dtype
+            for step in generate(model, tokens, each, None, *options):
                 for row, token in enumerate(step):
                     if token is not None:
                         output.add(row, token)
@@ -293,6 +304,7 @@ def check_beam_options(args) -> None:
 def print_beams(args, model: Model, prompts: list[list[int]], output: Output) -> None:
     """Search for each prompt by itself: the best text to stdout, how it scored to stderr."""
     options = {"ignore_eos": args.ignore_eos, "use_cache": not args.no_cache, "stride": args.stride}
+    options["cache_dtype"] = CACHE_DTYPES[args.cache_dtype]
     penalty = 0.0 if args.length_penalty is None else args.length_penalty
     found = []
     with output:

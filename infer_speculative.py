@@ -11,6 +11,7 @@ import torch
 
 from cache import KVCache, check_stride, window_start
 from command_line import (
+    CACHE_DTYPES,
     MODEL_HELP,
     STORIES,
     Output,
@@ -56,14 +57,15 @@ def generate_speculative(
     gamma: int = 3,
     generator: torch.Generator | None = None,
     stride: int | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Iterator[Pass]:
     """Continue a prompt as `infer.generate` does with the target alone.
 
     A greedy text is equal, a sampled one has the same distribution, up to rounding.
     The drafter proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
     draft: a model, or a function that proposes, as `ModelDrafter.propose` and `propose_lookup` do.
-    generator, stride: as in `infer.generate`, but params.seed is not used; the draft model's window
-    moves by half of its own block_size.
+    generator, stride, cache_dtype: as in `infer.generate`, but params.seed is not used; the draft
+    model's window moves by half of its own block_size, and its cache has that dtype, too.
     Yields passes, of `params.max_new_tokens` tokens in all at most.
     Raises UserError if gamma is out of range, the models differ in vocabulary, or as
     `infer.generate` does.
@@ -75,11 +77,11 @@ def generate_speculative(
     sequence = list(prompt) or [config.bos_token_id]
     prompt_length = len(sequence)
     end = prompt_length + params.max_new_tokens
-    cache = KVCache(target, 1, min(end - 1, config.block_size))
+    cache = KVCache(target, 1, min(end - 1, config.block_size), cache_dtype)
     propose = draft
     if isinstance(draft, Model):
         check_vocabularies(config, draft.config)
-        propose = ModelDrafter(draft, end - 1, params, generator).propose
+        propose = ModelDrafter(draft, end - 1, params, generator, cache_dtype).propose
     while len(sequence) < end:
         start = window_start(len(sequence), config.block_size, stride)
         # All positions of a pass see this window: none crosses a hop.
@@ -115,13 +117,14 @@ class ModelDrafter:
         max_len: int,
         params: SamplingParams,
         generator: torch.Generator | None = None,
+        cache_dtype: torch.dtype | None = None,
     ):
         self.model = model
         self.params = params
         self.generator = generator
         self.block_size = model.config.block_size
         self.stride = check_stride(None, self.block_size)
-        self.cache = KVCache(model, 1, min(max_len, self.block_size))
+        self.cache = KVCache(model, 1, min(max_len, self.block_size), cache_dtype)
 
     def propose(
         self, sequence: list[int], count: int, prompt_length: int
@@ -263,9 +266,8 @@ def run(args) -> None:
     with DraftOutput(prompts, encoding, skip, shown_seed, colours=colours) as output:
         for row, prompt in enumerate(prompts):
             tokens = encoding.encode(prompt, allowed_special="all")
-            passes = generate_speculative(
-                target, draft, tokens, params, args.gamma, generator, args.stride
-            )
+            options = args.gamma, generator, args.stride, CACHE_DTYPES[args.cache_dtype]
+            passes = generate_speculative(target, draft, tokens, params, *options)
             for step in passes:
                 output.add_pass(row, step)
 

@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import torch
 
 from cache import check_stride
-from command_line import Parser, pick_device, run_script, show
+from command_line import CACHE_DTYPES, Parser, pick_device, run_script, show
 from errors import UserError, check_limits
 from loading.load import load_config, parse_name
 from loading.tokenizer import load_encoding
@@ -205,6 +205,7 @@ def routing(args) -> dict:
     names = ("stride", "page_size", "num_pages", "max_rows")
     sizes = {name: getattr(args, name) for name in names}
     sizes["block_size"] = load_config(parse_name(args.model)).block_size
+    sizes["itemsize"] = getattr(CACHE_DTYPES[args.cache_dtype], "itemsize", 4)
     check_stride(args.stride, sizes["block_size"])
     router = {"request_router_class": "server.router:PrefixRouter"}
     return {"request_router_config": RequestRouterConfig(**router, request_router_kwargs=sizes)}

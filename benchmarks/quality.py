@@ -14,7 +14,7 @@ import torch
 from benchmarks import common
 from benchmarks.llama_cpp import LlamaCpp
 from cache import KVCache
-from command_line import DTYPES, STORIES, Parser, note_dropped, pick_dtype
+from command_line import CACHE_DTYPES, DTYPES, STORIES, Parser, note_dropped, pick_dtype
 from errors import UserError
 from infer import pass_logits
 from loading.load import load_model, parse_name
@@ -40,7 +40,7 @@ MEASURED = {
 }
 COLUMNS = {
     "model": common.COLUMNS["model"],
-    "dtype": "of the weights; the name of a peer's file",
+    "dtype": "of the weights; of the cache, if that is named; the name of a peer's file",
     "backend": "torch; native: the C code; llama.cpp: a peer",
     **MEASURED,
     "weight_bytes": "of all weights, scales and whatever else their format has",
@@ -77,9 +77,9 @@ class Results(common.ResultsFile):
 # One text
 
 
-def our_logits(model, text: list[int]) -> Iterator[torch.Tensor]:
+def our_logits(model, text: list[int], cache_dtype=None) -> Iterator[torch.Tensor]:
     """The logits after each token, (n, vocab_size), of PIECE tokens at a time."""
-    cache = KVCache(model, 1, len(text))
+    cache = KVCache(model, 1, len(text), cache_dtype)
     for start in range(0, len(text), PIECE):
         new = text[start : start + PIECE]
         yield pass_logits(model, [new], [0], cache, len(new))[0]
@@ -200,8 +200,11 @@ def measure(args, device: str, results: Results) -> None:
         except UserError as error:
             print(f"without {dtype} {backend}: {error}", file=sys.stderr)
         else:
-            add(dtype, backend, functools.partial(our_logits, other), size)
-            del other  # before the next is loaded
+            for name in args.cache_dtype:
+                logits = functools.partial(our_logits, other, cache_dtype=CACHE_DTYPES[name])
+                label = dtype if name == "auto" else f"{dtype}, {name} cache"
+                add(label, backend, logits, size)
+            del other, logits  # before the next is loaded
     for file in args.peers:
         with contextlib.closing(LlamaCpp(file)) as peer:
             if peer.vocab_size != config.vocab_size:
@@ -264,6 +267,8 @@ def main(argv=None) -> None:
     parser.add_argument("--model", help=model)
     dtypes = {"default": list(DTYPES), "choices": DTYPES, "help": "of the weights"}
     parser.add_argument("--dtype", **common.LIST, **dtypes)
+    caches = {"default": ["auto"], "choices": CACHE_DTYPES, "help": "of keys and values"}
+    parser.add_argument("--cache-dtype", **common.LIST, **caches)
     backends = {"default": list(BACKENDS), "choices": BACKENDS, "help": "what computes"}
     parser.add_argument("--backend", **common.LIST, **backends)
     peers = "GGUF files of the same model, which llama.cpp computes with a float32 cache"

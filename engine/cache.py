@@ -3,9 +3,17 @@
 import math
 
 import torch
-import torch.nn.functional as F
 
-from cache import Span, first_seen, layer_kinds, layer_windows, seen
+from cache import (
+    Span,
+    attend_stored,
+    first_seen,
+    layer_kinds,
+    layer_windows,
+    seen,
+    stored_width,
+    to_stored,
+)
 from engine.pages import page_count
 from errors import UserError
 
@@ -13,36 +21,45 @@ from errors import UserError
 class PagedCache:
     """Pages of keys and values. A text's positions lie in pages anywhere; `arrange` is told which.
 
-    storage: (n_layer, 2, num_pages, n_kv_head, page_size, head_dim). window_pages: the pages that
-    layers with a window have of their own, in a second of `storages`; None: all layers share one.
+    storage: (n_layer, 2, num_pages, n_kv_head, page_size, stored_width of head_dim). window_pages:
+    the pages that layers with a window have of their own, in a second of `storages`; None: all
+    layers share one. dtype: of the storages; None: the model's.
     Raises UserError if they do not fit in memory.
     After Kwon et al. 2023 (2309.06180), "Efficient memory management for large language model
     serving with PagedAttention".
     """
 
-    def __init__(self, model, num_pages: int, page_size: int, window_pages: int | None = None):
+    def __init__(
+        self,
+        model,
+        num_pages: int,
+        page_size: int,
+        window_pages: int | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         config = model.config
+        dtype = dtype or model.dtype
         self.windows = layer_windows(config)
         self.kinds = layer_kinds(config, window_pages is not None)
-        rest = model.n_kv_head, page_size, config.head_dim
+        rest = model.n_kv_head, page_size, stored_width(config.head_dim, dtype)
         shapes = [(self.kinds.count(0), 2, num_pages, *rest)]
         if window_pages is not None:
             shapes.append((self.kinds.count(1), 2, window_pages, *rest))
-        options = {"dtype": model.dtype, "device": model.device}
+        options = {"dtype": dtype, "device": model.device}
         try:
             self.storages = [torch.empty(shape, **options) for shape in shapes]
         except (RuntimeError, TypeError):  # TypeError: a size beyond 64 bits
             raise UserError(
                 f"{num_pages} pages of {page_size} positions do not fit in memory:"
-                f" {sum(map(math.prod, shapes)) * model.dtype.itemsize:,} bytes"
+                f" {sum(map(math.prod, shapes)) * dtype.itemsize:,} bytes"
             ) from None
         self.storage = self.storages[0]
         # The keys and values of each layer, and the same cut into units: what one page holds for
-        # one head. n_layer times (2, num_pages * n_kv_head, page_size * head_dim)
+        # one head. n_layer times (2, num_pages * n_kv_head, page_size * width)
         parts = [iter(storage.unbind()) for storage in self.storages]
         self.layers = [next(parts[kind]) for kind in self.kinds]
         self.units = [layer.flatten(3).flatten(1, 2) for layer in self.layers]
-        self.room = self.storage.new_empty(2, 0, page_size * config.head_dim)
+        self.room = self.storage.new_empty(2, 0, self.units[0].shape[2])
 
     def arrange(self, spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Plan a pass: its tokens and their positions, both (N,), and where each span ends in them.
@@ -121,7 +138,7 @@ class PagedCache:
         """
         pages, offsets = self.written[self.kinds[layer]]
         for stored, new in zip(self.layers[layer], (k, v)):
-            stored[pages, :, offsets] = new
+            stored[pages, :, offsets] = to_stored(new, stored.dtype)
         out = torch.empty_like(q)
         for part, views in self.groups:
             units, mask = views[self.windows[layer]]
@@ -131,9 +148,9 @@ class PagedCache:
                 torch.index_select(stored, 0, units, out=room[: len(units)])
                 for stored, room in zip(self.units[layer], self.room)
             )
-            keys = keys.view(G, -1, S, q.shape[-1])  # (G, heads, S, head_dim)
+            keys = keys.view(G, -1, S, self.storage.shape[5])  # (G, heads, S, width)
             values = values.view(keys.shape)
             queries = q[part].view(G, T, *q.shape[1:]).transpose(1, 2)
-            attended = F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)
+            attended = attend_stored(queries, keys, values, mask)
             out[part] = attended.transpose(1, 2).flatten(0, 1)
         return out

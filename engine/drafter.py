@@ -56,12 +56,19 @@ class PagedDrafter:
     It draws with the random numbers that the target uses at the same position. So the more their
     distributions agree, the more often the draws are the same (Daliri et al. 2024, 2408.07978).
     max_rows: how many of the texts that it is asked for get drafts, the first ones; the cache has a
-    whole window for each.
+    whole window for each. cache_dtype: as in `generate`.
     Raises UserError for a value out of range, if the vocabularies differ, or if the cache does not
     fit in memory.
     """
 
-    def __init__(self, draft: Model, target: Model, max_rows: int = 32, page_size: int = 16):
+    def __init__(
+        self,
+        draft: Model,
+        target: Model,
+        max_rows: int = 32,
+        page_size: int = 16,
+        cache_dtype: torch.dtype | None = None,
+    ):
         check_vocabularies(target.config, draft.config)
         check_limits(LIMITS, max_rows=max_rows, page_size=page_size)
         self.model = draft
@@ -69,7 +76,7 @@ class PagedDrafter:
         self.block_size = draft.config.block_size
         self.stride = check_stride(None, self.block_size)
         self.pool = PagePool(max_rows * page_count(self.block_size, page_size), page_size)
-        self.cache = PagedCache(draft, self.pool.num_pages, page_size)
+        self.cache = PagedCache(draft, self.pool.num_pages, page_size, None, cache_dtype)
         self.held: dict[Request, Held] = {}
 
     @torch.inference_mode()

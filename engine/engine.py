@@ -32,7 +32,7 @@ class Engine:
     max_rows: how many are computed in one step, at most. num_pages: the cache, in pages of
     page_size positions; None: as `default_pages`. Where some layers have a window and others see
     all, those with a window have pages of their own, `window_pages` if these are fewer. budget:
-    tokens in one step, at most. stride: as in `generate`.
+    tokens in one step, at most. stride, cache_dtype: as in `generate`.
     drafter: proposes up to gamma tokens, 1 to 16, to follow each text. trials: decide in which
     steps, by what they took; None: in each.
     encoding: makes text of tokens; None if only tokens are wanted.
@@ -54,11 +54,13 @@ class Engine:
         gamma: int = 3,
         trials: Trials | None = None,
         encoding: Encoding | None = None,
+        cache_dtype: torch.dtype | None = None,
     ):
         check_limits(LIMITS, max_rows=max_rows, page_size=page_size, budget=budget, gamma=gamma)
         block_size = model.config.block_size
         if num_pages is None:
-            num_pages = default_pages(max_rows, block_size, page_size)
+            itemsize = cache_dtype.itemsize if cache_dtype else 4
+            num_pages = default_pages(max_rows, block_size, page_size, itemsize)
         check_limits(LIMITS, num_pages=num_pages)
         self.model = model
         windows = layer_windows(model.config)
@@ -68,7 +70,7 @@ class Engine:
             own_pages = window_pages(max_rows, budget, window, page_size)
             if own_pages >= num_pages:
                 own_pages = window = None
-        self.cache = PagedCache(model, num_pages, page_size, own_pages)
+        self.cache = PagedCache(model, num_pages, page_size, own_pages, cache_dtype)
         pool = PagePool(num_pages, page_size)
         windowed = PagePool(own_pages, page_size) if own_pages else None
         stride = check_stride(stride, block_size)

@@ -5,7 +5,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-from command_line import launched, load_models, pick_device
+from command_line import CACHE_DTYPES, launched, load_models, pick_device
 from engine.drafter import LookupDrafter, PagedDrafter, Trials
 from engine.engine import Engine
 from errors import UserError
@@ -20,6 +20,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """An engine's options, without those of the model and --stride."""
     parser.add_argument("--max-rows", type=int, default=32, help="how many texts run at once")
     pages_help = "pages in the cache; not given: max-rows windows, or 65,536 positions if fewer"
+    pages_help += " (131,072 with --cache-dtype float16, 262,144 with int8)"
     parser.add_argument("--num-pages", type=int, help=pages_help)
     parser.add_argument("--page-size", type=int, default=16, help="positions in a page")
     parser.add_argument("--budget", type=int, default=512, help="tokens in one step")
@@ -63,13 +64,15 @@ def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -
         gamma=3 if args.gamma is None else args.gamma,
         trials=Trials() if args.gamma is None else None,
         encoding=load_encoding(source, model.config.vocab_size),
+        cache_dtype=CACHE_DTYPES[args.cache_dtype],
     )
 
 
 def make_drafter(args, model: Model, drafts: list[Model]) -> LookupDrafter | PagedDrafter | None:
     """What a command line asks for. drafts: the draft model, if there is one."""
     if drafts:
-        return PagedDrafter(drafts[0], model, args.max_rows, args.page_size)
+        cache_dtype = CACHE_DTYPES[args.cache_dtype]
+        return PagedDrafter(drafts[0], model, args.max_rows, args.page_size, cache_dtype)
     return LookupDrafter() if args.draft else None
 
 

@@ -146,10 +146,14 @@ def page_count(length: int, page_size: int) -> int:
     return -(-length // page_size)
 
 
-def default_pages(max_rows: int, block_size: int, page_size: int) -> int:
-    """Pages for max_rows whole windows, but for one, or MOST_POSITIONS, where these are more."""
+def default_pages(max_rows: int, block_size: int, page_size: int, itemsize: int = 4) -> int:
+    """Pages for max_rows whole windows, but for one, or MOST_POSITIONS, where these are more.
+
+    itemsize: bytes of a number in the cache; with fewer than 4 there are more positions.
+    """
     window = page_count(block_size, page_size)
-    return min(max_rows * window, max(window, page_count(MOST_POSITIONS, page_size)))
+    most = MOST_POSITIONS * 4 // itemsize
+    return min(max_rows * window, max(window, page_count(most, page_size)))
 
 
 def window_pages(max_rows: int, budget: int, window: int, page_size: int) -> int:

@@ -70,6 +70,8 @@ class NativeRunner(NativeDraws):
         self.weights = list(model.state_dict().values())
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
+        if cache.storages[0].dtype != torch.float32:  # torch attends, C computes the products
+            return super().logits(model, cache, spans, keep)
         return self.compute(cache.storages, spans, keep)
 
     def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:

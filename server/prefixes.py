@@ -10,7 +10,7 @@ from engine.pages import default_pages, digest, root
 class Prefixes:
     """What each replica has been sent, and what it writes now.
 
-    All but block_size are options of the replicas' engines.
+    All but block_size are options of the replicas' engines. itemsize: as of `default_pages`.
     """
 
     def __init__(
@@ -20,11 +20,12 @@ class Prefixes:
         page_size: int,
         num_pages: int | None,
         max_rows: int,
+        itemsize: int = 4,
     ):
         self.block_size = block_size
         self.stride = check_stride(stride, block_size)
         self.page_size = page_size
-        self.most = num_pages or default_pages(max_rows, block_size, page_size)
+        self.most = num_pages or default_pages(max_rows, block_size, page_size, itemsize)
         self.max_rows = max_rows
         # The names of each replica's pages, in LRU order: those asked for last at the end.
         self.pages: dict[Hashable, OrderedDict[bytes, None]] = {}

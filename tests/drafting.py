@@ -28,7 +28,7 @@ def write(model, drafter, prompts=PROMPTS, params=MIXED, stride=None, **options)
     options |= {"drafter": drafter, "stride": stride}
     engine, requests = make_engine(model, prompts, params, **options)
     steps = finish(engine)
-    check_texts(model, requests, stride)
+    check_texts(model, requests, stride, options.get("cache_dtype"))
     assert "error" not in {request.finish_reason for request in requests}
     return engine, steps
 

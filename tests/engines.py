@@ -11,7 +11,7 @@ from cache import first_seen
 from sampling import SamplingParams
 
 
-def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
+def alone(model, prompt, params=None, stride=None, cache_dtype=None, **fields) -> list[int]:
     """The tokens that `generate` writes for one prompt, which every engine must write.
 
     fields: those of the params, if none are given.
@@ -19,14 +19,15 @@ def alone(model, prompt, params=None, stride=None, **fields) -> list[int]:
     params = SamplingParams(**fields) if params is None else params
     if params.stop or params.logprobs is not None:  # for an engine alone
         params = dataclasses.replace(params, stop=(), logprobs=None)
-    return list(remembered(model, tuple(prompt), params, stride))
+    return list(remembered(model, tuple(prompt), params, stride, cache_dtype))
 
 
 @functools.lru_cache(4000)
-def remembered(model, prompt: tuple, params, stride) -> list[int]:
+def remembered(model, prompt: tuple, params, stride, cache_dtype) -> list[int]:
     from infer import generate
 
-    return [token for (token,) in generate(model, [list(prompt)], params, stride=stride)]
+    options = {"stride": stride} | ({"cache_dtype": cache_dtype} if cache_dtype else {})
+    return [token for (token,) in generate(model, [list(prompt)], params, **options)]
 
 
 def raise_once(model, error: BaseException, after: int) -> None:
@@ -41,18 +42,21 @@ def raise_once(model, error: BaseException, after: int) -> None:
     model.h[1].register_forward_pre_hook(hook)
 
 
-def own_texts(model, prompts, params, stride=None) -> list[list[int]]:
+def own_texts(model, prompts, params, stride=None, cache_dtype=None) -> list[list[int]]:
     """`alone` for each prompt. params: for all of them, or one for each."""
     from sampling import params_of_each
 
     each = params_of_each(params, len(prompts))
-    return [alone(model, *pair, stride) for pair in zip(prompts, each, strict=True)]
+    return [alone(model, *pair, stride, cache_dtype) for pair in zip(prompts, each, strict=True)]
 
 
-def check_texts(model, requests, stride=None) -> None:
-    """Requests have the texts of their own runs; one that ended early has a beginning of it."""
+def check_texts(model, requests, *options) -> None:
+    """Requests have the texts of their own runs; one that ended early has a beginning of it.
+
+    options: stride and cache_dtype of `alone`.
+    """
     for request in requests:
-        text = alone(model, request.tokens[: request.prompt_length], request.params, stride)
+        text = alone(model, request.tokens[: request.prompt_length], request.params, *options)
         early = request.finish_reason in ("abort", "error")
         assert request.output == (text[: len(request.output)] if early else text)
 
@@ -171,7 +175,8 @@ def check_own_runs(model, lengths, max_new_tokens: int, **options) -> None:
     options = {"max_rows": 4, "page_size": 4, "budget": 7} | options
     engine, requests = make_engine(model, prompts, params, **options)
     finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    own = own_texts(model, prompts, params, cache_dtype=options.get("cache_dtype"))
+    assert [request.output for request in requests] == own
 
 
 def events_of(engine) -> list:

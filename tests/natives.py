@@ -162,9 +162,12 @@ def passed(model, storage, parts, keep) -> torch.Tensor:
     return model.runner.compute([storage], [Span(*part) for part in parts], keep)
 
 
-def in_pieces(model, texts: torch.Tensor, size: int) -> torch.Tensor:
-    """The logits at all positions of equally long texts, from passes of `size` tokens of each."""
-    cache = KVCache(model, *texts.shape)
+def in_pieces(model, texts: torch.Tensor, size: int, *dtype) -> torch.Tensor:
+    """The logits at all positions of equally long texts, from passes of `size` tokens of each.
+
+    dtype: of the cache.
+    """
+    cache = KVCache(model, *texts.shape, *dtype)
     rows = list(range(len(texts)))
     parts = [
         pass_logits(model, part.tolist(), rows, cache, part.shape[1])

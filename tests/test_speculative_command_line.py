@@ -76,7 +76,7 @@ def test_options_reach_the_loop(run_main, monkeypatch):
     monkeypatch.setattr(infer_speculative, "generate_speculative", generate)
     options = ("--gamma", 5, "--stride", 7, "--temperature", 1, "--seed", 3, "--prompt", "Once")
     assert run_main(main, "--target", DRAFT, "--draft", DRAFT, *options)[0] == 0
-    ((_, _, _, params, gamma, generator, stride),) = seen
+    ((_, _, _, params, gamma, generator, stride, *_),) = seen
     assert (params.temperature, gamma, generator.initial_seed(), stride) == (1, 5, 3, 7)
 
 

@@ -93,6 +93,7 @@ class Entry:
 
 class Histories(RuleBasedStateMachine):
     make = staticmethod(model)
+    cache_dtypes = [None, torch.float16, torch.int8]
 
     @initialize(architecture=st.sampled_from(["GPT-2", "Llama"]), base=BASES, data=st.data())
     def begin(self, architecture, base, data):
@@ -108,6 +109,7 @@ class Histories(RuleBasedStateMachine):
         options["num_pages"] = smallest + data.draw(st.integers(0, 2 * smallest))
         options["budget"] = data.draw(st.integers(1, 20))
         options["gamma"] = data.draw(st.integers(1, 5))
+        self.cache_dtype = options["cache_dtype"] = data.draw(st.sampled_from(self.cache_dtypes))
         draft = data.draw(st.sampled_from([None, "lookup", "GPT-2", "Llama"]))
         if draft == "lookup":
             options["drafter"] = LookupDrafter()
@@ -159,9 +161,11 @@ class Histories(RuleBasedStateMachine):
 
     def logits(self, window: list[int]) -> torch.Tensor:
         """What follows a window, from a whole pass over it."""
+        from cache import KVCache
         from infer import next_logits
 
-        return next_logits(self.model, [window], None)[0, 0]
+        cache = KVCache(self.model, 1, None, self.cache_dtype) if self.cache_dtype else None
+        return next_logits(self.model, [window], cache)[0, 0]
 
     def check_logprobs(self, request):
         """Those of a request are those of whole passes over its windows."""
@@ -187,7 +191,8 @@ class Histories(RuleBasedStateMachine):
             request = entry.request
             aborted = request.finish_reason == "abort"
             params = {name: entry.params[name] for name in VALUES}
-            expected = alone(self.model, entry.prompt, stride=self.stride, **params)
+            options = {"stride": self.stride, "cache_dtype": self.cache_dtype}
+            expected = alone(self.model, entry.prompt, **options, **params)
             expected, text = cut(expected, entry.params["stop"], not params["ignore_eos"])
             assert entry.tokens == request.output
             assert request.output == (expected[: len(request.output)] if aborted else expected)
@@ -217,6 +222,7 @@ def native_model(int8: bool, architecture: str, *shape):
 
 class NativeHistories(Histories):
     make = staticmethod(functools.partial(native_model, False))
+    cache_dtypes = [None]
 
     def logits(self, window):
         from cache import KVCache

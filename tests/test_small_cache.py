@@ -1,0 +1,339 @@
+"""Lesson 135: keys and values in float16 or int8, each rounded by itself."""
+
+import functools
+import math
+
+import numpy
+import pytest
+import torch
+from benches import Bench
+from conftest import CHECKPOINTS, is_one_line, module_with, random_tokens, record, run_rows
+from drafting import write
+from engines import check_own_runs, finish, make_engine, make_greedy, own_texts, request_params
+from natives import in_pieces, native, random_numbers, random_texts
+from ranks import SMALL, texts_of
+from replicas import make_engine as load_replica
+from replicas import parse
+
+from cache import KVCache
+from errors import UserError
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.int8], ids=str)
+NAMES = pytest.mark.parametrize("name", ["float16", "int8"])
+PROMPTS = [random_tokens(length, seed=length) for length in (3, 14, 1, 7)]
+
+
+def hadamard(n: int) -> numpy.ndarray:
+    """Sylvester's matrix, of a power of two."""
+    pair = numpy.array([[1, 1], [1, -1]])
+    return functools.reduce(numpy.kron, [pair] * (n.bit_length() - 1))
+
+
+def restored(stored: torch.Tensor, dim: int) -> numpy.ndarray:
+    """What int8 numbers with a scale behind them stand for, turned back, in float64."""
+    scale = stored[..., -4:].contiguous().numpy().view("<f4").astype(float)
+    return stored[..., :dim].numpy() * scale @ hadamard(dim) / dim
+
+
+def test_an_int8_key_by_hand():
+    """Whole numbers of steps, of the turned key, then the step as a float32."""
+    from cache import to_stored
+
+    keys = random_numbers(5, 3, 8) * torch.tensor([1e-3, 1, 1e3])[:, None]
+    stored = to_stored(keys, torch.int8)
+    assert stored.dtype == torch.int8 and stored.shape == (5, 3, 12)
+    scale = stored[..., -4:].contiguous().numpy().view("<f4")
+    turned = keys.numpy() @ hadamard(8)
+    assert scale == pytest.approx(abs(turned).max(-1, keepdims=True) / 127, rel=1e-6)
+    assert abs(stored[..., :8].numpy() - turned / scale).max() < 0.5001
+    assert (stored[..., :8].abs().amax(-1) == 127).all()
+
+
+@pytest.mark.parametrize("dim, width", [(1, 8), (5, 12), (6, 12), (7, 12), (8, 12), (64, 68)])
+def test_a_row_has_whole_floats(dim, width):
+    """So the scale of each lies where a float32 may."""
+    from cache import stored_width, to_stored
+
+    assert stored_width(dim, torch.int8) == width and stored_width(dim, torch.float16) == dim
+    stored = to_stored(random_numbers(2, dim), torch.int8)
+    assert stored.shape == (2, width) and not stored[:, dim:-4].any()
+    zeros = to_stored(torch.zeros(2, dim), torch.int8)
+    assert (
+        not zeros[:, :-4].any() and zeros[:, -4:].contiguous().view(torch.float32).isfinite().all()
+    )
+
+
+def test_outliers_cost_little():
+    """One number of each key is 30 times as large as the others."""
+    from cache import to_stored
+    from int8 import quantize
+
+    keys = random_numbers(200, 64)
+    keys[:, 5] *= 30
+    values, scale = quantize(keys)
+    plain = (values * scale[:, None] - keys).std()
+    turned = (torch.from_numpy(restored(to_stored(keys, torch.int8), 64)) - keys).std()
+    assert turned < plain / 2
+
+
+@pytest.mark.parametrize("q_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_attention_is_that_to_what_int8_stands_for(q_dtype):
+    from cache import attend_stored, to_stored
+
+    q = random_numbers(2, 4, 3, 8).to(q_dtype)
+    stored = [to_stored(random_numbers(2, 2, 5, 8, seed=seed), torch.int8) for seed in (1, 2)]
+    mask = torch.rand(2, 1, 3, 5, generator=torch.Generator().manual_seed(3)) < 0.7
+    mask[..., 0] = True
+    out = attend_stored(q, *stored, mask)
+    keys, values = (numpy.repeat(restored(each, 8), 2, axis=1) for each in stored)
+    scores = q.double().numpy() @ keys.swapaxes(2, 3) / math.sqrt(8)
+    weights = numpy.exp(scores) * mask.numpy()
+    expected = weights / weights.sum(-1, keepdims=True) @ values
+    assert out.dtype == q_dtype
+    bound = 0.02 if q_dtype == torch.bfloat16 else 1e-5
+    assert out.double().numpy() == pytest.approx(expected, abs=bound)
+
+
+@torch.inference_mode()
+@DTYPES
+def test_what_is_stored_is_rounded(build, dtype):
+    """In the first layer: those after it have seen rounded ones."""
+    from cache import to_stored
+
+    model = build(dtype=torch.float32)
+    texts = random_texts(model, 2)
+    storages = []
+    for options in ((), (dtype,)):
+        cache = KVCache(model, *texts.shape, *options)
+        model.runner.logits(model, cache, cache.spans(texts.tolist()), [1, 1])
+        storages.append(cache.storage[0])
+    exact, small = storages
+    assert small.dtype == dtype
+    assert torch.equal(small, to_stored(exact, dtype))
+    if dtype == torch.float16:
+        assert torch.equal(small, exact.half())
+
+
+@torch.inference_mode()
+@DTYPES
+def test_a_pass_reads_what_it_has_written(build, dtype):
+    """So chunks change nothing; logits are near the exact ones and not equal."""
+    model = build()
+    texts = random_texts(model, 2)
+    exact = in_pieces(model, texts, 16)
+    whole = in_pieces(model, texts, 16, dtype)
+    assert 1e-6 < (whole - exact).abs().max() < 0.2
+    for size in (1, 5):
+        torch.testing.assert_close(in_pieces(model, texts, size, dtype), whole)
+
+
+@DTYPES
+def test_rows_have_the_text_of_their_own_run(build, dtype):
+    """Also past the window, where positions are computed anew."""
+    model = build()
+    params = {"max_new_tokens": 18, "ignore_eos": True, "options": {"cache_dtype": dtype}}
+    own = [run_rows(model, [prompt], **params)[0] for prompt in PROMPTS]
+    assert run_rows(model, PROMPTS, **params) == own
+
+
+@torch.inference_mode()
+@DTYPES
+def test_beams_score_what_they_say(build, dtype):
+    from infer import beam_search
+
+    model = build()
+    beams = beam_search(model, [1, 2, 3], 4, 6, ignore_eos=True, cache_dtype=dtype)
+    assert len(beams) == 4
+    for tokens, score in beams:
+        logits = in_pieces(model, torch.tensor([[1, 2, 3, *tokens[:-1]]]), 8, dtype)[0, 2:]
+        logprobs = logits.double().log_softmax(-1)[range(6), tokens]
+        assert score == pytest.approx(logprobs.sum().item(), abs=1e-9)
+
+
+@DTYPES
+def test_speculation_has_the_targets_text(build, tiny, dtype):
+    from infer_speculative import generate_speculative
+    from sampling import SamplingParams
+
+    model = build()
+    params = SamplingParams(24, ignore_eos=True)
+    passes = generate_speculative(model, tiny(n_layer=1), [1, 2], params, cache_dtype=dtype)
+    found = [token for step in passes for token in step.tokens]
+    assert [found] == own_texts(model, [[1, 2]], params, None, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_texts_of_the_engine_are_their_own(build, dtype, page_size):
+    """With chunks, preemption, hops and shared prefixes."""
+    options = {"page_size": page_size, "num_pages": 24 // page_size, "cache_dtype": dtype}
+    check_own_runs(build(), [3, 14, 7], 18, **options)
+
+
+@DTYPES
+def test_a_shared_prefix_is_that_of_its_own_run(build, dtype):
+    model = build()
+    prompt = random_tokens(13)
+    options = {"page_size": 4, "max_rows": 1, "cache_dtype": dtype}
+    params = request_params(3, max_new_tokens=4, temperature=0.8)
+    engine, requests = make_engine(model, [prompt] * 3, params, **options)
+    finish(engine)
+    assert engine.scheduler.shared == 24
+    own = own_texts(model, [prompt] * 3, params, None, dtype)
+    assert [request.output for request in requests] == own
+
+
+@DTYPES
+@pytest.mark.parametrize("drafts", ["lookup", "model"])
+def test_drafts_change_no_text(build, tiny, dtype, drafts):
+    from engine.drafter import LookupDrafter, PagedDrafter
+
+    model = build()
+    drafter = LookupDrafter()
+    if drafts == "model":
+        drafter = PagedDrafter(tiny(n_layer=1), model, 3, 4, dtype)
+        assert drafter.cache.storage.dtype == dtype
+    write(model, drafter, max_rows=3, page_size=4, cache_dtype=dtype)
+
+
+@DTYPES
+def test_layers_with_a_window_have_small_pages_too(tiny_gemma, dtype):
+    model = tiny_gemma(windows=(5, None, 8), block_size=200)
+    options = {"page_size": 4, "num_pages": 60, "max_rows": 3, "budget": 16, "cache_dtype": dtype}
+    engine, requests = make_greedy(model, [3, 70, 9], 30, **options)
+    assert [storage.dtype for storage in engine.cache.storages] == [dtype, dtype]
+    finish(engine)
+    prompts = [request.tokens[: request.prompt_length] for request in requests]
+    own = own_texts(model, prompts, [request.params for request in requests], None, dtype)
+    assert [request.output for request in requests] == own
+
+
+@DTYPES
+def test_nothing_reads_what_a_page_held_before(build, dtype):
+    """All its bytes are 255: in float16 NaN, in int8 with a scale that is NaN."""
+    model = build()
+    engine, requests = make_greedy(model, [3, 14, 6], 9, page_size=4, max_rows=2, cache_dtype=dtype)
+    engine.cache.storage.view(torch.uint8).fill_(255)
+    finish(engine)
+    prompts = [request.tokens[: request.prompt_length] for request in requests]
+    own = own_texts(model, prompts, [request.params for request in requests], None, dtype)
+    assert [request.output for request in requests] == own
+
+
+@pytest.mark.parametrize(
+    "dtype, itemsize, pages", [(torch.float16, 2, 2**13), (torch.int8, 1, 2**14)]
+)
+def test_an_engine_has_more_pages_where_memory_was_the_limit(tiny_llama, dtype, itemsize, pages):
+    from engine.engine import Engine
+    from engine.pages import default_pages
+    from server.prefixes import Prefixes
+
+    engine = Engine(tiny_llama(block_size=8192), cache_dtype=dtype)
+    assert engine.scheduler.pool.num_pages == engine.cache.storage.shape[2] == pages
+    assert default_pages(32, 8192, 16, itemsize) == pages
+    assert Prefixes(8192, None, 16, None, 32, itemsize).most == pages
+    assert default_pages(32, 256, 16, itemsize) == 32 * 16  # all windows fit
+    assert Engine(tiny_llama(block_size=256), cache_dtype=dtype).cache.storage.shape[2] == 32 * 16
+
+
+@pytest.mark.parametrize("dtype, bytes_each", [(None, 32), (torch.float16, 16), (torch.int8, 12)])
+def test_the_bytes_of_a_cache(tiny, dtype, bytes_each):
+    from engine.cache import PagedCache
+
+    model = tiny(dtype=torch.float32)  # 2 layers, 2 heads of 8 numbers
+    keys = 2 * 2 * 2
+    assert KVCache(model, 3, 10, dtype).storage.nbytes == 3 * 10 * keys * bytes_each
+    assert PagedCache(model, 5, 4, None, dtype).storage.nbytes == 5 * 4 * keys * bytes_each
+    with pytest.raises(UserError) as error:
+        KVCache(model, 1, 10**12, dtype)
+    assert f"a cache of {10**12 * keys * bytes_each:,} bytes does not fit" in str(error.value)
+    with pytest.raises(UserError, match=f" {10**12 * 4 * keys * bytes_each:,} bytes$"):
+        PagedCache(model, 10**12, 4, None, dtype)
+
+
+@NAMES
+@pytest.mark.parametrize("script", ["infer", "infer_engine", "infer_speculative"])
+def test_scripts_have_the_option(run_main, monkeypatch, name, script):
+    """A greedy text of the story model is the exact one, from a cache of that dtype."""
+    import cache
+    from engine.cache import PagedCache
+
+    main = __import__(script).main
+    arguments = ["--prompt", "Once upon a time", "--max-new-tokens", 12, "--device", "cpu"]
+    _, expected, _ = run_main(main, *arguments)
+    kinds = cache.KVCache, PagedCache
+    made = [record(monkeypatch, kind, "arrange", lambda self, _: self.storage) for kind in kinds]
+    code, out, err = run_main(main, *arguments, "--cache-dtype", name, "--backend", "torch")
+    assert (code, out) == (0, expected), err
+    assert {str(storage.dtype) for each in made for storage in each} == {f"torch.{name}"}
+
+
+@NAMES
+def test_servers_have_the_option(tiny, tmp_path, name):
+    from replicas import save_small
+
+    args = parse(save_small(tiny, tmp_path / "model"), "--kv-cache-dtype", name)
+    assert str(load_replica(args).cache.storage.dtype) == f"torch.{name}"
+
+
+def test_beams_of_the_command_line_have_the_option(cli, monkeypatch):
+    import infer
+
+    made = record(monkeypatch, infer, "KVCache", lambda *args: args[3])
+    options = ("--max-new-tokens", 3, "--num-beams", 2, "--cache-dtype", "int8")
+    assert cli("--prompt", "One", *options)[0] == 0
+    assert made == [torch.int8]
+
+
+@torch.inference_mode()
+@NAMES
+def test_c_is_near_torch_with_small_caches(compiled, tiny_llama, name):
+    """Its products have other last bits, and one may become a step of int8."""
+    dtype = getattr(torch, name)
+    model = tiny_llama(dtype=torch.float32)
+    texts = random_texts(model, 2)
+    expected = in_pieces(model, texts, 16, dtype)
+    found = in_pieces(native(model), texts, 16, dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+@NAMES
+def test_ranks_write_the_texts_of_one_process(engine_cli, tmp_path, name):
+    arguments = [*SMALL, "--prompt", "Lily", "--max-new-tokens", 12, "--cache-dtype", name]
+    code, out, _ = engine_cli(*arguments)
+    assert code == 0 and texts_of(2, tmp_path, *arguments)[0] == out
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (["--cache-dtype", "q8_0"], ["--cache-dtype", "'q8_0'", "'auto', 'float16', 'int8'"]),
+        (["--cache-dtype", "int8", "--no-cache"], ["--cache-dtype is for a cache; leave out --no"]),
+    ],
+)
+def test_bad_input_is_one_line(cli, given, words):
+    assert is_one_line(cli("--prompt", "One", *given), *words)
+
+
+@torch.inference_mode()
+def test_divergences_on_stories():
+    quality = module_with("benchmarks.quality", "quality")
+    model = quality.load_model(CHECKPOINTS / "stories-llama")
+    text = (quality.TEXTS / "stories.txt").read_text()
+    tokens = quality.load_encoding(CHECKPOINTS / "stories-llama", 4096).encode_ordinary(text)[:200]
+    exact = functools.partial(quality.our_logits, model)
+    kl = {}
+    for dtype in (torch.float16, torch.int8):
+        ours = functools.partial(quality.our_logits, model, cache_dtype=dtype)
+        kl[dtype] = quality.quality(ours, exact, [tokens])["kl"]
+    assert 0 < kl[torch.float16] < 1e-6 < kl[torch.int8] < 3e-4
+
+
+def test_rows_of_quality_for_each_cache(request):
+    quality = module_with("benchmarks.quality", "quality")
+    given = ["--model", CHECKPOINTS / "stories-draft", "--length", 24, "--chunks", 1]
+    bench = Bench(request, quality, *given, "--dtype", "float32", "--backend", "torch")
+    rows = bench.rows("--cache-dtype", "auto", "float16", "int8")
+    assert list(rows["dtype"]) == ["float32", "float32, float16 cache", "float32, int8 cache"]
+    assert rows["kl"][0] == 0 < rows["kl"][1] < rows["kl"][2]
+    assert len(set(rows["weight_bytes"])) == 1
