@@ -107,7 +107,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_a
 #define VECTOR(p) (*(const Vector *)(p))
 #define WORDS(h) __builtin_convertvector(*(const Halves *)(h), Words)
 
-enum { FLOAT32, FLOAT16, BFLOAT16, INT8, BYTES, NIBBLES };  // kinds of weights
+enum { FLOAT32, FLOAT16, BFLOAT16, INT8, BYTES, NIBBLES };  // kinds of weights, or of a cache
 
 // WIDTH weights as floats, from number i on. A float has room for all that 16 bits can say.
 INLINE Vector weights_at(const int kind, const void *w, int64_t i) {
@@ -538,7 +538,7 @@ typedef struct {
 typedef struct {
   // Of each kind of layers: keys and values, (layers of it, 2, num_pages, K, page_size, D), and the
   // block tables of all texts, one after the other.
-  float *cache[2];
+  char *cache[2];
   const int64_t *pages[2];
   int64_t num_pages[2];
   int64_t page_size;
@@ -549,6 +549,7 @@ typedef struct {
   const int64_t *wants;               // (wanted): the tokens that need logits
   const float *cos, *sin;             // (positions, D), for `rotate`, or NULL
   const float *local_cos, *local_sin;
+  int64_t stored;  // FLOAT32, FLOAT16 or INT8: the kind of the cache
 } Pass;
 
 // The dot product of a and b, or the sum of a where b is NULL: PARTIAL sums, whose halves are added
@@ -667,10 +668,13 @@ static void rotate(const float *cos, const float *sin, int64_t D, float *x) {
 // TOGETHER: queries that share the reading of a value.
 enum { KEYS = 32, TOGETHER = 4 };
 
-// What one text has in the cache for one layer and one KV head, in pages of (page_size, D) numbers.
+// What one text has in the cache for one layer and one KV head, in pages of page_size rows. A row
+// is a key or a value: D floats, or float16 numbers, or int8 ones and a scale in the last 4 bytes.
 typedef struct {
-  float *keys, *values;  // of page 0
-  int64_t stride;        // numbers from one page to the next
+  char *keys, *values;  // of page 0
+  int64_t stride;       // bytes from one page to the next
+  int64_t kind;         // FLOAT32, FLOAT16 or INT8
+  int64_t row;          // bytes
   int64_t page_size;
   const int64_t *pages;  // the block table of the text
   int64_t length;        // positions up to the first query; each next one has one more
@@ -693,19 +697,45 @@ INLINE Range both(Range a, Range b) {
 }
 
 // The key or value at a position; from: those of page 0.
-INLINE float *row_at(const Past *past, float *from, int64_t D, int64_t position) {
+INLINE char *row_at(const Past *past, char *from, int64_t position) {
   int64_t page = past->pages[position / past->page_size];
-  return from + page * past->stride + position % past->page_size * D;
+  return from + page * past->stride + position % past->page_size * past->row;
 }
 
-// The keys or values at a range of positions, in a row: where they are if that is one page, or
-// copied to `room`.
-INLINE const float *in_a_row(const Past *past, float *from, int64_t D, Range in, float *room) {
+static int64_t row_bytes(int64_t kind, int64_t D) {
+  return kind == FLOAT32 ? 4 * D : kind == FLOAT16 ? 2 * D : (D + 3) / 4 * 4 + 4;
+}
+
+// n rows as floats, (n, D).
+INLINE void read_rows(int64_t kind, int64_t D, int64_t n, const char *rows, float *x) {
+  if (kind == FLOAT32) memcpy(x, rows, n * D * sizeof(float));
+  if (kind == FLOAT16)
+    for (; n; n--, x += D, rows += 2 * D) {
+      int64_t d = 0;
+      for (; d + WIDTH <= D; d += WIDTH) *(Vector *)(x + d) = weights_at(FLOAT16, rows, d);
+      if (d < D) {
+        uint16_t last[WIDTH] = {0};
+        memcpy(last, rows + 2 * d, 2 * (D - d));
+        put(D - d, weights_at(FLOAT16, last, 0), x + d);
+      }
+    }
+  if (kind == INT8)
+    for (; n; n--, x += D, rows += row_bytes(kind, D)) {
+      float scale;
+      memcpy(&scale, rows + row_bytes(kind, D) - 4, 4);
+      for (int64_t d = 0; d < D; d++) x[d] = (int8_t)rows[d] * scale;
+    }
+}
+
+// The keys or values at a range of positions, in a row: where they are if that is one page of
+// floats, or read to `room`.
+INLINE const float *in_a_row(const Past *past, char *from, int64_t D, Range in, float *room) {
   int64_t size = past->page_size;
-  if (in.begin / size == (in.end - 1) / size) return row_at(past, from, D, in.begin);
+  if (past->kind == FLOAT32 && in.begin / size == (in.end - 1) / size)
+    return (float *)row_at(past, from, in.begin);
   for (int64_t i = in.begin, n; i < in.end; i += n) {
     n = size - i % size < in.end - i ? size - i % size : in.end - i;
-    memcpy(room + (i - in.begin) * D, row_at(past, from, D, i), n * D * sizeof(float));
+    read_rows(past->kind, D, n, row_at(past, from, i), room + (i - in.begin) * D);
   }
   return room;
 }
@@ -886,7 +916,7 @@ static void attend_block(int64_t D, int64_t heads, const Past *past, Matrix q, f
 // Exported for tests, which compare it with torch.
 void attend(const int64_t *pages, int64_t size, int64_t stride, int64_t length, int64_t D, float *q,
             float *k, float *v, float *y) {
-  Past past = {k, v, stride, size, pages, length, length};
+  Past past = {(char *)k, (char *)v, 4 * stride, FLOAT32, 4 * D, size, pages, length, length};
   float room[attend_floats(D, 1)];
   attend_alone(D, 1, &past, (Matrix){q, D}, room, (Matrix){y, D});
 }
@@ -903,15 +933,18 @@ static int64_t first_in_block(const Pass *p, int64_t t) {
 
 // What the text of token t has in the cache, up to this token.
 static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t kv_head, int64_t t) {
-  int64_t head_size = p->page_size * m->head_dim;
+  int64_t row = row_bytes(p->stored, m->head_dim);
+  int64_t head_size = p->page_size * row;
   int64_t stride = m->n_kv_head * head_size;
   int64_t kind = p->kinds[layer];
   int64_t part = p->num_pages[kind] * stride;  // the keys or the values of a layer
-  float *keys = p->cache[kind] + 2 * p->places[layer] * part + kv_head * head_size;
+  char *keys = p->cache[kind] + 2 * p->places[layer] * part + kv_head * head_size;
   return (Past){
       .keys = keys,
       .values = keys + part,
       .stride = stride,
+      .kind = p->stored,
+      .row = row,
       .page_size = p->page_size,
       .pages = p->pages[kind] + p->tables[t],
       .length = p->positions[t] + 1,
@@ -919,11 +952,48 @@ static Past past_of(const Model *m, const Pass *p, int64_t layer, int64_t kv_hea
   };
 }
 
+// The nearest float16 number: the sum with a power of 2 has room for its 11 bits only. Smaller ones
+// than 2**-14 have fewer bits.
+INLINE uint16_t to_float16(float x) {
+  float size = fabsf(x) > 65536 ? 65536 : fabsf(x), power;
+  uint32_t sign, bits;
+  memcpy(&sign, &x, 4);
+  memcpy(&bits, &size, 4);
+  bits = (bits > 0x38800000 ? bits & 0x7f800000 : 0x38800000) + (13 << 23);
+  memcpy(&power, &bits, 4);
+  size = (size + power - power) * 0x1p-112f;  // the other way round than in weights_at
+  memcpy(&bits, &size, 4);
+  return (x != x ? 0x7e00 : bits >> 13) | (sign >> 16 & 0x8000);
+}
+
+// Turn a row and divide by 2**k, as the queries of int8 keys and their results.
+static void turn_back(int64_t D, float *x) {
+  turn(D, x, x);
+  for (int64_t d = 0; d < D; d++) x[d] /= D & -D;
+}
+
+// Write a key or a value, (D), as cache.py's to_stored, bit for bit; x may change. Exported for
+// tests.
+void store_row(int64_t kind, int64_t D, float *x, char *row) {
+  if (kind == FLOAT32) memcpy(row, x, D * sizeof *x);
+  if (kind == FLOAT16)
+    for (int64_t d = 0; d < D; d++) ((uint16_t *)row)[d] = to_float16(x[d]);
+  if (kind == INT8) {
+    Value values[D];
+    float scale;
+    turn(D, x, x);
+    quantize(D, x, values, &scale);
+    memset(row, 0, row_bytes(kind, D));
+    for (int64_t d = 0; d < D; d++) row[d] = values[d] - OFFSET;
+    memcpy(row + row_bytes(kind, D) - 4, &scale, 4);
+  }
+}
+
 // Write the key and the value of a token, (D) each, to the last position of its text.
-static void append(const Past *past, int64_t D, const float *key, const float *value) {
+static void append(const Past *past, int64_t D, float *key, float *value) {
   int64_t last = past->length - 1;
-  memcpy(row_at(past, past->keys, D, last), key, D * sizeof(float));
-  memcpy(row_at(past, past->values, D, last), value, D * sizeof(float));
+  store_row(past->kind, D, key, row_at(past, past->keys, last));
+  store_row(past->kind, D, value, row_at(past, past->values, last));
 }
 
 // Prepare a token's query or key, (D): normalize it, if the layer does, and rotate it.
@@ -944,6 +1014,7 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
   int64_t group = H / K;
   int64_t width = (H + 2 * K) * D;
   int local = m->layers[layer].local;
+  int turned = p->stored == INT8;
   const Norm *query_norm = &m->layers[layer].query_norm;
   const Norm *key_norm = &m->layers[layer].key_norm;
 #pragma omp for schedule(static) collapse(2)
@@ -952,8 +1023,10 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
       Past past = past_of(m, p, layer, k, t);
       float *token = qkv + t * width;
       float *key = token + (H + k) * D;
-      for (int64_t h = k * group; h < (k + 1) * group; h++)
+      for (int64_t h = k * group; h < (k + 1) * group; h++) {
         prepare(m, p, local, query_norm, t, token + h * D);
+        if (turned) turn_back(D, token + h * D);
+      }
       prepare(m, p, local, key_norm, t, key);
       append(&past, D, key, key + K * D);
     }
@@ -973,8 +1046,11 @@ static void attention(const Model *m, const Pass *p, int64_t layer, float *qkv, 
         Past past = past_of(m, p, layer, k, t);
         Matrix q = {qkv + t * width + h * D, width};
         Matrix to = {y + (t * H + h) * D, H * D};
-        if (first == t) attend_block(D, heads, &past, q, room, to);
-        if (first < 0) attend_alone(D, heads, &past, q, room, to);
+        if (first >= 0 && first < t) continue;  // a query of a block
+        int64_t count = first < 0 ? 1 : WIDTH;
+        (first < 0 ? attend_alone : attend_block)(D, heads, &past, q, room, to);
+        for (int64_t i = 0; turned && i < count; i++)
+          for (int64_t g = 0; g < heads; g++) turn_back(D, to.at + i * to.stride + g * D);
       }
 }
 

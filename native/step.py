@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from cache import layer_kinds
+from cache import layer_kinds, stored_width
 from llama import Llama, local_layers, rotations
 from model import TorchRunner
 from native import build, draw
@@ -24,7 +24,9 @@ PassStruct = struct(
     sin=POINTER,
     local_cos=POINTER,
     local_sin=POINTER,
+    stored=INT,
 )
+STORED = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # dtypes of a cache, as in gpt.c
 
 
 class NativeDraws(TorchRunner):
@@ -70,15 +72,14 @@ class NativeRunner(NativeDraws):
         self.weights = list(model.state_dict().values())
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
-        if cache.storages[0].dtype != torch.float32:  # torch attends, C computes the products
-            return super().logits(model, cache, spans, keep)
         return self.compute(cache.storages, spans, keep)
 
     def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:
         """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
 
         There is at least one token. storages: keys and values, (n_layer, 2, num_pages, n_kv_head,
-        page_size, head_dim), of all layers; or of those that see all, then of those with a window.
+        page_size, stored_width), of all layers; or of those that see all, then of those with a
+        window. Their dtype is float32, float16 or int8.
         Raises ValueError, before anything changes, for tokens, positions, pages or storages that C
         must not touch.
         """
@@ -86,10 +87,12 @@ class NativeRunner(NativeDraws):
         page_size = storages[0].shape[4]
         apart = len(storages) > 1
         kinds = self.kinds[apart][: self.model.n_layer]
+        dtype = storages[0].dtype if storages[0].dtype in STORED else torch.float32
+        width = stored_width(config.head_dim, dtype)
         caches = []
         for kind, storage in enumerate(storages):
             shape = kinds.count(kind), 2, storage.shape[2], config.n_kv_head, page_size
-            caches.append(address(storage, torch.float32, *shape, config.head_dim))
+            caches.append(address(storage, dtype, *shape, width))
         tokens = []
         positions = []
         pages = []  # of all spans
@@ -126,6 +129,7 @@ class NativeRunner(NativeDraws):
         angles = (address(table, torch.float32, length, 1, config.head_dim) for table in angles)
         sizes = page_size, len(tokens), len(wants)
         job = PassStruct(*kinds, *sizes, *self.layers[apart], *arrays, *angles)
+        job.stored = STORED[dtype]
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Room for each call its own: ctypes lets other threads of Python run meanwhile.

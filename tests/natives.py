@@ -195,9 +195,10 @@ def check_logits(model, target) -> None:
     torch.testing.assert_close(in_pieces(model, texts, 1), expected, rtol=1e-5, atol=1e-5)
 
 
-def on_each_target(model, texts: torch.Tensor, size: int) -> torch.Tensor:
+def on_each_target(model, texts: torch.Tensor, size: int, *dtype) -> torch.Tensor:
     """The logits from passes of `size` tokens, whose bits are the same on each processor."""
-    found = [in_pieces(native(copy.deepcopy(model), target), texts, size) for target in TARGETS]
+    copies = [native(copy.deepcopy(model), target) for target in TARGETS]
+    found = [in_pieces(each, texts, size, *dtype) for each in copies]
     assert all(torch.equal(logits, found[0]) for logits in found)
     return found[0]
 

@@ -75,7 +75,7 @@ class Model {
     this.work = this.allocate(4 * Number(floats));
     this.kept = this.allocate(4 * MOST_ROWS * vocab_size);
     this.lists = this.allocate(8 * 4 * block_size);
-    this.pass = this.allocate(96);
+    this.pass = this.allocate(104);
     this.page = this.allocate(8); // the cache is a single page, number 0
     this.layers = this.allocate(8 * 2 * n_layer); // all of kind 0, and their numbers
     const places = new BigInt64Array(exports.memory.buffer, this.layers + 8 * n_layer, n_layer);

@@ -222,13 +222,13 @@ def native_model(int8: bool, architecture: str, *shape):
 
 class NativeHistories(Histories):
     make = staticmethod(functools.partial(native_model, False))
-    cache_dtypes = [None]
 
     def logits(self, window):
         from cache import KVCache
         from infer import next_logits
 
-        return next_logits(self.model, [window], KVCache(self.model, 1))[0, 0]
+        cache = KVCache(self.model, 1, None, self.cache_dtype)
+        return next_logits(self.model, [window], cache)[0, 0]
 
 
 class Int8Histories(NativeHistories):
