@@ -212,7 +212,8 @@ def check_added(where, added: list[dict], tokenizer: Tokenizer, model: dict) -> 
     The library ignores the ids in the file: a token has its id in the vocabulary, or the next one.
     A token of the vocabulary is made by a merge, or as a piece of text if merges are ignored.
     """
-    made = {"".join(pair).replace(" ", "") for pair in model["merges"]}
+    pairs = (pair if isinstance(pair, str) else "".join(pair) for pair in model["merges"])
+    made = {pair.replace(" ", "") for pair in pairs}
     for token in added:
         content = token["content"]
         name = f"{where}: added token {content!r}"
