@@ -99,7 +99,9 @@ class NativeLinear(nn.Module):
             if scale is None:
                 group = 1
             else:
-                offsets = -offset * weight.sum(dim=1, dtype=torch.int32)
+                # Few rows at a time: torch makes int32 of all numbers before it adds them.
+                sums = [rows.sum(dim=1, dtype=torch.int32) for rows in weight.split(1024)]
+                offsets = -offset * torch.cat(sums)
         self.library = library
         panels, rest = pack(weight, outputs, group)
         buffers = {"weight": panels, "rest": rest, "scale": scale, "minimum": minimum}
