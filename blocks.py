@@ -198,7 +198,8 @@ def store_blocks(
         piece = piece if isinstance(piece, Blocks) else to_blocks(piece)
         values = piece.values
         if own.dtype == torch.uint8:
-            values = to_nibbles(values if piece.minimum is not None else values + Form(bits=4).zero)
+            form = Form(bits=4, has_minimum=piece.minimum is not None)
+            values = to_nibbles(values + form.zero)
         own[part] = values
         tensors[f"{layer}scale"][rows][part] = piece.scale
         if piece.minimum is not None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from errors import UserError
-from int8 import quantize, turn
+from int8 import quantize, turn, turn_weight
 
 
 class Span(NamedTuple):
@@ -189,14 +189,14 @@ def attend_stored(
     turned = keys.dtype == torch.int8
     queries = q
     if turned:
-        # turn(q) @ turn(k) is D & -D times q @ k, and so is a value that is turned twice.
-        queries = turn(q.to(torch.promote_types(q.dtype, torch.float32))) / (D & -D)
+        # What both sides have turned is 2**k times itself: queries, and later results, undo that.
+        queries = turn_weight(q.to(torch.promote_types(q.dtype, torch.float32)))
         keys, values = (
             stored[..., :D] * stored[..., -4:].view(torch.float32) for stored in (keys, values)
         )
     keys, values = (each.to(queries.dtype) for each in (keys, values))
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-    return (turn(out) / (D & -D)).to(q.dtype) if turned else out
+    return turn_weight(out).to(q.dtype) if turned else out
 
 
 def layer_windows(config) -> tuple[int | None, ...]:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import CHECKPOINTS, module_with, random_tokens
-from engines import finish, make_engine, own_texts, request_params
+from engines import check_own_runs
 from gguf_files import loaded
 from natives import (
     in_blocks,
@@ -96,12 +96,7 @@ def check_passes(model) -> None:
 
 def check_engine(model) -> None:
     """Texts of an engine in C are their own runs'."""
-    native(model)
-    prompts = [random_tokens(3 + row, seed=row) for row in range(5)]
-    params = request_params(5, max_new_tokens=9)
-    engine, requests = make_engine(model, prompts, params, max_rows=3, page_size=4, budget=7)
-    finish(engine)
-    assert [request.output for request in requests] == own_texts(model, prompts, params)
+    check_own_runs(native(model), range(3, 8), 9, max_rows=3)
 
 
 @pytest.mark.parametrize("name", TYPES)
