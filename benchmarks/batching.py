@@ -44,9 +44,10 @@ ENGINES = {
     "no cache": Engine("", "float32", "torch, all positions again in each step"),
     "cache": Engine("", "float32", "torch"),
     "bfloat16": Engine("", "bfloat16", "torch"),
-    "int8": Engine("", "int8", "torch, lesson 26"),
+    "int8": Engine("", "int8", "torch"),
     "native": Engine("native", "float32", "the C code"),
     "native int8": Engine("native", "int8", "the same"),
+    "native blocks": Engine("native", "blocks", "the same, in the form of Q8_0"),
     "transformers": Engine("transformers", "float32", "its generate"),
     "CTranslate2": Engine("ctranslate2", "float32", "its Generator"),
     "CTranslate2 int8": Engine("ctranslate2", "int8", "the same"),
@@ -60,9 +61,9 @@ IMPORTS = {
 }
 # Of an engine that needs more than its package, or one that pip calls otherwise: module -> pip's.
 NEEDS = {"llama_cpp": {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}}
-COLOURS = [*(f"C{number}" for number in range(10)), "black"]  # of lines
+COLOURS = [*(f"C{number}" for number in range(10)), "black", "gold"]  # of lines
 # The largest difference of a log-probability to float32's; on average it may be a tenth.
-BOUNDS = {"bfloat16": 0.5, "int8": 1.0}
+BOUNDS = {"bfloat16": 0.5, "int8": 1.0, "blocks": 1.0}
 # By so much, in log-probability, a token may be less probable than float32's choice. llama.cpp has
 # a float16 cache, and a table of float16 for GPT-2's GELU.
 TIES = {"llama.cpp": 0.05}

@@ -12,7 +12,7 @@ from benches import Bench
 from conftest import passed_widths
 
 pytestmark = pytest.mark.usefixtures("compiled")
-OURS = ["no cache", "cache", "bfloat16", "int8", "native", "native int8"]
+OURS = ["no cache", "cache", "bfloat16", "int8", "native", "native int8", "native blocks"]
 PEER = ["transformers"]
 
 
@@ -90,21 +90,21 @@ def test_a_row_for_each_run_of_each_engine(bench):
     assert code == 0
     assert "without CTranslate2, CTranslate2 int8: pip install ctranslate2\n" in err
     assert "without llama.cpp, llama.cpp int8: pip install llama-cpp-python gguf\n" in err
-    assert len(rows) == 2 * 2 * 7
-    assert list(rows["mode"][:14]) == (OURS + PEER) * 2  # in turns
-    assert list(rows["batch_size"]) == 14 * [1] + 14 * [3]
-    assert list(rows["repeat"][:14]) == 7 * [0] + 7 * [1]
-    dtypes = ["float32", "float32", "bfloat16", "int8", "float32", "int8", "float32"]
-    assert list(rows["dtype"][:7]) == dtypes
-    assert list(rows["peak_memory_mb"][:14]) == [1, 2, 3, 4, 5, 6, 7] * 2
-    assert [job[2].__name__ for job in bench.alone] == 14 * ["run_once"]
+    assert len(rows) == 2 * 2 * 8
+    assert list(rows["mode"][:16]) == (OURS + PEER) * 2  # in turns
+    assert list(rows["batch_size"]) == 16 * [1] + 16 * [3]
+    assert list(rows["repeat"][:16]) == 8 * [0] + 8 * [1]
+    dtypes = ["float32", "float32", "bfloat16", "int8", "float32", "int8", "blocks", "float32"]
+    assert list(rows["dtype"][:8]) == dtypes
+    assert list(rows["peak_memory_mb"][:16]) == [1, 2, 3, 4, 5, 6, 7, 8] * 2
+    assert [job[2].__name__ for job in bench.alone] == 16 * ["run_once"]
     assert rows["roofline_share"].notna().equals(~rows["mode"].isin(["no cache", "transformers"]))
     assert rows["library"].notna().equals(rows["mode"] == "transformers")
     read = rows.assign(bytes=rows["roofline_share"] / rows["decode_tokens_per_s"])
     read = read.groupby("mode")["bytes"].median()
     assert read["int8"] < 0.6 * read["cache"]
     summary = bench.summary
-    assert len(summary) == 14
+    assert len(summary) == 16
     cached = summary[summary["mode"] == "cache"]
     assert list(cached["speedup_median"]) == [1, 1]
     assert summary["speedup_median"].notna().all()  # of every dtype, against the same rows
@@ -216,7 +216,7 @@ def test_of_two_tokens_nearly_as_probable_either_is_timed(bench, monkeypatch, ti
 
 
 @pytest.mark.parametrize("one, all_others", [(2.0, 0.0), (0.3, 0.3)])
-@pytest.mark.parametrize("engine", ["bfloat16", "int8", "native int8"])
+@pytest.mark.parametrize("engine", ["bfloat16", "int8", "native int8", "native blocks"])
 def test_neither_one_large_error_nor_many_small_ones_are_timed(bench, engine, one, all_others):
     def wrong(log_probs, name, *args):
         found = log_probs(name, *args).clone()
@@ -236,8 +236,9 @@ def test_an_engine_that_cannot_run_is_left_out(bench, monkeypatch):
         raise script.common.BuildError("no compiler here")
 
     monkeypatch.setattr(script.common, "kernel", no_compiler)
-    words = "without native, native int8: no compiler here\n"
-    rows = bench.rows("--engines", "native", "native int8", "int8", says=words)
+    words = "without native, native int8, native blocks: no compiler here\n"
+    engines = ["native", "native int8", "native blocks", "int8"]
+    rows = bench.rows("--engines", *engines, says=words)
     assert list(rows["mode"][:2]) == ["cache", "int8"]
     bench.installed(llama_cpp=True)
     assert script.missing("llama.cpp", "cpu") == "pip install gguf"
