@@ -30,7 +30,7 @@ def attend(library, q, keys, values, page_size: int) -> torch.Tensor:
     return y[:D]
 
 
-@pytest.mark.parametrize("order", ["random", "rising", "falling", "far apart"])
+@pytest.mark.parametrize("order", ["random", "rising", "falling", "far apart", "far below 0"])
 @pytest.mark.parametrize("D", [5, 64, 72])
 def test_attention_is_softmaxs_wherever_its_largest_score_lies(library, order, D):
     """It is as near to float64's, and has the same bits for each processor and size of pages."""
@@ -42,6 +42,7 @@ def test_attention_is_softmaxs_wherever_its_largest_score_lies(library, order, D
         if order != "random":  # scores get larger, or smaller, from each block to the next
             scores = torch.linspace(0, 500 if order == "far apart" else 20, length)
             scores = scores.flip(0) if order == "falling" else scores
+            scores = scores - 120 * (order == "far below 0")
             keys = scores[:, None] * q / q.dot(q) * math.sqrt(D)
         weights = (keys.double() @ q.double() / math.sqrt(D)).softmax(0)
         y = attend(library, q, keys, values, length)
