@@ -38,6 +38,7 @@ PARTS = {  # slug of a part's first lesson -> the part's title
     "engines-elsewhere": "Part VIII: several engines",
     "any-bpe": "Part IX: the models people have",
     "quality": "Part X: bits, and what they cost",
+    "min-p": "Part XI: answers that programs can read",
 }
 EVENING = (  # a path of fifteen lessons
     "greedy-decoding",
