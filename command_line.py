@@ -112,6 +112,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=float, help="draw from the fewest tokens with this mass; 1: from all"
     )
+    min_p_help = "draw from tokens with at least this share of the largest probability; 0: from all"
+    parser.add_argument("--min-p", type=float, help=min_p_help)
     parser.add_argument(
         "--presence-penalty", type=float, help="against tokens in the output; -2 to 2"
     )
@@ -141,6 +143,7 @@ def sampling_params(args) -> SamplingParams:
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
     given |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
+    given |= {"--min-p": params.min_p > 0}
     if params.temperature == 0 and any(given.values()):
         useless = ", ".join(name for name, is_given in given.items() if is_given)
         print(f"note: temperature 0 is greedy, so this changes nothing: {useless}", file=sys.stderr)

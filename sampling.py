@@ -1,6 +1,7 @@
 """From logits to tokens: parameters of a text, penalties, filters and draws."""
 
 import dataclasses
+import math
 import operator
 import sys
 from collections import Counter
@@ -23,6 +24,7 @@ class SamplingParams:
     temperature: float = 0.0  # divides the logits before the softmax; 0: the most likely token
     top_k: int = 0  # draw from the k most likely tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that hold this mass; 1: from all
+    min_p: float = 0.0  # the share of the largest probability that a token needs; 0: off
     presence_penalty: float = 0.0  # taken from the logit of each token in the output
     frequency_penalty: float = 0.0  # taken from it once for each time it is there
     repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
@@ -44,6 +46,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "temperature": (int | float, lambda v: 0 <= v <= LARGEST, "a finite number >= 0"),
     "top_k": (int, lambda v: v >= 0, "an integer >= 0"),
     "top_p": (int | float, lambda v: 0 < v <= 1, "a number in (0, 1]"),
+    "min_p": (int | float, lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "repetition_penalty": (int | float, lambda v: 0 < v <= LARGEST, "a finite number > 0"),
@@ -86,7 +89,7 @@ def check_tokens_only(each: list[SamplingParams]) -> None:
 
 # What rows must have in common for torch to penalise them together, and to draw them together.
 PENALTIES = operator.attrgetter("presence_penalty", "frequency_penalty", "repetition_penalty")
-DRAW = operator.attrgetter("temperature", "top_k", "top_p")
+DRAW = operator.attrgetter("temperature", "top_k", "top_p", "min_p")
 IN_C = "in C"  # the rows that C draws need nothing in common
 
 
@@ -279,7 +282,7 @@ def sample(
     """
     if params.temperature == 0:
         return logits.argmax(dim=-1)
-    filtered = 0 < params.top_k < logits.shape[-1] or params.top_p < 1
+    filtered = 0 < params.top_k < logits.shape[-1] or params.top_p < 1 or params.min_p > 0
     if draws is None or not filtered:
         return draw_among_all(logits, params, generator, draws)
     drawn, certain = draw_among_few(logits, params, draws)
@@ -304,8 +307,8 @@ def draw_among_all(
         noise = torch.empty_like(logits).exponential_(generator=generator)
         noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)
     else:
-        noise = keyed_noise(logits, draws)
-    return race(logits, noise, params.top_p)
+        noise = keyed_noise(min_p_filter(logits, params.min_p), draws)
+    return race(logits, noise, params.top_p, params.min_p)
 
 
 FEW = 256  # tokens that may hold the nucleus
@@ -336,10 +339,13 @@ def draw_among_few(
         # Some of those equal to the last one may be left out. 1e-4 is room for rounding.
         held = torch.where(values > best.values[:, -1:], probs, 0).sum(dim=-1)
         certain = (held > params.top_p + 1e-4) | (ids.shape[-1] == vocab_size)
+        certain |= unlikely(best.values, params.min_p)[:, -1]  # then all others are, too
     noise = noise_of(ids, draws).to(probs.dtype)
     speeds = probs / noise.to(probs.device)
     if params.top_p < 1:
         speeds = speeds.masked_fill(outside(values, params.top_p, probs), -1)
+    if params.min_p:
+        speeds = speeds.masked_fill(unlikely(values, params.min_p), -1)
     return ids.gather(-1, speeds.argmax(dim=-1, keepdim=True))[:, 0], certain
 
 
@@ -415,15 +421,17 @@ def exponential(bits: torch.Tensor) -> torch.Tensor:
 MAX_ROUNDS = 8  # of fastest_inside, before it sorts
 
 
-def race(logits: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
-    """Draw from the softmax of `top_p_filter(logits, p)`: all tokens race, those it keeps can win.
+def race(logits: torch.Tensor, noise: torch.Tensor, p: float, min_p: float = 0.0) -> torch.Tensor:
+    """Draw from the softmax of what top-p and min-p keep: all tokens race, those kept can win.
 
     logits: (B, vocab_size), -inf where a token is out. noise: exponential random numbers above 0,
     the same shape; the probability of a token divided by its number is its speed. Returns (B,) ids,
-    those that `torch.multinomial` draws after the filter from the same numbers.
+    those that `torch.multinomial` draws after the filters from the same numbers.
     """
     probs = torch.softmax(logits, dim=-1)
     speeds = probs / noise
+    if min_p:  # top-p's mass is that before a token, and all before one that passes pass, too
+        speeds = speeds.masked_fill(unlikely(logits, min_p), -1)
     if p == 1:
         return speeds.argmax(dim=-1)
     winners = [fastest_inside(*row, p) for row in zip(logits, probs, speeds)]
@@ -435,8 +443,9 @@ def fastest_inside(
 ) -> int:
     """The fastest of the tokens that `top_p_filter` keeps, found without sorting, for p below 1.
 
-    logits, probs, speeds: of one row, (vocab_size,). After FlashInfer's rejection sampling, which
-    draws again where this takes the next one of the same race.
+    logits, probs, speeds: of one row, (vocab_size,); a negative speed cannot win. After
+    FlashInfer's rejection sampling, which draws again where this takes the next one of the same
+    race.
     """
     exact = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
     for _ in range(MAX_ROUNDS):
@@ -460,6 +469,7 @@ def sampling_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor
     logits = apply_temperature(logits, params.temperature)
     logits = top_k_filter(logits, params.top_k)
     logits = top_p_filter(logits, params.top_p)
+    logits = min_p_filter(logits, params.min_p)
     return torch.softmax(logits, dim=-1)
 
 
@@ -508,3 +518,25 @@ def outside(logits: torch.Tensor, p: float, probs: torch.Tensor | None = None) -
     remove = torch.zeros_like(mass, dtype=torch.bool)
     remove[..., 1:] = mass[..., :-1] >= p
     return remove.scatter(-1, order, remove)
+
+
+def min_p_filter(logits: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Set to -inf all logits (..., vocab_size) of tokens below min_p times the largest probability.
+
+    The most likely token stays, and with min_p = 1 those that equal it; min_p = 0 keeps all.
+    Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling" (2407.01082).
+    """
+    return logits.masked_fill(unlikely(logits, min_p), -torch.inf) if min_p else logits
+
+
+def unlikely(logits: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Which logits (..., n) are of tokens below min_p times the largest probability: bools.
+
+    A ratio of probabilities is a difference of logits, so this takes no softmax.
+    """
+    return logits - logits.amax(dim=-1, keepdim=True) < least_logit(min_p)
+
+
+def least_logit(min_p: float) -> float:
+    """The least difference to the largest logit that min-p keeps, 0 or below; -inf if it is off."""
+    return math.log(min_p) if min_p else -math.inf

@@ -13,6 +13,7 @@ typedef struct {
   uint64_t seed, position;
   int64_t top_k;              // 0: off
   float temperature, top_p;  // temperature 0: the most likely token
+  float least;               // min-p: the least x that can win; -infinity: off
 } Draw;
 
 // Output `index` of the random number generator SplitMix64, like sampling.py's `splitmix`.
@@ -139,14 +140,19 @@ static int64_t choose(int64_t V, const Draw *d, float *work) {
   float temperature = d->temperature;
   float *x = work;
   float *weights = work + V;
+  // Min-p: a token whose x is below `least` cannot win, but top-p's total counts its weight.
+  float least = d->least > -87 ? d->least : -87;
+  float weighed = d->top_p < 1 ? -87 : least;
   for (int64_t i = 0; i < V; i++) {
     x[i] = (logits[i] - max) / temperature;
-    weights[i] = x[i] >= -87 ? exponential(x[i]) : 0;  // 0 for NaN
+    weights[i] = x[i] >= weighed ? exponential(x[i]) : 0;  // 0 for NaN
   }
   if (d->top_k && d->top_k < V) keep_largest(V, d->top_k, x, weights);
   int64_t total = 0;
-  if (d->top_p < 1)
+  if (d->top_p < 1) {
     for (int64_t i = 0; i < V; i++) total += whole(weights[i]);
+    for (int64_t i = 0; least > -87 && i < V; i++) weights[i] = x[i] >= least ? weights[i] : 0;
+  }
   uint64_t state = splitmix(d->seed, d->position);
   // Top-p without sorting: a winner is inside the nucleus if the mass before it is below p. If not,
   // no token after it is inside, and the race is run again without them: 1 + ln(1 / p) races on

@@ -6,13 +6,14 @@ import torch
 
 from native.linear import address
 from native.structs import INT, POINTER, struct
+from sampling import least_logit
 
 DrawStruct = struct(
     "DrawStruct",
     logits=POINTER,
     seed=ctypes.c_uint64,
     **dict.fromkeys(("position", "top_k"), INT),
-    **dict.fromkeys(("temperature", "top_p"), ctypes.c_float),
+    **dict.fromkeys(("temperature", "top_p", "least"), ctypes.c_float),
 )
 
 
@@ -39,6 +40,7 @@ def draw(
         if each.temperature:  # clamped, because float32 could round it to 0 or infinity
             job.temperature = min(max(each.temperature, limits.tiny), limits.max)
         job.top_p = each.top_p
+        job.least = least_logit(each.min_p)
     chosen = (INT * count)()
     threads = min(torch.get_num_threads(), count)
     work = torch.empty(threads, 2, size)

@@ -33,6 +33,7 @@ SAMPLING = (  # fields of SamplingParams by the same name
     "temperature",
     "top_k",
     "top_p",
+    "min_p",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -58,7 +59,6 @@ UNSUPPORTED = {
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "logit_bias": ({},),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "prompt_embeds": (),
@@ -165,6 +165,7 @@ class GenerationRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

@@ -73,7 +73,6 @@ ASKING = {  # field -> what asks for nothing, and for something
     "tools": ([], [{"type": "function"}]),
     "tool_choice": ("none", "required"),
     "response_format": ({"type": "text"}, {"type": "json_object"}),
-    "min_p": (0.0, 0.1),
     "min_tokens": (0, 3),
     "stop_token_ids": ([], [3]),
     "structured_outputs": (None, {"regex": "a"}),

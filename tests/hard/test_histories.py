@@ -29,6 +29,7 @@ VALUES = {
     "temperature": st.sampled_from([0.0, 0.8, 1.5]),
     "top_k": st.sampled_from([0, 3]),
     "top_p": st.sampled_from([1.0, 0.8, 0.5]),
+    "min_p": st.sampled_from([0.0, 0.3]),
     "presence_penalty": st.sampled_from([0.0, 0.5]),
     "repetition_penalty": st.sampled_from([1.0, 1.3]),
     "seed": st.integers(0, 2**64 - 1),
