@@ -41,10 +41,10 @@ CACHE_DTYPES = {"auto": None, "float16": torch.float16, "int8": torch.int8}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except None: the help says what that means."""
+    """Shows defaults, except None and (): the help says what that means."""
 
     def _get_help_string(self, action):
-        return action.help if action.default is None else super()._get_help_string(action)
+        return super()._get_help_string(action) if action.default not in (None, ()) else action.help
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,6 +59,24 @@ class Parser(argparse.ArgumentParser):
             if option.startswith("--") and value == "--":  # argparse would make a list of it
                 self.error(f"argument {option}: expected one argument")
         return super().parse_known_args(args, namespace)
+
+
+class Collect(argparse.Action):
+    """Adds its value to a tuple: an option that is repeatable."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), value))
+
+
+def id_and_bias(text: str) -> tuple[int, float]:
+    """The pair that ID=BIAS stands for. Raises ArgumentTypeError for another form."""
+    token, _, bias = text.partition("=")
+    try:
+        if token.isascii() and token.isdecimal():
+            return int(token), float(bias)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!a} is not ID=BIAS, such as 11=-100")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -123,6 +141,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repetition-penalty", type=float, help="against tokens in prompt and output; 1: off"
     )
+    bias_help = "add to the logit of a token, -100 to 100; repeatable; no bias if not given"
+    bias = {"type": id_and_bias, "action": Collect, "metavar": "ID=BIAS", "help": bias_help}
+    parser.add_argument("--logit-bias", **bias)
     add_stride_option(parser)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 

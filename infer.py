@@ -35,7 +35,7 @@ from errors import UserError, check_limits
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, check_tokens_only, params_of_each
+from sampling import NOT_FINITE, SamplingParams, check_ids, check_tokens_only, params_of_each
 
 
 @torch.inference_mode()
@@ -64,8 +64,9 @@ def generate(
     Greedy or with a seed, a row has the text of its own run, up to rounding; without a seed it
     depends on its batch, which shares the generator. With int8 weights or a small cache rounding
     may change a text, as int8.py says, unless C computes the whole pass.
-    Raises UserError if there is no prompt, stride is out of range, the cache does not fit in
-    memory, or the logits are not finite; ValueError if params are not as many as prompts.
+    Raises UserError if there is no prompt, stride is out of range, params have an id that the model
+    lacks, the cache does not fit in memory, or the logits are not finite; ValueError if params are
+    not as many as prompts.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
@@ -73,6 +74,8 @@ def generate(
     prompt_lengths = [len(sequence) for sequence in sequences]
     each = params_of_each(params, len(sequences))
     check_tokens_only(each)
+    for own in each:
+        check_ids(own, model.config)
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
     lengths = [

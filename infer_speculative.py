@@ -32,7 +32,7 @@ from infer import next_logits
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from sampling import SamplingParams, check_tokens_only, penalize, sampling_probs
+from sampling import SamplingParams, adjust, check_ids, check_tokens_only, sampling_probs
 
 # argument of generate_speculative: its type, which values are valid, how to say that
 LIMITS = {"gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16")}
@@ -73,6 +73,7 @@ def generate_speculative(
     check_limits(LIMITS, gamma=gamma)
     check_tokens_only([params])
     config = target.config
+    check_ids(params, config)
     stride = check_stride(stride, config.block_size)
     sequence = list(prompt) or [config.bos_token_id]
     prompt_length = len(sequence)
@@ -91,7 +92,7 @@ def generate_speculative(
         # No cache is rolled back: `match` forgets refused drafts when it meets the next window.
         logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
         texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
-        logits = penalize(logits, params, texts, [prompt_length] * len(texts))
+        logits = adjust(logits, [params] * len(texts), texts, [prompt_length] * len(texts))
         if q is None:
             chosen = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
             q = torch.nn.functional.one_hot(chosen, config.vocab_size).float()
@@ -139,7 +140,7 @@ class ModelDrafter:
             text = sequence + drafts
             window = text[window_start(len(text), self.block_size, self.stride) :]
             logits = next_logits(self.model, [window], self.cache)[0]
-            logits = penalize(logits, self.params, [text], [prompt_length])[0]  # (vocab_size,)
+            logits = adjust(logits, [self.params], [text], [prompt_length])[0]  # (vocab_size,)
             q[index] = sampling_probs(logits, self.params)
             if self.params.temperature == 0:  # the draw is known, and looking it up is faster
                 drawn = logits.argmax()

@@ -5,6 +5,7 @@ import math
 import operator
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,18 +29,45 @@ class SamplingParams:
     presence_penalty: float = 0.0  # taken from the logit of each token in the output
     frequency_penalty: float = 0.0  # taken from it once for each time it is there
     repetition_penalty: float = 1.0  # lowers the logits of tokens in prompt and output; 1: off
+    # Token ids and what is added to their logits, before all else. A mapping is taken, too.
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None  # of the draws; None: they come from a generator
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
     logprobs: int | None = None  # report the N most likely tokens at each place; None: nothing
 
     def __post_init__(self):
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         check_limits(LIMITS, **vars(self))
+        pairs = sorted((token, float(bias)) for token, bias in self.logit_bias)
+        object.__setattr__(self, "logit_bias", tuple(pairs))
         for field in dataclasses.fields(self):
             if field.type is float:  # torch takes no integer above 2**64 - 1
                 object.__setattr__(self, field.name, float(getattr(self, field.name)))
 
 
 LARGEST = sys.float_info.max
+
+
+def is_id(value) -> bool:
+    """Whether a value may be a token's id."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_bias(value) -> bool:
+    """Whether a value may be added to a logit. OpenAI's API has this range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -100 <= value <= 100
+
+
+def are_biases(pairs: tuple) -> bool:
+    """Whether these are pairs of ids and biases, with no id twice."""
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        return False
+    good = all(is_id(token) and is_bias(bias) for token, bias in pairs)
+    return good and len(dict(pairs)) == len(pairs)
+
+
 LIMITS = {  # field of SamplingParams: its type, which values are valid, how to say that
     "max_new_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
     "ignore_eos": (bool, lambda v: True, "True or False"),
@@ -50,6 +78,11 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "presence_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "frequency_penalty": (int | float, lambda v: -2 <= v <= 2, "a number in [-2, 2]"),
     "repetition_penalty": (int | float, lambda v: 0 < v <= LARGEST, "a finite number > 0"),
+    "logit_bias": (
+        tuple,
+        are_biases,
+        "pairs of an id >= 0, each once, and a number in [-100, 100]",
+    ),
     "seed": (
         int | None,
         lambda v: v is None or 0 <= v < 2**64,
@@ -85,6 +118,14 @@ def check_tokens_only(each: list[SamplingParams]) -> None:
     """Raise UserError for parameters that ask for more than tokens, which only an engine gives."""
     if any(params.stop or params.logprobs is not None for params in each):
         raise UserError("stop and logprobs are for the engine alone")
+
+
+def check_ids(params: SamplingParams, config) -> None:
+    """Raise UserError for an id in the parameters that a model of this configuration lacks."""
+    for token, _ in params.logit_bias:
+        if token >= config.vocab_size:
+            allowed = f"ids of this model are integers from 0 to {config.vocab_size - 1}"
+            raise UserError(f"logit_bias has the id {token}; {allowed}")
 
 
 # What rows must have in common for torch to penalise them together, and to draw them together.
@@ -128,7 +169,7 @@ def choose(
     prompt_lengths: how many tokens of each text are its prompt, which penalties tell from output.
     generator: of the random numbers for those without a seed. native: draws for all others.
     """
-    logits = penalize_each(logits, params, texts, prompt_lengths)
+    logits = adjust(logits, params, texts, prompt_lengths)
     in_c = native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     groups = {}  # rows that are chosen together
     for row, own in enumerate(params):
@@ -162,7 +203,8 @@ def rows_of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 class TokenLogprob(NamedTuple):
     """The log-probability of a token, and of the most likely ones in its place.
 
-    It is the model's own: of the softmax of its logits, before penalties, temperature and filters.
+    It is the model's own: of the softmax of its logits, before biases, penalties, temperature and
+    filters.
     """
 
     logprob: float  # a natural logarithm
@@ -181,6 +223,38 @@ def token_logprob(logits: torch.Tensor, token: int, count: int) -> TokenLogprob:
     ids = (logits >= least).nonzero()[:, 0]
     ids = ids[logits[ids].argsort(descending=True, stable=True)][:count]
     return TokenLogprob(logprobs[token].item(), list(zip(ids.tolist(), logprobs[ids].tolist())))
+
+
+def adjust(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    texts: list[list[int]],
+    prompt_lengths: list[int],
+) -> torch.Tensor:
+    """What parameters do to logits before a temperature: biases, then penalties, row by row.
+
+    The arguments are those of `choose`. Returns new logits, or the same ones if nothing is on.
+    """
+    return penalize_each(add_biases(logits, params), params, texts, prompt_lengths)
+
+
+def add_biases(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Add to the logits (B, vocab_size) of each row its biases, OpenAI's `logit_bias`.
+
+    Returns new logits, or the same ones if there is no bias.
+    """
+    groups = {}  # rows with the same biases, as texts of one request have
+    for row, own in enumerate(params):
+        if own.logit_bias:
+            groups.setdefault(own.logit_bias, []).append(row)
+    if not groups:
+        return logits
+    logits = logits.clone()
+    for pairs, rows in groups.items():
+        ids, values = zip(*pairs)
+        places = torch.tensor(rows)[:, None], torch.tensor(ids)
+        logits[places] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+    return logits
 
 
 def penalize_each(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from errors import UserError
 from loading.tokenizer import StopStream
-from sampling import SamplingParams, TokenLogprob
+from sampling import SamplingParams, TokenLogprob, check_ids
 
 
 @dataclass(eq=False)  # two requests are never the same one
@@ -81,6 +81,7 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     if wrong:
         allowed = f"ids of this model are integers from 0 to {size - 1}"
         raise UserError(f"the prompt has the id {wrong[0]!r}; {allowed}")
+    check_ids(params, config)
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Request(tokens, len(tokens), params)

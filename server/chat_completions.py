@@ -33,6 +33,7 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     if wanted is None:  # what the window and the answer have room for
         wanted = max(min(window - len(prompt), body.most_tokens(logprobs)), 1)
     params = body.params(wanted, logprobs)
+    served.check_ids(params[0])
     name = f"chatcmpl-{uuid.uuid4().hex}"
     updates = served.thread.generate([prompt] * len(params), params, body.cache_salt or "", name)
     return await Reply(name, body, served, len(prompt), updates).respond()

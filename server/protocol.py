@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -20,13 +21,14 @@ from pydantic_core import PydanticCustomError
 
 from errors import check_limits
 from loading.chat import OWN
-from sampling import LIMITS, SamplingParams
+from sampling import LIMITS, SamplingParams, is_bias
 
 MOST_BYTES = 2**22  # of an answer, at TOKEN_BYTES for each token and so on
 TOKEN_BYTES = 16
 LOGPROB_BYTES = 64  # of which a token has one, and one for each of the best
 MOST_ECHO = 2**20  # bytes of prompts that an answer repeats
 MOST_ITEMS = 2**14  # prompts, messages, or parts of a message
+MOST_BIASES = 2**10
 
 SAMPLING = (  # fields of SamplingParams by the same name
     "ignore_eos",
@@ -58,7 +60,6 @@ UNSUPPORTED = {
     "guided_json": (),
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "prompt_embeds": (),
@@ -119,6 +120,25 @@ def kind_of(prompt: Any) -> str:
     return type(prompt).__name__
 
 
+def to_biases(value: Any) -> Any:
+    """An object of biases with integers for its names, each written as JSON writes it.
+
+    Raises ValueError at the first that is wrong.
+    """
+
+    def good(name: str, bias: Any) -> bool:
+        is_number = name.isascii() and name.isdecimal() and len(name) <= 10
+        return is_number and str(int(name)) == name and is_bias(bias)
+
+    if value is None:
+        return None
+    if isinstance(value, dict) and len(value) <= MOST_BIASES:
+        if all(good(*pair) for pair in value.items()):
+            return {int(name): float(bias) for name, bias in value.items()}
+    what = f"an object of up to {MOST_BIASES} token ids, each with a number in [-100, 100]"
+    raise ValueError(f"it must be {what}")
+
+
 # A list fails at its first bad element: a body of 1 MiB can hold half a million of them, and an
 # error for each would stop all streams for seconds.
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -169,6 +189,7 @@ class GenerationRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(to_biases)] = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
 
@@ -224,7 +245,7 @@ class GenerationRequest(BaseModel):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = {name: getattr(self, name) for name in SAMPLING}
         given = {name: value for name, value in given.items() if value is not None}
-        given = {"temperature": 1.0} | given
+        given = {"temperature": 1.0, "logit_bias": self.logit_bias or {}} | given
         params = SamplingParams(max_new_tokens, stop=tuple(stop), logprobs=logprobs, **given)
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
 

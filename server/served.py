@@ -8,6 +8,7 @@ from errors import UserError
 from loading.chat import Chat
 from loading.load import Source
 from loading.tokenizer import TextStream
+from sampling import SamplingParams, check_ids
 from server.engine_thread import EngineThread
 from server.live import Live
 from server.metrics import Metrics
@@ -81,6 +82,13 @@ class Served:
                 prompt = self.thread.encoding.encode(prompt, allowed_special="all")
             ids.append(prompt or [self.thread.config.bos_token_id])
         return ids
+
+    def check_ids(self, params: SamplingParams) -> None:
+        """Raise APIError for an id in the parameters that the model lacks."""
+        try:
+            check_ids(params, self.thread.config)
+        except UserError as error:
+            raise APIError(400, str(error), str(error).partition(" ")[0]) from None
 
     def check_dropped(self, field: str, dropped: str) -> None:
         """Raise UserError if bytes of a field would be dropped: a client sees no note."""

@@ -68,7 +68,6 @@ ASKING = {  # field -> what asks for nothing, and for something
     "function_call": ("none", "auto"),
     "functions": ([], [{"name": "f"}]),
     "suffix": ("", " end"),
-    "logit_bias": ({}, {"5": 100}),
     "modalities": (["text"], ["text", "audio"]),
     "tools": ([], [{"type": "function"}]),
     "tool_choice": ("none", "required"),
@@ -136,8 +135,8 @@ def test_stop_strings_at_their_limits(door):
 
 
 def test_half_a_letter_in_the_name_of_a_field(door):
-    for body in (b'{"\\ud800": 1}', b'{"logit_bias": null, "x": {"\\ud800": 1}}'):
+    for body in (b'{"\\ud800": 1}', b'{"tools": null, "x": {"\\ud800": 1}}'):
         assert text_of(door, body)
-    body = b'{"logit_bias": {"\\ud800": 1}}'
-    refused = refusal("logit_bias is not supported", "logit_bias")
+    body = b'{"tools": {"\\ud800": 1}}'
+    refused = refusal("tools is not supported", "tools")
     assert door.post("/v1/completions", body) == (400, refused)

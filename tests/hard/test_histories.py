@@ -32,6 +32,7 @@ VALUES = {
     "min_p": st.sampled_from([0.0, 0.3]),
     "presence_penalty": st.sampled_from([0.0, 0.5]),
     "repetition_penalty": st.sampled_from([1.0, 1.3]),
+    "logit_bias": st.sampled_from([(), ((2, 4.0), (6, -100.0))]),
     "seed": st.integers(0, 2**64 - 1),
 }
 # Requests differ from each other in a single parameter, so that a step has rows nearly alike.
