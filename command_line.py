@@ -144,6 +144,10 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     bias_help = "add to the logit of a token, -100 to 100; repeatable; no bias if not given"
     bias = {"type": id_and_bias, "action": Collect, "metavar": "ID=BIAS", "help": bias_help}
     parser.add_argument("--logit-bias", **bias)
+    stop_help = "id of a token that ends the text, as EOS does; repeatable"
+    stop = {"type": int, "action": Collect, "dest": "stop_token_ids", "help": stop_help}
+    parser.add_argument("--stop-token-id", metavar="ID", **stop)
+    parser.add_argument("--min-tokens", type=int, help="nothing ends the text before, in tokens")
     add_stride_option(parser)
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 

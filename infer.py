@@ -35,7 +35,14 @@ from errors import UserError, check_limits
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, check_ids, check_tokens_only, params_of_each
+from sampling import (
+    NOT_FINITE,
+    SamplingParams,
+    check_ids,
+    check_tokens_only,
+    ending_ids,
+    params_of_each,
+)
 
 
 @torch.inference_mode()
@@ -59,8 +66,8 @@ def generate(
     cache_dtype: of keys and values: float16 and int8 take half and about a quarter of float32's
     memory; None is the model's dtype. Each key and value is rounded by itself, by `to_stored`.
     The batch is static: a finished row is computed until the last one ends.
-    Yields, at most the largest `max_new_tokens` times, the next token of each prompt, EOS included,
-    and None after its last one.
+    Yields, at most the largest `max_new_tokens` times, the next token of each prompt, what ends its
+    text included, and None after that.
     Greedy or with a seed, a row has the text of its own run, up to rounding; without a seed it
     depends on its batch, which shares the generator. With int8 weights or a small cache rounding
     may change a text, as int8.py says, unless C computes the whole pass.
@@ -76,6 +83,7 @@ def generate(
     check_tokens_only(each)
     for own in each:
         check_ids(own, model.config)
+    eos = model.config.eos_token_ids
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
     lengths = [
@@ -91,13 +99,13 @@ def generate(
         starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
         windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
         logits = next_logits(model, windows, cache)[:, 0]
-        next_tokens = model.runner.choose(logits, each, sequences, prompt_lengths, generator)
+        next_tokens = model.runner.choose(logits, each, sequences, prompt_lengths, generator, eos)
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, token in enumerate(step):
             # Only a token that was generated ends a text: a prompt may well end in EOS.
-            is_eos = token in model.config.eos_token_ids and not each[row].ignore_eos
-            if is_eos or len(sequences[row]) + 1 == lengths[row]:
+            ends = token in ending_ids(each[row], eos)
+            if ends or len(sequences[row]) + 1 == lengths[row]:
                 finished[row] = True
             if not finished[row]:  # a finished row computes one position again, and none reads it
                 sequences[row].append(token)
@@ -269,7 +277,7 @@ def run(args) -> None:
     chat = load_chat(args, source)
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
-    skip = () if params.ignore_eos else model.config.eos_token_ids
+    skip = ending_ids(params, model.config.eos_token_ids)
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
         output = Output(shown, encoding, skip, seed if params.temperature else None)
@@ -300,6 +308,7 @@ def check_beam_options(args) -> None:
     unused |= {"num_samples": 1, "seed": None}
     refused = [name for name, default in unused.items() if getattr(args, name) != default]
     if refused:
+        refused = [name.replace("_ids", "_id") for name in refused]  # one each time
         names = ", ".join("--" + name.replace("_", "-") for name in refused)
         raise UserError(f"--num-beams neither draws nor penalises tokens; leave out {names}")
 

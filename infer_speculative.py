@@ -32,7 +32,14 @@ from infer import next_logits
 from loading.load import parse_name
 from loading.tokenizer import load_encoding
 from model import Model
-from sampling import SamplingParams, adjust, check_ids, check_tokens_only, sampling_probs
+from sampling import (
+    SamplingParams,
+    adjust,
+    check_ids,
+    check_tokens_only,
+    ending_ids,
+    sampling_probs,
+)
 
 # argument of generate_speculative: its type, which values are valid, how to say that
 LIMITS = {"gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 16")}
@@ -41,10 +48,10 @@ LIMITS = {"gamma": (int, lambda value: 1 <= value <= 16, "an integer from 1 to 1
 class Pass(NamedTuple):
     """What one pass of the target gave."""
 
-    # Added to the text: accepted drafts, then one token of the target's; nothing after an EOS.
+    # Added to the text: accepted drafts, then one token of the target's; nothing after its end.
     tokens: list[int]
     drafts: list[int]  # proposed by the drafter
-    # How many of them the target accepted; an EOS among them may end the text earlier.
+    # How many of them the target accepted; one among them may end the text earlier.
     accepted: int
 
 
@@ -77,6 +84,7 @@ def generate_speculative(
     stride = check_stride(stride, config.block_size)
     sequence = list(prompt) or [config.bos_token_id]
     prompt_length = len(sequence)
+    ends = ending_ids(params, config.eos_token_ids)
     end = prompt_length + params.max_new_tokens
     cache = KVCache(target, 1, min(end - 1, config.block_size), cache_dtype)
     propose = draft
@@ -92,13 +100,14 @@ def generate_speculative(
         # No cache is rolled back: `match` forgets refused drafts when it meets the next window.
         logits = next_logits(target, [sequence[start:] + drafts], cache, keep=len(drafts) + 1)[0]
         texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
-        logits = adjust(logits, [params] * len(texts), texts, [prompt_length] * len(texts))
+        lengths = [prompt_length] * len(texts)
+        logits = adjust(logits, [params] * len(texts), texts, lengths, config.eos_token_ids)
         if q is None:
             chosen = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
             q = torch.nn.functional.one_hot(chosen, config.vocab_size).float()
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
         tokens = drafts[:accepted] + [token]
-        stays = [token not in config.eos_token_ids or params.ignore_eos for token in tokens]
+        stays = [token not in ends for token in tokens]
         tokens = tokens[: first_false(stays) + 1]
         sequence += tokens
         yield Pass(tokens, drafts, accepted)
@@ -123,6 +132,7 @@ class ModelDrafter:
         self.model = model
         self.params = params
         self.generator = generator
+        self.eos = model.config.eos_token_ids
         self.block_size = model.config.block_size
         self.stride = check_stride(None, self.block_size)
         self.cache = KVCache(model, 1, min(max_len, self.block_size), cache_dtype)
@@ -140,7 +150,7 @@ class ModelDrafter:
             text = sequence + drafts
             window = text[window_start(len(text), self.block_size, self.stride) :]
             logits = next_logits(self.model, [window], self.cache)[0]
-            logits = adjust(logits, [self.params], [text], [prompt_length])[0]  # (vocab_size,)
+            logits = adjust(logits, [self.params], [text], [prompt_length], self.eos)[0]
             q[index] = sampling_probs(logits, self.params)
             if self.params.temperature == 0:  # the draw is known, and looking it up is faster
                 drawn = logits.argmax()
@@ -260,7 +270,7 @@ def run(args) -> None:
     target, *drafts = load_models(names, args, device)
     draft = drafts[0] if drafts else propose_lookup
     encoding = load_encoding(source, target.config.vocab_size)
-    skip = () if params.ignore_eos else target.config.eos_token_ids
+    skip = ending_ids(params, target.config.eos_token_ids)
     note_dropped(encoding, *prompts)
     shown_seed = seed if params.temperature else None
     colours = args.show and sys.stdout.isatty()

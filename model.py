@@ -133,9 +133,10 @@ class TorchRunner:
         texts: list[list[int]],
         prompt_lengths: list[int],
         generator: torch.Generator | None = None,
+        eos: tuple[int, ...] = (),
     ) -> list[int]:
         """The next token of each text, with the arguments of `sampling.choose`."""
-        return choose(logits, params, texts, prompt_lengths, generator)
+        return choose(logits, params, texts, prompt_lengths, generator, eos)
 
 
 class Model(nn.Module):

@@ -33,12 +33,17 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None  # of the draws; None: they come from a generator
     stop: tuple[str, ...] = ()  # the text ends before the first of these strings
+    stop_token_ids: tuple[int, ...] = ()  # it ends with the first of these, as with an EOS token
+    min_tokens: int = 0  # no token and no string ends it among the first of this number
     logprobs: int | None = None  # report the N most likely tokens at each place; None: nothing
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         check_limits(LIMITS, **vars(self))
+        if self.min_tokens > self.max_new_tokens:
+            allowed = f"it must be at most max_new_tokens, {self.max_new_tokens}"
+            raise UserError(f"min_tokens is {self.min_tokens}; {allowed}")
         pairs = sorted((token, float(bias)) for token, bias in self.logit_bias)
         object.__setattr__(self, "logit_bias", tuple(pairs))
         for field in dataclasses.fields(self):
@@ -93,6 +98,8 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
         lambda v: all(isinstance(text, str) and text for text in v),
         "a tuple of strings that are not empty",
     ),
+    "stop_token_ids": (tuple, lambda v: all(map(is_id, v)), "a tuple of ids >= 0"),
+    "min_tokens": (int, lambda v: v >= 0, "an integer >= 0"),
     "logprobs": (
         int | None,
         lambda v: v is None or 0 <= v <= 20,
@@ -121,11 +128,25 @@ def check_tokens_only(each: list[SamplingParams]) -> None:
 
 
 def check_ids(params: SamplingParams, config) -> None:
-    """Raise UserError for an id in the parameters that a model of this configuration lacks."""
-    for token, _ in params.logit_bias:
-        if token >= config.vocab_size:
-            allowed = f"ids of this model are integers from 0 to {config.vocab_size - 1}"
-            raise UserError(f"logit_bias has the id {token}; {allowed}")
+    """Raise UserError for an id in the parameters that a model of this configuration lacks.
+
+    And for min_tokens where no token could come first.
+    """
+    size = config.vocab_size
+    biased = [token for token, _ in params.logit_bias]
+    for name, ids in (("logit_bias", biased), ("stop_token_ids", params.stop_token_ids)):
+        wrong = [token for token in ids if token >= size]
+        if wrong:
+            allowed = f"ids of this model are integers from 0 to {size - 1}"
+            raise UserError(f"{name} has the id {wrong[0]}; {allowed}")
+    if params.min_tokens and len(set(ending_ids(params, config.eos_token_ids))) == size:
+        reason = "every token of this model ends the text"
+        raise UserError(f"min_tokens is {params.min_tokens}; it must be 0, as {reason}")
+
+
+def ending_ids(params: SamplingParams, eos: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end a text. eos: the EOS tokens of its model."""
+    return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos
 
 
 # What rows must have in common for torch to penalise them together, and to draw them together.
@@ -162,14 +183,16 @@ def choose(
     texts: list[list[int]],
     prompt_lengths: list[int],
     generator: torch.Generator | None = None,
+    eos: tuple[int, ...] = (),
     native: RowDrawer | None = None,
 ) -> list[int]:
     """The next token of each text, by parameters of its own. logits: (B, vocab_size).
 
     prompt_lengths: how many tokens of each text are its prompt, which penalties tell from output.
-    generator: of the random numbers for those without a seed. native: draws for all others.
+    generator: of the random numbers for those without a seed. eos: the model's EOS tokens, which
+    min_tokens bans. native: draws for all others.
     """
-    logits = adjust(logits, params, texts, prompt_lengths)
+    logits = adjust(logits, params, texts, prompt_lengths, eos)
     in_c = native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     groups = {}  # rows that are chosen together
     for row, own in enumerate(params):
@@ -230,12 +253,14 @@ def adjust(
     params: list[SamplingParams],
     texts: list[list[int]],
     prompt_lengths: list[int],
+    eos: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """What parameters do to logits before a temperature: biases, then penalties, row by row.
+    """What parameters do to logits before a temperature: biases, penalties, bans, row by row.
 
     The arguments are those of `choose`. Returns new logits, or the same ones if nothing is on.
     """
-    return penalize_each(add_biases(logits, params), params, texts, prompt_lengths)
+    logits = penalize_each(add_biases(logits, params), params, texts, prompt_lengths)
+    return ban_ends(logits, params, texts, prompt_lengths, eos)
 
 
 def add_biases(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
@@ -254,6 +279,32 @@ def add_biases(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tens
         ids, values = zip(*pairs)
         places = torch.tensor(rows)[:, None], torch.tensor(ids)
         logits[places] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+    return logits
+
+
+def ban_ends(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    texts: list[list[int]],
+    prompt_lengths: list[int],
+    eos: tuple[int, ...],
+) -> torch.Tensor:
+    """Set to -inf what would end a text that has fewer than its min_tokens.
+
+    The arguments are those of `choose`. Returns new logits, or the same ones if there is no ban.
+    """
+    # After the penalties, because that on repetition would make a finite number of -inf.
+    places = [
+        (row, token)
+        for row, (own, text, length) in enumerate(zip(params, texts, prompt_lengths))
+        if len(text) - length < own.min_tokens
+        for token in ending_ids(own, eos)
+    ]
+    if not places:
+        return logits
+    rows, ids = torch.tensor(places).unbind(dim=1)
+    logits = logits.clone()
+    logits[rows, ids] = -torch.inf
     return logits
 
 

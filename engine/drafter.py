@@ -93,7 +93,8 @@ class PagedDrafter:
             finite = finite_rows(logits)
             params = [request.params for request in drawing]
             lengths = [request.prompt_length for request in drawing]
-            tokens = self.model.runner.choose(logits, params, texts, lengths)
+            eos = self.model.config.eos_token_ids
+            tokens = self.model.runner.choose(logits, params, texts, lengths, None, eos)
             for row, span, token, good in zip(rows, spans, tokens, finite):
                 if good:
                     self.held[requests[row]].tokens.extend(span.tokens)

@@ -14,7 +14,7 @@ from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
 from loading.tokenizer import Encoding, StopStream
 from model import Model
-from sampling import NOT_FINITE, SamplingParams, finite_rows, token_logprob
+from sampling import NOT_FINITE, SamplingParams, ending_ids, finite_rows, token_logprob
 
 
 class Choice(NamedTuple):
@@ -102,8 +102,8 @@ class Engine:
         request = make_request(prompt, params, self.model.config)
         request.salt = salt
         if self.encoding is not None:
-            silent = () if params.ignore_eos else self.model.config.eos_token_ids
-            request.stream = StopStream(self.encoding, silent, params.stop)
+            silent = ending_ids(params, self.model.config.eos_token_ids)
+            request.stream = StopStream(self.encoding, silent, params.stop, params.min_tokens)
         self.scheduler.add(request)
         return request
 
@@ -190,7 +190,8 @@ class Engine:
         params = [request.params for request, _ in rows]
         texts = [text for _, text in rows]
         lengths = [request.prompt_length for request, _ in rows]
-        tokens = runner.choose(logits, params, texts, lengths)
+        eos = self.model.config.eos_token_ids
+        tokens = runner.choose(logits, params, texts, lengths, None, eos)
         choices = []
         for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
             part = slice(end - len(own), end)
@@ -225,12 +226,12 @@ class Engine:
         text = ""
         stream = request.stream.copy() if request.stream else None
         reason = None
+        ends = ending_ids(request.params, self.model.config.eos_token_ids)
         for token in following[: accepted + 1]:
             tokens.append(token)
             if stream:
                 text += stream.add(token)
-            ends = token in self.model.config.eos_token_ids and not request.params.ignore_eos
-            if ends or (stream and stream.stopped):
+            if token in ends or (stream and stream.stopped):
                 reason = "stop"
             elif len(request.output) + len(tokens) == request.params.max_new_tokens:
                 reason = "length"

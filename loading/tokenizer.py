@@ -323,12 +323,20 @@ class StopStream(TextStream):
 
     That is the one that is complete first, the longest of several. Text is held back only while it
     may be the beginning of one. It is compared as characters, so it does not matter how tokens cut
-    it. stopped: whether one was found; all after it prints nothing.
+    it. stopped: whether one was found; all after it prints nothing. One that is complete within the
+    first min_tokens tokens does not count.
     """
 
-    def __init__(self, encoding: Encoding, skip: tuple[int, ...] = (), stop: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        encoding: Encoding,
+        skip: tuple[int, ...] = (),
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+    ):
         super().__init__(encoding, skip)
         self.stop = stop
+        self.unheeded = min_tokens  # how many tokens are left in which no string counts
         self.held = ""
         self.stopped = False
 
@@ -339,7 +347,9 @@ class StopStream(TextStream):
         return other
 
     def add(self, token: int) -> str:
-        return self.release(super().add(token))
+        text = self.release(super().add(token))
+        self.unheeded = max(self.unheeded - 1, 0)
+        return text
 
     def end(self) -> str:
         text = self.release(super().end()) + self.held
@@ -351,7 +361,7 @@ class StopStream(TextStream):
         for character in "" if self.stopped else text:
             self.held += character
             found = max((len(stop) for stop in self.stop if self.held.endswith(stop)), default=0)
-            if found:
+            if found and not self.unheeded:
                 certain = self.held[:-found]
                 self.held = ""
                 self.stopped = True

@@ -39,6 +39,7 @@ SAMPLING = (  # fields of SamplingParams by the same name
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "min_tokens",
 )
 
 
@@ -60,13 +61,11 @@ UNSUPPORTED = {
     "guided_json": (),
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -144,6 +143,7 @@ def to_biases(value: Any) -> Any:
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 Words = Annotated[list[Word], Field(fail_fast=True, max_length=16)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
+StopIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=128)]
 Several = Field(fail_fast=True, min_length=1, max_length=MOST_ITEMS)
 Prompt = Annotated[
     Annotated[str, Tag("str")]
@@ -182,6 +182,8 @@ class GenerationRequest(BaseModel):
     stop: Annotated[
         Word | Words | None, one_of("a string or a list of up to 16, each of 1 to 256 characters")
     ] = None
+    stop_token_ids: Annotated[StopIds | None, one_of("a list of up to 128 token ids")] = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -235,17 +237,21 @@ class GenerationRequest(BaseModel):
     def params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
         """The parameters of each of the n texts that follow a prompt: text i has the seed + i.
 
-        Raises APIError if all texts together could be too long.
+        Raises APIError if all texts together could be too long, or min_tokens is more than that.
         """
         most = self.most_tokens(logprobs)
         if max_new_tokens > most:
             what = f"{self.texts} texts with {logprobs or 0} log-probabilities for each token"
             message = f"max_tokens is {max_new_tokens}; for {what} it may be {most}"
             raise APIError(400, message, "max_tokens")
+        if (self.min_tokens or 0) > max_new_tokens:
+            message = f"min_tokens is {self.min_tokens}; max_tokens is {max_new_tokens}"
+            raise APIError(400, message, "min_tokens")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = {name: getattr(self, name) for name in SAMPLING}
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0, "logit_bias": self.logit_bias or {}} | given
+        given["stop_token_ids"] = tuple(self.stop_token_ids or ())
         params = SamplingParams(max_new_tokens, stop=tuple(stop), logprobs=logprobs, **given)
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
 

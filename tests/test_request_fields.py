@@ -72,8 +72,6 @@ ASKING = {  # field -> what asks for nothing, and for something
     "tools": ([], [{"type": "function"}]),
     "tool_choice": ("none", "required"),
     "response_format": ({"type": "text"}, {"type": "json_object"}),
-    "min_tokens": (0, 3),
-    "stop_token_ids": ([], [3]),
     "structured_outputs": (None, {"regex": "a"}),
     "use_beam_search": (False, True),
     "include_stop_str_in_output": (False, True),

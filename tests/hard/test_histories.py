@@ -4,6 +4,7 @@ Each text must be that of `generate` alone. Some dozens of histories run; for mo
 HISTORIES=2000 pytest tests/hard/test_histories.py
 """
 
+import codecs
 import copy
 import functools
 import os
@@ -33,6 +34,8 @@ VALUES = {
     "presence_penalty": st.sampled_from([0.0, 0.5]),
     "repetition_penalty": st.sampled_from([1.0, 1.3]),
     "logit_bias": st.sampled_from([(), ((2, 4.0), (6, -100.0))]),
+    "stop_token_ids": st.sampled_from([(), (3,)]),
+    "min_tokens": st.sampled_from([0, 4]),
     "seed": st.integers(0, 2**64 - 1),
 }
 # Requests differ from each other in a single parameter, so that a step has rows nearly alike.
@@ -51,16 +54,19 @@ class Letters:
         return [b"a", b"b", b"c", b"ab", b"cc", b"\xc3", b"\xa9"][token]
 
 
-def printed(token: int, ends: bool) -> bytes:
-    """What a token prints. ends: token 6 prints nothing."""
-    return b"" if token == 6 and ends else Letters().decode_single_token_bytes(token)
+def printed(tokens: list[int], params: dict) -> bytes:
+    """What tokens print; those that end a text print nothing."""
+    ends = params["stop_token_ids"] if params["ignore_eos"] else (6, *params["stop_token_ids"])
+    return b"".join(Letters().decode_single_token_bytes(t) for t in tokens if t not in ends)
 
 
-def cut(tokens: list[int], stop: tuple[str, ...], ends: bool) -> tuple[list[int], str]:
+def cut(tokens: list[int], stop: tuple[str, ...], params: dict) -> tuple[list[int], str]:
     """The tokens up to the one that completes a stop string, and their text before it."""
+    first = printed(tokens[: params["min_tokens"]], params)  # no string counts that ends in it
+    first = len(codecs.utf_8_decode(first, "replace", False)[0])
     for count in range(len(tokens) + 1):
-        text = b"".join(printed(token, ends) for token in tokens[:count]).decode(errors="replace")
-        for end in range(len(text) + 1):
+        text = printed(tokens[:count], params).decode(errors="replace")
+        for end in range(first + 1, len(text) + 1):
             found = [string for string in stop if text[:end].endswith(string)]
             if found:
                 return tokens[:count], text[: end - max(map(len, found))]
@@ -138,6 +144,7 @@ class Histories(RuleBasedStateMachine):
         from sampling import SamplingParams
 
         params = self.base | change | {"stop": stop, "logprobs": logprobs}
+        params["min_tokens"] = min(params["min_tokens"], params["max_new_tokens"])
         prompt = self.prefix[:shared] + prompt
         request = self.engine.add(prompt, SamplingParams(**params), salt)
         self.entries.append(Entry(request, prompt, params))
@@ -195,7 +202,7 @@ class Histories(RuleBasedStateMachine):
             params = {name: entry.params[name] for name in VALUES}
             options = {"stride": self.stride, "cache_dtype": self.cache_dtype}
             expected = alone(self.model, entry.prompt, **options, **params)
-            expected, text = cut(expected, entry.params["stop"], not params["ignore_eos"])
+            expected, text = cut(expected, entry.params["stop"], params)
             assert entry.tokens == request.output
             assert request.output == (expected[: len(request.output)] if aborted else expected)
             assert text.startswith(request.text) if aborted else text == request.text
