@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from constraints import make_matcher
 from errors import UserError, memory_for
 from loading.chat import Chat
 from loading.load import Source, load_model
@@ -38,6 +39,8 @@ DTYPES = {
     "blocks": torch.uint8,
 }
 CACHE_DTYPES = {"auto": None, "float16": torch.float16, "int8": torch.int8}
+# Fields of SamplingParams whose option has another name.
+OPTIONS = {"choices": "--choice", "stop_token_ids": "--stop-token-id"}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -152,6 +155,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**dataclasses.asdict(SamplingParams()))
 
 
+def add_constraint_options(parser: argparse.ArgumentParser) -> None:
+    """The options that constrain a text."""
+    choice_help = "one of the texts to choose from: nothing else is written; repeatable"
+    options = {"dest": "choices", "metavar": "TEXT", "action": Collect, "default": ()}
+    parser.add_argument(OPTIONS["choices"], help=choice_help, **options)
+
+
 def add_stride_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stride", type=int, help="how far a full window moves; half its length if not given"
@@ -161,8 +171,11 @@ def add_stride_option(parser: argparse.ArgumentParser) -> None:
 def sampling_params(args) -> SamplingParams:
     """The SamplingParams of a command line.
 
-    A note on stderr names options that do nothing at temperature 0.
+    A note on stderr names options that do nothing at temperature 0. Raises UserError for a choice
+    that is not UTF-8.
     """
+    for text in args.choices:
+        check_text(OPTIONS["choices"], text)
     # Each text gets a seed of its own.
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "seed"]
     params = SamplingParams(**{name: getattr(args, name) for name in names})
@@ -339,6 +352,18 @@ def read_lines() -> Iterator[str]:
         text = text.removesuffix("\n").removesuffix("\r")
         if text:
             yield text
+
+
+def note_cut(params: SamplingParams, encoding, config, outputs: list[list[int]]) -> None:
+    """Note on stderr how many texts the length limit has cut before they were complete."""
+    if not params.choices:
+        return
+    matcher = make_matcher(params, encoding, config)
+    cut = [output for output in outputs if not matcher.is_whole(output)]
+    if cut:
+        limit = f"--max-new-tokens {params.max_new_tokens}"
+        what = f"cut {len(cut)} of {len(outputs)} texts before their end"
+        print(f"note: {limit} {what}", file=sys.stderr)
 
 
 def pick_device(name: str) -> str:

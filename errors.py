@@ -48,4 +48,6 @@ def check_limits(limits: dict[str, tuple], **values) -> None:
         kind, valid, allowed = limits[name]
         is_kind = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
         if not is_kind or not valid(value):
-            raise UserError(f"{name} is {value!r}; it must be {allowed}")
+            shown = repr(value)
+            shown = shown if len(shown) <= 500 else f"{shown[:497]}..."
+            raise UserError(f"{name} is {shown}; it must be {allowed}")

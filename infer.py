@@ -14,15 +14,18 @@ from cache import KVCache, check_stride, window_start
 from command_line import (
     CACHE_DTYPES,
     MODEL_HELP,
+    OPTIONS,
     STORIES,
     Output,
     Parser,
     add_chat_options,
+    add_constraint_options,
     add_options,
     add_sampling_options,
     check_chat_options,
     load_chat,
     load_models,
+    note_cut,
     pick_device,
     pick_seed,
     read_prompts,
@@ -31,9 +34,10 @@ from command_line import (
     with_seeds,
     write_texts,
 )
+from constraints import make_matcher
 from errors import UserError, check_limits
 from loading.load import parse_name
-from loading.tokenizer import load_encoding
+from loading.tokenizer import Encoding, load_encoding
 from model import Model
 from sampling import (
     NOT_FINITE,
@@ -54,6 +58,7 @@ def generate(
     use_cache: bool = True,
     stride: int | None = None,
     cache_dtype: torch.dtype | None = None,
+    encoding: Encoding | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
@@ -65,6 +70,7 @@ def generate(
     half of block_size.
     cache_dtype: of keys and values: float16 and int8 take half and about a quarter of float32's
     memory; None is the model's dtype. Each key and value is rounded by itself, by `to_stored`.
+    encoding: the text that each token stands for; params with choices need it.
     The batch is static: a finished row is computed until the last one ends.
     Yields, at most the largest `max_new_tokens` times, the next token of each prompt, what ends its
     text included, and None after that.
@@ -72,8 +78,8 @@ def generate(
     depends on its batch, which shares the generator. With int8 weights or a small cache rounding
     may change a text, as int8.py says, unless C computes the whole pass.
     Raises UserError if there is no prompt, stride is out of range, params have an id that the model
-    lacks, the cache does not fit in memory, or the logits are not finite; ValueError if params are
-    not as many as prompts.
+    lacks, the cache does not fit in memory, the logits are not finite, or as `make_matcher`;
+    ValueError if params are not as many as prompts.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
@@ -84,6 +90,7 @@ def generate(
     for own in each:
         check_ids(own, model.config)
     eos = model.config.eos_token_ids
+    matchers = [make_matcher(own, encoding, model.config) for own in each]
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
     lengths = [
@@ -99,7 +106,15 @@ def generate(
         starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
         windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
         logits = next_logits(model, windows, cache)[:, 0]
-        next_tokens = model.runner.choose(logits, each, sequences, prompt_lengths, generator, eos)
+        allowed = [
+            None if done or matcher is None else matcher.allowed(sequence[length:])
+            for done, matcher, sequence, length in zip(
+                finished, matchers, sequences, prompt_lengths
+            )
+        ]
+        next_tokens = model.runner.choose(
+            logits, each, sequences, prompt_lengths, generator, eos, allowed
+        )
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, token in enumerate(step):
@@ -255,6 +270,7 @@ def main(argv=None) -> None:
     )
     add_options(parser)
     add_sampling_options(parser)
+    add_constraint_options(parser)
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -286,12 +302,15 @@ def run(args) -> None:
             return output.texts
         with output:
             each = with_seeds(params, seed, len(tokens))
-            options = not args.no_cache, args.stride, cache_dtype
+            options = not args.no_cache, args.stride, cache_dtype, encoding
+            written = [[] for _ in tokens]
             for step in generate(model, tokens, each, None, *options):
                 for row, token in enumerate(step):
                     if token is not None:
                         output.add(row, token)
+                        written[row].append(token)
                 output.end_step()
+        note_cut(params, encoding, model.config, written)
         return output.texts
 
     room = model.config.block_size - params.max_new_tokens
@@ -308,8 +327,7 @@ def check_beam_options(args) -> None:
     unused |= {"num_samples": 1, "seed": None}
     refused = [name for name, default in unused.items() if getattr(args, name) != default]
     if refused:
-        refused = [name.replace("_ids", "_id") for name in refused]  # one each time
-        names = ", ".join("--" + name.replace("_", "-") for name in refused)
+        names = ", ".join(OPTIONS.get(name, "--" + name.replace("_", "-")) for name in refused)
         raise UserError(f"--num-beams neither draws nor penalises tokens; leave out {names}")
 
 

@@ -16,9 +16,11 @@ from command_line import (
     STORIES,
     Output,
     Parser,
+    add_constraint_options,
     add_options,
     add_sampling_options,
     load_models,
+    note_cut,
     note_dropped,
     pick_device,
     pick_seed,
@@ -26,11 +28,12 @@ from command_line import (
     run_script,
     sampling_params,
 )
+from constraints import ChoiceMatcher, make_matcher
 from drafts import check_vocabularies, lookup
 from errors import check_limits
 from infer import next_logits
 from loading.load import parse_name
-from loading.tokenizer import load_encoding
+from loading.tokenizer import Encoding, load_encoding
 from model import Model
 from sampling import (
     SamplingParams,
@@ -38,6 +41,7 @@ from sampling import (
     check_ids,
     check_tokens_only,
     ending_ids,
+    restrict,
     sampling_probs,
 )
 
@@ -65,14 +69,15 @@ def generate_speculative(
     generator: torch.Generator | None = None,
     stride: int | None = None,
     cache_dtype: torch.dtype | None = None,
+    encoding: Encoding | None = None,
 ) -> Iterator[Pass]:
     """Continue a prompt as `infer.generate` does with the target alone.
 
     A greedy text is equal, a sampled one has the same distribution, up to rounding.
     The drafter proposes up to gamma tokens, 1 to 16, and the target judges them in one pass.
     draft: a model, or a function that proposes, as `ModelDrafter.propose` and `propose_lookup` do.
-    generator, stride, cache_dtype: as in `infer.generate`, but params.seed is not used; the draft
-    model's window moves by half of its own block_size, and its cache has that dtype, too.
+    generator, stride, cache_dtype, encoding: as in `infer.generate`, but params.seed is not used;
+    the draft model's window moves by half of its own block_size, and its cache has that dtype, too.
     Yields passes, of `params.max_new_tokens` tokens in all at most.
     Raises UserError if gamma is out of range, the models differ in vocabulary, or as
     `infer.generate` does.
@@ -81,6 +86,7 @@ def generate_speculative(
     check_tokens_only([params])
     config = target.config
     check_ids(params, config)
+    matcher = make_matcher(params, encoding, config)
     stride = check_stride(stride, config.block_size)
     sequence = list(prompt) or [config.bos_token_id]
     prompt_length = len(sequence)
@@ -90,7 +96,9 @@ def generate_speculative(
     propose = draft
     if isinstance(draft, Model):
         check_vocabularies(config, draft.config)
-        propose = ModelDrafter(draft, end - 1, params, generator, cache_dtype).propose
+        own_matcher = make_matcher(params, encoding, config)
+        drafter = ModelDrafter(draft, end - 1, params, generator, cache_dtype, own_matcher)
+        propose = drafter.propose
     while len(sequence) < end:
         start = window_start(len(sequence), config.block_size, stride)
         # All positions of a pass see this window: none crosses a hop.
@@ -102,6 +110,9 @@ def generate_speculative(
         texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
         lengths = [prompt_length] * len(texts)
         logits = adjust(logits, [params] * len(texts), texts, lengths, config.eos_token_ids)
+        if matcher:
+            masks = [matcher.allowed(text[prompt_length:]) for text in texts]
+            logits = restrict(logits, masks)
         if q is None:
             chosen = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
             q = torch.nn.functional.one_hot(chosen, config.vocab_size).float()
@@ -128,9 +139,11 @@ class ModelDrafter:
         params: SamplingParams,
         generator: torch.Generator | None = None,
         cache_dtype: torch.dtype | None = None,
+        matcher: ChoiceMatcher | None = None,
     ):
         self.model = model
         self.params = params
+        self.matcher = matcher
         self.generator = generator
         self.eos = model.config.eos_token_ids
         self.block_size = model.config.block_size
@@ -150,7 +163,10 @@ class ModelDrafter:
             text = sequence + drafts
             window = text[window_start(len(text), self.block_size, self.stride) :]
             logits = next_logits(self.model, [window], self.cache)[0]
-            logits = adjust(logits, [self.params], [text], [prompt_length], self.eos)[0]
+            logits = adjust(logits, [self.params], [text], [prompt_length], self.eos)
+            if self.matcher:
+                logits = restrict(logits, [self.matcher.allowed(text[prompt_length:])])
+            logits = logits[0]  # (vocab_size,)
             q[index] = sampling_probs(logits, self.params)
             if self.params.temperature == 0:  # the draw is known, and looking it up is faster
                 drawn = logits.argmax()
@@ -252,6 +268,7 @@ def main(argv=None) -> None:
     parser.add_argument("--show", action="store_true", help=show_help)
     add_options(parser)
     add_sampling_options(parser)
+    add_constraint_options(parser)
     run_script(parser, run, argv)
 
 
@@ -274,13 +291,16 @@ def run(args) -> None:
     note_dropped(encoding, *prompts)
     shown_seed = seed if params.temperature else None
     colours = args.show and sys.stdout.isatty()
+    written = [[] for _ in prompts]
     with DraftOutput(prompts, encoding, skip, shown_seed, colours=colours) as output:
         for row, prompt in enumerate(prompts):
             tokens = encoding.encode(prompt, allowed_special="all")
-            options = args.gamma, generator, args.stride, CACHE_DTYPES[args.cache_dtype]
+            options = args.gamma, generator, args.stride, CACHE_DTYPES[args.cache_dtype], encoding
             passes = generate_speculative(target, draft, tokens, params, *options)
             for step in passes:
                 output.add_pass(row, step)
+                written[row] += step.tokens
+    note_cut(params, encoding, target.config, written)
 
 
 if __name__ == "__main__":

@@ -134,9 +134,10 @@ class TorchRunner:
         prompt_lengths: list[int],
         generator: torch.Generator | None = None,
         eos: tuple[int, ...] = (),
+        allowed: list[torch.Tensor | None] | None = None,
     ) -> list[int]:
         """The next token of each text, with the arguments of `sampling.choose`."""
-        return choose(logits, params, texts, prompt_lengths, generator, eos)
+        return choose(logits, params, texts, prompt_lengths, generator, eos, None, allowed)
 
 
 class Model(nn.Module):

@@ -36,6 +36,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # it ends with the first of these, as with an EOS token
     min_tokens: int = 0  # no token and no string ends it among the first of this number
     logprobs: int | None = None  # report the N most likely tokens at each place; None: nothing
+    choices: tuple[str, ...] = ()  # the text is one of these; (): any
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
@@ -44,6 +45,7 @@ class SamplingParams:
         if self.min_tokens > self.max_new_tokens:
             allowed = f"it must be at most max_new_tokens, {self.max_new_tokens}"
             raise UserError(f"min_tokens is {self.min_tokens}; {allowed}")
+        check_ends(self)
         pairs = sorted((token, float(bias)) for token, bias in self.logit_bias)
         object.__setattr__(self, "logit_bias", tuple(pairs))
         for field in dataclasses.fields(self):
@@ -52,6 +54,7 @@ class SamplingParams:
 
 
 LARGEST = sys.float_info.max
+MOST_CHOICES = 2**14  # bytes in all, because each takes a node of a trie
 
 
 def is_id(value) -> bool:
@@ -105,10 +108,30 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
         lambda v: v is None or 0 <= v <= 20,
         "None or an integer from 0 to 20",
     ),
+    "choices": (
+        tuple,
+        lambda v: all(isinstance(text, str) for text in v) and utf8_size(v) <= MOST_CHOICES,
+        "a tuple of texts, of 16,384 bytes of UTF-8 at most",
+    ),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
 )
+
+
+def utf8_size(texts: tuple[str, ...]) -> float:
+    """How many bytes texts have in UTF-8; infinity for one that it cannot write."""
+    try:
+        return sum(len(text.encode()) for text in texts)
+    except UnicodeEncodeError:
+        return float("inf")
+
+
+def check_ends(params: SamplingParams) -> None:
+    """Raise UserError if parameters forbid a text to end where its form says so."""
+    for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
+        if params.choices and vars(params).get(name):
+            raise UserError(f"{name} does not go with choices: they decide where a text ends")
 
 
 def params_of_each(
@@ -185,14 +208,18 @@ def choose(
     generator: torch.Generator | None = None,
     eos: tuple[int, ...] = (),
     native: RowDrawer | None = None,
+    allowed: list[torch.Tensor | None] | None = None,
 ) -> list[int]:
     """The next token of each text, by parameters of its own. logits: (B, vocab_size).
 
     prompt_lengths: how many tokens of each text are its prompt, which penalties tell from output.
     generator: of the random numbers for those without a seed. eos: the model's EOS tokens, which
-    min_tokens bans. native: draws for all others.
+    min_tokens bans. native: draws for all others. allowed: for each text which tokens may be
+    chosen, (vocab_size,) bools; None: all.
     """
     logits = adjust(logits, params, texts, prompt_lengths, eos)
+    # After the penalties, which make -inf finite again.
+    logits = restrict(logits, allowed or [None] * len(params))
     in_c = native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     groups = {}  # rows that are chosen together
     for row, own in enumerate(params):
@@ -221,6 +248,21 @@ def choose(
 def rows_of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """These rows in a tensor of their own, or the same one if they are all there are."""
     return logits if len(rows) == len(logits) else logits[rows]
+
+
+def restrict(logits: torch.Tensor, allowed: list[torch.Tensor | None]) -> torch.Tensor:
+    """Set the logits of all tokens that are not allowed to -inf.
+
+    logits: (B, vocab_size). allowed: as in `choose`, B. Returns new logits, or the same ones if
+    everything is allowed.
+    """
+    rows = [row for row, mask in enumerate(allowed) if mask is not None]
+    if not rows:
+        return logits
+    masks = torch.stack([allowed[row] for row in rows]).to(logits.device)
+    result = logits.clone()
+    result[rows] = logits[rows].masked_fill(~masks, -torch.inf)
+    return result
 
 
 class TokenLogprob(NamedTuple):

@@ -35,8 +35,10 @@ class NativeDraws(TorchRunner):
     def __init__(self, library: ctypes.CDLL):
         self.library = library
 
-    def choose(self, logits, params, texts, prompt_lengths, generator=None, eos=()) -> list[int]:
-        return choose(logits, params, texts, prompt_lengths, generator, eos, native=self)
+    def choose(
+        self, logits, params, texts, prompt_lengths, generator=None, eos=(), allowed=None
+    ) -> list[int]:
+        return choose(logits, params, texts, prompt_lengths, generator, eos, self, allowed)
 
     def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
         """The next token of each row, as `draw.draw`."""

@@ -1,0 +1,306 @@
+"""Lesson 140: a text that is one of a list. Oracle: all texts of eight tokens, by hand."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import CHECKPOINTS, is_one_line, refused
+from constrained import END, PIECES, chances, counts_of, letters, may_follow, spelled, write
+from draws import chi_square, seeded
+
+from sampling import SamplingParams
+
+DRAFT = CHECKPOINTS / "stories-draft"
+LISTS = [
+    ("a",),
+    ("ab", "abc", "abcab"),  # each the beginning of the next one
+    ("", "b"),
+    ("",),
+    ("ca", "cab", "ca"),  # a special token has this name; one comes twice
+    ("aaaa", "abab", "cccc", "bca"),
+]
+
+
+def small(tiny, **shape):
+    return tiny(vocab_size=8, eos_token_id=END, **shape)
+
+
+@pytest.mark.parametrize("choices", LISTS, ids=str)
+def test_the_allowed_tokens_are_those_that_may_follow(choices, tiny):
+    """After each beginning of up to four tokens, also where the last call asked for another one."""
+    from constraints import make_matcher
+
+    matcher = make_matcher(SamplingParams(choices=choices), letters(), small(tiny).config)
+    beginnings = [()]
+    checked = 0
+    for length in range(5):
+        for tokens in itertools.product(range(len(PIECES)), repeat=length):
+            if tokens and tokens[:-1] not in beginnings:
+                continue
+            if not any(choice.startswith(spelled(tokens)) for choice in choices):
+                assert matcher.allowed(list(tokens)).all()  # whoever left is not led
+                continue
+            beginnings.append(tokens)
+            allowed = matcher.allowed(list(tokens)).nonzero()[:, 0].tolist()
+            assert set(allowed) == may_follow(tokens, choices)
+            checked += 1
+    assert checked >= 1
+
+
+class Spelled:
+    """An encoding of a few tokens: an empty one, one without text, two with the same text."""
+
+    added = {"<s>": 0}
+    special_tokens_set = {"<s>"}
+    pieces = {0: b"<s>", 1: b"a", 2: b"", 4: b"a", 5: b"b"}
+
+    def decode_single_token_bytes(self, token):
+        return self.pieces[token]
+
+
+def test_a_vocabulary_leaves_out_what_is_no_text():
+    """And every token that ends a text may end it."""
+    from constraints import Choices, Vocabulary
+
+    vocabulary = Vocabulary(Spelled(), 6, (5, 1000, 0))
+    assert vocabulary.pieces == [None, b"a", None, None, b"a", None]
+    matcher = Choices(("a", "aa"), vocabulary).matcher()
+    for output, expected in [([], {1, 4}), ([1], {0, 1, 4, 5}), ([1, 4], {0, 5})]:
+        assert set(matcher.allowed(output).nonzero()[:, 0].tolist()) == expected
+
+
+def test_what_is_compiled_is_kept_for_its_own_vocabulary():
+    from constraints import compile_constraint, vocabulary_of
+
+    vocabularies = [vocabulary_of(letters(), 8, (end,)) for end in (6, 7, 6)]
+    compiled = [compile_constraint(SamplingParams(choices=("a",)), each) for each in vocabularies]
+    assert compiled[0] is compiled[2]
+    found = [each.matcher().allowed([0]).nonzero()[:, 0].tolist() for each in compiled]
+    assert found == [[6], [7], [6]]
+
+
+@pytest.mark.parametrize("choices", LISTS[1:2] + LISTS[4:], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_texts_have_the_renormalised_probabilities(choices, dtype, tiny, compiled):
+    """float64: torch draws; float32: C does."""
+    from native import use_native
+
+    model = small(tiny, dtype=dtype)
+    choices = list(dict.fromkeys(choices))
+    expected = torch.tensor(list(chances(model, [1, 2], choices).values()), dtype=torch.float64)
+    assert expected.sum().item() == pytest.approx(1)
+    if dtype == torch.float32:
+        use_native(model)
+    counts = counts_of(write(model, choices, 1500), choices)
+    assert chi_square(counts, expected) < 5 * len(choices) + 6
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0},
+        {"top_k": 7},  # more than are allowed
+        {"top_k": 1},
+        {"top_p": 0.5},
+        {"top_p": 0.999, "temperature": 30.0},
+        {"repetition_penalty": 1e300},  # its clamp makes numbers of -inf
+        {"repetition_penalty": 1e-300, "presence_penalty": 2.0},
+        {"temperature": 1e-30},
+        {"temperature": 1e300},
+        {"seed": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("native", [False, True])
+def test_nothing_else_is_ever_written(fields, native, tiny, compiled):
+    from native import use_native
+
+    for choices in LISTS:
+        model = small(tiny, dtype=torch.float32)
+        if native:
+            use_native(model)
+        counts_of(write(model, choices, 12, **fields), choices)
+
+
+def test_each_text_is_that_of_its_own_run_also_past_the_window(tiny):
+    """Rows of a batch with other choices or none, and no cache."""
+    from infer import generate
+
+    model = small(tiny)
+    long = "abcabcaab" * 5  # the window is 16
+    each = [
+        SamplingParams(60, choices=(long, long + "c", "b"), temperature=1.0, seed=3),
+        SamplingParams(5, temperature=1.0, seed=4, ignore_eos=True),
+        SamplingParams(60, choices=("b" + long, "ba")),
+        SamplingParams(3, choices=(long,)),
+    ]
+    prompts = [[1], [2, 3], [4, 5, 1], [0]]
+    options = {"encoding": letters()}
+    together = list(zip(*generate(model, prompts, each, **options)))
+    for prompt, own, row in zip(prompts, each, together):
+        for use_cache in (True, False):
+            steps = generate(model, [prompt], own, use_cache=use_cache, **options)
+            assert [token for (token,) in steps] == [token for token in row if token is not None]
+    assert spelled([token for token in together[0] if token is not None][:-1]) in each[0].choices
+    assert long.startswith(spelled(together[3][:3]))  # cut by its limit, and no choice
+
+
+@pytest.mark.parametrize("drafter", ["other", "itself", "lookup"])
+def test_drafts_change_no_text(drafter, tiny):
+    from infer import generate
+    from infer_speculative import generate_speculative, propose_lookup
+
+    model = small(tiny, seed=1)
+    draft = {"other": small(tiny, seed=2), "itself": model, "lookup": propose_lookup}[drafter]
+    for choices in [*LISTS, ("abcabcaab" * 5,)]:
+        for prompt in ([1, 2], [0, 1, 2, 0, 1, 2, 0, 1]):
+            params = SamplingParams(60, choices=choices)
+            steps = generate_speculative(model, draft, prompt, params, 3, encoding=letters())
+            found = [token for step in steps for token in step.tokens]
+            expected = [token for (token,) in generate(model, [prompt], params, encoding=letters())]
+            assert found == expected
+
+
+def test_a_draft_model_knows_the_choices(tiny):
+    """So a model's own drafts are all accepted."""
+    from infer_speculative import generate_speculative
+
+    model = small(tiny, seed=1)
+    for choice in ("abcabcaab", "ccaabb"):
+        params = SamplingParams(12, choices=(choice,))
+        steps = list(generate_speculative(model, model, [1, 2], params, 3, encoding=letters()))
+        assert all(step.accepted == len(step.drafts) for step in steps)
+        assert spelled([token for step in steps for token in step.tokens][:-1]) == choice
+
+
+def test_drafts_keep_the_distribution(tiny):
+    from infer_speculative import generate_speculative
+
+    model = small(tiny, n_layer=1)
+    draft = small(tiny, n_layer=1, seed=3)
+    choices = ["ab", "abc", "abcab", "c"]
+    params = SamplingParams(30, temperature=1.0, choices=tuple(choices))
+    generator = seeded(0)
+    options = {"generator": generator, "encoding": letters()}
+    texts = []
+    accepted = 0
+    for _ in range(400):
+        steps = list(generate_speculative(model, draft, [1, 2], params, 2, **options))
+        texts.append([token for step in steps for token in step.tokens])
+        accepted += sum(step.accepted for step in steps)
+    expected = torch.tensor([chances(model, [1, 2], choices)[choice] for choice in choices])
+    assert accepted > 100
+    assert chi_square(counts_of(texts, choices), expected.double()) < 20
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma"])
+def test_a_first_blank_of_sentencepiece_is_written_as_it_stands(kind, tiny):
+    """What infer.py and servers print of an output is the choice itself, with its blanks."""
+    from test_sentencepiece import FORMS, made
+
+    from infer import generate
+    from loading.tokenizer import Encoding, TextStream
+
+    encoding = Encoding("tokenizer.json", made(FORMS[kind]))
+    model = tiny(vocab_size=640, eos_token_id=2)
+    choices = ("the end", " the end", "é🙂", "\n")
+    for seed in range(20):
+        params = SamplingParams(40, choices=choices, temperature=1.0, seed=seed)
+        steps = [token for (token,) in generate(model, [[1, 300]], params, encoding=encoding)]
+        stream = TextStream(encoding, (2,))
+        assert "".join(map(stream.add, steps)) + stream.end() in choices
+        assert steps[-1] == 2
+
+
+WRONG = [
+    ({"choices": ["a"]}, "choices is ['a']; it must be a tuple of texts, of 16,384 bytes"),
+    ({"choices": (1,)}, "choices is (1,); it must be a tuple of texts"),
+    ({"choices": ("\udcff",)}, "it must be a tuple of texts, of 16,384 bytes of UTF-8 at most"),
+    ({"choices": ("a" * 16385,)}, "it must be a tuple of texts, of 16,384 bytes of UTF-8 at most"),
+    ({"choices": ("a",), "ignore_eos": True}, "ignore_eos does not go with choices"),
+    ({"choices": ("a",), "min_tokens": 1}, "min_tokens does not go with choices"),
+    ({"choices": ("a",), "stop_token_ids": (1,)}, "stop_token_ids does not go with choices"),
+]
+
+
+@pytest.mark.parametrize("fields, message", WRONG, ids=str)
+def test_bad_values_are_named(fields, message):
+    assert message in refused(lambda: SamplingParams(**fields))
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is(tiny):
+    from infer import generate
+
+    model = small(tiny)
+
+    def write(encoding, *choices):
+        list(generate(model, [[1]], SamplingParams(choices=choices), encoding=encoding))
+
+    assert "need an encoding" in refused(write, None, "a")
+    message = refused(write, letters(), "abc", "a d", "é")
+    assert message == "choices: the vocabulary lacks these bytes: 20 64 a9 c3"
+    model = tiny(vocab_size=8, eos_token_ids=(60,))
+    assert "no token that ends a text" in refused(write, letters(), "a")
+
+
+def test_an_engine_knows_no_choices(tiny):
+    from engine.engine import Engine
+
+    message = refused(Engine(small(tiny)).add, [1], SamplingParams(choices=("a",)))
+    assert message == "choices are for generate and generate_speculative alone"
+
+
+SAID = ["--model", DRAFT, "--prompt", "Lily saw a big"]
+
+
+def test_the_command_line_writes_one_of_them(cli, run_main):
+    import infer_speculative
+
+    assert "--choice TEXT" in cli("--help")[1] and "()" not in cli("--help")[1]
+    choices = ["--choice", " dog", "--choice", " dog.", "--choice", " elephant"]
+    code, out, err = cli(*SAID, *choices)
+    assert (code, "note" in err) == (0, False)
+    assert out.removeprefix(SAID[3]).strip("\n") in (" dog", " dog.", " elephant")
+    drafted = ["--target", DRAFT, "--draft", "lookup", *SAID[2:], *choices]
+    assert run_main(infer_speculative.main, *drafted)[:2] == (0, out)
+    code, out, _ = cli(*SAID, "--choice", "")
+    assert (code, out) == (0, SAID[3] + "\n")
+
+
+def test_a_text_that_its_limit_cuts_is_noted(cli, run_main):
+    import infer_speculative
+
+    options = ["--choice", " elephant and zebra", "--choice", " cat", "--num-samples", 40]
+    options += ["--temperature", 3, "--seed", 1, "--max-new-tokens", 2]
+    _, out, err = cli(*SAID, *options)
+    rows = [text.strip("\n") for text in out.split("\n" + "-" * 40 + "\n")]
+    cut = len(rows) - rows.count(SAID[3] + " cat")
+    assert 0 < cut < 40
+    assert err.endswith(f"note: --max-new-tokens 2 cut {cut} of 40 texts before their end\n")
+    options = ["--target", DRAFT, *SAID[2:], "--choice", " elephant and", "--max-new-tokens", 1]
+    _, _, err = run_main(infer_speculative.main, *options)
+    assert err.endswith("note: --max-new-tokens 1 cut 1 of 1 texts before their end\n")
+    _, out, err = cli(*SAID, "--choice", " big", "--max-new-tokens", 1)  # whole, if not ended
+    assert (out, "note" in err) == (SAID[3] + " big\n", False)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--choice", "a", "--ignore-eos"], ["ignore_eos does not go with choices"]),
+        (["--choice", "a", "--num-beams", 2], ["--num-beams", "leave out --choice\n"]),
+        (["--choice"], ["--choice", "expected one argument"]),
+        (["--choice", "\udcff"], ["--choice '\\udcff': not UTF-8 text\n"]),
+    ],
+    ids=str,
+)
+def test_a_bad_option_is_one_line(cli, options, words):
+    assert is_one_line(cli(*SAID, *options), *words)
+
+
+def test_a_value_that_is_too_long_does_not_come_back_in_its_error():
+    from errors import UserError
+
+    with pytest.raises(UserError) as caught:
+        SamplingParams(choices=("x" * 10**6,))
+    assert str(caught.value).startswith("choices is ('xxx") and len(str(caught.value)) < 700
