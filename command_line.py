@@ -160,6 +160,21 @@ def add_constraint_options(parser: argparse.ArgumentParser) -> None:
     choice_help = "one of the texts to choose from: nothing else is written; repeatable"
     options = {"dest": "choices", "metavar": "TEXT", "action": Collect, "default": ()}
     parser.add_argument(OPTIONS["choices"], help=choice_help, **options)
+    schema_help = "file with a JSON schema: the text must be JSON, without blanks, that it allows"
+    parser.add_argument("--json-schema", metavar="FILE", type=file_text, help=schema_help)
+    parser.add_argument("--regex", help="the whole text must match this; Rust's syntax")
+    grammar_help = "file with a grammar, in llguidance's form of Lark, that the text must have"
+    parser.add_argument("--grammar", metavar="FILE", type=file_text, help=grammar_help)
+
+
+def file_text(name: str) -> str:
+    """The text of a file that an option names."""
+    try:
+        return Path(name).read_text("utf-8-sig")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name}: {error.strerror}") from None
+    except ValueError:  # not UTF-8, or a name that no file can have
+        raise argparse.ArgumentTypeError(f"{name!a}: not UTF-8 text") from None
 
 
 def add_stride_option(parser: argparse.ArgumentParser) -> None:
@@ -356,7 +371,7 @@ def read_lines() -> Iterator[str]:
 
 def note_cut(params: SamplingParams, encoding, config, outputs: list[list[int]]) -> None:
     """Note on stderr how many texts the length limit has cut before they were complete."""
-    if not params.choices:
+    if params.form is None:
         return
     matcher = make_matcher(params, encoding, config)
     cut = [output for output in outputs if not matcher.is_whole(output)]

@@ -1,7 +1,13 @@
 """Constrained decoding: which tokens may come next, so that a text gets the form it must have."""
 
+import decimal
 import functools
+import itertools
+import json
+import math
+import re
 
+import numpy
 import torch
 
 from cache import shared_length
@@ -35,11 +41,75 @@ class Vocabulary:
                 self.ids.setdefault(piece, []).append(token)
         self.longest = max(map(len, self.ids), default=0)  # bytes
 
-    def mask(self, ids: list[int]) -> torch.Tensor:
+    @functools.cached_property
+    def possible(self) -> numpy.ndarray:
+        """A bit for each token: whether a text may have it, or it ends one. Whole int32s."""
+        texts = [token for token, piece in enumerate(self.pieces) if piece is not None]
+        mask = torch.nn.functional.pad(self.mask(texts + self.ends), (0, -len(self.pieces) % 32))
+        return numpy.packbits(mask.numpy(), bitorder="little")
+
+    @functools.cached_property
+    def tokenizer(self):
+        """What llguidance knows of this vocabulary."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        pieces = [piece or b"" for piece in self.pieces]
+        return LLTokenizer(TokenizerWrapper(Speller(self, pieces)), len(pieces), self.ends)
+
+    def spell(self, text: str) -> list[int]:
+        """The tokens that the tokenizer writes for a text, without SentencePiece's first blank.
+
+        Where it writes another text, as without a byte that it lacks: the longest tokens first.
+        """
+        data = text.encode()
+        try:
+            tokens = self.encoding.encode_ordinary(text, begins=False)
+            pieces = [self.pieces[token] for token in tokens]
+            if b"".join(pieces) == data:
+                return tokens
+            if b"".join(pieces) == b" " + data:
+                return self.longest_tokens(pieces[0][1:]) + tokens[1:]
+        except (UserError, TypeError):  # the tokenizer gives up, or an EOS is a piece of the text
+            pass
+        return self.longest_tokens(data)
+
+    def longest_tokens(self, data: bytes) -> list[int]:
+        """Tokens for these bytes, the longest first. It stops at one that the vocabulary lacks."""
+        tokens = []
+        while data:
+            sizes = range(min(self.longest, len(data)), 0, -1)
+            size = next((size for size in sizes if data[:size] in self.ids), None)
+            if size is None:
+                break
+            tokens.append(self.ids[data[:size]][0])
+            data = data[size:]
+        return tokens
+
+    def mask(self, ids: list[int] | slice) -> torch.Tensor:
         """(vocab_size,) bools: which tokens are among these."""
         mask = torch.zeros(len(self.pieces), dtype=torch.bool)
         mask[ids] = True
         return mask
+
+
+MOST_SPELLED = 2**9  # characters; a schema can force 65,536, a grammar more
+
+
+class Speller:
+    """A vocabulary with the names that llguidance asks for."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, pieces: list[bytes]):
+        self.spell = functools.lru_cache(2**10)(vocabulary.spell)  # rows ask for the same
+        self.tokens = pieces
+        self.eos_token_id = vocabulary.ends[0]
+        self.special_token_ids = [token for token, piece in enumerate(pieces) if not piece]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        # Asked for all that must follow, before each token. Only the first of these counts.
+        return self.spell(text[:MOST_SPELLED])
 
 
 END = None  # the key in a node of the trie that says: a choice ends here
@@ -91,20 +161,49 @@ class Choices:
         return ids
 
 
-class ChoiceMatcher:
-    """Says which tokens may follow a text. It keeps a node for each token, so it can go back."""
+class Matcher:
+    """Says which tokens may follow a text of a form."""
 
-    def __init__(self, choices: Choices):
-        self.choices = choices
-        self.tokens = []
-        self.nodes = [choices.root]  # before the first token, and after each
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+        self.tokens: list[int] = []  # the output that the state stands behind
 
     def allowed(self, output: list[int]) -> torch.Tensor:
         """Which tokens may follow this output of a text, (vocab_size,) bools.
 
         It may be any output: what it shares with that of the last call is not read again. After
         one that has left the form all are allowed: a draft that will be refused, or an EOS.
+        None is where the form cannot be completed in this vocabulary.
         """
+        raise NotImplementedError
+
+    def reason(self) -> str:
+        """Why no token is allowed."""
+        return "the form allows nothing, or nothing that this vocabulary can write"
+
+    def checked(self, output: list[int]) -> torch.Tensor:
+        """`allowed`. Raises UserError if no token is."""
+        mask = self.allowed(output)
+        if not mask.numpy().any():  # it ends at the first, where torch looks at all
+            where = f"after {len(output)} tokens of the text"
+            raise UserError(f"no token may follow {where}: {self.reason()}")
+        return mask
+
+    def is_whole(self, output: list[int]) -> bool:
+        """Whether an output has ended, or may end where it is cut."""
+        ends = self.vocabulary.ends
+        return output[-1:] in [[end] for end in ends] or self.allowed(output)[ends[0]].item()
+
+
+class ChoiceMatcher(Matcher):
+    """Keeps a node for each token of a text, so it can go back."""
+
+    def __init__(self, choices: Choices):
+        super().__init__(choices.vocabulary)
+        self.choices = choices
+        self.nodes = [choices.root]  # before the first token, and after each
+
+    def allowed(self, output: list[int]) -> torch.Tensor:
         known = shared_length(self.tokens, output)
         del self.tokens[known:]
         del self.nodes[known + 1 :]
@@ -112,15 +211,185 @@ class ChoiceMatcher:
             self.nodes.append(self.choices.after(self.nodes[-1], token))
             self.tokens.append(token)
         node = self.nodes[-1]
-        vocabulary = self.choices.vocabulary
         if node is None:
-            return torch.ones(len(vocabulary.pieces), dtype=torch.bool)
-        return vocabulary.mask(self.choices.following(node))
+            return self.vocabulary.mask(slice(None))
+        return self.vocabulary.mask(self.choices.following(node))
 
-    def is_whole(self, output: list[int]) -> bool:
-        """Whether an output has ended, or may end where it is cut."""
-        ends = self.choices.vocabulary.ends
-        return output[-1:] in [[end] for end in ends] or self.allowed(output)[ends[0]].item()
+
+class Grammar:
+    """A JSON schema, a regular expression or a grammar, which llguidance compiles.
+
+    kind: the field of SamplingParams that the source is from. Raises UserError for what is wrong
+    with it, and if no text has this form.
+    """
+
+    def __init__(self, kind: str, source: str, vocabulary: Vocabulary):
+        from llguidance import LLMatcher, LLParserLimits  # takes 0.04 s, and few texts need it
+
+        self.vocabulary = vocabulary
+        try:
+            if kind == "json_schema":
+                check_schema(source)
+                options = {"whitespace_flexible": False}  # else a model may write blanks for ever
+                text = LLMatcher.grammar_from_json_schema(source, overrides=options)
+            elif kind == "regex":
+                text = LLMatcher.grammar_from_regex(source)
+            else:
+                if re.search(r"%(json|llguidance)\b", source):
+                    raise UserError("%json and %llguidance are not for grammars from outside")
+                text = LLMatcher.grammar_from_lark(source)
+            limits = LLParserLimits(verbose_errors=False)
+            # Nothing is ever written to it: each matcher has a copy, which shares what is compiled.
+            self.start = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+            if self.start.is_error():
+                raise UserError(first_lines(self.start.get_error()))
+            self.matcher().checked([])
+        except ValueError as error:  # a UserError is one
+            raise UserError(f"{kind}: {error}") from None
+
+    def matcher(self) -> "GrammarMatcher":
+        return GrammarMatcher(self)
+
+
+class GrammarMatcher(Matcher):
+    """A state of llguidance's parser."""
+
+    def __init__(self, grammar: Grammar):
+        super().__init__(grammar.vocabulary)
+        self.grammar = grammar
+        self.state = grammar.start.deep_copy()
+        self.error = ""
+        self.bits = numpy.zeros(-(-len(self.vocabulary.pieces) // 32) * 4, numpy.uint8)
+
+    def allowed(self, output: list[int]) -> torch.Tensor:
+        known = shared_length(self.tokens, output)
+        self.state.rollback(len(self.tokens) - known)
+        del self.tokens[known:]
+        pieces = self.vocabulary.pieces
+        # Not an EOS: after it everything is allowed.
+        text = list(itertools.takewhile(lambda token: pieces[token] is not None, output[known:]))
+        self.tokens += text[: self.state.try_consume_tokens(text)]
+        if len(self.tokens) < len(output) and not self.state.is_error():
+            return self.vocabulary.mask(slice(None))
+        self.state.unsafe_compute_mask_ptr(self.bits.ctypes.data, len(self.bits))
+        self.error = self.state.get_error()
+        if self.error:  # there is no way back from one
+            self.state = self.grammar.start.deep_copy()
+            self.tokens = []
+            return self.vocabulary.mask([])
+        # A grammar can name special tokens, which are no text.
+        self.bits &= self.vocabulary.possible
+        mask = numpy.unpackbits(self.bits, count=len(pieces), bitorder="little")
+        return torch.from_numpy(mask.view(bool))
+
+    def reason(self) -> str:
+        reason = first_lines(self.error)
+        return super().reason() if reason.startswith("NoExtension") else reason or super().reason()
+
+
+def first_lines(error: str) -> str:
+    """What an error of llguidance says, in one line, without the state of its parser."""
+    return " ".join(re.split(r"<backtrace>|<non-verbose/>", error)[0].split())[:300]
+
+
+SCHEMAS = {"items", "additionalProperties"}  # keywords that hold a schema
+LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}  # a list of schemas
+NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # schemas by name
+PLAIN = {
+    *("type", "enum", "const", "$ref", "required", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "$comment"),
+}
+DEEPEST = 32  # schemas inside each other
+MOST_SCHEMAS = 1000
+MOST_VALUES = 5000  # of all enums
+MOST_PATTERN = 2**12  # characters of all patterns
+MOST_JOINED = 8  # that hold beside another: 16 patterns at once take 1.4 s, each more doubles it
+MOST_REMAINDERS = 5 * 10**4  # of all multipleOf: llguidance has a state for each
+NOTES = {  # keywords that say nothing of a text by themselves
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$defs", "definitions", "$schema", "$id", "$comment"),
+}
+JOINING = {"allOf", "anyOf", "oneOf", "$ref"}
+
+
+def check_schema(source: str) -> None:
+    """Raise UserError for a schema that is not JSON, that is too large, or with unknown keywords.
+
+    llguidance ignores keywords that it has never heard of; a text would not be what they ask for.
+    """
+    try:
+        schema = json.loads(source)
+    except RecursionError:
+        raise UserError(f"schemas are nested more than {DEEPEST} deep") from None
+    except ValueError as error:
+        raise UserError(f"not JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise UserError("it must be an object")
+    waiting = [("", schema, 1)]  # where it is, the schema, how deep
+    count = values = pattern = joined = 0
+    multiples = []
+    while waiting:
+        place, schema, depth = waiting.pop()
+        if isinstance(schema, bool):
+            continue
+        if not isinstance(schema, dict):
+            raise UserError(f"{place:.100} is {schema!r:.40}; it must be an object or a boolean")
+        count += 1
+        for name, value in schema.items():
+            here = f"{place}.{name}".lstrip(".")
+            if name in SCHEMAS:
+                waiting.append((here, value, depth + 1))
+            elif name in LISTS and isinstance(value, list):
+                waiting += [(f"{here}[{i}]", each, depth + 1) for i, each in enumerate(value)]
+            elif name in NAMED and isinstance(value, dict):
+                waiting += [(f"{here}.{key}", each, depth + 1) for key, each in value.items()]
+                pattern += sum(map(len, value)) if name == "patternProperties" else 0
+            elif name in LISTS | NAMED:
+                kind = "an object" if name in NAMED else "a list"
+                raise UserError(f"{here:.100} is {value!r:.40}; it must be {kind}")
+            elif name not in PLAIN:
+                raise UserError(f"the keyword {here!r:.100} is not supported")
+            elif name == "$ref" and not str(value).startswith("#"):
+                raise UserError(f"{here:.100} is {value!r:.100}; it must begin with #")
+            elif name == "$ref" and not leads_to_schema(str(value)):
+                raise UserError(f"{here:.100} is {value!r:.100}; it must lead to a schema")
+            values += len(value) if name == "enum" and isinstance(value, list) else 0
+            pattern += len(str(value)) if name == "pattern" else 0
+            joined += len(value) - 1 if name == "allOf" and isinstance(value, list) else 0
+            if name == "multipleOf" and type(value) in (int, float) and 0 != abs(value) < math.inf:
+                multiples.append(decimal.Decimal(str(value)).normalize())
+        joined += bool(schema.keys() & JOINING and schema.keys() - JOINING - NOTES)
+        limits = (depth, DEEPEST, "schemas inside each other"), (count, MOST_SCHEMAS, "schemas")
+        limits += (values, MOST_VALUES, "values"), (pattern, MOST_PATTERN, "characters in patterns")
+        limits += ((joined, MOST_JOINED, "schemas that hold beside another"),)
+        for found, most, what in limits:
+            if found > most:
+                raise UserError(f"more than {most:,} {what}")
+    if remainders(multiples) > MOST_REMAINDERS:
+        raise UserError(f"more than {MOST_REMAINDERS:,} remainders of multipleOf")
+
+
+def remainders(multiples: list[decimal.Decimal]) -> int:
+    """How many remainders a parser may have to tell apart for these values of multipleOf.
+
+    One number may have to be a multiple of all of them: their least common multiple counts.
+    """
+    if not multiples:
+        return 0
+    least = min(each.as_tuple().exponent for each in multiples)
+    return len(multiples) * math.lcm(*(int(each.scaleb(-least)) for each in multiples))
+
+
+def leads_to_schema(reference: str) -> bool:
+    """Whether it leads to where `check_schema` looks, and not, say, into a default."""
+    parts = iter(reference.split("/")[1:])
+    return all(
+        part in SCHEMAS or (part in LISTS | NAMED and next(parts, None) is not None)
+        for part in parts
+    )
 
 
 @functools.lru_cache(4)
@@ -129,22 +398,31 @@ def vocabulary_of(encoding, vocab_size: int, eos_token_ids: tuple[int, ...]) -> 
     return Vocabulary(encoding, vocab_size, eos_token_ids)
 
 
-compile_choices = functools.lru_cache(8)(Choices)  # a request has several texts
+@functools.lru_cache(8)  # a request has several texts
+def compile_form(form: str, source, vocabulary: Vocabulary) -> Choices | Grammar:
+    """What a field of SamplingParams asks for."""
+    if form == "choices":
+        return Choices(source, vocabulary)
+    return Grammar(form, source, vocabulary)
 
 
-def compile_constraint(params: SamplingParams, vocabulary: Vocabulary) -> Choices | None:
-    """The form that these parameters ask for; None for any. Raises UserError as `Choices`."""
-    return compile_choices(params.choices, vocabulary) if params.choices else None
+def compile_constraint(params: SamplingParams, vocabulary: Vocabulary) -> Choices | Grammar | None:
+    """The form that these parameters ask for; None for any.
+
+    Raises UserError as `Choices` and `Grammar`.
+    """
+    form = params.form
+    return compile_form(form, getattr(params, form), vocabulary) if form else None
 
 
-def make_matcher(params: SamplingParams, encoding, config) -> ChoiceMatcher | None:
+def make_matcher(params: SamplingParams, encoding, config) -> Matcher | None:
     """A matcher for a text with these parameters; None if it may be any text.
 
     config: of the model. Raises UserError as `compile_constraint`, and if there is no encoding.
     """
-    if not params.choices:
+    if params.form is None:
         return None
     if encoding is None:
-        raise UserError("choices are texts, so they need an encoding")
+        raise UserError(f"{params.form}: the form of a text needs an encoding")
     vocabulary = vocabulary_of(encoding, config.vocab_size, tuple(config.eos_token_ids))
     return compile_constraint(params, vocabulary).matcher()

@@ -70,7 +70,7 @@ def generate(
     half of block_size.
     cache_dtype: of keys and values: float16 and int8 take half and about a quarter of float32's
     memory; None is the model's dtype. Each key and value is rounded by itself, by `to_stored`.
-    encoding: the text that each token stands for; params with choices need it.
+    encoding: the text that each token stands for; params that ask for a form need it.
     The batch is static: a finished row is computed until the last one ends.
     Yields, at most the largest `max_new_tokens` times, the next token of each prompt, what ends its
     text included, and None after that.
@@ -78,8 +78,8 @@ def generate(
     depends on its batch, which shares the generator. With int8 weights or a small cache rounding
     may change a text, as int8.py says, unless C computes the whole pass.
     Raises UserError if there is no prompt, stride is out of range, params have an id that the model
-    lacks, the cache does not fit in memory, the logits are not finite, or as `make_matcher`;
-    ValueError if params are not as many as prompts.
+    lacks, the cache does not fit in memory, the logits are not finite, as `make_matcher`, or if the
+    form of a text leaves no token; ValueError if params are not as many as prompts.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
@@ -107,7 +107,7 @@ def generate(
         windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
         logits = next_logits(model, windows, cache)[:, 0]
         allowed = [
-            None if done or matcher is None else matcher.allowed(sequence[length:])
+            None if done or matcher is None else matcher.checked(sequence[length:])
             for done, matcher, sequence, length in zip(
                 finished, matchers, sequences, prompt_lengths
             )

@@ -28,7 +28,7 @@ from command_line import (
     run_script,
     sampling_params,
 )
-from constraints import ChoiceMatcher, make_matcher
+from constraints import Matcher, make_matcher
 from drafts import check_vocabularies, lookup
 from errors import check_limits
 from infer import next_logits
@@ -110,13 +110,17 @@ def generate_speculative(
         texts = [sequence + drafts[:index] for index in range(len(drafts) + 1)]
         lengths = [prompt_length] * len(texts)
         logits = adjust(logits, [params] * len(texts), texts, lengths, config.eos_token_ids)
+        stuck = []  # the drafts after which no token may follow
         if matcher:
             masks = [matcher.allowed(text[prompt_length:]) for text in texts]
-            logits = restrict(logits, masks)
+            stuck = [index for index, mask in enumerate(masks) if not mask.any()]
+            logits = restrict(logits, [mask if mask.any() else None for mask in masks])
         if q is None:
             chosen = torch.tensor(drafts, dtype=torch.int64, device=logits.device)
             q = torch.nn.functional.one_hot(chosen, config.vocab_size).float()
         accepted, token = verify(sampling_probs(logits, params), q, drafts, generator)
+        if stuck and stuck[0] <= accepted:
+            matcher.checked(texts[stuck[0]][prompt_length:])
         tokens = drafts[:accepted] + [token]
         stays = [token not in ends for token in tokens]
         tokens = tokens[: first_false(stays) + 1]
@@ -139,7 +143,7 @@ class ModelDrafter:
         params: SamplingParams,
         generator: torch.Generator | None = None,
         cache_dtype: torch.dtype | None = None,
-        matcher: ChoiceMatcher | None = None,
+        matcher: Matcher | None = None,
     ):
         self.model = model
         self.params = params
@@ -165,7 +169,10 @@ class ModelDrafter:
             logits = next_logits(self.model, [window], self.cache)[0]
             logits = adjust(logits, [self.params], [text], [prompt_length], self.eos)
             if self.matcher:
-                logits = restrict(logits, [self.matcher.allowed(text[prompt_length:])])
+                mask = self.matcher.allowed(text[prompt_length:])
+                if not mask.any():
+                    break  # the target may refuse the draft before
+                logits = restrict(logits, [mask])
             logits = logits[0]  # (vocab_size,)
             q[index] = sampling_probs(logits, self.params)
             if self.params.temperature == 0:  # the draw is known, and looking it up is faster
@@ -173,7 +180,7 @@ class ModelDrafter:
             else:
                 drawn = torch.multinomial(q[index], 1, generator=self.generator)
             drafts.append(drawn.item())
-        return drafts, q
+        return drafts, q[: len(drafts)]
 
 
 def propose_lookup(sequence: list[int], count: int, prompt_length: int) -> tuple[list[int], None]:

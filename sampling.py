@@ -37,6 +37,9 @@ class SamplingParams:
     min_tokens: int = 0  # no token and no string ends it among the first of this number
     logprobs: int | None = None  # report the N most likely tokens at each place; None: nothing
     choices: tuple[str, ...] = ()  # the text is one of these; (): any
+    json_schema: str | None = None  # the text is JSON that this schema, as JSON, allows; None: any
+    regex: str | None = None  # the whole text matches this expression; None: any
+    grammar: str | None = None  # the text is of this grammar, in llguidance's Lark; None: any
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
@@ -45,16 +48,31 @@ class SamplingParams:
         if self.min_tokens > self.max_new_tokens:
             allowed = f"it must be at most max_new_tokens, {self.max_new_tokens}"
             raise UserError(f"min_tokens is {self.min_tokens}; {allowed}")
-        check_ends(self)
+        check_form(self)
         pairs = sorted((token, float(bias)) for token, bias in self.logit_bias)
         object.__setattr__(self, "logit_bias", tuple(pairs))
         for field in dataclasses.fields(self):
             if field.type is float:  # torch takes no integer above 2**64 - 1
                 object.__setattr__(self, field.name, float(getattr(self, field.name)))
 
+    @property
+    def form(self) -> str | None:
+        """The field that says which form the text has; None: it has any."""
+        return next((name for name in FORMS if getattr(self, name) not in ((), None)), None)
+
 
 LARGEST = sys.float_info.max
 MOST_CHOICES = 2**14  # bytes in all, because each takes a node of a trie
+FORMS = ("choices", "json_schema", "regex", "grammar")
+
+
+def source_limit(size: int) -> tuple:
+    """The limit of a field that holds the source of a form: so many bytes at most."""
+    return (
+        str | None,
+        lambda v: v is None or utf8_size((v,)) <= size,
+        f"None or a text of {size:,} bytes of UTF-8 at most",
+    )
 
 
 def is_id(value) -> bool:
@@ -113,6 +131,10 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
         lambda v: all(isinstance(text, str) for text in v) and utf8_size(v) <= MOST_CHOICES,
         "a tuple of texts, of 16,384 bytes of UTF-8 at most",
     ),
+    # Longer ones may keep llguidance busy for seconds, or a chain of rules overflow its stack.
+    "json_schema": source_limit(2**16),
+    "regex": source_limit(2**12),
+    "grammar": source_limit(2**13),
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"
@@ -127,11 +149,15 @@ def utf8_size(texts: tuple[str, ...]) -> float:
         return float("inf")
 
 
-def check_ends(params: SamplingParams) -> None:
-    """Raise UserError if parameters forbid a text to end where its form says so."""
+def check_form(params: SamplingParams) -> None:
+    """Raise UserError for two forms, or if a text may not end where its form says so."""
+    form, *others = [name for name in FORMS if getattr(params, name) not in ((), None)] or [None]
+    if others:
+        raise UserError(f"{form} does not go with {others[0]}: a text has one form")
     for name in ("ignore_eos", "min_tokens", "stop_token_ids"):
-        if params.choices and vars(params).get(name):
-            raise UserError(f"{name} does not go with choices: they decide where a text ends")
+        if form and vars(params).get(name):
+            decide = "they decide" if form == "choices" else "it decides"
+            raise UserError(f"{name} does not go with {form}: {decide} where a text ends")
 
 
 def params_of_each(

@@ -74,7 +74,7 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     """A request to continue a prompt: token ids, of which none means the BOS token.
 
     Draws without a seed get a random one. Raises UserError for an id that the model does not have,
-    and for choices, which the engine does not support.
+    and for a form, which the engine does not support.
     """
     tokens = list(prompt) or [config.bos_token_id]
     size = config.vocab_size
@@ -83,8 +83,8 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
         allowed = f"ids of this model are integers from 0 to {size - 1}"
         raise UserError(f"the prompt has the id {wrong[0]!r}; {allowed}")
     check_ids(params, config)
-    if params.choices:
-        raise UserError("choices are for generate and generate_speculative alone")
+    if params.form:
+        raise UserError(f"{params.form}: for generate and generate_speculative alone")
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Request(tokens, len(tokens), params)

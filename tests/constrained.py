@@ -76,3 +76,54 @@ def counts_of(texts, choices) -> torch.Tensor:
     found = [spelled(text[:-1]) for text in texts]
     assert set(found) <= set(choices) and all(text[-1] == END for text in texts)
     return torch.tensor([found.count(choice) for choice in choices]).double()
+
+
+def random_schema(random, depth: int = 0) -> dict:
+    """A schema whose texts are short, with references to #/$defs/node, which `schema_of` adds."""
+    kinds = ["integer", "number", "string", "pattern", "enum", "const", "boolean", "null"]
+    if depth < 3:
+        kinds += 3 * ["object", "object", "array", "anyOf", "ref", "tuple"]
+    kind = random.choice(kinds)
+    low = random.randint(-200, 200)
+    if kind == "integer":
+        bounds = {"minimum": low, "maximum": low + random.randint(0, 300)}
+        if random.random() < 0.3:
+            return {"type": kind, "exclusiveMinimum": low, "exclusiveMaximum": low + 9}
+        return {"type": kind} | bounds
+    if kind == "number":
+        return {"type": kind, "minimum": low / 4, "maximum": low / 4 + random.randint(1, 99)}
+    if kind == "string":
+        return {"type": kind, "minLength": random.randint(0, 3), "maxLength": random.randint(3, 9)}
+    if kind == "pattern":
+        patterns = ["^[a-f]{1,4}$", "^(north|south)-[0-9]{2}$", "^\\d{2,3}$", "^x(y|zz)?$"]
+        return {"type": "string", "pattern": random.choice(patterns)}
+    if kind in ("enum", "const"):
+        values = ["a", "a b", "é🙂", '\n"\\', 1, -2.5, True, None, [1, "x"], {"k": [None]}]
+        return (
+            {kind: random.choice(values)} if kind == "const" else {kind: random.sample(values, 4)}
+        )
+    if kind == "object":
+        names = random.sample(["name", "a b", "é", "n", "x1", "last", "$ref", "type"], 3)
+        found = {"type": kind, "properties": {n: random_schema(random, depth + 1) for n in names}}
+        required = [name for name in names if random.random() < 0.6]
+        return found | {"required": required, "additionalProperties": False}
+    if kind == "array":
+        size = random.randint(0, 2)
+        items = random_schema(random, depth + 1)
+        return {"type": kind, "items": items, "minItems": size, "maxItems": size + 1}
+    if kind == "tuple":
+        parts = [random_schema(random, depth + 1) for _ in range(2)]
+        return {"type": "array", "prefixItems": parts, "items": False, "minItems": 2}
+    if kind == "anyOf":
+        return {kind: [random_schema(random, depth + 1) for _ in range(2)]}
+    return {"$ref": "#/$defs/node"} if kind == "ref" else {"type": kind}
+
+
+def schema_of(random) -> dict:
+    """A random schema with a recursive definition."""
+    node = {
+        "type": "object",
+        "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/node"}},
+    }
+    node |= {"required": ["v"], "additionalProperties": False}
+    return random_schema(random) | {"$defs": {"node": node}}

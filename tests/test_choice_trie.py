@@ -236,7 +236,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tiny):
     def write(encoding, *choices):
         list(generate(model, [[1]], SamplingParams(choices=choices), encoding=encoding))
 
-    assert "need an encoding" in refused(write, None, "a")
+    assert "needs an encoding" in refused(write, None, "a")
     message = refused(write, letters(), "abc", "a d", "é")
     assert message == "choices: the vocabulary lacks these bytes: 20 64 a9 c3"
     model = tiny(vocab_size=8, eos_token_ids=(60,))
@@ -247,7 +247,7 @@ def test_an_engine_knows_no_choices(tiny):
     from engine.engine import Engine
 
     message = refused(Engine(small(tiny)).add, [1], SamplingParams(choices=("a",)))
-    assert message == "choices are for generate and generate_speculative alone"
+    assert message == "choices: for generate and generate_speculative alone"
 
 
 SAID = ["--model", DRAFT, "--prompt", "Lily saw a big"]
