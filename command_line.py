@@ -477,6 +477,7 @@ class Output:
         self.texts = list(prompts)
         self.streams = [TextStream(encoding, skip) for _ in prompts]
         self.seed = seed
+        self.pass_count = None  # of the model, where they are not as many as steps
         self.shown = 0  # characters of the first text, if it is the only one
         self.count = 0
         self.times = [time.perf_counter()]
@@ -513,7 +514,8 @@ class Output:
         """The speed of the run, and the seed of its draws."""
         first = self.times[1] - self.times[0]
         total = self.times[-1] - self.times[0]
-        speed = f"{self.count} tokens, {self.count / total:.1f} tokens/s"
+        passes = "" if self.pass_count is None else f" in {self.pass_count} passes"
+        speed = f"{self.count} tokens{passes}, {self.count / total:.1f} tokens/s"
         seed = "" if self.seed is None else f", seed {self.seed}"
         return f"{speed}, the first after {first:.3f} s{seed}"
 

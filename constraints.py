@@ -287,6 +287,13 @@ class GrammarMatcher(Matcher):
         return super().reason() if reason.startswith("NoExtension") else reason or super().reason()
 
 
+def only_token(allowed: torch.Tensor | None) -> int | None:
+    """The token of a mask that allows one; None for other masks, and without one."""
+    if allowed is None or numpy.count_nonzero(allowed.numpy()) != 1:
+        return None
+    return int(allowed.numpy().argmax())
+
+
 def first_lines(error: str) -> str:
     """What an error of llguidance says, in one line, without the state of its parser."""
     return " ".join(re.split(r"<backtrace>|<non-verbose/>", error)[0].split())[:300]

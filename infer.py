@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ from command_line import (
     with_seeds,
     write_texts,
 )
-from constraints import make_matcher
+from constraints import make_matcher, only_token
 from errors import UserError, check_limits
 from loading.load import parse_name
 from loading.tokenizer import Encoding, load_encoding
@@ -59,6 +60,7 @@ def generate(
     stride: int | None = None,
     cache_dtype: torch.dtype | None = None,
     encoding: Encoding | None = None,
+    counts: Counter | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
@@ -71,6 +73,8 @@ def generate(
     cache_dtype: of keys and values: float16 and int8 take half and about a quarter of float32's
     memory; None is the model's dtype. Each key and value is rounded by itself, by `to_stored`.
     encoding: the text that each token stands for; params that ask for a form need it.
+    counts: gets the number of "passes". A step in which each row has only one token that its form
+    allows needs none, and draws nothing.
     The batch is static: a finished row is computed until the last one ends.
     Yields, at most the largest `max_new_tokens` times, the next token of each prompt, what ends its
     text included, and None after that.
@@ -103,18 +107,24 @@ def generate(
         cache = KVCache(model, len(sequences), min(longest, block_size), cache_dtype)
     finished = [row_params.max_new_tokens == 0 for row_params in each]
     while not all(finished):
-        starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
-        windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
-        logits = next_logits(model, windows, cache)[:, 0]
         allowed = [
             None if done or matcher is None else matcher.checked(sequence[length:])
             for done, matcher, sequence, length in zip(
                 finished, matchers, sequences, prompt_lengths
             )
         ]
-        next_tokens = model.runner.choose(
-            logits, each, sequences, prompt_lengths, generator, eos, allowed
-        )
+        next_tokens = [only_token(mask) for mask in allowed]
+        # Where each row has one way to go on, the model has no say. Its next pass computes several
+        # positions.
+        if any(token is None and not done for token, done in zip(next_tokens, finished)):
+            starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
+            windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
+            logits = next_logits(model, windows, cache)[:, 0]
+            next_tokens = model.runner.choose(
+                logits, each, sequences, prompt_lengths, generator, eos, allowed
+            )
+            if counts is not None:
+                counts["passes"] += 1
         step = [None if done else token for done, token in zip(finished, next_tokens)]
         yield step
         for row, token in enumerate(step):
@@ -302,13 +312,16 @@ def run(args) -> None:
             return output.texts
         with output:
             each = with_seeds(params, seed, len(tokens))
-            options = not args.no_cache, args.stride, cache_dtype, encoding
+            counts = Counter()
+            options = not args.no_cache, args.stride, cache_dtype, encoding, counts
             written = [[] for _ in tokens]
             for step in generate(model, tokens, each, None, *options):
                 for row, token in enumerate(step):
                     if token is not None:
                         output.add(row, token)
                         written[row].append(token)
+                if params.form:
+                    output.pass_count = counts["passes"]
                 output.end_step()
         note_cut(params, encoding, model.config, written)
         return output.texts
