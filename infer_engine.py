@@ -11,12 +11,14 @@ from command_line import (
     Output,
     Parser,
     add_chat_options,
+    add_constraint_options,
     add_options,
     add_sampling_options,
     check_chat_options,
     check_text,
     follows,
     load_chat,
+    note_cut,
     pick_device,
     pick_seed,
     read_prompts,
@@ -51,6 +53,7 @@ def main(argv=None) -> None:
     parser.add_argument(
         "--logprobs", type=int, help="show log-probabilities, with the N best; 0 to 20"
     )
+    add_constraint_options(parser)
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -128,6 +131,9 @@ def run_engine(
     print(f"{computed}, {preemptions}{drafts}{total}", file=sys.stderr)
     if ranks := engine.model.runner.ranks:
         print(ranks.statistics(engine.steps), file=sys.stderr)
+    if params:
+        outputs = [request.output for request in requests]
+        note_cut(params[0], engine.encoding, engine.model.config, outputs)
     if params and params[0].logprobs is not None:
         print_logprobs(engine.encoding, requests)
     if errors:

@@ -207,10 +207,16 @@ IN_C = "in C"  # the rows that C draws need nothing in common
 class RowDrawer(Protocol):
     """What draws in C on a CPU."""
 
-    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
+    def draw(
+        self,
+        logits: torch.Tensor,
+        params: list,
+        positions: list[int],
+        allowed: list[torch.Tensor | None],
+    ) -> list[int]:
         """Choose a token for each row as `sample` does, greedily or with a seed, up to rounding.
 
-        logits: (B, vocab_size), contiguous.
+        logits: (B, vocab_size), contiguous. allowed: as in `choose`, B.
         """
 
 
@@ -244,8 +250,7 @@ def choose(
     chosen, (vocab_size,) bools; None: all.
     """
     logits = adjust(logits, params, texts, prompt_lengths, eos)
-    # After the penalties, which make -inf finite again.
-    logits = restrict(logits, allowed or [None] * len(params))
+    allowed = allowed or [None] * len(params)
     in_c = native is not None and logits.device.type == "cpu" and logits.dtype == torch.float32
     groups = {}  # rows that are chosen together
     for row, own in enumerate(params):
@@ -257,9 +262,11 @@ def choose(
         part = rows_of(logits, rows)
         each = [params[row] for row in rows]
         positions = [len(texts[row]) for row in rows]
+        masks = [allowed[row] for row in rows]
         if kind == IN_C:
-            tokens = native.draw(part.contiguous(), each, positions)
+            tokens = native.draw(part.contiguous(), each, positions, masks)
         else:
+            part = restrict(part, masks)  # after the penalties, which make -inf finite again
             draws = None
             if each[0].seed is not None:
                 draws = [(own.seed, position) for own, position in zip(each, positions)]

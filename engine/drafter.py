@@ -13,7 +13,7 @@ from engine.cache import PagedCache
 from engine.pages import PagePool, page_count
 from engine.request import Request
 from engine.scheduler import LIMITS, Work
-from errors import check_limits
+from errors import UserError, check_limits
 from model import Model
 from sampling import finite_rows
 
@@ -93,10 +93,16 @@ class PagedDrafter:
             finite = finite_rows(logits)
             params = [request.params for request in drawing]
             lengths = [request.prompt_length for request in drawing]
+            masks = [request.mask(text) for request, text in zip(drawing, texts)]
+            good = [
+                is_finite and not isinstance(mask, UserError)
+                for is_finite, mask in zip(finite, masks)
+            ]
+            allowed = [mask if usable else None for usable, mask in zip(good, masks)]
             eos = self.model.config.eos_token_ids
-            tokens = self.model.runner.choose(logits, params, texts, lengths, None, eos)
-            for row, span, token, good in zip(rows, spans, tokens, finite):
-                if good:
+            tokens = self.model.runner.choose(logits, params, texts, lengths, None, eos, allowed)
+            for row, span, token, usable in zip(rows, spans, tokens, good):
+                if usable:
                     self.held[requests[row]].tokens.extend(span.tokens)
                     drafts[row].append(token)
                 else:
@@ -177,7 +183,7 @@ class Trials:
         return self.asked
 
     def note(self, works: list[Work], tokens: int) -> None:
-        """The step that began has computed these works, and `tokens` tokens follow.
+        """The step that began has computed these works, and chosen `tokens` tokens.
 
         A step in which a text comes in or a prompt is read does not count. Nor does the first one
         with drafts: in it a draft model reads all that was written without it.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from cache import check_stride, layer_windows, shared_length
+from constraints import make_matcher
 from engine.cache import PagedCache
 from engine.drafter import Drafter, Trials
 from engine.pages import PagePool, default_pages, window_pages
@@ -15,6 +16,8 @@ from errors import UserError, check_limits, means_no_memory, memory_for
 from loading.tokenizer import Encoding, StopStream
 from model import Model
 from sampling import NOT_FINITE, SamplingParams, ending_ids, finite_rows, token_logprob
+
+MOST_FORCED = 64  # tokens that a text gets in one step without a pass
 
 
 class Choice(NamedTuple):
@@ -84,6 +87,7 @@ class Engine:
         self.positions = 0  # computed so far
         self.drafted = 0
         self.accepted = 0  # of these
+        self.chosen = 0  # tokens that passes gave; those that had to follow came without one
 
     def add(self, prompt: list[int], params: SamplingParams, salt: str = "") -> Request:
         """Queue a text: token ids, of which none means the BOS token.
@@ -92,8 +96,9 @@ class Engine:
         token tells whether somebody else had the same.
         Draws without a seed get a random one. A request for no new tokens is over at once, without
         an event.
-        Raises UserError for an id out of range, a salt that is no string, stop strings without an
-        encoding, and if the text can never fit into the cache.
+        Raises UserError for an id out of range, a salt that is no string, stop strings or a
+        constraint without an encoding, as `make_matcher`, and if the text can never fit into the
+        cache.
         """
         if not isinstance(salt, str):
             raise UserError(f"salt is {salt!r}; it must be a string")
@@ -101,6 +106,7 @@ class Engine:
             raise UserError("an engine without an encoding does not know stop strings")
         request = make_request(prompt, params, self.model.config)
         request.salt = salt
+        request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
             silent = ending_ids(params, self.model.config.eos_token_ids)
             request.stream = StopStream(self.encoding, silent, params.stop, params.min_tokens)
@@ -130,6 +136,7 @@ class Engine:
         some ranks would be inside a pass that others have left.
         """
         self.works = []
+        chosen = self.chosen
         self.draft()
         works = self.scheduler.schedule()
         if not works:
@@ -142,7 +149,7 @@ class Engine:
         events = [self.update(work, choice) for work, choice in zip(works, choices)]
         events = [event for event in events if event]  # a chunk has none
         if self.trials:
-            self.trials.note(works, sum(len(event.tokens) for event in events))
+            self.trials.note(works, self.chosen - chosen)
         return events
 
     def draft(self) -> None:
@@ -174,10 +181,13 @@ class Engine:
                 return
             raise
         for request, count, tokens in zip(asking, counts, proposed, strict=True):
-            request.drafts = tokens[:count]
+            request.drafts = request.fitting(tokens[:count])
 
-    def compute(self, works: list[Work]) -> list[Choice | None]:
-        """Run one pass over these works and choose; None where logits are not finite."""
+    def compute(self, works: list[Work]) -> list[Choice | UserError | None]:
+        """Run one pass over these works and choose.
+
+        None where logits are not finite, the error where no token may follow.
+        """
         spans = [work.span for work in works]
         keep = [len(work.drafts) + 1 for work in works]
         runner = self.model.runner
@@ -190,15 +200,19 @@ class Engine:
         params = [request.params for request, _ in rows]
         texts = [text for _, text in rows]
         lengths = [request.prompt_length for request, _ in rows]
+        masks = [own for work in works for own in work.masks()]
+        allowed = [None if isinstance(mask, UserError) else mask for mask in masks]
         eos = self.model.config.eos_token_ids
-        tokens = runner.choose(logits, params, texts, lengths, None, eos)
+        tokens = runner.choose(logits, params, texts, lengths, None, eos, allowed)
         choices = []
         for end, own in zip(itertools.accumulate(keep), logits.split(keep)):
             part = slice(end - len(own), end)
-            choices.append(Choice(tokens[part], own) if all(finite[part]) else None)
+            stuck = [mask for mask in masks[part] if isinstance(mask, UserError)]
+            good = Choice(tokens[part], own) if all(finite[part]) else None
+            choices.append(stuck[0] if stuck else good)
         return choices
 
-    def update(self, work: Work, choice: Choice | None) -> Event | None:
+    def update(self, work: Work, choice: Choice | UserError | None) -> Event | None:
         """Give a request what was chosen for its work; a chunk has no event.
 
         None ends the request, also in a chunk: the pages that it wrote would be shared. An error
@@ -208,6 +222,8 @@ class Engine:
         try:
             if choice is None:
                 return self.fail(request, NOT_FINITE)
+            if isinstance(choice, UserError):
+                return self.fail(request, str(choice))
             if work.complete:
                 return self.extend(work, choice)
             self.scheduler.advance(work, [])
@@ -216,7 +232,11 @@ class Engine:
             return self.fail(request, f"{type(error).__name__}: {error}")
 
     def extend(self, work: Work, choice: Choice) -> Event:
-        """Add to a text what follows it, and while that was drafted what follows the draft."""
+        """Add to a text what follows it, and while that was drafted what follows the draft.
+
+        Tokens that must follow come without a pass: the next one computes their positions, too.
+        There are at most MOST_FORCED of them, because all other texts wait for them.
+        """
         request = work.request
         following, logits = choice
         accepted = shared_length(following, work.drafts)
@@ -227,7 +247,13 @@ class Engine:
         stream = request.stream.copy() if request.stream else None
         reason = None
         ends = ending_ids(request.params, self.model.config.eos_token_ids)
-        for token in following[: accepted + 1]:
+        chosen = iter(following[: accepted + 1])
+        while reason is None:
+            token = next(chosen, None)
+            if token is None and len(tokens) <= accepted + MOST_FORCED:
+                token = request.forced(request.tokens + tokens)
+            if token is None:
+                break
             tokens.append(token)
             if stream:
                 text += stream.add(token)
@@ -235,13 +261,12 @@ class Engine:
                 reason = "stop"
             elif len(request.output) + len(tokens) == request.params.max_new_tokens:
                 reason = "length"
-            if reason:
-                break
+        self.chosen += min(len(tokens), accepted + 1)
         logprobs = []
         if request.params.logprobs is not None:
             count = request.params.logprobs
             logprobs = [token_logprob(row, token, count) for row, token in zip(logits, tokens)]
-        self.scheduler.advance(work, tokens)
+        self.scheduler.advance(work, tokens, min(len(tokens) - 1, accepted))
         request.text += text
         request.stream = stream
         request.logprobs += logprobs

@@ -4,6 +4,9 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+
+from constraints import Matcher, only_token
 from errors import UserError
 from loading.tokenizer import StopStream
 from sampling import SamplingParams, TokenLogprob, check_ids
@@ -28,6 +31,8 @@ class Request:
     windowed: list[int | None] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its published pages
     drafts: list[int] = field(default_factory=list)  # guesses at its next tokens
+    matcher: Matcher | None = None  # says which tokens may follow; None: all may
+    masked: tuple = ([], None)  # the last text that it was asked for, and what it said
     # The output as text, up to what may yet become a stop string; and what makes it of tokens,
     # None for an engine without an encoding: then there is no text.
     text: str = ""
@@ -39,6 +44,45 @@ class Request:
     def output(self) -> list[int]:
         """What was generated, EOS included."""
         return self.tokens[self.prompt_length :]
+
+    def mask(self, text: list[int]) -> torch.Tensor | UserError | None:
+        """Which tokens may follow a text that begins with its prompt, (vocab_size,) bools.
+
+        None: all may. The error if none may.
+        """
+        if self.matcher is None:
+            return None
+        if text != self.masked[0]:
+            try:
+                mask = self.matcher.checked(text[self.prompt_length :])
+            except UserError as error:
+                mask = error
+            self.masked = text, mask
+        return self.masked[1]
+
+    def forced(self, text: list[int]) -> int | None:
+        """The token that must follow a text that begins with its prompt; None if not one must.
+
+        None where log-probabilities are asked for, because these need a pass.
+        """
+        if self.matcher is None or self.params.logprobs is not None:
+            return None
+        mask = self.mask(text)
+        return None if isinstance(mask, UserError) else only_token(mask)
+
+    def fitting(self, drafts: list[int]) -> list[int]:
+        """The drafts before the first that may not follow the text, or after which none may."""
+        if self.matcher is None:
+            return drafts
+        fits = 0
+        for count in range(len(drafts) + 1):
+            mask = self.mask(self.tokens + drafts[:count])
+            if isinstance(mask, UserError):
+                break
+            fits = count
+            if count < len(drafts) and not mask[drafts[count]]:
+                break
+        return drafts[:fits]
 
     @property
     def tables(self) -> tuple[list[int | None], ...]:
@@ -73,8 +117,7 @@ class Event(NamedTuple):
 def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
     """A request to continue a prompt: token ids, of which none means the BOS token.
 
-    Draws without a seed get a random one. Raises UserError for an id that the model does not have,
-    and for a form, which the engine does not support.
+    Draws without a seed get a random one. Raises UserError for an id that the model does not have.
     """
     tokens = list(prompt) or [config.bos_token_id]
     size = config.vocab_size
@@ -83,8 +126,6 @@ def make_request(prompt: list[int], params: SamplingParams, config) -> Request:
         allowed = f"ids of this model are integers from 0 to {size - 1}"
         raise UserError(f"the prompt has the id {wrong[0]!r}; {allowed}")
     check_ids(params, config)
-    if params.form:
-        raise UserError(f"{params.form}: for generate and generate_speculative alone")
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Request(tokens, len(tokens), params)

@@ -3,6 +3,8 @@
 from collections import deque
 from typing import NamedTuple
 
+import torch
+
 from cache import Span, first_seen, window_start
 from engine.pages import PagePool
 from engine.request import Request
@@ -34,6 +36,13 @@ class Work(NamedTuple):
         """Where they stand in the cache."""
         pages, windowed = map(readable, self.request.tables)
         return Span(pages, self.request.computed, self.tokens, windowed)
+
+    def masks(self) -> list[torch.Tensor | UserError | None]:
+        """Which tokens may follow each of its texts, (vocab_size,); None for all.
+
+        The error where none may. None for a chunk, whose token is not used.
+        """
+        return [self.request.mask(text) if self.complete else None for text in self.texts]
 
     @property
     def texts(self) -> list[list[int]]:
@@ -185,13 +194,13 @@ class Scheduler:
         request.digests = []
         request.drafts = []
 
-    def advance(self, work: Work, tokens: list[int]) -> None:
+    def advance(self, work: Work, tokens: list[int], accepted: int = 0) -> None:
         """A work is computed.
 
-        tokens: those that follow, accepted drafts first; none if it was not complete.
+        tokens: those that follow; none if it was not complete. accepted: how many of them were
+        drafts, whose positions are computed; they are the first.
         """
         request = work.request
-        accepted = max(len(tokens) - 1, 0)
         request.computed += len(work.tokens) - len(work.drafts) + accepted
         request.tokens += tokens
         request.drafts = []

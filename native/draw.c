@@ -9,7 +9,8 @@
 #include "common.h"
 
 typedef struct {
-  const float *logits;  // (V)
+  const float *logits;     // (V)
+  const uint8_t *allowed;  // (V), 0: the token must not be drawn; NULL: all may
   uint64_t seed, position;
   int64_t top_k;              // 0: off
   float temperature, top_p;  // temperature 0: the most likely token
@@ -134,6 +135,10 @@ static int64_t strike(int64_t V, int64_t token, const float *x, float *weights) 
 // The next token of one row. work: (2, V).
 static int64_t choose(int64_t V, const Draw *d, float *work) {
   const float *logits = d->logits;
+  if (d->allowed) {
+    for (int64_t i = 0; i < V; i++) work[i] = d->allowed[i] ? logits[i] : -INFINITY;
+    logits = work;
+  }
   int64_t first = largest(V, logits);
   if (d->temperature == 0) return first;
   float max = logits[first];

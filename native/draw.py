@@ -11,6 +11,7 @@ from sampling import least_logit
 DrawStruct = struct(
     "DrawStruct",
     logits=POINTER,
+    allowed=POINTER,
     seed=ctypes.c_uint64,
     **dict.fromkeys(("position", "top_k"), INT),
     **dict.fromkeys(("temperature", "top_p", "least"), ctypes.c_float),
@@ -18,21 +19,28 @@ DrawStruct = struct(
 
 
 def draw(
-    library: ctypes.CDLL, logits: torch.Tensor, params: list, positions: list[int]
+    library: ctypes.CDLL,
+    logits: torch.Tensor,
+    params: list,
+    positions: list[int],
+    allowed: list[torch.Tensor | None] | None = None,
 ) -> list[int]:
     """Sample the next token of each row; it is the token of `sampling.sample`, up to rounding.
 
     logits: (B, vocab_size), after penalties, B >= 1. params: a SamplingParams for each row, with a
-    seed or greedy. positions: the position of each draw. Torch's threads share the rows.
+    seed or greedy. positions: the position of each draw. allowed: for each row which tokens may be
+    drawn, (vocab_size,) bools, some of them true; None: all. Torch's threads share the rows.
     Each token is an id of the vocabulary, whatever the logits are. Raises ValueError for logits
-    that are not float32, contiguous and of this shape.
+    that are not float32, or masks not bool, contiguous and of this shape.
     """
     count, size = len(params), logits.shape[-1]
     start = address(logits, torch.float32, count, size)
     limits = torch.finfo(torch.float32)
     jobs = (DrawStruct * count)()
-    for job, each, position in zip(jobs, params, positions, strict=True):
+    masks = allowed or [None] * count
+    for job, each, position, mask in zip(jobs, params, positions, masks, strict=True):
         job.logits = start
+        job.allowed = address(mask, torch.bool, size)
         start += size * logits.element_size()
         job.seed = each.seed or 0
         job.position = position

@@ -40,9 +40,11 @@ class NativeDraws(TorchRunner):
     ) -> list[int]:
         return choose(logits, params, texts, prompt_lengths, generator, eos, self, allowed)
 
-    def draw(self, logits: torch.Tensor, params: list, positions: list[int]) -> list[int]:
+    def draw(
+        self, logits: torch.Tensor, params: list, positions: list[int], allowed: list | None = None
+    ) -> list[int]:
         """The next token of each row, as `draw.draw`."""
-        return draw.draw(self.library, logits, params, positions)
+        return draw.draw(self.library, logits, params, positions, allowed)
 
 
 class NativeRunner(NativeDraws):

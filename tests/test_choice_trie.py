@@ -243,13 +243,6 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tiny):
     assert "no token that ends a text" in refused(write, letters(), "a")
 
 
-def test_an_engine_knows_no_choices(tiny):
-    from engine.engine import Engine
-
-    message = refused(Engine(small(tiny)).add, [1], SamplingParams(choices=("a",)))
-    assert message == "choices: for generate and generate_speculative alone"
-
-
 SAID = ["--model", DRAFT, "--prompt", "Lily saw a big"]
 
 
