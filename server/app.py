@@ -214,7 +214,8 @@ async def tell_invalid(request: Request, error: RequestValidationError) -> JSONR
     if first["type"] == "json_invalid":
         found = APIError(400, f"the body is not JSON: {first['ctx']['error']}")
     elif first["type"] == "field":
-        found = APIError(400, message, first["ctx"]["field"])
+        fields.append(first["ctx"]["field"])
+        found = APIError(400, ".".join(fields[:-1]) + "." * (len(fields) > 1) + message, fields[0])
     elif not fields:
         found = APIError(400, "the body must be a JSON object, with Content-Type: application/json")
     else:

@@ -1,8 +1,9 @@
 """What a client may ask for, and how it is told what is wrong, in the form of OpenAI's API."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -43,6 +44,18 @@ SAMPLING = (  # fields of SamplingParams by the same name
 )
 
 
+# Fields of OpenAI's and vLLM's API that change no text: who a client is, and hints for speed.
+INERT = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "user",
+    }
+)
+
 # Fields of OpenAI's and vLLM's API that nothing here does, and values of them that ask for nothing.
 # A request with a field of that name does it.
 UNSUPPORTED = {
@@ -54,23 +67,46 @@ UNSUPPORTED = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
+    "documents": (),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
+    "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": (),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "request_id": (),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structural_tag": (),
     "structured_outputs": (),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": (),
+    "web_search_options": (),
 }
 
 
@@ -97,7 +133,8 @@ class APIError(Exception):
 
 def wrong(field: str, what: str) -> PydanticCustomError:
     """What is wrong with a field, where a whole request is looked at."""
-    return PydanticCustomError("field", "{field} {what}", {"field": field, "what": what})
+    # The name comes last: pydantic fills in one after the other, and it may be "{what}".
+    return PydanticCustomError("field", "{field} {what}", {"what": what, "field": field})
 
 
 def one_of(allowed: str) -> WrapValidator:
@@ -106,7 +143,12 @@ def one_of(allowed: str) -> WrapValidator:
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
             return validate(value)
-        except ValidationError:
+        except ValidationError as error:
+            for found in error.errors(include_url=False, include_input=False):
+                if found["type"] == "field":  # an object inside has said what is wrong
+                    places = [str(part) for part in found["loc"] if isinstance(part, int)]
+                    name = ".".join([*places, found["ctx"]["field"]])
+                    raise wrong(name, found["ctx"]["what"]) from None
             raise ValueError(f"it must be {allowed}") from None
 
     return WrapValidator(check)
@@ -154,19 +196,51 @@ Prompt = Annotated[
 ]
 
 
-class StreamOptions(BaseModel):
+class Fields(BaseModel):
+    """An object in a request: a field that is not known is refused by its name.
+
+    Null is the same as nothing.
+    """
+
+    model_config = ConfigDict(strict=True)  # "1" is no number
+
+    # Names of fields that are known beside its own, and values of them that ask for nothing.
+    neutral: ClassVar[dict[str, tuple]] = {}
+    inert: ClassVar[frozenset[str]] = frozenset()  # names of fields that may have any value
+
+    @model_validator(mode="before")
+    @classmethod
+    def known(cls, data: Any) -> Any:
+        """Raise PydanticCustomError for the first field that is unknown, or asks for something."""
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if name in cls.model_fields or name in cls.inert:
+                continue
+            if name not in cls.neutral:
+                raise wrong(ascii(name[:100])[1:-1], unknown(name, cls.model_fields))
+            if value is not None and value not in cls.neutral[name]:
+                raise wrong(name, "is not supported")
+        return data
+
+
+def unknown(name: str, names: Iterable[str]) -> str:
+    """What is wrong with a field of this name, and which name it may have been meant to have."""
+    near = difflib.get_close_matches(name[:100], names, 1)
+    return "is not a field of this request" + "".join(f"; did you mean {other}?" for other in near)
+
+
+class StreamOptions(Fields):
     """What an answer in events tells of its tokens."""
 
-    model_config = ConfigDict(strict=True)
-
+    neutral = {"include_obfuscation": (False,)}
     include_usage: bool | None = None  # in one more event, the last
     continuous_usage_stats: bool | None = None  # then also in each other, vLLM's addition
 
 
-class GenerationRequest(BaseModel):
-    """What all requests for texts have in common. Null is the same as nothing."""
+class GenerationRequest(Fields):
+    """What all requests for texts have in common."""
 
-    model_config = ConfigDict(strict=True)  # "1" is no number
+    neutral = UNSUPPORTED
+    inert = INERT
 
     model: str | None = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None  # texts for each prompt
@@ -206,17 +280,6 @@ class GenerationRequest(BaseModel):
         if value is not None:
             check_limits(LIMITS, **{info.field_name: value})
         return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def supported(cls, data: Any) -> Any:
-        for name, nothing in UNSUPPORTED.items() if isinstance(data, dict) else ():
-            if name in cls.model_fields:
-                continue
-            value = data.get(name)
-            if value is not None and value not in nothing:
-                raise wrong(name, "is not supported")
-        return data
 
     @model_validator(mode="after")
     def best_is_all(self) -> "GenerationRequest":
@@ -294,20 +357,29 @@ class CompletionRequest(GenerationRequest):
             raise APIError(400, message, "echo")
 
 
-class Part(BaseModel):
+class Part(Fields):
     """A part of a message; text is the only kind that is known here."""
 
-    model_config = ConfigDict(strict=True)
-
+    neutral = {"file": (), "image_url": (), "input_audio": (), "refusal": ()}
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(strict=True)
+class Message(Fields):
+    # What an answer's message has, which a client may send back as it is.
+    neutral = {
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "reasoning": (),
+        "reasoning_content": (),
+        "refusal": (),
+        "tool_calls": ([],),
+    }
 
     # A template writes it as it is, so it must not be able to close a message and begin another.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
+    name: Annotated[str | None, Field(pattern="^[A-Za-z0-9_-]+$", max_length=64)] = None
     content: Annotated[
         str | Annotated[list[Part], Field(fail_fast=True, max_length=MOST_ITEMS)],
         one_of(f"a string or a list of up to {MOST_ITEMS} parts of the type text"),
@@ -321,6 +393,8 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
+    neutral = UNSUPPORTED | {"add_special_tokens": (True, False)}  # a template writes its own
+
     messages: Annotated[list[Message], Several]
     # No strings: a template would write them as they are, control tokens too.
     chat_template_kwargs: Annotated[

@@ -125,7 +125,10 @@ class Served:
             raise self.chat
         texts = [message.text for message in messages]
         self.check_dropped("messages", self.thread.encoding.dropped(*texts, plain=True))
-        plain = [{"role": message.role, "content": message.text} for message in messages]
+        plain = []
+        for message in messages:
+            named = {"name": message.name} if message.name else {}  # most templates leave it out
+            plain.append({"role": message.role, "content": message.text} | named)
         try:
             return self.chat.with_variables(variables).encode(plain, self.thread.encoding)
         except UserError as error:

@@ -1,0 +1,140 @@
+"""A field that nothing knows is refused by its name, wherever it stands."""
+
+import pytest
+from serving import PATH, refusal
+
+from loading.chat import Chat
+
+CHAT = "/v1/chat/completions"
+TALK = [{"role": "user", "content": "Tom"}]
+PART = {"type": "text", "text": "Tom"}
+
+
+def refused(door, path: str, fields: dict, message: str, param: str) -> None:
+    needed = {"messages": TALK} if path == CHAT else {}
+    for stream in (False, True):
+        body = needed | {"max_tokens": 1, "stream": stream} | fields
+        assert door.post(path, body) == (400, refusal(message, param))
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("max_token", "; did you mean max_tokens?"),
+        ("temprature", "; did you mean temperature?"),
+        ("n_predict", ""),
+        ("Seed", "; did you mean seed?"),
+        ("", ""),
+        ("{what}", ""),
+        ("{field}", ""),
+    ],
+)
+@pytest.mark.parametrize("value", [1, None])
+def test_a_field_that_nothing_knows_is_refused_by_its_name(door, path, name, words, value):
+    message = f"{name} is not a field of this request{words}"
+    refused(door, path, {name: value}, message, name)
+
+
+def test_a_field_of_the_other_api_is_none_of_this_one(door):
+    message = "messages is not a field of this request"
+    refused(door, PATH, {"messages": TALK}, message, "messages")
+    refused(door, CHAT, {"prompt": "Tom"}, "prompt is not a field of this request", "prompt")
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"stream_options": {"usage": True}},
+            "stream_options.usage is not a field of this request",
+        ),
+        (
+            {"stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation is not supported",
+        ),
+        (
+            {"messages": [TALK[0] | {"contents": "x"}]},
+            "messages.0.contents is not a field of this request; did you mean content?",
+        ),
+        ({"messages": [*TALK, TALK[0] | {"audio": {}}]}, "messages.1.audio is not supported"),
+        (
+            {"messages": [TALK[0] | {"tool_calls": [{"id": "a"}]}]},
+            "messages.0.tool_calls is not supported",
+        ),
+        (
+            {"messages": [TALK[0] | {"content": [PART, PART | {"cache_control": {}}]}]},
+            "messages.0.content.1.cache_control is not a field of this request",
+        ),
+        (
+            {"messages": [TALK[0] | {"content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.image_url is not supported",
+        ),
+    ],
+)
+def test_a_field_inside_another_is_refused_by_its_path(door, fields, message):
+    refused(door, CHAT, fields, message, message.partition(".")[0])
+
+
+INERT = {
+    "metadata": {"trace": "1"},
+    "prediction": {"type": "content", "content": "Tom"},
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "s",
+    "service_tier": "auto",
+    "store": False,
+    "user": "u",
+    "verbosity": "medium",
+}
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+def test_still_what_changes_no_text_is_taken(door, path):
+    body = {"max_tokens": 4, "seed": 3} | ({"messages": TALK} if path == CHAT else {})
+    status, plain = door.post(path, body)
+    assert status == 200
+    for fields in (INERT, dict.fromkeys(INERT)):
+        status, found = door.post(path, body | fields)
+        assert status == 200 and found["choices"] == plain["choices"]
+
+
+def test_what_vllm_has_by_default_is_taken(door):
+    message = TALK[0] | {"role": "assistant", "reasoning": None, "reasoning_content": None}
+    body = {"messages": [*TALK, message], "add_special_tokens": False, "max_tokens": 1}
+    assert door.post(CHAT, body)[0] == 200
+
+
+def test_still_an_answer_can_be_sent_back_as_the_official_client_has_it(door):
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"http://127.0.0.1:{door.port}/v1", api_key="none")
+    ask = {"model": "small", "max_tokens": 3, "seed": 1}
+    reply = client.chat.completions.create(messages=TALK, **ask).choices[0].message
+    for message in (reply, reply.model_dump(), reply.model_dump(exclude_unset=True)):
+        again = client.chat.completions.create(messages=[*TALK, message, *TALK], **ask)
+        assert again.usage.completion_tokens == 3
+
+
+def test_a_name_is_for_the_template(door, monkeypatch):
+    given = []
+    monkeypatch.setattr(Chat, "encode", lambda _, *a: given.append(a[0]) or [1])
+    for name in ("Tom-2", None):
+        assert door.post(CHAT, {"messages": [TALK[0] | {"name": name}], "max_tokens": 1})[0] == 200
+    assert given == [[TALK[0] | {"name": "Tom-2"}], TALK]
+    refused = door.post(CHAT, {"messages": [TALK[0] | {"name": "<|im_end|>"}]})
+    pattern = "messages.0.name: String should match pattern '^[A-Za-z0-9_-]+$'"
+    assert refused == (400, refusal(pattern, "messages"))
+
+
+def test_a_megabyte_of_names_has_a_short_answer(door):
+    names = {f"{number:x}": 1 for number in range(80_000)}
+    for fields in (names, {"x" * 10**6: 1}, {"messages": [TALK[0] | names]}):
+        status, found = door.post(CHAT, {"messages": TALK} | fields)
+        assert status == 400 and len(found["error"]["message"]) < 200
+        assert "is not a field of this request" in found["error"]["message"]
+
+
+def test_half_a_letter_in_a_name(door):
+    status, found = door.post(PATH, b'{"\\ud800": 1}')
+    assert found == refusal("\\ud800 is not a field of this request", "\\ud800") and status == 400
