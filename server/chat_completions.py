@@ -34,6 +34,7 @@ async def answer(body: ChatRequest, served: Served) -> Response:
         wanted = max(min(window - len(prompt), body.most_tokens(logprobs)), 1)
     params = body.params(wanted, logprobs)
     served.check_ids(params[0])
+    await asyncio.to_thread(served.check_form, body, params[0])
     name = f"chatcmpl-{uuid.uuid4().hex}"
     updates = served.thread.generate([prompt] * len(params), params, body.cache_salt or "", name)
     return await Reply(name, body, served, len(prompt), updates).respond()

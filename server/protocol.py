@@ -1,6 +1,7 @@
 """What a client may ask for, and how it is told what is wrong, in the form of OpenAI's API."""
 
 import difflib
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from errors import check_limits
+from errors import UserError, check_limits
 from loading.chat import OWN
 from sampling import LIMITS, SamplingParams, is_bias
 
@@ -30,6 +31,7 @@ LOGPROB_BYTES = 64  # of which a token has one, and one for each of the best
 MOST_ECHO = 2**20  # bytes of prompts that an answer repeats
 MOST_ITEMS = 2**14  # prompts, messages, or parts of a message
 MOST_BIASES = 2**10
+MOST_CHOICES = 2**10  # each of up to 128 texts is checked and looked up by all of them
 
 SAMPLING = (  # fields of SamplingParams by the same name
     "ignore_eos",
@@ -90,7 +92,6 @@ UNSUPPORTED = {
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "request_id": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
@@ -98,7 +99,6 @@ UNSUPPORTED = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "structural_tag": (),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
@@ -212,11 +212,12 @@ class Fields(BaseModel):
     @classmethod
     def known(cls, data: Any) -> Any:
         """Raise PydanticCustomError for the first field that is unknown, or asks for something."""
+        names = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in data.items() if isinstance(data, dict) else ():
-            if name in cls.model_fields or name in cls.inert:
+            if name in names or name in cls.inert:
                 continue
             if name not in cls.neutral:
-                raise wrong(ascii(name[:100])[1:-1], unknown(name, cls.model_fields))
+                raise wrong(ascii(name[:100])[1:-1], unknown(name, names))
             if value is not None and value not in cls.neutral[name]:
                 raise wrong(name, "is not supported")
         return data
@@ -234,6 +235,76 @@ class StreamOptions(Fields):
     neutral = {"include_obfuscation": (False,)}
     include_usage: bool | None = None  # in one more event, the last
     continuous_usage_stats: bool | None = None  # then also in each other, vLLM's addition
+
+
+class JSONSchema(Fields):
+    """OpenAI's way to name a schema. Texts are held to it, strict or not."""
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$", max_length=64)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """The form of a text in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def complete(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise wrong("json_schema", "is needed for the type json_schema, and for it only")
+        return self
+
+    @property
+    def constraint(self) -> dict:
+        """Fields of SamplingParams."""
+        if self.type == "text":
+            return {}
+        schema = self.json_schema.schema_ if self.json_schema else {"type": "object"}
+        return {"json_schema": json.dumps(schema)}
+
+
+class StructuredOutputs(Fields):
+    """The form of a text in vLLM's words: one of its fields says it."""
+
+    neutral = {
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (True, False),  # there never is any
+        "disable_fallback": (True, False),  # there is none
+        "structural_tag": (),
+        "whitespace_pattern": (),
+    }
+
+    json_: Annotated[
+        dict[str, Any] | str | None, one_of("an object or its JSON"), Field(alias="json")
+    ] = None
+    json_object: bool | None = None
+    regex: Annotated[str | None, Field(min_length=1)] = None
+    choice: Annotated[
+        Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)] | None,
+        one_of(f"a list of 1 to {MOST_CHOICES} texts"),
+    ] = None
+    grammar: Annotated[str | None, Field(min_length=1)] = None
+
+    @model_validator(mode="after")
+    def one(self) -> "StructuredOutputs":
+        if len(self.constraint) != 1:
+            raise ValueError("it must have one of json, json_object, regex, choice and grammar")
+        return self
+
+    @property
+    def constraint(self) -> dict:
+        """Fields of SamplingParams."""
+        schema = self.json_ if isinstance(self.json_, str | None) else json.dumps(self.json_)
+        said = {"json_schema": schema, "regex": self.regex, "grammar": self.grammar}
+        said["choices"] = None if self.choice is None else tuple(self.choice)
+        said = {name: value for name, value in said.items() if value is not None}
+        if self.json_object:
+            said["json_schema" if schema is None else "json_object"] = '{"type": "object"}'
+        return said
 
 
 class GenerationRequest(Fields):
@@ -267,6 +338,8 @@ class GenerationRequest(Fields):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(to_biases)] = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
 
     @field_validator("top_k")
@@ -287,6 +360,19 @@ class GenerationRequest(Fields):
             raise wrong("best_of", "is supported only where it equals n")
         return self
 
+    @model_validator(mode="after")
+    def one_form(self) -> "GenerationRequest":
+        if self.structured_outputs and self.response_format and self.response_format.constraint:
+            raise wrong("structured_outputs", "is not for a request with a response_format")
+        return self
+
+    @property
+    def form(self) -> tuple[str, dict]:
+        """The field that says which form each text has, and the fields of SamplingParams."""
+        if self.structured_outputs:
+            return "structured_outputs", self.structured_outputs.constraint
+        return "response_format", self.response_format.constraint if self.response_format else {}
+
     @property
     def texts(self) -> int:
         """How many the answer has."""
@@ -300,7 +386,8 @@ class GenerationRequest(Fields):
     def params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
         """The parameters of each of the n texts that follow a prompt: text i has the seed + i.
 
-        Raises APIError if all texts together could be too long, or min_tokens is more than that.
+        Raises APIError if all texts together could be too long, or min_tokens is more than that,
+        and for a form that is too large or does not go with other fields.
         """
         most = self.most_tokens(logprobs)
         if max_new_tokens > most:
@@ -315,7 +402,13 @@ class GenerationRequest(Fields):
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0, "logit_bias": self.logit_bias or {}} | given
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        params = SamplingParams(max_new_tokens, stop=tuple(stop), logprobs=logprobs, **given)
+        given |= self.form[1]
+        try:
+            params = SamplingParams(max_new_tokens, stop=tuple(stop), logprobs=logprobs, **given)
+        except UserError as error:
+            name = str(error).partition(" ")[0]
+            field = name if name in type(self).model_fields else self.form[0]
+            raise APIError(400, str(error), field) from None
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
 
     def child_seed(self, index: int) -> int | None:
@@ -376,6 +469,7 @@ class Message(Fields):
         "refusal": (),
         "tool_calls": ([],),
     }
+    inert = frozenset({"parsed"})  # what .parse() of the official client has made of the content
 
     # A template writes it as it is, so it must not be able to close a message and begin another.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from command_line import check_text
+from constraints import make_matcher
 from errors import UserError
 from loading.chat import Chat
 from loading.load import Source
@@ -12,7 +13,7 @@ from sampling import SamplingParams, check_ids
 from server.engine_thread import EngineThread
 from server.live import Live
 from server.metrics import Metrics
-from server.protocol import APIError, Message
+from server.protocol import APIError, GenerationRequest, Message
 
 
 def served_name(source: Source) -> str:
@@ -135,6 +136,16 @@ class Served:
             # Without the path of the template's file.
             reason = str(error).removeprefix(f"{self.chat.file}: ")
             raise APIError(400, reason, "messages") from None
+
+    def check_form(self, body: GenerationRequest, params: SamplingParams) -> None:
+        """Compile what the texts of a request must be, which may take long; the engine has it then.
+
+        Raises APIError, with the field that says it.
+        """
+        try:
+            make_matcher(params, self.thread.encoding, self.thread.config)
+        except UserError as error:
+            raise APIError(400, str(error), body.form[0]) from None
 
     def token_bytes(self, token: int) -> bytes:
         """What a token writes; nothing for one without text, as padded vocabularies have."""

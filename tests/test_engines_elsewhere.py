@@ -1,7 +1,9 @@
 """An app whose engines are elsewhere writes what an app with one of its own writes."""
 
 import argparse
+import functools
 import importlib
+import threading
 
 import pytest
 from conftest import CHECKPOINTS
@@ -34,6 +36,27 @@ def test_what_an_engine_refuses_is_told(servers):
     for body in ({"prompt": [10**6]}, {"prompt": ["a"] * 25}, {"temperature": -1}):
         answer = door.post(PATH, body)
         assert answer == one.post(PATH, body) and answer[0] == 400
+
+
+def test_no_engine_compiles_a_form_where_streams_wait(servers, monkeypatch):
+    """The door's process has done it, but an engine elsewhere finds nothing of that."""
+    import constraints
+
+    compiled = []
+    compile_form = constraints.compile_form.__wrapped__
+
+    def compile_and_tell(form, source, vocabulary):
+        compiled.append((vocabulary, threading.current_thread().name))
+        return compile_form(form, source, vocabulary)
+
+    cached = functools.lru_cache(8)(compile_and_tell)
+    monkeypatch.setattr(constraints, "compile_form", cached)
+    door, replicas, _ = servers
+    body = {"structured_outputs": {"regex": "(a|b){3}"}, "seed": 1, "n": 2}
+    answers = [door.post(PATH, body) for _ in replicas]
+    assert {answer[0] for answer in answers} == {200}
+    assert len({own for own, _ in compiled}) == len(compiled) == 1 + len(replicas)
+    assert not any(name == "engine" for _, name in compiled)
 
 
 def test_a_full_engine_is_429(servers):

@@ -83,8 +83,6 @@ ASKING = {  # field -> what asks for nothing, and for something
     "modalities": (["text"], ["text", "audio"]),
     "tools": ([], [{"type": "function"}]),
     "tool_choice": ("none", "required"),
-    "response_format": ({"type": "text"}, {"type": "json_object"}),
-    "structured_outputs": (None, {"regex": "a"}),
     "use_beam_search": (False, True),
     "include_reasoning": (True, False),
     "length_penalty": (1.0, 1.5),

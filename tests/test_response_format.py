@@ -1,0 +1,261 @@
+"""Requests that say which form a text must have. Oracles: the engine alone, jsonschema."""
+
+import asyncio
+import json
+import time
+
+import jsonschema
+import pytest
+from serving import PATH, engine_alone, refusal, serving, small_engine
+
+CHAT = "/v1/chat/completions"
+TALK = [{"role": "user", "content": "Tom"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "animal": {"enum": ["cat", "dog", "fox"]},
+        "legs": {"type": "integer", "minimum": 2, "maximum": 8},
+        "wild": {"type": "boolean"},
+    },
+    "required": ["animal", "legs", "wild"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
+FORMS = [
+    ({"response_format": NAMED}, {"json_schema": json.dumps(SCHEMA)}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": json.dumps(SCHEMA)}),
+    ({"structured_outputs": {"regex": "[a-c]{1,4}!"}}, {"regex": "[a-c]{1,4}!"}),
+    ({"structured_outputs": {"choice": ["a cat", "a dog"]}}, {"choices": ("a cat", "a dog")}),
+    ({"structured_outputs": {"grammar": 'start: "a"+ "b"'}}, {"grammar": 'start: "a"+ "b"'}),
+    ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+    ({"structured_outputs": {"json_object": True}}, {"json_schema": '{"type": "object"}'}),
+]
+
+
+@pytest.mark.parametrize("fields, own", FORMS, ids=str)
+def test_a_text_is_that_of_the_engine(door, tiny_llama, fields, own):
+    for seed in range(3):
+        body = {"prompt": "Tom saw", "max_tokens": 40, "seed": seed} | fields
+        known = {"max_new_tokens": 40, "seed": seed} | own
+        text, reason = engine_alone(tiny_llama, "Tom saw", **known)[1::2]
+        status, found = door.post(PATH, body)
+        assert status == 200, found
+        assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == (text, reason)
+        events = door.events(PATH, body | {"stream": True})
+        assert "".join(event["choices"][0]["text"] for event in events) == text
+
+
+def test_still_a_text_may_be_any_text(door, tiny_llama):
+    text = engine_alone(tiny_llama, "Tom saw", max_new_tokens=40, seed=1)[1]
+    body = {"prompt": "Tom saw", "max_tokens": 40, "seed": 1, "response_format": {"type": "text"}}
+    assert door.post(PATH, body)[1]["choices"][0]["text"] == text
+
+
+def test_replies_hold_to_a_schema(door):
+    body = {"messages": TALK, "response_format": NAMED, "n": 8, "seed": 1}
+    choices = door.post(CHAT, body)[1]["choices"]
+    texts = {choice["message"]["content"] for choice in choices}
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(texts) > 1 and {choice["finish_reason"] for choice in choices} == {"stop"}
+
+
+def test_a_reply_that_is_cut_says_so(door):
+    body = {"messages": TALK, "response_format": NAMED, "max_tokens": 3}
+    (choice,) = door.post(CHAT, body)[1]["choices"]
+    assert choice["finish_reason"] == "length"
+    with pytest.raises(ValueError):
+        json.loads(choice["message"]["content"])
+
+
+def test_the_official_client_parses(door):
+    from typing import Literal
+
+    import openai
+    from pydantic import BaseModel
+
+    class Animal(BaseModel):
+        name: Literal["cat", "dog"]
+        legs: Literal[2, 4]
+
+    where = {"base_url": f"http://127.0.0.1:{door.port}/v1", "api_key": "none"}
+    with openai.OpenAI(**where, max_retries=0) as client:
+        ask = {"model": "small", "messages": TALK, "response_format": Animal}
+        reply = client.chat.completions.parse(**ask, seed=2)
+        animal = reply.choices[0].message.parsed
+        assert isinstance(animal, Animal)
+        with pytest.raises(openai.LengthFinishReasonError):
+            client.chat.completions.parse(**ask, max_completion_tokens=2)
+        with client.chat.completions.stream(**ask, seed=2) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == animal
+        ask["messages"] = [*TALK, reply.choices[0].message, *TALK]  # it has the field parsed
+        assert client.chat.completions.parse(**ask, seed=2).choices[0].message.parsed
+
+
+ONE = "structured_outputs: it must have one of json, json_object, regex, choice and grammar"
+NEEDED = "json_schema is needed for the type json_schema, and for it only"
+JSON = "structured_outputs.json: it must be"
+CHOICE = "structured_outputs.choice: it must be"
+CHOSEN = {"structured_outputs": {"choice": ["a"]}}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"structured_outputs": {}}, ONE),
+        ({"structured_outputs": {"json_object": False}}, ONE),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, ONE),
+        ({"structured_outputs": {"json": SCHEMA, "json_object": True}}, ONE),
+        (
+            {"structured_outputs": {"choise": ["a"]}},
+            "structured_outputs.choise is not a field of this request; did you mean choice?",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": {}}},
+            "structured_outputs.structural_tag is not supported",
+        ),
+        ({"response_format": {"type": "json_schema"}}, f"response_format.{NEEDED}"),
+        ({"response_format": NAMED | {"type": "json_object"}}, f"response_format.{NEEDED}"),
+        ({"structured_outputs": {"json": [1]}}, f"{JSON} an object or its JSON"),
+        ({"structured_outputs": {"choice": []}}, f"{CHOICE} a list of 1 to 1024 texts"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, f"{CHOICE} a list of 1 to 1024 texts"),
+        ({"structured_outputs": {"choice": [""] * 1025}}, f"{CHOICE} a list of 1 to 1024 texts"),
+        (
+            {"response_format": {"type": "yaml"}},
+            "response_format.type: Input should be 'text', 'json_object' or 'json_schema'",
+        ),
+    ],
+)
+def test_what_no_form_is(door, fields, message):
+    for path, needed in ((PATH, {}), (CHAT, {"messages": TALK})):
+        found = door.post(path, needed | fields)
+        assert found == (400, refusal(message, message.partition(".")[0].partition(":")[0]))
+
+
+def test_one_form_a_request(door):
+    body = {"structured_outputs": {"choice": ["a"]}, "response_format": NAMED}
+    message = "structured_outputs is not for a request with a response_format"
+    assert door.post(PATH, body) == (400, refusal(message, "structured_outputs"))
+    body["response_format"] = {"type": "text"}
+    assert door.post(PATH, body)[1]["choices"][0]["text"] == "a"
+
+
+@pytest.mark.parametrize(
+    "schema, words",
+    [
+        ({"type": "objekt"}, "objekt"),
+        ({"type": "object", "dependencies": {}}, "dependencies"),
+        ({"$ref": "http://127.0.0.1/schema"}, "$ref"),
+        ({"type": "string", "pattern": "("}, "json_schema: "),
+        ({"not": {}}, "the keyword 'not' is not supported"),
+    ],
+)
+def test_a_schema_that_is_not_done_is_refused_with_what_it_is(door, schema, words):
+    named = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    status, found = door.post(CHAT, {"messages": TALK, "response_format": named})
+    error = found["error"]
+    assert status == 400 and error["param"] == "response_format"
+    assert words in error["message"] and len(error["message"]) < 500
+    status, found = door.post(PATH, {"structured_outputs": {"json": schema}})
+    assert status == 400 and found["error"]["param"] == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    "name, value", [("ignore_eos", True), ("min_tokens", 1), ("stop_token_ids", [5])]
+)
+def test_a_form_decides_where_its_text_ends(door, name, value):
+    for form, field in (({"response_format": NAMED}, "json_schema"), (CHOSEN, "choices")):
+        status, found = door.post(CHAT, {"messages": TALK, name: value} | form)
+        assert status == 400 and found["error"]["param"] == name
+        assert found["error"]["message"].startswith(f"{name} does not go with {field}: ")
+
+
+@pytest.mark.parametrize(
+    "form", [{"json": {"title": "a" * 2**16}}, {"regex": "a" * 5000}, {"choice": ["a" * 2**17]}]
+)
+def test_a_form_that_is_too_large_is_named(door, form):
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": form.get("json")}}
+    bodies = [{"structured_outputs": form}, {"response_format": schema}][: 1 + ("json" in form)]
+    for fields in bodies:
+        status, found = door.post(PATH, fields)
+        assert status == 400 and found["error"]["param"] == next(iter(fields))
+        assert "bytes of UTF-8 at most" in found["error"]["message"]
+        assert len(found["error"]["message"]) < 700
+
+
+def deep(levels: int) -> dict:
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+HOSTILE = {
+    "deep": deep(300),
+    "wide": {"properties": {f"a{number}": {"type": "string"} for number in range(20_000)}},
+    "long enum": {"enum": [f"{number:x}" for number in range(100_000)]},
+    "repeated": {"type": "string", "pattern": "((a{1,100}){1,100}){1,100}"},
+    "long": {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
+    "long text": {"type": "string", "minLength": 10**6, "maxLength": 10**9},
+    "own": {"$ref": "#"},
+    "itself": {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/a"}}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_other_clients_do_not_wait_for_a_hostile_schema(tiny_llama, name):
+    """The longest time for which nothing else runs in the event loop, the shortest of 3."""
+    body = {"response_format": None, "structured_outputs": {"json": HOSTILE[name]}}
+    from server.protocol import APIError, CompletionRequest
+    from server.served import Served
+
+    async def longest_gap(served) -> float:
+        began = time.perf_counter()
+        asked = CompletionRequest.model_validate(body)
+        try:
+            params = asked.params(4, None)[0]
+        except APIError as error:  # it is too long to be looked at
+            assert len(str(error)) < 700
+            return time.perf_counter() - began
+        longest = time.perf_counter() - began
+        done = asyncio.ensure_future(asyncio.to_thread(served.check_form, asked, params))
+        while not done.done():
+            began = time.perf_counter()
+            await asyncio.sleep(0)
+            longest = max(longest, time.perf_counter() - began)
+        done.exception()
+        return longest
+
+    async def shortest() -> float:
+        from server.engine_thread import EngineThread
+
+        async with EngineThread(lambda: small_engine(tiny_llama)) as thread:
+            served = Served(thread, "small", "nowhere", None)
+            return min([await longest_gap(served) for _ in range(3)])
+
+    assert asyncio.run(shortest()) < 0.1
+
+
+def test_still_hostile_schemas_leave_a_server_that_answers(tiny_llama):
+    with serving(lambda: small_engine(tiny_llama)) as door:
+        for schema in HOSTILE.values():
+            began = time.perf_counter()
+            body = {"structured_outputs": {"json": schema}, "max_tokens": 2}
+            status, _ = door.post(PATH, body)
+            assert status in (200, 400)
+            assert time.perf_counter() - began < 5
+        assert door.post(PATH, {"max_tokens": 1})[0] == 200
+
+
+def test_many_choices_of_many_texts_hold_up_nobody(tiny_llama):
+    """Each of 128 texts checks its parameters in the event loop; the most choices there may be."""
+    from server.protocol import CompletionRequest
+
+    took = []
+    for _ in range(3):
+        body = {"structured_outputs": {"choice": [""] * 1024}, "n": 128}
+        began = time.perf_counter()
+        assert len(CompletionRequest.model_validate(body).params(4, None)) == 128
+        took.append(time.perf_counter() - began)
+    assert min(took) < 0.1
