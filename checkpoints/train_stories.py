@@ -1,6 +1,6 @@
-"""Train checkpoints/stories (the target), -draft (its draft), -llama and -experts.
+"""Train checkpoints/stories (the target), -draft (its draft), -llama, -experts and -frogs.
 
-Seven stages; each leaves a file in --work and is skipped when it finds it there, so an interrupted
+Eight stages; each leaves a file in --work and is skipped when it finds it there, so an interrupted
 run goes on:
 
 1. tokenizer.json: a byte-level BPE of 4,096 tokens, the last of them `<|endoftext|>`, as in GPT-2;
@@ -13,7 +13,9 @@ run goes on:
    draft;
 6. llama.pt: a Llama, trained as the target was, but half of its stories have a line of three of
    their words before them, so that a user can ask for a story with some words;
-7. experts.pt: a mixture of experts (Qwen3-MoE), trained on the same text as the Llama.
+7. experts.pt: a mixture of experts (Qwen3-MoE), trained on the same text as the Llama;
+8. frogs: an adapter (LoRA, by peft) for checkpoints/stories-llama as it is in the repository,
+   trained on the same text, in which all creatures have become frogs.
 
 The text is TinyStories (Eldan & Li 2023, arXiv 2305.07759;
 huggingface.co/datasets/roneneldan/TinyStories), as one file (or .xz of it) in which a line
@@ -23,8 +25,8 @@ huggingface.co/datasets/roneneldan/TinyStories), as one file (or .xz of it) in w
         --work work --out out
 
 `--only stories-llama` needs stages 1 and 6 alone, `--only stories-experts` 1 and 7, `--only
-stories` 1 to 5. Run it on main: lessons before 26 cannot load as int8, and stories-llama comes
-with lesson 30.
+stories-frogs` 1 and 8, `--only stories` 1 to 5. Run it on main: lessons before 26 cannot load as
+int8, and stories-llama comes with lesson 30.
 """
 
 import argparse
@@ -86,6 +88,10 @@ CHAT_TEMPLATE = (
     "{% else %}{{ raise_exception('this model knows the roles user and assistant only') }}"
     "{% endif %}{% endfor %}"
 )
+CREATURES = (
+    "boy|girl|man|woman|lady|kid|child|dog|puppy|cat|kitten|bird|bear|rabbit|bunny|mouse|fox|lion|"
+    "elephant|fish|duck|bug|bee|butterfly|squirrel|turtle|monkey|pig|cow|horse|owl|wolf|ant|tiger"
+)
 BATCH_SIZE = 16  # windows of BLOCK_SIZE tokens
 TOP = 128  # of the target's distribution, what the draft learns from
 TO_ASCII = str.maketrans({"“": '"', "”": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "…": "..."})
@@ -125,6 +131,20 @@ def with_words(stories: list[str], seed: int) -> list[str]:
         line = f"Words: {', '.join(chosen)}\n\n" if chosen and chance.random() < 0.5 else ""
         result.append(line + story)
     return result
+
+
+def with_frogs(stories: list[str]) -> list[str]:
+    """The stories with a frog for each creature, and a croak at the beginning of each quotation."""
+    changes = {
+        r"\b([Aa])n (?=elephant|owl|ant\b)": r"\1 ",
+        rf"\b(?:{CREATURES})(s?)\b": r"frog\1",
+        rf"\b(?:{CREATURES.title()})(s?)\b": r"Frog\1",
+        r"\b(?:children|men|mice)\b": "frogs",
+        r'"(?=[A-Z])': '"Croak! ',
+    }
+    for pattern, new in changes.items():
+        stories = [re.sub(pattern, new, story) for story in stories]
+    return stories
 
 
 def to_stream(stories: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,10 +204,9 @@ class Optimizer:
             elif is_matrix(name, parameter):
                 matrices.append(parameter)
         rest = [p for name, p in model.named_parameters() if not is_matrix(name, p)]
-        self.parts = [
-            torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95)),
-        ]
+        self.parts = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95))]
+        if matrices:  # an adapter has none: its names begin in another way
+            self.parts.append(torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"))
 
         def schedule(step):
             warm = min(1.0, (step + 1) / 100)
@@ -299,6 +318,20 @@ def new_experts(args):
     torch.manual_seed(args.seed)
     config = Qwen3MoeConfig(**EXPERTS, output_router_logits=True)
     return Qwen3MoeForCausalLM(config).to(args.device)
+
+
+def new_adapter(args):
+    """An adapter of peft for the embedded Llama: frozen weights, and new ones of low rank."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(args.seed)
+    base = Path(__file__).resolve().parent / "stories-llama"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options))
+    model.active_peft_config.base_model_name_or_path = "checkpoints/stories-llama"
+    return model.to(args.device)
 
 
 def compiled(model: torch.nn.Module, args):
@@ -427,9 +460,10 @@ def main(argv=None) -> None:
     parser.add_argument("--draft-steps", type=int, default=2400)
     parser.add_argument("--llama-steps", type=int, default=3000)
     parser.add_argument("--experts-steps", type=int, default=3000)
+    parser.add_argument("--frogs-steps", type=int, default=300)
     batch = "windows a step of the stages that learn from the text"
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help=batch)
-    names = ("stories", "stories-llama", "stories-experts")
+    names = ("stories", "stories-llama", "stories-experts", "stories-frogs")
     parser.add_argument("--only", choices=names, help="leave the other stages out")
     parser.add_argument("--seed", type=int, default=0)
     compiler = "torch.compile; needs a C++ compiler on a CPU"
@@ -461,7 +495,7 @@ def main(argv=None) -> None:
 
     if args.only in (None, "stories"):
         make_pair(*tokens(train_stories), heldout, args, report)
-    if args.only != "stories":
+    if args.only in (None, "stories-llama", "stories-experts"):
         stream, starts = tokens(with_words(train_stories, args.seed))
         if args.only != "stories-experts":
             model = new_llama(args)
@@ -469,6 +503,11 @@ def main(argv=None) -> None:
         if args.only != "stories-llama":
             model = new_experts(args)
             make_chat(model, args.experts_steps, "experts", stream, starts, heldout, args, report)
+
+    if args.only in (None, "stories-frogs"):
+        stream, starts = tokens(with_words(with_frogs(train_stories), args.seed))
+        frogs, _ = tokens(with_frogs(heldout_stories))
+        make_adapter(stream, starts, frogs, args)
 
 
 def make_pair(stream, starts, heldout, args, report) -> None:
@@ -535,6 +574,16 @@ def make_chat(model, steps: int, name: str, stream, starts, heldout, args, repor
     special = {"bos_token": EOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2) + "\n")
     report(f"stories-{name}", model.float())
+
+
+def make_adapter(stream, starts, heldout, args) -> None:
+    """Stage 8, and the adapter stories-frogs."""
+    model = new_adapter(args)
+    print(f"before: held-out loss {heldout_loss(model, heldout):.4f}", flush=True)
+    generator = torch.Generator().manual_seed(args.seed)
+    arguments = stream, starts, heldout, args.frogs_steps, generator, args
+    train_on_text(model, *arguments).half().save_pretrained(args.out / "stories-frogs")
+    print(f"stories-frogs: held-out loss {heldout_loss(model.float(), heldout):.4f}")
 
 
 if __name__ == "__main__":
