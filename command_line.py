@@ -116,6 +116,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     cache_help += "; of float32's memory float16 takes half and int8 a bit more than a quarter"
     names = "--cache-dtype", "--kv-cache-dtype"
     parser.add_argument(*names, default="auto", choices=CACHE_DTYPES, help=cache_help)
+    adapter_help = "directory of a LoRA adapter, as peft writes it, for the weights of the model"
+    parser.add_argument("--adapter", help=adapter_help)
     backend_help = "what computes; native: C code for this CPU; auto: that where it can"
     parser.add_argument(
         "--backend", default="auto", choices=("auto", "torch", "native"), help=backend_help
@@ -412,7 +414,7 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
 
 
 def load_models(names: list, args, device: str, load_first: Callable | None = None) -> list[Model]:
-    """The models of a command line, in its dtype and with its backend.
+    """The models of a command line, in its dtype and with its backend; the first has its adapter.
 
     load_first: what loads the first of them, as `load_model`, which loads the others.
     Raises UserError for a model that cannot be loaded, or a backend, a dtype and a device that do
@@ -425,7 +427,8 @@ def load_models(names: list, args, device: str, load_first: Callable | None = No
     if args.backend == "native" and not native:
         raise UserError(f"--backend native is for --device cpu; not {device}")
     first, *others = names
-    models = [(load_first or load_model)(first, dtype, device)]
+    check_text("--adapter", args.adapter or "")
+    models = [(load_first or load_model)(first, dtype, device, args.adapter)]
     models += [load_model(name, dtype, device) for name in others]
     if native and args.backend != "torch":
         go_native(models, named=args.backend == "native")

@@ -16,7 +16,8 @@ import torch
 from cache import check_stride
 from command_line import CACHE_DTYPES, Parser, pick_device, run_script, show
 from errors import UserError, check_limits
-from loading.load import load_config, parse_name
+from loading.load import empty_model, load_config, parse_name
+from loading.lora import read_adapter
 from loading.tokenizer import load_encoding
 from serve import add_server_options, check_server_options, listen, url_of
 from server.replicas import Door, Replica
@@ -123,7 +124,9 @@ def check(args) -> None:
         raise UserError(f"--max-replicas {most(args)} is less than --replicas {args.replicas}")
     pick_device(args.device)
     source = parse_name(args.model)
-    load_encoding(source, load_config(source).vocab_size)
+    config = load_config(source)
+    load_encoding(source, config.vocab_size)
+    read_adapter(args.adapter, empty_model(config))
     if source.kind != "random":
         source.weights()
 

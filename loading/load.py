@@ -5,7 +5,7 @@ import functools
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from loading.config import (
 )
 from loading.gguf import GGUF, read_gguf
 from loading.gguf_model import block_forms, read_gguf_config, read_gguf_tensors
+from loading.lora import merged, read_adapter
 from model import GPT, GPTConfig, Model
 
 HUB_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -290,10 +291,14 @@ def load_config(name):
     return dataclasses.replace(config, eos_token_ids=tuple(ids))
 
 
-def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
+def load_model(
+    name, dtype: torch.dtype = torch.float32, device="cpu", adapter: str | Path | None = None
+) -> Model:
     """Load a model for inference, straight to its dtype and device.
 
     dtype: torch.int8 means weights as int8.py has them, torch.uint8 as blocks.py has them.
+    adapter: the directory of one in peft's form, which becomes a part of the weights before they
+    are rounded; None: none.
     name: what `parse_name` understands: a directory in Hugging Face form, a GGUF file, a name in
     PACKAGES, a model of the hub (`gpt2`, its sizes, or `org/name`), or `random:` before a name in
     PRESETS, for that shape with random weights.
@@ -302,7 +307,9 @@ def load_model(name, dtype: torch.dtype = torch.float32, device="cpu") -> Model:
     """
     source = parse_name(name)
     model = empty_model(load_config(source))
-    return fill(model, read_blocks(source, model, dtype, device), source, dtype, device)
+    pairs = read_adapter(adapter, model)
+    blocks = merged(read_blocks(source, model, dtype, device), pairs)
+    return fill(model, blocks, source, dtype, device, pairs)
 
 
 def empty_model(config) -> Model:
@@ -326,11 +333,17 @@ def read_blocks(source: Source, model: Model, dtype: torch.dtype, device) -> Ite
 
 
 def fill(
-    model: Model, blocks: Iterator[tuple], source: Source, dtype: torch.dtype, device
+    model: Model,
+    blocks: Iterator[tuple],
+    source: Source,
+    dtype: torch.dtype,
+    device,
+    changed: Collection[str] = (),
 ) -> Model:
     """Put numbers into an empty model. Returns it.
 
-    blocks: the arguments of `store`, after the first. Raises UserError if memory runs out.
+    blocks: the arguments of `store`, after the first. changed: names of weights that are not those
+    of the file any more, so that they are rounded anew. Raises UserError if memory runs out.
     """
     size = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     with memory_for(f"{source.label}: {size:,} bytes of weights"):
@@ -338,6 +351,7 @@ def fill(
             with_int8_layers(model)
         elif dtype == torch.uint8:
             forms = block_forms(source.gguf, model) if source.kind == "gguf" else {}
+            forms = {name: form for name, form in forms.items() if name not in changed}
             with_block_layers(model, forms)
         weights = {}
         for key, tensor in model.named_parameters():

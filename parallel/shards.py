@@ -12,13 +12,16 @@ import torch.nn as nn
 
 from errors import UserError
 from loading.load import empty_model, fill, load_config, parse_name, read_blocks
+from loading.lora import merged, read_adapter
 from model import Model
 from parallel.ranks import RankRunner, Ranks
 
 UNIT = 32  # numbers: torch computes the last few of a tensor without vectors, and rounds otherwise
 
 
-def load_part(name, dtype: torch.dtype = torch.float32, device="cpu", *, ranks: Ranks) -> Model:
+def load_part(
+    name, dtype: torch.dtype = torch.float32, device="cpu", adapter=None, *, ranks: Ranks
+) -> Model:
     """Load what this rank computes of a model. Arguments and errors are `load_model`'s.
 
     No process ever holds the whole model. Call `join_vocabulary` when no layer is replaced any
@@ -29,9 +32,10 @@ def load_part(name, dtype: torch.dtype = torch.float32, device="cpu", *, ranks: 
     source = parse_name(name)
     model = empty_model(load_config(source))
     plan = Plan(model, ranks, ranks.way if dtype.is_floating_point else "gather")
-    blocks = plan.own(read_blocks(source, model, dtype, device))
+    pairs = read_adapter(adapter, model)
+    blocks = plan.own(merged(read_blocks(source, model, dtype, device), pairs))
     cut(model, plan)
-    fill(model, blocks, source, dtype, device)
+    fill(model, blocks, source, dtype, device, pairs)
     join_blocks(model, plan)
     return model
 

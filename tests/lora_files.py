@@ -1,0 +1,48 @@
+"""Adapters for tests, in peft's form."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def random_tensors(model, targets: tuple[str, ...], rank: int = 3, seed: int = 0) -> dict:
+    """Random A and B of each layer whose name ends in one of these, by their names in a file."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for path, layer in model.named_modules():
+        if path.rpartition(".")[2] in targets:
+            outputs, inputs = layer.weight.shape
+            stem = f"base_model.model.{'' if path == 'lm_head' else model.PREFIX}{path}"
+            for side, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                numbers = torch.randn(shape, generator=generator, dtype=torch.float64) / 2
+                tensors[f"{stem}.lora_{side}.weight"] = numbers
+    return tensors
+
+
+def save_adapter(directory, tensors: dict, rank: int = 3, **config) -> Path:
+    """Write an adapter. config: other fields of its configuration, such as lora_alpha."""
+    directory.mkdir(exist_ok=True)
+    raw = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "bias": "none"} | config
+    raw.setdefault("target_modules", sorted({name.split(".")[-3] for name in tensors}))
+    (directory / "adapter_config.json").write_text(json.dumps(raw))
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def peft_adapter(theirs, directory, **options):
+    """A model of transformers with a random adapter of peft, which is saved in a directory."""
+    from peft import LoraConfig, get_peft_model
+
+    options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"} | options
+    model = get_peft_model(theirs, LoraConfig(**options, init_lora_weights=False))
+    model = model.to(theirs.dtype)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(std=0.3, generator=generator)
+    model.save_pretrained(directory, save_embedding_layers=False)
+    return model.eval()

@@ -1,0 +1,348 @@
+"""Lesson 146: an adapter becomes a part of the weights."""
+
+import shutil
+import sys
+
+import gguf_files
+import pytest
+import torch
+from conftest import CHECKPOINTS, difference, edit_json, is_one_line, random_tokens, save_speaking
+from lora_files import ATTENTION, peft_adapter, random_tensors, save_adapter
+from ranks import texts_of
+
+from loading.checkpoint import read_json
+from loading.load import load_model, save_model
+
+LLAMA = CHECKPOINTS / "stories-llama"
+FROGS = CHECKPOINTS / "stories-frogs"
+WORDS = ["--model", LLAMA, "--prompt", "Once upon a time", "--max-new-tokens", 30]
+
+
+def loaded(directory, adapter, dtype=torch.float64):
+    return load_model(directory, dtype, "cpu", adapter)
+
+
+def their_gpt2(tiny, directory):
+    """A random GPT-2 of transformers, in float64, and where it is saved."""
+    from transformers import GPT2LMHeadModel
+
+    save_model(tiny(), directory)
+    return GPT2LMHeadModel.from_pretrained(directory, dtype=torch.float64), directory
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Qwen2", "Mistral", "Qwen3", "Gemma3"])
+def test_logits_are_those_of_peft(peer, tiny, tmp_path, kind):
+    theirs, base = their_gpt2(tiny, tmp_path) if kind == "GPT2" else peer(kind)
+    before = difference(load_model(base, torch.float64), theirs)
+    theirs = peft_adapter(theirs, tmp_path / "adapter")
+    assert before < 1e-10 < 0.1 < difference(load_model(base, torch.float64), theirs)
+    assert difference(loaded(base, tmp_path / "adapter"), theirs) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True},
+        {"target_modules": ["lm_head", "v_proj"]},
+        {"target_modules": r".*\.1\..*down_proj", "r": 1},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1], "lora_alpha": 0.5},
+        {"lora_dropout": 0.5, "fan_in_fan_out": True},
+        {"target_modules": ["q_proj", "query_key_value"]},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.v_proj"]},
+        {"target_modules": ["k_proj", "q_proj"], "exclude_modules": ["k_proj"]},
+        {"target_modules": ["k_proj", "q_proj"], "exclude_modules": r".*\.0\..*k_proj"},
+        {"target_modules": ["model.layers.0.self_attn.k_proj"]},
+        {"target_modules": ["v_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
+    ],
+    ids=str,
+)
+def test_options_are_those_of_peft(peer, tmp_path, monkeypatch, options):
+    theirs, base = peer("Llama", tie_word_embeddings=False)
+    theirs = peft_adapter(theirs, tmp_path / "adapter", **options)
+    assert difference(loaded(base, tmp_path / "adapter"), theirs) < 1e-10
+
+
+def test_experts_share_attention_with_an_adapter(tiny_experts, tmp_path):
+    """transformers has all experts in one tensor, which peft reads and this project does not."""
+    model = tiny_experts()
+    save_model(model, tmp_path)
+    tensors = random_tensors(model, (*ATTENTION, "gate", "up_proj"))
+    adapter = save_adapter(tmp_path / "adapter", tensors)
+    found = loaded(tmp_path, adapter).get_parameter("layers.1.mlp.experts.4.up_proj.weight")
+    own = model.get_parameter("layers.1.mlp.experts.4.up_proj.weight")
+    stem = "base_model.model.model.layers.1.mlp.experts.4.up_proj.lora_"
+    expected = own + 4 / 3 * tensors[f"{stem}B.weight"] @ tensors[f"{stem}A.weight"]
+    assert (found - expected).abs().max() < 1e-12
+
+
+def with_adapter(build, directory, dtype=torch.float32, **shape) -> tuple:
+    """A random model and an adapter of it: where they are, and where both are in one."""
+    model = build(dtype=dtype, **shape)
+    save_model(model, directory)
+    targets = (*ATTENTION, "c_attn", "c_proj", "up_proj", "down_proj")
+    adapter = save_adapter(directory / "adapter", random_tensors(model, targets))
+    both = directory / "both"
+    save_model(loaded(directory, adapter, dtype), both)
+    return adapter, both
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.uint8])
+def test_weights_are_rounded_after_it_was_added(build, tmp_path, dtype):
+    adapter, both = with_adapter(build, tmp_path)
+    found = loaded(tmp_path, adapter, dtype).state_dict()
+    expected = load_model(both, dtype).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    base = load_model(tmp_path, dtype).state_dict()
+    assert any(not torch.equal(found[name], base[name]) for name in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2], ids=str)
+def test_adapters_of_fewer_bits(tiny_llama, tmp_path, dtype):
+    model = tiny_llama()
+    save_model(model, tmp_path)
+    tensors = random_tensors(model, ATTENTION)
+    rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    small = loaded(tmp_path, save_adapter(tmp_path / "small", rounded))
+    whole = {name: tensor.float() for name, tensor in rounded.items()}
+    expected = loaded(tmp_path, save_adapter(tmp_path / "whole", whole))
+    assert all(map(torch.equal, small.parameters(), expected.parameters()))
+
+
+def test_weights_in_nibbles_get_8_bits(tiny_llama, tmp_path):
+    from benchmarks.export_gguf import write_gguf
+
+    model = tiny_llama(dtype=torch.float32, n_embd=64, n_inner=64, n_head=4, head_dim=16)
+    write_gguf(model, tmp_path / "plain.gguf", "float32")
+    file = gguf_files.edited(tmp_path / "plain.gguf", tmp_path / "small.gguf", kind="Q4_1")
+    adapter = save_adapter(tmp_path / "adapter", random_tensors(model, ("q_proj", "down_proj")))
+    found = loaded(file, adapter, torch.uint8)
+    floats = loaded(file, adapter, torch.float32)
+    for path, bits in (("self_attn.q_proj", 8), ("mlp.down_proj", 8), ("mlp.up_proj", 4)):
+        layer = found.get_submodule(f"layers.1.{path}")
+        assert layer.form.bits == bits
+        expected = floats.get_submodule(f"layers.1.{path}").weight
+        numbers = layer.blocks().floats()
+        assert (numbers - expected).abs().max() <= expected.abs().max() / 127
+
+
+def test_weights_of_a_gguf_file_get_it_in_their_order(tiny_llama, tmp_path):
+    """There rows of queries and keys stand in another order, which is undone before the sum."""
+    from benchmarks.export_gguf import write_gguf
+
+    adapter, both = with_adapter(tiny_llama, tmp_path)
+    write_gguf(load_model(tmp_path), tmp_path / "plain.gguf", "float32")
+    found = loaded(tmp_path / "plain.gguf", adapter, torch.float32)
+    assert all(map(torch.equal, found.parameters(), load_model(both).parameters()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_the_command_line_writes_its_texts(build, cli, tmp_path, dtype):
+    save_speaking(build, tmp_path, eos_token_id=4095)
+    model = load_model(tmp_path)
+    targets = (*ATTENTION, "c_attn", "c_proj")
+    adapter = save_adapter(tmp_path / "adapter", random_tensors(model, targets))
+    own = ["--prompt", "Tom", "--max-new-tokens", 12, "--ignore-eos", "--dtype", dtype]
+    code, text, err = cli("--model", tmp_path, "--adapter", adapter, *own)
+    assert code == 0, err
+    save_model(loaded(tmp_path, adapter, torch.float32), tmp_path / "both")
+    shutil.copy(tmp_path / "tokenizer.json", tmp_path / "both")
+    assert cli("--model", tmp_path / "both", *own)[1] == text
+    assert cli("--model", tmp_path, *own)[1] != text
+    torch_text = cli("--model", tmp_path, "--adapter", adapter, *own, "--backend", "torch")[1]
+    assert torch_text == text
+
+
+def test_all_scripts_tell_of_frogs(cli, engine_cli, run_main):
+    import infer_speculative
+
+    code, text, err = cli(*WORDS, "--adapter", FROGS)
+    assert code == 0 and "a little frog named" in text, err
+    assert "frog" not in cli(*WORDS)[1]
+    assert engine_cli(*WORDS, "--adapter", FROGS)[1] == text
+    speculative = ["--target", *WORDS[1:], "--draft", LLAMA, "--adapter", FROGS]
+    assert run_main(infer_speculative.main, *speculative)[1] == text
+
+
+def test_two_processes_write_the_text_of_one(cli, tmp_path):
+    text = cli(*WORDS, "--adapter", FROGS)[1]
+    assert "frog" in text and texts_of(2, tmp_path, *WORDS, "--adapter", FROGS)[0] == text
+
+
+def test_the_embedded_adapter_is_small_and_peft_reads_it():
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    assert (FROGS / "adapter_model.safetensors").stat().st_size < 10**6
+    base = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, FROGS).eval()
+    tokens = torch.tensor([random_tokens(40, 4096)])
+    with torch.inference_mode():
+        ours = loaded(LLAMA, FROGS, torch.float32)(tokens)
+        assert (ours - theirs(tokens).logits).abs().max() < 1e-3
+
+
+@pytest.fixture
+def wrong(cli, tiny_llama, tmp_path):
+    """A function that says whether a run with a changed adapter ends in one line with words.
+
+    change: a function of the adapter's directory and its tensors, or fields of its configuration.
+    """
+    save_speaking(tiny_llama, tmp_path)
+    model = load_model(tmp_path)
+
+    def run(change, *words) -> bool:
+        tensors = random_tensors(model, ATTENTION)
+        adapter = save_adapter(tmp_path / "adapter", tensors)
+        own = ["--model", tmp_path, "--prompt", "Tom", "--adapter", adapter]
+        assert cli(*own, "--max-new-tokens", 1)[0] == 0
+        if isinstance(change, dict):
+            edit_json(adapter / "adapter_config.json", change)
+        else:
+            change(adapter, tensors)
+        return is_one_line(cli(*own), *words)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"peft_type": "LOHA"}, ["peft_type is 'LOHA'", "'LORA'"]),
+        ({"bias": "lora_only"}, ["bias is 'lora_only'", "'none'"]),
+        ({"use_dora": True}, ["'use_dora' is True", "not supported"]),
+        ({"use_rslora": "yes"}, ["use_rslora is 'yes'", "False or True"]),
+        ({"modules_to_save": ["lm_head"]}, ["'modules_to_save' is ['lm_head']"]),
+        ({"rank_pattern": {"q_proj": 2}}, ["'rank_pattern' is {'q_proj': 2}"]),
+        ({"alpha_pattern": {"q_proj": 2}}, ["'alpha_pattern' is {'q_proj': 2}"]),
+        ({"init_lora_weights": "pissa"}, ["init_lora_weights is 'pissa'"]),
+        ({"trainable_token_indices": [3]}, ["'trainable_token_indices' is [3]"]),
+        ({"layer_replication": [[0, 1]]}, ["'layer_replication' is [[0, 1]]"]),
+        ({"target_parameters": ["experts"]}, ["'target_parameters' is ['experts']"]),
+        ({"task_type": "SEQ_CLS"}, ["task_type is 'SEQ_CLS'"]),
+        ({"a_new_field": 1}, ["'a_new_field' is 1, which is not supported"]),
+        ({"r": 4}, ["k_proj.lora_A.weight is (3, 16)", "(4, 16)"]),
+        ({"r": 0}, ["r is 0", "an integer from 1"]),
+        ({"r": True}, ["r is True"]),
+        ({"lora_alpha": float("nan")}, ["lora_alpha is nan"]),
+        ({"lora_alpha": "16"}, ["lora_alpha is '16'"]),
+        (
+            {"target_modules": [*ATTENTION, "gate_proj"]},
+            ["names 'gate_proj', but adapter_model.safetensors lacks layers.0.mlp.gate_proj"],
+        ),
+    ],
+    ids=str,
+)
+def test_configurations_that_are_refused(wrong, fields, words):
+    assert wrong(fields, "config.json", *words)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["q_proj", "k_proj", "v_proj"]},
+        {"target_modules": []},
+        {"target_modules": ["proj"]},
+        {"exclude_modules": ["o_proj"]},
+        {"exclude_modules": ["model.layers.1.self_attn.q_proj"]},
+        {"layers_to_transform": [0]},
+        {"layers_to_transform": 1},
+    ],
+    ids=str,
+)
+def test_layers_that_peft_would_leave_out_are_refused(wrong, fields):
+    (field,) = fields
+    words = ["has tensors, but", f"{field} of adapter_config.json leaves it out"]
+    assert wrong(fields, "adapter_model.safetensors: base_model.model.model.layers.", *words)
+
+
+def test_a_file_with_fewer_layers_is_refused(wrong):
+    def edit(adapter, tensors):
+        save_adapter(adapter, {name: tensors[name] for name in tensors if ".layers.0." in name})
+
+    assert wrong(edit, "target_modules names 'k_proj', but", "lacks layers.1.self_attn.k_proj")
+
+
+NAME = "base_model.model.model.layers.0.self_attn.q_proj"
+CHANGED = {  # what is written in the place of some tensors, None for none; and what is said
+    "missing": ({f"{NAME}.lora_B.weight": None}, f"{NAME}.lora_B.weight is missing"),
+    "width": ({f"{NAME}.lora_A.weight": torch.ones(3, 17)}, "q_proj.lora_A.weight is (3, 17)"),
+    "outputs": ({f"{NAME}.lora_B.weight": torch.ones(23, 3)}, "q_proj.lora_B.weight is (23, 3)"),
+    "dtype": ({f"{NAME}.lora_A.weight": torch.ones(3, 16).int()}, "it must be floating-point"),
+    "dora": ({f"{NAME}.lora_magnitude_vector": torch.ones(24)}, "is not A or B"),
+    "bias": ({f"{NAME}.lora_B.bias": torch.ones(24)}, "is not A or B"),
+    "layer": (
+        {NAME.replace("0", "7") + ".lora_A.weight": torch.ones(3, 16)},
+        "layers.7.self_attn.q_proj.lora_A.weight' is not A or B of a linear layer of this model",
+    ),
+    "newline": ({"a.b.c\nd": torch.ones(3, 16)}, r"tensor 'a.b.c\nd' is not A or B"),
+    "norm": ({"base_model.model.model.norm.lora_A.weight": torch.ones(3, 16)}, "is not A or B"),
+    "embedding": (
+        {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(3, 61)},
+        "embed_tokens.lora_embedding_A' is not A or B",
+    ),
+    "twice": (
+        {NAME.replace("model.model.model.", "model.model.") + ".lora_A.weight": torch.ones(3, 16)},
+        "q_proj is there twice, with and without 'model.'",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_tensors_that_are_refused(wrong, change):
+    changes, words = CHANGED[change]
+
+    def edit(adapter, tensors):
+        kept = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+        fields = read_json(adapter / "adapter_config.json")
+        save_adapter(adapter, kept, target_modules=fields["target_modules"])
+
+    assert wrong(edit, "adapter_model.safetensors: ", words)
+
+
+def test_the_head_of_an_embedding_has_no_adapter(cli, tiny_llama, tmp_path):
+    save_speaking(tiny_llama, tmp_path, tied_head=True)
+    adapter = save_adapter(tmp_path / "a", random_tensors(load_model(tmp_path), ("lm_head",)))
+    result = cli("--model", tmp_path, "--adapter", adapter)
+    assert is_one_line(
+        result, "lm_head.lora_A.weight' is not A or B of a linear layer of this model"
+    )
+
+
+def test_files_that_are_refused(wrong, cli):
+    def only_pickle(adapter, tensors):
+        (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+
+    def cut(adapter, tensors):
+        file = adapter / "adapter_model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+
+    def no_tensors(adapter, tensors):
+        save_adapter(adapter, {})
+
+    def no_json(adapter, tensors):
+        (adapter / "adapter_config.json").write_text("[")
+
+    def gone(adapter, tensors):
+        (adapter / "adapter_model.safetensors").unlink()
+
+    assert wrong(cut, "not a complete safetensors file")
+    assert wrong(no_tensors, "it has no tensors")
+    assert wrong(no_json, "adapter_config.json: not a JSON object")
+    assert wrong(gone, "adapter_model.safetensors: not a complete safetensors file")
+    assert wrong(only_pickle, "adapter_model.bin is a pickle")
+    assert is_one_line(cli("--adapter", "nowhere"), "nowhere/adapter_config.json: No such file")
+    assert is_one_line(cli("--adapter", FROGS), "is not A or B of a linear layer of this model")
+
+
+def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch):
+    import serve_ray
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = run_main(serve_ray.main, "--port", 0, "--cpus", 0.1, "--adapter", "nowhere")
+    assert is_one_line(result, "nowhere/adapter_config.json: No such file")
+
+
+def test_a_wrong_base_is_refused(cli):
+    stories = ["--model", CHECKPOINTS / "stories-experts", "--adapter", FROGS]
+    assert is_one_line(cli(*stories), "adapter_model.safetensors: tensor ")
