@@ -17,6 +17,7 @@ class Span(NamedTuple):
     start: int  # the first position that is computed
     tokens: list[int]  # at start, start + 1, ...
     windowed: list[int] | tuple = ()  # pages of layers with a window, where these have their own
+    adapter: str = ""  # that the model has for this text
 
 
 class KVCache:

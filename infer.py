@@ -11,6 +11,7 @@ if __name__ == "__main__":
 
 import torch
 
+from adapters import adapted, check_adapter
 from cache import KVCache, check_stride, window_start
 from command_line import (
     CACHE_DTYPES,
@@ -61,6 +62,7 @@ def generate(
     cache_dtype: torch.dtype | None = None,
     encoding: Encoding | None = None,
     counts: Counter | None = None,
+    adapter: str = "",
 ) -> Iterator[list[int | None]]:
     """Continue all prompts together, one token each a step.
 
@@ -75,6 +77,7 @@ def generate(
     encoding: the text that each token stands for; params that ask for a form need it.
     counts: gets the number of "passes". A step in which each row has only one token that its form
     allows needs none, and draws nothing.
+    adapter: the name of one that the model has for these texts; "": none.
     The batch is static: a finished row is computed until the last one ends.
     Yields, at most the largest `max_new_tokens` times, the next token of each prompt, what ends its
     text included, and None after that.
@@ -82,8 +85,9 @@ def generate(
     depends on its batch, which shares the generator. With int8 weights or a small cache rounding
     may change a text, as int8.py says, unless C computes the whole pass.
     Raises UserError if there is no prompt, stride is out of range, params have an id that the model
-    lacks, the cache does not fit in memory, the logits are not finite, as `make_matcher`, or if the
-    form of a text leaves no token; ValueError if params are not as many as prompts.
+    lacks, it lacks the adapter, the cache does not fit in memory, the logits are not finite, as
+    `make_matcher`, or if the form of a text leaves no token; ValueError if params are not as many
+    as prompts.
     """
     sequences = [list(prompt) or [model.config.bos_token_id] for prompt in prompts]
     if not sequences:
@@ -95,6 +99,7 @@ def generate(
         check_ids(own, model.config)
     eos = model.config.eos_token_ids
     matchers = [make_matcher(own, encoding, model.config) for own in each]
+    check_adapter(model, adapter)
     block_size = model.config.block_size
     stride = check_stride(stride, block_size)
     lengths = [
@@ -119,7 +124,7 @@ def generate(
         if any(token is None and not done for token, done in zip(next_tokens, finished)):
             starts = [window_start(len(sequence), block_size, stride) for sequence in sequences]
             windows = [sequence[start:] for sequence, start in zip(sequences, starts)]
-            logits = next_logits(model, windows, cache)[:, 0]
+            logits = next_logits(model, windows, cache, adapter=adapter)[:, 0]
             next_tokens = model.runner.choose(
                 logits, each, sequences, prompt_lengths, generator, eos, allowed
             )
@@ -218,7 +223,7 @@ def beam_search(
 
 @torch.inference_mode()
 def next_logits(
-    model: Model, windows: list[list[int]], cache: KVCache | None, keep: int = 1
+    model: Model, windows: list[list[int]], cache: KVCache | None, keep: int = 1, adapter: str = ""
 ) -> torch.Tensor:
     """The logits at the last `keep` positions of each window, (B, keep, vocab_size).
 
@@ -235,7 +240,10 @@ def next_logits(
     decode = [row for row, tokens in enumerate(new) if len(tokens) == keep]
     prefill = [row for row, tokens in enumerate(new) if len(tokens) > keep]
     passes = [rows for rows in (decode, prefill) if rows]
-    parts = [pass_logits(model, [new[row] for row in rows], rows, cache, keep) for rows in passes]
+    parts = [
+        pass_logits(model, [new[row] for row in rows], rows, cache, keep, adapter)
+        for rows in passes
+    ]
     logits = parts[0]
     if len(parts) == 2:
         logits = torch.cat(parts)[torch.tensor(decode + prefill).argsort()]
@@ -245,14 +253,19 @@ def next_logits(
 
 
 def pass_logits(
-    model: Model, new: list[list[int]], rows: list[int], cache: KVCache | None, keep: int
+    model: Model,
+    new: list[list[int]],
+    rows: list[int],
+    cache: KVCache | None,
+    keep: int,
+    adapter: str = "",
 ) -> torch.Tensor:
     """The logits at the last `keep` new tokens of these rows, from one pass: (B, keep, vocab_size).
 
     Without a cache shorter rows are padded on the right.
     """
     if cache is not None:
-        spans = cache.spans(new, rows)
+        spans = [span._replace(adapter=adapter) for span in cache.spans(new, rows)]
         logits = model.runner.logits(model, cache, spans, [keep] * len(new))
         cache.record()
         return logits.view(len(new), keep, -1)
@@ -260,7 +273,9 @@ def pass_logits(
     T = max(lengths)
     padded = [tokens + tokens[-1:] * (T - len(tokens)) for tokens in new]
     tokens = torch.tensor(padded, device=model.device)  # (B, T)
-    x = model.hidden(tokens, torch.arange(T, device=model.device), model.causal_attention)
+    positions = torch.arange(T, device=model.device)
+    with adapted(model, [adapter]):
+        x = model.hidden(tokens, positions, model.causal_attention)
     each = torch.arange(len(new))[:, None]
     last = torch.tensor(lengths)[:, None] + torch.arange(-keep, 0)  # (B, keep)
     return model.head(x[each, last]).float()

@@ -17,6 +17,7 @@ from command_line import (
     check_chat_options,
     check_text,
     follows,
+    is_conversation,
     load_chat,
     note_cut,
     pick_device,
@@ -29,17 +30,19 @@ from command_line import (
 )
 from engine.engine import Engine
 from engine.options import (
+    add_adapters_option,
     add_engine_options,
     check_engine_options,
     follow_leader,
     leading,
+    load_adapters,
     load_engine,
+    parse_adapters,
 )
 from engine.request import Request
 from errors import UserError
 from loading.load import parse_name
 from parallel.ranks import Ranks
-from sampling import SamplingParams
 
 
 def main(argv=None) -> None:
@@ -54,6 +57,7 @@ def main(argv=None) -> None:
         "--logprobs", type=int, help="show log-probabilities, with the N best; 0 to 20"
     )
     add_constraint_options(parser)
+    add_adapters_option(parser)
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -74,6 +78,9 @@ def write_all(args, ranks: Ranks | None) -> None:
     """Write a text for each prompt, with the processes that compute the model. Raises UserError."""
     check_chat_options(args)
     check_engine_options(args)
+    if args.lora_modules and is_conversation(args):
+        raise UserError("--lora-modules is for --prompt and --prompt-file; use --adapter")
+    directories = parse_adapters(args.lora_modules)
     for text in args.stop or []:
         check_text("--stop", text)
     args.stop = tuple(args.stop or [])
@@ -85,20 +92,24 @@ def write_all(args, ranks: Ranks | None) -> None:
     chat = load_chat(args, source)
     engine = load_engine(args, source, device, ranks)
     encoding = engine.encoding
+    load_adapters(engine.model, directories)
+    adapters = ["", *directories]
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
-        output = Output(shown, encoding, seed=seed if params.temperature else None)
-        run_engine(engine, tokens, with_seeds(params, seed, len(tokens)), output)
+        # Each prompt without an adapter, then with each.
+        texts = [text for text in shown for _ in adapters]
+        output = Output(texts, encoding, seed=seed if params.temperature else None)
+        asked = zip(tokens, with_seeds(params, seed, len(tokens)))
+        requests = [(*each, "", adapter) for each in asked for adapter in adapters]
+        run_engine(engine, requests, output)
         return output.texts
 
     room = engine.model.config.block_size - params.max_new_tokens
     write_texts(args, prompts, encoding, chat, room, write)
 
 
-def run_engine(
-    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], output: Output
-) -> None:
-    """Write the texts of these prompts.
+def run_engine(engine: Engine, asked: list[tuple], output: Output) -> None:
+    """Write these texts. asked: of each, the arguments of `Engine.add`.
 
     Raises UserError for those that failed, after all others are written.
     """
@@ -106,7 +117,7 @@ def run_engine(
     errors = []
     shown = list(output.texts)
     with output:
-        requests = [engine.add(*request) for request in zip(prompts, params)]
+        requests = [engine.add(*each) for each in asked]
         rows = {request: row for row, request in enumerate(requests)}
         try:
             while engine.busy:
@@ -131,10 +142,10 @@ def run_engine(
     print(f"{computed}, {preemptions}{drafts}{total}", file=sys.stderr)
     if ranks := engine.model.runner.ranks:
         print(ranks.statistics(engine.steps), file=sys.stderr)
-    if params:
+    if requests:
         outputs = [request.output for request in requests]
-        note_cut(params[0], engine.encoding, engine.model.config, outputs)
-    if params and params[0].logprobs is not None:
+        note_cut(requests[0].params, engine.encoding, engine.model.config, outputs)
+    if requests and requests[0].params.logprobs is not None:
         print_logprobs(engine.encoding, requests)
     if errors:
         raise UserError("; ".join(errors))

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from adapters import Adapters, adapted
 from cache import Span, layer_windows, seen
 from errors import UserError
 from sampling import SamplingParams, choose
@@ -120,7 +121,9 @@ class TorchRunner:
         Their shape is (sum of keep, vocab_size), and they are float32.
         """
         tokens, positions, ends = cache.arrange(spans)
-        x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
+        parts = [range(end - len(span.tokens), end) for span, end in zip(spans, ends)]
+        with adapted(model, [span.adapter for span in spans], parts):
+            x = model.hidden(tokens, positions, cache.attend).flatten(0, -2)  # (N, C)
         rows = [row for end, count in zip(ends, keep) for row in range(end - count, end)]
         if rows != list(range(len(x))):  # in most steps each span is one token
             x = x[rows]
@@ -152,6 +155,7 @@ class Model(nn.Module):
     """
 
     runner = TorchRunner()  # what computes its passes with a cache, and chooses its tokens
+    adapters: Adapters | None = None  # that rows of its passes may have
     ROLES: dict[str, tuple[str, str]]
     PREFIX = ""
     TRANSPOSED: tuple[str, ...] = ()

@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import torch
 
+from adapters import check_adapter
 from cache import check_stride, layer_windows, shared_length
 from constraints import make_matcher
 from engine.cache import PagedCache
 from engine.drafter import Drafter, Trials
-from engine.pages import PagePool, default_pages, window_pages
+from engine.pages import PagePool, default_pages, salted, window_pages
 from engine.request import Event, Request, make_request
 from engine.scheduler import LIMITS, Scheduler, Work
 from errors import UserError, check_limits, means_no_memory, memory_for
@@ -89,23 +90,28 @@ class Engine:
         self.accepted = 0  # of these
         self.chosen = 0  # tokens that passes gave; those that had to follow came without one
 
-    def add(self, prompt: list[int], params: SamplingParams, salt: str = "") -> Request:
+    def add(
+        self, prompt: list[int], params: SamplingParams, salt: str = "", adapter: str = ""
+    ) -> Request:
         """Queue a text: token ids, of which none means the BOS token.
 
         salt: computed prefixes are shared among requests of one salt only; the time to the first
-        token tells whether somebody else had the same.
+        token tells whether somebody else had the same. adapter: the name of one that the model has
+        for this text; with another one keys and values are others, so they are not shared.
         Draws without a seed get a random one. A request for no new tokens is over at once, without
         an event.
-        Raises UserError for an id out of range, a salt that is no string, stop strings or a
-        constraint without an encoding, as `make_matcher`, and if the text can never fit into the
-        cache.
+        Raises UserError for an id out of range, a salt that is no string, an unknown adapter, stop
+        strings or a constraint without an encoding, as `make_matcher`, and if the text can never
+        fit into the cache.
         """
         if not isinstance(salt, str):
             raise UserError(f"salt is {salt!r}; it must be a string")
+        check_adapter(self.model, adapter)
         if params.stop and self.encoding is None:
             raise UserError("an engine without an encoding does not know stop strings")
         request = make_request(prompt, params, self.model.config)
-        request.salt = salt
+        request.adapter = adapter
+        request.salt = salted(salt, adapter)
         request.matcher = make_matcher(params, self.encoding, self.model.config)
         if self.encoding is not None:
             silent = ending_ids(params, self.model.config.eos_token_ids)

@@ -5,11 +5,13 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-from command_line import CACHE_DTYPES, launched, load_models, pick_device
+from adapters import Adapters
+from command_line import CACHE_DTYPES, check_text, launched, load_models, pick_device
 from engine.drafter import LookupDrafter, PagedDrafter, Trials
 from engine.engine import Engine
 from errors import UserError
-from loading.load import Source, parse_name
+from loading.load import Source, empty_model, parse_name
+from loading.lora import read_adapter
 from loading.tokenizer import load_encoding
 from model import Model
 from parallel.ranks import WAYS, Ranks
@@ -36,6 +38,44 @@ def check_engine_options(args) -> None:
     """Raise UserError for options that do not go together."""
     if args.gamma is not None and args.draft is None:
         raise UserError("--gamma is for --draft only")
+
+
+def add_adapters_option(parser: argparse.ArgumentParser) -> None:
+    """The option for adapters that are not merged."""
+    adapters_help = "LoRA adapters that texts may have, each with a name for it; repeatable"
+    options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
+    parser.add_argument("--lora-modules", **options, help=adapters_help)
+
+
+def parse_adapters(given: list[str]) -> dict[str, str]:
+    """The directories of adapters by name, from NAME=DIR of each.
+
+    Raises UserError for anything else, and a name that is there twice.
+    """
+    directories = {}
+    for each in given:
+        check_text("--lora-modules", each)
+        name, _, directory = each.partition("=")
+        if not name or not directory:
+            raise UserError(f"--lora-modules {each}: it must be NAME=DIR")
+        if name in directories:
+            raise UserError(f"--lora-modules {each}: {name} is there twice")
+        directories[name] = directory
+    return directories
+
+
+def load_adapters(model: Model, directories: dict[str, str]) -> None:
+    """Let rows of a model's passes have these adapters, not merged.
+
+    Raises UserError for what `read_adapter` refuses, layers whose adapters must be merged, and
+    several processes.
+    """
+    if directories and model.runner.ranks:
+        raise UserError("--lora-modules is for one process; --adapter is for several, too")
+    empty = empty_model(model.config)
+    pairs = {name: read_adapter(directory, empty) for name, directory in directories.items()}
+    if pairs:
+        model.adapters = Adapters(model, pairs)
 
 
 def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -> Engine:

@@ -165,6 +165,14 @@ def window_pages(max_rows: int, budget: int, window: int, page_size: int) -> int
     return (budget + max_rows * (window - 1 + 2 * page_size - 2)) // page_size
 
 
+def salted(salt: str, adapter: str) -> str:
+    """The salt of a text that the model has this adapter for, whose name has no NUL.
+
+    No two pairs have the same: keys and values depend on the adapter.
+    """
+    return f"\0{adapter}\0{salt}" if adapter or salt.startswith("\0") else salt
+
+
 def root(salt: str) -> bytes:
     """The parent of a text's first page."""
     return hashlib.sha256(salt.encode(errors="surrogatepass")).digest()

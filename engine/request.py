@@ -19,6 +19,7 @@ class Request:
     tokens: list[int]  # the prompt, then what was generated
     prompt_length: int
     params: SamplingParams
+    adapter: str = ""  # that the model has for it
     salt: str = ""  # it shares pages with requests of the same salt only
     finish_reason: str | None = None  # "stop", "length", "abort" or "error", once it is over
     start: int = 0  # the window on its text begins here

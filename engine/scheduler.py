@@ -35,7 +35,7 @@ class Work(NamedTuple):
     def span(self) -> Span:
         """Where they stand in the cache."""
         pages, windowed = map(readable, self.request.tables)
-        return Span(pages, self.request.computed, self.tokens, windowed)
+        return Span(pages, self.request.computed, self.tokens, windowed, self.request.adapter)
 
     def masks(self) -> list[torch.Tensor | UserError | None]:
         """Which tokens may follow each of its texts, (vocab_size,); None for all.

@@ -76,6 +76,8 @@ class NativeRunner(NativeDraws):
         self.weights = list(model.state_dict().values())
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
+        if any(span.adapter for span in spans):  # torch attends, between products in C
+            return super().logits(model, cache, spans, keep)
         return self.compute(cache.storages, spans, keep)
 
     def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:
@@ -103,7 +105,7 @@ class NativeRunner(NativeDraws):
         window_pages = []
         tables = []  # where those of each token's span begin
         wants = []
-        for (own_pages, start, new, own_windowed), count in zip(spans, keep, strict=True):
+        for (own_pages, start, new, own_windowed, _), count in zip(spans, keep, strict=True):
             steps = range(start, start + len(new))
             room = min(len(own_pages), len(own_windowed)) if apart else len(own_pages)
             if start < 0 or steps.stop > room * page_size or not 0 <= count <= len(new):

@@ -6,14 +6,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from loading.load import empty_model
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+# All layers of which adapters need not be merged.
+LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj", "c_attn", "c_proj", "c_fc")
 
 
 def random_tensors(model, targets: tuple[str, ...], rank: int = 3, seed: int = 0) -> dict:
     """Random A and B of each layer whose name ends in one of these, by their names in a file."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for path, layer in model.named_modules():
+    for path, layer in empty_model(model.config).named_modules():  # the model's may be rounded
         if path.rpartition(".")[2] in targets:
             outputs, inputs = layer.weight.shape
             stem = f"base_model.model.{'' if path == 'lm_head' else model.PREFIX}{path}"
@@ -31,6 +35,27 @@ def save_adapter(directory, tensors: dict, rank: int = 3, **config) -> Path:
     (directory / "adapter_config.json").write_text(json.dumps(raw))
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory
+
+
+def random_pairs(model, targets: tuple[str, ...], seed: int = 0) -> dict:
+    """What `read_adapter` makes of `random_tensors` with a scale of 1."""
+    tensors = random_tensors(model, targets, 3, seed)
+    pairs = {}
+    for name, a in tensors.items():
+        if name.endswith(".lora_A.weight"):
+            stem = name.removesuffix(".lora_A.weight")
+            path = stem.removeprefix("base_model.model.").removeprefix(model.PREFIX)
+            pairs[f"{path}.weight"] = a, tensors[f"{stem}.lora_B.weight"]
+    return pairs
+
+
+def with_adapters(model, targets: tuple[str, ...] = LINEAR, names: str = "ab"):
+    """A model that rows may have random adapters of, with these letters for names. Returns it."""
+    from adapters import Adapters
+
+    pairs = {name: random_pairs(model, targets, seed) for seed, name in enumerate(names)}
+    model.adapters = Adapters(model, pairs)
+    return model
 
 
 def peft_adapter(theirs, directory, **options):

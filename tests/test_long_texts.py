@@ -8,6 +8,7 @@ import torch
 from conftest import TARGETS, random_tokens
 from natives import call, in_passes, in_pieces, native, random_numbers, threads
 
+from cache import Span
 from int8 import to_int8
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -69,7 +70,7 @@ def test_room_for_a_pass_does_not_grow_with_the_text(tiny_llama, target, monkeyp
     for start in (0, 500):
         storage = torch.zeros(model.config.n_layer, 2, 1, *cache_shape(model))
         sizes.append("pass")
-        model.runner.compute([storage], [([0], start, text[0, :1].tolist(), ())], [1])
+        model.runner.compute([storage], [Span([0], start, text[0, :1].tolist())], [1])
     half = len(sizes) // 2
     assert sizes[:half] == sizes[half:]
 
