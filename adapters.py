@@ -29,7 +29,7 @@ class Adapters:
         self.names = list(pairs)
         self.device = model.device
         self.rows: list[tuple[str, torch.Tensor | None]] = []
-        layers = {}
+        layers = self.layers = {}  # path of a layer -> name of an adapter -> A, B
         for name, own in pairs.items():
             for weight, pair in own.items():
                 path = weight.removesuffix(".weight")

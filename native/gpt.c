@@ -149,6 +149,12 @@ typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 enum { VECTORS = 2, PANEL = VECTORS * WIDTH, TILE = 6, BLOCK = 32 };
 const int panel_outputs = PANEL, int8_group = GROUP, value_offset = OFFSET;
 
+// What an adapter adds to the outputs of a layer: for each row of a one number, times a row of b.
+typedef struct {
+  const float *a, *b;  // (rank, in), (rank, out)
+  int64_t rank;        // 0 where the adapter leaves this layer as it is
+} Adapter;
+
 typedef struct {
   const void *weight;      // the whole panels
   const void *rest;        // one more panel for the outputs left over, padded with zeros
@@ -159,7 +165,8 @@ typedef struct {
   int64_t out, in;
   int64_t width;  // of a row of y: more than `out` where several layers write side by side
   int64_t kind;   // of weights
-  int64_t scale_kind;  // of scales and minima of blocks
+  int64_t scale_kind;       // of scales and minima of blocks
+  const Adapter *adapters;  // all that the model has, or NULL
 } Linear;
 
 // BLOCK inputs, rounded.
@@ -552,6 +559,7 @@ typedef struct {
   const float *cos, *sin;             // (positions, D), for `rotate`, or NULL
   const float *local_cos, *local_sin;
   int64_t stored;  // FLOAT32, FLOAT16 or INT8: the kind of the cache
+  const int64_t *adapters;  // (T): the number of each token's adapter, -1 for none; or NULL
 } Pass;
 
 // The dot product of a and b, or the sum of a where b is NULL: PARTIAL sums, whose halves are added
@@ -1088,21 +1096,42 @@ static void round_inputs(const Linear *l, int64_t T, int few, Input in) {
   }
 }
 
-// Layers on the same input, whose outputs stand side by side in y.
-static void products(const Linear *l, int count, int64_t T, int few, Input in, float *y, int add) {
+// Add to the outputs of a layer what the adapter of each token does, whatever the weights are.
+static void add_adapters(const Linear *l, int64_t T, const int64_t *numbers, const float *x,
+                         float *y) {
+#pragma omp for
+  for (int64_t t = 0; t < T; t++) {
+    if (numbers[t] < 0) continue;
+    const Adapter *own = l->adapters + numbers[t];
+    for (int64_t r = 0; r < own->rank; r++) {
+      float part = dot(l->in, own->a + r * l->in, x + t * l->in);
+      const float *b = own->b + r * l->out;
+      for (int64_t o = 0; o < l->out; o++) y[t * l->width + o] += part * b[o];
+    }
+  }
+}
+
+// Layers on the same input, whose outputs stand side by side in y. adapters: of a Pass, or NULL.
+static void products(const Linear *l, int count, int64_t T, int few, Input in, float *y, int add,
+                     const int64_t *adapters) {
   round_inputs(l, T, few, in);
+  float *row = y;
   for (int i = 0; i < count; i++) {
-    outputs(l + i, T, in, y, add);
-    y += l[i].out;
+    outputs(l + i, T, in, row, add);
+    row += l[i].out;
   }
 #pragma omp barrier
+  for (int i = 0; adapters && i < count; i++) {
+    if (l[i].adapters) add_adapters(l + i, T, adapters, in.x, y);
+    y += l[i].out;
+  }
 }
 
 // The layer that ends a residual branch: its outputs are added to x, or those of its norm, if it
 // has one. y: room for them.
 static void end_branch(const Model *m, const Linear *l, const Norm *norm, int64_t T, int few,
-                       Input in, float *y, float *x) {
-  products(l, 1, T, few, in, norm->weight ? y : x, !norm->weight);
+                       Input in, float *y, float *x, const int64_t *adapters) {
+  products(l, 1, T, few, in, norm->weight ? y : x, !norm->weight, adapters);
   if (norm->weight) {
 #pragma omp for
     for (int64_t t = 0; t < T; t++) {
@@ -1188,11 +1217,11 @@ static void expert_products(const Model *m, const Layer *layer, int which, Route
 // Add to x what the experts make of T tokens. in: their inputs, and room for rows; input: the same
 // as an Input. y, wide: room for rows, for all threads.
 static void mixture(const Model *m, const Layer *layer, int64_t T, int few, float *in, Input input,
-                    Routes r, float *y, float *wide, float *x) {
+                    Routes r, float *y, float *wide, float *x, const int64_t *adapters) {
   int64_t C = m->n_embd, R = T * m->chosen;
   const MLP *first = layer->experts;
   int64_t inner = first->out.in;
-  products(&layer->router, 1, T, few, input, wide, 0);
+  products(&layer->router, 1, T, few, input, wide, 0, adapters);
 #pragma omp for
   for (int64_t t = 0; t < T; t++)
     route(m, wide + t * m->n_expert, r.weights + t * m->chosen, r.experts + t * m->chosen);
@@ -1266,25 +1295,25 @@ void gpt_pass(const Model *m, const Pass *p, float *logits, float *work, int thr
       const MLP *mlp = &layer->mlp;
       int64_t inner = mlp->out.in;
       normalize(&layer->attn_norm, m->epsilon, n, C, own_x, own_in);
-      products(layer->attn_in, 3, T, few, input, wide, 0);
+      products(layer->attn_in, 3, T, few, input, wide, 0, p->adapters);
       attention(m, p, i, wide, own_room, y);
-      end_branch(m, &layer->attn_out, &layer->attn_out_norm, T, few, attended, wide, x);
+      end_branch(m, &layer->attn_out, &layer->attn_out_norm, T, few, attended, wide, x, p->adapters);
       normalize(&layer->mlp_norm, m->epsilon, n, C, own_x, own_in);
       if (layer->experts) {
-        mixture(m, layer, T, few, in, input, routes, y, wide, x);
+        mixture(m, layer, T, few, in, input, routes, y, wide, x, p->adapters);
         continue;
       }
-      products(mlp->in, 2, T, few, input, wide, 0);
+      products(mlp->in, 2, T, few, input, wide, 0, p->adapters);
       if (mlp->in[1].out)
         (m->gelu_gate ? geglu : swiglu)(n, inner, wide + own.begin * 2 * inner,
                                         in + own.begin * inner);
       else
         gelu(n * inner, wide + own.begin * inner, in + own.begin * inner);
-      end_branch(m, &mlp->out, &layer->down_norm, T, few, input, y, x);
+      end_branch(m, &mlp->out, &layer->down_norm, T, few, input, y, x, p->adapters);
     }
     own = share(p->wanted, few);
     for (int64_t i = own.begin; i < own.end; i++)
       normalize(&m->norm, m->epsilon, 1, C, x + p->wants[i] * C, in + i * C);
-    products(&m->head, 1, p->wanted, few, input, logits, 0);
+    products(&m->head, 1, p->wanted, few, input, logits, 0, NULL);
   }
 }

@@ -10,6 +10,12 @@ from blocks import SIZE, BlockLinear
 from int8 import Int8Linear
 
 
+class AdapterStruct(ctypes.Structure):
+    """The struct Adapter of gpt.c."""
+
+    _fields_ = [("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("rank", ctypes.c_int64)]
+
+
 class LinearStruct(ctypes.Structure):
     """The struct Linear of gpt.c."""
 
@@ -22,6 +28,7 @@ class LinearStruct(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("out_features", "in_features", "width", "kind", "scale_kind")
         ),
+        ("adapters", ctypes.POINTER(AdapterStruct)),
     ]
 
 
@@ -72,6 +79,7 @@ class NativeLinear(nn.Module):
     """
 
     scale_kind = 0
+    adapters: ctypes.Array | None = None  # of structs, one for each adapter of the model
 
     def __init__(
         self, layer: nn.Linear | nn.Embedding | Int8Linear | BlockLinear, library: ctypes.CDLL
@@ -116,7 +124,16 @@ class NativeLinear(nn.Module):
         tensors = self.weight, self.rest, self.scale, self.minimum, self.offsets, self.bias
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         sizes = self.out_features, self.in_features, self.out_features
-        return LinearStruct(*addresses, *sizes, self.kind, self.scale_kind)
+        return LinearStruct(*addresses, *sizes, self.kind, self.scale_kind, self.adapters)
+
+    def take_adapters(self, pairs: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
+        """Let C add what adapters do, by their numbers: A and B, or None, of each; []: none."""
+        self.packed = [pair and (pair[0].contiguous(), pair[1].t().contiguous()) for pair in pairs]
+        structs = [
+            AdapterStruct(a.data_ptr(), b.data_ptr(), len(a))
+            for a, b in (pair or (torch.empty(0), torch.empty(0)) for pair in self.packed)
+        ]
+        self.adapters = (AdapterStruct * len(structs))(*structs) if structs else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `F.linear`, or what `Int8Linear` or `BlockLinear` does, bit for bit.

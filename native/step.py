@@ -8,7 +8,7 @@ from cache import layer_kinds, stored_width
 from llama import Llama, local_layers, rotations
 from model import TorchRunner
 from native import build, draw
-from native.linear import address, native_layers
+from native.linear import NativeLinear, address, native_layers
 from native.structs import INT, POINTER, model_struct, struct
 from sampling import choose
 
@@ -25,6 +25,7 @@ PassStruct = struct(
     local_cos=POINTER,
     local_sin=POINTER,
     stored=INT,
+    adapters=ctypes.POINTER(INT),
 )
 STORED = {torch.float32: 0, torch.float16: 1, torch.int8: 3}  # dtypes of a cache, as in gpt.c
 
@@ -64,6 +65,7 @@ class NativeRunner(NativeDraws):
         model_struct(model)  # each tensor is checked before the first is packed
         native_layers(model, self.library)
         self.model = model_struct(model)
+        self.adapters = None  # those of the model that C knows
         # Without and with a storage of their own for layers with a window.
         self.kinds = [layer_kinds(self.config, apart) for apart in (False, True)]
         self.layers = [layer_arrays(kinds) for kinds in self.kinds]
@@ -76,9 +78,19 @@ class NativeRunner(NativeDraws):
         self.weights = list(model.state_dict().values())
 
     def logits(self, model, cache, spans: list, keep: list[int]) -> torch.Tensor:
-        if any(span.adapter for span in spans):  # torch attends, between products in C
-            return super().logits(model, cache, spans, keep)
+        if model.adapters is not self.adapters:
+            self.take_adapters(model)
         return self.compute(cache.storages, spans, keep)
+
+    def take_adapters(self, model) -> None:
+        """Let C add what the adapters of a model do, and nothing that earlier ones did."""
+        self.adapters = model.adapters
+        names, layers = (self.adapters.names, self.adapters.layers) if self.adapters else ([], {})
+        for path, layer in model.named_modules():
+            if isinstance(layer, NativeLinear):
+                pairs = layers.get(path, {})
+                layer.take_adapters([pairs.get(name) for name in names] if pairs else [])
+        self.model = model_struct(model)
 
     def compute(self, storages: list[torch.Tensor], spans: list, keep: list[int]) -> torch.Tensor:
         """The logits at the last keep[i] positions of span i, (sum of keep, vocab_size).
@@ -105,7 +117,8 @@ class NativeRunner(NativeDraws):
         window_pages = []
         tables = []  # where those of each token's span begin
         wants = []
-        for (own_pages, start, new, own_windowed, _), count in zip(spans, keep, strict=True):
+        adapters = []  # the number of each token's, -1 for none
+        for (own_pages, start, new, own_windowed, adapter), count in zip(spans, keep, strict=True):
             steps = range(start, start + len(new))
             room = min(len(own_pages), len(own_windowed)) if apart else len(own_pages)
             if start < 0 or steps.stop > room * page_size or not 0 <= count <= len(new):
@@ -116,6 +129,7 @@ class NativeRunner(NativeDraws):
             window_pages += own_windowed[:room]
             tokens += new
             positions += steps
+            adapters += [self.adapters.names.index(adapter) if adapter else -1] * len(new)
             wants += range(len(tokens) - count, len(tokens))
         length = max(positions) + 1
         block_tables = pages, window_pages
@@ -136,6 +150,8 @@ class NativeRunner(NativeDraws):
         sizes = page_size, len(tokens), len(wants)
         job = PassStruct(*kinds, *sizes, *self.layers[apart], *arrays, *angles)
         job.stored = STORED[dtype]
+        if max(adapters) >= 0:
+            job.adapters = (INT * len(adapters))(*adapters)
         model = ctypes.byref(self.model)
         threads = torch.get_num_threads()
         # Room for each call its own: ctypes lets other threads of Python run meanwhile.

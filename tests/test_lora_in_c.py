@@ -1,0 +1,144 @@
+"""Lesson 148: C adds what adapters do, and no bit of a text depends on its neighbours."""
+
+import copy
+import random
+
+import pytest
+import torch
+from conftest import TARGETS, random_tokens, record
+from engines import finish, make_engine, step
+from lora_files import ATTENTION, LINEAR, random_pairs, with_adapters
+from natives import native, of_kind, threads
+from test_lora_in_a_batch import NAMES, check_own, params_of
+
+from cache import KVCache
+from infer import next_logits
+from int8 import to_int8
+from model import TorchRunner
+
+KINDS = ["tiny", "tiny_llama", "tiny_gemma", "tiny_experts", "tiny_windows"]
+
+
+@pytest.fixture
+def passes_in_torch(monkeypatch) -> list:
+    """To this list each pass with a cache that torch computes adds something."""
+    return record(monkeypatch, TorchRunner, "logits", lambda *_: None)
+
+
+def targets_of(kind: str) -> tuple[str, ...]:
+    return (*ATTENTION, "gate") if kind == "tiny_experts" else LINEAR
+
+
+def logits_of(model, adapter: str, pieces=(5, 1, 1)) -> torch.Tensor:
+    """The logits at the last position of a text, from passes of so many tokens."""
+    tokens = random_tokens(sum(pieces))
+    cache = KVCache(model, 1, len(tokens))
+    end = 0
+    for count in pieces:
+        end += count
+        logits = next_logits(model, [tokens[:end]], cache, adapter=adapter)
+    return logits[0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_logits_are_those_of_torch(request, compiled, passes_in_torch, kind):
+    build = request.getfixturevalue(kind)
+    exact = with_adapters(build(), targets_of(kind))
+    expected = [logits_of(exact, name) for name in NAMES]
+    passes_in_torch.clear()
+    model = with_adapters(native(build().float()), targets_of(kind))
+    for name, logits in zip(NAMES, expected):
+        largest = logits.abs().max()
+        assert (logits_of(model, name) - logits).abs().max() < 1e-4 * largest
+    assert passes_in_torch == []
+    assert (expected[0] - expected[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_histories_bit_for_bit(request, compiled, passes_in_torch, kind, dtype):
+    """Also with int8 weights, where a last bit could become a step."""
+    chance = random.Random(1)
+    build = request.getfixturevalue(kind)
+    model = with_adapters(of_kind(build(dtype=torch.float32), dtype), targets_of(kind))
+    options = {"max_rows": 4, "page_size": 4, "budget": 9, "num_pages": 12}
+    if kind == "tiny_windows":
+        options["num_pages"] = 20
+    engine, _ = make_engine(model, [], [], **options)
+    starts = [random_tokens(8, seed=number) for number in range(2)]
+    requests = []
+    for number in range(14):
+        prompt = chance.choice(starts) + random_tokens(chance.randrange(1, 5), seed=number)
+        params = params_of(chance.randrange(1, 20), number)
+        requests.append(engine.add(prompt, params, "", chance.choice(NAMES)))
+        for _ in range(chance.randrange(3)):
+            step(engine)
+    finish(engine)
+    assert {request.adapter for request in requests} == set(NAMES)
+    check_own(model, requests)
+    assert passes_in_torch == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@torch.inference_mode()
+def test_still_the_same_bits_at_any_number_of_threads(tiny_llama, compiled, dtype):
+    model = of_kind(tiny_llama(dtype=torch.float32, n_embd=66, n_inner=72), dtype)
+    with_adapters(model)
+    expected = [logits_of(model, name) for name in NAMES]
+    for count in (2, 5):
+        with threads(count):
+            found = [logits_of(model, name) for name in NAMES]
+        assert all(map(torch.equal, found, expected))
+    assert not torch.equal(expected[0], expected[1])
+
+
+@torch.inference_mode()
+def test_still_int8_logits_have_the_same_bits_on_every_processor(tiny_llama, compiled):
+    base = to_int8(tiny_llama(dtype=torch.float32))
+    models = [with_adapters(native(copy.deepcopy(base), target)) for target in TARGETS]
+    for name in NAMES:
+        expected, *others = [logits_of(model, name) for model in models]
+        assert all(torch.equal(logits, expected) for logits in others)
+
+
+@torch.inference_mode()
+def test_still_adapters_of_different_layers_are_told_apart(tiny_llama, compiled):
+    """One leaves alone what another changes, and the layers beside it."""
+    from adapters import Adapters
+
+    def adapted(model):
+        pairs = {"a": ("k_proj",), "b": ("v_proj", "up_proj"), "c": ("down_proj",)}
+        model.adapters = Adapters(
+            model, {name: random_pairs(model, targets) for name, targets in pairs.items()}
+        )
+        return model
+
+    exact = adapted(tiny_llama())
+    model = adapted(native(tiny_llama().float()))
+    for name in ("", "a", "b", "c"):
+        expected = logits_of(exact, name)
+        assert (logits_of(model, name) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@torch.inference_mode()
+def test_still_other_adapters_take_the_place_of_earlier_ones(tiny_llama, compiled):
+    """A layer that the new ones leave alone keeps nothing of the old ones."""
+    exact = tiny_llama()
+    model = native(tiny_llama().float())
+    for targets, names in ((("q_proj", "v_proj"), "a"), (("k_proj",), "cde"), (("o_proj",), "")):
+        for each in (exact, model):
+            with_adapters(each, targets, names)
+        for name in ("", *names):
+            expected = logits_of(exact, name)
+            assert (logits_of(model, name) - expected).abs().max() < 1e-4 * expected.abs().max()
+    model.adapters = None
+    assert torch.equal(logits_of(model, ""), logits_of(native(tiny_llama().float()), ""))
+
+
+@torch.inference_mode()
+def test_still_a_model_computes_before_it_has_adapters(tiny_llama, compiled):
+    model = native(tiny_llama(dtype=torch.float32))
+    before = logits_of(model, "")
+    with_adapters(model)
+    assert torch.equal(logits_of(model, ""), before)
