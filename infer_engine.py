@@ -30,12 +30,10 @@ from command_line import (
 )
 from engine.engine import Engine
 from engine.options import (
-    add_adapters_option,
     add_engine_options,
     check_engine_options,
     follow_leader,
     leading,
-    load_adapters,
     load_engine,
     parse_adapters,
 )
@@ -57,7 +55,6 @@ def main(argv=None) -> None:
         "--logprobs", type=int, help="show log-probabilities, with the N best; 0 to 20"
     )
     add_constraint_options(parser)
-    add_adapters_option(parser)
     add_chat_options(parser)
     run_script(parser, run, argv)
 
@@ -80,7 +77,6 @@ def write_all(args, ranks: Ranks | None) -> None:
     check_engine_options(args)
     if args.lora_modules and is_conversation(args):
         raise UserError("--lora-modules is for --prompt and --prompt-file; use --adapter")
-    directories = parse_adapters(args.lora_modules)
     for text in args.stop or []:
         check_text("--stop", text)
     args.stop = tuple(args.stop or [])
@@ -92,8 +88,7 @@ def write_all(args, ranks: Ranks | None) -> None:
     chat = load_chat(args, source)
     engine = load_engine(args, source, device, ranks)
     encoding = engine.encoding
-    load_adapters(engine.model, directories)
-    adapters = ["", *directories]
+    adapters = ["", *parse_adapters(args.lora_modules)]
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
         # Each prompt without an adapter, then with each.

@@ -35,6 +35,7 @@ from engine.options import (
     follow_leader,
     leading,
     load_engine,
+    parse_adapters,
 )
 from errors import UserError, check_limits
 from loading.load import Source, parse_name
@@ -97,6 +98,9 @@ def run(args) -> None:
 def check_server_options(args) -> None:
     """Raise UserError for values out of range, or options that do not go together."""
     check_engine_options(args)
+    for adapter in parse_adapters(args.lora_modules):
+        if adapter == served_name(parse_name(args.model)):
+            raise UserError(f"--lora-modules: {adapter} is the name of the model itself")
     check_text("--api-key", args.api_key or "")
     if args.api_key == "":
         raise UserError("--api-key is empty; leave it out to let anyone ask")
@@ -329,7 +333,8 @@ async def serve(
     name = served_name(source)
     make = functools.partial(load_engine, args, source, device, ranks)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
-    served = Served(thread, name, source.label, find_chat(source))
+    adapters = parse_adapters(args.lora_modules)
+    served = Served(thread, name, source.label, find_chat(source), adapters)
     hosts = allowed_hosts(args.host, args.allowed_host)
     app = make_app(served, args.api_key, args.allow_origin, hosts)
     server = Server(app, thread, args.drain_seconds)

@@ -32,19 +32,16 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--join", default="gather", choices=WAYS, help=join_help)
     gamma_help = "for --draft: tokens to draft, 1 to 16; not given: 3, where that is faster"
     parser.add_argument("--gamma", type=int, help=gamma_help)
+    adapters_help = "LoRA adapters that texts may have, each with a name for it; repeatable"
+    options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
+    parser.add_argument("--lora-modules", **options, help=adapters_help)
 
 
 def check_engine_options(args) -> None:
     """Raise UserError for options that do not go together."""
     if args.gamma is not None and args.draft is None:
         raise UserError("--gamma is for --draft only")
-
-
-def add_adapters_option(parser: argparse.ArgumentParser) -> None:
-    """The option for adapters that are not merged."""
-    adapters_help = "LoRA adapters that texts may have, each with a name for it; repeatable"
-    options = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME=DIR"}
-    parser.add_argument("--lora-modules", **options, help=adapters_help)
+    parse_adapters(args.lora_modules)
 
 
 def parse_adapters(given: list[str]) -> dict[str, str]:
@@ -79,7 +76,7 @@ def load_adapters(model: Model, directories: dict[str, str]) -> None:
 
 
 def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -> Engine:
-    """The engine of a command line, with its models and its encoding. Raises UserError.
+    """The engine of a command line, with its models, adapters and encoding. Raises UserError.
 
     On a rank above 0 it is for its model and its cache only.
     """
@@ -90,6 +87,7 @@ def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -
     names = [source, args.draft] if has_draft else [source]
     load_first = functools.partial(load_part, ranks=ranks) if ranks else None
     model, *drafts = load_models(names, args, device, load_first)
+    load_adapters(model, parse_adapters(args.lora_modules))
     if ranks:
         join_vocabulary(model)
         ranks.wait()

@@ -166,12 +166,12 @@ def make_app(
 
     @app.get("/v1/models")
     async def models() -> dict:
-        return {"object": "list", "data": [served.model()]}
+        return {"object": "list", "data": [served.model(name) for name in served.roots]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict:
-        served.check_model(name)
-        return served.model()
+        served.find_adapter(name)
+        return served.model(name)
 
     for kind in (APIError, UserError, QueueFull, EngineDead, TextFailed, Exception):
         app.add_exception_handler(kind, tell_error)

@@ -21,7 +21,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 async def answer(body: ChatRequest, served: Served) -> Response:
-    served.check_model(body.model)
+    adapter = served.find_adapter(body.model)
     served.thread.admit(body.texts)  # before there is work
     variables = body.chat_template_kwargs or {}
     prompt = await asyncio.to_thread(served.encode_chat, body.messages, variables)
@@ -36,7 +36,8 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     served.check_ids(params[0])
     await asyncio.to_thread(served.check_form, body, params[0])
     name = f"chatcmpl-{uuid.uuid4().hex}"
-    updates = served.thread.generate([prompt] * len(params), params, body.cache_salt or "", name)
+    asked = [prompt] * len(params), params, body.cache_salt or "", name, adapter
+    updates = served.thread.generate(*asked)
     return await Reply(name, body, served, len(prompt), updates).respond()
 
 
@@ -45,7 +46,7 @@ class Reply(Answer):
     event_kind = "chat.completion.chunk"
 
     def __init__(self, name: str, body: ChatRequest, served: Served, prompt_tokens: int, updates):
-        super().__init__(name, body, served.name, prompt_tokens, updates)
+        super().__init__(name, body, body.model or served.name, prompt_tokens, updates)
         self.served = served
         self.begun: set[int] = set()  # choices that had an event
 

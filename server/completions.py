@@ -22,7 +22,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 async def answer(body: CompletionRequest, served: Served) -> Response:
-    served.check_model(body.model)
+    adapter = served.find_adapter(body.model)
     wanted = 16 if body.max_tokens is None else body.max_tokens
     params = body.params(wanted, body.logprobs)
     if body.echo:
@@ -36,8 +36,9 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
     prompts = [served.fit(prompt, keep, wanted, "prompt") for prompt in encoded]
     texts = [prompt for prompt in prompts for _ in params]
     name = f"cmpl-{uuid.uuid4().hex}"
-    updates = served.thread.generate(texts, params * len(prompts), body.cache_salt or "", name)
-    made = Completion(name, body, served.name, sum(map(len, prompts)), updates)
+    asked = texts, params * len(prompts), body.cache_salt or "", name, adapter
+    updates = served.thread.generate(*asked)
+    made = Completion(name, body, body.model or served.name, sum(map(len, prompts)), updates)
     if body.echo:
         shown = [
             given if len(kept) == len(whole) else kept

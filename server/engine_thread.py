@@ -202,7 +202,12 @@ class EngineThread:
                 raise QueueFull(f"the queue is full, with {present} {what}: try again")
 
     async def generate(
-        self, prompts: list[list[int]], params: list[SamplingParams], salt: str = "", name: str = ""
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        salt: str = "",
+        name: str = "",
+        adapter: str = "",
     ) -> AsyncIterator[dict[int, Update]]:
         """What is new of the texts of these prompts, again and again until all are over.
 
@@ -217,7 +222,7 @@ class EngineThread:
         self.admit(len(prompts), tokens)
         call = Call(len(prompts), tokens, name)
         self.calls.add(call)
-        self.commands.put(functools.partial(self.add, call, prompts, params, salt))
+        self.commands.put(functools.partial(self.add, call, prompts, params, salt, adapter))
         try:
             while call.left or call.updates:
                 await call.changed.wait()
@@ -292,13 +297,18 @@ class EngineThread:
         return True
 
     def add(
-        self, call: Call, prompts: list[list[int]], params: list[SamplingParams], salt: str
+        self,
+        call: Call,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        salt: str,
+        adapter: str,
     ) -> None:
         """Queue the texts of a call, all or none."""
         over = []
         try:
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-                request = self.engine.add(prompt, own, salt)
+                request = self.engine.add(prompt, own, salt, adapter)
                 call.requests.append(request)
                 text = Text(call, index, next(self.numbers))
                 if request.finish_reason:  # no tokens are wanted, and no event comes

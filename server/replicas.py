@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 
 from command_line import pick_device
 from constraints import make_matcher
-from engine.options import load_engine
+from engine.options import load_engine, parse_adapters
 from loading.load import load_config, parse_name
 from loading.tokenizer import load_encoding
 from sampling import SamplingParams
@@ -37,7 +37,12 @@ class Replica:
         await self.thread.ready
 
     async def generate(
-        self, prompts: list[list[int]], params: list[SamplingParams], salt: str, name: str
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        salt: str,
+        name: str,
+        adapter: str,
     ) -> AsyncIterator[dict[int, Update] | Exception]:
         """Yield what `EngineThread.generate` yields; an error comes last, or Ray would wrap it."""
         try:
@@ -45,7 +50,7 @@ class Replica:
             if params[0].form:  # what the door has compiled is in its process
                 known = self.thread.encoding, self.thread.config
                 await asyncio.to_thread(make_matcher, params[0], *known)  # one form a call
-            updates = self.thread.generate(prompts, params, salt, name)
+            updates = self.thread.generate(prompts, params, salt, name, adapter)
             async with contextlib.aclosing(updates):
                 async for update in updates:
                     yield update
@@ -113,10 +118,15 @@ class Replicas:
         """A replica says itself when it is asked."""
 
     async def generate(
-        self, prompts: list[list[int]], params: list[SamplingParams], salt: str = "", name: str = ""
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        salt: str = "",
+        name: str = "",
+        adapter: str = "",
     ) -> AsyncIterator[dict[int, Update]]:
         """Yield what `EngineThread.generate` yields: all texts of a call come from one replica."""
-        updates = self.handle.generate.remote(prompts, params, salt, name)
+        updates = self.handle.generate.remote(prompts, params, salt, name, adapter)
         try:
             while True:
                 try:
@@ -144,7 +154,8 @@ class Door:
         source = parse_name(self.args.model)
         thread = Replicas(self.replicas, source)
         names = served_name(source), source.label
-        served = Served(thread, *names, find_chat(source), here=False)
+        adapters = parse_adapters(self.args.lora_modules)
+        served = Served(thread, *names, find_chat(source), adapters, here=False)
         served.metrics = AllMetrics(self.replicas)
         freeze()
         hosts = allowed_hosts(self.args.host, self.args.allowed_host)

@@ -2,7 +2,14 @@
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from engine.pages import salted
 from server.prefixes import Prefixes
+
+
+def sent_by(request: PendingRequest) -> tuple[list[list[int]], str]:
+    """The prompts of a call, and the salt that an engine gives them."""
+    prompts, _, salt, _, adapter = request.args
+    return prompts, salted(salt, adapter)
 
 
 class PrefixRouter(RequestRouter):
@@ -24,7 +31,7 @@ class PrefixRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Where Ray is to try first, second, ...: the next one if a replica takes no more."""
-        prompts, _, salt, _ = pending_request.args
+        prompts, salt = sent_by(pending_request)
         call = pending_request.metadata.internal_request_id
         present = {replica.replica_id: replica for replica in candidate_replicas}
         order = self.prefixes.order(list(present), prompts, salt)
@@ -36,7 +43,7 @@ class PrefixRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, _) -> None:
         """Perhaps it is not with the first one, and perhaps it is over."""
-        prompts, _, salt, _ = pending_request.args
+        prompts, salt = sent_by(pending_request)
         call = pending_request.metadata.internal_request_id
         if self.prefixes.calls.get(call, (replica_id, 0))[0] != replica_id:
             self.prefixes.sent(replica_id, call, prompts, salt)

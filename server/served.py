@@ -37,38 +37,50 @@ class Served:
     """A model by the name that clients know.
 
     root: where it comes from. chat: its template, or the error that says why it has none.
+    adapters: directories by name: to clients each is a model of its own.
     here: whether the engine is in this process, so that it can be seen at work.
     """
 
     def __init__(
-        self, thread: EngineThread, name: str, root: str, chat: Chat | UserError, here: bool = True
+        self,
+        thread: EngineThread,
+        name: str,
+        root: str,
+        chat: Chat | UserError,
+        adapters: dict[str, str] | None = None,
+        here: bool = True,
     ):
         self.thread = thread
         self.name = name
-        self.root = root
         self.chat = chat
+        self.roots = {name: root, **(adapters or {})}
         self.created = int(time.time())
         self.metrics = Metrics(thread, name) if here else None
         self.live = Live(thread, name) if here else None
 
-    def model(self) -> dict:
-        """What /v1/models says of it. Raises EngineDead if there is no engine."""
+    def model(self, name: str) -> dict:
+        """What /v1/models says of it, or of an adapter. Raises EngineDead if there is no engine."""
         self.thread.admit(0)
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "serve.py",
-            "root": self.root,
-            "parent": None,
+            "root": self.roots[name],
+            "parent": None if name == self.name else self.name,
             "max_model_len": self.thread.config.block_size,
         }
 
-    def check_model(self, name: str | None) -> None:
-        """Raise APIError for the name of another model."""
-        if name not in (None, self.name):
-            message = f"the model {name[:100]!r} does not exist; this server has {self.name!r}"
+    def find_adapter(self, name: str | None) -> str:
+        """The adapter that a model's name means: "", none, for the model itself and for None.
+
+        Raises APIError for the name of another model.
+        """
+        if name is not None and name not in self.roots:
+            names = ", ".join(map(repr, self.roots))
+            message = f"the model {name[:100]!r} does not exist; this server has {names}"
             raise APIError(404, message, "model", "model_not_found")
+        return "" if name in (None, self.name) else name
 
     def encode(self, prompts: list[str | list[int]]) -> list[list[int]]:
         """The token ids of prompts; the BOS token where there are none, as in the engine.

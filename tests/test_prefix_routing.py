@@ -181,7 +181,7 @@ def test_a_router_knows_where_calls_are(monkeypatch):
 
     def choose(call, prompt):
         metadata = SimpleNamespace(internal_request_id=call)
-        args = [prompt], "params", "salt", "name"
+        args = [prompt], "params", "salt", "name", ""
         request = SimpleNamespace(args=args, metadata=metadata, future=Future())
         return request, asyncio.run(router.choose_replicas([a, b], request))
 
