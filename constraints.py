@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import weakref
 
 import numpy
 import torch
@@ -405,12 +406,18 @@ def vocabulary_of(encoding, vocab_size: int, eos_token_ids: tuple[int, ...]) -> 
     return Vocabulary(encoding, vocab_size, eos_token_ids)
 
 
-@functools.lru_cache(8)  # a request has several texts
+compiled = weakref.WeakValueDictionary()  # forms that something holds: a matcher does
+
+
+@functools.lru_cache(8)  # holds the last ones: a client often has one form for all requests
 def compile_form(form: str, source, vocabulary: Vocabulary) -> Choices | Grammar:
-    """What a field of SamplingParams asks for."""
-    if form == "choices":
-        return Choices(source, vocabulary)
-    return Grammar(form, source, vocabulary)
+    """What a field of SamplingParams asks for, compiled unless something still holds it."""
+    key = form, source, vocabulary
+    found = compiled.get(key)
+    if found is None:
+        found = Choices(source, vocabulary) if form == "choices" else Grammar(*key)
+        found = compiled.setdefault(key, found)  # another thread may have been first
+    return found
 
 
 def compile_constraint(params: SamplingParams, vocabulary: Vocabulary) -> Choices | Grammar | None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from constraints import Matcher, make_matcher
 from engine.engine import Engine
 from engine.request import Event, Request
 from errors import UserError
@@ -69,6 +70,7 @@ class Call:
         self.name = name
         self.asked = time.perf_counter()
         self.requests: list[Request] = []  # the engine's thread alone has them
+        self.matcher: Matcher | None = None  # holds the compiled form of the texts
         # All else is the event loop's.
         self.texts = texts
         self.left = texts  # that are not over
@@ -222,8 +224,11 @@ class EngineThread:
         self.admit(len(prompts), tokens)
         call = Call(len(prompts), tokens, name)
         self.calls.add(call)
-        self.commands.put(functools.partial(self.add, call, prompts, params, salt, adapter))
         try:
+            if params and params[0].form:  # one for all; the engine's thread compiles none
+                known = params[0], self.encoding, self.config
+                call.matcher = await asyncio.to_thread(make_matcher, *known)
+            self.commands.put(functools.partial(self.add, call, prompts, params, salt, adapter))
             while call.left or call.updates:
                 await call.changed.wait()
                 updates = call.fetch()

@@ -1,6 +1,5 @@
 """An engine in each of several processes, and what an app has in place of one."""
 
-import asyncio
 import contextlib
 import functools
 import uuid
@@ -11,7 +10,6 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
 from command_line import pick_device
-from constraints import make_matcher
 from engine.options import load_engine, parse_adapters
 from loading.load import load_config, parse_name
 from loading.tokenizer import load_encoding
@@ -46,10 +44,6 @@ class Replica:
     ) -> AsyncIterator[dict[int, Update] | Exception]:
         """Yield what `EngineThread.generate` yields; an error comes last, or Ray would wrap it."""
         try:
-            self.thread.admit(len(prompts), sum(map(len, prompts)))  # before there is work
-            if params[0].form:  # what the door has compiled is in its process
-                known = self.thread.encoding, self.thread.config
-                await asyncio.to_thread(make_matcher, params[0], *known)  # one form a call
             updates = self.thread.generate(prompts, params, salt, name, adapter)
             async with contextlib.aclosing(updates):
                 async for update in updates:

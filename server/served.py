@@ -150,7 +150,7 @@ class Served:
             raise APIError(400, reason, "messages") from None
 
     def check_form(self, body: GenerationRequest, params: SamplingParams) -> None:
-        """Compile what the texts of a request must be, which may take long; the engine has it then.
+        """Compile what the texts of a request must be, which may take long.
 
         Raises APIError, with the field that says it.
         """

@@ -1,12 +1,14 @@
 """Requests that say which form a text must have. Oracles: the engine alone, jsonschema."""
 
 import asyncio
+import concurrent.futures
 import json
+import threading
 import time
 
 import jsonschema
 import pytest
-from serving import PATH, engine_alone, refusal, serving, small_engine
+from serving import PATH, engine_alone, refusal, serving, small_engine, until
 
 CHAT = "/v1/chat/completions"
 TALK = [{"role": "user", "content": "Tom"}]
@@ -235,6 +237,75 @@ def test_other_clients_do_not_wait_for_a_hostile_schema(tiny_llama, name):
             return min([await longest_gap(served) for _ in range(3)])
 
     assert asyncio.run(shortest()) < 0.1
+
+
+def test_the_engine_compiles_no_form(door, monkeypatch):
+    """Also where more forms are asked for at once than are kept for later requests."""
+    import constraints
+
+    compiled = []
+    grammar = constraints.Grammar
+
+    def watched(form, source, vocabulary):
+        compiled.append((threading.current_thread().name, source))
+        return grammar(form, source, vocabulary)
+
+    monkeypatch.setattr(constraints, "Grammar", watched)
+    sources = [f"(a|b){{{count}}}" for count in range(3, 27)]
+    release = threading.Event()
+    door.thread.commands.put(release.wait)  # as in a long step
+
+    def ask(source):
+        return door.post(PATH, {"structured_outputs": {"regex": source}, "max_tokens": 30})
+
+    with concurrent.futures.ThreadPoolExecutor(len(sources)) as pool:
+        answers = [pool.submit(ask, source) for source in sources]
+        until(lambda: len(compiled) >= len(sources) and door.thread.commands.qsize() == 24)
+        release.set()
+        found = [answer.result()[1]["choices"][0]["text"] for answer in answers]
+    assert [len(text) for text in found] == list(range(3, 27))
+    assert {source for _, source in compiled} == set(sources)
+    assert "engine" not in {name for name, _ in compiled}
+
+
+def test_a_form_that_a_text_has_is_not_compiled_again(tiny_llama, monkeypatch):
+    from constraints import Grammar
+    from sampling import SamplingParams
+
+    compiled = []
+    init = Grammar.__init__
+
+    def watched(grammar, form, source, vocabulary):
+        compiled.append(source)
+        init(grammar, form, source, vocabulary)
+
+    monkeypatch.setattr(Grammar, "__init__", watched)
+    engine = small_engine(tiny_llama)
+    forms = [SamplingParams(9, regex=f"x{{{count}}}y?") for count in range(1, 21)]
+    first = [engine.add([1], params) for params in forms]
+    again = [engine.add([2], params) for params in forms]
+    assert sorted(compiled) == sorted(params.regex for params in forms)
+    while engine.busy:
+        engine.step()
+    assert [request.text.rstrip("y") for request in first + again] == 2 * [
+        "x" * min(count, 9) for count in range(1, 21)
+    ]
+
+
+def test_threads_that_compile_a_form_at_once_hold_the_same(monkeypatch):
+    """Else what one of them holds is not known when the other's is gone."""
+    import constraints
+
+    both = threading.Barrier(2)
+
+    class Slow:
+        def __init__(self, *key):
+            both.wait(20)
+
+    monkeypatch.setattr(constraints, "Grammar", Slow)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: constraints.compile_form("regex", "a{7}", None), "ab")
+    assert first is second
 
 
 def test_still_hostile_schemas_leave_a_server_that_answers(tiny_llama):
