@@ -226,6 +226,8 @@ class Fields(BaseModel):
 def unknown(name: str, names: Iterable[str]) -> str:
     """What is wrong with a field of this name, and which name it may have been meant to have."""
     near = difflib.get_close_matches(name[:100], names, 1)
+    if name == "max_completion_tokens" and "max_tokens" in names:  # others are spelled nearer
+        near = ["max_tokens"]
     return "is not a field of this request" + "".join(f"; did you mean {other}?" for other in near)
 
 
@@ -459,17 +461,20 @@ class Part(Fields):
 
 
 class Message(Fields):
-    # What an answer's message has, which a client may send back as it is.
+    # What an answer's message has, which a client may send back as it is; litellm's has most.
     neutral = {
         "annotations": ([],),
         "audio": (),
         "function_call": (),
+        "images": ([],),
         "reasoning": (),
         "reasoning_content": (),
         "refusal": (),
+        "thinking_blocks": ([],),
         "tool_calls": ([],),
     }
-    inert = frozenset({"parsed"})  # what .parse() of the official client has made of the content
+    # What .parse() of the official client has made of the content, and a server's own notes.
+    inert = frozenset({"parsed", "provider_specific_fields"})
 
     # A template writes it as it is, so it must not be able to close a message and begin another.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]

@@ -40,6 +40,9 @@ def test_a_field_of_the_other_api_is_none_of_this_one(door):
     message = "messages is not a field of this request"
     refused(door, PATH, {"messages": TALK}, message, "messages")
     refused(door, CHAT, {"prompt": "Tom"}, "prompt is not a field of this request", "prompt")
+    name = "max_completion_tokens"
+    message = f"{name} is not a field of this request; did you mean max_tokens?"
+    refused(door, PATH, {name: 3}, message, name)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,24 @@ def test_what_vllm_has_by_default_is_taken(door):
     message = TALK[0] | {"role": "assistant", "reasoning": None, "reasoning_content": None}
     body = {"messages": [*TALK, message], "add_special_tokens": False, "max_tokens": 1}
     assert door.post(CHAT, body)[0] == 200
+
+
+@pytest.mark.parametrize("said", [{"provider_specific_fields": {"refusal": None}}, {}])
+def test_an_answer_can_be_sent_back_as_litellm_has_it(door, said):
+    names = "annotations audio function_call images provider_specific_fields reasoning_content"
+    message = {"role": "assistant", "content": "Tom"}
+    message |= dict.fromkeys([*names.split(), "refusal", "thinking_blocks", "tool_calls"]) | said
+    body = {"messages": [*TALK, message, *TALK], "max_tokens": 3, "seed": 1}
+    plain = body | {"messages": [*TALK, {"role": "assistant", "content": "Tom"}, *TALK]}
+    answers = [door.post(CHAT, each) for each in (body, plain)]
+    assert [status for status, _ in answers] == [200, 200]
+    assert answers[0][1]["choices"] == answers[1][1]["choices"]
+    for name in ("images", "thinking_blocks"):
+        asked = body | {"messages": [TALK[0] | {name: [{}]}]}
+        assert door.post(CHAT, asked) == (
+            400,
+            refusal(f"messages.0.{name} is not supported", "messages"),
+        )
 
 
 def test_still_an_answer_can_be_sent_back_as_the_official_client_has_it(door):
