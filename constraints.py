@@ -308,7 +308,7 @@ PLAIN = {
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("$schema", "$id", "$comment"),
+    *("$schema", "$id", "$comment", "discriminator"),
 }
 DEEPEST = 32  # schemas inside each other
 MOST_SCHEMAS = 1000
@@ -319,6 +319,7 @@ MOST_REMAINDERS = 5 * 10**4  # of all multipleOf: llguidance has a state for eac
 NOTES = {  # keywords that say nothing of a text by themselves
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$defs", "definitions", "$schema", "$id", "$comment"),
+    "discriminator",  # OpenAPI's: which schema of oneOf holds, where its own tag says so, too
 }
 JOINING = {"allOf", "anyOf", "oneOf", "$ref"}
 
@@ -360,6 +361,8 @@ def check_schema(source: str) -> None:
                 raise UserError(f"{here:.100} is {value!r:.40}; it must be {kind}")
             elif name not in PLAIN:
                 raise UserError(f"the keyword {here!r:.100} is not supported")
+            elif name == "discriminator" and "oneOf" not in schema:
+                raise UserError(f"{here:.100} needs oneOf beside it")
             elif name == "$ref" and not str(value).startswith("#"):
                 raise UserError(f"{here:.100} is {value!r:.100}; it must begin with #")
             elif name == "$ref" and not leads_to_schema(str(value)):

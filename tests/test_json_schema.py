@@ -1,9 +1,11 @@
 """Lesson 141: JSON schemas, expressions and grammars. Oracles: jsonschema, and re."""
 
+import functools
 import json
 import random
 import re
 import time
+from typing import Annotated, Literal
 
 import pytest
 import torch
@@ -150,6 +152,33 @@ def test_batches_drafts_and_hops_change_no_text(speaking, tiny):
             steps = generate_speculative(speaking, drafter, prompt, own, 3, encoding=encoding)
             assert [token for step in steps for token in step.tokens] == row
     assert len(together[0]) > 64  # the window has moved
+
+
+def test_texts_of_a_discriminated_union_are_valid(speaking):
+    """pydantic writes OpenAPI's `discriminator` beside oneOf, which says it all."""
+    import jsonschema
+    from pydantic import BaseModel, Field, TypeAdapter
+
+    class Cat(BaseModel):
+        kind: Literal["cat"]
+        lives: Annotated[int, Field(ge=0, le=9)]
+
+    class Dog(BaseModel):
+        kind: Literal["dog", "puppy"]
+        friend: Cat | None
+
+    kinds = TypeAdapter(Annotated[Cat | Dog, Field(discriminator="kind")])
+    schema = kinds.json_schema()
+    assert "discriminator" in schema
+    texts = texts_of(speaking, drawn(24, json_schema=json.dumps(schema)))
+    whole = [text for text in texts if text is not None]
+    for text in whole:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    assert {kinds.validate_json(text).kind for text in whole} == {"cat", "dog", "puppy"}
+    del schema["oneOf"]
+    message = "json_schema: discriminator needs oneOf beside it"
+    run = functools.partial(texts_of, speaking, drawn(1, json_schema=json.dumps(schema)))
+    assert refused(run) == message
 
 
 def deep(count: int) -> str:
