@@ -52,6 +52,7 @@ def read_tensors(
     prefix: str = "",
     skip: tuple[str, ...] = (),
     transposed: Collection[str] = (),
+    says: str = "config.json says",
 ) -> Iterator[tuple[str, slice, torch.Tensor]]:
     """The tensors of safetensors files in blocks of rows: (name, which rows, these rows).
 
@@ -59,16 +60,21 @@ def read_tensors(
     memory than what becomes of them.
     shapes: name -> shape, what the files must hold together. prefix: may stand before each name.
     skip: endings of names that may be in the files and are not read. transposed: names of tensors
-    that are stored as (columns, rows); these come whole.
+    that are stored as (columns, rows); these come whole. says: the source of shapes, in errors.
     Raises UserError, before anything is read, if a file is cut short, or a tensor is missing,
     unexpected, there twice, of another shape or not of floating-point numbers.
     """
-    stored = find_tensors(files, shapes, prefix, skip, transposed)
+    stored = find_tensors(files, shapes, prefix, skip, transposed, says)
     return read_rows(stored, shapes, transposed)
 
 
 def find_tensors(
-    files: list[Path], shapes: dict, prefix: str, skip: tuple[str, ...], transposed: Collection[str]
+    files: list[Path],
+    shapes: dict,
+    prefix: str,
+    skip: tuple[str, ...],
+    transposed: Collection[str],
+    says: str,
 ) -> dict[str, tuple[Path, str]]:
     """Which file each tensor is in, and its name there, once all are as they must be."""
     stored = {}
@@ -93,7 +99,7 @@ def find_tensors(
         file, _, tensor = stored[name]
         expected = tuple(reversed(shape) if name in transposed else shape)
         if (found := tuple(tensor.get_shape())) != expected:
-            raise UserError(f"{file}: tensor {name} is {found}, and config.json says {expected}")
+            raise UserError(f"{file}: tensor {name} is {found}, and {says} {expected}")
         if not tensor.get_dtype().startswith(("F", "BF")):  # F32, BF16
             dtype = tensor[:0].dtype
             raise UserError(f"{file}: tensor {name} is {dtype}; it must be floating-point")

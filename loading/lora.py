@@ -65,7 +65,8 @@ def read_adapter(directory, model: Model) -> Pairs:
         shapes |= {f"{stem}.lora_A.weight": (rank, inputs)}
         shapes |= {f"{stem}.lora_B.weight": (outputs, rank)}
     tensors = {}
-    for name, rows, block in read_tensors([file], shapes):
+    says = f"{config.name} and the model say"
+    for name, rows, block in read_tensors([file], shapes, says=says):
         whole = tensors.setdefault(name, torch.empty(shapes[name], dtype=wide(block.dtype)))
         whole[rows] = block
     pairs = {}

@@ -221,7 +221,10 @@ def wrong(cli, tiny_llama, tmp_path):
         ({"target_parameters": ["experts"]}, ["'target_parameters' is ['experts']"]),
         ({"task_type": "SEQ_CLS"}, ["task_type is 'SEQ_CLS'"]),
         ({"a_new_field": 1}, ["'a_new_field' is 1, which is not supported"]),
-        ({"r": 4}, ["k_proj.lora_A.weight is (3, 16)", "(4, 16)"]),
+        (
+            {"r": 4},
+            ["k_proj.lora_A.weight is (3, 16), and adapter_config.json and the model say (4, 16)"],
+        ),
         ({"r": 0}, ["r is 0", "an integer from 1"]),
         ({"r": True}, ["r is True"]),
         ({"lora_alpha": float("nan")}, ["lora_alpha is nan"]),
