@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import torch
+from conftest import random_tokens
+from engines import finish, step
 from safetensors.torch import save_file
 
 from loading.load import empty_model
+from sampling import SamplingParams
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # All layers of which adapters need not be merged.
@@ -56,6 +59,27 @@ def with_adapters(model, targets: tuple[str, ...] = LINEAR, names: str = "ab"):
     pairs = {name: random_pairs(model, targets, seed) for seed, name in enumerate(names)}
     model.adapters = Adapters(model, pairs)
     return model
+
+
+def params_of(count: int, seed: int) -> SamplingParams:
+    return SamplingParams(count, ignore_eos=True, temperature=0.8, seed=seed)
+
+
+def add_at_random(engine, chance, names, salts=("",), count: int = 14) -> list:
+    """Let texts of these adapters and salts come in turns with steps; some begin alike.
+
+    chance: a random.Random. Returns the requests, all of them finished.
+    """
+    starts = [random_tokens(8, seed=number) for number in range(2)]
+    requests = []
+    for number in range(count):
+        prompt = chance.choice(starts) + random_tokens(chance.randrange(1, 5), seed=number)
+        params = params_of(chance.randrange(1, 20), number)
+        requests.append(engine.add(prompt, params, chance.choice(salts), chance.choice(names)))
+        for _ in range(chance.randrange(3)):
+            step(engine)
+    finish(engine)
+    return requests
 
 
 def peft_adapter(theirs, directory, **options):

@@ -5,10 +5,12 @@ import random
 import pytest
 import torch
 from conftest import CHECKPOINTS, is_one_line, random_tokens, refused, run_rows, save_speaking
-from engines import check_pages, finish, make_engine, step
+from engines import check_pages, finish, make_engine
 from lora_files import (
     ATTENTION,
     LINEAR,
+    add_at_random,
+    params_of,
     peft_adapter,
     random_pairs,
     random_tensors,
@@ -45,10 +47,6 @@ def merged_model(build, pairs, **options):
     for name, (a, b) in pairs.items():
         model.get_parameter(name).data += b.to(model.dtype) @ a.to(model.dtype)
     return model
-
-
-def params_of(count: int, seed: int) -> SamplingParams:
-    return SamplingParams(count, ignore_eos=True, temperature=0.8, seed=seed)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Gemma3"])
@@ -118,15 +116,7 @@ def test_histories(request, kind, seed):
     # A model that drafts has no adapters: what it proposes is checked by one that has.
     options["drafter"] = (None, LookupDrafter(), PagedDrafter(build(), model))[seed]
     engine, _ = make_engine(model, [], [], **options)
-    starts = [random_tokens(8, seed=number) for number in range(2)]
-    requests = []
-    for number in range(14):
-        prompt = chance.choice(starts) + random_tokens(chance.randrange(1, 5), seed=number)
-        params = params_of(chance.randrange(1, 20), number)
-        requests.append(engine.add(prompt, params, chance.choice(["", "x"]), chance.choice(NAMES)))
-        for _ in range(chance.randrange(3)):
-            step(engine)
-    finish(engine)
+    requests = add_at_random(engine, chance, NAMES, ("", "x"))
     assert engine.scheduler.shared > 0 and engine.scheduler.preemptions > 0
     assert {request.adapter for request in requests} == set(NAMES)
     check_own(model, requests)

@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 from conftest import TARGETS, random_tokens, record
-from engines import finish, make_engine, step
-from lora_files import ATTENTION, LINEAR, random_pairs, with_adapters
+from engines import make_engine
+from lora_files import ATTENTION, LINEAR, add_at_random, random_pairs, with_adapters
 from natives import native, of_kind, threads
-from test_lora_in_a_batch import NAMES, check_own, params_of
+from test_lora_in_a_batch import NAMES, check_own
 
 from cache import KVCache
 from infer import next_logits
@@ -59,22 +59,13 @@ def test_logits_are_those_of_torch(request, compiled, passes_in_torch, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_histories_bit_for_bit(request, compiled, passes_in_torch, kind, dtype):
     """Also with int8 weights, where a last bit could become a step."""
-    chance = random.Random(1)
     build = request.getfixturevalue(kind)
     model = with_adapters(of_kind(build(dtype=torch.float32), dtype), targets_of(kind))
     options = {"max_rows": 4, "page_size": 4, "budget": 9, "num_pages": 12}
     if kind == "tiny_windows":
         options["num_pages"] = 20
     engine, _ = make_engine(model, [], [], **options)
-    starts = [random_tokens(8, seed=number) for number in range(2)]
-    requests = []
-    for number in range(14):
-        prompt = chance.choice(starts) + random_tokens(chance.randrange(1, 5), seed=number)
-        params = params_of(chance.randrange(1, 20), number)
-        requests.append(engine.add(prompt, params, "", chance.choice(NAMES)))
-        for _ in range(chance.randrange(3)):
-            step(engine)
-    finish(engine)
+    requests = add_at_random(engine, random.Random(1), NAMES)
     assert {request.adapter for request in requests} == set(NAMES)
     check_own(model, requests)
     assert passes_in_torch == []
