@@ -174,7 +174,7 @@ class Matcher:
 
         It may be any output: what it shares with that of the last call is not read again. After
         one that has left the form all are allowed: a draft that will be refused, or an EOS.
-        None is where the form cannot be completed in this vocabulary.
+        No token is allowed where this vocabulary cannot complete the form.
         """
         raise NotImplementedError
 
