@@ -35,11 +35,20 @@ class Adapters:
                 path = weight.removesuffix(".weight")
                 if model.role(weight) in MERGED:
                     raise UserError(f"adapter {name!r} changes {path}, so it can only be merged")
-                a, b = (each.to(model.device, model.dtype) for each in pair)
-                layers.setdefault(path, {})[name] = a, b
-        for path, own in layers.items():
-            hook = functools.partial(self.add, own)
-            model.get_submodule(path).register_forward_hook(hook)
+                layers.setdefault(path, {})[name] = pair
+        self.hooks = []
+        self.attach(model)
+
+    def attach(self, model) -> None:
+        """Add to what the layers give that the model has now, in its dtype, and to no others."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        for path, own in self.layers.items():
+            for name, pair in own.items():
+                own[name] = tuple(each.to(model.device, model.dtype) for each in pair)
+            add = functools.partial(self.add, own)
+            self.hooks.append(model.get_submodule(path).register_forward_hook(add))
 
     @contextlib.contextmanager
     def on(self, names: list[str], parts: list[range] | None) -> Iterator[None]:

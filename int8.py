@@ -150,6 +150,8 @@ def to_int8(model: nn.Module) -> nn.Module:
     tensors = with_int8_layers(model).state_dict()
     for name, weight in weights.items():
         store(tensors, name, slice(None), weight.detach())
+    if model.adapters:
+        model.adapters.attach(model)
     return model
 
 

@@ -181,6 +181,7 @@ def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
     """Put native layers in the places of a model's linear layers and token embedding.
 
     All other weights of 16 bits become float32: then torch computes in it what C does not.
+    What adapters of the model add to the layers, they add to those in their places.
     Raises ValueError if they are there already, or for weights that C cannot read.
     """
     embedding = model.layer("embedding")
@@ -200,6 +201,8 @@ def native_layers(model: nn.Module, library: ctypes.CDLL) -> None:
                 setattr(module, name, native_layer(layer))
     model.set_submodule(model.path("embedding"), NativeEmbedding(native_layer(embedding)))
     model.float()
+    if model.adapters:
+        model.adapters.attach(model)
 
 
 def check_layer(layer: nn.Module, out: int, size: int) -> None:

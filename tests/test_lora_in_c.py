@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from conftest import TARGETS, random_tokens, record
+from conftest import TARGETS, random_tokens, record, run_rows
 from engines import make_engine
 from lora_files import ATTENTION, LINEAR, add_at_random, random_pairs, with_adapters
 from natives import native, of_kind, threads
@@ -125,6 +125,41 @@ def test_still_other_adapters_take_the_place_of_earlier_ones(tiny_llama, compile
             assert (logits_of(model, name) - expected).abs().max() < 1e-4 * expected.abs().max()
     model.adapters = None
     assert torch.equal(logits_of(model, ""), logits_of(native(tiny_llama().float()), ""))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", ["native", "to_int8", "both"])
+def test_adapters_stay_where_layers_are_replaced(request, compiled, kind, change):
+    """With a cache or without, in one order or the other."""
+    changes = {"native": native, "to_int8": to_int8, "both": lambda model: native(to_int8(model))}
+    build = request.getfixturevalue(kind)
+    targets = targets_of(kind)
+    models = [
+        changes[change](with_adapters(build(dtype=torch.float32), targets)),
+        with_adapters(changes[change](build(dtype=torch.float32)), targets),
+    ]
+    prompts = [random_tokens(length, seed=length) for length in (1, 7, 19)]
+    for use_cache in (True, False):
+        texts = []
+        for name in NAMES:
+            options = {"adapter": name, "use_cache": use_cache}
+            params = {"max_new_tokens": 9, "ignore_eos": True, "options": options}
+            found, expected = [run_rows(model, prompts, **params) for model in models]
+            assert found == expected and found not in texts
+            texts.append(found)
+
+
+def test_adapters_of_a_model_of_16_bits_become_those_of_a_native_one(tiny_llama, compiled):
+    model = native(with_adapters(tiny_llama(dtype=torch.float16)))
+    for own in model.adapters.layers.values():
+        assert {each.dtype for pair in own.values() for each in pair} == {torch.float32}
+    texts = [
+        run_rows(
+            model, [[1, 2, 3]], max_new_tokens=9, options={"adapter": "a", "use_cache": cached}
+        )
+        for cached in (True, False)
+    ]
+    assert texts[0] == texts[1]
 
 
 @torch.inference_mode()
