@@ -15,7 +15,7 @@ import torch
 
 from cache import check_stride
 from command_line import CACHE_DTYPES, Parser, pick_device, run_script, show
-from engine.options import parse_adapters
+from engine.options import load_adapters, parse_adapters
 from errors import UserError, check_limits
 from loading.load import empty_model, load_config, parse_name
 from loading.lora import read_adapter
@@ -127,8 +127,8 @@ def check(args) -> None:
     source = parse_name(args.model)
     config = load_config(source)
     load_encoding(source, config.vocab_size)
-    for directory in (args.adapter, *parse_adapters(args.lora_modules).values()):
-        read_adapter(directory, empty_model(config))
+    read_adapter(args.adapter, empty_model(config))
+    load_adapters(empty_model(config), parse_adapters(args.lora_modules))
     if source.kind != "random":
         source.weights()
 

@@ -6,11 +6,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import CHECKPOINTS, ROOT, is_one_line
-from lora_files import with_adapters
+from conftest import CHECKPOINTS, ROOT, is_one_line, save_speaking
+from lora_files import random_tensors, save_adapter, with_adapters
 from replicas import parse, serving_replicas
 from serving import SMALL, refusal, serving, small_encoding, small_engine
 
+from loading.load import load_model
 from sampling import SamplingParams
 
 FROGS = CHECKPOINTS / "stories-frogs"
@@ -181,10 +182,15 @@ def test_the_server_reads_its_adapters(run_main):
     assert is_one_line(large, "is not A or B of a linear layer of this model")
 
 
-def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch):
+def test_replicas_are_not_begun_with_a_wrong_one(run_main, monkeypatch, tiny_llama, tmp_path):
     import serve_ray
 
     monkeypatch.setitem(sys.modules, "ray", None)
+    model = save_speaking(tiny_llama, tmp_path, eos_token_id=4095)
+    head = save_adapter(tmp_path / "a", random_tensors(load_model(model), ("lm_head",)))
+    words = ["--port", 0, "--cpus", 0.1, "--model", model, "--lora-modules", f"x={head}"]
+    result = run_main(serve_ray.main, *words)
+    assert is_one_line(result, "adapter 'x' changes lm_head, so it can only be merged")
     words = ["--port", 0, "--cpus", 0.1, "--lora-modules", f"a={FROGS}", "b=nowhere"]
     result = run_main(serve_ray.main, *words)
     assert is_one_line(result, "nowhere/adapter_config.json: No such file")
