@@ -64,11 +64,8 @@ def parse_adapters(given: list[str]) -> dict[str, str]:
 def load_adapters(model: Model, directories: dict[str, str]) -> None:
     """Let rows of a model's passes have these adapters, not merged.
 
-    Raises UserError for what `read_adapter` refuses, layers whose adapters must be merged, and
-    several processes.
+    Raises UserError for what `read_adapter` refuses and layers whose adapters must be merged.
     """
-    if directories and model.runner.ranks:
-        raise UserError("--lora-modules is for one process; --adapter is for several, too")
     empty = empty_model(model.config)
     pairs = {name: read_adapter(directory, empty) for name, directory in directories.items()}
     if pairs:
@@ -81,13 +78,16 @@ def load_engine(args, source: Source, device: str, ranks: Ranks | None = None) -
     On a rank above 0 it is for its model and its cache only.
     """
     leads = ranks is None or ranks.rank == 0
+    directories = parse_adapters(args.lora_modules)
+    if ranks and directories:  # not where all ranks could fail at once, and any be the first
+        raise UserError("--lora-modules is for one process; --adapter is for several, too")
     if ranks and leads:
         ranks.tell()  # now the others load, too
     has_draft = leads and args.draft not in (None, "lookup")
     names = [source, args.draft] if has_draft else [source]
     load_first = functools.partial(load_part, ranks=ranks) if ranks else None
     model, *drafts = load_models(names, args, device, load_first)
-    load_adapters(model, parse_adapters(args.lora_modules))
+    load_adapters(model, directories)
     if ranks:
         join_vocabulary(model)
         ranks.wait()

@@ -250,10 +250,14 @@ def test_options_that_are_refused(engine_cli, tiny_llama, tmp_path):
     assert is_one_line(result, "adapter 'x' changes lm_head, so it can only be merged")
 
 
-def test_several_processes_take_merged_ones_only(tmp_path):
+def test_several_processes_take_merged_ones_only(tmp_path, monkeypatch):
+    """The first one says so, before any has loaded the model: then the others have no say."""
     from ranks import script, start, wait, written
 
     import infer_engine
+    from engine import options
+
+    monkeypatch.setattr(options, "load_models", None)
 
     words = [*WORDS, "--lora-modules", f"frogs={FROGS}"]
     codes = wait(start(2, script, tmp_path, infer_engine.main, words))
