@@ -414,3 +414,31 @@ def test_a_turn_leaves_steps_for_the_others():
         assert [cell.kind == "second" for cell in cells] == mixed[at].bool().tolist()
     assert "20 times the root mean square" in shown.caption
     assert "median |x| is 1 step. A turn" in shown.caption and "becomes 58 steps." in shown.caption
+
+
+def test_blocks_of_keys_end_in_the_weights_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    record, shown = drawn("long-texts")
+    ids = runs.encode(pictures.PICTURES["long-texts"].prompt, 60)
+    ids += runs.write(ids, max_new_tokens=128 - len(ids))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        STORIES, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        layers = model(torch.tensor([ids]), output_attentions=True).attentions
+    expected = layers[record.layer][0, record.head, -1]
+    last = record.blocks[-1]
+    ours = [math.exp(score - last.m) / last.total for score in record.scores]
+    assert ours == pytest.approx(expected.tolist(), abs=1e-5)
+    scores, weights = forms(shown, Lines)
+    running = [max(record.scores[: at + 32]) for at in range(0, 128, 32)]
+    assert [y for _, y in scores.curves[1].points[::2]] == running
+    for at, ((_, now), (_, end)) in enumerate(zip(*(curve.points for curve in weights.curves))):
+        later = math.prod(block.r for block in record.blocks[at // 32 + 1 :])
+        assert now * later == pytest.approx(end) and end == pytest.approx(ours[at] * last.total)
+    (table,) = forms(shown, Cells)
+    for number, row in enumerate(table.rows):
+        total = sum(math.exp(each - running[number]) for each in record.scores[: 32 * number + 32])
+        assert row.cells[2].text == f"{total:.3f}"
+    moved = sum(before < after for before, after in zip(running, running[1:]))
+    assert moved == 2 and "2 of 3 later blocks had a larger one" in shown.caption
