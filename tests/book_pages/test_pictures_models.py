@@ -1,6 +1,9 @@
-"""Pictures of lessons 20 to 34, 46 to 54 and from 110: texts, draws, weights, layers, turns."""
+"""Pictures of lessons 20 to 34, 46 to 54 and from 110: texts, draws, weights, layers, masks."""
 
+import functools
+import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -8,10 +11,11 @@ from scenes import drawn, forms, probs_after, written
 
 import pictures
 from command_line import STORIES
+from infer import generate
 from int8 import quantize, turn_weight
 from loading.chat import Chat
 from model import causal_attention
-from pictures import runs
+from pictures import constrained, runs
 from pictures.scene import Bars, Cells, Lines, Tokens
 from sampling import SamplingParams, keyed_noise, sample
 
@@ -442,3 +446,118 @@ def test_blocks_of_keys_end_in_the_weights_of_transformers():
         assert row.cells[2].text == f"{total:.3f}"
     moved = sum(before < after for before, after in zip(running, running[1:]))
     assert moved == 2 and "2 of 3 later blocks had a larger one" in shown.caption
+
+
+def test_all_spellings_of_the_choices():
+    """By hand: each way to cut a choice into tokens, a pass for each beginning."""
+    record, shown = drawn("choice-trie")
+    prompt = runs.encode("Lily saw a big", 60)
+    choices = [text.encode() for text in record.texts]
+    every = {id: runs.encoding().decode_single_token_bytes(id) for id in range(4095)}
+    pieces = {id: piece for id, piece in every.items() if any(piece in each for each in choices)}
+    found = dict.fromkeys(choices, (0.0, 0.0, 0))
+    waiting = [([], b"", 1.0, 1.0)]
+    first = None
+    while waiting:
+        with torch.inference_mode():  # all of one length
+            logits = runs.load()(torch.tensor([prompt + tokens for tokens, *_ in waiting]))[:, -1]
+        after = []
+        for (tokens, text, masked, own), row in zip(waiting, logits.double().softmax(-1).tolist()):
+            longer = [
+                (tokens + [id], text + piece, row[id])
+                for id, piece in pieces.items()
+                if any(choice.startswith(text + piece) for choice in choices)
+            ]
+            mass = sum(p for *_, p in longer) + (row[4095] if text in choices else 0)
+            first = first or (longer, mass)
+            if text in choices:
+                chances = (masked * row[4095] / mass, own * row[4095], 1)
+                found[text] = tuple(map(sum, zip(found[text], chances)))
+            after += [(ids, more, masked * p / mass, own * p) for ids, more, p in longer]
+        waiting = after
+    whole = sum(own for _, own, _ in found.values())
+    approx = functools.partial(pytest.approx, rel=1e-4)
+    bars, texts = forms(shown, Bars)
+    for (masked, own, count), row, drawn_as in zip(
+        found.values(), texts.rows, record.texts.values(), strict=True
+    ):
+        assert drawn_as == (approx(masked), approx(own / whole), count)
+        assert row.parts == [(drawn_as[0], "first")] and row.tick == drawn_as[1]
+    longer, mass = first
+    assert sorted(record.reached) == sorted(text.decode() for _, text, _ in longer)
+    best = sorted((p for *_, p in longer), reverse=True)[:6]
+    kept = [row for row in bars.rows if row.parts[0][1] == "good"]
+    assert [row.tick for row in kept] == approx(best)
+    assert [row.parts[0][0] for row in kept] == approx([p / mass for p in best])
+    (trie,) = forms(shown, Cells)
+    letters = ["".join(cell.text for cell in row.cells) for row in trie.rows]
+    assert letters == ["\u2423dog.end", "cat.end", "elephant.end"]  # the blank is shared
+    green = sum(cell.kind == "good" for row in trie.rows for cell in row.cells)
+    assert green == len(longer) and f"The {green} that are left had 14\u00a0%" in shown.caption
+
+
+def test_what_a_schema_allows():
+    """The numbers are those of the model; how many tokens are allowed, by hand where few are."""
+    record, shown = drawn("json-schema")
+    prompt = runs.encode(record.prompt, 60)
+    text = [each.text for each in record.tokens]
+    said = json.loads("".join(text[:-1]))
+    assert list(said) == ["name", "age", "pet"] and 0 <= said["age"] <= 120
+    assert len(said["name"]) <= 12 and said["pet"] in ("dog", "cat")
+    pieces = [runs.text_of(id) for id in range(4095)]
+    ends = [f'{age},"pet":"' for age in range(121)]
+    for at, ways in (
+        (text.index("age") + 3, ends),
+        (text.index("age") + 4, [end[1:] for end in ends if end[0] == str(said["age"])[0]]),
+        (text.index("et") + 4, ['dog"}', 'cat"}']),
+    ):
+        allowed = {piece for piece in pieces if any(way.startswith(piece) for way in ways)}
+        assert record.tokens[at].allowed == len(allowed)
+        assert text[at] in allowed
+    ids = [pieces.index(each) for each in text[:-1]] + [4095]
+    (line,), overruled = (form.lines for form in forms(shown, Tokens))
+    numbers = []
+    for at, (token, each) in enumerate(zip(line.tokens, record.tokens)):
+        probs = runs.next_logits(prompt + ids[:at]).softmax(-1)
+        better = (probs > probs[ids[at]]).sum().item()
+        assert (each.better, each.p) == (better, pytest.approx(probs[ids[at]].item(), rel=1e-3))
+        expected = "kept" if each.allowed == 1 else "second" if better else "good"
+        assert token == (each.text, expected, f"{each.allowed:,}")
+        if expected == "second":
+            numbers.append((f"token {at + 1}", f"rank {better + 1}"))
+            struck = [other.text for other in overruled[len(numbers) - 1].tokens[:-1]]
+            assert struck == [runs.text_of(id) for id in probs.topk(min(better, 3)).indices]
+    assert [(each.name, each.value) for each in overruled] == numbers and numbers
+    kinds = Counter(token.kind for token in line.tokens)
+    assert f"At {kinds['good']} its favourite was allowed" in shown.caption
+
+
+def test_passes_without_forced_tokens():
+    """Each position is computed once, before the next token that has a choice."""
+    record, shown = drawn("forced-tokens")
+    schema = drawn("json-schema")[0].tokens
+    assert [(each.text, each.forced) for each in record.tokens] == [
+        (each.text, each.allowed == 1) for each in schema
+    ]
+    counts = Counter()
+    params = SamplingParams(60, json_schema=constrained.SCHEMA)
+    prompt = runs.encode(pictures.PICTURES["forced-tokens"].prompt, 60)
+    steps = generate(runs.load(), [prompt], params, encoding=runs.encoding(), counts=counts)
+    assert len(list(steps)) == len(record.tokens)
+    assert counts["passes"] == len(record.positions)
+    chosen = [at for at, each in enumerate(record.tokens) if not each.forced]
+    computed = [record.prompt + at for at in chosen]  # how many positions, when each is chosen
+    starts = [0, *computed]
+    assert record.positions == [list(range(*pair)) for pair in zip(starts, computed)]
+    (tokens,), (grid,) = forms(shown, Tokens), forms(shown, Cells)
+    assert "".join(t.text for line in tokens.lines for t in line.tokens) == "".join(
+        each.text for each in record.tokens
+    )
+    for line in tokens.lines[1:]:
+        assert [token.kind for token in line.tokens].index("good") == 0
+        assert {token.kind for token in line.tokens[1:]} <= {"second"}
+    for row, positions in zip(grid.rows, record.positions, strict=True):
+        drawn_at = [at for at, cell in enumerate(row.cells) if cell.kind == "first"]
+        assert drawn_at == positions and row.value.startswith(f"{len(positions)} position")
+        assert {cell.kind for cell in row.cells[: positions[0]]} <= {"kept"}
+    assert shown.caption.startswith("28 tokens in 8 passes: 20 of them")

@@ -1,0 +1,257 @@
+"""Which tokens the form of a text allows, and which need no pass."""
+
+import json
+from collections import Counter
+from types import SimpleNamespace as Record
+
+import torch
+
+from constraints import Choices, make_matcher, vocabulary_of
+from infer import generate, next_logits
+from pictures import runs, scene
+from pictures.scene import percent, times, word
+from sampling import SamplingParams
+
+CHOICES = (" dog.", " cat.", " elephant.")
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "pet": {"enum": ["dog", "cat"]},
+        },
+        "required": ["name", "age", "pet"],
+        "additionalProperties": False,
+    }
+)
+
+
+@torch.inference_mode()
+def record_choices(prompt: str) -> Record:
+    """What the trie allows at first, and the probabilities of all spellings of its texts."""
+    ids = runs.encode(prompt, 60)
+    model = runs.load()
+    vocabulary = vocabulary_of(runs.encoding(), model.config.vocab_size, model.config.eos_token_ids)
+    matcher = Choices(CHOICES, vocabulary).matcher()
+    texts = {text: Record(masked=0.0, own=0.0, spellings=0) for text in CHOICES}
+    first = None
+    waiting = [([], 1.0, 1.0)]  # tokens, with the mask and the model's own probability of them
+    while waiting:  # all of one length at once
+        windows = [ids + tokens for tokens, _, _ in waiting]
+        probs = next_logits(model, windows, None)[:, 0].softmax(-1)
+        longer = []
+        for (tokens, masked, own), row in zip(waiting, probs):
+            allowed = matcher.allowed(tokens)
+            mass = row[allowed].sum().item()
+            if first is None:
+                first = Record(allowed=allowed, probs=row, mass=mass)
+            for token in allowed.nonzero()[:, 0].tolist():
+                p = row[token].item()
+                after = (tokens + [token], masked * p / mass, own * p)
+                if token not in vocabulary.ends:
+                    longer.append(after)
+                    continue
+                text = texts["".join(runs.texts_of(tokens))]
+                text.masked += after[1]
+                text.own += after[2]
+                text.spellings += 1
+        waiting = longer
+    whole = sum(text.own for text in texts.values())
+    best = first.probs.where(first.allowed, 0)
+    return Record(
+        reached=["".join(runs.texts_of([id])) for id in first.allowed.nonzero()[:, 0].tolist()],
+        mass=first.mass,  # of all allowed tokens
+        allowed=runs.likely(best, 6),
+        favourites=runs.likely(first.probs.where(~first.allowed, 0), 3),  # of those that are not
+        # of each text: step by step, given that the text is a choice, how many spellings
+        texts={k: (each.masked, each.own / whole, each.spellings) for k, each in texts.items()},
+    )
+
+
+def draw_trie(reached: list[str]) -> scene.Cells:
+    """A row a choice; the bytes that it shares with the row above are there already."""
+    rows = []
+    known = set()
+    for text in CHOICES:
+        cells = []
+        for end in range(1, len(text) + 1):
+            beginning = text[:end]
+            kind = "good" if beginning in reached else ""
+            letter = text[end - 1].replace(" ", "\u2423")
+            cells.append(scene.Cell() if beginning in known else scene.Cell(kind, letter))
+            known.add(beginning)
+        rows.append(scene.Row("", [*cells, scene.Cell("second", "end")]))
+    widest = max(len(row.cells) for row in rows)
+    return scene.Cells(
+        [row._replace(cells=row.cells + [scene.Cell()] * (widest - len(row.cells))) for row in rows]
+    )
+
+
+def draw_choices(record: Record) -> scene.Scene:
+    bars = [
+        scene.Bar(word(text), [(p, "bad")], f"{percent(p)}, not allowed")
+        for text, p in record.favourites
+    ]
+    for text, p in record.allowed:
+        after = p / record.mass
+        value = f"{percent(p)} \u2192 {percent(after)}"
+        bars.append(scene.Bar(word(text), [(after, "good")], value, p))
+    best = max(record.texts, key=lambda text: record.texts[text][0])
+    wholes = [
+        scene.Bar(word(text), [(masked, "first")], f"{percent(masked)}; {percent(given)}", given)
+        for text, (masked, given, _) in record.texts.items()
+    ]
+    spellings = ", ".join(f"{word(text)} {count}" for text, (*_, count) in record.texts.items())
+    masked, given, _ = record.texts[best]
+    return scene.Scene(
+        f"Tokens that lead to no choice get the logit \u2212\u221e. The {len(record.reached)} that "
+        f"are left had {percent(record.mass)} of the probability, and now have all of it. "
+        f"Renormalised step by step {word(best)} gets {percent(masked)}; of the model's own "
+        f"probability of the choices it has {percent(given)}.",
+        scene.Panel(
+            "The trie: a node for each byte",
+            draw_trie(record.reached),
+            "Choices begin at the left and share their first bytes. Several tokens in a row lead "
+            "to the other nodes.",
+            {"good": "one token leads here from the root", "second": "EOS may follow"},
+        ),
+        scene.Panel(
+            "The first token",
+            scene.Bars(bars, 1),
+            "Line: the probability without the mask.",
+            {"good": "allowed, renormalised", "bad": "a favourite that is not allowed"},
+        ),
+        scene.Panel(
+            "Whole texts",
+            scene.Bars(wholes, 1),
+            "Bar: drawn step by step. Line, and second number: given that the text is a choice. "
+            f"All spellings count: {spellings}.",
+        ),
+    )
+
+
+@torch.inference_mode()
+def record_schema(prompt: str) -> Record:
+    """A greedy text of the schema; at each token what was allowed, and what the model prefers."""
+    ids = runs.encode(prompt, 60)
+    model = runs.load()
+    params = SamplingParams(60, json_schema=SCHEMA)
+    steps = generate(model, [ids], params, encoding=runs.encoding())
+    output = [token for (token,) in steps]
+    matcher = make_matcher(params, runs.encoding(), model.config)
+    probs = model(torch.tensor([ids + output]))[0, len(ids) - 1 : -1].softmax(-1)
+    tokens = []
+    for at, (id, row) in enumerate(zip(output, probs)):
+        better = int((row > row[id]).sum())  # a favourite that is allowed is taken
+        tokens.append(
+            Record(
+                text=runs.text_of(id),
+                p=row[id].item(),
+                allowed=int(matcher.allowed(output[:at]).sum()),
+                better=better,  # tokens that are more likely, none of them allowed
+                favourites=runs.likely(row, min(better, 3)),
+            )
+        )
+    return Record(prompt=prompt, tokens=tokens)
+
+
+def draw_schema(record: Record) -> scene.Scene:
+    text = []
+    lines = []
+    for each in record.tokens:
+        kind = "kept" if each.allowed == 1 else "second" if each.better else "good"
+        text.append(scene.Token(each.text, kind, f"{each.allowed:,}"))
+        if kind != "second":
+            continue
+        struck = [scene.Token(other, "gone", percent(p)) for other, p in each.favourites]
+        chosen = scene.Token(each.text, kind, percent(each.p))
+        lines.append(scene.Line([*struck, chosen], f"token {len(text)}", f"rank {each.better + 1}"))
+    kinds = Counter(token.kind for token in text)
+    overruled = scene.Panel(
+        "Where the favourite was not allowed",
+        scene.Tokens(lines),
+        "Up to three favourites with their probabilities, then the token that was taken, and its "
+        "rank among all tokens.",
+        {"gone": "not allowed", "second": "taken"},
+    )
+    return scene.Scene(
+        f"{times(len(text), 'token')} in the form of a schema: at {kinds['kept']} only one "
+        f"was allowed, so the model had no say. At {kinds['good']} its favourite was allowed; at "
+        f"{kinds['second']} it was not, and the best of those allowed was taken.",
+        scene.Panel(
+            f"The text after {word(record.prompt)}",
+            scene.Tokens([scene.Line(text)]),
+            "Below each token: how many the schema allowed in its place. The form is the schema's; "
+            "what the text says is the model's.",
+            {
+                "kept": "the only one",
+                "good": "the model's favourite",
+                "second": "the best of those allowed",
+            },
+            wide=True,
+        ),
+        *([overruled] if lines else []),
+    )
+
+
+def record_passes(prompt: str) -> Record:
+    """The passes of a text of the schema, and its tokens."""
+    ids = runs.encode(prompt, 40)
+    model, passes = runs.watched()
+    matcher = make_matcher(SamplingParams(json_schema=SCHEMA), runs.encoding(), model.config)
+    params = SamplingParams(60, json_schema=SCHEMA)
+    output = []
+    tokens = []  # text, whether it is forced, how many passes were made when it was there
+    for (id,) in generate(model, [ids], params, encoding=runs.encoding()):
+        forced = int(matcher.allowed(output).sum()) == 1
+        output.append(id)
+        tokens.append(Record(text=runs.text_of(id), forced=forced, passes=len(passes)))
+    return Record(prompt=len(ids), tokens=tokens, positions=[each.positions[0] for each in passes])
+
+
+def draw_passes(record: Record) -> scene.Scene:
+    lines = []
+    rows = []
+    for number in range(len(record.positions) + 1):
+        after = [each for each in record.tokens if each.passes == number]
+        tokens = [scene.Token(each.text, "second" if each.forced else "good") for each in after]
+        name = f"pass {number}" if number else "no pass yet"
+        if tokens:
+            lines.append(scene.Line(tokens, name))
+        if number:
+            own = record.positions[number - 1]
+            kinds = ["kept"] * own[0] + ["first"] * len(own)
+            cells = [scene.Cell(kind) for kind in kinds]
+            rows.append(scene.Row(name, cells, times(len(own), "position")))
+    length = max(len(row.cells) for row in rows)
+    rows = [
+        row._replace(cells=row.cells + [scene.Cell()] * (length - len(row.cells))) for row in rows
+    ]
+    forced = sum(each.forced for each in record.tokens)
+    return scene.Scene(
+        f"{times(len(record.tokens), 'token')} in {times(len(rows), 'pass', 'passes')}: "
+        f"{forced} of them were the only one that the schema allowed, and need no pass of their "
+        "own. The next one, if there is any, computes their positions together, as it does those "
+        "of a prompt.",
+        scene.Panel(
+            "The tokens after each pass",
+            scene.Tokens(lines),
+            key={"good": "chosen from the logits", "second": "forced, without a pass"},
+        ),
+        scene.Panel(
+            "The positions that each pass computes",
+            scene.Cells(rows),
+            f"A column is a position; the first {record.prompt} are the prompt.",
+            {"first": "computed", "kept": "in the cache"},
+        ),
+    )
+
+
+PICTURES = {
+    "choice-trie": scene.Picture("Lily saw a big", record_choices, draw_choices),
+    "forced-tokens": scene.Picture(
+        "Tom is ten years old and has a cat.", record_passes, draw_passes
+    ),
+    "json-schema": scene.Picture("Tom is ten years old and has a cat.", record_schema, draw_schema),
+}
