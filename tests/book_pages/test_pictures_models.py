@@ -14,6 +14,7 @@ from command_line import STORIES
 from infer import generate
 from int8 import quantize, turn_weight
 from loading.chat import Chat
+from loading.load import load_model
 from model import causal_attention
 from pictures import constrained, runs
 from pictures.scene import Bars, Cells, Lines, Tokens
@@ -561,3 +562,37 @@ def test_passes_without_forced_tokens():
         assert drawn_at == positions and row.value.startswith(f"{len(positions)} position")
         assert {cell.kind for cell in row.cells[: positions[0]]} <= {"kept"}
     assert shown.caption.startswith("28 tokens in 8 passes: 20 of them")
+
+
+def test_an_adapter_in_a_batch():
+    """The text and its probabilities are those of the merged model."""
+    record, shown = drawn("lora-in-a-batch")
+    merged = load_model(
+        STORIES.with_name("stories-llama"), adapter=STORIES.with_name("stories-frogs")
+    )
+    ids = runs.encode("Once upon a time", 12)
+    params = SamplingParams(24)
+    output = [token for (token,) in generate(merged, [ids], params)]
+    assert [each.text for each in record.tokens] == [runs.text_of(id) for id in output]
+    assert record.others == written("Once upon a time", "stories-llama", max_new_tokens=24)
+    frogs, none = forms(shown, Tokens)[0].lines
+    with torch.inference_mode():
+        both = [
+            model(torch.tensor([ids + output]))[0, len(ids) - 1 : -1].softmax(-1)
+            for model in (runs.load("stories-llama"), merged)
+        ]
+    for at, (each, token) in enumerate(zip(record.tokens, frogs.tokens)):
+        expected = [probs[at, output[at]].item() for probs in both]
+        assert each.probs == pytest.approx(expected, abs=1e-4)
+        moved = both[0][at].argmax() != output[at]
+        assert token.kind == ("second" if moved else "kept")
+        assert ("\u2192" in token.number) == moved
+    (rows,) = forms(shown, Cells)
+    kinds = [[cell.kind for cell in row.cells] for row in rows.rows]
+    assert kinds == [
+        ["first"] * 12,
+        ["idle"] * 4 + ["second"] * 4 + ["idle"] * 4,
+        ["first"] * 3,
+        ["idle", "second", "idle"],
+    ]
+    assert "8 of that request's 24 tokens, as ` frog` where ` girl` is best" in shown.caption

@@ -1,0 +1,101 @@
+"""An adapter beside a model: which rows of a pass it is for, and where it changes the text."""
+
+from types import SimpleNamespace as Record
+
+import torch
+
+from command_line import STORIES
+from engine.engine import Engine
+from engine.options import load_adapters
+from infer import next_logits
+from loading.load import load_model
+from pictures import runs, scene
+from pictures.scene import percent, times, word
+from sampling import SamplingParams
+
+NAME = "frogs"
+COUNT = 24  # tokens of a text
+
+
+@torch.inference_mode()
+def record_adapter(prompt: str) -> Record:
+    """The passes of three requests in one engine, and the text that has the adapter."""
+    ids = runs.encode(prompt, 12)
+    model = load_model(STORIES.with_name("stories-llama"), torch.float32, "cpu")
+    load_adapters(model, {NAME: STORIES.with_name(f"stories-{NAME}")})
+    passes = []  # of each with the adapter: how many rows, and which of them have it
+
+    def look(_, args):
+        count = args[0].shape[0]
+        for name, rows in model.adapters.rows:
+            if name == NAME:  # rows are None where all have it
+                passes.append((count, list(range(count)) if rows is None else rows.tolist()))
+
+    hook = model.layers[0].register_forward_pre_hook(look)
+    engine = Engine(model, max_rows=3)
+    names = ("", NAME, "")
+    requests = [engine.add(ids, SamplingParams(COUNT), "", name) for name in names]
+    while engine.busy:
+        engine.step()
+    hook.remove()
+    output = requests[1].output
+    probs = [
+        next_logits(model, [ids + output[:-1]], None, len(output), name)[0].softmax(-1)
+        for name in ("", NAME)
+    ]
+    tokens = []
+    for id, without, with_it in zip(output, *probs):
+        best = runs.text_of(without.argmax().item())
+        pair = (without[id].item(), with_it[id].item())
+        tokens.append(Record(text=runs.text_of(id), best=best, probs=pair))
+    return Record(
+        passes=passes,
+        tokens=tokens,
+        others=runs.texts_of(requests[0].output),  # the text without the adapter
+    )
+
+
+def draw_adapter(record: Record) -> scene.Scene:
+    rows = []
+    names = (("all prompts: W x", "B A x"), ("one token each: W x", "B A x"))
+    for (count, own), (all_rows, thin) in zip(record.passes, names):
+        rows.append(scene.Row(all_rows, [scene.Cell("first")] * count, times(count, "row")))
+        cells = [scene.Cell("second" if row in own else "idle") for row in range(count)]
+        rows.append(scene.Row(thin, cells, times(len(own), "row")))
+    moved = [each for each in record.tokens if each.text != each.best]
+    text = []
+    for each in record.tokens:
+        without, with_it = map(percent, each.probs)
+        if each in moved:
+            text.append(scene.Token(each.text, "second", f"{without} \u2192 {with_it}"))
+        else:
+            text.append(scene.Token(each.text, "kept", with_it))
+    most = max(moved or record.tokens, key=lambda each: each.probs[1] - each.probs[0])
+    example = f", as {word(most.text)} where {word(most.best)} is best without it" if moved else ""
+    return scene.Scene(
+        "Three requests share each pass: W x is one product for all rows, and the adapter adds "
+        f"B (A x) to the rows of its request. It decides {len(moved)} of that request's "
+        f"{times(len(text), 'token')}{example}.",
+        scene.Panel(
+            "The rows of the first two passes",
+            scene.Cells(rows),
+            f"The second of three requests has the adapter {word(NAME)}.",
+            {"first": "the model's weights", "second": "the adapter", "idle": "not computed"},
+        ),
+        scene.Panel(
+            "One prompt, with the adapter and without",
+            scene.Tokens(
+                [
+                    scene.Line(text, NAME),
+                    scene.Line([scene.Token(each, "kept") for each in record.others], "none"),
+                ]
+            ),
+            "Below a token: its probability, without the adapter \u2192 with it where the model "
+            "alone prefers another.",
+            {"second": "another token is best without the adapter", "kept": "this one is"},
+            wide=True,
+        ),
+    )
+
+
+PICTURES = {"lora-in-a-batch": scene.Picture("Once upon a time", record_adapter, draw_adapter)}
