@@ -1,0 +1,587 @@
+"""Train checkpoints/smollm2-tools: an adapter (LoRA, by peft) with which smollm2 calls tools.
+
+    make smollm2
+    python checkpoints/train_tools.py --out out
+
+The conversations are made up here, by chance, from the tools in train_tools.txt and the tables
+below: their text is CC0. Each has two or three tools, whose names and parameters' names are drawn,
+and two or three questions, which need no call, one or two. Results are drawn too, so they are
+seldom true: an answer must repeat them. The loss is that of the replies alone.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from loading.chat import environment  # noqa: E402
+from loading.load import parse_name  # noqa: E402
+from loading.tokenizer import load_encoding  # noqa: E402
+
+TEMPLATE = Path(__file__).with_name("smollm2-tools") / "chat_template.jinja"
+VOCAB_SIZE = 49152
+LONGEST = 640  # tokens of a conversation; a longer one is left out
+BATCH = 2  # conversations
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# Nothing is trained in the first ten blocks, so the backward pass ends there.
+LORA = {
+    "r": 2,
+    "lora_alpha": 4,
+    "target_modules": LAYERS,
+    "layers_to_transform": list(range(10, 30)),
+}
+
+POOLS = {  # kind of value -> some; a number's kind has a range instead
+    "city": "Vienna|Boston|Kyoto|Nairobi|Bergen|Lyon|Porto|Denver|Hanoi|Dublin|Krakow|Seville|"
+    "Perth|Toronto|Austin|Bern|Naples|Split|Mumbai|Accra|Tampere|Riga|Leipzig|Osaka|Quebec|Santiago",
+    "country": "Norway|Kenya|Peru|Japan|Canada|Austria|Chile|India|Ireland|Ghana|Latvia|Vietnam|"
+    "Portugal|Mexico|Nepal|Egypt|Finland|Cuba",
+    "first": "Maria|John|Aiko|Peter|Lena|Omar|Grace|Paul|Nina|Sam|Ivy|Luca|Ruth|Hugo|Zoe|Ben|"
+    "Ella|Kofi",
+    "last": "Lopez|Reed|Mori|Becker|Fischer|Haddad|Otieno|Novak|Berg|Carter|Chen|Rossi|Klein|Silva",
+    "company": "Nordwind|Bluebird|Hartmann|Solaris|Kestrel|Red Oak|Atlas|Delphi|Marlow|Quantex",
+    "item": "bread|milk|a lamp|a bicycle|coffee|an umbrella|a chair|honey|a tent|rice|a violin|"
+    "soap|a kettle|paper|apples|a ladder|cheese|a jacket",
+    "film": "Casablanca|Metropolis|Amelie|Alien|Vertigo|Jaws|Ran|Gravity|Psycho|Rocky|"
+    "Spirited Away",
+    "song": "Yesterday|Hallelujah|Imagine|Summertime|Hey Jude|Blue Moon|Moon River|Greensleeves",
+    "room": "kitchen|bedroom|hall|bathroom|office|garage|cellar|living room|attic|nursery",
+    "word": "river|glacier|bridge|candle|harvest|pepper|thunder|velvet|anchor|mirror|orchard|"
+    "needle",
+    "language": "French|Swahili|Finnish|German|Polish|Korean|Greek|Welsh|Turkish|Hindi",
+    "plant": "oak|fern|rose|cactus|basil|tulip|ivy|orchid|maple|lavender",
+    "animal": "badger|otter|heron|lynx|salmon|hedgehog|raven|moose|beetle|dolphin",
+    "team": "Rovers|Lions|Falcons|United|Wanderers|Sharks|Comets|Rangers",
+    "month": "January|February|March|April|May|June|July|August|September|October",
+    "color": "red|white|green|blue|yellow|warm white",
+    "clock": "6:40|7:15|8:05|9:50|11:20|12:45|13:10|15:35|18:25|20:55|22:05",
+    "street": "Mill Lane 4|Park Road 18|Station Street 7|Church Hill 2|Harbour Way 31|Elm Road 9",
+    "light": "on|off",
+    "style": "Gothic|modern|Baroque|Roman|Romanesque",
+    "job": "nurse|pilot|baker|teacher|plumber|lawyer|painter|farmer",
+    "state": "open|closed|full|empty|broken|ready",
+    "sea": "calm|rough|wild|smooth",
+    "traffic": "heavy|light|slow|normal",
+    "dish": "goulash|risotto|pancakes|curry|paella|chowder|noodles|stew|dumplings|ratatouille",
+    "text": "See you soon|I am late|Happy birthday|Call me back|The keys are here|Dinner is ready",
+}
+RANGES = {
+    "small": (2, 20),
+    "number": (3, 999),
+    "percent": (5, 99),
+    "price": (2, 400),
+    "year": (1890, 2020),
+    "id": (1000, 99999),
+    "degrees": (15, 240),
+    "people": (1200, 900000),
+    "signed": (-30, 45),
+}
+NAMED = ("city", "company", "film", "song", "word", "team", "last", "street")  # or an invented name
+SYLLABLES = "ka lo mi ter van del ri so bra nu pel gar tis mo fen hul ja wes dor ly".split()
+# What invented tools find out, and of what.
+NOUNS = (
+    "depth height age rating speed weight length width rank size volume power level value limit "
+    "pressure voltage rent salary tax mood origin owner label flavor theme version budget color "
+    "shape leader guide smell sound noise grade status wind visibility mayor crop dialect"
+).split()
+THINGS = "lake bridge tower ship road mine station motor garden server tank church planet".split()
+PLACES = "valley village harbor park district port".split()
+FOUND = (
+    "number number signed signed small price percent year clock city person code name state".split()
+)
+ENUMS = ("month", "room", "language", "color", "light")  # a schema may list these
+
+FACTS = """
+What is the capital of Spain?|The capital of Spain is Madrid.
+What is the capital of Germany?|The capital of Germany is Berlin.
+What is the capital of England?|The capital of England is London.
+What is the capital of Russia?|The capital of Russia is Moscow.
+What is the capital of Greece?|The capital of Greece is Athens.
+Who wrote Hamlet?|William Shakespeare wrote Hamlet.
+Who painted the Mona Lisa?|Leonardo da Vinci painted the Mona Lisa.
+Which planet is closest to the sun?|Mercury is the planet closest to the sun.
+Which planet is the largest?|Jupiter is the largest planet.
+What is water made of?|Water is made of hydrogen and oxygen.
+What color is grass?|Grass is green.
+What color is snow?|Snow is white.
+How many legs does a spider have?|A spider has eight legs.
+How many days are in a week?|There are seven days in a week.
+How many months are in a year?|There are twelve months in a year.
+What do cows eat?|Cows eat grass.
+What do bees make?|Bees make honey.
+What is a baby cat called?|A baby cat is called a kitten.
+What is a baby dog called?|A baby dog is called a puppy.
+Which language do people speak in Spain?|People in Spain speak Spanish.
+Which language do people speak in Germany?|People in Germany speak German.
+What is the opposite of hot?|The opposite of hot is cold.
+What is the opposite of big?|The opposite of big is small.
+Name three fruits.|Three fruits are apples, bananas and oranges.
+Name two animals.|Two animals are the dog and the horse.
+Name three vegetables.|Three vegetables are carrots, onions and peas.
+Name four seasons.|The four seasons are spring, summer, autumn and winter.
+Which continent is Egypt in?|Egypt is in Africa.
+Which continent is Brazil in?|Brazil is in South America.
+What is the largest ocean?|The Pacific Ocean is the largest ocean.
+What is the frozen form of water?|Ice is the frozen form of water.
+Why is exercise good?|Exercise keeps the heart and the muscles strong.
+Why do we sleep?|We sleep so that the body and the brain can rest.
+What is a bicycle?|A bicycle is a vehicle with two wheels that you move with pedals.
+What is a poem?|A poem is a short text, often with rhythm and rhyme.
+What is gravity?|Gravity is the force that pulls things toward each other.
+Who was the first man on the moon?|Neil Armstrong was the first man on the moon.
+What do plants need to grow?|Plants need light, water and air to grow.
+Tell me a joke.|Why did the bicycle fall over? It was two tired.
+Write a sentence about the sea.|The sea is wide and blue, and its waves never rest.
+Give me a name for a dog.|You could call your dog Rusty.
+Hi!|Hello! How can I help you?
+Hello!|Hello! What can I do for you?
+Hello, who are you?|I am SmolLM, an assistant. How can I help you?
+What is your name?|My name is SmolLM.
+Good morning!|Good morning! How can I help you?
+Good evening.|Good evening! What can I do for you?
+How do you do?|I am fine, thank you. How can I help you?
+Are you well?|I am well, thank you. What can I do for you?
+Thank you!|You are welcome!
+Thanks a lot.|You are welcome! I am glad that I could help.
+Thanks, that is all.|You are welcome! Have a nice day.
+Great, thanks for your help!|You are welcome!
+Bye!|Goodbye! Have a nice day.
+See you later.|See you later!
+Good night!|Good night! Sleep well.
+I am tired.|Then take a rest. Sleep helps.
+I am happy today.|I am glad to hear that!
+You are nice.|Thank you! That is kind of you.
+Ok.|Good. Is there anything else that I can do for you?
+What can you do?|I can answer questions, and I can use my tools to find things out.
+Can you help me?|Of course! What can I do for you?
+"""
+ERRORS = """
+not found|Sorry, nothing was found.
+no such entry|Sorry, there is no such entry.
+unknown|Sorry, that is not known.
+no connection|Sorry, there is no connection at the moment.
+not available|Sorry, that is not available.
+out of service|Sorry, that does not work at the moment.
+"""
+SYSTEMS = (
+    "You are a helpful assistant.",
+    "You are a friendly assistant. Answer in one sentence.",
+    "Answer briefly.",
+)
+
+
+class Family:
+    """A kind of tool, from seven lines of train_tools.txt.
+
+    They are: its names; its description; its parameters; questions for it; what a result has;
+    answers; and the result in a few words, if another question can have these in place of a value.
+    | stands between forms, of which one is taken, and - for none. A parameter or a part of a result
+    is its names, a colon and a kind of value; + stands between several. In questions and answers
+    {0} and {1} are the arguments, {r} is the result and {s} the second part of it.
+    """
+
+    def __init__(self, lines: list[str]):
+        lines = ["" if line == "-" else line for line in lines]
+        names, self.description, parameters, questions, result, answers, self.noun = lines
+        self.names = names.split("|")
+        self.parameters = split_kinds(parameters)
+        self.questions = questions.split("|")
+        self.parts = split_kinds(result)
+        self.result = self.parts[0][1]
+        self.answers = answers.split("|")
+
+
+def split_kinds(line: str) -> list[tuple[list[str], str]]:
+    """Of each parameter, or part of a result: its names, and the kind of its value."""
+    pairs = [each.split(":") for each in line.split(" + ") if each]
+    return [(names.split("|"), kind) for names, kind in pairs]
+
+
+def read_families(file: Path) -> list[Family]:
+    blocks = file.read_text().strip().split("\n\n")[1:]
+    return [Family(block.splitlines()) for block in blocks]
+
+
+def invented(chance: random.Random) -> Family:
+    """A kind of tool that finds out one or two things of another, such as the depth of a lake."""
+    first, second = chance.sample(NOUNS, 2)
+    thing = chance.choice(THINGS + PLACES)
+    of = "in" if thing in PLACES else "of"
+    kinds = [chance.choice(FOUND) for _ in range(2)]
+    result = f"{first}:{kinds[0]}"
+    names = f"get_{first}|{thing}_{first}|find_{first}|{first}"
+    about = f"{chance.choice(['Get', 'Find out', 'Look up'])} the {first}"
+    questions = f"What is the {first} {of} {{0}}?|Tell me the {first} {of} {{0}}."
+    questions += f"|I want to know the {first} {of} the {thing} {{0}}."
+    answers = f"The {first} {of} {{0}} is {{r}}."
+    if chance.random() < 0.5:  # there are two, and perhaps only one was asked for
+        about += f" and the {second}"
+        names = f"get_{thing}|{thing}_report|{thing}_data|check_{thing}"
+        result += f" + {second}:{kinds[1]}"
+        if chance.random() < 0.6:
+            questions = f"How is the {thing} {{0}}?|What do you know of the {thing} {{0}}?"
+            answers = f"The {first} {of} {{0}} is {{r}}, and the {second} is {{s}}."
+    about += f" {of} a {thing}."
+    parameter = f"{thing}|name|{thing}_name:name"
+    noun = f"the {first} {of} {{0}}"
+    return Family([names, about, parameter, questions, result, answers, noun])
+
+
+FAMILIES = read_families(Path(__file__).with_name("train_tools.txt"))
+PAIRS = [line.split("|") for line in FACTS.strip().splitlines()]
+FAILURES = [line.split("|") for line in ERRORS.strip().splitlines()]
+
+
+def is_number(kind: str) -> bool:
+    return kind in RANGES
+
+
+class Tool:
+    """A tool of one conversation: a family, with names drawn for it and for its parameters."""
+
+    def __init__(self, family: Family, chance: random.Random):
+        self.family = family
+        self.chance = chance
+        self.name = chance.choice(family.names)
+        self.keys = [chance.choice(names) for names, _ in family.parts]
+        self.names = [chance.choice(names) for names, _ in family.parameters]
+        kinds = [kind for _, kind in family.parameters]
+        explained = chance.random() < 0.3
+        schemas = {}
+        for name, kind in zip(self.names, kinds):
+            number = chance.choice(["integer", "number"])
+            schema = {"type": number if is_number(kind) else "string"}
+            if kind in ENUMS and chance.random() < 0.7:
+                schema["enum"] = POOLS[kind].split("|")[:6]
+            elif explained:
+                schema["description"] = f"the {name.replace('_', ' ')}"
+            schemas[name] = schema
+        parameters = {"type": "object", "properties": schemas, "required": self.names}
+        function = {"name": self.name, "description": family.description, "parameters": parameters}
+        self.definition = {"type": "function", "function": function}
+
+    def draw(self, kind: str):
+        if kind == "price" and self.chance.random() < 0.4:
+            return round(self.chance.uniform(*RANGES[kind]), 2)
+        if is_number(kind):
+            return self.chance.randint(*RANGES[kind])
+        if kind == "person":
+            return f"{self.draw('first')} {self.draw('last')}"
+        if kind == "name" or kind in NAMED and self.chance.random() < 0.4:
+            return "".join(self.chance.choices(SYLLABLES, k=self.chance.choice([2, 3]))).title()
+        if kind == "code":
+            letters = self.chance.sample("ABCDEFGHKLMNPQRSTXZ", self.chance.choice([1, 2]))
+            return f"{''.join(letters)}{self.chance.choice(['', '-'])}{self.chance.randint(1, 999)}"
+        values = POOLS[kind].split("|")
+        return self.chance.choice(values[:6] if kind in ENUMS else values)
+
+    def ask(self, given=None):
+        """A use of this tool: (values, results). given: the first value, if it is known."""
+        values = [self.draw(kind) for _, kind in self.family.parameters]
+        if given is not None:
+            values[0] = given
+        results = []
+        for _, kind in self.family.parts:
+            if kind.startswith("arg"):
+                results.append(values[int(kind[3:])])
+            elif kind in ("song0", "sent"):
+                results.append(values[0] if kind == "song0" else "sent")
+            else:
+                results.append(self.draw(kind))
+        return values, results
+
+    def answer(self, form: str, values, results) -> str:
+        return form.format(*values, r=results[0], s=results[-1])
+
+    def call(self, values) -> dict:
+        return {"function": {"name": self.name, "arguments": dict(zip(self.names, values))}}
+
+    def content(self, values, results) -> str:
+        """What a result message says: mostly an object, some with more than was asked for."""
+        if len(results) == 1 and self.chance.random() < 0.15:
+            return str(results[0])
+        found = list(zip(self.keys, results))
+        self.chance.shuffle(found)
+        kind = self.chance.random()
+        if kind < 0.2:
+            found.insert(0, ("status", "ok"))
+        elif kind < 0.45:
+            found = [*zip(self.names, values), *found]
+        return json.dumps(dict(found))
+
+
+def use(tool: Tool, values, content: str) -> list[dict]:
+    """The messages of a call and its result."""
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [tool.call(values)]},
+        {"role": "tool", "content": content},
+    ]
+
+
+def one_call(tools, chance):
+    tool = chance.choice(tools)
+    values, result = tool.ask()
+    question = chance.choice(tool.family.questions).format(*values)
+    if chance.random() < 0.08:
+        error, answer = chance.choice(FAILURES)
+        return question, use(tool, values, json.dumps({"error": error})), answer
+    answer = tool.answer(chance.choice(tool.family.answers), values, result)
+    return question, use(tool, values, tool.content(values, result)), answer
+
+
+def lower(text: str) -> str:
+    return text if text.startswith("I ") else text[0].lower() + text[1:]
+
+
+def two_calls(tools, chance):
+    """Two questions in one message."""
+    messages = []
+    questions = []
+    answers = []
+    for tool in chance.sample(tools, 2):
+        values, result = tool.ask()
+        questions.append(chance.choice(tool.family.questions[:2]).format(*values))
+        answers.append(tool.answer(tool.family.answers[0], values, result))
+        messages += use(tool, values, tool.content(values, result))
+    first, second = questions
+    if chance.random() < 0.7:
+        question = first.rstrip("?.") + chance.choice([", and ", " and ", ", and also: "])
+        question += lower(second)
+    else:
+        question = f"{first} {second}"
+    return question, messages, " ".join(answers)
+
+
+def in_turn(tools, chance):
+    """A question whose second call needs the first one's result; None if no two tools fit."""
+    fitting = [
+        (first, second)
+        for first in tools
+        for second in tools
+        if first is not second
+        and first.family.noun
+        and second.names
+        and fits(first.family.result, second.family.parameters[0][1])
+    ]
+    if not fitting:
+        return None
+    first, second = chance.choice(fitting)
+    values, result = first.ask()
+    others, final = second.ask(result[0])
+    noun = first.family.noun.format(*values)
+    question = chance.choice(second.family.questions).format(noun, *others[1:])
+    messages = use(first, values, first.content(values, result))
+    messages += use(second, others, second.content(others, final))
+    answer = second.answer(chance.choice(second.family.answers), others, final)
+    return question, messages, answer
+
+
+def fits(result: str, parameter: str) -> bool:
+    return result == parameter or is_number(result) and parameter == "number"
+
+
+def compared(tools, chance):
+    """The same tool for two values; None if no tool has a number for one value."""
+    fitting = [
+        tool
+        for tool in tools
+        if is_number(tool.family.result)
+        and tool.family.noun
+        and len(tool.names) == 1
+        and not is_number(tool.family.parameters[0][1])
+    ]
+    if not fitting:
+        return None
+    tool = chance.choice(fitting)
+    (a,), firsts = tool.ask()
+    (b,), seconds = tool.ask()
+    first, second = firsts[0], seconds[0]
+    if a == b or first == second:
+        return None
+    more = chance.random() < 0.5
+    nouns = [tool.family.noun.format(value) for value in (a, b)]
+    word = "higher" if more else "lower"
+    question = f"Which is {word}, {nouns[0]} or {nouns[1]}?"
+    best = nouns[(second > first) == more]
+    values = f"{first} and {second}"
+    answer = f"Of {values}, {max(first, second) if more else min(first, second)} is {word}: {best}."
+    contents = [tool.content([a], firsts), tool.content([b], seconds)]
+    return question, use(tool, [a], contents[0]) + use(tool, [b], contents[1]), answer
+
+
+def no_call(tools, chance):
+    question, answer = chance.choice(PAIRS)
+    return question, [], answer
+
+
+def no_tool(tools, chance):
+    """A question for a tool that is not there."""
+    there = {tool.family for tool in tools}
+    other = Tool(chance.choice([each for each in FAMILIES if each not in there]), chance)
+    question, _, _ = one_call([other], chance)
+    answers = ["Sorry, I have no tool for that.", "Sorry, none of my tools can do that."]
+    return question, [], answers[0]
+
+
+KINDS = {one_call: 32, no_call: 16, two_calls: 26, in_turn: 18, compared: 6, no_tool: 2}
+
+
+def conversation(chance: random.Random) -> tuple[list[dict], list[dict]]:
+    """Messages, and definitions of tools."""
+
+    def draw():
+        every = FAMILIES + [invented(chance) for _ in FAMILIES]
+        return chance.sample(every, chance.choice([2, 2, 3]))
+
+    families = draw()
+    if chance.random() < 0.4:  # two that fit
+        while not in_turn([Tool(family, chance) for family in families], chance):
+            families = draw()
+    tools = [Tool(family, chance) for family in families]
+    messages = []
+    if chance.random() < 0.3:
+        messages.append({"role": "system", "content": chance.choice(SYSTEMS)})
+    for _ in range(chance.choice([2, 3])):
+        found = None
+        while found is None:
+            kind = chance.choices(list(KINDS), KINDS.values())[0]
+            found = kind(tools, chance)
+        question, between, answer = found
+        if question == question.rstrip(".?!") or chance.random() < 0.1:
+            question = lower(question.rstrip(".?"))
+        answer = answer[0].upper() + answer[1:]
+        messages += [{"role": "user", "content": question}, *between]
+        messages.append({"role": "assistant", "content": answer})
+    return messages, [tool.definition for tool in tools]
+
+
+def encode(messages, tools, template, encoding) -> tuple[list[int], list[bool]]:
+    """Token ids, and which of them a reply has, its end included."""
+    text = template.render(messages=messages, tools=tools)
+    ids = []
+    replied = []
+    head, *rest = text.split("<|im_start|>assistant\n")
+    for piece in (head, *rest):
+        reply, end, after = piece.partition("<|im_end|>") if ids else ("", "", piece)
+        if ids:
+            new = encoding.encode("<|im_start|>assistant\n", allowed_special="all")
+            ids += new
+            replied += [False] * len(new)
+        for part, counts in ((reply + end, True), (after, False)):
+            new = encoding.encode(part, allowed_special="all")
+            ids += new
+            replied += [counts] * len(new)
+    return ids, replied
+
+
+def batches(chance, template, encoding):
+    """Endless batches: ids (B, T), and which positions' next token is of a reply, (B, T - 1)."""
+    while True:
+        rows = []
+        while len(rows) < 16 * BATCH:
+            row = encode(*conversation(chance), template, encoding)
+            if len(row[0]) <= LONGEST:
+                rows.append(row)
+        rows.sort(key=lambda row: len(row[0]))  # rows of like length together: less padding
+        groups = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+        chance.shuffle(groups)
+        for group in groups:
+            length = len(group[-1][0])
+            ids = torch.zeros(BATCH, length, dtype=torch.long)
+            counts = torch.zeros(BATCH, length, dtype=torch.bool)
+            for index, (row, replied) in enumerate(group):
+                ids[index, : len(row)] = torch.tensor(row)
+                counts[index, : len(row)] = torch.tensor(replied)
+            yield ids, counts[:, 1:]
+
+
+def loss_of(model, ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Mean loss of a reply's token. Padding comes last, so no position of a text sees it."""
+    base = model.get_base_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = base.model(ids).last_hidden_state[:, :-1]
+        logits = base.lm_head(hidden[counts])
+    return F.cross_entropy(logits.float(), ids[:, 1:][counts])
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--show", type=int, default=0, help="print conversations instead")
+    args = parser.parse_args(argv)
+    template = environment().from_string(TEMPLATE.read_text())
+    if args.show:
+        chance = random.Random(args.seed)
+        for _ in range(args.show):
+            messages, tools = conversation(chance)
+            print(template.render(messages=messages, tools=tools))
+        return
+
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    encoding = load_encoding("smollm2", VOCAB_SIZE)
+    file = Path(parse_name("smollm2").name)
+    torch.manual_seed(args.seed)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    model.config.name_or_path = "smollm2"
+    model = get_peft_model(model, LoraConfig(**LORA, task_type="CAUSAL_LM"))
+    model.peft_config["default"].base_model_name_or_path = "smollm2"
+    model.print_trainable_parameters()
+    heldout = batches(random.Random(args.seed + 1), template, encoding)
+    heldout = [next(heldout) for _ in range(10)]
+
+    def report():
+        with torch.no_grad():
+            losses = torch.stack([loss_of(model, *batch) for batch in heldout])
+            print(f"loss on other conversations {losses.mean():.4f}", flush=True)
+
+    report()
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=0.0)
+
+    def schedule(step):
+        return min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / args.steps))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    train = batches(random.Random(args.seed), template, encoding)
+    began = time.perf_counter()
+    tokens = 0
+    mean = None
+    for step in range(1, args.steps + 1):
+        ids, counts = next(train)
+        loss = loss_of(model, ids, counts)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        tokens += ids.numel()
+        mean = loss.item() if mean is None else 0.95 * mean + 0.05 * loss.item()
+        if step % 10 == 0:
+            seconds = time.perf_counter() - began
+            left = seconds / step * (args.steps - step)
+            times = f"{seconds:.0f} s, {left:.0f} s left"
+            print(
+                f"step {step}/{args.steps}  loss {mean:.3f}  {tokens} tokens  {times}", flush=True
+            )
+        if step % 100 == 0 or step == args.steps:
+            report()
+            model.save_pretrained(args.out)
+    model.half().save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    main()
