@@ -251,6 +251,14 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
     )
     thinking_help = "for --chat: let a model that reasons first, such as Qwen3, reply at once"
     parser.add_argument("--no-thinking", action="store_true", help=thinking_help)
+    add_template_option(parser, "for --chat: ")
+
+
+def add_template_option(parser: argparse.ArgumentParser, where: str = "") -> None:
+    template_help = "file with a chat template, in the place of the model's own"
+    parser.add_argument(
+        "--chat-template", metavar="FILE", type=Path, help=f"{where}{template_help}"
+    )
 
 
 def check_chat_options(args) -> None:
@@ -259,6 +267,8 @@ def check_chat_options(args) -> None:
         raise UserError("--system is for --chat only")
     if args.no_thinking and not args.chat:
         raise UserError("--no-thinking is for --chat only")
+    if args.chat_template and not args.chat:
+        raise UserError("--chat-template is for --chat only")
     check_text("--system", args.system or "")
     if is_conversation(args) and args.num_samples > 1:
         reason = "a conversation goes on from one reply"
@@ -272,7 +282,7 @@ def load_chat(args, source: Source) -> Chat | None:
     """
     if not args.chat:
         return None
-    chat = Chat(source)
+    chat = Chat(source, args.chat_template)
     if not args.no_thinking:
         return chat
     if "enable_thinking" not in chat.text:

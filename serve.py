@@ -23,6 +23,7 @@ from command_line import (
     Parser,
     add_model_options,
     add_stride_option,
+    add_template_option,
     check_text,
     follows,
     pick_device,
@@ -74,6 +75,7 @@ def add_server_options(parser: Parser) -> None:
     parser.add_argument("--max-waiting-tokens", type=int, default=2**20, help=tokens_help)
     drain_help = "how long running texts may go on after SIGTERM or Ctrl-C"
     parser.add_argument("--drain-seconds", type=float, default=30, help=drain_help)
+    add_template_option(parser)
     add_engine_options(parser)
     add_model_options(parser)
     add_stride_option(parser)
@@ -334,7 +336,7 @@ async def serve(
     make = functools.partial(load_engine, args, source, device, ranks)
     thread = EngineThread(make, args.max_waiting, args.max_waiting_tokens)
     adapters = parse_adapters(args.lora_modules)
-    served = Served(thread, name, source.label, find_chat(source), adapters)
+    served = Served(thread, name, source.label, find_chat(source, args.chat_template), adapters)
     hosts = allowed_hosts(args.host, args.allowed_host)
     app = make_app(served, args.api_key, args.allow_origin, hosts)
     server = Server(app, thread, args.drain_seconds)

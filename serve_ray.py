@@ -22,7 +22,7 @@ from loading.lora import read_adapter
 from loading.tokenizer import load_encoding
 from serve import add_server_options, check_server_options, listen, url_of
 from server.replicas import Door, Replica
-from server.served import served_name
+from server.served import find_chat, served_name
 
 SECONDS = (int | float, lambda value: 1 <= value < 1e6, "a number from 1 to below 1000000")
 CPUS = (int | float, lambda value: 1e-4 <= value < 1e6, "a number from 0.0001 to below 1000000")
@@ -127,6 +127,7 @@ def check(args) -> None:
     source = parse_name(args.model)
     config = load_config(source)
     load_encoding(source, config.vocab_size)
+    find_chat(source, args.chat_template)
     read_adapter(args.adapter, empty_model(config))
     load_adapters(empty_model(config), parse_adapters(args.lora_modules))
     if source.kind != "random":

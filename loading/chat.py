@@ -22,13 +22,13 @@ OWN = {"messages", "tools", "documents", "add_generation_prompt"} | {f"{n}_token
 class Chat:
     """A chat template: a program that writes messages as the one text a model was trained on.
 
-    It is stored with the weights. name: as for `load_model`. Raises UserError if that model has no
-    template, or one that is broken.
+    It is stored with the weights. name: as for `load_model`. file: of a template to use instead.
+    Raises UserError if there is no template, or it is broken.
     """
 
-    def __init__(self, name):
+    def __init__(self, name, file: Path | None = None):
         source = parse_name(name)
-        found = None if source.kind == "random" else read_template(source)
+        found = read_template(source, file)
         if found is None:
             files = "chat_template.jinja nor a default chat_template in tokenizer_config.json"
             if source.kind == "gguf":
@@ -123,16 +123,21 @@ def split_at(tokens: set[str], text: str) -> list[str]:
     return re.split(f"({'|'.join(longest_first) or '(?!)'})", text)
 
 
-def read_template(source: Source) -> tuple[Path, str, dict[str, str]] | None:
+def read_template(
+    source: Source, file: Path | None = None
+) -> tuple[Path, str, dict[str, str]] | None:
     """A model's chat template, None without one: its file, its text, the tokens it may name.
 
-    Raises UserError for a file that cannot be read.
+    file: of a template to use instead. Raises UserError for a file that cannot be read.
     """
-    if source.kind == "gguf" and (found := read_chat(source.gguf)):
+    given = (file, read_text(file)) if file else None
+    if source.kind == "random":
+        return (*given, {}) if given else None
+    if source.kind == "gguf" and (found := read_chat(source.gguf, given)):
         return found
     of_tokenizer = source.find("tokenizer_config.json")
     config = read_json(of_tokenizer) if of_tokenizer else {}
-    file = source.find("chat_template.jinja")
+    file = file or source.find("chat_template.jinja")
     if file:
         text = read_text(file)
     else:

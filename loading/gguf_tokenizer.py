@@ -75,13 +75,16 @@ def named_ends(gguf: GGUF) -> list[int]:
     return [id for id, kind in enumerate(types) if kind == CONTROL and tokens[id] in ENDS]
 
 
-def read_chat(gguf: GGUF) -> tuple[Path, str, dict[str, str]] | None:
+def read_chat(
+    gguf: GGUF, given: tuple[Path, str] | None = None
+) -> tuple[Path, str, dict[str, str]] | None:
     """A file's chat template, None without one: the file, the text, the tokens it may name.
 
+    given: the file and the text of another one to use instead, if this file has a vocabulary.
     Raises UserError for an id that no token has, if the template names it.
     """
-    text = gguf.metadata.get("tokenizer.chat_template")
-    if not isinstance(text, str):
+    file, text = given or (gguf.file, gguf.metadata.get("tokenizer.chat_template"))
+    if not isinstance(text, str) or given and f"{OWNER}.tokens" not in gguf.metadata:
         return None
     tokens, _ = read_tokens(gguf)
     named = {}
@@ -92,7 +95,7 @@ def read_chat(gguf: GGUF) -> tuple[Path, str, dict[str, str]] | None:
         except UserError:
             if name in text:
                 raise
-    return gguf.file, text, named
+    return file, text, named
 
 
 def tokenizer_json(gguf: GGUF) -> dict:

@@ -149,7 +149,9 @@ class Door:
         thread = Replicas(self.replicas, source)
         names = served_name(source), source.label
         adapters = parse_adapters(self.args.lora_modules)
-        served = Served(thread, *names, find_chat(source), adapters, here=False)
+        served = Served(
+            thread, *names, find_chat(source, self.args.chat_template), adapters, here=False
+        )
         served.metrics = AllMetrics(self.replicas)
         freeze()
         hosts = allowed_hosts(self.args.host, self.args.allowed_host)

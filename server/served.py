@@ -25,8 +25,13 @@ def served_name(source: Source) -> str:
     return Path(source.name).resolve().name if source.kind == "directory" else source.label
 
 
-def find_chat(source: Source) -> Chat | UserError:
-    """A model's template; the error, for those who want to chat, if it has none."""
+def find_chat(source: Source, file: Path | None = None) -> Chat | UserError:
+    """A model's template; the error, for those who want to chat, if it has none.
+
+    file: of a template to use instead. Raises UserError as `Chat` if that is broken.
+    """
+    if file:
+        return Chat(source, file)
     try:
         return Chat(source)
     except UserError as error:
