@@ -18,6 +18,7 @@ from errors import UserError, memory_for
 from loading.chat import Chat
 from loading.load import Source, load_model
 from loading.tokenizer import TextStream
+from loading.tools import read_tools
 from model import Model
 from native import BuildError, kernel, use_native
 from sampling import SamplingParams
@@ -252,6 +253,8 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
     thinking_help = "for --chat: let a model that reasons first, such as Qwen3, reply at once"
     parser.add_argument("--no-thinking", action="store_true", help=thinking_help)
     add_template_option(parser, "for --chat: ")
+    tools_help = "for --chat: JSON file with the tools that a reply may call, in OpenAI's form"
+    parser.add_argument("--tools", metavar="FILE", type=file_text, help=tools_help)
 
 
 def add_template_option(parser: argparse.ArgumentParser, where: str = "") -> None:
@@ -269,6 +272,8 @@ def check_chat_options(args) -> None:
         raise UserError("--no-thinking is for --chat only")
     if args.chat_template and not args.chat:
         raise UserError("--chat-template is for --chat only")
+    if args.tools is not None and not args.chat:
+        raise UserError("--tools is for --chat only")
     check_text("--system", args.system or "")
     if is_conversation(args) and args.num_samples > 1:
         reason = "a conversation goes on from one reply"
@@ -283,6 +288,8 @@ def load_chat(args, source: Source) -> Chat | None:
     if not args.chat:
         return None
     chat = Chat(source, args.chat_template)
+    if args.tools is not None:
+        chat = chat.with_tools(read_tools(args.tools))
     if not args.no_thinking:
         return chat
     if "enable_thinking" not in chat.text:
@@ -301,7 +308,7 @@ def write_texts(args, prompts: list[str], encoding, chat: Chat | None, room: int
     write: a function of prompts, as token ids, and of what to show before their texts. It prints
     the texts, and returns what is shown in all.
     """
-    note_dropped(encoding, *prompts, args.system or "", plain=args.chat)
+    note_dropped(encoding, *prompts, args.system or "", args.tools or "", plain=args.chat)
     if is_conversation(args):
         converse(chat, encoding, system_messages(args), room, write)
     elif chat:

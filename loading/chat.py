@@ -15,6 +15,17 @@ from loading.tokenizer import Encoding
 
 # Special tokens that tokenizer_config.json may name, each as NAME_token. A template may use them.
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Fields of a message that no control token is written in, or that `encode` looks at by itself.
+PLAIN = {"role", "name", "content"}
+# A tool that shows whether a template writes tools.
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "a_tool_of_no_one",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
 # Variables that `render` sets, and no request.
 OWN = {"messages", "tools", "documents", "add_generation_prompt"} | {f"{n}_token" for n in NAMES}
 
@@ -38,13 +49,33 @@ class Chat:
             )
         self.file, self.text, self.tokens = found
         self.variables: dict[str, bool] = {}
+        self.tools: list[dict] | None = None
         with self.failing():
             self.template = environment().from_string(self.text)
+            self.for_tools = self.text, self.template
+            if self.file.name == "tokenizer_config.json":  # which may have several
+                # transformers, too, takes another one for tools if there is one of this name.
+                text = (read_template(source, file, "tool_use") or found)[1]
+                self.for_tools = text, environment().from_string(text)
 
     def with_variables(self, variables: dict[str, bool]) -> "Chat":
         """A copy that gives its template these variables, such as enable_thinking."""
         chat = copy.copy(self)
         chat.variables = variables
+        return chat
+
+    def with_tools(self, tools: list[dict] | None) -> "Chat":
+        """A copy that gives its template these tools, as `check_tools` wants them.
+
+        Raises UserError if the template does not write them.
+        """
+        chat = copy.copy(self)
+        if tools:
+            chat.text, chat.template = self.for_tools
+        chat.tools = [TOOL]
+        if tools and TOOL["function"]["name"] not in chat.render([{"role": "user", "content": ""}]):
+            raise UserError(f"{self.file}: this chat template has no place for tools")
+        chat.tools = tools
         return chat
 
     @contextlib.contextmanager
@@ -56,20 +87,24 @@ class Chat:
             reason = str(error) or type(error).__name__
             raise UserError(f"{self.file}: chat template: {reason}") from None
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: list[dict]) -> str:
         """The text of a conversation up to where the reply begins.
 
         It equals transformers' `apply_chat_template`. messages: each {"role": "system", "user"
-        or "assistant", "content": its text}, oldest first. Raises UserError if the template refuses
-        them.
+        or "assistant", "content": its text}, oldest first. A reply may have "tool_calls", each
+        {"id", "type": "function", "function": {"name", "arguments": an object}}; what a call came
+        to is a message of the role "tool" with the "tool_call_id". Raises UserError if the template
+        refuses them.
         """
         given = self.tokens | self.variables
-        given |= {"messages": messages, "tools": None, "documents": None}
+        given |= {"messages": messages, "tools": self.tools, "documents": None}
         with self.failing():
             return self.template.render(given, add_generation_prompt=True)
 
-    def encode(self, messages: list[dict[str, str]], encoding: Encoding) -> list[int]:
+    def encode(self, messages: list[dict], encoding: Encoding) -> list[int]:
         """The ids of that text, in which no text of a user or a system message is a control token.
+
+        Nor is any text of a tool, of a call or of its result.
 
         An added token in a message would let its author speak in any role. So in messages
         stand-ins, used nowhere else, take the place of the characters that added tokens begin and
@@ -82,18 +117,24 @@ class Chat:
         that escapes a message meets the stand-ins.
         """
         control = encoding.special_tokens_set
-        contents = [message["content"] for message in messages]
-        used = set().union(self.text, *self.tokens.values(), *control, *contents)
+        given = json.dumps([messages, self.tools], ensure_ascii=False)
+        used = set().union(self.text, *self.tokens.values(), *control, given)
         hide = stand_ins(set().union(*control), used)
         edges = {ord(token[end]) for token in control for end in (0, -1)}
         hide_edges = {code: hide[code] for code in edges}
-        partly = [
-            message if message["role"] == "assistant" else translated(message, hide_edges)
-            for message in messages
-        ]
-        fully = [translated(message, hide) for message in messages]
-        pieces = split_at(control, self.render(partly))
-        checked = split_at(control, self.render(fully))
+        chat = copy.copy(self)
+        chat.tools = translated(self.tools, hide_edges)
+        partly = []
+        fully = []
+        for message in messages:
+            text = message["content"]
+            shown = text if message["role"] == "assistant" else text.translate(hide_edges)
+            others = {name: value for name, value in message.items() if name not in PLAIN}
+            message = message | translated(others, hide_edges)
+            partly.append(message | {"content": shown})
+            fully.append(message | {"content": text.translate(hide)})
+        pieces = split_at(control, chat.render(partly))
+        checked = split_at(control, chat.render(fully))
         if pieces[1::2] != checked[1::2]:
             pieces = checked
         show = {stand_in: code for code, stand_in in hide.items()}
@@ -112,9 +153,15 @@ def stand_ins(characters: set[str], used: set[str]) -> dict[int, int]:
     return {ord(character): next(unused) for character in characters}
 
 
-def translated(message: dict[str, str], table: dict[int, int]) -> dict[str, str]:
-    """A copy of a message with other characters in its content."""
-    return message | {"content": message["content"].translate(table)}
+def translated(value, table: dict[int, int]):
+    """A copy of what JSON can say, with other characters in its strings and names."""
+    if isinstance(value, str):
+        return value.translate(table)
+    if isinstance(value, list):
+        return [translated(each, table) for each in value]
+    if isinstance(value, dict):
+        return {name.translate(table): translated(each, table) for name, each in value.items()}
+    return value
 
 
 def split_at(tokens: set[str], text: str) -> list[str]:
@@ -124,11 +171,12 @@ def split_at(tokens: set[str], text: str) -> list[str]:
 
 
 def read_template(
-    source: Source, file: Path | None = None
+    source: Source, file: Path | None = None, name: str = "default"
 ) -> tuple[Path, str, dict[str, str]] | None:
     """A model's chat template, None without one: its file, its text, the tokens it may name.
 
-    file: of a template to use instead. Raises UserError for a file that cannot be read.
+    file: of a template to use instead. name: of the one to take, where there are several.
+    Raises UserError for a file that cannot be read.
     """
     given = (file, read_text(file)) if file else None
     if source.kind == "random":
@@ -145,14 +193,14 @@ def read_template(
         text = config.get("chat_template")
         if isinstance(text, list):  # several, each with a name
             named = [entry for entry in text if isinstance(entry, dict)]
-            default = [entry for entry in named if entry.get("name") == "default"]
-            text = default[0].get("template") if default else None
+            chosen = [entry for entry in named if entry.get("name") == name]
+            text = chosen[0].get("template") if chosen else None
     tokens = {}
-    for name in NAMES:
-        token = config.get(f"{name}_token")
+    for kind in NAMES:
+        token = config.get(f"{kind}_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
-            tokens[f"{name}_token"] = token
+            tokens[f"{kind}_token"] = token
     return (file, text, tokens) if isinstance(text, str) else None
 
 

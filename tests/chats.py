@@ -62,6 +62,97 @@ LINES = r"""{{ bos_token }}
 {% endfor %}
 """
 
+# In the form of Qwen2.5's, with tools as NousResearch's Hermes has them.
+HERMES = r"""{{- '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}
+    {{- messages[0].content }}
+{%- else %}
+    {{- 'You write stories.' }}
+{%- endif %}
+{%- if tools %}
+    {{- '\n\nTools:\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\n' + (tool | tojson) }}
+    {%- endfor %}
+    {{- '\n</tools>' }}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content or not message.tool_calls %}
+            {{- '\n' + message.content.split('</think>')[-1] }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + message.content }}
+        {{- '\n</tool_response><|im_end|>\n' }}
+    {%- elif not loop.first or message.role != 'system' %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+# In the form of Llama 3.2's: one call a reply, which is bare JSON; a result is of ipython.
+BARE = r"""{{- bos_token }}
+{%- if tools is not none %}
+    {{- '<|start_header_id|>system<|end_header_id|>\n\nTools:\n\n' }}
+    {%- for tool in tools %}
+        {{- (tool | tojson(indent=4)) + '\n\n' }}
+    {%- endfor %}
+    {{- '<|eot_id|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception('one call at a time') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + call.name }}
+        {{- '", "parameters": ' + (call.arguments | tojson) + '}<|im_end|>' }}
+    {%- else %}
+        {%- set role = 'ipython' if message.role == 'tool' else message.role %}
+        {{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}
+        {{- message.content | trim + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+# In the form of Mistral's: a list of calls, each with an id of nine letters and digits.
+LISTED = r"""{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools and loop.last %}
+            {{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined %}
+        {{- '<tool_call>[' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}
+                {{- raise_exception('ids have nine characters') }}
+            {%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
+            {{- ']<|im_end|>' if loop.last else ', ' }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS]{"content": ' + message.content + ', "call_id": "' }}
+        {{- message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+WITH_TOOLS = {"hermes": HERMES, "bare": BARE, "listed": LISTED}
+
 
 def save_base(tiny, directory) -> None:
     """Write a random model of 4,104 tokens, which <|im_end|> ends, and a tokenizer; no template."""
@@ -114,3 +205,22 @@ def replies(directory, prompts, **params):
 def shown(texts: list[str]) -> str:
     """Several texts as scripts print them."""
     return ("\n" + "-" * 40 + "\n").join(texts) + "\n"
+
+
+def tool(name: str, properties: dict | None = None, **more) -> dict:
+    """A tool in OpenAI's form. properties: of its parameters, all of them required."""
+    named = properties or {}
+    parameters = {"type": "object", "properties": named, "required": list(named)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters} | more}
+
+
+def call(name: str, arguments, id: str = "abcdefghi") -> dict:
+    """A call of a tool, as a message has it. arguments: an object, or JSON for a request."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def used(text: str, arguments: dict, result: str) -> list[dict]:
+    """A conversation in which a tool was called, and answered."""
+    messages = conversation(text)
+    messages.append({"role": "assistant", "content": "", "tool_calls": [call("look", arguments)]})
+    return messages + [{"role": "tool", "tool_call_id": "abcdefghi", "content": result}]

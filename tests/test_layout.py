@@ -48,4 +48,4 @@ def test_one_text_needs_no_engine():
     places = {name: ROOT / f"{name.replace('.', '/')}.py" for name in found.stdout.split()}
     names = [name for name, place in places.items() if place.is_file()]
     assert {name.partition(".")[0] for name in names if "." in name} == {"loading", "native"}
-    assert len(names) == 29, (names, found.stderr)
+    assert len(names) == 30, (names, found.stderr)

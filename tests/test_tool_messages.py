@@ -1,0 +1,129 @@
+"""Lesson 151: a template writes tools, calls and results. Oracle: transformers."""
+
+import json
+
+import pytest
+from chats import CHATML, CONTROL, HERMES, WITH_TOOLS, control_ids, conversation, theirs, tool, used
+from conftest import is_one_line
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+LOOK = tool("look", {"place": {"type": "string"}}, description="What is there?")
+COUNT = tool("count", {"things": {"type": "array", "items": {"type": "string"}}})
+TOOLS = [LOOK, COUNT]
+PARTS = [*'<|>[]/ \n\t"\\\u00e9\U0001f642', "im_end", "tool_call", "INST", "Tom"]
+texts = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
+
+
+@pytest.fixture(params=WITH_TOOLS)
+def template(request):
+    return WITH_TOOLS[request.param]
+
+
+@settings(max_examples=25)
+@given(word=texts, key=texts, result=texts)
+def test_ids_and_text_equal_transformers(chat_pair, chat_encoding, word, key, result):
+    for template in WITH_TOOLS.values():
+        ours, tokenizer = chat_pair(template)
+        tools = [tool("look", {key: {"enum": [word]}}, description=word), COUNT]
+        assume(not any(token in text for token in CONTROL for text in (word, key, result)))
+        messages = used(word, {key: [word, 1]}, result) + conversation(word, word, word)[1:]
+        known = theirs(tokenizer, messages, tokenize=False, tools=tools)
+        chat = ours.with_tools(tools)
+        assert chat.render(messages) == known
+        assert chat.encode(messages, chat_encoding) == theirs(tokenizer, messages, tools=tools)
+        assert ours.render(messages) == theirs(tokenizer, messages, tokenize=False)  # as it was
+
+
+@pytest.mark.parametrize("token", CONTROL)
+def test_no_text_from_outside_is_a_control_token(chat_pair, chat_encoding, template, token):
+    """Not in a tool, its parameters, a call or its result; nor by what a template joins."""
+    ours = chat_pair(template)[0]
+    for word, key, result in ((token, token, token), (token[:2], "a", token[2:]), ("x", "y", "z")):
+        tools = [tool("look", {key: {"enum": [word]}}, description=word)]
+        messages = used(word, {key: [word]}, result)
+        found = control_ids(ours.with_tools(tools).encode(messages, chat_encoding))
+        if word == token:
+            hostile = found
+    assert hostile == found
+
+
+def test_a_template_of_its_own_is_for_tools(write_chat):
+    """As transformers takes it; its tools are needed, as in the one of NousResearch's Hermes 3."""
+    from transformers import PreTrainedTokenizerFast
+
+    from loading.chat import Chat
+
+    needing = HERMES.replace("{%- if tools %}", "{%- if true %}")
+    several = [{"name": "tool_use", "template": needing}, {"name": "default", "template": CHATML}]
+    directory = write_chat(several)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
+    messages = used("Tom", {"place": "sea"}, "a ship")
+    for tools in (TOOLS, None):
+        known = theirs(tokenizer, messages, tokenize=False, tools=tools)
+        assert Chat(directory).with_tools(tools).render(messages) == known
+
+
+def test_the_command_line_shows_the_tools(
+    cli, write_chat, chat_pair, given_prompts, tmp_path, template
+):
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(TOOLS))
+    arguments = ("--chat", "--prompt", "Tom", "--max-new-tokens", 1, "--tools", file)
+    assert cli("--model", write_chat(template), *arguments)[0] == 0
+    assert given_prompts == [[theirs(chat_pair(template)[1], conversation("Tom"), tools=TOOLS)]]
+
+
+def test_a_template_without_tools_is_one_line(cli, write_chat, tmp_path):
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(TOOLS))
+    without = "{{ messages[0].content }}"
+    arguments = ("--chat", "--prompt", "Tom", "--tools", file)
+    result = cli("--model", write_chat(without), *arguments)
+    assert is_one_line(result, "tokenizer_config.json: this chat template has no place for tools")
+    assert is_one_line(cli("--prompt", "x", "--tools", file), "error: --tools is for --chat only")
+
+
+FUNCTION = {"name": "look"}
+WRONG = [
+    ("[", "tools: not JSON: Expecting value"),
+    ({}, "tools: it must be a list of 1 to 128 tools"),
+    ([], "tools: it must be a list of 1 to 128 tools"),
+    ([LOOK] * 129, "tools: it must be a list of 1 to 128 tools"),
+    ([LOOK, LOOK], "tools.1.function.name: an earlier tool has the name look"),
+    ([LOOK, 1], "tools.1: it must have the form "),
+    ([FUNCTION], "tools.0: it must have the form "),
+    ([{"type": "web_search", "function": FUNCTION}], "tools.0: it must have the form "),
+    (
+        [{"type": "function", "function": FUNCTION, "strict": True}],
+        "tools.0: it must have the form ",
+    ),
+    ([{"type": "function", "function": {}}], "tools.0.function.name: it must be a string"),
+    (
+        [tool("look at")],
+        "tools.0.function.name is 'look at'; it must be 1 to 64 letters, digits, _",
+    ),
+    ([tool("a" * 65)], "aaa'; it must be 1 to 64 letters"),
+    ([tool("a", strict=1)], "tools.0.function.strict: it must be true or false"),
+    (
+        [tool("a", parameters=[])],
+        "tools.0.function.parameters: it must be an object, a JSON schema",
+    ),
+    (
+        [tool("a", arguments={})],
+        "tools.0.function: 'arguments' is no field of a function; it has name",
+    ),
+]
+
+
+@pytest.mark.parametrize("tools, words", WRONG, ids=range(len(WRONG)))
+def test_what_no_tool_is_is_one_line(cli, write_chat, tmp_path, tools, words):
+    file = tmp_path / "tools.json"
+    file.write_text(tools if isinstance(tools, str) else json.dumps(tools))
+    arguments = ("--model", write_chat(HERMES), "--chat", "--prompt", "x", "--tools", file)
+    assert is_one_line(cli(*arguments), words)
+
+
+def test_still_a_chat_without_tools(chat_pair):
+    chat, tokenizer = chat_pair(CHATML)
+    assert chat.render(conversation("x")) == theirs(tokenizer, conversation("x"), tokenize=False)
