@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from constraints import make_matcher
+from constraints import make_matcher, vocabulary_of
 from errors import UserError, memory_for
 from loading.chat import Chat
 from loading.load import Source, load_model
-from loading.tokenizer import TextStream
-from loading.tools import read_tools
+from loading.tokenizer import Encoding, TextStream
+from loading.tools import calls_grammar, find_form, read_tools
 from model import Model
 from native import BuildError, kernel, use_native
 from sampling import SamplingParams
@@ -195,7 +195,9 @@ def sampling_params(args) -> SamplingParams:
     for text in args.choices:
         check_text(OPTIONS["choices"], text)
     # Each text gets a seed of its own.
-    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "seed"]
+    # Calls need the model's template, which is not loaded yet.
+    apart = {"seed", "calls"}
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in apart]
     params = SamplingParams(**{name: getattr(args, name) for name in names})
     given = {"--seed": args.seed is not None, "--num-samples": args.num_samples > 1}
     given |= {"--top-k": params.top_k > 0, "--top-p": params.top_p < 1}
@@ -295,6 +297,20 @@ def load_chat(args, source: Source) -> Chat | None:
     if "enable_thinking" not in chat.text:
         raise UserError(f"--no-thinking: {chat.file}: this template knows no enable_thinking")
     return chat.with_variables({"enable_thinking": False})
+
+
+def with_calls(
+    params: SamplingParams, chat: Chat | None, encoding: Encoding, config
+) -> SamplingParams:
+    """Parameters that let a reply call the tools of the chat, if it has any, and no others.
+
+    Raises UserError as `find_form` and `calls_grammar`, and for another form of the text.
+    """
+    if chat is None or chat.tools is None:
+        return params
+    vocabulary = vocabulary_of(encoding, config.vocab_size, tuple(config.eos_token_ids))
+    form = find_form(chat, encoding, config.eos_token_ids)
+    return dataclasses.replace(params, calls=calls_grammar(form, chat.tools, vocabulary))
 
 
 def is_conversation(args) -> bool:

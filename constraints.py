@@ -46,16 +46,28 @@ class Vocabulary:
     def possible(self) -> numpy.ndarray:
         """A bit for each token: whether a text may have it, or it ends one. Whole int32s."""
         texts = [token for token, piece in enumerate(self.pieces) if piece is not None]
-        mask = torch.nn.functional.pad(self.mask(texts + self.ends), (0, -len(self.pieces) % 32))
-        return numpy.packbits(mask.numpy(), bitorder="little")
+        return self.bits(texts + self.ends)
+
+    @functools.cached_property
+    def possible_in_calls(self) -> numpy.ndarray:
+        """The same with added tokens, which the grammar of a reply with calls names."""
+        return self.possible | self.bits([*self.added.values()])
+
+    @functools.cached_property
+    def added(self) -> dict[str, int]:
+        """Added tokens that end no text, by their names."""
+        named = {name: self.encoding.added[name] for name in self.encoding.special_tokens_set}
+        return {name: token for name, token in named.items() if token not in self.ends}
 
     @functools.cached_property
     def tokenizer(self):
         """What llguidance knows of this vocabulary."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        pieces = [piece or b"" for piece in self.pieces]
-        return LLTokenizer(TokenizerWrapper(Speller(self, pieces)), len(pieces), self.ends)
+        speller = Speller(self, [piece or b"" for piece in self.pieces])
+        for name, token in self.added.items():  # without a name none is told from others
+            speller.tokens[token] = name.encode()
+        return LLTokenizer(TokenizerWrapper(speller), len(self.pieces), self.ends)
 
     def spell(self, text: str) -> list[int]:
         """The tokens that the tokenizer writes for a text, without SentencePiece's first blank.
@@ -85,6 +97,11 @@ class Vocabulary:
             tokens.append(self.ids[data[:size]][0])
             data = data[size:]
         return tokens
+
+    def bits(self, ids: list[int]) -> numpy.ndarray:
+        """A bit for each token: whether it is among these. Whole int32s."""
+        mask = torch.nn.functional.pad(self.mask(ids), (0, -len(self.pieces) % 32))
+        return numpy.packbits(mask.numpy(), bitorder="little")
 
     def mask(self, ids: list[int] | slice) -> torch.Tensor:
         """(vocab_size,) bools: which tokens are among these."""
@@ -228,8 +245,12 @@ class Grammar:
         from llguidance import LLMatcher, LLParserLimits  # takes 0.04 s, and few texts need it
 
         self.vocabulary = vocabulary
+        self.possible = vocabulary.possible
         try:
-            if kind == "json_schema":
+            if kind == "calls":
+                text = source
+                self.possible = vocabulary.possible_in_calls
+            elif kind == "json_schema":
                 check_schema(source)
                 options = {"whitespace_flexible": False}  # else a model may write blanks for ever
                 text = LLMatcher.grammar_from_json_schema(source, overrides=options)
@@ -243,10 +264,12 @@ class Grammar:
             # Nothing is ever written to it: each matcher has a copy, which shares what is compiled.
             self.start = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
             if self.start.is_error():
-                raise UserError(first_lines(self.start.get_error()))
+                error = self.start.get_error()
+                raise UserError(wrong_tool(text, error) if kind == "calls" else first_lines(error))
             self.matcher().checked([])
         except ValueError as error:  # a UserError is one
-            raise UserError(f"{kind}: {error}") from None
+            name = "tools" if kind == "calls" else kind
+            raise UserError(f"{name}: {error}") from None
 
     def matcher(self) -> "GrammarMatcher":
         return GrammarMatcher(self)
@@ -266,9 +289,9 @@ class GrammarMatcher(Matcher):
         known = shared_length(self.tokens, output)
         self.state.rollback(len(self.tokens) - known)
         del self.tokens[known:]
-        pieces = self.vocabulary.pieces
+        ends = self.vocabulary.ends
         # Not an EOS: after it everything is allowed.
-        text = list(itertools.takewhile(lambda token: pieces[token] is not None, output[known:]))
+        text = list(itertools.takewhile(lambda token: token not in ends, output[known:]))
         self.tokens += text[: self.state.try_consume_tokens(text)]
         if len(self.tokens) < len(output) and not self.state.is_error():
             return self.vocabulary.mask(slice(None))
@@ -278,9 +301,9 @@ class GrammarMatcher(Matcher):
             self.state = self.grammar.start.deep_copy()
             self.tokens = []
             return self.vocabulary.mask([])
-        # A grammar can name special tokens, which are no text.
-        self.bits &= self.vocabulary.possible
-        mask = numpy.unpackbits(self.bits, count=len(pieces), bitorder="little")
+        # A grammar from outside can name special tokens, which are no text.
+        self.bits &= self.grammar.possible
+        mask = numpy.unpackbits(self.bits, count=len(self.vocabulary.pieces), bitorder="little")
         return torch.from_numpy(mask.view(bool))
 
     def reason(self) -> str:
@@ -293,6 +316,15 @@ def only_token(allowed: torch.Tensor | None) -> int | None:
     if allowed is None or numpy.count_nonzero(allowed.numpy()) != 1:
         return None
     return int(allowed.numpy().argmax())
+
+
+def wrong_tool(grammar: str, error: str) -> str:
+    """What an error of llguidance says of a grammar of calls, whose text no client has seen."""
+    place, _, reason = re.split(r"\n +\d+ \| ", error)[0].partition(": ")
+    line = re.match(r"at (\d+)", place)
+    rule = grammar.splitlines()[int(line[1]) - 1] if line else ""
+    name = re.match(r'call\d+: "([\w-]+)', rule)
+    return f"{name[1]}: {first_lines(reason)}" if name else first_lines(error)
 
 
 def first_lines(error: str) -> str:
@@ -325,10 +357,7 @@ JOINING = {"allOf", "anyOf", "oneOf", "$ref"}
 
 
 def check_schema(source: str) -> None:
-    """Raise UserError for a schema that is not JSON, that is too large, or with unknown keywords.
-
-    llguidance ignores keywords that it has never heard of; a text would not be what they ask for.
-    """
+    """Raise UserError for a schema that is not JSON, and as `check_schemas`."""
     try:
         schema = json.loads(source)
     except RecursionError:
@@ -337,7 +366,15 @@ def check_schema(source: str) -> None:
         raise UserError(f"not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise UserError("it must be an object")
-    waiting = [("", schema, 1)]  # where it is, the schema, how deep
+    check_schemas({"": schema})
+
+
+def check_schemas(schemas: dict[str, dict]) -> None:
+    """Raise UserError for schemas, by their places, that are too large, or with unknown keywords.
+
+    llguidance ignores keywords that it has never heard of; a text would not be what they ask for.
+    """
+    waiting = [(place, schema, 1) for place, schema in schemas.items()]  # and how deep
     count = values = pattern = joined = 0
     multiples = []
     while waiting:

@@ -33,6 +33,7 @@ from command_line import (
     read_prompts,
     run_script,
     sampling_params,
+    with_calls,
     with_seeds,
     write_texts,
 )
@@ -318,6 +319,7 @@ def run(args) -> None:
     chat = load_chat(args, source)
     (model,) = load_models([source], args, device)
     encoding = load_encoding(source, model.config.vocab_size)
+    params = with_calls(params, chat, encoding, model.config)
     skip = ending_ids(params, model.config.eos_token_ids)
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:
@@ -352,7 +354,8 @@ def check_beam_options(args) -> None:
             raise UserError("--length-penalty is for --num-beams only")
         return
     unused = dataclasses.asdict(SamplingParams(args.max_new_tokens, args.ignore_eos))
-    unused |= {"num_samples": 1, "seed": None}
+    del unused["calls"]
+    unused |= {"num_samples": 1, "seed": None, "tools": None}
     refused = [name for name, default in unused.items() if getattr(args, name) != default]
     if refused:
         names = ", ".join(OPTIONS.get(name, "--" + name.replace("_", "-")) for name in refused)

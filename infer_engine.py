@@ -25,6 +25,7 @@ from command_line import (
     read_prompts,
     run_script,
     sampling_params,
+    with_calls,
     with_seeds,
     write_texts,
 )
@@ -88,6 +89,7 @@ def write_all(args, ranks: Ranks | None) -> None:
     chat = load_chat(args, source)
     engine = load_engine(args, source, device, ranks)
     encoding = engine.encoding
+    params = with_calls(params, chat, encoding, engine.model.config)
     adapters = ["", *parse_adapters(args.lora_modules)]
 
     def write(tokens: list[list[int]], shown: list[str]) -> list[str]:

@@ -40,6 +40,7 @@ class SamplingParams:
     json_schema: str | None = None  # the text is JSON that this schema, as JSON, allows; None: any
     regex: str | None = None  # the whole text matches this expression; None: any
     grammar: str | None = None  # the text is of this grammar, in llguidance's Lark; None: any
+    calls: str | None = None  # a text that may call tools: a grammar of `calls_grammar`; None: any
 
     def __post_init__(self):
         if isinstance(self.logit_bias, Mapping):
@@ -63,7 +64,7 @@ class SamplingParams:
 
 LARGEST = sys.float_info.max
 MOST_CHOICES = 2**14  # bytes in all, because each takes a node of a trie
-FORMS = ("choices", "json_schema", "regex", "grammar")
+FORMS = ("choices", "json_schema", "regex", "grammar", "calls")
 
 
 def source_limit(size: int) -> tuple:
@@ -135,6 +136,7 @@ LIMITS = {  # field of SamplingParams: its type, which values are valid, how to 
     "json_schema": source_limit(2**16),
     "regex": source_limit(2**12),
     "grammar": source_limit(2**13),
+    "calls": source_limit(2**18),  # 128 tools
 }
 NOT_FINITE = (
     "the model returned logits that are NaN or infinite: broken weights, or a dtype too small"

@@ -1,12 +1,17 @@
 """Tool calls: which tools there are, and how a reply calls them."""
 
 import json
+import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
+from constraints import JOINING, Vocabulary, check_schemas
 from errors import UserError
+from loading.chat import TOOL, Chat, split_at
+from loading.tokenizer import Encoding
 
 MOST_TOOLS = 128
+MOST_GRAMMAR = 2**18  # bytes
 FIELDS = {  # of a function: its type, and how to say that
     "name": (str, "a string"),
     "description": (str | None, "a string"),
@@ -57,3 +62,156 @@ def check_tools(tools: Any) -> None:
         if name in names:
             raise UserError(f"{where}.name: an earlier tool has the name {name}")
         names.add(name)
+
+
+ID = "call00000"  # nine letters and digits, as Mistral's templates want them
+ARGUMENTS = {"key": 1, "other": [2, "a"]}
+RESULT = "what_a_tool_has_found"
+
+
+class CallForm(NamedTuple):
+    """How a template writes a reply's calls.
+
+    begin NAME middle ARGUMENTS [between NAME middle ARGUMENTS ...] end, where "\\0" stands for each
+    letter of an id. trigger: what begin begins with, and no text has. between: None for templates
+    that write one call at most. separators: between items of the arguments, and after their names.
+    """
+
+    trigger: str
+    begin: str
+    middle: str
+    between: str | None
+    end: str
+    separators: tuple[str, str]
+
+
+def find_form(chat: Chat, encoding: Encoding, eos_token_ids: tuple[int, ...]) -> CallForm:
+    """How the template of a chat writes calls: it is given some, and its text is taken apart.
+
+    chat: with the tools of the conversation, if it has any.
+    Raises UserError for one that writes them in a way that is not known here.
+    """
+    chat = chat.with_tools([TOOL] if chat.tools else None)
+    user = {"role": "user", "content": "a"}
+    names = ["first_function", "second_function", "third_function"]
+    calls = [
+        {"id": ID, "type": "function", "function": {"name": name, "arguments": ARGUMENTS}}
+        for name in names
+    ]
+    result = {"role": "tool", "tool_call_id": ID, "name": names[0], "content": RESULT}
+    said = chat.render([user, {"role": "assistant", "content": RESULT}, user]).partition(RESULT)
+    # Where a reply begins: for a new one, and for an old one, which may have no reasoning.
+    starts = chat.render([user]), said[0]
+
+    def written(*calls: dict) -> str:
+        """A reply with these calls, and what follows it."""
+        reply = {"role": "assistant", "content": "", "tool_calls": list(calls)}
+        # It is an old one, because the last one may get an empty reasoning.
+        later = [result] * len(calls) + [{"role": "assistant", "content": "b"}, user]
+        text = chat.render([user, reply, *later]).replace(ID, "\0" * len(ID))
+        for start in starts:
+            known = os.path.commonprefix([start, text])
+            if not start[len(known) :].strip():
+                return text[len(known) :]
+        return ""
+
+    unknown = UserError(f"{chat.file}: this chat template writes calls in a way not known here")
+    one = written(calls[0])
+    ends = [encoding.texts[token] for token in eos_token_ids if token in encoding.texts]
+    for separators in ((", ", ": "), (",", ":")):
+        known = json.dumps(ARGUMENTS, separators=separators)
+        begin, _, rest = one.partition(names[0])
+        middle, found, rest = rest.partition(known)
+        # A result, too, because a template may leave out what it does not know.
+        is_known = found and begin.strip() and middle.startswith('"') and RESULT in rest
+        following = [rest.partition(token)[0] for token in ends if token in rest]
+        if is_known and following and RESULT not in min(following, key=len):
+            break
+    else:
+        raise unknown
+    end = min(following, key=len)
+    try:
+        all_calls = written(*calls)
+    except UserError:
+        all_calls = ""
+    first = begin + names[0] + middle + known
+    between = all_calls.removeprefix(first).partition(names[1])[0]
+    others = [between + name + middle + known for name in names[1:]]
+    if not all_calls.startswith(first + "".join(others) + end):
+        between = None
+    _, *added = split_at(encoding.special_tokens_set, begin)
+    trigger = begin.split()[0]
+    if added and begin.lstrip().startswith(added[0]):
+        trigger = added[0]
+    return CallForm(trigger, begin, middle, between, end, separators)
+
+
+def calls_grammar(
+    form: CallForm,
+    tools: list[dict],
+    vocabulary: Vocabulary,
+    choice: str = "auto",
+    parallel: bool = True,
+) -> str:
+    """The grammar of a reply that may call tools, for `SamplingParams.calls`.
+
+    choice: "auto": a text, and after it calls, if any; "none": a text; "required": calls and no
+    text. parallel: there may be several. Arguments are held to the parameters of their tool, which
+    are those that it names, unless its schema allows more.
+    Raises UserError for parameters that are not supported.
+    """
+
+    def lark(text: str) -> str:
+        """A text in the grammar: added tokens, ids, and what lies between them."""
+        parts = []
+        for index, piece in enumerate(split_at(set(vocabulary.added), text)):
+            if index % 2:
+                parts.append(f"<[{vocabulary.added[piece]}]>")
+                continue
+            for part in re.findall("\0+|[^\0]+", piece):
+                id = f"/[a-zA-Z0-9]{{{len(part)}}}/"
+                parts.append(id if part[0] == "\0" else json.dumps(part, ensure_ascii=False))
+        return " ".join(parts)
+
+    schemas = {tool["function"]["name"]: parameters(tool["function"]) for tool in tools}
+    check_schemas({f"{name}.parameters": schema for name, schema in schemas.items()})
+    items, names = form.separators
+    options = {"whitespace_flexible": False, "item_separator": items, "key_separator": names}
+    called = []
+    for name, schema in schemas.items():
+        schema = json.dumps(schema | {"x-guidance": options})
+        called.append(f"call{len(called)}: {lark(name + form.middle)} %json {schema}")
+    more = f" ({lark(form.between)} call)*" if parallel and form.between is not None else ""
+    calls = f"call{more} {lark(form.end)}"
+    trigger = form.trigger
+    spelled = re.escape(trigger).replace("/", r"\/")
+    others = ",".join(str(id) for name, id in sorted(vocabulary.added.items()) if name != trigger)
+    free = "TEXT?" + (f" (<[{others}]> TEXT?)*" if others else "")  # no TEXT after another
+    begin = form.begin.lstrip()
+    rest = f"{lark(begin.removeprefix(trigger))} {calls}"
+    if trigger in vocabulary.added:
+        tail = f"({lark(trigger)} {rest})?"
+    else:
+        tail = f"(trigger {rest})?"
+    starts = {"none": free, "auto": f"{free} {tail}", "required": f"{lark(form.begin)} {calls}"}
+    rules = [f"start: {starts[choice]}", rf"TEXT: /(?s:.+)/ & ~/(?s:.*){spelled}(?s:.*)/"]
+    choices = " | ".join(f"call{number}" for number in range(len(called)))
+    rules += [rf"trigger[lazy]: /(?s:.*){spelled}/", f"call: {choices}", *called]
+    grammar = "\n".join(rules) + "\n"
+    size = len(grammar.encode())
+    if size > MOST_GRAMMAR:
+        raise UserError(
+            f"as a grammar the tools have {size:,} bytes; they may have {MOST_GRAMMAR:,}"
+        )
+    return grammar
+
+
+def parameters(function: dict) -> dict:
+    """The JSON schema of a function's arguments: an object with what it names."""
+    schema = {"type": "object"} | (function.get("parameters") or {"properties": {}})
+    if schema["type"] != "object":
+        where = f"{function['name']}.parameters.type"
+        raise UserError(f"{where} is {schema['type']!r:.40}; it must be object")
+    if "properties" in schema and not schema.keys() & {"patternProperties", *JOINING}:
+        schema = {"additionalProperties": False} | schema
+    return schema

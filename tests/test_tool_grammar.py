@@ -1,0 +1,302 @@
+"""Lesson 152: a reply calls tools only as its template writes calls. Oracle: transformers."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+from chats import BARE, CHATML, HERMES, LISTED, WITH_TOOLS, call, conversation, theirs, tool
+from conftest import is_one_line, refused
+
+from infer import generate
+from loading.chat import Chat
+from loading.load import load_model
+from loading.tokenizer import load_encoding
+from sampling import SamplingParams
+
+TRIGGER = 4102  # <tool_call>
+PLACE = {"place": {"enum": ["sea", "wood"]}, "far": {"type": "boolean"}}
+LOOK = tool("look", PLACE, description="What is there?")
+COUNT = tool("count", {"things": {"type": "integer", "minimum": 3, "maximum": 40}})
+TOOLS = [LOOK, COUNT]
+SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
+# A call as each template writes it, for a reader that knows no template: name, arguments.
+CALL = r'\{"name": "(\w+)", "(?:arguments|parameters)": (\{[^{}]*\})(?:, "id": "[a-zA-Z0-9]{9}")?\}'
+WHOLE = {
+    HERMES: rf"(?s:(.*?))((?:(?:^|\n)?<tool_call>\n{CALL}\n</tool_call>)*)",
+    BARE: rf"(?s:(.*?))({CALL})?",
+    LISTED: rf"(?s:(.*?))(<tool_call>\[{CALL}(?:, {CALL})*\])?",
+}
+
+
+@pytest.fixture(params=WITH_TOOLS)
+def template(request):
+    return WITH_TOOLS[request.param]
+
+
+@pytest.fixture
+def directory(write_chat, template):
+    return write_chat(template)
+
+
+def grammar(directory, choice="auto", parallel=True, tools=TOOLS) -> str:
+    from constraints import vocabulary_of
+    from loading.tools import calls_grammar, find_form
+
+    encoding = load_encoding(directory, 4104)
+    form = find_form(Chat(directory), encoding, (4098,))
+    return calls_grammar(form, tools, vocabulary_of(encoding, 4104, (4098,)), choice, parallel)
+
+
+def replies(directory, seeds, length=110, cut=False, **params) -> list[str]:
+    """Texts of a random model that follow a message, one for each seed, without the EOS.
+
+    cut: those, too, that have none after this length.
+    """
+    encoding = load_encoding(directory, 4104)
+    prompt = Chat(directory).with_tools(TOOLS).encode(conversation("Tom"), encoding)
+    options = {"max_new_tokens": length, "temperature": 1.0} | params
+    each = [SamplingParams(**options, seed=seed) for seed in seeds]
+    steps = list(generate(load_model(directory), [prompt] * len(each), each, encoding=encoding))
+    rows = [[step[row] for step in steps] for row in range(len(each))]
+    rows = [[token for token in row if token is not None] for row in rows]
+    rows = [row for row in rows if cut or row[-1] == 4098]
+    return [encoding.decode([token for token in row if token != 4098]) for row in rows]
+
+
+def read(template: str, text: str) -> tuple[str, list[tuple[str, dict]]]:
+    """What a whole reply says before its calls, and what it calls, all as it must be."""
+    found = re.fullmatch(WHOLE[template], text)
+    assert found, text
+    calls = [(name, json.loads(said)) for name, said in re.findall(CALL, found[2] or "")]
+    for name, arguments in calls:
+        jsonschema.validate(arguments, SCHEMAS[name])
+        assert arguments.keys() == SCHEMAS[name]["properties"].keys()
+    return found[1], calls
+
+
+def test_the_form_is_what_transformers_writes(chat_pair, template):
+    from loading.tools import find_form
+
+    ours, tokenizer = chat_pair(template)
+    encoding = load_encoding(ours.file.parent, 4104)
+    form = find_form(ours, encoding, (4098,))
+    asked = conversation("Tom")
+    before = theirs(tokenizer, asked, tokenize=False)
+    for number in (1, 2, 3) if form.between else (1,):
+        said = [{"a": 'x"}', "b": [number, {}]}, {}, {"\u00e9": None}][:number]
+        calls = [call(f"f-{number}", arguments, "id0123456") for arguments in said]
+        messages = [*asked, {"role": "assistant", "content": "", "tool_calls": calls}]
+        known = tokenizer.apply_chat_template(messages, tokenize=False)
+        texts = [json.dumps(each, ensure_ascii=False) for each in said]
+        written = [f"f-{number}{form.middle}{text}" for text in texts]
+        text = form.begin + (form.between or "").join(written) + form.end
+        assert before + text.replace("\0" * 9, "id0123456") + "<|im_end|>" == known.rstrip("\n")
+
+
+NEEDING = HERMES.replace("{%- if tools %}", "{%- if true %}")  # as NousResearch's Hermes 3
+SWITCHED = HERMES.replace(  # as Qwen3
+    "'<|im_start|>assistant\\n' }}",
+    "'<|im_start|>assistant\\n' }}{{- '' if thinking else '<think>\\n\\n</think>\\n\\n' }}",
+)
+OPENED = HERMES.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")  # as QwQ
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("template", [NEEDING, SWITCHED, OPENED, LISTED])
+def test_the_form_is_the_same(write_chat, template, tools):
+    """Whatever a new reply begins with, and whether or not there are tools."""
+    from loading.tools import find_form
+
+    if template == NEEDING and not tools:
+        return
+    known = LISTED if template == LISTED else HERMES
+    encoding = load_encoding(write_chat(template), 4104)
+    forms = [
+        find_form(Chat(write_chat(each)).with_tools(tools), encoding, ends)
+        for each, ends in ((template, (4098,)), (known, (4098,)), (known, (4097, 4098)))
+    ]
+    assert forms[0] == forms[1] == forms[2]  # the first token that ends a text counts
+
+
+def test_a_form_has_no_result_and_no_numbers(write_chat):
+    """Results in the turn of the reply (Apertus); ids that are counted (Command R7B)."""
+    from loading.tools import find_form
+
+    inside = HERMES.replace(
+        "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == 'tool' %}",
+        "{%- if not message.tool_calls %}{{- '<|im_end|>' }}{%- endif %}"
+        "\n    {%- elif message.role == 'tool' %}",
+    ).replace("'<|im_start|>user\\n<tool_response>", "'<tool_response>")
+    assert inside.count("im_end") == HERMES.count("im_end")
+    directory = write_chat(inside)
+    encoding = load_encoding(directory, 4104)
+    words = "this chat template writes calls in a way not known here"
+    assert words in refused(find_form, Chat(directory), encoding, (4098,))
+    counted = HERMES.replace(
+        """<tool_call>\\n{"name": "'""",
+        """<tool_call>\\n{"id": ' + loop.index | string + ', "name": "'""",
+    )
+    assert "loop.index |" in counted
+    form = find_form(Chat(write_chat(counted)), encoding, (4098,))
+    assert form.between is None and form.begin == '<tool_call>\n{"id": 1, "name": "'
+
+
+def test_a_reply_calls_what_there_is(directory, template):
+    """Drawn from random weights: each is whole, or was cut."""
+    seen = set()
+    for text in replies(directory, range(24), calls=grammar(directory, "required")):
+        before, calls = read(template, text)
+        assert before == "" and calls
+        seen |= {name for name, _ in calls} | {len(calls)}
+    assert {"look", "count", 1} <= seen and ({2} <= seen) == (template != BARE)
+
+
+def test_a_text_may_come_first(directory, template):
+    if template == BARE:
+        biases = {}
+        seeds = range(4)
+    else:
+        biases = {TRIGGER: 6.0}
+        seeds = range(24)
+    calls = grammar(directory)
+    texts = replies(directory, seeds, calls=calls, logit_bias=biases)
+    found = [read(template, text) for text in texts]
+    assert template == BARE or any(before and made for before, made in found)
+
+
+def test_one_tool_or_one_call_or_none(directory, template):
+    biases = {"logit_bias": {TRIGGER: 100.0}}
+    texts = replies(
+        directory, range(6), calls=grammar(directory, "required", False, [COUNT]), **biases
+    )
+    assert texts
+    for text in texts:
+        assert [name for name, _ in read(template, text)[1]] == ["count"]
+    single = grammar(directory, "required", parallel=False)
+    for text in replies(directory, range(6), calls=single, **biases):
+        assert len(read(template, text)[1]) == 1
+    if template != BARE:
+        options = {"length": 9, "cut": True} | biases
+        texts = replies(directory, range(6), calls=grammar(directory, "none"), **options)
+        assert len(texts) == 6 and "<tool_call>" not in "".join(texts)
+
+
+def test_still_a_text_without_calls_is_what_it_was(directory):
+    """Where it is UTF-8."""
+    free = replies(directory, range(12), 12, True)
+    held = replies(directory, range(12), 12, True, calls=grammar(directory))
+    same = [ours == known for ours, known in zip(held, free) if "\ufffd" not in known]
+    assert len(same) > 3 and all(same)
+
+
+@pytest.mark.parametrize("template", [HERMES, LISTED], ids=["hermes", "listed"])
+def test_a_token_is_no_text(directory, template):
+    """Added tokens may stand in a text, but not in a call; their letters begin none."""
+    from constraints import Grammar, vocabulary_of
+
+    encoding = load_encoding(directory, 4104)
+    vocabulary = vocabulary_of(encoding, 4104, (4098,))
+    matcher = Grammar("calls", grammar(directory), vocabulary).matcher()
+    added = [*range(4095, 4098), *range(4099, 4104)]
+    assert matcher.allowed([])[added].all() and matcher.allowed([4096, 4096])[added].all()
+    letters = encoding.encode_ordinary("x <tool_call")
+    after = matcher.allowed(letters)
+    assert not after[encoding.encode_single_token(">")] and after[TRIGGER]
+    assert matcher.allowed([*letters, TRIGGER]).sum() == 1
+    begun = '{"name": "look", "arguments": {"place": "'
+    begun = encoding.encode_ordinary("\n" + begun if template == HERMES else "[" + begun)
+    assert not matcher.allowed([*letters, TRIGGER, *begun])[added].any()
+    required = Grammar("calls", grammar(directory, "required"), vocabulary).matcher()
+    assert required.allowed([]).nonzero().tolist() == [[TRIGGER]]
+
+
+@pytest.mark.parametrize("template", [HERMES, LISTED], ids=["hermes", "listed"])
+def test_the_scripts_hold_replies_to_calls(cli, engine_cli, directory, template, tmp_path):
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(TOOLS))
+    arguments = ("--model", directory, "--chat", "--prompt", "Tom", "--tools", file)
+    arguments += ("--max-new-tokens", 110, "--logit-bias", f"{TRIGGER}=100")
+    code, out, err = cli(*arguments)
+    assert code == 0, err
+    assert read(template, out.removesuffix("\n"))[1]
+    assert engine_cli(*arguments, "--temperature", 0)[:2] == (code, out)
+
+
+STRANGE = HERMES.replace('{"name": "', "call ").replace('", "arguments": ', " ")
+
+DEAF = HERMES.replace("<tool_response>\\n' + message.content }}", "<tool_response>\\n' }}")
+ONE_WORD = HERMES.replace('", "arguments": \'', "_'")  # where does a name end?
+
+
+def test_what_cannot_be_held_is_one_line(cli, write_chat, tmp_path):
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(TOOLS))
+    arguments = ("--chat", "--prompt", "x", "--tools", file)
+    words = "tokenizer_config.json: this chat template writes calls in a way not known here"
+    for strange in (STRANGE, CHATML, DEAF, ONE_WORD):
+        assert is_one_line(cli("--model", write_chat(strange), *arguments), words)
+    model = "--model", write_chat(HERMES)
+    words = "regex does not go with calls: a text has one form"
+    assert is_one_line(cli(*model, *arguments, "--regex", "a"), words)
+    words = "--num-beams neither draws nor penalises tokens; leave out --tools"
+    assert is_one_line(cli(*model, *arguments, "--num-beams", 2), words)
+
+
+@pytest.mark.parametrize(
+    "schema, words",
+    [
+        ({"type": "string"}, "f.parameters.type is 'string'; it must be object"),
+        ({"not": {}}, "the keyword 'f.parameters.not' is not supported"),
+        ({"properties": 1}, "f.parameters.properties is 1; it must be an object"),
+        ({"x-guidance": {}}, "the keyword 'f.parameters.x-guidance' is not"),
+    ],
+)
+def test_parameters_that_are_not_done(write_chat, schema, words):
+    tools = [LOOK, {"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert words in refused(lambda: grammar(write_chat(HERMES), tools=tools))
+
+
+@pytest.mark.parametrize(
+    "schema, words",
+    [
+        ({"properties": {"a": {"type": "nummer"}}}, "Invalid type: nummer"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "Pointer '/$defs/b' does not exist"),
+        ({"properties": {"a": {"pattern": "("}}}, "regex parse error: ( ^ error: unclosed group"),
+    ],
+)
+def test_a_tool_that_cannot_be_compiled_is_named(cli, write_chat, tmp_path, schema, words):
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps([LOOK, tool("find-it", parameters=schema), COUNT]))
+    arguments = ("--chat", "--prompt", "x", "--tools", file)
+    result = cli("--model", write_chat(HERMES), *arguments)
+    assert is_one_line(result, f"tools: find-it: failed to compile JSON schema: {words}\n")
+
+
+def test_all_tools_together_are_bounded(write_chat):
+    many = {f"p{number}": {"type": "integer"} for number in range(10)}
+    tools = [tool(f"f{number}", many) for number in range(120)]
+    assert "more than 1,000 schemas" in refused(lambda: grammar(write_chat(HERMES), tools=tools))
+
+
+def test_a_grammar_is_bounded(write_chat):
+    tools = [tool("f", {"a": {"description": "x" * 2**18}})]
+    words = "as a grammar the tools have 262,"
+    assert words in refused(lambda: grammar(write_chat(HERMES), tools=tools))
+
+
+def test_items_are_separated_as_in_the_template(write_chat):
+    """Without blanks, too, as some templates write JSON."""
+    from constraints import Grammar, vocabulary_of
+
+    dense = HERMES.replace("arguments | tojson", "arguments | tojson(separators=(',', ':'))")
+    directory = write_chat(dense)
+    encoding = load_encoding(directory, 4104)
+    held = Grammar("calls", grammar(directory, "required"), vocabulary_of(encoding, 4104, (4098,)))
+    for blank in ("", " "):
+        arguments = f'{{"place":{blank}"sea","far":{blank}true}}'
+        text = f'\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+        tokens = [TRIGGER, *encoding.encode_ordinary(text)]
+        matcher = held.matcher()
+        taken = [matcher.allowed(tokens[:size])[tokens[size]] for size in range(len(tokens))]
+        assert all(taken) == (blank == "")
