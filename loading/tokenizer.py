@@ -366,12 +366,14 @@ class StopStream(TextStream):
                 self.held = ""
                 self.stopped = True
                 return certain
-        waiting = 0  # characters at the end that may begin a stop string
-        for stop in self.stop:
-            for size in range(1, min(len(stop), len(self.held) + 1)):
-                if self.held.endswith(stop[:size]):
-                    waiting = max(waiting, size)
+        waiting = max((overlap(self.held, stop) for stop in self.stop), default=0)
         certain = len(self.held) - waiting
         text = self.held[:certain]
         self.held = self.held[certain:]
         return text
+
+
+def overlap(text: str, string: str) -> int:
+    """How many characters at the end of a text may begin a string that is not complete yet."""
+    sizes = range(min(len(text), len(string) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(string[:size])), 0)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from constraints import JOINING, Vocabulary, check_schemas
 from errors import UserError
 from loading.chat import TOOL, Chat, split_at
-from loading.tokenizer import Encoding
+from loading.tokenizer import Encoding, overlap
 
 MOST_TOOLS = 128
 MOST_GRAMMAR = 2**18  # bytes
@@ -215,3 +215,104 @@ def parameters(function: dict) -> dict:
     if "properties" in schema and not schema.keys() & {"patternProperties", *JOINING}:
         schema = {"additionalProperties": False} | schema
     return schema
+
+
+class CallPart(NamedTuple):
+    """What is new of a call: its name, where it begins, or more of its arguments."""
+
+    index: int  # among the calls of its reply
+    name: str | None
+    arguments: str
+
+
+class CallReader:
+    """Takes the calls out of a reply while it is written; `calls_grammar` held it to this form.
+
+    count: calls that have begun.
+    """
+
+    def __init__(self, form: CallForm):
+        self.form = form
+        self.count = 0
+        self.state = "text"
+        self.held = ""  # what is not read yet
+        self.literal = ""  # what comes next, and says nothing
+        self.depth = 0  # of objects and lists in the arguments
+        self.quoted = False
+        self.escaped = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the reply has calls, and ends here."""
+        return self.state == "rest" and matches(self.form.end, self.held)
+
+    def add(self, text: str) -> tuple[str, list[CallPart]]:
+        """What is new of the text before the calls, and of the calls, where the reply goes on."""
+        self.held += text
+        content = ""
+        parts = []
+        while True:
+            if self.state == "text":
+                content, found, after = self.held.partition(self.form.trigger)
+                if not found:
+                    certain = len(content) - overlap(content, self.form.trigger)
+                    self.held = content[certain:]
+                    return content[:certain], parts
+                self.held = after
+                self.literal = self.form.begin.lstrip().removeprefix(self.form.trigger)
+                self.state = "literal"
+            elif self.state == "literal":
+                if len(self.held) < len(self.literal):
+                    break
+                self.held = self.held[len(self.literal) :]
+                self.state = "name"
+            elif self.state == "name":
+                name, found, after = self.held.partition(self.form.middle)
+                if not found:
+                    break
+                parts.append(CallPart(self.count, name, ""))
+                self.count += 1
+                self.held = after
+                self.state = "arguments"
+            elif self.state == "arguments":
+                size = self.scan()
+                if size:
+                    parts.append(CallPart(self.count - 1, None, self.held[:size]))
+                self.held = self.held[size:]
+                if self.depth or not size:
+                    break
+                self.state = "rest"
+            else:
+                between = self.form.between
+                if between is None or not matches(between, self.held[: len(between)]):
+                    break
+                self.literal = between
+                self.state = "literal"
+        return content, parts
+
+    def end(self) -> str:
+        """What is left of the text: the beginning of a trigger, where the reply ends in one."""
+        return self.held if self.state == "text" else ""
+
+    def scan(self) -> int:
+        """How many of the characters that are held belong to the arguments: an object of JSON."""
+        for place, character in enumerate(self.held):
+            if self.escaped:
+                self.escaped = False
+            elif character == "\\":
+                self.escaped = True
+            elif character == '"':
+                self.quoted = not self.quoted
+            elif not self.quoted and character in "{[":
+                self.depth += 1
+            elif not self.quoted and character in "}]":
+                self.depth -= 1
+                if not self.depth:
+                    return place + 1
+        return len(self.held)
+
+
+def matches(literal: str, text: str) -> bool:
+    """Whether a text is this literal of a form, in which "\\0" stands for any letter of an id."""
+    pairs = zip(literal, text)
+    return len(literal) == len(text) and all(known in ("\0", found) for known, found in pairs)
