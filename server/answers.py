@@ -123,8 +123,8 @@ class Answer:
         """A text of the answer. update: all of it."""
         raise NotImplementedError
 
-    def delta(self, index: int, update: Update) -> dict:
-        """What is new of a text, in an event."""
+    def delta(self, index: int, update: Update) -> list[dict]:
+        """What is new of a text, in one event or more."""
         raise NotImplementedError
 
     def usage(self) -> dict[str, int]:
@@ -192,12 +192,13 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def deltas(self, updates: dict[int, Update]) -> bytes:
-        """An event for each text of which something is new."""
+        """Events for each text of which something is new."""
         events = []
         for index, update in updates.items():
             self.completion_tokens += len(update.tokens)
-            event = self.head | {"choices": [self.delta(index, update)]}
-            if self.include_usage:
-                event["usage"] = self.usage() if self.always_usage else None
-            events.append(to_event(event))
+            for delta in self.delta(index, update):
+                event = self.head | {"choices": [delta]}
+                if self.include_usage:
+                    event["usage"] = self.usage() if self.always_usage else None
+                events.append(to_event(event))
         return b"".join(events)

@@ -1,17 +1,21 @@
 """/v1/chat/completions: replies to messages."""
 
 import asyncio
+import secrets
+import string
 import uuid
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from loading.tools import ID, CallForm, CallPart, CallReader
 from server.answers import Answer, unless_gone
 from server.engine_thread import Update
 from server.protocol import ChatRequest
 from server.served import Served
 
 router = APIRouter()
+LETTERS = string.ascii_letters + string.digits
 
 
 @router.post("/v1/chat/completions")
@@ -23,8 +27,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 async def answer(body: ChatRequest, served: Served) -> Response:
     adapter = served.find_adapter(body.model)
     served.thread.admit(body.texts)  # before there is work
-    variables = body.chat_template_kwargs or {}
-    prompt = await asyncio.to_thread(served.encode_chat, body.messages, variables)
+    calls = await asyncio.to_thread(served.find_calls, body)
+    prompt = await asyncio.to_thread(served.encode_chat, body)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     window = served.thread.config.block_size
     room = window // 2 if wanted is None else wanted  # a prompt that is cut leaves so much
@@ -32,36 +36,80 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if wanted is None:  # what the window and the answer have room for
         wanted = max(min(window - len(prompt), body.most_tokens(logprobs)), 1)
-    params = body.params(wanted, logprobs)
+    form, grammar = calls or (None, None)
+    params = body.params(wanted, logprobs, grammar)
     served.check_ids(params[0])
-    await asyncio.to_thread(served.check_form, body, params[0])
+    await asyncio.to_thread(served.check_form, "tools" if calls else body.form[0], params[0])
     name = f"chatcmpl-{uuid.uuid4().hex}"
     asked = [prompt] * len(params), params, body.cache_salt or "", name, adapter
     updates = served.thread.generate(*asked)
-    return await Reply(name, body, served, len(prompt), updates).respond()
+    return await Reply(name, body, served, len(prompt), updates, form).respond()
 
 
 class Reply(Answer):
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
 
-    def __init__(self, name: str, body: ChatRequest, served: Served, prompt_tokens: int, updates):
+    def __init__(
+        self,
+        name: str,
+        body: ChatRequest,
+        served: Served,
+        prompt_tokens: int,
+        updates,
+        form: CallForm | None = None,
+    ):
         super().__init__(name, body, body.model or served.name, prompt_tokens, updates)
         self.served = served
-        self.begun: set[int] = set()  # choices that had an event
+        self.form = form if body.choice != "none" else None
+        self.readers: dict[int, CallReader | None] = {}  # of choices that had something new
 
     def choice(self, index: int, update: Update) -> dict:
-        message = {"role": "assistant", "content": update.text}
-        return {"index": index, "message": message} | self.rest(update)
+        said = self.read(index, update)
+        if "tool_calls" in said:
+            whole = {}
+            for part in said["tool_calls"]:
+                known = whole.setdefault(part.pop("index"), part)
+                if known is not part:
+                    known["function"]["arguments"] += part["function"]["arguments"]
+            said["tool_calls"] = list(whole.values())
+        return {"index": index, "message": {"role": "assistant"} | said} | self.rest(index, update)
 
-    def delta(self, index: int, update: Update) -> dict:
-        delta = {"content": update.text}
-        if index not in self.begun:  # not before: clients take it for the first token
-            self.begun.add(index)
-            delta = {"role": "assistant", "content": update.text}
-        return {"index": index, "delta": delta} | self.rest(update)
+    def delta(self, index: int, update: Update) -> list[dict]:
+        # The role not before: clients take it for the first token.
+        role = {} if index in self.readers else {"role": "assistant"}
+        said = self.read(index, update)
+        parts = [{"tool_calls": [part]} for part in said.pop("tool_calls", ())]
+        # Clients miss the end of a call that begins in the event with the finish reason.
+        ended = [{}] if parts and update.finish_reason else []
+        if said["content"] is None and not role:
+            said = {}
+        first, *others = [said | (parts.pop(0) if parts else {}), *parts, *ended]
+        deltas = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in (role | first, *others)
+        ]
+        deltas[-1] |= self.rest(index, update)
+        return deltas
 
-    def rest(self, update: Update) -> dict:
+    def read(self, index: int, update: Update) -> dict:
+        """What is new of a message: its content and its calls."""
+        if index not in self.readers:
+            self.readers[index] = CallReader(self.form) if self.form else None
+        reader = self.readers[index]
+        if reader is None:
+            return {"content": update.text}
+        content, parts = reader.add(update.text)
+        if update.finish_reason:
+            content += reader.end()
+        if not parts:
+            return {"content": content}
+        return {"content": content or None, "tool_calls": list(map(told, parts))}
+
+    def rest(self, index: int, update: Update) -> dict:
+        reason = update.finish_reason
+        if reason == "stop" and self.form and self.readers[index].is_whole:
+            reason = "tool_calls"
         logprobs = None
         if self.body.logprobs:
             content = [
@@ -69,8 +117,17 @@ class Reply(Answer):
                 for token, (logprob, top) in zip(update.tokens, update.logprobs)
             ]
             logprobs = {"content": content}
-        return {"logprobs": logprobs, "finish_reason": update.finish_reason}
+        return {"logprobs": logprobs, "finish_reason": reason}
 
     def entry(self, token: int, logprob: float) -> dict:
         data = self.served.token_bytes(token)
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def told(part: CallPart) -> dict:
+    """A part of a call, as a client is told. The first one has an id, which its result names."""
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    id = "".join(secrets.choice(LETTERS) for _ in ID)
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": id, "type": "function", "function": function}

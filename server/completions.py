@@ -29,7 +29,7 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
         body.check_echo([prompt for prompt in body.prompts if isinstance(prompt, str)])
     served.thread.admit(body.texts)  # before there is work
     served.check_ids(params[0])
-    await asyncio.to_thread(served.check_form, body, params[0])
+    await asyncio.to_thread(served.check_form, body.form[0], params[0])
     # In another thread, because a long text takes long.
     encoded = await asyncio.to_thread(served.encode, body.prompts)
     keep = body.truncate_prompt_tokens
@@ -74,7 +74,8 @@ class Completion(Answer):
             "finish_reason": update.finish_reason,
         }
 
-    delta = choice
+    def delta(self, index: int, update: Update) -> list[dict]:
+        return [self.choice(index, update)]
 
 
 class LogprobTable:

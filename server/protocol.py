@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from errors import UserError, check_limits
 from loading.chat import OWN
+from loading.tools import MOST_TOOLS
 from sampling import LIMITS, SamplingParams, is_bias
 
 MOST_BYTES = 2**22  # of an answer, at TOKEN_BYTES for each token and so on
@@ -385,9 +386,12 @@ class GenerationRequest(Fields):
         entries = 0 if logprobs is None else 1 + logprobs
         return MOST_BYTES // (self.texts * (TOKEN_BYTES + entries * LOGPROB_BYTES))
 
-    def params(self, max_new_tokens: int, logprobs: int | None) -> list[SamplingParams]:
+    def params(
+        self, max_new_tokens: int, logprobs: int | None, calls: str | None = None
+    ) -> list[SamplingParams]:
         """The parameters of each of the n texts that follow a prompt: text i has the seed + i.
 
+        calls: the grammar of a reply that may call tools.
         Raises APIError if all texts together could be too long, or min_tokens is more than that,
         and for a form that is too large or does not go with other fields.
         """
@@ -404,12 +408,13 @@ class GenerationRequest(Fields):
         given = {name: value for name, value in given.items() if value is not None}
         given = {"temperature": 1.0, "logit_bias": self.logit_bias or {}} | given
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        given |= self.form[1]
+        given |= self.form[1] | {"calls": calls}
         try:
             params = SamplingParams(max_new_tokens, stop=tuple(stop), logprobs=logprobs, **given)
         except UserError as error:
             name = str(error).partition(" ")[0]
-            field = name if name in type(self).model_fields else self.form[0]
+            form = "tools" if calls else self.form[0]
+            field = name if name in type(self).model_fields else form
             raise APIError(400, str(error), field) from None
         return [replace(params, seed=self.child_seed(index)) for index in range(self.n or 1)]
 
@@ -452,12 +457,59 @@ class CompletionRequest(GenerationRequest):
             raise APIError(400, message, "echo")
 
 
+FunctionName = Annotated[str, Field(max_length=64, pattern="^[A-Za-z0-9_-]+$")]
+
+
 class Part(Fields):
     """A part of a message; text is the only kind that is known here."""
 
     neutral = {"file": (), "image_url": (), "input_audio": (), "refusal": ()}
     type: Literal["text"]
     text: str
+
+
+class FunctionCall(Fields):
+    """A function's name, and the JSON of its arguments."""
+
+    name: FunctionName
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def is_object(cls, value: str) -> str:
+        try:
+            given = json.loads(value or "{}")
+            if isinstance(given, dict):
+                json.dumps(given, ensure_ascii=False).encode()  # no halves of characters
+                return value or "{}"
+        except (ValueError, RecursionError):
+            pass
+        raise ValueError("it must be the JSON of an object")
+
+
+class ToolCall(Fields):
+    """A call that a reply made."""
+
+    inert = frozenset({"index"})  # which it had in a stream
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"]
+    function: FunctionCall
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class NamedFunction(Fields):
+    name: FunctionName
+
+
+class NamedTool(Fields):
+    """The one tool that a reply calls."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class Message(Fields):
@@ -471,7 +523,6 @@ class Message(Fields):
         "reasoning_content": (),
         "refusal": (),
         "thinking_blocks": ([],),
-        "tool_calls": ([],),
     }
     # What .parse() of the official client has made of the content, and a server's own notes.
     inert = frozenset({"parsed", "provider_specific_fields"})
@@ -479,10 +530,45 @@ class Message(Fields):
     # A template writes it as it is, so it must not be able to close a message and begin another.
     role: Annotated[str, Field(pattern="^[a-z_]+$", max_length=64)]
     name: Annotated[str | None, Field(pattern="^[A-Za-z0-9_-]+$", max_length=64)] = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = (
+        None
+    )
+    tool_call_id: Annotated[str | None, Field(max_length=256)] = None
     content: Annotated[
         str | Annotated[list[Part], Field(fail_fast=True, max_length=MOST_ITEMS)],
         one_of(f"a string or a list of up to {MOST_ITEMS} parts of the type text"),
-    ]
+    ] = Field(default=None, validate_default=True)
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def unless_it_calls(cls, value: Any, info: ValidationInfo) -> Any:
+        return "" if value is None and info.data.get("tool_calls") else value
+
+    @model_validator(mode="after")
+    def of_its_role(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise wrong("tool_calls", "is for the role assistant only")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise wrong("tool_call_id", "is needed for the role tool, and for it only")
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        """Its content, and the arguments of its calls as a template writes them."""
+        made = [call.plain["function"]["arguments"] for call in self.tool_calls or ()]
+        return [self.text, *(json.dumps(arguments, ensure_ascii=False) for arguments in made)]
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """What a template gets of it."""
+        plain = {"role": self.role, "content": self.text}
+        if self.name:  # most templates leave it out
+            plain["name"] = self.name
+        if self.tool_calls:
+            plain["tool_calls"] = [call.plain for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        return plain
 
     @property
     def text(self) -> str:
@@ -501,6 +587,12 @@ class ChatRequest(GenerationRequest):
         one_of("an object of up to 16 fields, each true or false"),
     ] = None
     max_completion_tokens: Annotated[int | None, Field(ge=0)] = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        one_of('none, auto, required or {"type": "function", "function": {"name": ...}}'),
+    ] = None
+    parallel_tool_calls: bool | None = None
     echo: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -520,3 +612,33 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "is for logprobs: true only")
         return self
+
+    @field_validator("messages")
+    @classmethod
+    def answer_calls(cls, value: list[Message]) -> list[Message]:
+        made = set()
+        for place, message in enumerate(value):
+            if message.tool_call_id is not None and message.tool_call_id not in made:
+                raise wrong(f"{place}.tool_call_id", "is the id of no call before it")
+            made |= {call.id for call in message.tool_calls or ()}
+        return value
+
+    @model_validator(mode="after")
+    def has_tools(self) -> "ChatRequest":
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise wrong("tool_choice", "is for a request with tools")
+        if self.tools and self.choice != "none" and self.form[1]:
+            raise wrong(self.form[0], "is not for a request whose reply may call tools")
+        return self
+
+    @property
+    def choice(self) -> str:
+        """Whether a reply may call tools, as `calls_grammar` has it."""
+        if not self.tools:
+            return "none"
+        return "required" if self.named else self.tool_choice or "auto"
+
+    @property
+    def named(self) -> str | None:
+        """The one tool that a reply calls, if the request names one."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None

@@ -1,19 +1,22 @@
 """What an app serves: a model and its engine."""
 
+import contextlib
+import json
 import time
 from pathlib import Path
 
 from command_line import check_text
-from constraints import make_matcher
+from constraints import make_matcher, vocabulary_of
 from errors import UserError
 from loading.chat import Chat
 from loading.load import Source
 from loading.tokenizer import TextStream
+from loading.tools import CallForm, calls_grammar, check_tools, find_form
 from sampling import SamplingParams, check_ids
 from server.engine_thread import EngineThread
 from server.live import Live
 from server.metrics import Metrics
-from server.protocol import APIError, GenerationRequest, Message
+from server.protocol import APIError, ChatRequest
 
 
 def served_name(source: Source) -> str:
@@ -133,36 +136,73 @@ class Served:
             raise APIError(400, message, field, "context_length_exceeded")
         return kept
 
-    def encode_chat(self, messages: list[Message], variables: dict[str, bool]) -> list[int]:
+    def encode_chat(self, body: ChatRequest) -> list[int]:
         """The token ids of a conversation up to where the reply begins.
 
-        variables: of the template. Raises UserError for a model without one and as `encode`,
-        APIError for what the template refuses.
+        Raises UserError for a model without a template and as `encode`, APIError for what the
+        template refuses.
         """
         if isinstance(self.chat, UserError):
             raise self.chat
-        texts = [message.text for message in messages]
+        texts = [text for message in body.messages for text in message.texts]
         self.check_dropped("messages", self.thread.encoding.dropped(*texts, plain=True))
-        plain = []
-        for message in messages:
-            named = {"name": message.name} if message.name else {}  # most templates leave it out
-            plain.append({"role": message.role, "content": message.text} | named)
-        try:
-            return self.chat.with_variables(variables).encode(plain, self.thread.encoding)
-        except UserError as error:
-            # Without the path of the template's file.
-            reason = str(error).removeprefix(f"{self.chat.file}: ")
-            raise APIError(400, reason, "messages") from None
+        if body.tools:
+            text = json.dumps(body.tools, ensure_ascii=False)
+            self.check_dropped("tools", self.thread.encoding.dropped(text, plain=True))
+        plain = [message.plain for message in body.messages]
+        variables = body.chat_template_kwargs or {}
+        with self.refusing("messages"):
+            chat = self.chat.with_variables(variables)
+            with self.refusing("tools"):
+                chat = chat.with_tools(body.tools or None)
+            called = any(message.tool_calls or message.tool_call_id for message in body.messages)
+            if called and not body.tools:  # else `find_calls` has found it
+                find_form(chat, self.thread.encoding, self.thread.config.eos_token_ids)
+            return chat.encode(plain, self.thread.encoding)
 
-    def check_form(self, body: GenerationRequest, params: SamplingParams) -> None:
+    @contextlib.contextmanager
+    def refusing(self, field: str):
+        """Raise a UserError as the APIError of a field, without the path of the template's file."""
+        try:
+            yield
+        except UserError as error:
+            file = getattr(self.chat, "file", "")  # an error has none
+            raise APIError(400, str(error).removeprefix(f"{file}: "), field) from None
+        except RecursionError:
+            raise APIError(400, f"{field}: too many objects inside each other", field) from None
+
+    def find_calls(self, body: ChatRequest) -> tuple[CallForm, str] | None:
+        """How a reply calls tools, and the grammar that holds it to that; None without tools.
+
+        Raises APIError for invalid tools, and as `with_tools` and `find_form`.
+        """
+        if not body.tools or isinstance(self.chat, UserError):
+            return None
+        encoding = self.thread.encoding
+        config = self.thread.config
+        ends = tuple(config.eos_token_ids)
+        with self.refusing("tools"):
+            check_tools(body.tools)
+            named = [tool for tool in body.tools if tool["function"]["name"] == body.named]
+            if body.named and not named:
+                message = f"tool_choice.function.name: {body.named} is the name of no tool"
+                raise APIError(400, message, "tool_choice")
+            chat = self.chat.with_variables(body.chat_template_kwargs or {})
+            form = find_form(chat.with_tools(body.tools), encoding, ends)
+            if body.choice == "none" and body.form[1]:  # the text has that form
+                return None
+            vocabulary = vocabulary_of(encoding, config.vocab_size, ends)
+            several = body.parallel_tool_calls is not False and not named
+            grammar = calls_grammar(form, named or body.tools, vocabulary, body.choice, several)
+            return form, grammar
+
+    def check_form(self, field: str, params: SamplingParams) -> None:
         """Compile what the texts of a request must be, which may take long.
 
-        Raises APIError, with the field that says it.
+        field: that says it. Raises APIError.
         """
-        try:
+        with self.refusing(field):
             make_matcher(params, self.thread.encoding, self.thread.config)
-        except UserError as error:
-            raise APIError(400, str(error), body.form[0]) from None
 
     def token_bytes(self, token: int) -> bytes:
         """What a token writes; nothing for one without text, as padded vocabularies have."""

@@ -118,6 +118,7 @@ def test_a_second_turn_shares_the_pages_of_the_first(tiny_llama):
 
 
 USER = {"role": "user"}
+TOOL = {"type": "function", "function": {"name": "look"}}
 CONTENT = "messages.0.content: it must be a string or a list of up to 16384 parts of the type text"
 ROLES = "chat template: this model knows the roles user and assistant only"
 ADD = "add_generation_prompt"
@@ -135,7 +136,7 @@ MIN = "messages: List should have at least 1 item after validation, not 0"
         ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, CONTENT, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, ROLES, "messages"),
         ({"top_logprobs": 2}, "top_logprobs is for logprobs: true only", "top_logprobs"),
-        ({"tools": [{}]}, "tools is not supported", "tools"),
+        ({"tools": [TOOL]}, "this chat template has no place for tools", "tools"),
         ({"echo": True}, "echo is not supported for messages", "echo"),
         ({"best_of": 2}, BEST_OF, "best_of"),
         ({"add_generation_prompt": False}, f"{ADD} is not supported", ADD),

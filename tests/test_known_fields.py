@@ -62,8 +62,8 @@ def test_a_field_of_the_other_api_is_none_of_this_one(door):
         ),
         ({"messages": [*TALK, TALK[0] | {"audio": {}}]}, "messages.1.audio is not supported"),
         (
-            {"messages": [TALK[0] | {"tool_calls": [{"id": "a"}]}]},
-            "messages.0.tool_calls is not supported",
+            {"messages": [TALK[0] | {"function_call": {"name": "a"}}]},
+            "messages.0.function_call is not supported",
         ),
         (
             {"messages": [TALK[0] | {"content": [PART, PART | {"cache_control": {}}]}]},
