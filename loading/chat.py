@@ -15,6 +15,9 @@ from loading.tokenizer import Encoding
 
 # Special tokens that tokenizer_config.json may name, each as NAME_token. A template may use them.
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+SYSTEM = {"system", "developer"}  # roles of those who say how to reply
+MARK = "31415926"  # hardly in a template
+HINT = "put its text at the start of the first user message"
 # Fields of a message that no control token is written in, or that `encode` looks at by itself.
 PLAIN = {"role", "name", "content"}
 # A tool that shows whether a template writes tools.
@@ -96,10 +99,49 @@ class Chat:
         to is a message of the role "tool" with the "tool_call_id". Raises UserError if the template
         refuses them.
         """
+        with self.failing():
+            try:
+                return self.write(messages)
+            except Exception as error:  # a program fails in any way
+                others = [message for message in messages if message["role"] not in SYSTEM]
+                if len(others) == len(messages) or self.written(others) is None:
+                    raise
+                raise ValueError(f"{error}; {HINT}") from None
+
+    def write(self, messages: list[dict]) -> str:
+        """What the template makes of messages; anything may be raised."""
         given = self.tokens | self.variables
         given |= {"messages": messages, "tools": self.tools, "documents": None}
-        with self.failing():
-            return self.template.render(given, add_generation_prompt=True)
+        return self.template.render(given, add_generation_prompt=True)
+
+    def written(self, messages: list[dict]) -> str | None:
+        """What the template makes of messages; None if it refuses them."""
+        try:
+            return self.write(messages)
+        except Exception:
+            return None
+
+    def check_said(self, messages: list[dict]) -> None:
+        """Raise UserError for a template that leaves out what is said in a role of SYSTEM.
+
+        A number at both ends of each message shows which ones are written. A message may be just
+        what the template says without it, as the system prompt that a model has by default.
+        """
+        marked = list(messages)
+        said = {}
+        for index, message in enumerate(messages):
+            if message["role"] in SYSTEM and message["content"].strip():
+                said[f"{index:05}"] = message["role"]
+                mark = f"{MARK}{index:05}"
+                marked[index] = message | {"content": f"{mark}{message['content']}{mark}"}
+        text = self.written(marked) if said else None
+        if text is None:  # `render` says why
+            return
+        for index in re.findall(f"(?={MARK}(.{{5}}))", text, re.DOTALL):
+            said.pop(index, None)
+        for role in said.values():
+            what = f"it leaves out messages of the role {role}"
+            raise UserError(f"{self.file}: chat template: {what}; {HINT}")
 
     def encode(self, messages: list[dict], encoding: Encoding) -> list[int]:
         """The ids of that text, in which no text of a user or a system message is a control token.
@@ -116,6 +158,7 @@ class Chat:
         reply's token can still count if the template leaves out one of its own for it.) A template
         that escapes a message meets the stand-ins.
         """
+        self.check_said(messages)
         control = encoding.special_tokens_set
         given = json.dumps([messages, self.tools], ensure_ascii=False)
         used = set().union(self.text, *self.tokens.values(), *control, given)

@@ -120,7 +120,8 @@ def test_a_second_turn_shares_the_pages_of_the_first(tiny_llama):
 USER = {"role": "user"}
 TOOL = {"type": "function", "function": {"name": "look"}}
 CONTENT = "messages.0.content: it must be a string or a list of up to 16384 parts of the type text"
-ROLES = "chat template: this model knows the roles user and assistant only"
+HINT = "put its text at the start of the first user message"
+ROLES = f"chat template: this model knows the roles user and assistant only; {HINT}"
 ADD = "add_generation_prompt"
 BEST_OF = "best_of is supported only where it equals n"
 MIN = "messages: List should have at least 1 item after validation, not 0"
