@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic_core import to_json
 
 from errors import UserError
+from server.allowed import Allowed
 from server.engine_thread import EngineDead, QueueFull, Update
 from server.protocol import APIError, GenerationRequest
 
@@ -109,6 +110,7 @@ class Answer:
         self.updates = updates
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
+        self.allowed: Allowed | None = None  # if the client asks for what forms allow
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
         self.always_usage = self.include_usage and options.continuous_usage_stats
@@ -162,6 +164,12 @@ class Answer:
         left = self.body.texts
         async for updates in self.updates:
             left -= sum(update.finish_reason is not None for update in updates.values())
+            if self.allowed:
+                try:
+                    await asyncio.to_thread(self.allowed.read, updates)
+                except BaseException:  # as when the client has left
+                    await self.updates.aclose()
+                    raise
             yield updates
             if not left:
                 return

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from loading.tools import ID, CallForm, CallPart, CallReader
+from server.allowed import Place
 from server.answers import Answer, unless_gone
 from server.engine_thread import Update
 from server.protocol import ChatRequest
@@ -43,7 +44,9 @@ async def answer(body: ChatRequest, served: Served) -> Response:
     name = f"chatcmpl-{uuid.uuid4().hex}"
     asked = [prompt] * len(params), params, body.cache_salt or "", name, adapter
     updates = served.thread.generate(*asked)
-    return await Reply(name, body, served, len(prompt), updates, form).respond()
+    reply = Reply(name, body, served, len(prompt), updates, form)
+    reply.allowed = served.allowed(body, params[0])
+    return await reply.respond()
 
 
 class Reply(Answer):
@@ -117,11 +120,21 @@ class Reply(Answer):
                 for token, (logprob, top) in zip(update.tokens, update.logprobs)
             ]
             logprobs = {"content": content}
+            if self.allowed:
+                places, after = self.allowed.take(index)
+                for entry, place in zip(content, places, strict=True):
+                    entry["allowed"] = self.place(place)
+                logprobs["next_allowed"] = after and self.place(after)
         return {"logprobs": logprobs, "finish_reason": reason}
 
     def entry(self, token: int, logprob: float) -> dict:
         data = self.served.token_bytes(token)
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+    def place(self, place: Place) -> dict:
+        named = [self.served.token_bytes(token) for token in place.tokens]
+        tokens = [{"token": data.decode(errors="replace"), "bytes": list(data)} for data in named]
+        return {"count": place.count, "tokens": tokens}
 
 
 def told(part: CallPart) -> dict:

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from loading.tokenizer import TextStream
+from server.allowed import Place
 from server.answers import Answer, unless_gone
 from server.engine_thread import Update
 from server.protocol import CompletionRequest
@@ -39,6 +40,7 @@ async def answer(body: CompletionRequest, served: Served) -> Response:
     asked = texts, params * len(prompts), body.cache_salt or "", name, adapter
     updates = served.thread.generate(*asked)
     made = Completion(name, body, body.model or served.name, sum(map(len, prompts)), updates)
+    made.allowed = served.allowed(body, params[0])
     if body.echo:
         shown = [
             given if len(kept) == len(whole) else kept
@@ -70,12 +72,22 @@ class Completion(Answer):
         return {
             "index": index,
             "text": echo + update.text,
-            "logprobs": self.tables[index].add(update) if self.tables else None,
+            "logprobs": self.columns(index, update) if self.tables else None,
             "finish_reason": update.finish_reason,
         }
 
     def delta(self, index: int, update: Update) -> list[dict]:
         return [self.choice(index, update)]
+
+    def columns(self, index: int, update: Update) -> dict:
+        """The log-probabilities of what is new of a text."""
+        table = self.tables[index]
+        columns = table.add(update)
+        if self.allowed:
+            places, after = self.allowed.take(index)
+            columns["allowed"] = list(map(table.place, places))
+            columns["next_allowed"] = after and table.place(after)
+        return columns
 
 
 class LogprobTable:
@@ -102,6 +114,9 @@ class LogprobTable:
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def place(self, place: Place) -> dict:
+        return {"count": place.count, "tokens": list(map(self.name, place.tokens))}
 
     def name(self, token: int) -> str:
         """The text of a token, or, as OpenAI writes a part of a letter, "bytes:\\xf0\\x9f"."""

@@ -344,6 +344,8 @@ class GenerationRequest(Fields):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
+    # Ours alone: how many of the tokens that the form allows to list with each log-probability.
+    show_allowed: Annotated[int | None, Field(ge=0, le=20)] = None
 
     @field_validator("top_k")
     @classmethod
@@ -369,6 +371,14 @@ class GenerationRequest(Fields):
             raise wrong("structured_outputs", "is not for a request with a response_format")
         return self
 
+    @model_validator(mode="after")
+    def shown_beside_logprobs(self) -> "GenerationRequest":
+        if self.show_allowed is not None and not self.form[1]:
+            raise wrong("show_allowed", "is for response_format and structured_outputs only")
+        if self.show_allowed is not None and (self.logprobs is None or self.logprobs is False):
+            raise wrong("show_allowed", "is for a request with logprobs only")
+        return self
+
     @property
     def form(self) -> tuple[str, dict]:
         """The field that says which form each text has, and the fields of SamplingParams."""
@@ -384,6 +394,8 @@ class GenerationRequest(Fields):
     def most_tokens(self, logprobs: int | None) -> int:
         """The largest max_tokens for which all texts together are not too long."""
         entries = 0 if logprobs is None else 1 + logprobs
+        if self.show_allowed is not None:  # also of the next place, in each event
+            entries += (1 + self.show_allowed) * (2 if self.stream else 1)
         return MOST_BYTES // (self.texts * (TOKEN_BYTES + entries * LOGPROB_BYTES))
 
     def params(
@@ -398,6 +410,8 @@ class GenerationRequest(Fields):
         most = self.most_tokens(logprobs)
         if max_new_tokens > most:
             what = f"{self.texts} texts with {logprobs or 0} log-probabilities for each token"
+            if self.show_allowed is not None:
+                what += f", and {self.show_allowed} allowed ones,"
             message = f"max_tokens is {max_new_tokens}; for {what} it may be {most}"
             raise APIError(400, message, "max_tokens")
         if (self.min_tokens or 0) > max_new_tokens:

@@ -1,6 +1,7 @@
 """What an app serves: a model and its engine."""
 
 import contextlib
+import functools
 import json
 import time
 from pathlib import Path
@@ -13,10 +14,11 @@ from loading.load import Source
 from loading.tokenizer import TextStream
 from loading.tools import CallForm, calls_grammar, check_tools, find_form
 from sampling import SamplingParams, check_ids
+from server.allowed import Allowed
 from server.engine_thread import EngineThread
 from server.live import Live
 from server.metrics import Metrics
-from server.protocol import APIError, ChatRequest
+from server.protocol import APIError, ChatRequest, GenerationRequest
 
 
 def served_name(source: Source) -> str:
@@ -203,6 +205,13 @@ class Served:
         """
         with self.refusing(field):
             make_matcher(params, self.thread.encoding, self.thread.config)
+
+    def allowed(self, body: GenerationRequest, params: SamplingParams) -> Allowed | None:
+        """What tells of the places of its texts, if a request asks for that."""
+        if body.show_allowed is None:
+            return None
+        make = functools.partial(make_matcher, params, self.thread.encoding, self.thread.config)
+        return Allowed(make, body.show_allowed)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token writes; nothing for one without text, as padded vocabularies have."""

@@ -1,0 +1,313 @@
+"""Which tokens the form of a text allowed, place by place. Oracle: all texts of a small form."""
+
+import itertools
+import json
+import threading
+import time
+
+import pytest
+from serving import (
+    PATH,
+    connect,
+    is_free,
+    refusal,
+    request_of,
+    serving,
+    small_encoding,
+    small_engine,
+    until,
+)
+
+CHAT = "/v1/chat/completions"
+TALK = [{"role": "user", "content": "Tom"}]
+ASKED = {PATH: {"prompt": "Tom", "logprobs": 3}}
+ASKED[CHAT] = {"messages": TALK, "logprobs": True, "top_logprobs": 3}
+SCHEMA = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["cat", "dog", "fox"]}, "wild": {"type": "boolean"}},
+    "required": ["animal", "wild"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}
+CHOICES = ["a cat", "a cow", "a cat sat", "\N{SEAL}"]
+OBJECTS = [
+    json.dumps({"animal": animal, "wild": wild}, separators=(",", ":"))
+    for animal, wild in itertools.product(["cat", "dog", "fox"], [True, False])
+]
+FORMS = [
+    ({"response_format": NAMED}, OBJECTS),
+    ({"structured_outputs": {"choice": CHOICES}}, CHOICES),
+    (
+        {"structured_outputs": {"regex": "(ab|ba)c?[de]"}},
+        ["abd", "abe", "abcd", "abce"] + ["bad", "bae", "bacd", "bace"],
+    ),
+]
+END = 4095
+
+
+def piece_of(token: int) -> bytes:
+    return small_encoding().decode_single_token_bytes(token)
+
+
+def may_follow(text: bytes, texts: list[str]) -> list[bytes]:
+    """The pieces after which it begins one of these texts, and the end after a whole one."""
+    wanted = [each.encode() for each in texts]
+    tokens = (piece_of(token) for token in range(END))
+    found = [piece for piece in tokens if any(each.startswith(text + piece) for each in wanted)]
+    return found + [piece_of(END)] * (text in wanted)
+
+
+def places_of(path: str, choice: dict) -> tuple[list[tuple], tuple | None]:
+    """Of each token: its bytes, the most likely ones, how many are allowed, which; what is next."""
+
+    def named(name: str) -> bytes:
+        escaped = name.startswith("bytes:")
+        return (
+            name[6:].encode().decode("unicode-escape").encode("latin-1")
+            if escaped
+            else (name.encode())
+        )
+
+    def place(found: dict) -> tuple[int, list[bytes]]:
+        if path == CHAT:
+            return found["count"], [bytes(each["bytes"]) for each in found["tokens"]]
+        return found["count"], [named(each) for each in found["tokens"]]
+
+    given = choice["logprobs"]
+    after = given["next_allowed"] and place(given["next_allowed"])
+    if path == CHAT:
+        tokens = [bytes(entry["bytes"]) for entry in given["content"]]
+        tops = [
+            [bytes(each["bytes"]) for each in entry["top_logprobs"]] for entry in given["content"]
+        ]
+        places = [place(entry["allowed"]) for entry in given["content"]]
+    else:
+        tokens = list(map(named, given["tokens"]))
+        tops = [
+            list(map(named, sorted(top, key=top.get, reverse=True)[:3]))
+            for top in given["top_logprobs"]
+        ]
+        places = list(map(place, given["allowed"]))
+    return list(zip(tokens, tops, places, strict=True)), after
+
+
+def is_fixed(text: bytes, texts: list[str]) -> bool:
+    """Whether one byte alone may follow: a grammar then takes the token that the tokenizer does."""
+    wanted = [each.encode()[len(text) :][:1] for each in texts if each.encode().startswith(text)]
+    return len(set(wanted)) == 1 and wanted[0] != b""
+
+
+def check_places(places: list[tuple], texts: list[str], most: int) -> None:
+    text = b""
+    for token, top, (count, listed) in places:
+        allowed = may_follow(text, texts)
+        one = texts is not CHOICES and is_fixed(text, texts)
+        assert count == len(allowed) or (one and count == 1 and listed in ([token], []))
+        assert token in allowed
+        assert len(listed) == min(count, most) and set(listed) <= set(allowed)
+        if most == 20 and not one:
+            likely = [piece for piece in top if piece in allowed]
+            assert [piece for piece in listed if piece in top] == listed[: len(likely)] == likely
+        text += token
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+@pytest.mark.parametrize("form, texts", FORMS, ids=["schema", "choice", "regex"])
+@pytest.mark.parametrize("most", [20, 2, 0])
+def test_each_place_has_what_all_texts_of_the_form_allow(door, path, form, texts, most):
+    body = ASKED[path] | form | {"n": 3, "seed": 1, "max_tokens": 40}
+    status, whole = door.post(path, body | {"show_allowed": most})
+    assert status == 200, whole
+    for choice in whole["choices"]:
+        places, after = places_of(path, choice)
+        assert after is None and choice["finish_reason"] == "stop"
+        check_places(places, texts, most)
+    plain = door.post(path, body)[1]["choices"]
+    assert list(map(text_of, whole["choices"])) == list(map(text_of, plain))
+
+
+def text_of(choice: dict) -> str:
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
+@pytest.mark.parametrize("form, texts", FORMS, ids=["schema", "choice", "regex"])
+def test_an_event_tells_what_may_come_next(door, path, form, texts):
+    body = ASKED[path] | form | {"n": 2, "seed": 3, "max_tokens": 40, "show_allowed": 20}
+    known = {}  # of each text: its places so far, and what the last event said of the next one
+    for event in door.events(path, body | {"stream": True}):
+        (choice,) = event["choices"]
+        places, after = places_of(path, choice)
+        before, promised = known.get(choice["index"], ([], None))
+        if promised and places:
+            count, listed = places[0][2]
+            assert count == promised[0] and (count > 20 or set(listed) == set(promised[1]))
+        assert (after is None) == (choice["finish_reason"] is not None)
+        known[choice["index"]] = before + places, after
+    whole = door.post(path, body)[1]["choices"]
+    for index, (places, _) in known.items():
+        check_places(places, texts, 20)
+        assert places == places_of(path, whole[index])[0]
+
+
+def test_a_text_that_is_cut_has_its_places(door):
+    body = ASKED[PATH] | {"response_format": NAMED, "max_tokens": 3, "show_allowed": 20}
+    (choice,) = door.post(PATH, body)[1]["choices"]
+    places, after = places_of(PATH, choice)
+    assert len(places) == 3 and after is None and choice["finish_reason"] == "length"
+    check_places(places, OBJECTS, 20)
+
+
+def test_null_asks_for_nothing(door):
+    body = ASKED[CHAT] | {"response_format": NAMED, "show_allowed": None, "max_tokens": 2}
+    status, answer = door.post(CHAT, body)
+    assert status == 200, answer
+    assert answer["choices"][0]["logprobs"].keys() == {"content"}
+
+
+def test_an_empty_text_has_none(door):
+    body = ASKED[PATH] | {"response_format": NAMED, "max_tokens": 0, "show_allowed": 20}
+    status, answer = door.post(PATH, body)
+    assert status == 200, answer
+    assert answer["choices"][0]["logprobs"]["allowed"] == []
+
+
+def test_still_without_the_field_nothing_is_told(door):
+    body = ASKED[PATH] | {"response_format": NAMED}
+    logprobs = door.post(PATH, body)[1]["choices"][0]["logprobs"]
+    assert logprobs.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"response_format": None}, " is for response_format and structured_outputs only"),
+        ({"response_format": {"type": "text"}}, " is for response_format and structured_outputs"),
+        ({"logprobs": None, "top_logprobs": None}, " is for a request with logprobs only"),
+        ({"show_allowed": 21}, ": Input should be less than or equal to 20"),
+        ({"show_allowed": -1}, ": Input should be greater than or equal to 0"),
+        ({"show_allowed": True}, ": Input should be a valid integer"),
+        ({"show_allowed": "3"}, ": Input should be a valid integer"),
+        ({"show_allowed": [3]}, ": Input should be a valid integer"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said(door, fields, message):
+    for path, asked in ASKED.items():
+        body = asked | {"response_format": NAMED, "show_allowed": 3} | fields
+        if path == PATH:
+            body.pop("top_logprobs", None)
+        status, found = door.post(path, body)
+        error = found["error"]
+        assert (status, error["param"]) == (400, "show_allowed")
+        assert error["message"].startswith(f"show_allowed{message}")
+
+
+def test_false_is_no_log_probabilities(door):
+    body = {"messages": TALK, "logprobs": False, "response_format": NAMED, "show_allowed": 3}
+    message = "show_allowed is for a request with logprobs only"
+    assert door.post(CHAT, body) == (400, refusal(message, "show_allowed"))
+
+
+def test_what_is_listed_counts_against_the_answer(door):
+    """Each token has its own log-probability, those of 3 others, and a place with 20 names."""
+    body = ASKED[PATH] | {"response_format": NAMED, "show_allowed": 20, "max_tokens": 2**18}
+    for stream, entries in ((False, 4 + 21), (True, 4 + 42)):
+        most = 2**22 // (16 + 64 * entries)
+        what = "1 texts with 3 log-probabilities for each token, and 20 allowed ones,"
+        message = f"max_tokens is {2**18}; for {what} it may be {most}"
+        assert door.post(PATH, body | {"stream": stream}) == (400, refusal(message, "max_tokens"))
+
+
+def test_masks_are_made_in_another_thread(tiny_llama):
+    """While one text's masks take long, the event loop answers, and other texts are written."""
+    from server.allowed import Allowed
+
+    gate = threading.Event()
+    threads = set()
+    read = Allowed.read
+
+    def slow(self, updates):
+        threads.add(threading.current_thread())
+        assert gate.wait(60)
+        read(self, updates)
+
+    body = ASKED[PATH] | {"response_format": NAMED, "show_allowed": 20, "stream": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Allowed, "read", slow)
+        with serving(lambda: small_engine(tiny_llama)) as door:
+            client = connect(door, request_of(PATH, body))
+            until(lambda: threads)
+            assert door.get("/health")[0] == 200
+            assert door.post(PATH, {"max_tokens": 3})[0] == 200
+            gate.set()
+            until(lambda: is_free(door))
+            client.close()
+            assert door.thread.thread not in threads
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_masks_are_made_holds_nothing(tiny_llama, stream):
+    from server.allowed import Allowed
+
+    gate = threading.Event()
+    begun = threading.Event()
+
+    def slow(self, updates):
+        begun.set()
+        assert gate.wait(60)
+
+    asked = {"structured_outputs": {"regex": "a*"}, "show_allowed": 1, "max_tokens": 5000}
+    body = ASKED[PATH] | asked | {"stream": stream, "logit_bias": {END: -100}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Allowed, "read", slow)
+        with serving(lambda: small_engine(tiny_llama)) as door:
+            client = connect(door, request_of(PATH, body))
+            assert begun.wait(20)
+            client.close()
+            try:
+                until(lambda: not door.thread.calls)
+            finally:
+                gate.set()
+            until(lambda: is_free(door))
+
+
+def test_many_texts_hold_up_nobody(tiny_llama):
+    """128 texts with 20 names at each place: how long the event loop takes for an update."""
+    import asyncio
+
+    from server.chat_completions import Reply
+    from server.engine_thread import Update
+    from server.protocol import ChatRequest
+    from server.served import Served
+
+    asked = ASKED[CHAT] | {"n": 128, "show_allowed": 20, "stream": True}
+    body = ChatRequest.model_validate(asked | {"structured_outputs": {"regex": ".*"}})
+    top = [(token, -1.0) for token in range(100, 103)]
+    updates = {index: Update((97,), "a", ((-1.0, top),), None) for index in range(128)}
+
+    async def took() -> float:
+        from server.engine_thread import EngineThread
+
+        async with EngineThread(lambda: small_engine(tiny_llama)) as thread:
+            served = Served(thread, "small", "nowhere", None)
+            reply = Reply("name", body, served, 1, None)
+            reply.allowed = served.allowed(body, body.params(4, 3)[0])
+            reply.allowed.read(updates)
+            began = time.perf_counter()
+            assert reply.deltas(updates).count(b'"count":') == 256
+            return time.perf_counter() - began
+
+    assert min(asyncio.run(took()) for _ in range(3)) < 0.1
+
+
+def test_the_official_client_has_the_fields(door):
+    import openai
+
+    where = {"base_url": f"http://127.0.0.1:{door.port}/v1", "api_key": "none"}
+    with openai.OpenAI(**where, max_retries=0) as client:
+        ask = {"model": "small", "messages": TALK, "response_format": NAMED, "logprobs": True}
+        reply = client.chat.completions.create(**ask, extra_body={"show_allowed": 5})
+        content = reply.choices[0].logprobs.content
+        assert content[0].allowed["count"] == len(may_follow(b"", OBJECTS))
+        assert {"token": "{", "bytes": [123]} in content[0].allowed["tokens"]
