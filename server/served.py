@@ -20,6 +20,13 @@ from server.live import Live
 from server.metrics import Metrics
 from server.protocol import APIError, ChatRequest, GenerationRequest
 
+PROBE = "xprobex"  # what no template has
+TALKS = {  # for each role a talk in which a template would expect it
+    "system": ["system", "user"],
+    "user": ["user"],
+    "assistant": ["user", "assistant", "user"],
+}
+
 
 def served_name(source: Source) -> str:
     """What clients call a model."""
@@ -79,7 +86,26 @@ class Served:
             "root": self.roots[name],
             "parent": None if name == self.name else self.name,
             "max_model_len": self.thread.config.block_size,
+            "chat_roles": self.chat_roles,
         }
+
+    @functools.cached_property
+    def chat_roles(self) -> list[str]:
+        """The roles whose messages the model's template writes; none without a template.
+
+        A template is a program: it may refuse a role, or leave its messages out without a word.
+        """
+        if isinstance(self.chat, UserError):
+            return []
+        return [role for role, talk in TALKS.items() if self.writes(role, talk)]
+
+    def writes(self, role: str, talk: list[str]) -> bool:
+        """Whether the template writes what this role says in a talk of these roles."""
+        messages = [{"role": each, "content": PROBE if each == role else "a"} for each in talk]
+        try:
+            return PROBE in self.chat.render(messages)
+        except UserError:
+            return False
 
     def find_adapter(self, name: str | None) -> str:
         """The adapter that a model's name means: "", none, for the model itself and for None.

@@ -11,7 +11,8 @@ def test_models(door):
     created = model.pop("created")
     assert isinstance(created, int)
     known = {"id": "small", "object": "model", "owned_by": "serve.py", "root": "somewhere/small"}
-    assert model == known | {"parent": None, "max_model_len": 64}
+    known |= {"parent": None, "max_model_len": 64, "chat_roles": ["user", "assistant"]}
+    assert model == known
     assert door.get("/v1/models/small") == (200, model | {"created": created})
 
 
