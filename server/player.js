@@ -2,6 +2,7 @@
 //
 //   const player = new Player(element, setup, told);
 //   player.add(frame);     // live: as they come; recorded: all of them, then player.seek(0)
+//   player.notice(why);    // say for some seconds why what is shown has changed
 //   player.close();        // before another one takes its place
 //
 // setup: max_rows, num_pages, page_size, block_size, budget and gamma (0: no drafts) of the engine;
@@ -60,6 +61,7 @@ const PLAYER_STYLE = `
 .player h3 { margin: 1.1rem 0 0.4rem; font: 600 0.95rem/1.3 var(--plain, system-ui, sans-serif); }
 .player .note { margin: 0.35rem 0; min-height: 1.1rem; }
 .player .note:empty { display: none; }
+.player .why { min-height: 1.45em; margin: 0 0 0.4rem; font-weight: 600; }
 .player .happened { margin: 0.6rem 0; min-height: 2.9em; font-weight: 600; }
 .player .legend { display: flex; flex-wrap: wrap; gap: 0.2rem 1.2rem; margin: 0.4rem 0 0; }
 .player .legend span { display: inline-flex; align-items: center; gap: 0.4rem; }
@@ -86,7 +88,11 @@ const PLAYER_STYLE = `
   font-variant-numeric: tabular-nums;
 }
 @media (max-width: 60rem) {
-  .player .heads { display: none; }
+  .player .heads { display: block; }
+  .player .heads span + span, .player .heads span:first-child { display: none; }
+  .player .heads span:last-child { display: inline; }
+  .player .controls button { min-height: 2.5rem; }
+  .player .why { min-height: 2.9em; }
   .player .requests li {
     grid-template-columns: 3.2rem 5fr 4fr 4fr;
     height: auto;
@@ -113,6 +119,7 @@ const COLUMN = 6; // pixels of a frame in a strip, at least
 const WIDEST = 16; // where a whole recording fits
 const KEPT = 1500; // frames, half a minute at least
 const SLOWLY = 100; // milliseconds for a frame, at least
+const NOTICED = 6000; // milliseconds for which a notice stays
 const LEAST_ROWS = 12; // requests in the list: the last ones stay in it when they are over
 const MOST_ROWS = 40;
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
@@ -157,6 +164,8 @@ class Player {
     this.index = -1;
     this.playing = !setup.recorded;
     this.least = 0; // milliseconds for which a frame is shown
+    this.lost = false; // whether the frame that was shown is no longer kept
+    this.noticed = ""; // why what is shown has changed
     this.timer = null;
     this.slots = new Map(); // request -> which colour
     this.lit = null; // the request that is pointed at
@@ -173,6 +182,7 @@ class Player {
   /** Let go of what lies outside. */
   close() {
     clearTimeout(this.timer);
+    clearTimeout(this.passing);
     this.closing.abort();
     this.sizes.disconnect();
     this.told = () => {};
@@ -188,6 +198,10 @@ class Player {
       `3.2rem 9.5rem 6.2rem ${shows.has("pages") ? `${table}px` : ""} minmax(8rem, 1fr)`,
     );
     root.addEventListener("keydown", (event) => this.press(event));
+    if (!this.setup.recorded) { // a recording does nothing by itself
+      this.because = make("p", root, "why");
+      this.because.setAttribute("role", "status");
+    }
     const groups = make("div", root, "groups");
     this.figures = {};
     for (const [title, ...names] of [
@@ -215,9 +229,11 @@ class Player {
 
     const heads = make("div", root, "heads");
     const column = this.setup.period ? `a step or ${this.setup.period} s` : "a step";
-    for (const text of ["request", "state", "prompt + new", "its pages, in order"]
-      .concat(`what was computed; a column is ${column}`)) {
-      make("span", heads, "", text).hidden = text.includes("pages") && !shows.has("pages");
+    this.columned = `what was computed; a column is ${column}`;
+    for (const text of ["request", "state", "prompt + new", "its pages, in order", this.columned]) {
+      const head = make("span", heads, "", text);
+      head.hidden = text.includes("pages") && !shows.has("pages");
+      this.head = head; // the last one
     }
     this.list = make("ol", root, "requests");
     this.list.tabIndex = 0;
@@ -364,6 +380,7 @@ class Player {
     this.frames.push({ ...frame, requests, owners, tokens });
     if (this.frames.length > KEPT && !this.setup.recorded) {
       for (const { number: id } of this.frames.shift().over) this.slots.delete(id);
+      this.lost ||= this.index === 0;
       this.index = Math.max(this.index - 1, 0);
     }
     if (this.index < 0 || (this.playing && !this.timer && !this.least)) {
@@ -374,6 +391,7 @@ class Player {
   }
 
   seek(index) {
+    if (!this.playing) this.lost = false;
     this.index = Math.min(Math.max(index, 0), this.frames.length - 1);
     this.draw();
   }
@@ -388,13 +406,15 @@ class Player {
     this.timer = null;
     this.playing = on;
     this.least = least;
+    this.lost = false;
     if (on && this.setup.recorded && this.index === this.frames.length - 1) this.index = 0;
     if (on) this.tick();
     this.draw();
   }
 
-  /** Show the last frame, and those to come. */
-  follow() {
+  /** Show the last frame, and those to come. why: what to say if others were shown. */
+  follow(why = "") {
+    if (!this.playing || this.index < this.frames.length - 1) this.notice(why);
     this.index = this.frames.length - 1;
     this.play(true);
   }
@@ -402,6 +422,35 @@ class Player {
   /** Show what follows, and what is to come, so slowly that it can be seen. */
   slowly() {
     this.play(true, SLOWLY);
+  }
+
+  /** Say for some seconds why what is shown has changed. */
+  notice(why) {
+    clearTimeout(this.passing);
+    this.noticed = why;
+    this.passing = setTimeout(() => {
+      this.noticed = "";
+      this.draw();
+    }, NOTICED);
+    this.draw();
+  }
+
+  /** Why this is not the present, or is not shown as it comes; "" where it is. */
+  reason() {
+    const last = this.frames.length - 1;
+    const behind = this.index < last;
+    const present = "\u201cNow\u201d shows the present.";
+    if (!this.playing) {
+      const kept = number.format(KEPT);
+      return this.lost ? `The last ${kept} frames are kept: the one that was shown is gone.` : "";
+    }
+    if (this.least && (behind || (last >= 0 && !this.rests(last)))) {
+      const left = this.lost ? ", and so far behind that frames are left out" : "";
+      return `Slowed down to ${1000 / this.least} frames a second, to be seen${left}. ${present}`;
+    }
+    if (behind) return `As it was, at its own pace; times of rest are left out. ${present}`;
+    if (this.noticed) return this.noticed;
+    return STILL.matches ? "Drawn twice a second, as this device asks for less motion." : "";
   }
 
   /** Show the frames after this one at the pace at which they came. */
@@ -487,6 +536,7 @@ class Player {
       this.showRequests(frame);
       if (this.setup.recorded) this.happened.textContent = this.story(frame);
     }
+    if (this.because) this.because.textContent = this.reason();
     const shown = frame || { owners: new Map(), cached: [], requests: new Map() };
     if (this.shows.has("pages")) this.showPool(shown);
     this.said.textContent = this.say(shown);
@@ -561,6 +611,7 @@ class Player {
     const count = Math.max(Math.floor(room / this.column), 8);
     const from = Math.max(this.index - count + 1, 0);
     const columns = this.frames.slice(from, this.index + 1);
+    this.head.textContent = this.columned + (from ? `; the last ${count} fit` : "");
     const latest = new Map(); // what was last seen of each request
     for (const column of columns) {
       for (const [id, row] of column.requests) latest.set(id, row);
@@ -574,8 +625,7 @@ class Player {
       (a, b) => order[latest.get(a).state] - order[latest.get(b).state] || a - b,
     );
     const ids = all.slice(0, MOST_ROWS).sort((a, b) => a - b);
-    const hidden = all.length - ids.length;
-    this.more.textContent = hidden ? `and ${number.format(hidden)} more` : "";
+    this.more.textContent = this.rest(frame, all.length - ids.length, latest, from);
     if (!ids.length) this.more.textContent = "Nothing to compute.";
     for (const [id, item] of this.items) {
       if (ids.includes(id)) continue;
@@ -588,6 +638,15 @@ class Player {
       this.showRequest(item, latest.get(id), frame, columns);
     });
     this.items = new Map(ids.map((id) => [id, this.items.get(id)]));
+  }
+
+  /** Which requests the list lacks. hidden: how many of those that a frame tells of. */
+  rest(frame, hidden, latest, from) {
+    const unseen = this.setup.recorded ? 0 : frame.queued - frame.waiting.length;
+    const left = number.format(hidden + unseen);
+    if (hidden + unseen) return `and ${left} more: the list has ${MOST_ROWS}, first those that run`;
+    const gone = ({ over }) => over.some((row) => !latest.has(row.number));
+    return this.frames.slice(0, from).some(gone) ? "Requests that were over before have left the list." : "";
   }
 
   newItem(id) {

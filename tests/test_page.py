@@ -1,5 +1,6 @@
 """The page is a file and a script, and asks its server only."""
 
+import json
 import re
 from html.parser import HTMLParser
 from urllib.parse import urljoin
@@ -60,7 +61,7 @@ def test_what_the_script_names_is_there(door):
     asked = set(re.findall(r'get\("([a-z]+)"\)', page))
     assert {"texts", "player"} <= asked <= set(Reader(page).all("id"))
     paths = set(re.findall(r'"(v1/[a-z/]+|live|metrics)"', page))
-    assert paths == {"v1/completions", "v1/chat/completions", "live", "metrics"}
+    assert paths == {"v1/completions", "v1/chat/completions", "v1/models", "live", "metrics"}
 
 
 def test_the_sliders_ask_for_what_the_server_knows(door):
@@ -106,3 +107,14 @@ def test_a_page_takes_no_descriptor_of_its_own(tiny_llama, monkeypatch):
         for path in ("/", "/player.js"):
             with door.send("GET", path) as answer:
                 assert answer.status == 200 and len(answer.read()) > 1000
+
+
+def test_the_example_of_the_page_is_a_form(door):
+    page, _ = fetch(door, "/")
+    (example,) = re.findall(r"^const EXAMPLE = `(.*?)`;$", page, re.MULTILINE | re.DOTALL)
+    schema = json.loads(example)
+    named = {"type": "json_schema", "json_schema": {"name": "page", "schema": schema}}
+    body = {"prompt": "Lily", "logprobs": 5, "show_allowed": 20, "max_tokens": 200, "seed": 1}
+    status, answer = door.post("/v1/completions", body | {"response_format": named})
+    assert status == 200, answer
+    assert json.loads(answer["choices"][0]["text"]).keys() == schema["properties"].keys()
