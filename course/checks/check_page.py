@@ -3,10 +3,13 @@
 PICTURES: a folder for screenshots. At 1280 pixels, light, and at 360, dark: no error on the
 console, no request but to the server, nothing wider than the page, contrast of all text at least
 4.5 to 1, and none smaller than 11 pixels. Eight texts at once are batched, shared and preempted,
-and the numbers that the page shows are those of /metrics. Then tips, keys, drafts, stop, errors, a
-chat, and a server that goes away, at once though somebody watches, and comes back.
+and the numbers that the page shows are those of /metrics. Then tips, keys, drafts, stop, errors,
+why the view of the engine is not the present, a chat, JSON with what its schema allows, and a
+server that goes away, at once though somebody watches, and comes back. On a phone fields have
+letters of 16 pixels at least, or it zooms in; buttons are 40 high, and a tip hides no text.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -34,6 +37,65 @@ TOTALS = """() => {
     last: { ...frames.at(-1), requests: null, owners: null },
     marked: document.querySelectorAll("#texts .accepted").length,
   };
+}"""
+# At a phone's width: what is too small to be read or hit, of all that can be seen.
+SMALL = """() => [...document.querySelectorAll("button, input, textarea")]
+  .filter((element) => element.checkVisibility() && !/radio|range/.test(element.type))
+  .filter((element) => element.matches("button")
+    ? element.offsetHeight < 40
+    : parseFloat(getComputedStyle(element).fontSize) < 16)
+  .map((element) => element.name || element.innerText)"""
+# Notes each line of what may come next.
+NOTED = """() => {
+  window.noted = [];
+  const own = Text.prototype.foretell;
+  Text.prototype.foretell = function (place) {
+    own.call(this, place);
+    window.noted.push(this.next.textContent);
+  };
+}"""
+AGED = """[...document.querySelectorAll("#texts .token")].findIndex((span) =>
+  span.tokens.some(({ allowed }) => allowed.count === 7))"""
+# What a view says of more requests than it lists, of those that left, and of frames that it lost.
+LEFT_OUT = """async () => {
+  const drawn = () => new Promise((done) => setTimeout(done, 50));
+  const other = new Player(document.createElement("div"), { ...player.setup });
+  document.body.append(other.element);
+  const kind = { prompt: 1, tokens: 2, start: 0, computed: 1, work: [0, 0, 0, 0] };
+  const row = (number) => ({ ...kind, number, reason: "stop", pages: [] });
+  const rows = (from, count) => Array.from({ length: count }, (_, index) => row(from + index));
+  const none = { running: [], waiting: [], over: [], preempted: [], cached: [], queued: 0 };
+  const frame = { ...player.frames.at(-1), ...none };
+  const said = [];
+  const more = async () => (await drawn(), said.push(other.more.textContent));
+  other.add({ ...frame, time: 0, running: rows(1, 32), waiting: rows(33, 40), queued: 100 });
+  await more();
+  for (const first of [200, 220]) other.add({ ...frame, over: rows(first, 20) });
+  other.play(false);
+  for (let time = 1; time < 1000; time++) other.add({ ...frame, time });
+  other.seek(other.frames.length - 1);
+  await more();
+  other.seek(0);
+  for (let time = 1000; time < 1600; time++) other.add({ ...frame, time });
+  await drawn();
+  said.push(other.because.textContent);
+  other.close();
+  other.element.remove();
+  return said;
+}"""
+# Whether the page has alternatives in the order of their probability, of either API.
+ORDERS = """() => {
+  const top = [["a", -1], ["7", -2], ["3", -3]];
+  const listed = top.map(([token, logprob]) => ({ token, logprob }));
+  return [
+    { content: [{ token: "a", logprob: -1, top_logprobs: listed }] },
+    { tokens: ["a"], token_logprobs: [-1], top_logprobs: [Object.fromEntries(top)] },
+  ].map((logprobs) => String(tokensOf({ logprobs })[0].top) === String(top));
+}"""
+OVER = """() => {
+  const [tip, card] = [".tip", "#texts article"].map((name) =>
+    document.querySelector(name).getBoundingClientRect());
+  return tip.top < card.bottom && card.top < tip.bottom;
 }"""
 QUIET = "player && player.frames.length && !player.frames.at(-1).running.length && !writing.size"
 
@@ -76,6 +138,11 @@ class Check(View):
         self.page.evaluate("player.follow()")
         self.page.evaluate(DRAWN)
 
+    def why(self) -> str:
+        """The line that says why the engine is not shown as it is."""
+        self.page.evaluate(DRAWN)
+        return self.page.locator(".player .why").inner_text()
+
     def figure(self, name: str) -> str:
         """What the page shows under a name."""
         return self.page.locator(f".figures div:has(dt:text-is('{name}')) dd").inner_text()
@@ -95,6 +162,7 @@ def eight(check: Check) -> None:
     page.evaluate("player.seek(player.frames.findIndex((frame) => frame.preempted.length))")
     page.evaluate(DRAWN)
     check.shows("paused")
+    check.must(check.why() == "", f"a paused view says {check.why()}")
     check.picture("paused")
     check.looks()
     check.quiet()
@@ -156,6 +224,7 @@ def hands(check: Check) -> None:
     page.get_by_role("button", name="Again, slowly").click()
     page.locator(".pool").focus()
     page.wait_for_function("player.frames[player.index].owners.size")
+    check.must("10 frames a second" in check.why(), f"a slow view says {check.why()}")
     page.get_by_role("button", name="Pause").click()
     page.locator(".pool").focus()
     page.keyboard.press("ArrowRight")
@@ -181,7 +250,7 @@ def hands(check: Check) -> None:
     page.locator("input[name=top_p]").fill("0.95")
     page.locator("input[name=max_tokens]").fill("500")
     page.locator("input[name=temperature]").fill("0")
-    page.locator("textarea").fill("Once upon a time")
+    page.locator("textarea[name=prompt]").fill("Once upon a time")
     for _ in range(20):  # until a text is long enough to be stopped
         page.click("button.first")
         page.wait_for_function("document.querySelectorAll('#texts .token').length > 2")
@@ -202,17 +271,136 @@ def hands(check: Check) -> None:
     check.picture("wrong")
     page.locator("input[name=temperature]").fill("0.8")
     page.locator("input[name=max_tokens]").fill("60")
+    page.evaluate("player.step(-1)")
+    page.click("button.first")
+    page.wait_for_function("!writing.size")
+    check.must("A new text began" in check.why(), f"after a new text the view says {check.why()}")
+
+
+def left_out(check: Check) -> None:
+    """What the view of the engine does not show, and why."""
+    said = check.page.evaluate(LEFT_OUT)
+    known = ["and 92 more: the list has 40, first those that run"]
+    known.append("Requests that were over before have left the list.")
+    known.append("The last 1,500 frames are kept: the one that was shown is gone.")
+    check.must(said == known, f"the view says {said}")
+
+
+def chat(check: Check) -> None:
+    """A chat of several turns, of which one fails, and another one."""
+    page = check.page
+    field = page.locator("textarea[name=prompt]")
     page.check("input[value=chat]")
-    page.locator("textarea").fill("rocket, moon")
+    check.must(field.input_value() == "", "a chat begins with the text of the other kind")
+    check.must(page.locator("#system").is_hidden(), "the model knows no system prompt")
     for temperature, messages in ((0.8, 2), (-1, 2), (0.8, 4)):  # a turn that fails is none
         page.locator("input[name=temperature]").fill(str(temperature))
-        check.must(page.evaluate("go.click(), go.disabled"), "two turns at a time")
+        field.fill("rocket, moon")
+        field.press("Enter")
+        check.must(page.evaluate("go.disabled || !writing.size"), "two turns at a time")
         check.quiet()
         found = page.evaluate("messages.length")
         check.must(found == messages, f"{found} messages of the chat, not {messages}")
+        kept = field.input_value()
+        check.must((kept != "") == (temperature < 0), f"the field has {kept!r}")
     check.must(page.locator("#texts .error").count() == 1, "the chat fails")
+    check.must(page.locator("#texts .said").count() == 3, "what was said is not shown")
+    page.check("input[value=text]")
+    page.click("button.first")
+    page.wait_for_function("!writing.size && document.querySelector('#texts .token')")
+    page.check("input[value=chat]")
+    kept = page.locator("#texts .said").count(), page.evaluate("messages.length")
+    check.must(kept == (3, 4), f"after another text {kept} are left of the chat")
     check.looks()
     check.picture("chat")
+    field.fill("")
+    page.click("button.first")
+    check.must(page.locator("#texts .said").count() == 3, "nothing was sent as a message")
+    page.click("#anew")
+    page.evaluate("roles.push('system'), choose('chat')")
+    page.locator("textarea[name=system]").fill("You write stories.")
+    field.fill("rocket")
+    page.click("button.first")
+    page.locator("#texts .error").wait_for()
+    error = page.locator("#texts .error").inner_text()
+    check.must("the roles user and assistant only" in error, f"a system prompt: {error}")
+    check.looks()
+    check.picture("system")
+    page.locator("textarea[name=system]").fill("")
+    page.click("#anew")
+    check.must(page.locator("#texts > *").count() == 0, "a new chat is not empty")
+    check.must(field.input_value() == "rocket", "a new chat loses the message")
+    page.check("input[value=text]")
+
+
+def held(check: Check) -> None:
+    """A text in the form of a schema, and what it allows at each place."""
+    page = check.page
+    page.evaluate("get('shape').open = true")
+    schema = page.locator("textarea[name=schema]")
+    schema.fill('{"type": ')
+    page.click("button.first")
+    error = page.locator("form .error")
+    check.must(error.inner_text().startswith("JSON schema: "), f"no JSON: {error.inner_text()}")
+    schema.fill('{"type": "objekt"}')
+    page.click("button.first")
+    page.locator("#texts .error").wait_for()
+    schema.fill("")
+    page.click("#example")
+    check.must("held" in page.locator("#shape summary").inner_text(), "a form is not told of")
+    page.locator("input[name=max_tokens]").fill("200")
+    page.locator("input[name=seed]").fill("7")
+    page.evaluate(NOTED)
+    for kind in ("text", "chat"):
+        page.check(f"input[value={kind}]")
+        page.evaluate("noted = []")
+        page.locator("textarea[name=prompt]").fill("A cat says")
+        page.click("button.first")
+        page.wait_for_function("!writing.size && document.querySelector('#texts .token')")
+        check.quiet()
+        written = page.locator("#texts .token").all_inner_texts()
+        names = json.loads("".join(written)).keys()
+        check.must(list(names) == ["name", "pet", "age", "says"], f"the text is {written}")
+        noted = page.evaluate("noted")
+        check.must(any("next, 1 allowed:" in line for line in noted), f"what is next: {noted}")
+        check.must(page.locator("#texts .next").count() == 0, "what is next stays")
+        forced = page.locator("#texts .forced")
+        check.must(5 < forced.count() < len(written), f"{forced.count()} tokens are forced")
+        aged = page.locator("#texts .token").nth(page.evaluate(AGED))
+        for token, words in ((forced.first, "1 allowed:"), (aged, "7 allowed:")):
+            token.click()
+            tip = page.locator(".tip")
+            check.must(words in tip.inner_text(), f"the tip is {tip.inner_text()}")
+            check.must(tip.locator("s").count() > 0, "no alternative is struck out")
+            check.must(not page.evaluate(OVER), "the tip covers the text")
+        check.looks()
+        check.picture(f"held-{kind}")
+        page.evaluate("point(null)")
+    # As it is written: in JavaScript "10" would come first.
+    page.check("input[value=text]")
+    schema.fill('{"enum": [{"b": 12, "10": true}]}')
+    page.locator("textarea[name=prompt]").fill("A cat says")
+    for most, end in ((9, "cut"), (200, "the end")):
+        page.locator("input[name=max_tokens]").fill(str(most))
+        page.click("button.first")
+        page.wait_for_function("!writing.size && document.querySelector('#texts .token')")
+        state = page.locator("#texts header span").last.inner_text()
+        check.must(state.endswith(end), f"of {most} tokens the state is {state}")
+    written = page.locator("#texts .token").all_inner_texts()
+    check.must("".join(written) == '{"b":12,"10":true}', f"the text is {written}")
+    page.locator("input[name=max_tokens]").fill(str(len(written) - 1))
+    page.click("button.first")
+    page.wait_for_function("!writing.size && document.querySelector('#texts .token')")
+    state = page.locator("#texts header span").last.inner_text()
+    check.must(state.endswith("max tokens"), f"of a whole text without an end the state is {state}")
+    orders = page.evaluate(ORDERS)
+    check.must(orders == [True, True], f"alternatives are in order of their chances: {orders}")
+    if check.width < 500:
+        small = page.evaluate(SMALL)
+        check.must(small == [], f"too small for a phone: {small}")
+    page.click("#example")
+    check.must(schema.input_value() == "", "the schema stays")
+    page.check("input[value=text]")
 
 
 def main(pictures: Path | None = None) -> int:
@@ -226,6 +414,9 @@ def main(pictures: Path | None = None) -> int:
                 check = Check(browser, problems, address, size, scheme, pictures)
                 eight(check)
                 hands(check)
+                left_out(check)
+                chat(check)
+                held(check)
                 check.context.close()
             still = {"reduced_motion": "reduce"}
             calm = Check(browser, problems, address, SIZES[0], "light", pictures, **still)
@@ -242,11 +433,13 @@ def main(pictures: Path | None = None) -> int:
             calm.picture("gone")
             process, _ = serve(port)
             calm.shows("live")
+            calm.page.wait_for_function("player.because.innerText.startsWith('Connected again')")
             browser.close()
     finally:
         process.terminate()
         process.wait(30)
-    print(*problems or ["the server's page in Chromium: eight texts at once, a chat"], sep="\n")
+    done = "the server's page in Chromium: eight texts at once, a chat, JSON"
+    print(*problems or [done], sep="\n")
     return 1 if problems else 0
 
 
