@@ -13,6 +13,7 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import CHECKPOINTS, ROOT, save_speaking
 from serving import Door
@@ -21,6 +22,9 @@ SMALL = ["--model", CHECKPOINTS / "stories-draft", "--backend", "torch"]
 LLAMA = CHECKPOINTS / "stories-llama"
 SAMPLES = ["--model", LLAMA, "--prompt", "Lily", "--num-samples", 3, "--max-new-tokens", 9]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+# The largest difference between logits on ranks and in one process. In float32, torch's kernels may
+# round by shape. In int8 nothing lies between none and 0.1: an activation rounded the other way.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.int8: 0}
 SECONDS = 90  # that a process may take; then it says where it stands, and ends
 
 
@@ -177,9 +181,29 @@ def compared(size, name, tokens, *way, **options) -> tuple:
     def action():
         return logits_of(name, tokens, *way, **options)
 
-    found = results(size, action)
-    difference = torch.from_numpy(found[0][0]) - alone(name, tokens, **options)
+    with attention_in_float64():
+        found = results(size, action)
+        difference = torch.from_numpy(found[0][0]) - alone(name, tokens, **options)
     return difference.abs().max().item(), found[0][1], [heads for *_, heads in found]
+
+
+@contextlib.contextmanager
+def attention_in_float64():
+    """Compute torch's attention in float64, in this process and in those it starts meanwhile.
+
+    The kernel depends on the processor and on the number of heads, and a rank has fewer heads. In
+    float32 it may give other last bits then, and an int8 activation be rounded the other way.
+    """
+    functions = torch.nn.functional
+    attend = functions.scaled_dot_product_attention
+
+    def in_float64(queries, keys, values, attn_mask=None, **options):
+        wide = (each.double() for each in (queries, keys, values))
+        return attend(*wide, attn_mask, **options).to(queries.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functions, "scaled_dot_product_attention", in_float64)
+        yield
 
 
 def alone(name, tokens, dtype=torch.float32, native=True) -> torch.Tensor:

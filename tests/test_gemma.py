@@ -18,7 +18,7 @@ from conftest import (
 )
 from engines import check_own_runs
 from natives import random_texts
-from ranks import check_two_ranks, compared, logits_of, results, save_uneven
+from ranks import ROUNDING, check_two_ranks, compared, logits_of, results, save_uneven
 from test_llama_config import SMALL
 
 from errors import UserError
@@ -123,9 +123,9 @@ def test_the_engine_writes_the_text_of_each_own_run(tiny_gemma):
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_have_the_bits_of_one_process(tiny_gemma, compiled, tmp_path, kind, size):
+def test_ranks_have_the_logits_of_one_process(tiny_gemma, compiled, tmp_path, kind, size):
     name = save_uneven(tiny_gemma, tmp_path, "tiny_llama", windows=(5, None))
-    assert compared(size, name, torch.tensor([random_tokens(23)]), dtype=kind)[0] == 0
+    assert compared(size, name, torch.tensor([random_tokens(23)]), dtype=kind)[0] <= ROUNDING[kind]
 
 
 def test_ranks_that_add_up_in_float64(tiny_gemma, tmp_path):

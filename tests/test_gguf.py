@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, ROOT, is_one_line, load, random_tokens, refused, run, save_model
 from gguf_files import edited, loaded, mutated
-from ranks import compared, texts_of
+from ranks import ROUNDING, compared, texts_of
 
 from benchmarks.export_gguf import write_gguf
 from errors import UserError
@@ -127,7 +127,7 @@ def test_ranks_read_what_is_theirs(made, compiled, dtype):
     _, file = made("qwen3", n_embd=32)
     loaded(file)
     found, _, heads = compared(2, file, torch.tensor([random_tokens(15)]), dtype=dtype)
-    assert (found, heads) == (0, [1, 1])
+    assert found <= ROUNDING[dtype] and heads == [1, 1]
 
 
 def test_a_gpt_2_may_have_a_head_as_well(made, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, ROOT, is_one_line, module_with, random_tokens, refused, run
 from gguf_files import edited, loadable, loaded
-from ranks import compared
+from ranks import ROUNDING, compared
 from test_gguf import MEASURE
 
 from benchmarks.export_gguf import write_gguf
@@ -91,7 +91,7 @@ def test_ranks_read_their_blocks(made, compiled, tmp_path, dtype):
     _, file = made()
     file = edited(file, tmp_path / "blocks.gguf", kind="Q5_1")
     loaded(file)
-    assert compared(2, file, torch.tensor([random_tokens(15)]), dtype=dtype)[0] == 0
+    assert compared(2, file, torch.tensor([random_tokens(15)]), dtype=dtype)[0] <= ROUNDING[dtype]
 
 
 def test_the_int8_export_of_an_embedded_model_writes_its_text(cli, tmp_path):

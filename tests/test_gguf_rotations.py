@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import CHECKPOINTS, random_tokens, refused, run
 from gguf_files import edited, loadable, loaded
-from ranks import compared
+from ranks import ROUNDING, compared
 
 from benchmarks.export_gguf import pairs_together, write_gguf
 from llama import RopeScaling
@@ -92,7 +92,8 @@ def check_backends(file, dtype: torch.dtype, length: int) -> None:
     in_torch = run(found, texts, max_new_tokens=9)
     use_native(found)
     assert run(found, texts, max_new_tokens=9) == in_torch
-    assert compared(2, file, torch.tensor([random_tokens(length)]), dtype=dtype)[0] == 0
+    tokens = torch.tensor([random_tokens(length)])
+    assert compared(2, file, tokens, dtype=dtype)[0] <= ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import module_with, random_tokens
 from gguf_files import edited, loaded
-from ranks import compared
+from ranks import ROUNDING, compared
 from test_gguf_blocks import check_numbers
 
 from benchmarks.export_gguf import write_gguf
@@ -90,7 +90,7 @@ def test_a_model_of_superblocks_is_its_numbers(made, compiled, name):
 def test_ranks_read_their_superblocks(made, compiled, dtype):
     blocks, _ = made("Q6_K")
     loaded(blocks)
-    assert compared(2, blocks, torch.tensor([random_tokens(15)]), dtype=dtype)[0] == 0
+    assert compared(2, blocks, torch.tensor([random_tokens(15)]), dtype=dtype)[0] <= ROUNDING[dtype]
 
 
 def test_parts_of_a_tensor(made, monkeypatch):

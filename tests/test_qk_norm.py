@@ -19,7 +19,7 @@ from conftest import (
 )
 from engines import check_own_runs
 from natives import in_pieces, native, of_kind, on_each_target, random_texts, threads
-from ranks import check_two_ranks, compared, logits_of, results, save_uneven
+from ranks import ROUNDING, check_two_ranks, compared, logits_of, results, save_uneven
 from test_llama import check_greedy_text
 from test_llama_config import SMALL
 
@@ -164,10 +164,10 @@ def test_c_reads_no_norm_of_another_size(tiny_qwen3, compiled):
 
 @KINDS
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_have_the_bits_of_one_process(tiny_qwen3, compiled, tmp_path, kind, size):
+def test_ranks_have_the_logits_of_one_process(tiny_qwen3, compiled, tmp_path, kind, size):
     name = save_uneven(tiny_qwen3, tmp_path, "tiny_llama")
     found, _, heads = compared(size, name, torch.tensor([random_tokens(23)]), dtype=kind)
-    assert (found, heads) == (0, {2: [3, 2], 4: [2, 1, 1, 1]}[size])
+    assert found <= ROUNDING[kind] and heads == {2: [3, 2], 4: [2, 1, 1, 1]}[size]
 
 
 @pytest.mark.parametrize("way", ["gather", "reduce"])

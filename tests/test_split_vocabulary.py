@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import random_tokens
-from ranks import LLAMA, alone, logits_of, results, texts_of
+from ranks import LLAMA, ROUNDING, alone, attention_in_float64, logits_of, results, texts_of
 
 from loading.load import save_model
 
@@ -18,9 +18,13 @@ def test_a_vocabulary_that_three_does_not_divide(compiled, tiny_llama, tmp_path,
     def action():
         return logits_of(tmp_path, tokens)
 
-    (logits, (collectives, traffic), _), *others = results(3, action)
-    expected = alone(tmp_path, tokens)
-    assert torch.equal(torch.from_numpy(logits), expected)
+    def near(logits, expected):
+        return (torch.from_numpy(logits) - expected).abs().max() <= ROUNDING[torch.float32]
+
+    with attention_in_float64():
+        (logits, (collectives, traffic), _), *others = results(3, action)
+        expected = alone(tmp_path, tokens)
+    assert near(logits, expected)
     ends = 0, 21, 41, 61
     assert collectives == 2 * 4 + 2
     # Heads, two of a rank at most, outputs, inputs, outputs; of the others: what they lack.
@@ -28,7 +32,7 @@ def test_a_vocabulary_that_three_does_not_divide(compiled, tiny_llama, tmp_path,
     rows = 2 * 2 * 16 * 4 * 64 // 3
     assert traffic == layers + rows  # the logits go to rank 0 only
     for (own, (_, traffic), _), first, end in zip(others, ends[1:], ends[2:]):
-        assert torch.equal(torch.from_numpy(own), expected[..., first:end])
+        assert near(own, expected[..., first:end])
         assert traffic == layers + rows + 16 * 4 * 21
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import random_tokens, run_rows
 from gguf_files import edited, mutated
-from ranks import compared
+from ranks import ROUNDING, compared
 from test_gguf import same
 from test_mixture_of_experts import mixture
 
@@ -93,8 +93,8 @@ def test_blocks_of_rows_end_with_an_expert(made, monkeypatch, block):
 @pytest.mark.parametrize("kind", [torch.float32, torch.int8], ids=str)
 def test_two_ranks_read_their_rows_of_each_expert(made, compiled, kind):
     _, file = made(n_embd=64, head_dim=32, n_inner=64, sizes={"n_inner": 64}, block_size=64)
-    found, _, _ = compared(2, file, torch.tensor([random_tokens(23)]), dtype=kind)
-    assert found == 0
+    found, *_ = compared(2, file, torch.tensor([random_tokens(23)]), dtype=kind)
+    assert found <= ROUNDING[kind]
 
 
 FIRST = "blk.0.ffn_gate_exps.weight"

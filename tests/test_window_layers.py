@@ -18,7 +18,7 @@ from conftest import (
 )
 from engines import check_own_runs
 from gguf_files import edited
-from ranks import check_two_ranks, compared, save_uneven
+from ranks import ROUNDING, check_two_ranks, compared, save_uneven
 from test_llama_config import SMALL
 from test_mixture_of_experts import EXPERTS
 
@@ -132,13 +132,13 @@ def test_a_step_reads_no_more_than_the_window(tiny_windows, attended):
 
 
 @KINDS
-def test_ranks_have_the_bits_of_one_process(tiny_windows, compiled, tmp_path, kind):
+def test_ranks_have_the_logits_of_one_process(tiny_windows, compiled, tmp_path, kind):
     def build(**shape):
         return tiny_windows(windows=(5, 5), **shape)
 
     name = save_uneven(build, tmp_path, "tiny_llama")
     tokens = torch.tensor([random_tokens(40)])
-    assert compared(2, name, tokens, dtype=kind)[0] == 0
+    assert compared(2, name, tokens, dtype=kind)[0] <= ROUNDING[kind]
 
 
 def test_two_ranks_write_the_texts_of_one(tiny_windows, engine_cli, tmp_path):
