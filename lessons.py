@@ -57,6 +57,8 @@ EVENING = (  # a path of fifteen lessons
     "streaming",
     "tensor-parallel",
 )
+TORCH_BITS = "course/torch_bits.txt"  # which tests of published lessons compare bits of torch
+CPU_INFO = Path("/proc/cpuinfo")
 SECONDS = 300  # that a test may take in verify; pytest then says where it stands, and ends
 STOPPED = threading.Event()  # verify was stopped: no further tests begin, and running ones end
 
@@ -673,12 +675,14 @@ def cmd_verify(lessons, args):
     The whole suite runs for the lessons you name, or with --all for each; otherwise they run their
     own tests only (make test runs the suite of the newest code), and only those of the newest part
     run them on the code before, too: the others were red when they were published, and their
-    commits do not change. A lesson that fails is checked once more; both results are shown.
+    commits do not change. A lesson that fails is checked once more; both results are shown. Where
+    Linux runs on an Intel processor, the tests that course/torch_bits.txt names are left out.
     """
     require_pytest()
     selected = list(dict.fromkeys(find(lessons, wanted) for wanted in args.ids)) or lessons
     whole = args.all or bool(args.ids)
     finished = [] if whole else [lesson for lesson in lessons if lesson not in newest_part(lessons)]
+    without = left_out(selected)
     trees = queue.SimpleQueue()  # one for each of two threads; a checkout writes only what differs
 
     def report(lesson: Lesson) -> bool:
@@ -687,10 +691,10 @@ def cmd_verify(lessons, args):
         before = lesson != lessons[0] and lesson not in finished
         tree = trees.get()
         try:
-            complaint, note = verify(lesson, before, whole, tree)
+            complaint, note = verify(lesson, before, whole, tree, without[lesson])
             if complaint and not STOPPED.is_set():  # what a busy machine has broken goes well now
                 first = printable(complaint)
-                complaint, note = verify(lesson, before, whole, tree)
+                complaint, note = verify(lesson, before, whole, tree, without[lesson])
                 note += f"; the second time; the first time:\n{first}"
         except LessonError as error:
             complaint = str(error)
@@ -715,7 +719,9 @@ def cmd_verify(lessons, args):
     if finished:
         words = "lessons of finished parts ran at their commits only"
         print(f"{len(finished)} {words}; both for all: python lessons.py verify --all")
-    print(f"{sum(done)} passed, {len(done) - sum(done)} failed")
+    count = len(set().union(*without.values()))
+    note = f"; on this Intel processor without {count} of the tests in {TORCH_BITS}"
+    print(f"{sum(done)} passed, {len(done) - sum(done)} failed{note if count else ''}")
     return 0 if all(done) else 1
 
 
@@ -745,17 +751,20 @@ def newest_part(lessons: list[Lesson]) -> list[Lesson]:
     return lessons[starts[-1] :] if starts else lessons
 
 
-def verify(lesson: Lesson, before: bool, whole: bool, tree: Path) -> tuple[str, str]:
+def verify(
+    lesson: Lesson, before: bool, whole: bool, tree: Path, without: list[str]
+) -> tuple[str, str]:
     """Run tests at the lesson's commit, in a worktree, and its own on the code before it.
 
-    before: whether to do the latter. Returns what is wrong, or nothing, and a note. Green means:
-    every test passes at the lesson, of the whole suite or of the files that the lesson changes. Red
-    means: on the code before the lesson every new test fails, but those named `test_still_*`, and
-    at least one fails by an assertion, not for want of a name.
+    before: whether to do the latter. without: the tests that are left out. Returns what is wrong,
+    or nothing, and a note. Green means: every test passes at the lesson, of the whole suite or of
+    the files that the lesson changes. Red means: on the code before the lesson every new test
+    fails, but those named `test_still_*`, and at least one fails by an assertion, not for want of a
+    name.
     """
     files = test_files(lesson, "A")
     check_out(tree, lesson.commit)
-    results, output = run_tests(tree, [] if whole else test_files(lesson))
+    results, output = run_tests(tree, [] if whole else test_files(lesson), without)
     if not results or any(outcome != "passed" for outcome in results.values()):
         return f"the suite is not green at {lesson.id}:\n{output}", ""
     note = f"{len(results)} passed"
@@ -765,7 +774,7 @@ def verify(lesson: Lesson, before: bool, whole: bool, tree: Path) -> tuple[str, 
         return "the lesson adds no test file", note
     check_out(tree, f"{lesson.commit}^")
     git("checkout", lesson.commit, "--", "tests", cwd=tree)
-    results, output = run_tests(tree, files)
+    results, output = run_tests(tree, files, without)
     wrong = [
         name
         for name, outcome in results.items()
@@ -780,22 +789,45 @@ def verify(lesson: Lesson, before: bool, whole: bool, tree: Path) -> tuple[str, 
     return "", f"{note}; before it {red} of its {len(results)} fail, {asserted} by assertion"
 
 
+def left_out(lessons: list[Lesson]) -> dict[Lesson, list[str]]:
+    """Map each lesson to the tests not to run there on this processor: they compare bits of torch.
+
+    The file on main names them, each with the lesson from which on it compares such bits. A commit
+    that has the file needs no exception.
+    """
+    ref, _ = read_main()
+    text = run_git("show", f"{ref}:{TORCH_BITS}").stdout if is_intel() else ""
+    named = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    tests = {lesson: [] for lesson in lessons}
+    for lesson in lessons if named else ():
+        if not succeeds("cat-file", "-e", f"{lesson.commit}:{TORCH_BITS}"):
+            number = int(lesson.number)
+            tests[lesson] = [test for id, test in named if int(id.partition("-")[0]) <= number]
+    return tests
+
+
+def is_intel() -> bool:
+    return CPU_INFO.exists() and "GenuineIntel" in CPU_INFO.read_text()
+
+
 def check_out(tree: Path, commit: str) -> None:
     """Make a worktree hold that commit and nothing else."""
     git("checkout", "--quiet", "--force", "--detach", commit, cwd=tree)
     git("clean", "-ffdxq", cwd=tree)
 
 
-def run_tests(tree: Path, files: list[str]) -> tuple[dict[str, str], str]:
+def run_tests(tree: Path, files: list[str], without=()) -> tuple[dict[str, str], str]:
     """Run pytest in a directory, on one thread. All that a test has started is ended afterwards.
 
-    Returns test name -> passed, skipped, assertion or error, and the end of the output.
+    without: the tests that are left out. Returns test name -> passed, skipped, assertion or error,
+    and the end of the output.
     """
     report = tree / "report.xml"
     report.unlink(missing_ok=True)
     options = ["--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}"]
     limits = {"faulthandler_timeout": SECONDS, "faulthandler_exit_on_timeout": "true"}
     options += [f"--override-ini={name}={value}" for name, value in limits.items()]
+    options += [f"--deselect={test}" for test in without]
     command = [python(), "-m", "pytest", *options, *files]
     # Without bytecode: that of the commit before could be taken.
     env = os.environ | ONE_THREAD | {"PYTHONDONTWRITEBYTECODE": "1"}

@@ -765,7 +765,7 @@ def test_verify_runs_whole_suites_where_asked(repo, run, monkeypatch):
         commit(repo, f"{id[:2]} x: y", {f"tests/test_{id[:2]}.py": ""}, id)
     seen = {}
 
-    def fake(lesson, before, whole, tree):
+    def fake(lesson, before, whole, tree, without):
         seen[lesson.id] = whole
         return ("wrong" if lesson.id == "01-add" else ""), "note"
 
@@ -807,6 +807,47 @@ def test_verify_runs_finished_parts_at_their_commits_only(repo, run, monkeypatch
     assert code == 1 and bad in out and note not in out
 
 
+def test_verify_leaves_out_what_compares_bits_of_torch_on_intel(repo, run, monkeypatch):
+    """Where the commit does not have the list: later tests compare no bits."""
+    late = "\n\ndef test_bits():\n    from calc import apply\n    assert apply('/', 0, 1) == %s\n"
+    files = {"tests/test_div.py": TEST_DIV + late % 2.4e-7, "calc.py": DIV}
+    commit(repo, "03 div: quotients", files, "03-div")
+    commit(repo, "04 root: roots", {"tests/test_root.py": TEST_INIT}, "04-root")
+    before = git(repo, "rev-parse", "HEAD")
+    words = "# bits of torch\n\n03-div tests/test_div.py::test_bits\n"
+    commit(repo, "course: a list", {"course/torch_bits.txt": words})
+    end = "; on this Intel processor without 1 of the tests in course/torch_bits.txt"
+    monkeypatch.setattr(lessons, "PARTS", {"init": "one", "div": "two", "root": "three"})
+
+    def verified(*ids):
+        code, out, _ = run("verify", *ids)
+        rows = [row for row in out.splitlines() if " s  " in row]
+        notes = {row.split()[1]: row.partition(" s  ")[2] for row in rows}
+        return code, notes, out.splitlines()[-1]
+
+    monkeypatch.setattr(lessons, "is_intel", lambda: False)
+    assert verified()[::2] == (1, "3 passed, 2 failed")  # 04 passes before it, too
+    monkeypatch.setattr(lessons, "is_intel", lambda: True)
+    git(repo, "checkout", "-q", before)  # where the list is not
+    code, notes, last = verified()
+    assert notes["03-div"] == "1 passed" and last == f"4 passed, 1 failed{end}"
+    code, notes, last = verified("3", "4")  # whole suites, and on the code before
+    assert notes["03-div"] == "5 passed; before it 1 of its 1 fail, 1 by assertion"
+    assert notes["04-root"].startswith("6 passed;") and last == f"1 passed, 1 failed{end}"
+    assert verified("2")[2] == "1 passed, 0 failed"
+    git(repo, "checkout", "-q", "main")
+    commit(repo, "05 late: bits", {"tests/test_div.py": TEST_DIV + late % 2}, "05-late")
+    assert verified("5")[::2] == (1, "0 passed, 1 failed")
+
+
+@pytest.mark.parametrize("words, intel", [("GenuineIntel", True), ("AuthenticAMD", False)])
+def test_whose_processor_it_is(tmp_path, monkeypatch, words, intel):
+    monkeypatch.setattr(lessons, "CPU_INFO", tmp_path / "cpuinfo")
+    assert not lessons.is_intel()
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {words}\n")
+    assert lessons.is_intel() == intel
+
+
 RED = "these tests pass on the code before the lesson:\n  test_0"
 BY_NAME = "no test fails by an assertion on the code before the lesson:\nwords"
 
@@ -824,7 +865,7 @@ BY_NAME = "no test fails by an assertion on the code before the lesson:\nwords"
     ],
 )
 def test_verify_names_what_makes_a_lesson_bad(repo, run, monkeypatch, at, before, complaint):
-    def fake(tree, files):
+    def fake(tree, files, without):
         assert (tree / "calc.py").read_text() == (DOOR if files else MUL)
         assert (tree / "tests/test_mul.py").exists()
         results = {}
@@ -851,7 +892,7 @@ def test_verify_checks_once_more_what_fails(repo, run, monkeypatch):
 
 def test_verify_wants_a_test_file(repo, run, monkeypatch):
     commit(repo, "03 bare: no new file", {"tests/test_add.py": TEST_ADD + "\n"}, "03-bare")
-    monkeypatch.setattr(lessons, "run_tests", lambda tree, files: ({"test": "passed"}, ""))
+    monkeypatch.setattr(lessons, "run_tests", lambda *_: ({"test": "passed"}, ""))
     assert "the lesson adds no test file" in run("verify", "3")[1]
     modified = lessons.test_files(lessons.read_main()[1][-1])  # what `check` runs
     assert modified == ["tests/test_add.py"]
