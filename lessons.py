@@ -62,13 +62,13 @@ CPU_INFO = Path("/proc/cpuinfo")
 SECONDS = 300  # that a test may take in verify; pytest then says where it stands, and ends
 STOPPED = threading.Event()  # verify was stopped: no further tests begin, and running ones end
 
-# No hook runs, and the reader's configuration does not change what is parsed here.
+# No hook runs, and neither the reader's configuration nor a graft changes what is parsed here.
 SETTINGS = (
     f"core.hooksPath={os.devnull}",
     "i18n.logOutputEncoding=utf-8",
     "log.showSignature=false",
 )
-GIT = ["git", *(word for setting in SETTINGS for word in ("-c", setting))]
+GIT = ["git", "--no-replace-objects", *(word for setting in SETTINGS for word in ("-c", setting))]
 
 
 class LessonError(Exception):
@@ -327,13 +327,18 @@ def is_lesson(commit: str, id: str) -> bool:
 
 
 def cmd_tag(lessons, args):
-    """make the tags from the trailers"""
+    """make the tags from the trailers, and let a plain git log show this edition alone"""
     states = tag_states(lessons)
     for lesson, state in states.items():
         if state in ("made", "moved"):
             git("tag", "--no-sign", "--force", lesson.id, lesson.commit)
-    if args.quiet:
-        return
+    if not args.quiet:
+        report_tags(lessons, states)
+    graft_editions()
+
+
+def report_tags(lessons: list[Lesson], states: dict[Lesson, str]) -> None:
+    """Print what became of each tag, and name the tags of an earlier edition."""
     for lesson, state in states.items():
         print(state, lesson.id)
         if state == "yours":
@@ -349,6 +354,58 @@ def cmd_tag(lessons, args):
             f"git tag --delete {' '.join(earlier)}",
             file=sys.stderr,
         )
+
+
+def graft_editions() -> None:
+    """Hide earlier editions from git log: graft each merge of one onto its first parent.
+
+    Each merge is grafted once, as the clone's configuration notes: a graft that the reader deletes
+    stays deleted.
+    """
+    if run_git("config", "--type=bool", "core.useReplaceRefs").stdout == "false\n":
+        return
+    noted = run_git("config", "--get-all", "lessons.grafted").stdout.split()
+    grafted = []
+    for commit in edition_merges():
+        if commit in noted or is_needed(commit):
+            continue
+        git("config", "--add", "lessons.grafted", commit)
+        if succeeds("replace", "--graft", commit, f"{commit}^1"):  # unless the reader replaced it
+            grafted.append(commit[:10])
+    if grafted:
+        print(
+            "git log now shows this edition of the lessons only; to show earlier ones again: "
+            f"git replace -d {' '.join(grafted)}",
+            file=sys.stderr,
+        )
+
+
+def edition_merges() -> list[str]:
+    """List the merges on main's first-parent line that join an earlier edition.
+
+    Such a merge changes no file, and its subject begins with "edition" and a number.
+    """
+    ref, _ = read_main()
+    log = git("log", "--first-parent", "--merges", "--format=%H %T %s", ref)
+    merges = [line.split(" ", 2) for line in log.split("\n") if line]
+    return [
+        commit
+        for commit, tree, subject in merges
+        if re.match(r"edition \d", subject) and git("rev-parse", f"{commit}^1^{{tree}}") == tree
+    ]
+
+
+def is_needed(merge: str) -> bool:
+    """Tell whether HEAD or a branch ends in the edition that a merge joins, or grew from it.
+
+    If that merge were grafted, git would not see that main contains where such a branch began:
+    push and pull would not go on from it, and merge would call main an unrelated history.
+    """
+    hidden = git("rev-list", f"{merge}^2", f"^{merge}^1").split()
+    tips = git("for-each-ref", "--format=%(objectname)", "refs/heads", "refs/remotes").split()
+    tips += run_git("rev-parse", "--verify", "--quiet", "HEAD").stdout.split()
+    grown = git("rev-list", "--boundary", *tips, f"^{merge}").split()  # "-": where it began
+    return not set(hidden).isdisjoint([*tips, *(commit.lstrip("-") for commit in grown)])
 
 
 def earlier_tags(lessons: list[Lesson]) -> list[str]:
@@ -884,7 +941,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     named = {"metavar": "ID", "help": lesson}
     here = {"nargs": "?", "metavar": "ID", "help": f"{lesson}; default: where you stand"}
     several = {"nargs": "*", "metavar": "ID", "help": f"{lesson}; default: all lessons"}
-    quiet = "say nothing, and do nothing without a history"
+    quiet = "say only that git log has changed; without a history do nothing"
     add(cmd_list)
     add(cmd_tag).add_argument("--quiet", action="store_true", help=quiet)
     add(cmd_show).add_argument("id", **named)

@@ -116,6 +116,7 @@ def built(tmp_path_factory):
         commit(path, subject, *entry, body)
     git(path, "merge", "-q", "-s", "ours", "-m", "edition 2: calc", "old")
     git(path, "branch", "-D", "old")
+    git(path, "config", "lessons.grafted", git(path, "rev-parse", "main"))  # as after `tag`, undone
     return path
 
 
@@ -247,10 +248,118 @@ def test_tags_of_lessons_that_an_earlier_edition_had_are_named(repo, run):
     assert git(repo, "tag").split() == ["00-init", "01-add", "02-mine", "02-mul", "v2"]
 
 
-def test_main_comes_before_the_origins(repo, run, tmp_path, monkeypatch):
-    clone = tmp_path / "clone"
-    git(tmp_path, "clone", "-q", str(repo), str(clone))
-    monkeypatch.setattr(lessons, "ROOT", clone)
+@pytest.fixture
+def clone(repo, tmp_path, monkeypatch):
+    """A new clone of the repository, which `lessons` takes for its own."""
+    path = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(repo), str(path))
+    monkeypatch.setattr(lessons, "ROOT", path)
+    return path
+
+
+def subjects(repo, *options):
+    return git(repo, "log", "--format=%s", *options).split("\n")
+
+
+def join(repo, words, start, *options, into="main"):
+    """Merge a branch that begins at a commit and adds one of its own, and delete it."""
+    git(repo, "switch", "-q", "--create", "beside", start)
+    commit(repo, f"beside: {words}", {"beside.txt": f"{words}\n"})
+    git(repo, "switch", "-q", into)
+    git(repo, "merge", "-q", *(options or ("-s", "ours")), "-m", words, "beside")
+    git(repo, "branch", "-q", "-D", "beside")
+
+
+def test_a_plain_log_of_a_clone_shows_this_edition_alone(repo, clone, run):
+    whole, line = subjects(clone), subjects(clone, "--first-parent")
+    assert "02 old: old products" in whole and "02 old: old products" not in line
+    code, out, err = run("tag", "--quiet")
+    assert (code, out, err.count("\n")) == (0, "", 1)
+    assert subjects(clone) == line
+    assert run("tag", "--quiet") == (0, "", "")
+    commit(repo, "something new", {"new.txt": ""})
+    git(clone, "pull", "-q", "--ff-only")
+    assert subjects(clone) == ["something new", *line]
+    # What it says shows the whole again, and `tag` leaves it so.
+    git(clone, *err.rpartition(": git ")[2].split())
+    assert subjects(clone) == ["something new", *whole]
+    assert run("tag", "--quiet") == (0, "", "")
+    assert subjects(clone) == ["something new", *whole]
+
+
+def test_each_edition_on_the_line_of_main_is_hidden_and_no_other_merge(repo, clone, run):
+    """Whatever is checked out, and where only the origin has a main."""
+    for words in ("my edition 3", "edition: without a number", "one\u2028two"):
+        join(repo, words, "main^")
+    join(repo, "edition 4: it changes a file", "main^", "--no-ff")
+    git(repo, "branch", "earlier", "main^")
+    join(repo, "edition 1: below an earlier one", "main^", into="earlier")
+    git(repo, "switch", "-q", "main")
+    git(repo, "merge", "-q", "-s", "ours", "-m", "edition 5: calc", "earlier")
+    git(repo, "branch", "-q", "-D", "earlier")
+    git(clone, "pull", "-q", "--ff-only")
+    git(clone, "checkout", "-q", "--detach", "main~6")
+    git(clone, "branch", "-q", "-D", "main")
+    merges = git(repo, "log", "--first-parent", "--format=%H", "--grep=^edition [25]: calc").split()
+    err = run("tag", "--quiet")[2]
+    assert err.count("\n") == 1 and len(merges) == 2
+    assert sorted(git(clone, "replace", "--list").split()) == sorted(merges)
+    git(clone, *err.rpartition(": git ")[2].split())
+    assert run("tag", "--quiet") == (0, "", "")
+    assert git(clone, "replace", "--list") == ""
+
+
+def test_an_edition_stays_while_a_branch_needs_it(clone, run):
+    """Grafted, git would not see that main contains where a branch of an earlier edition began."""
+    line = subjects(clone, "--first-parent")
+    earlier = git(clone, "rev-parse", "main^2^")
+    git(clone, "checkout", "-q", "--detach", earlier)
+    assert run("tag", "--quiet") == (0, "", "")
+    git(clone, "switch", "-q", "main")
+    git(clone, "update-ref", "refs/remotes/fork/main", earlier)  # as before a push
+    assert run("tag", "--quiet") == (0, "", "")
+    git(clone, "update-ref", "-d", "refs/remotes/fork/main")
+    git(clone, "switch", "-q", "--create", "mine", earlier)
+    commit(clone, "my own", {"mine.txt": ""})
+    assert run("tag", "--quiet") == (0, "", "")
+    git(clone, "merge", "-q", "-s", "ours", "-m", "merge the course", "main")
+    git(clone, "switch", "-q", "main")
+    assert run("tag", "--quiet") == (0, "", "")
+    git(clone, "branch", "-q", "-D", "mine")
+    git(clone, "switch", "-q", "--create", "mine", "main~2")  # of this edition
+    commit(clone, "my own", {"mine.txt": ""})
+    assert "git replace -d" in run("tag", "--quiet")[2]
+    assert subjects(clone, "main") == line
+    git(clone, "merge", "-q", "-m", "merge the course", "main")
+
+
+def test_what_the_reader_has_replaced_stays(clone, run):
+    git(clone, "replace", "--graft", "main", "main~2")
+    before = subjects(clone)
+    code, out, err = run("tag")
+    assert (code, out.count("made"), err) == (0, 3, "")
+    assert subjects(clone) == before
+    git(clone, "replace", "-d", git(clone, "replace", "--list"))
+    assert run("tag", "--quiet") == (0, "", "")
+
+
+def test_a_reader_without_replacements_gets_none(clone, run):
+    git(clone, "config", "core.useReplaceRefs", "no")
+    assert run("tag", "--quiet") == (0, "", "")
+    assert git(clone, "replace", "--list") == ""
+
+
+def test_what_cannot_be_noted_is_not_grafted(clone, run):
+    (clone / ".git" / "config.lock").touch()
+    code, out, err = run("tag")
+    assert (code, out.count("made"), err.count("\n")) == (2, 3, 1) and "lock" in err
+    assert git(clone, "replace", "--list") == ""
+    assert run("tag", "--quiet") == (0, "", "")
+    (clone / ".git" / "config.lock").unlink()
+    assert "git replace -d" in run("tag", "--quiet")[2]
+
+
+def test_main_comes_before_the_origins(clone, run):
     commit(clone, "03 sub: differences", {"sub.py": ""}, "03-sub")
     assert "03-sub" in run("list")[1]
     git(clone, "checkout", "-q", "--detach")
@@ -407,6 +516,21 @@ def test_an_old_version_runs_the_newest(repo):
     # On main itself the file is the newest, or edited.
     git(repo, "checkout", "-q", "main")
     assert script(repo, "list")[1].count("newest:") == 1
+
+
+def test_an_old_version_that_a_graft_hides_runs_the_newest(repo, run):
+    git(repo, "switch", "-q", "--detach", "main^2")
+    commit(repo, "lessons.py: older", {"lessons.py": f"{SCRIPT.read_text()}# older\n"})
+    old = git(repo, "rev-parse", "HEAD")
+    git(repo, "switch", "-q", "main")
+    git(repo, "merge", "-q", "-s", "ours", "-m", "edition 3: calc", old)
+    line = "    args = parse(argv)\n"
+    newest = SCRIPT.read_text().replace(line, f"{line}    print('newest:', ROOT)\n")
+    commit(repo, "lessons.py: newer", {"lessons.py": newest})
+    assert "git replace -d" in run("tag", "--quiet")[2]
+    assert "lessons.py: older" not in subjects(repo)
+    git(repo, "checkout", "-q", old)
+    assert script(repo, "list")[1].startswith(f"newest: {repo}\n")
 
 
 def test_a_closed_pipe_is_quiet(repo):
