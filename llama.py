@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from cache import layer_windows
-from model import Attend, Linear, Model
+from model import Attend, Model
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         queries = config.n_head * config.head_dim
         keys = config.n_kv_head * config.head_dim
-        self.q_proj = Linear(config.n_embd, queries, bias=config.qkv_bias)
-        self.k_proj = Linear(config.n_embd, keys, bias=config.qkv_bias)
-        self.v_proj = Linear(config.n_embd, keys, bias=config.qkv_bias)
-        self.o_proj = Linear(queries, config.n_embd, bias=False)
+        self.q_proj = nn.Linear(config.n_embd, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.n_embd, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.n_embd, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.n_embd, bias=False)
         self.q_norm = norm(config, config.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = norm(config, config.head_dim) if config.qk_norm else nn.Identity()
 
@@ -190,9 +190,9 @@ class MLP(nn.Module):
     def __init__(self, config: LlamaConfig, n_inner: int | None = None):
         super().__init__()
         n_inner = n_inner or config.n_inner
-        self.gate_proj = Linear(config.n_embd, n_inner, bias=False)
-        self.up_proj = Linear(config.n_embd, n_inner, bias=False)
-        self.down_proj = Linear(n_inner, config.n_embd, bias=False)
+        self.gate_proj = nn.Linear(config.n_embd, n_inner, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, n_inner, bias=False)
+        self.down_proj = nn.Linear(n_inner, config.n_embd, bias=False)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -209,7 +209,7 @@ class MixtureOfExperts(nn.Module):
         sizes = config.experts
         self.chosen = sizes.chosen
         self.is_normalized = sizes.is_normalized
-        self.gate = Linear(config.n_embd, sizes.count, bias=False)
+        self.gate = nn.Linear(config.n_embd, sizes.count, bias=False)
         self.experts = nn.ModuleList(MLP(config, sizes.n_inner) for _ in range(sizes.count))
 
     def route(self, x):
@@ -280,7 +280,7 @@ class Llama(Model):
         blocks = (self.BLOCK(config, layer) for layer in range(config.n_layer))
         self.layers = nn.ModuleList(blocks)
         self.norm = self.NORM(config)
-        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:

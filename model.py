@@ -80,32 +80,6 @@ def causal_attention(
     ).transpose(1, 2)
 
 
-HAS_MKL = torch.backends.mkl.is_available()
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T + bias, as `F.linear`.
-
-    x: (..., in_features). weight: (out_features, in_features).
-    """
-    rows = x.numel() // x.shape[-1]
-    if rows > 8 or x.dtype != torch.float32 or x.device.type != "cpu" or not HAS_MKL:
-        return F.linear(x, weight, bias)
-    # Few rows cost the time it takes to read the weight, and MKL reads it faster as the left
-    # factor. MKL's matrix-vector path is slow, so a single row is duplicated.
-    x2d = x.reshape(rows, x.shape[-1])
-    columns = (torch.cat([x2d, x2d]) if rows == 1 else x2d).t()  # (in_features, rows)
-    y = (weight @ columns)[:, :rows].t()
-    if bias is not None:
-        y = y + bias
-    return y.contiguous().view(*x.shape[:-1], len(weight))
-
-
-class Linear(nn.Linear):
-    def forward(self, x):
-        return linear(x, self.weight, self.bias)
-
-
 class TorchRunner:
     """Computes and chooses with torch.
 
@@ -250,8 +224,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.head_dim = config.head_dim
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = Linear(config.n_embd, config.n_embd)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, attend):
         qkv = self.c_attn(x).unflatten(-1, (3, -1, self.head_dim))  # (..., 3, n_head, head_dim)
@@ -262,8 +236,8 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
@@ -310,7 +284,7 @@ class GPT(Model):
         self.wpe = nn.Embedding.from_pretrained(positions, freeze=False)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:

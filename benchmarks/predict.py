@@ -9,9 +9,10 @@ import functools
 from typing import NamedTuple
 
 import torch
+import torch.nn as nn
 
 from loading.load import architecture_of
-from model import Linear, Model
+from model import Model
 from parallel.shards import Plan, cut, split
 
 FLOAT = 4  # bytes of a number
@@ -60,7 +61,7 @@ def weights(model: Model, itemsize: int = FLOAT) -> int:
 
 def multiplied(model: Model) -> int:
     """With how many numbers each token is multiplied."""
-    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     return sum(layer.weight.numel() for layer in layers)
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.nn as nn
 
 from benchmarks import common
 from benchmarks.engine import start, steps, stopwatch
 from engine.engine import Engine
 from loading.load import load_model
-from model import Linear
 from native import use_native
 from native.linear import NativeLinear
 from parallel.ranks import Ranks
@@ -78,7 +78,7 @@ def lead(engine: Engine, job: dict) -> dict:
     engine.step()  # the first one that only decodes
     methods = {}
     if job["parts"]:
-        layers = [layer for layer in model.modules() if isinstance(layer, Linear | NativeLinear)]
+        layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | NativeLinear)]
         methods = {f"product {index}": (layer, "forward") for index, layer in enumerate(layers)}
         methods |= {"hidden": (model, "hidden"), "head": (model, "head")}
         methods |= {"attention": (engine.cache, "attend"), "tell": (ranks, "tell")}

@@ -16,7 +16,7 @@ from llama import Llama, LlamaConfig, RMSNorm, rotate, rotations
 from loading import load
 from loading.config import llama_fields, read_llama_config
 from loading.load import load_model, save_model
-from model import Linear, Model
+from model import Model
 from native import structs, use_native
 
 TOKENS = torch.tensor([random_tokens(23)])
@@ -27,8 +27,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         width = config.n_head * config.head_dim
-        self.wqkv = Linear(config.n_embd, 3 * width, bias=False)
-        self.wo = Linear(width, config.n_embd, bias=False)
+        self.wqkv = nn.Linear(config.n_embd, 3 * width, bias=False)
+        self.wo = nn.Linear(width, config.n_embd, bias=False)
 
     def forward(self, x, cos, sin, attend):
         q, k, v = self.wqkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(-3)
@@ -41,9 +41,9 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config)
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config)
-        self.w1 = Linear(config.n_embd, config.n_inner, bias=False)
-        self.w3 = Linear(config.n_embd, config.n_inner, bias=False)
-        self.w2 = Linear(config.n_inner, config.n_embd, bias=False)
+        self.w1 = nn.Linear(config.n_embd, config.n_inner, bias=False)
+        self.w3 = nn.Linear(config.n_embd, config.n_inner, bias=False)
+        self.w2 = nn.Linear(config.n_inner, config.n_embd, bias=False)
 
     def forward(self, x, cos, sin, attend):
         x = x + self.attention(self.attention_norm(x), cos, sin, attend)
@@ -77,7 +77,7 @@ class Other(Llama):
         self.tok_embeddings = nn.Embedding.from_pretrained(tokens, freeze=False)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.last_norm = RMSNorm(config)
-        self.output = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.output = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
 
     def hidden(self, tokens, positions, attend):

@@ -12,7 +12,7 @@ from errors import UserError
 from infer import pass_logits
 from int8 import to_int8
 from llama import rotations
-from model import Linear, TorchRunner
+from model import TorchRunner
 from native import build, use_native
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -91,7 +91,7 @@ def test_a_layer_of_another_width_is_refused(request, family, where):
     model = request.getfixturevalue(family)(dtype=torch.float32)
     parent, _, name = where.rpartition(".")
     old = model.get_submodule(where)
-    new = Linear(old.in_features, old.out_features + 6, bias=old.bias is not None)
+    new = torch.nn.Linear(old.in_features, old.out_features + 6, bias=old.bias is not None)
     setattr(model.get_submodule(parent), name, new)
     with pytest.raises(ValueError, match=REFUSED):
         native(model)
