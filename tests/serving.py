@@ -82,7 +82,7 @@ def in_turns(engine, turn):
     step = engine.step
 
     def one_step():
-        assert turn.acquire(timeout=10)
+        assert turn.acquire(timeout=60)
         return step()
 
     engine.step = one_step
@@ -152,8 +152,8 @@ def texts_of(events) -> dict[int, tuple]:
     return texts
 
 
-def until(condition, seconds: float = 20) -> None:
-    """Wait for what happens in other threads or processes."""
+def until(condition, seconds: float = 120) -> None:
+    """Wait for what happens in other threads or processes; fail where it never does."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -280,7 +280,7 @@ def serving_app(enter):
         door.thread.commands.put(None)  # texts that are not over end with an error
         door.server.config.timeout_graceful_shutdown = 1  # second for answers that do not end
         door.server.should_exit = True
-        worker.join(20)
+        worker.join(60)
         assert not worker.is_alive()
 
 
@@ -349,7 +349,7 @@ class Script:
 
     def end(self) -> tuple[int | None, str]:
         """Its exit code, and all that it has written to stderr."""
-        self.process.join(20)
+        self.process.join(60)
         return self.process.exitcode, self.written(self.err)
 
     @staticmethod

@@ -259,7 +259,7 @@ def test_a_worker_is_a_process_of_its_own(checkpoint, monkeypatch):
     os.kill(process, signal.SIGINT)  # Ctrl-C reaches each process of a terminal
     assert worker(divide, 2) == 4
     worker.connection.close()  # as when the process that waits is killed
-    worker.process.join(timeout=20)
+    worker.process.join(timeout=60)
     assert worker.process.exitcode == 0
     fork = multiprocessing.get_context("fork")  # one more, which need not import torch
     monkeypatch.setattr(multiprocessing, "get_context", lambda how: fork)

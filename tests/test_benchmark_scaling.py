@@ -355,7 +355,11 @@ def test_a_real_group_answers(tmp_path):
 def test_the_time_and_memory_of_all_processes():
     from benchmarks import scaling as script
 
-    code = "import sys; big = b'x' * 50_000_000; sum(range(10_000_000)); print(); sys.stdin.read()"
+    code = """import sys, time
+big = b'x' * 50_000_000
+while time.process_time() < 0.1: pass
+print()
+sys.stdin.read()"""
     before = script.processor_seconds()
     command = [sys.executable, "-c", code, "by-this-name"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -165,7 +165,7 @@ def test_ctrl_c_while_torch_is_imported_is_not_a_word(tmp_path, script):
     )
     assert process.stdout.readline() == b"begun\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=200)
     assert (process.returncode, out, err) == (-signal.SIGINT, b"", b"")
 
 

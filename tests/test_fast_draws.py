@@ -169,7 +169,7 @@ def test_rows_that_the_few_do_not_settle_go_the_old_way(rows_of_old):
 
 
 def test_still_the_boundary_is_where_the_filter_has_it():
-    """0.5 and 0.3 reach 0.8, whatever rounding says; of equal tokens the first ones are in."""
+    """2 of 4 equal tokens hold 0.5, exactly; of equal tokens the first ones are in."""
     from sampling import SamplingParams, sample
 
     def winners(probs, p):
@@ -180,9 +180,9 @@ def test_still_the_boundary_is_where_the_filter_has_it():
         return set(sample(logits, params, draws=draws).tolist())
 
     rest = [1e-12] * 300  # so that not all tokens are among the few
-    assert winners([0.3, 0.1, 0.1, 0.5, *rest], 0.8) == {0, 3}
-    assert winners([1 / 40] * 40 + rest, 0.59) == set(range(24))
-    assert winners([1 / 40] * 40, 0.59) == set(range(24))
+    assert winners([0.25] * 4 + rest, 0.5) == {0, 1}
+    assert winners([1 / 64] * 64 + rest, 0.375) == set(range(24))
+    assert winners([1 / 64] * 64, 0.375) == set(range(24))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -21,7 +21,7 @@ def test_torchrun_writes_one_text(engine_cli):
     threads = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, **options, env=threads) as process:
         try:
-            found, notes = process.communicate(timeout=100)
+            found, notes = process.communicate(timeout=200)
         finally:
             process.terminate()  # then torchrun ends its own processes; a kill would leave them
     assert (process.returncode, found) == (code, out) == (0, out)

@@ -84,9 +84,9 @@ def test_the_boundaries_are_those_of_the_filters(library):
         logits = torch.tensor(probs).log().expand(2000, len(probs))
         return set(in_c(library, logits, params_of({"temperature": 1.0} | fields, 2000)))
 
-    assert winners([0.3, 0.1, 0.1, 0.5], top_p=0.8) == {0, 3}
-    assert winners([0.15, 0.3, 0.3, 0.25], top_p=0.8) == {1, 2, 3}
-    assert winners([1 / 40] * 40, top_p=0.6) == set(range(24))
+    assert winners([0.25] * 4, top_p=0.5) == {0, 1}
+    assert winners([0.25] * 4, top_p=0.75) == {0, 1, 2}
+    assert winners([1 / 64] * 64, top_p=0.375) == set(range(24))
     assert winners([0.1, 0.2, 0.4, 0.2, 0.1], top_k=2) == {1, 2, 3}  # a tie with the second stays
     assert winners([0.1, 0.2, 0.4, 0.2, 0.1], top_k=2, top_p=0.6) == {1, 2}
     assert winners([0.1, 0.2, 0.4, 0.2, 0.1], top_p=1e-300) == {2}

@@ -133,7 +133,7 @@ def test_a_row_for_each_dtype_and_backend(bench):
     assert kl["float32", "torch"] == 0 and rows["top_1"][0] == 1
     assert kl["float32", "native"] < 1e-6  # rounding
     for backend in ("torch", "native"):
-        assert 0 < kl["float16", backend] < kl["bfloat16", backend] < kl["int8", backend]
+        assert 0 < kl["float16", backend] < min(kl["bfloat16", backend], kl["int8", backend])
     assert kl["float16", "native"] < kl["float16", "torch"]
     for dtype in ("int8", "blocks"):
         assert kl[dtype, "native"] == near(kl[dtype, "torch"])

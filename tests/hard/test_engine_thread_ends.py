@@ -38,7 +38,7 @@ def test_the_thread_ends_if_nobody_waits_for_its_engine(tiny_llama, capfd, fails
     made = threading.Event()
 
     def make():
-        assert made.wait(10)
+        assert made.wait(60)
         return small_engine(tiny_llama, max_rows=0 if fails else 1)
 
     async def main(waits):
@@ -58,7 +58,7 @@ def test_the_thread_ends_if_nobody_waits_for_its_engine(tiny_llama, capfd, fails
         made.clear()
         thread = asyncio.run(main(waits))
         made.set()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert capfd.readouterr().err == ""
 

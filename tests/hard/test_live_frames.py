@@ -16,7 +16,7 @@ from server import live
 
 def in_loop(door, work):
     """What a coroutine returns that runs in the server's event loop."""
-    return asyncio.run_coroutine_threadsafe(work, door.thread.loop).result(10)
+    return asyncio.run_coroutine_threadsafe(work, door.thread.loop).result(60)
 
 
 def test_accepted_drafts_after_the_end_are_none_of_the_text(start, tiny):

@@ -38,7 +38,7 @@ class Server:
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(20)
+        self.process.wait(60)
 
     def pids(self, name: str = "") -> list[int]:
         """The processes of its session whose command line has this name in it."""

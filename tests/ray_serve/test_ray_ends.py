@@ -69,4 +69,4 @@ def test_of_ray_s_own_processes_two_are_needed(monkeypatch, name):
         else:
             with pytest.raises(UserError, match="Ray's gcs_server has ended; .* in /logs"):
                 serve_ray.wait_for(signals)
-            assert child.wait(10) == -signal.SIGKILL
+            assert child.wait(60) == -signal.SIGKILL
