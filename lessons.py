@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
@@ -23,6 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 REFS = ("refs/heads/main", "refs/remotes/origin/main", "refs/remotes/upstream/main")
@@ -40,23 +42,92 @@ PARTS = {  # slug of a part's first lesson -> the part's title
     "quality": "Part X: bits, and what they cost",
     "min-p": "Part XI: answers that programs can read",
 }
-EVENING = (  # a path of fifteen lessons
-    "greedy-decoding",
-    "temperature",
-    "top-p",
-    "kv-cache-dynamic",
-    "kv-cache-fix",
-    "variable-batching",
-    "speculative-decoding",
-    "int8-weights",
-    "llama",
-    "paged-cache",
-    "continuous-batching",
-    "prefix-sharing",
-    "chunked-prefill",
-    "streaming",
-    "tensor-parallel",
-)
+
+
+class Stop(NamedTuple):
+    """A lesson on the path for one evening."""
+
+    minutes: int  # to read its explanation and run its Try
+    idea: str
+    bridge: str = ""  # what the lessons skipped before it do
+
+
+EVENING = {  # slug -> Stop, in the order of the lessons
+    "greedy-decoding": Stop(
+        6,
+        "Generation is a loop: compute the logits, append the most likely token, repeat.",
+        "The first lesson sets up a small GPT-2 trained on children's stories, with its tokenizer. "
+        "The model is given: token ids go in, a logit for each possible next token comes out.",
+    ),
+    "multinomial": Stop(
+        5,
+        "Draw the next token from the softmax instead; a seed makes the draw repeatable.",
+        "Generation stops at the end-of-text token. A sequence may outgrow the context window, and "
+        "each step then sees its last 256 tokens.",
+    ),
+    "temperature": Stop(
+        6, "Divide the logits by a temperature: below 1 the text is safer, above 1 more surprising."
+    ),
+    "top-p": Stop(
+        6,
+        "Nucleus sampling: keep the smallest set of tokens whose probabilities reach p.",
+        "Top-k draws from the k most likely tokens. But no k fits every step: after one prefix a "
+        "single token makes sense, after another hundreds do.",
+    ),
+    "kv-cache-dynamic": Stop(
+        7,
+        "Keep the keys and values of past tokens, and a decode step computes one token, not all.",
+        "Sampling is complete with presence, frequency and repetition penalties, and weights may "
+        "have 16 bits. Yet each step still computes the whole sequence anew.",
+    ),
+    "kv-cache-static": Stop(
+        5, "Allocate the KV cache once: its size is known in advance, and memory limits the batch."
+    ),
+    "speculative-sampling": Stop(
+        7,
+        "Rejection sampling makes a cheap guess exact: a bad draft costs time, never quality.",
+        "A sequence past the context window now moves on in large strides, so the cache stays "
+        "useful. Prompts of different lengths share a batch, each as if it were alone.",
+    ),
+    "speculative-decoding": Stop(
+        7, "A small model drafts several tokens, and the large one verifies them all in one pass."
+    ),
+    "int8-products": Stop(
+        6,
+        "Round weights and activations to int8: each sum is exact, and a scale restores its size.",
+        "Drafts may also be copied from the prompt, and benchmarks measure what drafts and cache "
+        "gain. Beam search keeps several candidates, and top-p no longer sorts the vocabulary.",
+    ),
+    "rotary-positions": Stop(
+        6,
+        "RoPE rotates queries and keys by position, so scores depend on distance alone.",
+        "With int8 weights a model takes a quarter of the bytes. Then the GPT-2 starts to turn "
+        "into a Llama: first RMSNorm and SwiGLU replace LayerNorm and GELU.",
+    ),
+    "page-pool": Stop(
+        6,
+        "PagedAttention lends memory in pages of 16 positions, as an operating system does.",
+        "Grouped-query attention, real config files, tokenizers and chat templates complete Llama "
+        "3 and Qwen2.5. The engine begins: a draw depends on the request's own seed and position.",
+    ),
+    "paged-cache": Stop(
+        9, "One pass computes new tokens of many sequences, whose keys and values lie on any pages."
+    ),
+    "scheduler": Stop(
+        8,
+        "Choose the requests of each step anew, with no difference between prefill and decode.",
+        "Attention over pages becomes faster: sequences of similar length attend in one call.",
+    ),
+    "continuous-batching": Stop(
+        7, "Requests join and leave the running batch at any step, and each gets its own text."
+    ),
+    "chunked-prefill": Stop(
+        7,
+        "Cut long prompts into chunks under a token budget, so that other requests keep decoding.",
+        "A request that fails ends alone. Preemption takes pages back when memory runs out, and "
+        "prefix caching lets requests that begin alike share pages.",
+    ),
+}
 TORCH_BITS = "course/torch_bits.txt"  # which tests of published lessons compare bits of torch
 CPU_INFO = Path("/proc/cpuinfo")
 SECONDS = 300  # that a test may take in verify; pytest then says where it stands, and ends
@@ -153,14 +224,7 @@ def read_main() -> tuple[str, list[Lesson]]:
             "neither main nor origin/main is here; get it with: git fetch origin main:main"
         )
     for ref in (ref for ref in REFS if ref in present):
-        form = "--format=%H%x1f%s%x1f%(trailers:key=Lesson,valueonly)%x1e"
-        log = git("log", "--first-parent", "--reverse", form, ref)
-        rows = [row.strip("\n").split("\x1f") for row in log.split("\x1e") if row.strip()]
-        lessons = [
-            Lesson(trailer.split()[-1], commit, subject)
-            for commit, subject, trailer in rows
-            if trailer.strip()
-        ]
+        lessons = lessons_of(ref)
         if lessons:
             return ref, lessons
     raise LessonError(
@@ -168,6 +232,18 @@ def read_main() -> tuple[str, list[Lesson]]:
         "beside it); get the course's own main with: "
         "git remote add upstream URL && git fetch upstream"
     )
+
+
+def lessons_of(ref: str) -> list[Lesson]:
+    """List the lessons on a ref's first-parent line, in order."""
+    form = "--format=%H%x1f%s%x1f%(trailers:key=Lesson,valueonly)%x1e"
+    log = git("log", "--first-parent", "--reverse", form, ref)
+    rows = [row.strip("\n").split("\x1f") for row in log.split("\x1e") if row.strip()]
+    return [
+        Lesson(trailer.split()[-1], commit, subject)
+        for commit, subject, trailer in rows
+        if trailer.strip()
+    ]
 
 
 def find(lessons: list[Lesson], wanted: str) -> Lesson:
@@ -274,7 +350,7 @@ def worktree(commit: str):
 
 
 def cmd_list(lessons, args):
-    """list the lessons, * where you stand, + a path for one evening"""
+    """list the lessons, * where you stand, + the path of `evening`"""
     states = tag_states(lessons)
     here = standing(lessons)
     for lesson in lessons:
@@ -290,6 +366,27 @@ def cmd_list(lessons, args):
             f"{missing} of {len(lessons)} tags are missing; make them with: python lessons.py tag",
             file=sys.stderr,
         )
+
+
+def cmd_evening(lessons, args):
+    """show a path for one evening: what to read, and what the lessons between do"""
+    path = [lesson for lesson in lessons if lesson.slug in EVENING]
+    minutes = sum(EVENING[lesson.slug].minutes for lesson in path)
+    print(
+        f"{len(path)} of {len(lessons)} lessons, about {minutes} minutes. Of each, read only the "
+        "explanation and the Try:\npython lessons.py show 01, then python lessons.py try 01."
+    )
+    skipped = []
+    for lesson in lessons:
+        if lesson not in path:
+            skipped.append(lesson.number)
+            continue
+        stop = EVENING[lesson.slug]
+        if skipped and stop.bridge:
+            numbers = " to ".join(dict.fromkeys((skipped[0], skipped[-1])))
+            print("", *textwrap.wrap(f"{numbers}: {stop.bridge}", 100), sep="\n")
+        skipped = []
+        print(f"\n    {lesson.id}, {stop.minutes} minutes\n    {stop.idea}")
 
 
 def tag_states(lessons: list[Lesson]) -> dict[Lesson, str]:
@@ -943,6 +1040,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     several = {"nargs": "*", "metavar": "ID", "help": f"{lesson}; default: all lessons"}
     quiet = "say only that git log has changed; without a history do nothing"
     add(cmd_list)
+    add(cmd_evening)
     add(cmd_tag).add_argument("--quiet", action="store_true", help=quiet)
     add(cmd_show).add_argument("id", **named)
     add(cmd_diff).add_argument("id", **named)

@@ -199,10 +199,38 @@ def test_a_reader_sees_all_lessons_of_this_edition_wherever_he_stands(repo, run)
         assert "".join(line[0] for line in lines) == marks
 
 
-def test_a_path_for_one_evening_is_marked(repo, run, monkeypatch):
-    assert len(set(lessons.EVENING)) == 15
-    monkeypatch.setattr(lessons, "EVENING", ("mul",))
+def test_a_path_for_one_evening(repo, run, monkeypatch):
+    """Marked in the list; with the minutes, and a bridge over the lessons between."""
+    stop = lessons.Stop(7, "Multiply.", "First there are sums.")
+    monkeypatch.setattr(lessons, "EVENING", {"mul": stop})
     assert [line[1] for line in run("list")[1].splitlines()[1:]] == [" ", " ", "+"]
+    out = run("evening")[1]
+    assert out.startswith("1 of 3 lessons, about 7 minutes.")
+    assert out.endswith(
+        "\n\n00 to 01: First there are sums.\n\n    02-mul, 7 minutes\n    Multiply.\n"
+    )
+
+
+def published() -> list[lessons.Lesson]:
+    """The lessons of this course up to HEAD; without a history the test is skipped."""
+    try:
+        lessons.read_main()
+        return lessons.lessons_of("HEAD")
+    except lessons.LessonError as error:
+        pytest.skip(str(error))
+
+
+def test_the_evening_leads_through_this_course():
+    """A bridge stands where lessons are skipped, in two lines, and nowhere else."""
+    line = published()
+    path = [number for number, lesson in enumerate(line) if lesson.slug in lessons.EVENING]
+    if set(lessons.PARTS) <= {lesson.slug for lesson in line}:  # HEAD may stand before the end
+        assert len(path) == len(lessons.EVENING) == 15
+    assert [line[number].slug for number in path] == list(lessons.EVENING)[: len(path)]
+    for before, number in zip([-1, *path], path):
+        stop = lessons.EVENING[line[number].slug]
+        assert bool(stop.bridge) == (number > before + 1)
+        assert len(stop.bridge) <= 190 and len(stop.idea) <= 96
 
 
 def test_tags_come_from_the_trailers(repo, run):
